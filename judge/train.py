@@ -1,0 +1,110 @@
+"""Trains the two judges on disjoint halves of the labelled comments, at first use or by itself:
+
+    python judge/train.py config/toxicity.py
+
+judge_a gives the reward. judge_b never touches training: it is the independent judge of the evaluation.
+"""
+import hashlib
+import os
+import random
+import sys
+import time
+
+import torch
+from torch.nn import functional as F
+
+if __name__ == "__main__":  # run as a script: the project's folder, not judge/, is where imports start
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+from judge.scorer import Scorer, encode, load_judge, log_odds, pad_right, save_judge
+from model import (GPTConfig, autocast, fast_dtype, fit, interrupts, load_file, load_tokenizer, pick_device,
+                   run_script)
+
+SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
+
+
+def auc(scores, labels):
+    """Area under the ROC curve: the chance that a toxic comment scores above a clean one, ties counting half."""
+    values, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
+    rank = (counts.cumsum(0) - (counts - 1) / 2)[inverse]           # mean rank of equal scores, from 1
+    positive = labels > 0.5
+    n, m = int(positive.sum()), int((~positive).sum())
+    return float((rank[positive].sum() - n * (n + 1) / 2) / (n * m))
+
+
+def length_batches(rows, size, seed):
+    """Indices of rows in shuffled batches of `size` rows of like length, so that padding costs little."""
+    rng, order = random.Random(seed), list(range(len(rows)))
+    rng.shuffle(order)
+    pools = [sorted(order[i:i + 64 * size], key=lambda j: len(rows[j])) for i in range(0, len(order), 64 * size)]
+    batches = [pool[i:i + size] for pool in pools for i in range(0, len(pool), size)]
+    rng.shuffle(batches)
+    return batches
+
+
+def train_judge(path, name, comments, heldout, *, vocab_size, tokens, seed, device, stop=lambda: False, batch_size=64):
+    """Train a Scorer on comments [(text, label)] for about `tokens` tokens, test it on `heldout`, save it at `path`."""
+    began = time.time()
+    tokenizer = load_tokenizer(vocab_size)
+    torch.manual_seed(seed)
+    model = Scorer(GPTConfig(vocab_size=vocab_size, **SHAPE)).to(device)
+    rows = encode(tokenizer, [text for text, _ in comments], SHAPE["block_size"])
+    labels = torch.tensor([label for _, label in comments], device=device)
+    steps = max(1, round(tokens / (batch_size * sum(map(len, rows)) / len(rows))))
+    batches = length_batches(rows, batch_size, seed)
+    while len(batches) < steps:
+        batches += length_batches(rows, batch_size, seed + len(batches))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+
+    def loss_at(step):
+        idx, real = pad_right([rows[i] for i in batches[step]])
+        with autocast(device, fast_dtype(device)):
+            scores = model(idx.to(device), real.to(device))
+        return F.binary_cross_entropy_with_logits(scores.float(), labels[batches[step]])
+
+    fit(model, [optimizer], loss_at, steps, path + ".partial", name, stop=stop)
+    scores = log_odds(model.eval(), encode(tokenizer, [text for text, _ in heldout], SHAPE["block_size"]))
+    truth = torch.tensor([label for _, label in heldout])
+    report = dict(accuracy=float(((scores > 0) == (truth > 0.5)).float().mean()), auc=auc(scores, truth), heldout=len(heldout))
+    save_judge(path, model, **report)
+    os.remove(path + ".partial") if os.path.exists(path + ".partial") else None
+    print(describe(name, report) + f", {time.time() - began:.0f} s")
+
+
+def describe(name, report):
+    return (f"{name}: held-out accuracy {report['accuracy']:.4f}, ROC AUC {report['auc']:.4f} "
+            f"on {report['heldout']} comments it never saw")
+
+
+def get_judges(settings, splits, device, stop=lambda: False):
+    """{"judge": ..., "eval_judge": ...}: functions (prompts, completions) -> log-odds, those that the settings do not switch
+    off with None. Each from the file that the settings name or trained here, once, into settings.cache_dir."""
+    # by machine: about 40 s each on two cores
+    tokens = settings.judge_tokens or (2_000_000 if fast_dtype(device) == torch.bfloat16 else 1_000_000)
+    judges = {}
+    for role, name, path in (("judge", "judge_a", settings.judge), ("eval_judge", "judge_b", settings.eval_judge)):
+        if path is None:
+            continue
+        if path == "train":
+            key = hashlib.sha256(repr((splits[name], SHAPE, settings.judge_vocab_size, tokens, settings.prepare_seed)).encode())
+            path = os.path.join(settings.cache_dir, f"{name}-{key.hexdigest()[:8]}.pt")
+            if os.path.exists(path):
+                print(describe(name, load_file(path, "judge")) + f", {path}")
+            else:
+                train_judge(path, name, splits[name], splits["train_prompts"] + splits["eval_prompts"], device=device, stop=stop,
+                            vocab_size=settings.judge_vocab_size, tokens=tokens, seed=settings.prepare_seed)
+        judges[role] = load_judge(path, device)
+    return judges
+
+
+def main(argv):
+    from config import load_settings
+    from judge.comments import load_comments, split_comments
+    settings = load_settings(argv)
+    comments = load_comments(settings.comments, settings.text_field, settings.label_field)
+    with interrupts() as stop:
+        get_judges(settings, split_comments(comments), pick_device(settings.device), stop)
+
+
+if __name__ == "__main__":
+    run_script(main)

