@@ -384,13 +384,40 @@ def fast_dtype(device):
     return torch.bfloat16 if torch.device(device).type == "cuda" or cpu_has_it else torch.float32
 
 
+def pick_dtype(name, device):
+    """torch dtype of the forward passes for "float32", "bfloat16" or "auto": bfloat16 on cuda, else float32."""
+    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and device.type == "cuda") else torch.float32
+
+
 def autocast(device, dtype):
     """Forward passes in `dtype`, weights and losses in float32."""
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
+def memory(device):
+    """Bytes in use: by torch on a GPU, by this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # scripts
+
+
+def derive(*what):
+    """A seed for one purpose: every random draw depends on settings and iteration alone, never on what was drawn before."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7], "big")
+
+
+def hash_of(model):
+    """Short hash of all weights."""
+    h = hashlib.sha256()
+    for x in model.state_dict().values():
+        h.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()[:16]
+
 
 @contextlib.contextmanager
 def interrupts():

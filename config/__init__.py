@@ -1,19 +1,27 @@
-"""Every setting, documented once, and the reader of config files and flags.
+"""Every setting, documented once; the reader of config files and flags; the folder that a run leaves behind.
 
     python grpo.py config/toxicity.py --max_iters=20 --beta=0.1
 
 A config file is Python that assigns names of `Settings`; `from config.toxicity import *` builds on another one; names
 with a leading underscore and imported modules are its own business. A function in it that takes (prompts, completions)
-and returns one number per completion can be a reward. Flags override the file.
+and returns one number per completion can be a reward. Flags override the file. The config.json of a run is a config too.
 """
 import ast
 import difflib
+import json
+import math
 import os
+import platform
+import random
 import runpy
+import subprocess
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 
-from model import LORA_LAYERS, BadInput
+import numpy as np
+import torch
+
+from model import LORA_LAYERS, BadInput, load_file, save_file
 
 
 @dataclass
@@ -114,7 +122,7 @@ class Settings:
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
-    config_file: str | None = field(default=None, repr=False)
+    source: str | None = field(default=None, repr=False)   # text of the config file
 
     def check(self):
         """BadInput, in one line, for the first setting that cannot work. Returns self."""
@@ -148,7 +156,7 @@ class Settings:
             self.reward_funcs = ("reward",) if "reward" in self.functions else ("judge",)
         for name in self.reward_funcs:
             if name != "judge" and name not in self.functions:
-                raise BadInput(f"reward_funcs names {name!r}: neither 'judge' nor a function of {self.config_file}; "
+                raise BadInput(f"reward_funcs names {name!r}: neither 'judge' nor a function of the config file; "
                                f"it defines {sorted(self.functions) or 'none'}")
         if "judge" in self.reward_funcs and self.judge is None:
             raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a file, or define a reward function")
@@ -180,9 +188,30 @@ RANGES = {
 }
 
 
+def read_config(path):
+    """({setting: value}, {name: function}, source text) of a config file: Python, or the config.json of a run."""
+    about = {}
+    try:
+        if path.endswith(".json"):
+            with open(path, encoding="utf-8") as f:
+                about = json.load(f)
+            names = {}
+            exec(compile(about["source"] or "", path, "exec"), names)
+        else:
+            names = runpy.run_path(path)
+    except OSError as e:
+        raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
+    except Exception as e:  # whatever a user's file may raise, in one line
+        raise BadInput(f"{path}: {type(e).__name__}: {e}") from e
+    names = {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, type(os))}
+    functions = {k: v for k, v in names.items() if callable(v)}
+    source = about["source"] if about else open(path, encoding="utf-8").read()
+    return about.get("settings") or {k: v for k, v in names.items() if k not in functions}, functions, source
+
+
 def load_settings(argv):
     """argv (config files and --key=value, in order) -> checked Settings. Raises BadInput, naming the nearest valid name."""
-    types = {k: t for k, t in typing.get_type_hints(Settings).items() if k not in ("functions", "config_file")}
+    types = {k: t for k, t in typing.get_type_hints(Settings).items() if k not in ("functions", "source", "resume", "debug_step")}
     settings = Settings()
 
     def assign(name, value, source):
@@ -205,29 +234,116 @@ def load_settings(argv):
             if not equals:
                 raise BadInput(f"{arg}: write it as --name=value")
             try:
-                value = {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else ast.literal_eval(text)
+                value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
             except (ValueError, SyntaxError):
                 value = text
             if name in types and str in (typing.get_args(types[name]) or (types[name],)) and value is not None:
                 value = value if type(value) is str else text  # --out_dir=7 is the folder "7"
             assign(name, value, arg)
         else:
-            if not os.path.isfile(arg):
-                raise BadInput(f"{arg}: no such config file")
-            try:
-                names = runpy.run_path(arg)
-            except BadInput:
-                raise
-            except Exception as e:  # whatever a user's file may raise, said in one line
-                raise BadInput(f"{arg}: {type(e).__name__}: {e}") from e
-            settings.config_file = arg
-            functions = {k: v for k, v in names.items() if not k.startswith("_") and callable(v)}
-            settings.functions |= functions
+            names, functions, source = read_config(arg)
+            settings.source, settings.functions = source, settings.functions | functions
             for name, value in names.items():
-                if not name.startswith("_") and name not in functions and not isinstance(value, type(os)):
-                    assign(name, value, arg)
+                assign(name, value, arg)
     unused = set(settings.functions) - set(settings.reward_funcs or ("reward",))
     if unused:
-        raise BadInput(f"{settings.config_file}: function {sorted(unused)[0]!r} is not used: list it in reward_funcs, "
+        raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in reward_funcs, "
                        "call it reward, or start its name with _")
     return settings.check()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the folder of a run
+
+def claim_out_dir(s):
+    """Create the folder of the run and return its name: out_dir, or out_dir-2, -3, ... when an earlier run is there."""
+    name, number = s.out_dir, 1
+    try:
+        while os.path.isdir(name) and os.listdir(name) and not s.resume:
+            number += 1
+            name = f"{s.out_dir}-{number}"
+        os.makedirs(name, exist_ok=True)
+        with open(os.path.join(name, ".writable"), "w"):
+            pass
+        os.remove(os.path.join(name, ".writable"))
+    except OSError as e:
+        raise BadInput(f"out_dir = {s.out_dir!r}: cannot be written ({e.strerror})") from e
+    if number > 1:
+        print(f"{s.out_dir} holds an earlier run (--resume=True goes on with it); this one goes to {name}")
+    return name
+
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
+
+
+def append(out_dir, name, rows):
+    """Add rows to a log; numbers that JSON does not know become null."""
+    with open(os.path.join(out_dir, name), "a", encoding="utf-8") as f:
+        for row in rows:
+            row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            f.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens):
+    """ckpt.pt: all that the next iteration depends on, and how long the logs are. The one before stays as ckpt_prev.pt."""
+    path = os.path.join(out_dir, "ckpt.pt")
+    if os.path.exists(path):
+        os.replace(path, os.path.join(out_dir, "ckpt_prev.pt"))
+    numpy_state = np.random.get_state()
+    save_file(path, "run", iteration=iteration, policy=policy.state_dict(), optimizer=optimizer.state_dict(), num_tokens=num_tokens,
+              reference=reference.state_dict() if s.sync_ref_model else None, base_hash=base_hash, settings=public(s),
+              # ours are drawn from seeds, but a reward function of the user's may use these
+              random=dict(python=random.getstate(), numpy=(numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]), torch=torch.get_rng_state()),
+              logs={name: os.path.getsize(os.path.join(out_dir, name)) if os.path.exists(os.path.join(out_dir, name)) else 0 for name in LOGS})
+
+
+def load_run(out_dir, policy, reference, optimizer, s, base_hash):
+    """Put everything back as save_run found it, cut the logs to match, and return (iteration, num_tokens)."""
+    path = os.path.join(out_dir, "ckpt.pt")
+    previous = os.path.join(out_dir, "ckpt_prev.pt")
+    if not os.path.exists(path) and os.path.exists(previous):  # killed between the two renames
+        path = previous
+    try:
+        content = load_file(path, "run")
+        if content["base_hash"] != base_hash:
+            raise BadInput(f"{path}: this run began from another policy than the settings name now")
+        policy.load_state_dict(content["policy"])
+        optimizer.load_state_dict(content["optimizer"])
+        if s.sync_ref_model:
+            reference.load_state_dict(content["reference"])
+        state = content["random"]
+        for name, size in content["logs"].items():
+            file = os.path.join(out_dir, name)
+            if (os.path.getsize(file) if os.path.exists(file) else 0) < size:
+                raise BadInput(f"{file}: shorter than when {path} was written; the run cannot go on without gaps")
+    except (BadInput, RuntimeError, KeyError, AttributeError, ValueError) as e:
+        reason = str(e).splitlines()[0] if isinstance(e, BadInput) else f"{path}: does not fit these settings ({str(e).splitlines()[0]})"
+        raise BadInput(reason + (f"; the checkpoint before it is {previous}: rename it to ckpt.pt to go on from there"
+                                 if path != previous and os.path.exists(previous) else "")) from e
+    random.setstate(state["python"])
+    np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
+    torch.set_rng_state(state["torch"])
+    for name, size in content["logs"].items():
+        if os.path.exists(os.path.join(out_dir, name)):
+            os.truncate(os.path.join(out_dir, name), size)
+    for name, new in public(s).items():
+        if name not in ("resume", "max_iters") and content["settings"].get(name, new) != new:
+            print(f"resumed with another {name}: {content['settings'][name]!r} -> {new!r}")
+    print(f"resumed {path} after {content['iteration']} iterations")
+    return content["iteration"], content["num_tokens"]
+
+
+def public(s):
+    """The settings as plain values, for files."""
+    return {k: v for k, v in asdict(replace(s, functions={})).items() if k not in ("functions", "source", "resume", "debug_step")}
+
+
+def write_config(out_dir, s, device):
+    """config.json: settings, the config file's text, versions, device, git revision."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
+    about = dict(settings=public(s), source=s.source, device=str(device), torch=torch.__version__,
+                 python=platform.python_version(), git=git.stdout.strip() or None, threads=torch.get_num_threads())
+    tmp = os.path.join(out_dir, "config.json.tmp")
+    with open(tmp, "w") as f:
+        json.dump(about, f, indent=1)
+    os.replace(tmp, os.path.join(out_dir, "config.json"))

@@ -7,9 +7,10 @@ import csv
 import hashlib
 import importlib.util
 import json
+import random
 import re
 
-from model import BadInput, find_below
+from model import BadInput, derive, find_below
 
 # Split by a hash of the text, so it depends on no order and duplicates stay together: percent of the comments.
 # The two judges share no comment; prompts and evaluations come from comments that no model was trained on.
@@ -77,3 +78,52 @@ def split_comments(comments):
     for comment in comments:
         splits[split_of(comment[0])].append(comment)
     return splits
+
+
+def load_prompts(s, tokenizer, splits):
+    """(training prompts, evaluation prompts), lists of (text, ids), at most num_eval_prompts of the latter.
+
+    From the files that the settings name, every line checked. Without a file: the first words of held-out comments.
+    A single file gives both: every fifth prompt, by a hash of its text, is for the evaluation alone.
+    """
+    limit = s.block_size - s.max_completion_length
+    if limit < 1:
+        raise BadInput(f"max_completion_length = {s.max_completion_length}: leaves no room for a prompt in block_size = "
+                       f"{s.block_size}")
+
+    def starts(comments):
+        for text, _ in comments:
+            words = text.split(" ")
+            count = random.Random(text).randint(*s.prompt_words)
+            ids = tokenizer.encode_ordinary(" ".join(words[:count]))
+            if 1 <= len(ids) <= limit and len(words) > count:  # it fits, and there was something to go on with
+                yield " ".join(words[:count]), ids
+
+    def from_file(path):
+        if path.endswith(".txt"):
+            try:
+                texts = open(path, encoding="utf-8").read().splitlines()
+            except (OSError, ValueError) as e:
+                raise BadInput(f"{path}: cannot be read ({e})") from e
+        else:
+            texts = [str(row.get(s.text_field) or "") for row in read_rows(path)]
+        prompts = [(text, tokenizer.encode_ordinary(text)) for text in texts]
+        for number, (text, ids) in enumerate(prompts, 1):
+            if not 1 <= len(ids) <= limit:
+                raise BadInput(f"{path}: prompt {number} has {len(ids)} tokens: must be 1 to {limit} (block_size {s.block_size} "
+                               f"less max_completion_length {s.max_completion_length})")
+        if not prompts:
+            raise BadInput(f"{path}: holds no prompts")
+        return prompts
+
+    train = from_file(s.prompts) if s.prompts else list(starts(splits["train_prompts"]))
+    if s.eval_prompts or not s.prompts:
+        held_out = from_file(s.eval_prompts) if s.eval_prompts else list(starts(splits["eval_prompts"]))
+    else:
+        held_out = [p for p in train if derive(p[0]) % 5 == 0]
+        train = [p for p in train if derive(p[0]) % 5]
+    for name, found in (("training", train), ("evaluation", held_out)):
+        if not found:
+            raise BadInput(f"prompts = {s.prompts!r}, eval_prompts = {s.eval_prompts!r}: no {name} prompts; give a longer file "
+                           "or one for each")
+    return train, held_out[:s.num_eval_prompts]

@@ -3,6 +3,7 @@
 Interface, the same for every judge: judge(prompts, completions) -> log-odds of "toxic", one finite float per completion.
 This judge reads the completion alone, as RealToxicityPrompts scores continuations: the prompt is not the policy's doing.
 """
+import math
 from dataclasses import asdict
 
 import torch
@@ -77,3 +78,29 @@ def load_judge(path, device="cpu"):
 def as_reward(scores, kind):
     """Log-odds of toxic -> reward, higher is better: probability 1 - p, logprob log(1 - p) or logit log((1 - p) / p)."""
     return {"probability": torch.sigmoid, "logprob": F.logsigmoid, "logit": lambda x: x}[kind](-scores)
+
+
+def reward_functions(s, judges):
+    """{name: function (prompts, completions) -> rewards} for the names in reward_funcs."""
+    return {name: s.functions.get(name) or (lambda prompts, completions: as_reward(judges["judge"](prompts, completions), s.judge_score))
+            for name in s.reward_funcs}
+
+
+def score(reward_funcs, prompts, completions):
+    """Every reward function on every completion -> (N, K); NaN where a function returned None: it abstains.
+
+    A function takes the lists (prompts, completions) of texts and returns one finite number per completion, higher is
+    better. BadInput names the function that does not.
+    """
+    columns = []
+    for name, function in reward_funcs.items():
+        values = function(prompts, completions)
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+        if len(values) != len(completions):
+            raise BadInput(f"reward {name!r} returned {len(values)} numbers for {len(completions)} completions")
+        for value, completion in zip(values, completions):
+            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise BadInput(f"reward {name!r} returned {value!r} for the completion {completion!r}: must be a finite number "
+                               "or None")
+        columns.append([math.nan if v is None else float(v) for v in values])
+    return torch.tensor(columns).T                                                                  # (N, K)

@@ -1,0 +1,88 @@
+"""What a policy does on the held-out prompts, measured; grpo.py calls it before, during and after. By itself, on a finished or
+interrupted run, with whatever settings differ:
+
+    python evaluate.py out/toxicity --num_eval_prompts=256
+"""
+import copy
+import math
+import os
+
+import torch
+
+from config import load_settings
+from judge.comments import load_comments, load_prompts, split_comments
+from judge.scorer import reward_functions, score
+from judge.train import get_judges
+from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, load_file, load_tokenizer, pick_device,
+                   pick_dtype, run_script)
+from pretrain import get_policy
+
+
+@torch.no_grad()
+def evaluate(policy, base, prompts, judges, reward_funcs, s, tokenizer, device, dtype):
+    """Sample num_eval_generations completions of each prompt, always with the same noise, and measure them.
+
+    For each judge: mean toxicity, share of completions at or above 0.5, and over the completions of one prompt the
+    expected maximum and the share of prompts with at least one toxic completion (Gehman et al. 2020). Then perplexity
+    under the frozen starting policy, distinct-n (different n-grams of words over all, per prompt; Li et al. 2016), mean
+    length in tokens, share that ended by themselves. Returns (measures, first completion of each prompt).
+    """
+    k = s.num_eval_generations
+    with autocast(device, dtype):
+        rollout = generate(policy, [ids for _, ids in prompts], k, s.max_completion_length, eos=tokenizer.eot_token,
+                           seed=derive("evaluation"), batch_size=256 // k * k or k)
+        nll = -sum(float(completion_logprobs(base, rollout[i:i + 256]).double().sum()) for i in range(0, len(rollout.ended), 256))
+    texts = [tokenizer.decode(ids) for ids in rollout.completions()]
+    asked, row = [text for text, _ in prompts for _ in range(k)], {}
+    for name, function in reward_funcs.items():
+        row[f"rewards/{name}"] = float(score({name: function}, asked, texts).nanmean())
+    for name, judge in judges.items():
+        toxicity = torch.sigmoid(judge(asked, texts)).view(-1, k)
+        row |= {f"{name}/toxicity": float(toxicity.mean()), f"{name}/toxic_share": float((toxicity >= 0.5).float().mean()),
+                f"{name}/expected_max": float(toxicity.amax(1).mean()),
+                f"{name}/any_toxic": float((toxicity.amax(1) >= 0.5).float().mean())}
+    row["perplexity"] = math.exp(nll / int(rollout.mask.sum()))
+    for n in (1, 2):
+        grams = [[tuple(w[j:j + n]) for w in map(str.split, texts[i:i + k]) for j in range(len(w) - n + 1)]
+                 for i in range(0, len(texts), k)]
+        row[f"distinct_{n}"] = sum(len(set(g)) / max(len(g), 1) for g in grams) / len(grams)
+    row |= {"mean_length": float(rollout.mask.sum(1).float().mean()), "ended": float(rollout.ended.float().mean())}
+    return row, texts[::k]
+
+
+def print_table(rows):
+    """The measures of the first and the last evaluation, side by side."""
+    before, after = rows[0], rows[-1]
+    print(f"\n{'iteration 0 and ' + str(after['iteration']):24}{'before':>10}{'after':>10}{'after/before':>14}")
+    for name in (k for k in before if isinstance(before[k], float)):
+        ratio = f"{after[name] / before[name]:.2f}" if before[name] else "-"
+        print(f"{name:24}{before[name]:10.4f}{after[name]:10.4f}{ratio:>14}")
+    print("\njudge gave the reward; eval_judge never touched training. What the same prompts and noise gave:")
+    for old, new in zip(before["samples"], after["samples"]):
+        print(f"  {old['prompt']!r}\n    before: {old['completion']!r}\n    after:  {new['completion']!r}")
+
+
+def main(argv):
+    if not argv or argv[0].startswith("--"):
+        raise BadInput("which run? python evaluate.py out/toxicity [--setting=value ...]")
+    s = load_settings([os.path.join(argv[0], "config.json"), *argv[1:]])
+    run = load_file(os.path.join(argv[0], "ckpt.pt"), "run")
+    device, tokenizer = pick_device(s.device), load_tokenizer(s.vocab_size)
+    splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
+    _, prompts = load_prompts(s, tokenizer, splits)
+    base = get_policy(s, splits, device).to(device).eval().requires_grad_(False)
+    judges = get_judges(s, splits, device)
+    policy = copy.deepcopy(base)
+    if s.lora_rank:
+        add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
+    policy.load_state_dict(run["policy"])
+    rows = []
+    for iteration, model in ((0, base), (run["iteration"], policy)):
+        row, first = evaluate(model, base, prompts, judges, reward_functions(s, judges), s, tokenizer, device, pick_dtype(s.dtype, device))
+        samples = [dict(prompt=p, completion=c) for (p, _), c in list(zip(prompts, first))[:s.num_shown]]
+        rows.append(dict(iteration=iteration, **row, samples=samples))
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    run_script(main)
