@@ -463,9 +463,11 @@ def main(argv):
             debug_step(policy, base, reference, optimizer, pick(prompts, 0, s), eval_prompts, reward_funcs, judges, **common)
             return
         base_hash, start, num_tokens = hash_of(base), 0, 0
-        if s.resume and any(os.path.exists(os.path.join(out_dir, name)) for name in ("ckpt.pt", "ckpt_prev.pt")):
+        resumed = s.resume and any(os.path.exists(os.path.join(out_dir, name)) for name in ("ckpt.pt", "ckpt_prev.pt"))
+        if resumed:
             start, num_tokens = load_run(out_dir, policy, reference, optimizer, s, base_hash)
         else:
+            print(f"{out_dir}: no checkpoint to resume, starts from the beginning\n" if s.resume else "", end="")
             for name in LOGS:  # an earlier start may have been killed before its first checkpoint
                 open(os.path.join(out_dir, name), "w").close()
         write_config(out_dir, s, device)
@@ -485,7 +487,7 @@ def main(argv):
         def save(iteration):
             save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens)
 
-        if start == 0:
+        if not resumed:
             evaluation(0)
             save(0)
         began, said_zero = time.time(), False

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass, fields
 
 import tiktoken
@@ -152,6 +153,8 @@ class GPT(nn.Module):
         """
         B, T = idx.shape
         S = start + T
+        if real is None and start and T > 1:  # SDPA's own causal mask starts at the first key, not at `start`
+            real = torch.ones(B, S, dtype=torch.bool, device=idx.device)
         if real is None:
             pos, mask = torch.arange(start, S, device=idx.device).expand(B, T), None
         else:
@@ -211,9 +214,7 @@ def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)      # mass of the more likely tokens
-        drop = (before >= top_p).scatter(1, order, before >= top_p)
-        drop[torch.arange(len(drop)), order[:, 0]] = False
-        logits = logits.masked_fill(drop, -math.inf)
+        logits = logits.masked_fill((before >= top_p).scatter(1, order, before >= top_p), -math.inf)
     if min_p > 0:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
     return logits
@@ -222,9 +223,9 @@ def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
 def draw(probs, u):
     """One token per row by inverting the CDF: probs (N, V), u (N,) uniform in [0, 1) -> (N,). Never one of probability 0."""
     cdf = probs.cumsum(-1)
-    total = cdf[:, -1]
-    u = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, u[:, None], right=True)[:, 0]
+    token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp(max=probs.shape[1] - 1)
+    # rounding in the sum can give a sliver to a token that has none
+    return torch.where(probs.gather(1, token) > 0, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
 @torch.no_grad()
@@ -240,6 +241,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
     device, G, limit = model.wte.weight.device, num_generations, model.config.block_size
     if not temperature > 0:
         raise BadInput(f"temperature = {temperature}: must be above 0, since a group needs samples that differ")
+    if not prompts:
+        raise BadInput("no prompts to complete")
     for i, ids in enumerate(prompts):
         if not 1 <= len(ids) <= limit - max_new_tokens:
             raise BadInput(f"prompt {i + 1} has {len(ids)} tokens: must be 1 to {limit - max_new_tokens} "
@@ -333,7 +336,7 @@ class LoRA(nn.Module):
 
     def __init__(self, base, rank, alpha):
         super().__init__()
-        self.base, self.scale, self.merged = base.requires_grad_(False), alpha / rank, False
+        self.base, self.scale, self.merged = base, alpha / rank, False
         self.A = nn.Linear(base.in_features, rank, bias=False, device=base.weight.device)
         self.B = nn.Linear(rank, base.out_features, bias=False, device=base.weight.device)
         nn.init.zeros_(self.B.weight)
@@ -356,6 +359,8 @@ def add_lora(model, rank, alpha, layers=LORA_LAYERS):
     """Freeze the model and put a LoRA adapter on every Linear whose own name is in `layers`. Returns the model."""
     if rank < 1 or not set(layers) <= set(LORA_LAYERS) or not layers:
         raise BadInput(f"lora_rank = {rank}, lora_layers = {layers}: rank from 1, layers out of {LORA_LAYERS}")
+    if any(isinstance(module, LoRA) for module in model.modules()):
+        raise BadInput("the model has LoRA adapters already: merge them first")
     model.requires_grad_(False)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -456,11 +461,15 @@ def save_file(path, kind, **content):
     """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file or the new, never half."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     tmp = f"{path}.{os.getpid()}.tmp"
-    with open(tmp, "wb") as f:
-        torch.save({"kind": kind, **content}, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(tmp, path)
+    try:
+        with open(tmp, "wb") as f:
+            torch.save({"kind": kind, **content}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    finally:
+        if os.path.exists(tmp):  # the disk is full, or the like
+            os.remove(tmp)
 
 
 def load_file(path, kind):
@@ -468,9 +477,12 @@ def load_file(path, kind):
     if not os.path.exists(path):
         raise BadInput(f"{path}: no such file")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        damaged = zipfile.ZipFile(path).testzip()  # torch itself does not look at the check sums
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
         raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short ({type(e).__name__})") from e
+    if damaged:
+        raise BadInput(f"{path}: damaged, a check sum is wrong")
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
         raise BadInput(f"{path}: holds {found or 'something else'!r} where a checkpoint of kind {kind!r} is needed")
@@ -485,8 +497,16 @@ def save_gpt(path, model, **extra):
 def load_gpt(path):
     """The policy that save_gpt wrote, on the CPU."""
     content = load_file(path, "policy")
-    model = GPT(GPTConfig(**content["config"]))
-    model.load_state_dict(content["model"])
+    return load_weights(path, content, GPT)
+
+
+def load_weights(path, content, make):
+    """make(GPTConfig) with the weights in `content`; BadInput when they do not fit."""
+    try:
+        model = make(GPTConfig(**content["config"]))
+        model.load_state_dict(content["model"])
+    except (KeyError, TypeError, RuntimeError) as e:
+        raise BadInput(f"{path}: weights and shape do not fit ({str(e).splitlines()[0]})") from e
     return model
 
 

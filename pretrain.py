@@ -44,7 +44,7 @@ def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
             torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
-def get_policy(settings, splits, device, stop=lambda: False, batch_size=64):
+def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
     """The policy on the CPU: the file that the settings name, else pretrained here, once, into settings.cache_dir."""
     if settings.policy != "train":
         model = load_gpt(settings.policy)

@@ -53,7 +53,7 @@ class Settings:
     policy: str = "train"                # train: made by pretrain.py at first use; or a .pt file
     vocab_size: int = 1024               # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                 # positions
-    n_layer: int = 6
+    n_layer: int = 4
     n_head: int = 4
     n_embd: int = 256
     pretrain_tokens: int = 0             # 0: by what the machine can do in about four minutes (see pretrain.py)

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import GPT, BadInput, GPTConfig, load_file, load_tokenizer, save_file
+from model import GPT, BadInput, load_file, load_tokenizer, load_weights, save_file
 
 
 class Scorer(nn.Module):
@@ -60,9 +60,8 @@ def load_judge(path, device="cpu"):
     Raises BadInput when the file holds no judge; the function raises it for a score that is not finite.
     """
     content = load_file(path, "judge")
-    config = GPTConfig(**content["config"])
-    model = Scorer(config).to(device).eval().requires_grad_(False)
-    model.load_state_dict(content["model"])
+    model = load_weights(path, content, Scorer).to(device).eval().requires_grad_(False)
+    config = model.config
     tokenizer = load_tokenizer(config.vocab_size)
 
     def judge(prompts, completions):

