@@ -13,7 +13,7 @@ from config import load_settings
 from judge.comments import load_comments, load_prompts, split_comments
 from judge.scorer import reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, load_file, load_tokenizer, pick_device,
+from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, hash_of, load_file, load_tokenizer, pick_device,
                    pick_dtype, run_script)
 from pretrain import get_policy
 
@@ -57,7 +57,9 @@ def print_table(rows):
     for name in (k for k in before if isinstance(before[k], float)):
         ratio = f"{after[name] / before[name]:.2f}" if before[name] else "-"
         print(f"{name:24}{before[name]:10.4f}{after[name]:10.4f}{ratio:>14}")
-    print("\njudge gave the reward; eval_judge never touched training. What the same prompts and noise gave:")
+    if "eval_judge/toxicity" in before:
+        print("judge gave the reward; eval_judge never touched training")
+    print("\nthe same prompts and noise, before and after:")
     for old, new in zip(before["samples"], after["samples"]):
         print(f"  {old['prompt']!r}\n    before: {old['completion']!r}\n    after:  {new['completion']!r}")
 
@@ -71,11 +73,16 @@ def main(argv):
     splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
     _, prompts = load_prompts(s, tokenizer, splits)
     base = get_policy(s, splits, device).to(device).eval().requires_grad_(False)
+    if hash_of(base) != run["base_hash"]:
+        raise BadInput(f"{argv[0]}/ckpt.pt: this run began from another policy than the settings name now")
     judges = get_judges(s, splits, device)
     policy = copy.deepcopy(base)
     if s.lora_rank:
         add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
-    policy.load_state_dict(run["policy"])
+    try:
+        policy.load_state_dict(run["policy"])
+    except RuntimeError as e:
+        raise BadInput(f"{argv[0]}/ckpt.pt: does not fit these settings ({str(e).splitlines()[0]})") from e
     rows = []
     for iteration, model in ((0, base), (run["iteration"], policy)):
         row, first = evaluate(model, base, prompts, judges, reward_functions(s, judges), s, tokenizer, device, pick_dtype(s.dtype, device))

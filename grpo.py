@@ -15,9 +15,11 @@ Left out: a critic, tools and several turns, more than one process.
 import copy
 import math
 import os
+import random
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from config import LOGS, Settings, append, claim_out_dir, load_run, load_settings, public, save_run, write_config
@@ -25,7 +27,7 @@ from evaluate import evaluate, print_table
 from judge.comments import load_comments, load_prompts, read_rows, split_comments
 from judge.scorer import reward_functions, score
 from judge.train import get_judges
-from model import (Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts, load_file,
+from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts, load_file,
                    load_tokenizer, memory, pick_device, pick_dtype, run_script)
 from pretrain import get_policy
 
@@ -85,7 +87,7 @@ def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype,
     policy_mask = None
     if s.top_entropy_quantile < 1 and mask.any():
         policy_mask = rollout.entropy >= rollout.entropy[mask].quantile(1 - s.top_entropy_quantile)
-    line(0, "3. Samples scored", rewards=f"{rewards.nanmean():.4f}±{rewards[~rewards.isnan()].std():.4f}")
+    line(0, "3. Samples scored", rewards=f"{rewards.nanmean():.4f}±{std(rewards):.4f}")
     return Batch(rollout, completions, scores, rewards, advantages, mask, policy_mask, ref_logp, kl)
 
 
@@ -110,6 +112,12 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
     if scale_rewards != "none":
         advantages = advantages / ((nanstd(r) if scale_rewards == "group" else nanstd(rewards)) + 1e-4)
     return advantages.masked_fill(r.isnan() | zero_spread(r)[:, None], 0).flatten()                 # (N,)
+
+
+def std(x):
+    """Standard deviation (n - 1) of the values that are not NaN, 0.0 of fewer than two."""
+    x = x[~x.isnan()]
+    return float(x.std()) if len(x) > 1 else 0.0
 
 
 def zero_spread(groups):
@@ -189,7 +197,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     with torch.no_grad():
         rho = ratio.expand_as(mask)
         low, high = (rho < 1 - epsilon) & (A < 0) & mask, (rho > 1 + epsilon_high) & (A > 0) & mask
-        metrics = {"tokens": tokens, "policy_loss": float(policy_loss), "ratio": float((rho * mask).sum() / max(tokens, 1))}
+        metrics = {"tokens": tokens, "ratio": float((rho * mask).sum() / max(tokens, 1))}
         if loss_type == "cispo":
             metrics["cispo_clip_ratio"] = float(((rho > epsilon_high) & (A > 0) & mask).sum() / max(tokens, 1))
         elif loss_type != "sapo":
@@ -202,7 +210,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
         kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), kl_estimator)                        # (n, T)
         metrics["kl"] = float((kl.detach() * mask).sum() / max(tokens, 1))
         loss = policy_loss + beta * reduce(kl * ratio if use_bias_correction_kl else kl)
-    return loss, metrics
+    return loss, metrics | {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach())}
 
 
 def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None):
@@ -247,12 +255,12 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio):
             for micro in mini.split(s.micro_batch_size):
                 loss, metrics, log_ratio = loss_of(scored, b, micro, s, dtype, len(mini), num_tokens)
                 loss.backward()
-                loss_sum += float(loss)
+                loss_sum += metrics["loss"]
                 micros.append(metrics)
                 if not steps:  # the weights are still those that sampled
                     gap = torch.cat([gap, log_ratio])
                 line(len(micros) - 1, "4. Loss computed", pg_loss=f"{metrics['policy_loss']:.6f}",
-                     kl=f"{metrics.get('kl', b.kl or 0):.6f}", total=f"{float(loss):.6f}")
+                     kl=f"{metrics.get('kl', b.kl or 0):.6f}", total=f"{metrics['loss']:.6f}")
             if check_ratio and not steps and float(gap.abs().max()) > (1e-3 if dtype == torch.float32 else 0.2):
                 raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by up to "
                                  f"{float(gap.abs().max()):.3g} nats a token; something in the model is random or sees padding")
@@ -304,16 +312,17 @@ def sync(reference, policy, alpha):
 def describe_batch(b, s):
     """Metrics of a Batch, named as TRL names them."""
     groups, known = b.rewards.view(-1, s.num_generations), b.rewards[~b.rewards.isnan()]
+    known = known if len(known) else torch.zeros(1)
     lengths, ended = b.rollout.mask.sum(1).float(), b.rollout.ended
     done = lengths[ended] if ended.any() else torch.zeros(1)
     identical = [len(set(b.completions[i:i + s.num_generations])) == 1 for i in range(0, len(lengths), s.num_generations)]
-    m = {"reward": float(known.mean()), "reward_std": float(known.std()), "reward_min": float(known.min()),
+    m = {"reward": float(known.mean()), "reward_std": std(known), "reward_min": float(known.min()),
          "reward_max": float(known.max()), "advantage_max": float(b.advantages.abs().max()),
          "frac_reward_zero_std": float(zero_spread(groups).float().mean()), "frac_identical_groups": sum(identical) / len(identical),
          "entropy": float(b.rollout.entropy[b.rollout.mask].mean()), "num_completion_tokens": int(b.mask.sum()),
          "logp_min": float(b.rollout.logp.min()), "completions/clipped_ratio": float((~ended).float().mean())}
     for name, x in zip(s.reward_funcs, b.scores.T):
-        m |= {f"rewards/{name}/mean": float(x.nanmean()), f"rewards/{name}/std": float(x[~x.isnan()].std())}
+        m |= {f"rewards/{name}/mean": float(x.nanmean()), f"rewards/{name}/std": std(x)}
     for kind, x in (("", lengths), ("terminated_", done)):
         m |= {f"completions/mean_{kind}length": float(x.mean()), f"completions/min_{kind}length": float(x.min()),
               f"completions/max_{kind}length": float(x.max())}
@@ -395,14 +404,14 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
             b.rollout.tokens[i, -T:][:n].tolist(), b.rollout.logp[i, :n].tolist())))
     phase(f"3. rewards, by group; advantage = reward - mean, scale_rewards = {s.scale_rewards}")
     for i, (r, A) in enumerate(zip(b.rewards.view(-1, G), b.advantages.view(-1, G))):
-        print(f"  group {i}: mean {r.nanmean():.4f}, std {r[~r.isnan()].std():.4f}, rewards "
+        print(f"  group {i}: mean {r.nanmean():.4f}, std {std(r):.4f}, rewards "
               + " ".join(f"{x:.3f}" for x in r.tolist()) + ", advantages " + " ".join(f"{x:.3f}" for x in A.tolist()))
     phase("4. loss")
     policy_loss, kl_loss, ratios = 0.0, 0.0, []
     for rows in torch.arange(len(b.mask), device=device).split(s.micro_batch_size):
         loss, metrics, log_ratio = loss_of(policy, b, rows, s, dtype, len(b.mask), int(b.mask.sum()))
         loss.backward()
-        policy_loss, kl_loss = policy_loss + metrics["policy_loss"], kl_loss + float(loss) - metrics["policy_loss"]
+        policy_loss, kl_loss = policy_loss + metrics["policy_loss"], kl_loss + metrics["loss"] - metrics["policy_loss"]
         ratios.append(log_ratio.exp())
     ratios = torch.cat(ratios)
     print(f"  policy gradient {policy_loss:.6f} + beta * KL {kl_loss:.6f} = loss {policy_loss + kl_loss:.6f}; the KL is "
@@ -443,6 +452,12 @@ def main(argv):
             load_file(path, kind)
     splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
     prompts, eval_prompts = load_prompts(s, tokenizer, splits)
+    wandb = None
+    if s.wandb_project:
+        try:
+            import wandb
+        except ImportError as e:
+            raise BadInput(f"wandb_project = {s.wandb_project!r}: pip install wandb, or leave it None") from e
     out_dir = None if s.debug_step else claim_out_dir(s)
     print("settings: " + ", ".join(f"{k}={v!r}" for k, v in public(s).items() if v != getattr(Settings(), k)))
     with interrupts() as stop:
@@ -467,13 +482,17 @@ def main(argv):
         if resumed:
             start, num_tokens = load_run(out_dir, policy, reference, optimizer, s, base_hash)
         else:
-            print(f"{out_dir}: no checkpoint to resume, starts from the beginning\n" if s.resume else "", end="")
+            log = os.path.join(out_dir, "metrics.jsonl")
+            if os.path.exists(log) and os.path.getsize(log):
+                raise BadInput(f"{log} has rows but there is no ckpt.pt to go on from: choose another out_dir")
+            if s.resume:
+                print(f"{out_dir}: no checkpoint to resume, starts from the beginning")
             for name in LOGS:  # an earlier start may have been killed before its first checkpoint
                 open(os.path.join(out_dir, name), "w").close()
+            # every draw here has a seed of its own; a reward function of the user's may use the global generators
+            random.seed(s.seed), np.random.seed(s.seed % 2 ** 32), torch.manual_seed(s.seed)
         write_config(out_dir, s, device)
-        wandb = None
-        if s.wandb_project:
-            import wandb
+        if wandb:
             wandb.init(project=s.wandb_project, name=os.path.basename(out_dir), config=public(s))
 
         def evaluation(iteration):
@@ -490,7 +509,7 @@ def main(argv):
         if not resumed:
             evaluation(0)
             save(0)
-        began, said_zero = time.time(), False
+        began, said_zero, warned = time.time(), False, {}
         for it in range(start, s.max_iters):
             line = Lines(device, s.log_micro)
             line(0, "1. Iteration start")
@@ -517,7 +536,10 @@ def main(argv):
                 print("note: a loss of 0 with a gradient that is not 0 is right: the ratio is 1 and advantages sum to 0 in each "
                       "group. Watch reward and grad_norm.")
             for text in diagnose(m, s):
-                print(f"WARNING: {text}")
+                trouble = text.split(":")[0].rstrip("0123456789. ")[:24]
+                if it - warned.get(trouble, -10) >= 10:  # the same again only every ten iterations
+                    warned[trouble] = it
+                    print(f"WARNING: {text}")
             append(out_dir, "metrics.jsonl", [m])
             append(out_dir, "samples.jsonl", [
                 dict(iteration=it + 1, prompt=asked[i // s.num_generations][0], completion=text, reward=float(r), advantage=float(A))
@@ -526,10 +548,11 @@ def main(argv):
                 wandb.log(m, step=it + 1)
             if it + 1 == s.max_iters or (s.eval_interval and (it + 1) % s.eval_interval == 0):
                 evaluation(it + 1)
-            if it + 1 == s.max_iters or (it + 1) % s.save_interval == 0 or stop():
+            stopped = stop()
+            if it + 1 == s.max_iters or (it + 1) % s.save_interval == 0 or stopped:
                 save(it + 1)
-            if stop() and it + 1 < s.max_iters:
-                raise KeyboardInterrupt(f"saved after iteration {it + 1}; go on with --out_dir={out_dir} --resume=True")
+            if stopped and it + 1 < s.max_iters:
+                raise KeyboardInterrupt(f"saved after iteration {it + 1}; go on with: python grpo.py {out_dir}/config.json --resume=True")
         print_table(read_rows(os.path.join(out_dir, "eval.jsonl")))
         print(f"\n{out_dir}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
 

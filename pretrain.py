@@ -67,6 +67,9 @@ def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
     torch.manual_seed(settings.prepare_seed)
     model = GPT(shape).to(device)
     stream = token_stream(tokenizer, texts, settings.prepare_seed, 2 * tokens)
+    heldout = token_stream(tokenizer, [text for text, _ in splits["eval_prompts"]], 0, 50_000)
+    if min(len(stream), len(heldout)) <= shape.block_size:
+        raise BadInput(f"too few comments: {len(stream)} tokens to train on and {len(heldout)} to test, must be above block_size")
     print(f"policy: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M weights, {tokens / 1e6:.1f}M tokens of "
           f"{len(texts)} comments, {fast_dtype(device)} on {device}")
 
@@ -94,7 +97,7 @@ def main(argv):
     with interrupts() as stop:
         model = get_policy(settings, split_comments(comments), pick_device(settings.device), stop)
     prompts = ["I think that the", "Please do not", "You are a"]
-    rollout = generate(model, [tokenizer.encode_ordinary(p) for p in prompts], 3, 32, eos=tokenizer.eot_token, seed=settings.seed)
+    rollout = generate(model, [tokenizer.encode_ordinary(p) for p in prompts], 3, settings.max_completion_length, eos=tokenizer.eot_token, seed=settings.seed)
     for i, completion in enumerate(rollout.completions()):
         print(f"{prompts[i // 3]}|{tokenizer.decode(completion)}")
 

@@ -136,7 +136,7 @@ class Settings:
         for name in ("temperature", "learning_rate", "top_p", "top_entropy_quantile"):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name} = {getattr(self, name)}: must be above 0")
-        if self.delta is not None and self.delta <= 1 + self.epsilon:
+        if self.delta is not None and not self.delta > 1 + self.epsilon:
             raise BadInput(f"delta = {self.delta}: must be above 1 + epsilon = {1 + self.epsilon}")
         N, mini = self.num_prompts * self.num_generations, self.mini_batch_size
         mini = mini or N
@@ -146,7 +146,11 @@ class Settings:
         if self.generation_batch_size % self.num_generations:
             raise BadInput(f"generation_batch_size = {self.generation_batch_size}: must be a multiple of num_generations = "
                            f"{self.num_generations}, since a prompt is computed once for its group")
-        if len(self.prompt_words) != 2 or not 0 <= self.prompt_words[0] <= self.prompt_words[1]:
+        if self.n_embd % self.n_head:
+            raise BadInput(f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}")
+        if not self.lora_layers or not set(self.lora_layers) <= set(LORA_LAYERS):
+            raise BadInput(f"lora_layers = {self.lora_layers}: must be some of {LORA_LAYERS}")
+        if len(self.prompt_words) != 2 or any(type(n) is not int for n in self.prompt_words) or not 0 <= self.prompt_words[0] <= self.prompt_words[1]:
             raise BadInput(f"prompt_words = {self.prompt_words}: must be (fewest, most)")
         if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
             raise BadInput(f"loss_type = 'cispo' with epsilon_high = {self.epsilon_high}: there it is the ceiling of the ratio itself; 5.0 is usual")
@@ -162,6 +166,8 @@ class Settings:
             raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a file, or define a reward function")
         if self.reward_weights is None:
             self.reward_weights = (1.0,) * len(self.reward_funcs)
+        if not all(type(w) in (int, float) and math.isfinite(w) for w in self.reward_weights):
+            raise BadInput(f"reward_weights = {self.reward_weights}: must be finite numbers")
         if len(self.reward_weights) != len(self.reward_funcs) or not self.reward_funcs:
             raise BadInput(f"reward_weights = {self.reward_weights}: {len(self.reward_weights)} weights for "
                            f"{len(self.reward_funcs)} reward_funcs {self.reward_funcs}")
@@ -182,6 +188,7 @@ RANGES = {
     "mini_batch_size": (0, INF), "micro_batch_size": (1, INF), "warmup_iters": (0, INF), "max_grad_norm": (0, INF),
     "ref_model_mixup_alpha": (0, 1), "ref_model_sync_steps": (1, INF), "eval_interval": (0, INF), "num_eval_prompts": (1, INF),
     "num_eval_generations": (1, INF), "lora_rank": (0, INF), "pretrain_tokens": (0, INF), "judge_tokens": (0, INF),
+    "vocab_size": (257, 50257), "judge_vocab_size": (257, 50257), "lora_alpha": (0, INF),
     "n_layer": (1, INF), "n_head": (1, INF), "n_embd": (1, INF), "block_size": (2, INF), "num_shown": (0, INF),
     "weight_decay": (0, INF), "adam_beta1": (0, 1), "adam_beta2": (0, 1), "seed": (0, 2 ** 62), "prepare_seed": (0, 2 ** 62),
     "sapo_temperature_neg": (1e-6, INF), "sapo_temperature_pos": (1e-6, INF),
@@ -202,7 +209,7 @@ def read_config(path):
     except OSError as e:
         raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
     except Exception as e:  # whatever a user's file may raise, in one line
-        raise BadInput(f"{path}: {type(e).__name__}: {e}") from e
+        raise BadInput(f"{path}: {type(e).__name__}: {' '.join(str(e).split())}") from e
     names = {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, type(os))}
     functions = {k: v for k, v in names.items() if callable(v)}
     source = about["source"] if about else open(path, encoding="utf-8").read()
@@ -211,7 +218,7 @@ def read_config(path):
 
 def load_settings(argv):
     """argv (config files and --key=value, in order) -> checked Settings. Raises BadInput, naming the nearest valid name."""
-    types = {k: t for k, t in typing.get_type_hints(Settings).items() if k not in ("functions", "source", "resume", "debug_step")}
+    types = {k: t for k, t in typing.get_type_hints(Settings).items() if k not in ("functions", "source")}
     settings = Settings()
 
     def assign(name, value, source):
@@ -228,7 +235,9 @@ def load_settings(argv):
             raise BadInput(f"{source}: {name} = {value!r} must be {wanted}, not {type(value).__name__}")
         setattr(settings, name, value)
 
-    for arg in argv:
+    for arg in sorted(argv, key=lambda a: a.startswith("--")):  # files first
+        if arg in ("-h", "--help"):
+            raise BadInput("usage: python SCRIPT.py [config/FILE.py] [--setting=value ...]; config/__init__.py explains the settings")
         if arg.startswith("--"):
             name, equals, text = arg[2:].partition("=")
             if not equals:
@@ -242,7 +251,7 @@ def load_settings(argv):
             assign(name, value, arg)
         else:
             names, functions, source = read_config(arg)
-            settings.source, settings.functions = source, settings.functions | functions
+            settings.source, settings.functions = "\n".join(filter(None, (settings.source, source))) or None, settings.functions | functions
             for name, value in names.items():
                 assign(name, value, arg)
     unused = set(settings.functions) - set(settings.reward_funcs or ("reward",))
@@ -257,6 +266,7 @@ def load_settings(argv):
 
 def claim_out_dir(s):
     """Create the folder of the run and return its name: out_dir, or out_dir-2, -3, ... when an earlier run is there."""
+    s.out_dir = s.out_dir.rstrip("/") or "/"
     name, number = s.out_dir, 1
     try:
         while os.path.isdir(name) and os.listdir(name) and not s.resume:
@@ -270,6 +280,7 @@ def claim_out_dir(s):
         raise BadInput(f"out_dir = {s.out_dir!r}: cannot be written ({e.strerror})") from e
     if number > 1:
         print(f"{s.out_dir} holds an earlier run (--resume=True goes on with it); this one goes to {name}")
+    s.out_dir = name
     return name
 
 
@@ -316,7 +327,7 @@ def load_run(out_dir, policy, reference, optimizer, s, base_hash):
             file = os.path.join(out_dir, name)
             if (os.path.getsize(file) if os.path.exists(file) else 0) < size:
                 raise BadInput(f"{file}: shorter than when {path} was written; the run cannot go on without gaps")
-    except (BadInput, RuntimeError, KeyError, AttributeError, ValueError) as e:
+    except (BadInput, RuntimeError, KeyError, AttributeError, TypeError, ValueError) as e:
         reason = str(e).splitlines()[0] if isinstance(e, BadInput) else f"{path}: does not fit these settings ({str(e).splitlines()[0]})"
         raise BadInput(reason + (f"; the checkpoint before it is {previous}: rename it to ckpt.pt to go on from there"
                                  if path != previous and os.path.exists(previous) else "")) from e
@@ -340,9 +351,13 @@ def public(s):
 
 def write_config(out_dir, s, device):
     """config.json: settings, the config file's text, versions, device, git revision."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True,
+                             text=True).stdout.strip()
+    except OSError:
+        git = None
     about = dict(settings=public(s), source=s.source, device=str(device), torch=torch.__version__,
-                 python=platform.python_version(), git=git.stdout.strip() or None, threads=torch.get_num_threads())
+                 python=platform.python_version(), git=git or None, threads=torch.get_num_threads())
     tmp = os.path.join(out_dir, "config.json.tmp")
     with open(tmp, "w") as f:
         json.dump(about, f, indent=1)

@@ -45,7 +45,10 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
                 raise BadInput(f"{path}: row {number} has no field {field!r}; it has {sorted(map(str, row))}")
         try:
             label = {"true": 1.0, "false": 0.0}.get(str(row[label_field]).lower())
-            label = float(float(row[label_field]) >= 0.5) if label is None else label
+            label = float(row[label_field]) if label is None else label
+            if not 0 <= label <= 1:
+                raise ValueError
+            label = float(label >= 0.5)
         except ValueError:
             raise BadInput(f"{path}: row {number} has {label_field} = {row[label_field]!r}: must be a number or true/false")
         text = clean(str(row[text_field]))
@@ -59,9 +62,13 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
 def read_rows(path):
     """Rows of a .csv (with a header) or .jsonl file as dicts."""
     try:
-        with open(path, encoding="utf-8", newline="") as f:
+        with open(path, encoding="utf-8-sig", newline="") as f:
             if str(path).endswith(".jsonl"):
-                return [json.loads(line) for line in f if line.strip()]
+                rows = [json.loads(line) for line in f if line.strip()]
+                for number, row in enumerate(rows, 1):
+                    if type(row) is not dict:
+                        raise ValueError(f"row {number} is no object")
+                return rows
             if str(path).endswith(".csv"):
                 csv.field_size_limit(2 ** 30)
                 return list(csv.DictReader(f))
@@ -95,9 +102,10 @@ def load_prompts(s, tokenizer, splits):
         for text, _ in comments:
             words = text.split(" ")
             count = random.Random(text).randint(*s.prompt_words)
-            ids = tokenizer.encode_ordinary(" ".join(words[:count]))
+            start = " ".join(words[:count or None])
+            ids = tokenizer.encode_ordinary(start)
             if 1 <= len(ids) <= limit and len(words) > count:  # it fits, and there was something to go on with
-                yield " ".join(words[:count]), ids
+                yield start, ids
 
     def from_file(path):
         if path.endswith(".txt"):

@@ -94,7 +94,10 @@ def score(reward_funcs, prompts, completions):
     columns = []
     for name, function in reward_funcs.items():
         values = function(prompts, completions)
-        values = values.tolist() if hasattr(values, "tolist") else list(values)
+        try:
+            values = [v.item() if hasattr(v, "item") else v for v in values]
+        except TypeError as e:
+            raise BadInput(f"reward {name!r} returned {values!r}: must be one number per completion") from e
         if len(values) != len(completions):
             raise BadInput(f"reward {name!r} returned {len(values)} numbers for {len(completions)} completions")
         for value, completion in zip(values, completions):

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # run as a script: the project's folder, not judge/,
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from judge.scorer import Scorer, encode, load_judge, log_odds, pad_right, save_judge
-from model import (GPTConfig, autocast, fast_dtype, fit, interrupts, load_file, load_tokenizer, pick_device,
+from model import (BadInput, GPTConfig, autocast, fast_dtype, fit, interrupts, load_file, load_tokenizer, pick_device,
                    run_script)
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
@@ -26,7 +26,7 @@ SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 def auc(scores, labels):
     """Area under the ROC curve: the chance that a toxic comment scores above a clean one, ties counting half."""
     values, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
-    rank = (counts.cumsum(0) - (counts - 1) / 2)[inverse]           # mean rank of equal scores, from 1
+    rank = (counts.cumsum(0) - (counts.double() - 1) / 2)[inverse]           # mean rank of equal scores, from 1
     positive = labels > 0.5
     n, m = int(positive.sum()), int((~positive).sum())
     return float((rank[positive].sum() - n * (n + 1) / 2) / (n * m))
@@ -81,7 +81,7 @@ def get_judges(settings, splits, device, stop=lambda: False):
     off with None. Each from the file that the settings name or trained here, once, into settings.cache_dir."""
     # by machine: about 40 s each on two cores
     tokens = settings.judge_tokens or (2_000_000 if fast_dtype(device) == torch.bfloat16 else 1_000_000)
-    judges = {}
+    heldout, judges = splits["train_prompts"] + splits["eval_prompts"], {}
     for role, name, path in (("judge", "judge_a", settings.judge), ("eval_judge", "judge_b", settings.eval_judge)):
         if path is None:
             continue
@@ -90,9 +90,11 @@ def get_judges(settings, splits, device, stop=lambda: False):
             path = os.path.join(settings.cache_dir, f"{name}-{key.hexdigest()[:8]}.pt")
             if os.path.exists(path):
                 print(describe(name, load_file(path, "judge")) + f", {path}")
+            elif not splits[name] or len({label for _, label in heldout}) < 2:
+                raise BadInput(f"too few comments for {name}: {len(splits[name])} to train on, {len(heldout)} to test, both labels needed")
             else:
-                train_judge(path, name, splits[name], splits["train_prompts"] + splits["eval_prompts"], device=device, stop=stop,
-                            vocab_size=settings.judge_vocab_size, tokens=tokens, seed=settings.prepare_seed)
+                train_judge(path, name, splits[name], heldout, vocab_size=settings.judge_vocab_size, tokens=tokens,
+                            seed=settings.prepare_seed, device=device, stop=stop)
         judges[role] = load_judge(path, device)
     return judges
 

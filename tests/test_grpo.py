@@ -1166,8 +1166,15 @@ def test_evaluation_repeats_itself_and_touches_nothing():
 # the script wires it together
 
 @pytest.mark.parametrize("alpha, lora_rank", ((1.0, 2), (.5, 0)))
-def test_script_syncs_decays_and_keeps_the_base(tmp_path, alpha, lora_rank):
-    policy = gpt()
+def test_script_syncs_decays_and_keeps_the_base(tmp_path, monkeypatch, alpha, lora_rank):
+    policy, steps = gpt(), []
+
+    def spy(policy, scored, optimizer, *args, check_ratio):
+        group = optimizer.param_groups[0]
+        steps.append((group["lr"], group["betas"], group["weight_decay"], check_ratio))
+        return update(policy, scored, optimizer, *args, check_ratio)
+
+    monkeypatch.setattr(grpo, "update", spy)
     save_gpt(str(tmp_path / "policy.pt"), policy)
     for name, text in (("comments.csv", "text,is_offensive\nfine,0\n"),
                        ("prompts.txt", "I am\nyou are so\nwhat\nthe end of it\n"),
@@ -1177,11 +1184,13 @@ def test_script_syncs_decays_and_keeps_the_base(tmp_path, alpha, lora_rank):
         out_dir=tmp_path / "run", policy=tmp_path / "policy.pt", comments=tmp_path / "comments.csv",
         prompts=tmp_path / "prompts.txt", eval_prompts=tmp_path / "prompts.txt", vocab_size=300, block_size=32,
         num_prompts=4, num_generations=4, max_completion_length=8, beta=.1, sync_ref_model=True, ref_model_sync_steps=2,
-        ref_model_mixup_alpha=alpha, lora_rank=lora_rank, max_iters=4, warmup_iters=2, lr_decay="linear", learning_rate=.02, judge=None, eval_judge=None,
+        ref_model_mixup_alpha=alpha, lora_rank=lora_rank, max_iters=4, warmup_iters=2, lr_decay="linear", learning_rate=.02,
+        adam_beta1=.8, adam_beta2=.95, weight_decay=.1, judge=None, eval_judge=None,
         num_eval_generations=2, log_micro=False, device="cpu")
     grpo.main([str(tmp_path / "rule.py"), *(f"--{k}={v}" for k, v in knobs.items())])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["learning_rate"] for row in rows] == pytest.approx([.01, .02, .02, .01])
+    assert steps == [(row["learning_rate"], (.8, .95), .1, i == 0) for i, row in enumerate(rows)]
     assert ["ref_tensors_differing" in row for row in rows] == [False, True, False, True]
     assert (rows[1]["ref_tensors_differing"] == 0) == (alpha == 1)
     # the policy leaves the reference at once, meets it again only where it is copied

@@ -304,8 +304,8 @@ def test_interrupted_saves_and_says_how_to_go_on(number, script, tiny, noise, si
     monkeypatch.delenv("SLOW")
     iteration = load_file(str(where / "ckpt.pt"), "run")["iteration"]
     assert process.returncode == 130 and iteration == len(rows(where / "metrics.jsonl"))
-    assert err == f"interrupted: saved after iteration {iteration}; go on with --out_dir={where} --resume=True\n"
-    grpo(where, noise, *SIX, "--resume=True")
+    assert err == f"interrupted: saved after iteration {iteration}; go on with: python grpo.py {where}/config.json --resume=True\n"
+    trainer.main([f"{where}/config.json", "--resume=True"])  # as told
     assert_same_run(six, where, rows, ["random"])
 
 
