@@ -1,5 +1,5 @@
-"""What a policy does on the held-out prompts, measured; grpo.py calls it before, during and after. By itself, on a finished or
-interrupted run, with whatever settings differ:
+"""What a policy does on held-out prompts, measured. grpo.py calls it before, during and after; by itself, on a run, with
+whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
@@ -13,8 +13,8 @@ from config import load_settings
 from judge.comments import load_comments, load_prompts, split_comments
 from judge.scorer import reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, hash_of, load_file, load_tokenizer, pick_device,
-                   pick_dtype, run_script)
+from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, hash_of, load_file, load_tokenizer,
+                   pick_device, pick_dtype, run_script)
 from pretrain import get_policy
 
 
@@ -83,9 +83,9 @@ def main(argv):
         policy.load_state_dict(run["policy"])
     except RuntimeError as e:
         raise BadInput(f"{argv[0]}/ckpt.pt: does not fit these settings ({str(e).splitlines()[0]})") from e
-    rows = []
+    rewards, dtype, rows = reward_functions(s, judges), pick_dtype(s.dtype, device), []
     for iteration, model in ((0, base), (run["iteration"], policy)):
-        row, first = evaluate(model, base, prompts, judges, reward_functions(s, judges), s, tokenizer, device, pick_dtype(s.dtype, device))
+        row, first = evaluate(model, base, prompts, judges, rewards, s, tokenizer, device, dtype)
         samples = [dict(prompt=p, completion=c) for (p, _), c in list(zip(prompts, first))[:s.num_shown]]
         rows.append(dict(iteration=iteration, **row, samples=samples))
     print_table(rows)

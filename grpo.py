@@ -115,9 +115,9 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
 
 
 def std(x):
-    """Standard deviation (n - 1) of the values that are not NaN, 0.0 of fewer than two."""
+    """Standard deviation (n - 1) of the values that are not NaN; exactly 0.0 when they are all the same number."""
     x = x[~x.isnan()]
-    return float(x.std()) if len(x) > 1 else 0.0
+    return float(x.std()) if len(x) > 1 and x.min() < x.max() else 0.0
 
 
 def zero_spread(groups):
@@ -154,12 +154,12 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
       bnpo        tokens of these rows              dapo, cispo  tokens of the step
     Raises ValueError for a field that is missing or of the wrong shape.
     """
-    for name, x, needed in (("old_logp", old_logp, True), ("mask", mask, True), ("ref_logp", ref_logp, bool(beta)),
-                            ("policy_mask", policy_mask, policy_mask is not None)):
-        if needed and (x is None or x.shape != logp.shape):
-            raise ValueError(f"{name}: {'missing' if x is None else tuple(x.shape)}, must be {tuple(logp.shape)} like logp")
-    if advantages.shape != logp.shape[:1]:
-        raise ValueError(f"advantages: {tuple(advantages.shape)}, must be {tuple(logp.shape[:1])}: one per row of logp")
+    needed = dict(old_logp=old_logp, mask=mask, advantages=advantages) | (dict(ref_logp=ref_logp) if beta else {}) | (
+        {} if policy_mask is None else dict(policy_mask=policy_mask))
+    for name, x in needed.items():
+        shape = tuple(logp.shape[:1] if name == "advantages" else logp.shape)
+        if x is None or tuple(x.shape) != shape:
+            raise ValueError(f"{name}: {'missing' if x is None else tuple(x.shape)}, must be {shape} to go with logp")
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("max_completion_length: missing, dr_grpo divides by it")
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
@@ -273,7 +273,8 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio):
             steps.append((loss_sum, grad_norm))
 
     tokens, n = max(1, sum(t["tokens"] for t in micros)), max(1, len(steps))
-    m = {k: sum(t[k] * t["tokens"] for t in micros) / tokens for k in (micros[0] if micros else ()) if "/" in k or "kl" in k}
+    m = {k: sum(t[k] * t["tokens"] for t in micros) / tokens for k in (micros[0] if micros else ())
+         if k not in ("tokens", "loss", "policy_loss")}
     for k, extreme in (("clip_ratio/low_min", min), ("clip_ratio/high_max", max)):
         if k in m:
             m[k] = extreme(t[k] for t in micros)
@@ -318,7 +319,8 @@ def describe_batch(b, s):
     identical = [len(set(b.completions[i:i + s.num_generations])) == 1 for i in range(0, len(lengths), s.num_generations)]
     m = {"reward": float(known.mean()), "reward_std": std(known), "reward_min": float(known.min()),
          "reward_max": float(known.max()), "advantage_max": float(b.advantages.abs().max()),
-         "frac_reward_zero_std": float(zero_spread(groups).float().mean()), "frac_identical_groups": sum(identical) / len(identical),
+         "frac_reward_zero_std": float(zero_spread(groups).float().mean()),
+         "frac_identical_groups": sum(identical) / len(identical),
          "entropy": float(b.rollout.entropy[b.rollout.mask].mean()), "num_completion_tokens": int(b.mask.sum()),
          "logp_min": float(b.rollout.logp.min()), "completions/clipped_ratio": float((~ended).float().mean())}
     for name, x in zip(s.reward_funcs, b.scores.T):
@@ -377,8 +379,10 @@ class Lines:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             now = time.time()
-            spent = f"time={now - self.last:.3f}s" if micro is not None else f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
-            print((f"[Micro {micro}] " if micro is not None else "") + f"{text}: mem={memory(self.device) / 2 ** 20:.0f} MB, {spent}"
+            begin, spent = f"[Micro {micro}] ", f"time={now - self.last:.3f}s"
+            if micro is None:  # the last line: the optimiser's own time and the sum of all
+                begin, spent = "", f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
+            print(f"{begin}{text}: mem={memory(self.device) / 2 ** 20:.0f} MB, {spent}"
                   + "".join(f", {k}={v}" for k, v in values.items()))
             self.last = now
 
@@ -552,7 +556,8 @@ def main(argv):
             if it + 1 == s.max_iters or (it + 1) % s.save_interval == 0 or stopped:
                 save(it + 1)
             if stopped and it + 1 < s.max_iters:
-                raise KeyboardInterrupt(f"saved after iteration {it + 1}; go on with: python grpo.py {out_dir}/config.json --resume=True")
+                raise KeyboardInterrupt(f"saved after iteration {it + 1}; go on with: "
+                                        f"python grpo.py {out_dir}/config.json --resume=True")
         print_table(read_rows(os.path.join(out_dir, "eval.jsonl")))
         print(f"\n{out_dir}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
 

@@ -241,8 +241,6 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
     device, G, limit = model.wte.weight.device, num_generations, model.config.block_size
     if not temperature > 0:
         raise BadInput(f"temperature = {temperature}: must be above 0, since a group needs samples that differ")
-    if not prompts:
-        raise BadInput("no prompts to complete")
     for i, ids in enumerate(prompts):
         if not 1 <= len(ids) <= limit - max_new_tokens:
             raise BadInput(f"prompt {i + 1} has {len(ids)} tokens: must be 1 to {limit - max_new_tokens} "
@@ -257,16 +255,16 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
                 logp=torch.zeros(N, max_new_tokens, device=device), entropy=torch.zeros(N, max_new_tokens, device=device),
                 ended=torch.zeros(N, dtype=torch.bool, device=device),
                 kept=torch.ones(N, max_new_tokens, model.config.vocab_size, dtype=torch.bool, device=device) if truncated else None)
-    for first in range(0, B, max(1, batch_size // G) if batch_size else B):
-        group = slice(first, first + (max(1, batch_size // G) if batch_size else B))
-        rows = slice(group.start * G, group.stop * G)
-        decode(model, prompt[group], real[group], r[rows], noise[rows], eos, temperature, lambda x: truncate(x, top_k, top_p, min_p))
+    step = max(1, batch_size // G) if batch_size else B
+    for b in range(0, B, step):
+        rows = slice(b * G, (b + step) * G)
+        decode(model, prompt[b:b + step], real[b:b + step], r[rows], noise[rows], eos, temperature, (top_k, top_p, min_p))
     T = int(r.mask.any(0).sum())
     return Rollout(r.tokens[:, :P + T], r.real[:, :P + T], r.mask[:, :T], r.logp[:, :T], r.entropy[:, :T], r.ended,
                    r.kept[:, :T] if truncated else None)
 
 
-def decode(model, prompt, real, r, noise, eos, temperature, truncate):
+def decode(model, prompt, real, r, noise, eos, temperature, limits):
     """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False."""
     (B, P), (N, T) = prompt.shape, r.mask.shape
     padded = not bool(real.all())
@@ -277,7 +275,7 @@ def decode(model, prompt, real, r, noise, eos, temperature, truncate):
     for t in range(T):
         logits = model.lm_head(h).float() / temperature                                             # (N, V)
         if r.kept is not None:
-            logits = truncate(logits)
+            logits = truncate(logits, *limits)
             r.kept[:, t] = logits > -math.inf
         logits = logits.log_softmax(-1)
         probs = logits.exp()

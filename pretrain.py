@@ -79,8 +79,8 @@ def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
             logits = model.lm_head(model(batch[:, :-1]))
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
-    fit(model, optimizers(model), loss_at, max(1, tokens // (batch_size * shape.block_size)), path + ".partial", "policy", stop=stop)
-    heldout = token_stream(tokenizer, [text for text, _ in splits["eval_prompts"]], 0, 50_000)
+    steps = max(1, tokens // (batch_size * shape.block_size))
+    fit(model, optimizers(model), loss_at, steps, path + ".partial", "policy", stop=stop)
     with torch.no_grad():
         loss = sum(float(loss_at(i, heldout)) for i in range(10)) / 10
     save_gpt(path, model, loss=loss)
@@ -97,7 +97,8 @@ def main(argv):
     with interrupts() as stop:
         model = get_policy(settings, split_comments(comments), pick_device(settings.device), stop)
     prompts = ["I think that the", "Please do not", "You are a"]
-    rollout = generate(model, [tokenizer.encode_ordinary(p) for p in prompts], 3, settings.max_completion_length, eos=tokenizer.eot_token, seed=settings.seed)
+    rollout = generate(model, [tokenizer.encode_ordinary(p) for p in prompts], 3, settings.max_completion_length,
+                       eos=tokenizer.eot_token, seed=settings.seed)
     for i, completion in enumerate(rollout.completions()):
         print(f"{prompts[i // 3]}|{tokenizer.decode(completion)}")
 

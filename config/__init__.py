@@ -66,7 +66,7 @@ class Settings:
     eval_judge: str | None = "train"
     judge_vocab_size: int = 8192
     judge_tokens: int = 0                # tokens each judge is trained on; 0: by machine (see judge/train.py)
-    judge_score: str = "logit"           # the reward from the judge's p(toxic): probability 1 - p, logprob log(1 - p), logit log((1 - p) / p)
+    judge_score: str = "logit"           # reward by p(toxic): probability 1 - p, logprob log(1 - p), logit log((1 - p) / p)
 
     # rollout
     num_prompts: int = 32                # prompts in an iteration
@@ -150,10 +150,12 @@ class Settings:
             raise BadInput(f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}")
         if not self.lora_layers or not set(self.lora_layers) <= set(LORA_LAYERS):
             raise BadInput(f"lora_layers = {self.lora_layers}: must be some of {LORA_LAYERS}")
-        if len(self.prompt_words) != 2 or any(type(n) is not int for n in self.prompt_words) or not 0 <= self.prompt_words[0] <= self.prompt_words[1]:
-            raise BadInput(f"prompt_words = {self.prompt_words}: must be (fewest, most)")
+        words = self.prompt_words
+        if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
+            raise BadInput(f"prompt_words = {words}: must be (fewest, most), whole numbers")
         if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
-            raise BadInput(f"loss_type = 'cispo' with epsilon_high = {self.epsilon_high}: there it is the ceiling of the ratio itself; 5.0 is usual")
+            raise BadInput(f"loss_type = 'cispo' with epsilon_high = {self.epsilon_high}: there it is the ceiling of the ratio "
+                           "itself; 5.0 is usual")
         if self.sync_ref_model and self.beta == 0:
             raise BadInput("sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")
         if self.reward_funcs is None:
@@ -163,7 +165,7 @@ class Settings:
                 raise BadInput(f"reward_funcs names {name!r}: neither 'judge' nor a function of the config file; "
                                f"it defines {sorted(self.functions) or 'none'}")
         if "judge" in self.reward_funcs and self.judge is None:
-            raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a file, or define a reward function")
+            raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a file, or define a reward")
         if self.reward_weights is None:
             self.reward_weights = (1.0,) * len(self.reward_funcs)
         if not all(type(w) in (int, float) and math.isfinite(w) for w in self.reward_weights):
@@ -237,7 +239,7 @@ def load_settings(argv):
 
     for arg in sorted(argv, key=lambda a: a.startswith("--")):  # files first
         if arg in ("-h", "--help"):
-            raise BadInput("usage: python SCRIPT.py [config/FILE.py] [--setting=value ...]; config/__init__.py explains the settings")
+            raise BadInput("usage: python SCRIPT.py [config/FILE.py] [--setting=value ...]; config/__init__.py explains them")
         if arg.startswith("--"):
             name, equals, text = arg[2:].partition("=")
             if not equals:
@@ -251,7 +253,8 @@ def load_settings(argv):
             assign(name, value, arg)
         else:
             names, functions, source = read_config(arg)
-            settings.source, settings.functions = "\n".join(filter(None, (settings.source, source))) or None, settings.functions | functions
+            settings.source = "\n".join(filter(None, (settings.source, source))) or None
+            settings.functions |= functions
             for name, value in names.items():
                 assign(name, value, arg)
     unused = set(settings.functions) - set(settings.reward_funcs or ("reward",))
@@ -300,12 +303,13 @@ def save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num
     path = os.path.join(out_dir, "ckpt.pt")
     if os.path.exists(path):
         os.replace(path, os.path.join(out_dir, "ckpt_prev.pt"))
-    numpy_state = np.random.get_state()
-    save_file(path, "run", iteration=iteration, policy=policy.state_dict(), optimizer=optimizer.state_dict(), num_tokens=num_tokens,
-              reference=reference.state_dict() if s.sync_ref_model else None, base_hash=base_hash, settings=public(s),
-              # ours are drawn from seeds, but a reward function of the user's may use these
-              random=dict(python=random.getstate(), numpy=(numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]), torch=torch.get_rng_state()),
-              logs={name: os.path.getsize(os.path.join(out_dir, name)) if os.path.exists(os.path.join(out_dir, name)) else 0 for name in LOGS})
+    kind, keys, *rest = np.random.get_state()
+    save_file(path, "run", iteration=iteration, policy=policy.state_dict(), optimizer=optimizer.state_dict(),
+              num_tokens=num_tokens, base_hash=base_hash, settings=public(s),
+              reference=reference.state_dict() if s.sync_ref_model else None,
+              # our own draws have seeds; a reward function of the user's may use these
+              random=dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest), torch=torch.get_rng_state()),
+              logs={name: os.path.getsize(os.path.join(out_dir, name)) for name in LOGS})
 
 
 def load_run(out_dir, policy, reference, optimizer, s, base_hash):
@@ -324,13 +328,15 @@ def load_run(out_dir, policy, reference, optimizer, s, base_hash):
             reference.load_state_dict(content["reference"])
         state = content["random"]
         for name, size in content["logs"].items():
-            file = os.path.join(out_dir, name)
-            if (os.path.getsize(file) if os.path.exists(file) else 0) < size:
-                raise BadInput(f"{file}: shorter than when {path} was written; the run cannot go on without gaps")
+            log = os.path.join(out_dir, name)
+            if not os.path.exists(log) or os.path.getsize(log) < size:
+                raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on without gaps")
     except (BadInput, RuntimeError, KeyError, AttributeError, TypeError, ValueError) as e:
-        reason = str(e).splitlines()[0] if isinstance(e, BadInput) else f"{path}: does not fit these settings ({str(e).splitlines()[0]})"
-        raise BadInput(reason + (f"; the checkpoint before it is {previous}: rename it to ckpt.pt to go on from there"
-                                 if path != previous and os.path.exists(previous) else "")) from e
+        reason = str(e).splitlines()[0]
+        reason = reason if isinstance(e, BadInput) else f"{path}: does not fit these settings ({reason})"
+        if path != previous and os.path.exists(previous):
+            reason += f"; the checkpoint before it is {previous}: rename it to ckpt.pt to go on from there"
+        raise BadInput(reason) from e
     random.setstate(state["python"])
     np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
     torch.set_rng_state(state["torch"])

@@ -81,8 +81,10 @@ def as_reward(scores, kind):
 
 def reward_functions(s, judges):
     """{name: function (prompts, completions) -> rewards} for the names in reward_funcs."""
-    return {name: s.functions.get(name) or (lambda prompts, completions: as_reward(judges["judge"](prompts, completions), s.judge_score))
-            for name in s.reward_funcs}
+    def judge(prompts, completions):
+        return as_reward(judges["judge"](prompts, completions), s.judge_score)
+
+    return {name: judge if name == "judge" else s.functions[name] for name in s.reward_funcs}
 
 
 def score(reward_funcs, prompts, completions):
@@ -96,8 +98,8 @@ def score(reward_funcs, prompts, completions):
         values = function(prompts, completions)
         try:
             values = [v.item() if hasattr(v, "item") else v for v in values]
-        except TypeError as e:
-            raise BadInput(f"reward {name!r} returned {values!r}: must be one number per completion") from e
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise BadInput(f"reward {name!r} returned {' '.join(repr(values).split())}: must be one number per completion") from e
         if len(values) != len(completions):
             raise BadInput(f"reward {name!r} returned {len(values)} numbers for {len(completions)} completions")
         for value, completion in zip(values, completions):

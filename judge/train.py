@@ -91,7 +91,8 @@ def get_judges(settings, splits, device, stop=lambda: False):
             if os.path.exists(path):
                 print(describe(name, load_file(path, "judge")) + f", {path}")
             elif not splits[name] or len({label for _, label in heldout}) < 2:
-                raise BadInput(f"too few comments for {name}: {len(splits[name])} to train on, {len(heldout)} to test, both labels needed")
+                raise BadInput(f"too few comments for {name}: {len(splits[name])} to train on, {len(heldout)} to test, "
+                               "where both labels are needed")
             else:
                 train_judge(path, name, splits[name], heldout, vocab_size=settings.judge_vocab_size, tokens=tokens,
                             seed=settings.prepare_seed, device=device, stop=stop)
