@@ -174,7 +174,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     if loss_type == "cispo":
         token_loss = -ratio.clamp(max=epsilon_high).detach() * A * logp
     elif loss_type == "sapo":
-        tau = torch.where(A > 0, sapo_temperature_pos, sapo_temperature_neg)
+        tau = torch.where(A > 0, A.new_tensor(sapo_temperature_pos), A.new_tensor(sapo_temperature_neg))
         token_loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
     else:
         free = ratio if delta is None else ratio.clamp(max=delta)
@@ -313,7 +313,7 @@ def sync(reference, policy, alpha):
 def describe_batch(b, s):
     """Metrics of a Batch, named as TRL names them."""
     groups, known = b.rewards.view(-1, s.num_generations), b.rewards[~b.rewards.isnan()]
-    known = known if len(known) else torch.zeros(1)
+    known = known if len(known) else torch.full((1,), math.nan)
     lengths, ended = b.rollout.mask.sum(1).float(), b.rollout.ended
     done = lengths[ended] if ended.any() else torch.zeros(1)
     identical = [len(set(b.completions[i:i + s.num_generations])) == 1 for i in range(0, len(lengths), s.num_generations)]
@@ -334,7 +334,9 @@ def describe_batch(b, s):
 def diagnose(m, s):
     """One line, with what to do, for each trouble that the metrics m of an iteration show."""
     out, kl, ratio = [], m.get("kl", 0.0), m["sampling/importance_sampling_ratio/mean"]
-    if m["reward_min"] == m["reward_max"]:
+    if math.isnan(m["reward"]):
+        out.append("no reward function scored any completion: all returned None")
+    elif m["reward_min"] == m["reward_max"]:
         out.append(f"all rewards of the batch are {m['reward_min']:.4g}: nothing to learn from; read samples.jsonl, check the "
                    "judge or the reward function")
     elif m["advantage_max"] == 0:
