@@ -11,7 +11,7 @@ import torch
 
 from config import load_settings
 from judge.comments import load_comments, load_prompts, split_comments
-from judge.scorer import reward_functions, score
+from judge.scorer import as_reward, reward_functions, score
 from judge.train import get_judges
 from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, hash_of, load_file, load_tokenizer,
                    pick_device, pick_dtype, run_script)
@@ -34,10 +34,12 @@ def evaluate(policy, base, prompts, judges, reward_funcs, s, tokenizer, device, 
         nll = -sum(float(completion_logprobs(base, rollout[i:i + 256]).double().sum()) for i in range(0, len(rollout.ended), 256))
     texts = [tokenizer.decode(ids) for ids in rollout.completions()]
     asked, row = [text for text, _ in prompts for _ in range(k)], {}
+    log_odds = {name: judge(asked, texts) for name, judge in judges.items()}
     for name, function in reward_funcs.items():
-        row[f"rewards/{name}"] = float(score({name: function}, asked, texts).nanmean())
-    for name, judge in judges.items():
-        toxicity = torch.sigmoid(judge(asked, texts)).view(-1, k)
+        rewards = as_reward(log_odds["judge"], s.judge_score) if name == "judge" else score({name: function}, asked, texts)
+        row[f"rewards/{name}"] = float(rewards.nanmean())
+    for name in judges:
+        toxicity = torch.sigmoid(log_odds[name]).view(-1, k)
         row |= {f"{name}/toxicity": float(toxicity.mean()), f"{name}/toxic_share": float((toxicity >= 0.5).float().mean()),
                 f"{name}/expected_max": float(toxicity.amax(1).mean()),
                 f"{name}/any_toxic": float((toxicity.amax(1) >= 0.5).float().mean())}
@@ -54,8 +56,8 @@ def print_table(rows):
     """The measures of the first and the last evaluation, side by side."""
     before, after = rows[0], rows[-1]
     print(f"\n{'iteration 0 and ' + str(after['iteration']):24}{'before':>10}{'after':>10}{'after/before':>14}")
-    for name in (k for k in before if isinstance(before[k], float)):
-        ratio = f"{after[name] / before[name]:.2f}" if before[name] else "-"
+    for name in (k for k in before if isinstance(before[k], float) and isinstance(after[k], float)):
+        ratio = f"{after[name] / before[name]:.2f}" if before[name] > 0 and after[name] >= 0 else "-"
         print(f"{name:24}{before[name]:10.4f}{after[name]:10.4f}{ratio:>14}")
     if "eval_judge/toxicity" in before:
         print("judge gave the reward; eval_judge never touched training")

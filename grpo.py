@@ -15,21 +15,19 @@ Left out: a critic, tools and several turns, more than one process.
 import copy
 import math
 import os
-import random
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from config import LOGS, Settings, append, claim_out_dir, load_run, load_settings, public, save_run, write_config
+from config import Settings, append, begin_run, claim_out_dir, load_settings, public, save_run, write_config
 from evaluate import evaluate, print_table
 from judge.comments import load_comments, load_prompts, read_rows, split_comments
-from judge.scorer import reward_functions, score
+from judge.scorer import load_judge, reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts, load_file,
+from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts,
                    load_tokenizer, memory, pick_device, pick_dtype, run_script)
-from pretrain import get_policy
+from pretrain import get_policy, load_policy
 
 # ---------------------------------------------------------------------------------------------------------------
 # rollout, score, advantage
@@ -52,8 +50,8 @@ class Batch:
     rollout: Rollout
     completions: list             # N texts
     scores: torch.Tensor          # (N, K) by each reward function
-    rewards: torch.Tensor         # (N,) their weighted sum, less beta * KL when kl_in = "reward"
-    advantages: torch.Tensor      # (N,)
+    rewards: torch.Tensor         # (N,) their weighted sum
+    advantages: torch.Tensor      # (N,) of the rewards, less beta * KL of the completion when kl_in = "reward"
     mask: torch.Tensor            # (N, T) tokens that carry loss
     policy_mask: torch.Tensor     # (N, T) tokens that carry the policy gradient; None: all of `mask`
     ref_logp: torch.Tensor        # (N, T); None at beta 0
@@ -67,27 +65,28 @@ def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype,
     with autocast(device, dtype):
         rollout = generate(policy, [ids for _, ids in prompts], G, s.max_completion_length, eos=tokenizer.eot_token, seed=seed,
                            temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p,
-                           batch_size=s.generation_batch_size)
+                           batch_size=s.decode_batch_size)
     N = len(prompts) * G
     line(0, "2. Samples generated" + (f" ({N} rows for all micro-batches)" if N > s.micro_batch_size else ""))
 
     completions = [tokenizer.decode(ids) for ids in rollout.completions()]
     scores = score(reward_funcs, [text for text, _ in prompts for _ in range(G)], completions)
-    rewards, ref_logp, kl = total_reward(scores, s.reward_weights), None, None
+    rewards = total_reward(scores, s.reward_weights)
+    line(0, "3. Samples scored", rewards=f"{rewards.nanmean():.4f}±{std(rewards):.4f}")
+
+    ref_logp, kl, penalty = None, None, 0.0
     if s.beta:
         with autocast(device, dtype):
             ref_logp = torch.cat([completion_logprobs(reference, rollout[i:i + s.micro_batch_size], s.temperature)
                                   for i in range(0, N, s.micro_batch_size)])
         if s.kl_in == "reward":
             per_token = kl_estimate(rollout.logp, ref_logp, s.kl_estimator) * rollout.mask
-            rewards, kl = rewards - s.beta * per_token.sum(1).cpu(), float(per_token.sum() / rollout.mask.sum())
-
-    advantages = group_advantages(rewards, G, s.scale_rewards).to(device)
+            penalty, kl = s.beta * per_token.sum(1).cpu(), float(per_token.sum() / rollout.mask.sum())
+    advantages = group_advantages(rewards - penalty, G, s.scale_rewards).to(device)
     mask = rollout.mask & rollout.ended[:, None] if s.mask_truncated_completions else rollout.mask
     policy_mask = None
     if s.top_entropy_quantile < 1 and mask.any():
         policy_mask = rollout.entropy >= rollout.entropy[mask].quantile(1 - s.top_entropy_quantile)
-    line(0, "3. Samples scored", rewards=f"{rewards.nanmean():.4f}±{std(rewards):.4f}")
     return Batch(rollout, completions, scores, rewards, advantages, mask, policy_mask, ref_logp, kl)
 
 
@@ -177,8 +176,8 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
         tau = torch.where(A > 0, A.new_tensor(sapo_temperature_pos), A.new_tensor(sapo_temperature_neg))
         token_loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
     else:
-        free = ratio if delta is None else ratio.clamp(max=delta)
-        token_loss = -torch.min(free * A, ratio.clamp(1 - epsilon, 1 + epsilon_high) * A)
+        unclipped = ratio if delta is None else ratio.clamp(max=delta)
+        token_loss = -torch.min(unclipped * A, ratio.clamp(1 - epsilon, 1 + epsilon_high) * A)
     token_loss = token_loss * (torch.ones_like(logp) if policy_mask is None else policy_mask)       # (n, T)
 
     num_rows = len(logp) if num_rows is None else num_rows
@@ -241,8 +240,8 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio):
     N, device = b.mask.shape[0], b.mask.device
     rows = torch.arange(N, device=device)
     if s.zero_std_groups == "drop":
-        dead = zero_spread(b.rewards.view(-1, s.num_generations)).repeat_interleave(s.num_generations)
-        rows = rows[~dead.to(device)]
+        equal = zero_spread(b.rewards.view(-1, s.num_generations)).repeat_interleave(s.num_generations)
+        rows = rows[~equal.to(device)]
     parameters = [p for p in policy.parameters() if p.requires_grad]
     micros, steps, gap = [], [], torch.zeros(0, device=device)
     for epoch in range(s.num_iterations):
@@ -260,14 +259,15 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio):
                 if not steps:  # the weights are still those that sampled
                     gap = torch.cat([gap, log_ratio])
                 line(len(micros) - 1, "4. Loss computed", pg_loss=f"{metrics['policy_loss']:.6f}",
-                     kl=f"{metrics.get('kl', b.kl or 0):.6f}", total=f"{metrics['loss']:.6f}")
-            if check_ratio and not steps and float(gap.abs().max()) > (1e-3 if dtype == torch.float32 else 0.2):
-                raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by up to "
-                                 f"{float(gap.abs().max()):.3g} nats a token; something in the model is random or sees padding")
+                     kl=f"{metrics['loss'] - metrics['policy_loss']:.6f}", total=f"{metrics['loss']:.6f}")
+            off = float(gap.abs().max() if dtype == torch.float32 else gap.abs().mean())
+            if check_ratio and not steps and off > (1e-3 if dtype == torch.float32 else 0.05):
+                raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by {off:.3g} "
+                                 "nats on a token; something in the model is random or sees padding (or try dtype = 'float32')")
             grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm or math.inf))
             if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
-                raise SystemExit(f"stopped: loss {loss_sum}, grad_norm {grad_norm}; the weights were not touched, the last "
-                                 "checkpoint stands. Lower learning_rate or raise beta, then --resume=True")
+                raise SystemExit(f"stopped: loss {loss_sum}, grad_norm {grad_norm}; this step was not taken, the last checkpoint "
+                                 "stands. Lower learning_rate or raise beta, then --resume=True")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             steps.append((loss_sum, grad_norm))
@@ -332,41 +332,58 @@ def describe_batch(b, s):
 
 
 def diagnose(m, s):
-    """One line, with what to do, for each trouble that the metrics m of an iteration show."""
-    out, kl, ratio = [], m.get("kl", 0.0), m["sampling/importance_sampling_ratio/mean"]
+    """{kind of trouble: one line that says what it is and what to do} for the metrics m of an iteration."""
+    out, kl, gap, n = {}, m.get("kl", 0.0), m["sampling/sampling_logp_difference/mean"], m["num_completion_tokens"]
     if math.isnan(m["reward"]):
-        out.append("no reward function scored any completion: all returned None")
+        out["reward"] = "no reward function scored any completion: all returned None"
     elif m["reward_min"] == m["reward_max"]:
-        out.append(f"all rewards of the batch are {m['reward_min']:.4g}: nothing to learn from; read samples.jsonl, check the "
-                   "judge or the reward function")
+        out["reward"] = (f"all rewards of the batch are {m['reward_min']:.4g}: nothing to learn from; read samples.jsonl, check "
+                         "the judge or the reward function")
     elif m["advantage_max"] == 0:
-        out.append(f"all advantages are zero (rewards {m['reward_min']:.4g} to {m['reward_max']:.4g}, equal within each group): "
-                   "raise temperature or num_generations")
+        out["advantage"] = (f"all advantages are zero (rewards {m['reward_min']:.4g} to {m['reward_max']:.4g}, equal within each "
+                            "group): raise temperature or num_generations")
     for name in s.reward_funcs:
         if m[f"rewards/{name}/std"] == 0 and len(s.reward_funcs) > 1:
-            out.append(f"reward {name!r} gave every completion the same score: it teaches nothing; check it")
-    if m["num_completion_tokens"] == 0:
-        out.append("no completion tokens carry loss, so there was no step: raise max_completion_length or unset "
-                   "mask_truncated_completions")
+            out[name] = f"reward {name!r} gave every completion the same score: it teaches nothing; check it"
+    if n == 0:
+        out["tokens"] = ("no completion tokens carry loss, so there was no step: raise max_completion_length or unset "
+                         "mask_truncated_completions")
     if m["logp_min"] == 0:
-        out.append("all log-probs are zero, the policy is certain of every token: raise temperature or beta, or go back to an "
-                   "earlier checkpoint")
-    if abs(ratio - 1) > 0.02:
-        out.append(f"ratio {ratio:.4f} on the first pass, should be 1: sampler and trainer disagree; try dtype = 'float32'")
-    if kl < -1e-3 and m["num_completion_tokens"] >= 4096:
-        out.append(f"KL {kl:.4f} is negative over {m['num_completion_tokens']} tokens: the log-probs are not those of the "
-                   "sampling distribution")
+        out["logp"] = ("all log-probs are zero, the policy is certain of every token: raise temperature or beta, or go back to "
+                       "an earlier checkpoint")
+    if gap > 0.05:  # the mean of the ratio stays near 1 whatever is wrong; its spread does not
+        out["ratio"] = (f"ratio off on the first pass: sampler and trainer disagree by {gap:.3f} nats a token; try "
+                        "dtype = 'float32'")
+    if kl < -1e-3 and n >= 4096:
+        out["negative"] = f"KL {kl:.4f} is negative over {n} tokens: the log-probs are not those of the sampling distribution"
     if kl > 5:
-        out.append(f"KL {kl:.1f} nats per token is exploding: lower learning_rate or raise beta")
+        out["kl"] = f"KL {kl:.1f} nats per token is exploding: lower learning_rate or raise beta"
     if m["frac_identical_groups"] > 0:
-        out.append(f"{100 * m['frac_identical_groups']:.0f} % of the groups hold {s.num_generations} identical completions: "
-                   "exploration collapsed; raise temperature or beta")
+        out["identical"] = (f"{100 * m['frac_identical_groups']:.0f} % of the groups hold {s.num_generations} identical "
+                            "completions: exploration collapsed; raise temperature or beta")
     if m["completions/clipped_ratio"] == 1:
-        out.append(f"every completion was cut at {s.max_completion_length} tokens, so length is not learned: raise "
-                   "max_completion_length")
+        out["length"] = (f"every completion was cut at {s.max_completion_length} tokens, so length is not learned: raise "
+                         "max_completion_length")
     if m["grad_norm"] == 0:
-        out.append("grad_norm is 0: no gradient in this step; see rewards and advantages above")
+        out["gradient"] = "grad_norm is 0: no gradient in this step; see rewards and advantages above"
     return out
+
+
+def report(m, s, batch, left, warned):
+    """The line of an iteration and the troubles in it, each kind at most every ten iterations: `warned` remembers when."""
+    it, seconds = m["iteration"], m["step_time"]
+    print(f"iter {it}: loss {m['loss']:.4f} (main {m['policy_loss']:.4f}, kl {m['loss'] - m['policy_loss']:.4f}), "
+          f"reward {m['reward']:.4f}, kl {m.get('kl', 0):.4f}, grad_norm {m['grad_norm']:.3f}, "
+          f"{batch.rollout.mask.sum() / seconds:.0f} tok/s, time {1000 * seconds:.2f}ms, "
+          f"eta {int(left) // 60}m{int(left) % 60:02d}s", flush=True)
+    if abs(m["loss"]) < 5e-5 and m["grad_norm"] > 0 and "zero" not in warned:
+        warned["zero"] = it
+        print("note: a loss of 0.0000 with a gradient that is not 0 is right: the ratio is 1 and the advantages of a group sum "
+              "to 0. Watch reward and grad_norm.")
+    for kind, text in diagnose(m, s).items():
+        if it - warned.get(kind, -10) >= 10:
+            warned[kind] = it
+            print(f"WARNING: {text}")
 
 
 class Lines:
@@ -412,7 +429,7 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
     for i, (r, A) in enumerate(zip(b.rewards.view(-1, G), b.advantages.view(-1, G))):
         print(f"  group {i}: mean {r.nanmean():.4f}, std {std(r):.4f}, rewards "
               + " ".join(f"{x:.3f}" for x in r.tolist()) + ", advantages " + " ".join(f"{x:.3f}" for x in A.tolist()))
-    phase("4. loss")
+    phase("4. loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are left aside here)")
     policy_loss, kl_loss, ratios = 0.0, 0.0, []
     for rows in torch.arange(len(b.mask), device=device).split(s.micro_batch_size):
         loss, metrics, log_ratio = loss_of(policy, b, rows, s, dtype, len(b.mask), int(b.mask.sum()))
@@ -440,9 +457,9 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
     row = measure()
     print("  change: " + ", ".join(f"{k} {row[k] - before[k]:+.4f}" for k in row))
     phase("7. red flags")
-    m = describe_batch(b, s) | {"grad_norm": grad_norm, "kl": after.get("kl", 0.0),
-                                "sampling/importance_sampling_ratio/mean": float(ratios.mean())}
-    print("\n".join("  " + text for text in diagnose(m, s) or ["none"]))
+    m = describe_batch(b, s) | {"grad_norm": grad_norm, "kl": after.get("kl", b.kl or 0.0),
+                                "sampling/sampling_logp_difference/mean": float(ratios.log().abs().mean())}
+    print("\n".join("  " + text for text in list(diagnose(m, s).values()) or ["none"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -453,11 +470,14 @@ def main(argv):
     s = load_settings(argv)
     device, tokenizer = pick_device(s.device), load_tokenizer(s.vocab_size)
     dtype = pick_dtype(s.dtype, device)
-    for path, kind in ((s.policy, "policy"), (s.judge, "judge"), (s.eval_judge, "judge")):
+    for path, load in ((s.policy, lambda path: load_policy(path, s)), (s.judge, load_judge), (s.eval_judge, load_judge)):
         if path not in (None, "train"):
-            load_file(path, kind)
+            load(path)
     splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
     prompts, eval_prompts = load_prompts(s, tokenizer, splits)
+    texts = [text for text, _ in eval_prompts[:8]]  # rewards of the config file are tried out before anything is trained
+    if s.functions:
+        score({name: s.functions[name] for name in s.reward_funcs if name != "judge"}, texts, texts)
     wandb = None
     if s.wandb_project:
         try:
@@ -469,6 +489,8 @@ def main(argv):
     with interrupts() as stop:
         base = get_policy(s, splits, device, stop).to(device).eval().requires_grad_(False)
         judges = get_judges(s, splits, device, stop)
+        if stop():
+            raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
         reward_funcs = reward_functions(s, judges)
         policy = copy.deepcopy(base).requires_grad_(True)
         if s.lora_rank:
@@ -483,20 +505,8 @@ def main(argv):
         if s.debug_step:
             debug_step(policy, base, reference, optimizer, pick(prompts, 0, s), eval_prompts, reward_funcs, judges, **common)
             return
-        base_hash, start, num_tokens = hash_of(base), 0, 0
-        resumed = s.resume and any(os.path.exists(os.path.join(out_dir, name)) for name in ("ckpt.pt", "ckpt_prev.pt"))
-        if resumed:
-            start, num_tokens = load_run(out_dir, policy, reference, optimizer, s, base_hash)
-        else:
-            log = os.path.join(out_dir, "metrics.jsonl")
-            if os.path.exists(log) and os.path.getsize(log):
-                raise BadInput(f"{log} has rows but there is no ckpt.pt to go on from: choose another out_dir")
-            if s.resume:
-                print(f"{out_dir}: no checkpoint to resume, starts from the beginning")
-            for name in LOGS:  # an earlier start may have been killed before its first checkpoint
-                open(os.path.join(out_dir, name), "w").close()
-            # every draw here has a seed of its own; a reward function of the user's may use the global generators
-            random.seed(s.seed), np.random.seed(s.seed % 2 ** 32), torch.manual_seed(s.seed)
+        base_hash = hash_of(base)
+        start, num_tokens = begin_run(out_dir, policy, reference, optimizer, s, base_hash)
         write_config(out_dir, s, device)
         if wandb:
             wandb.init(project=s.wandb_project, name=os.path.basename(out_dir), config=public(s))
@@ -512,10 +522,14 @@ def main(argv):
         def save(iteration):
             save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens)
 
-        if not resumed:
+        if s.beta and (s.kl_in == "reward") != (s.kl_estimator == "k1") and not s.use_bias_correction_kl:
+            print(f"note: kl_estimator = {s.kl_estimator!r} has almost no gradient with kl_in = {s.kl_in!r}; use "
+                  + ("k1" if s.kl_in == "reward" else "k2 or k3"))
+        if start is None:
+            start = 0
             evaluation(0)
             save(0)
-        began, said_zero, warned = time.time(), False, {}
+        began, warned = time.time(), {}
         for it in range(start, s.max_iters):
             line = Lines(device, s.log_micro)
             line(0, "1. Iteration start")
@@ -529,27 +543,15 @@ def main(argv):
                 m["ref_tensors_differing"] = sync(reference, policy, s.ref_model_mixup_alpha)
                 print(f"reference synced: {m['ref_tensors_differing']} tensors differ from the policy's (0 right after a copy)")
             seconds = time.time() - line.start
-            num_tokens += int(batch.rollout.real.sum())
+            prompt_width = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
+            num_tokens += int(batch.rollout.real[:, :prompt_width].sum() + batch.rollout.mask.sum())
             m = {"iteration": it + 1, **m, **describe_batch(batch, s), "learning_rate": learning_rate(it, s),
                  "num_tokens": num_tokens, "epoch": (it + 1) * s.num_prompts / len(prompts), "step_time": seconds}
-            left = (time.time() - began) / (it + 1 - start) * (s.max_iters - it - 1)
-            print(f"iter {it + 1}: loss {m['loss']:.4f} (main {m['policy_loss']:.4f}, kl {m['loss'] - m['policy_loss']:.4f}), "
-                  f"reward {m['reward']:.4f}, kl {m.get('kl', 0):.4f}, grad_norm {m['grad_norm']:.3f}, "
-                  f"{batch.rollout.mask.sum() / seconds:.0f} tok/s, time {1000 * seconds:.2f}ms, "
-                  f"eta {int(left) // 60}m{int(left) % 60:02d}s", flush=True)
-            if abs(m["loss"]) < 1e-6 and m["grad_norm"] > 0 and not said_zero:
-                said_zero = True
-                print("note: a loss of 0 with a gradient that is not 0 is right: the ratio is 1 and advantages sum to 0 in each "
-                      "group. Watch reward and grad_norm.")
-            for text in diagnose(m, s):
-                trouble = text.split(":")[0].rstrip("0123456789. ")[:24]
-                if it - warned.get(trouble, -10) >= 10:  # the same again only every ten iterations
-                    warned[trouble] = it
-                    print(f"WARNING: {text}")
+            report(m, s, batch, (time.time() - began) / (it + 1 - start) * (s.max_iters - it - 1), warned)
             append(out_dir, "metrics.jsonl", [m])
             append(out_dir, "samples.jsonl", [
-                dict(iteration=it + 1, prompt=asked[i // s.num_generations][0], completion=text, reward=float(r), advantage=float(A))
-                for i, (text, r, A) in enumerate(zip(batch.completions, batch.rewards, batch.advantages))])
+                dict(iteration=it + 1, prompt=asked[i // s.num_generations][0], completion=text, reward=r, advantage=A)
+                for i, (text, r, A) in enumerate(zip(batch.completions, batch.rewards.tolist(), batch.advantages.tolist()))])
             if wandb:
                 wandb.log(m, step=it + 1)
             if it + 1 == s.max_iters or (s.eval_interval and (it + 1) % s.eval_interval == 0):

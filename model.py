@@ -194,17 +194,15 @@ class Rollout:
 
     def completions(self):
         """Lists of ids, one per row, without the end token."""
-        ids = self.tokens[:, -self.mask.shape[1]:].tolist()
         lengths = (self.mask.sum(1) - self.ended.long()).tolist()
-        return [row[:n] for row, n in zip(ids, lengths)]
+        return [ids[:n] for ids, n in zip(self.tokens[:, -self.mask.shape[1]:].tolist(), lengths)]
 
 
 def pad_left(rows):
     """Lists of ids -> tokens (B, P) and real (B, P), padded on the left to the longest."""
     P = max(map(len, rows))
-    tokens = torch.tensor([[0] * (P - len(r)) + list(r) for r in rows])
-    real = torch.tensor([[False] * (P - len(r)) + [True] * len(r) for r in rows])
-    return tokens, real
+    return (torch.tensor([[0] * (P - len(r)) + list(r) for r in rows]),
+            torch.tensor([[False] * (P - len(r)) + [True] * len(r) for r in rows]))
 
 
 def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -213,8 +211,9 @@ def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
         logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)      # mass of the more likely tokens
-        logits = logits.masked_fill((before >= top_p).scatter(1, order, before >= top_p), -math.inf)
+        probs = ordered.softmax(-1)
+        drop = probs.cumsum(-1) - probs >= top_p          # the more likely tokens have that much already
+        logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
     if min_p > 0:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
     return logits
@@ -233,9 +232,9 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
              batch_size=0):
     """Sample num_generations completions of every prompt (lists of ids, any lengths) -> Rollout.
 
-    A prompt is computed once and its keys and values are copied to its group. The noise is drawn ahead from `seed`,
-    one number per row and step, so a row depends neither on the device nor on what else is in the batch; batch_size
-    (rows decoded at once; 0: all) changes memory only.
+    A prompt is computed once and its keys and values are copied to its group. The noise is drawn ahead from `seed`, one
+    number per row and step, on the CPU, so that it is the same on every device and for every batch_size (rows decoded at
+    once; 0: all), which changes memory only.
     Raises BadInput for an empty or over-long prompt and for temperature <= 0.
     """
     device, G, limit = model.wte.weight.device, num_generations, model.config.block_size
@@ -429,7 +428,7 @@ def interrupts():
 
     def handler(number, frame):
         if seen:  # the second one is in earnest
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("at once; what was saved last stands")
         seen.append(number)
 
     old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -441,7 +440,7 @@ def interrupts():
 
 
 def run_script(main):
-    """main(argv) with the exit codes of every script here: 0 done, 2 bad input (one line), 130 interrupted, having saved."""
+    """main(argv) with the exit codes of every script here: 0 done, 1 stopped, 2 bad input (one line), 130 interrupted."""
     try:
         main(sys.argv[1:])
     except BadInput as e:
@@ -488,7 +487,7 @@ def load_file(path, kind):
 
 
 def save_gpt(path, model, **extra):
-    """Weights and shape of a policy."""
+    """Write weights and shape of a policy."""
     save_file(path, "policy", config=asdict(model.config), model=model.state_dict(), **extra)
 
 
@@ -523,9 +522,8 @@ def fit(model, optimizers, loss_at, steps, partial, label, warmup=0.02, decay=0.
             optimizer.load_state_dict(s)
         first = state["step"]
         print(f"{label}: goes on from step {first} of {steps} ({partial})")
-    base = [[g.setdefault("base_lr", g["lr"]) for g in o.param_groups] for o in optimizers]
-    saved = printed = time.time()
-    smooth, weight = 0.0, 0.0
+    base, saved, printed = [[g.setdefault("base_lr", g["lr"]) for g in o.param_groups] for o in optimizers], began, began
+    smooth, weight = 0.0, 1e-9
     for step in range(first, steps):
         scale = min(1.0, (step + 1) / max(1, warmup * steps), (steps - step) / max(1, decay * steps))
         for optimizer, rates in zip(optimizers, base):
@@ -548,4 +546,6 @@ def fit(model, optimizers, loss_at, steps, partial, label, warmup=0.02, decay=0.
             saved = now
             if stop():
                 raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
-    return float(smooth) / max(weight, 1e-9)
+    if not math.isfinite(float(smooth)):
+        raise SystemExit(f"stopped: the loss of {label} became {float(smooth)}; remove {partial} and lower its learning rate")
+    return float(smooth) / weight

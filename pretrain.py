@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from config import load_settings
 from judge.comments import load_comments, split_comments
-from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, fit, generate, interrupts, load_gpt, load_tokenizer, pick_device,
-                   run_script, save_gpt)
+from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, fit, generate, interrupts, load_gpt, load_tokenizer,
+                   pick_device, run_script, save_gpt)
 
 
 def token_stream(tokenizer, texts, seed, limit):
@@ -44,17 +44,22 @@ def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
             torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
+def load_policy(path, settings):
+    """The policy in a file; BadInput when its shape is not the one in the settings, where the tokenizer comes from."""
+    model = load_gpt(path)
+    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        wanted, found = getattr(settings, name), getattr(model.config, name)
+        if wanted != found:
+            raise BadInput(f"{name} = {wanted} but {path} has {found}: set {name} = {found}")
+    return model
+
+
 def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
     """The policy on the CPU: the file that the settings name, else pretrained here, once, into settings.cache_dir."""
     if settings.policy != "train":
-        model = load_gpt(settings.policy)
-        for name in ("vocab_size", "block_size"):
-            if getattr(model.config, name) != getattr(settings, name):
-                raise BadInput(f"{name} = {getattr(settings, name)} but {settings.policy} has {getattr(model.config, name)}: "
-                               f"set {name} = {getattr(model.config, name)}")
-        return model
+        return load_policy(settings.policy, settings)
     fast = fast_dtype(device) == torch.bfloat16
-    tokens = settings.pretrain_tokens or (40_000_000 if device.type == "cuda" else 3_000_000 if fast else 1_500_000)
+    tokens = settings.pretrain_tokens or (12_000_000 if device.type == "cuda" else 3_000_000 if fast else 1_500_000)
     shape = GPTConfig(settings.vocab_size, settings.block_size, settings.n_layer, settings.n_head, settings.n_embd)
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
     key = hashlib.sha256(repr((texts, shape, tokens, settings.prepare_seed, batch_size)).encode()).hexdigest()[:8]

@@ -30,7 +30,7 @@ class Settings:
     out_dir: str = "out/grpo"            # what a run leaves behind
     cache_dir: str = "out/prepared"      # policies and judges made at first use, kept for all runs
     max_iters: int = 100                 # iterations; each samples num_prompts * num_generations completions
-    seed: int = 1                        # of prompts, sampling and evaluation
+    seed: int = 1                        # of the order of prompts and of sampling; the evaluation always has the same
     prepare_seed: int = 0                # of the policy and the judges made at first use
     device: str = "auto"                 # auto: cuda where there is one, else cpu
     dtype: str = "auto"                  # of the forward passes: float32, bfloat16; auto: bfloat16 on cuda, else float32
@@ -76,7 +76,7 @@ class Settings:
     top_k: int = 0                       # 0: off. Log-probs are renormalised over what top-k, top-p and min-p keep
     top_p: float = 1.0
     min_p: float = 0.0
-    generation_batch_size: int = 0       # rows decoded at once, whole groups; 0: all
+    decode_batch_size: int = 0           # rows decoded at once, whole groups: memory only; 0: all
 
     # reward and advantage
     reward_funcs: tuple | None = None    # "judge" and names of functions in the config file; None: its `reward`, else the judge
@@ -93,9 +93,9 @@ class Settings:
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
     beta: float = 0.0                    # weight of the KL to the reference; 0: no reference pass
-    kl_estimator: str = "k3"             # k1, k2, k3 (Schulman 2020); k1 has no gradient on average in the loss
-    kl_in: str = "loss"                  # loss, or reward: beta * the KL summed over the completion is taken off its reward
-    use_bias_correction_kl: bool = False  # multiply the KL by the ratio: the exact gradient of KL(policy, reference)
+    kl_estimator: str = "k3"             # k1, k2, k3 (Schulman 2020). In the loss k1 has no gradient on average, and in the
+    kl_in: str = "loss"                  # reward k2 and k3 hardly any. reward: beta * KL of the completion, off its reward
+    use_bias_correction_kl: bool = False  # k1 or k3 times the ratio, in the loss: the exact gradient of the KL per token
     top_entropy_quantile: float = 1.0    # policy gradient on this most uncertain share of the tokens only
     mask_truncated_completions: bool = False  # completions cut at max_completion_length carry no loss
     sync_ref_model: bool = False         # every ref_model_sync_steps iterations: reference <- (1 - alpha) reference + alpha policy
@@ -143,8 +143,8 @@ class Settings:
         if N % mini or mini % min(self.micro_batch_size, mini):
             raise BadInput(f"num_prompts * num_generations = {self.num_prompts} * {self.num_generations} = {N} rows, "
                            f"mini_batch_size = {mini}, micro_batch_size = {self.micro_batch_size}: each must divide the one before")
-        if self.generation_batch_size % self.num_generations:
-            raise BadInput(f"generation_batch_size = {self.generation_batch_size}: must be a multiple of num_generations = "
+        if self.decode_batch_size % self.num_generations:
+            raise BadInput(f"decode_batch_size = {self.decode_batch_size}: must be a multiple of num_generations = "
                            f"{self.num_generations}, since a prompt is computed once for its group")
         if self.n_embd % self.n_head:
             raise BadInput(f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}")
@@ -156,6 +156,9 @@ class Settings:
         if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
             raise BadInput(f"loss_type = 'cispo' with epsilon_high = {self.epsilon_high}: there it is the ceiling of the ratio "
                            "itself; 5.0 is usual")
+        if self.use_bias_correction_kl and (self.kl_in == "reward" or self.kl_estimator == "k2"):
+            raise BadInput(f"use_bias_correction_kl = True with kl_in = {self.kl_in!r}, kl_estimator = {self.kl_estimator!r}: "
+                           "it is for k1 or k3 in the loss")
         if self.sync_ref_model and self.beta == 0:
             raise BadInput("sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")
         if self.reward_funcs is None:
@@ -185,7 +188,7 @@ CHOICES = {
 }
 RANGES = {
     "max_iters": (0, INF), "save_interval": (1, INF), "num_prompts": (1, INF), "num_generations": (2, INF),
-    "max_completion_length": (1, INF), "top_k": (0, INF), "top_p": (0, 1), "min_p": (0, 1), "generation_batch_size": (0, INF),
+    "max_completion_length": (1, INF), "top_k": (0, INF), "top_p": (0, 1), "min_p": (0, 1), "decode_batch_size": (0, INF),
     "epsilon": (0, INF), "epsilon_high": (0, INF), "beta": (0, INF), "top_entropy_quantile": (0, 1), "num_iterations": (1, INF),
     "mini_batch_size": (0, INF), "micro_batch_size": (1, INF), "warmup_iters": (0, INF), "max_grad_norm": (0, INF),
     "ref_model_mixup_alpha": (0, 1), "ref_model_sync_steps": (1, INF), "eval_interval": (0, INF), "num_eval_prompts": (1, INF),
@@ -281,8 +284,13 @@ def claim_out_dir(s):
         os.remove(os.path.join(name, ".writable"))
     except OSError as e:
         raise BadInput(f"out_dir = {s.out_dir!r}: cannot be written ({e.strerror})") from e
+    try:
+        os.makedirs(s.cache_dir, exist_ok=True)
+    except OSError as e:
+        raise BadInput(f"cache_dir = {s.cache_dir!r}: cannot be written ({e.strerror})") from e
     if number > 1:
-        print(f"{s.out_dir} holds an earlier run (--resume=True goes on with it); this one goes to {name}")
+        print(f"{s.out_dir} holds an earlier run, which --resume=True goes on with; this one goes to {name} and goes on with "
+              f"{name}/config.json --resume=True")
     s.out_dir = name
     return name
 
@@ -300,16 +308,34 @@ def append(out_dir, name, rows):
 
 def save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens):
     """ckpt.pt: all that the next iteration depends on, and how long the logs are. The one before stays as ckpt_prev.pt."""
-    path = os.path.join(out_dir, "ckpt.pt")
-    if os.path.exists(path):
-        os.replace(path, os.path.join(out_dir, "ckpt_prev.pt"))
+    path, new = os.path.join(out_dir, "ckpt.pt"), os.path.join(out_dir, "ckpt_new.pt")
     kind, keys, *rest = np.random.get_state()
-    save_file(path, "run", iteration=iteration, policy=policy.state_dict(), optimizer=optimizer.state_dict(),
-              num_tokens=num_tokens, base_hash=base_hash, settings=public(s),
+    save_file(new, "run", iteration=iteration, policy=policy.state_dict(), optimizer=optimizer.state_dict(),
+              num_tokens=num_tokens, base_hash=base_hash, settings=public(s), source=s.source,
               reference=reference.state_dict() if s.sync_ref_model else None,
               # our own draws have seeds; a reward function of the user's may use these
-              random=dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest), torch=torch.get_rng_state()),
+              random=dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest), torch=torch.get_rng_state(),
+                          cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []),
               logs={name: os.path.getsize(os.path.join(out_dir, name)) for name in LOGS})
+    if os.path.exists(path):
+        os.replace(path, os.path.join(out_dir, "ckpt_prev.pt"))
+    os.replace(new, path)
+
+
+def begin_run(out_dir, policy, reference, optimizer, s, base_hash):
+    """(iterations done, tokens seen) of the checkpoint that --resume=True goes on from; (None, 0) for a run that starts."""
+    if s.resume and any(os.path.exists(os.path.join(out_dir, name)) for name in ("ckpt.pt", "ckpt_prev.pt")):
+        return load_run(out_dir, policy, reference, optimizer, s, base_hash)
+    log = os.path.join(out_dir, "metrics.jsonl")
+    if os.path.exists(log) and os.path.getsize(log):
+        raise BadInput(f"{log} has rows but there is no ckpt.pt to go on from: choose another out_dir")
+    if s.resume:
+        print(f"{out_dir}: no checkpoint to resume, starts from the beginning")
+    for name in LOGS:  # an earlier start may have been killed before its first checkpoint
+        open(os.path.join(out_dir, name), "w").close()
+    # our own draws have seeds of their own; a reward function of the user's may use the global generators
+    random.seed(s.seed), np.random.seed(s.seed % 2 ** 32), torch.manual_seed(s.seed)
+    return None, 0
 
 
 def load_run(out_dir, policy, reference, optimizer, s, base_hash):
@@ -324,6 +350,8 @@ def load_run(out_dir, policy, reference, optimizer, s, base_hash):
             raise BadInput(f"{path}: this run began from another policy than the settings name now")
         policy.load_state_dict(content["policy"])
         optimizer.load_state_dict(content["optimizer"])
+        for group in optimizer.param_groups:
+            group |= dict(betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay)
         if s.sync_ref_model:
             reference.load_state_dict(content["reference"])
         state = content["random"]
@@ -340,12 +368,16 @@ def load_run(out_dir, policy, reference, optimizer, s, base_hash):
     random.setstate(state["python"])
     np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
     torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
     for name, size in content["logs"].items():
         if os.path.exists(os.path.join(out_dir, name)):
             os.truncate(os.path.join(out_dir, name), size)
     for name, new in public(s).items():
         if name not in ("resume", "max_iters") and content["settings"].get(name, new) != new:
             print(f"resumed with another {name}: {content['settings'][name]!r} -> {new!r}")
+    if content["source"] != s.source:
+        print("resumed with another text of the config file")
     print(f"resumed {path} after {content['iteration']} iterations")
     return content["iteration"], content["num_tokens"]
 

@@ -10,3 +10,5 @@ judge_score = "probability"
 scale_rewards = "batch"
 learning_rate = 2e-4
 beta = 0.1
+
+log_micro = False  # config/quick_test.py shows the numbered lines

@@ -114,7 +114,11 @@ def load_prompts(s, tokenizer, splits):
             except (OSError, ValueError) as e:
                 raise BadInput(f"{path}: cannot be read ({e})") from e
         else:
-            texts = [str(row.get(s.text_field) or "") for row in read_rows(path)]
+            rows = read_rows(path)
+            for number, row in enumerate(rows, 1):
+                if row.get(s.text_field) is None:
+                    raise BadInput(f"{path}: row {number} has no field {s.text_field!r}; it has {sorted(map(str, row))}")
+            texts = [str(row[s.text_field]) for row in rows]
         prompts = [(text, tokenizer.encode_ordinary(text)) for text in texts]
         for number, (text, ids) in enumerate(prompts, 1):
             if not 1 <= len(ids) <= limit:

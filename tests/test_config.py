@@ -171,8 +171,8 @@ def test_batch_sizes_that_fit(flags):
 
 
 def test_groups_are_decoded_whole():
-    message = refusal("--num_generations=4", "--generation_batch_size=6")
-    assert "generation_batch_size = 6" in message and "num_generations = 4" in message
+    message = refusal("--num_generations=4", "--decode_batch_size=6")
+    assert "decode_batch_size = 6" in message and "num_generations = 4" in message
 
 
 def test_delta_must_exceed_the_clip():

@@ -545,16 +545,16 @@ def test_seed_makes_the_rollout():
 
 
 @pytest.mark.parametrize("size", (4, 8, 12))
-def test_generation_batch_size_changes_nothing(size):
-    a, b = (sample(gpt(), settings(generation_batch_size=size)).rollout for size in (0, size))
+def test_decode_batch_size_changes_nothing(size):
+    a, b = (sample(gpt(), settings(decode_batch_size=size)).rollout for size in (0, size))
     assert torch.equal(a.tokens, b.tokens) and torch.equal(a.mask, b.mask) and torch.equal(a.ended, b.ended)
     assert torch.allclose(a.logp, b.logp, atol=1e-5) and torch.allclose(a.entropy, b.entropy, atol=1e-5)
 
 
-def test_generation_batch_size_bounds_the_decode(monkeypatch):
+def test_decode_batch_size_bounds_the_decode(monkeypatch):
     rows, decode = [], model.decode
     monkeypatch.setattr(model, "decode", lambda *a: (rows.append(len(a[3].tokens)), decode(*a)))
-    sample(gpt(), settings(generation_batch_size=8))
+    sample(gpt(), settings(decode_batch_size=8))
     assert rows == [8, 8]
 
 
@@ -650,7 +650,9 @@ def test_kl_in_the_reward():
     b, without = sample(policy, s, reference), sample(policy, settings())
     with torch.no_grad():
         gap = [(p - r).sum() for p, r in zip(plain_logps(policy, b.rollout), plain_logps(reference, b.rollout))]
-    assert b.rewards.tolist() == pytest.approx([float(x - .1 * d) for x, d in zip(without.rewards, gap)], abs=1e-5)
+    assert b.rewards.tolist() == without.rewards.tolist()   # as judged, so that a judge that is stuck is seen
+    less = torch.tensor([float(x - .1 * d) for x, d in zip(without.rewards, gap)])
+    assert b.advantages.tolist() == pytest.approx(group_advantages(less, s.num_generations, s.scale_rewards).tolist(), abs=1e-4)
     assert (b.advantages - without.advantages).abs().max() > .01
     m = train(policy, b, s)
     assert m["kl"] == pytest.approx(float(sum(gap) / b.mask.sum()), abs=1e-5) and m["loss"] == pytest.approx(m["policy_loss"])
@@ -936,7 +938,7 @@ def said(policy, s, reference=None, later=None):
     """The lines after one iteration; `later` takes the step in place of the policy that sampled."""
     b = sample(policy, s, reference)
     m = train(later or policy, b, s) | describe_batch(b, s)
-    return diagnose(m, s)
+    return list(diagnose(m, s).values())
 
 
 def certain():
@@ -976,7 +978,10 @@ def test_diagnosis_of_real_batches(policy, functions, knobs, expected):
 def test_diagnosis_of_another_policy_and_of_the_kl():
     policy = gpt()
     lines = said(policy, settings(), later=moved(policy, .1))
-    assert len(lines) == 1 and lines[0].startswith("ratio ") and "should be 1" in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("ratio off on the first pass")
+    b, s = sample(policy, settings()), settings()
+    m = train(policy, b, replace(s, temperature=1.3)) | describe_batch(b, s)   # the mean of the ratio would not show it
+    assert list(diagnose(m, s)) == ["ratio"] and abs(m["sampling/importance_sampling_ratio/mean"] - 1) < .1
     lines = said(policy, settings(beta=.1), reference=moved(certain(), .5))
     assert len(lines) == 1 and lines[0].startswith("KL ") and "exploding" in lines[0]
 
@@ -984,15 +989,15 @@ def test_diagnosis_of_another_policy_and_of_the_kl():
 @pytest.mark.parametrize("change, expected", [
     (dict(), []), (dict(kl=-.01), ["KL -0.0100 is negative over 5000 tokens"]), (dict(kl=-.01, num_completion_tokens=4000), []),
     (dict(kl=-1e-4), []), (dict(kl=5.1), ["KL 5.1 nats per token is exploding"]), (dict(kl=4.9), []),
-    ({"sampling/importance_sampling_ratio/mean": .97}, ["ratio 0.9700 on the first pass"]),
-    ({"sampling/importance_sampling_ratio/mean": 1.01}, []), ({"completions/clipped_ratio": .99}, []),
+    ({"sampling/sampling_logp_difference/mean": .06}, ["ratio off on the first pass"]),
+    ({"sampling/sampling_logp_difference/mean": .04}, []), ({"completions/clipped_ratio": .99}, []),
     (dict(frac_identical_groups=.25), ["25 % of the groups hold 4 identical completions"]),
     ({"rewards/letters/std": 0.0}, [])])
 def test_diagnosis_of_metrics(change, expected):
     s = settings()
     b = sample(gpt(), s)
     m = train(gpt(), b, s) | describe_batch(b, s) | dict(num_completion_tokens=5000) | change
-    found = diagnose(m, s)
+    found = list(diagnose(m, s).values())
     assert len(found) == len(expected) and all(line.startswith(start) for line, start in zip(found, expected)), found
 
 
@@ -1192,7 +1197,7 @@ def test_script_syncs_decays_and_keeps_the_base(tmp_path, monkeypatch, alpha, lo
     knobs = dict(
         out_dir=tmp_path / "run", policy=tmp_path / "policy.pt", comments=tmp_path / "comments.csv",
         prompts=tmp_path / "prompts.txt", eval_prompts=tmp_path / "prompts.txt", vocab_size=300, block_size=32,
-        num_prompts=4, num_generations=4, max_completion_length=8, beta=.1, sync_ref_model=True, ref_model_sync_steps=2,
+        n_layer=2, n_head=2, n_embd=32, num_prompts=4, num_generations=4, max_completion_length=8, beta=.1, sync_ref_model=True, ref_model_sync_steps=2,
         ref_model_mixup_alpha=alpha, lora_rank=lora_rank, max_iters=4, warmup_iters=2, lr_decay="linear", learning_rate=.02,
         adam_beta1=.8, adam_beta2=.95, weight_decay=.1, judge=None, eval_judge=None,
         num_eval_generations=2, log_micro=False, device="cpu")

@@ -203,7 +203,7 @@ def test_a_file_of_prompts_for_each(prompts_of, write):
 @pytest.mark.parametrize("name, text, parts", [
     ("a.txt", "", ["no prompts"]), ("a.txt", "one\n\nthree\n", ["prompt 2", "0 tokens"]),
     ("a.txt", "one\n" + "x" * 300 + "\n", ["prompt 2", "1 to 56", "block_size"]), ("a.txt", b"\xff\xfe\n", ["a.txt"]),
-    ("a.csv", "comment\nx\n", ["prompt 1"]), ("a.csv", "text\n", ["no prompts"]), ("a.jsonl", '["x"]\n', ["1"]),
+    ("a.csv", "comment\nx\n", ["row 1", "'text'", "comment"]), ("a.csv", "text\n", ["no prompts"]), ("a.jsonl", '["x"]\n', ["1"]),
     ("a.xlsx", "x", [".csv or .jsonl"])])
 def test_bad_prompts_name_file_and_line(prompts_of, write, name, text, parts):
     path = write(name, text)
