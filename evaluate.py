@@ -73,7 +73,7 @@ def main(argv):
     run = load_file(os.path.join(argv[0], "ckpt.pt"), "run")
     device, tokenizer = pick_device(s.device), load_tokenizer(s.vocab_size)
     splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
-    _, prompts = load_prompts(s, tokenizer, splits)
+    _, prompts, _ = load_prompts(s, tokenizer, splits)
     base = get_policy(s, splits, device).to(device).eval().requires_grad_(False)
     if hash_of(base) != run["base_hash"]:
         raise BadInput(f"{argv[0]}/ckpt.pt: this run began from another policy than the settings name now")

@@ -12,11 +12,12 @@ The arithmetic is TRL's. Where this file departs from it on purpose:
   - a group whose rewards are all equal gets advantages of exactly 0.
 Left out: a critic, tools and several turns, more than one process.
 """
+import contextlib
 import copy
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +29,7 @@ from judge.train import get_judges
 from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts,
                    load_tokenizer, memory, pick_device, pick_dtype, run_script)
 from pretrain import get_policy, load_policy
+from tracin import Tape, choose_targets, diagnose_influence, filter_rows, target_coefficients
 
 # ---------------------------------------------------------------------------------------------------------------
 # rollout, score, advantage
@@ -56,6 +58,8 @@ class Batch:
     policy_mask: torch.Tensor     # (N, T) tokens that carry the policy gradient; None: all of `mask`
     ref_logp: torch.Tensor        # (N, T); None at beta 0
     kl: float                     # per token, of the sampled tokens, when kl_in = "reward"; else None
+    influence: torch.Tensor = None  # (N,) on the target, and
+    weights: torch.Tensor = None  # (N,) in the step, both set by `update`
 
 
 @torch.no_grad()
@@ -213,7 +217,8 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
 
 
 def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None):
-    """Loss and metrics of these rows of a Batch under the policy as it is now, and log(policy / sampler) of its tokens."""
+    """Loss and metrics of these rows of a Batch under the policy as it is now, log(policy / sampler) of their tokens (one
+    line of them), and the policy's log-probs (n, T) with gradient."""
     rollout = b.rollout[rows]
     with autocast(rollout.tokens.device, dtype):
         logp = completion_logprobs(policy, rollout, s.temperature)                                  # (n, T)
@@ -224,16 +229,18 @@ def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None):
     loss, metrics = grpo_loss(logp, rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows], b.mask[rows],
                               policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
                               beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
-    return loss, metrics, (logp.detach() - rollout.logp)[rollout.mask]
+    return loss, metrics, (logp.detach() - rollout.logp)[rollout.mask], logp
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # step
 
 
-def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio):
+def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held_out=None):
     """num_iterations passes of optimiser steps over a Batch -> metrics. `scored` is the policy, compiled or not.
 
+    With s.tracin, the steps of the first pass are recorded, each step's gradient is that of the rows which help the target
+    (of the Batch, or of the Batch `held_out`), and later passes use the same rows.
     Ends the program before the weights are touched when loss or gradient is not finite, or when check_ratio is set and
     the trainer's log-probs are not those recorded while sampling.
     """
@@ -244,22 +251,49 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio):
         rows = rows[~equal.to(device)]
     parameters = [p for p in policy.parameters() if p.requires_grad]
     micros, steps, gap = [], [], torch.zeros(0, device=device)
+    b.influence, b.weights = torch.full((N,), math.nan, device=device), torch.ones(N, device=device)
+    traced, scale = [], (1.0, 1.0)
     for epoch in range(s.num_iterations):
+        if epoch == 1 and traced:
+            everything, rows = rows, rows[b.weights[rows] > 0]
+            if s.tracin_normalizer == "all" and len(rows):  # the divisors stay those of the rows before the selection
+                scale = len(everything) / len(rows), int(b.mask[everything].sum()) / max(1, int(b.mask[rows].sum()))
         if 0 < s.mini_batch_size < N:
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive(seed, epoch))).to(device)]
         for mini in rows.split(s.mini_batch_size or N):
-            num_tokens, loss_sum = int(b.mask[mini].sum()), 0.0
+            num_rows, num_tokens, loss_sum = len(mini) * scale[0], int(b.mask[mini].sum()) * scale[1], 0.0
             if num_tokens == 0:
                 continue
-            for micro in mini.split(s.micro_batch_size):
-                loss, metrics, log_ratio = loss_of(scored, b, micro, s, dtype, len(mini), num_tokens)
-                loss.backward()
-                loss_sum += metrics["loss"]
-                micros.append(metrics)
-                if not steps:  # the weights are still those that sampled
-                    gap = torch.cat([gap, log_ratio])
-                line(len(micros) - 1, "4. Loss computed", pg_loss=f"{metrics['policy_loss']:.6f}",
-                     kl=f"{metrics['loss'] - metrics['policy_loss']:.6f}", total=f"{metrics['loss']:.6f}")
+            tape = Tape(policy) if s.tracin != "off" and epoch == 0 else None
+            unit, coefficients = tape and one_backward(s, b) and not steps, []
+            with tape or contextlib.nullcontext():
+                for micro in mini.split(s.micro_batch_size):
+                    if tape:
+                        tape.rows(len(micro), b.rollout.mask[micro].nonzero()[:, 0])
+                    loss, metrics, log_ratio, logp = loss_of(policy if tape else scored, b, micro, s, dtype, num_rows, num_tokens)
+                    if unit:  # record the gradient of each row's log-prob, of which its loss and the target are multiples
+                        slope, = torch.autograd.grad(loss, logp, retain_graph=True)                  # (n, T), the same along a row
+                        coefficients.append(slope.sum(1) / b.mask[micro].sum(1).clamp(min=1))
+                        (logp * b.mask[micro]).sum().backward()
+                    else:
+                        loss.backward()
+                    loss_sum += metrics["loss"]
+                    micros.append(metrics)
+                    if not steps:  # the weights are still those that sampled
+                        gap = torch.cat([gap, log_ratio])
+                    line(len(micros) - 1, "4. Loss computed", pg_loss=f"{metrics['policy_loss']:.6f}",
+                         kl=f"{metrics['loss'] - metrics['policy_loss']:.6f}", total=f"{metrics['loss']:.6f}")
+            if tape:
+                coefficients = torch.cat(coefficients) if unit else torch.ones(len(mini), device=device)
+                halves, own, about = target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype)
+                units = b.mask[mini].sum(1) if s.loss_type in ("dapo", "cispo", "bnpo") else torch.ones(len(mini), device=device)
+                b.weights[mini], b.influence[mini], gradient, found = filter_rows(tape, coefficients, halves, own, units, optimizer, s,
+                                                                                  derive(seed, "select", len(steps)))
+                traced.append(found | about)
+                if not b.weights[mini].any():
+                    continue
+                for p, x in gradient.items():
+                    p.grad = x
             off = float(gap.abs().max() if dtype == torch.float32 else gap.abs().mean())
             if check_ratio and not steps and off > (1e-3 if dtype == torch.float32 else 0.05):
                 raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by {off:.3g} "
@@ -275,6 +309,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio):
     tokens, n = max(1, sum(t["tokens"] for t in micros)), max(1, len(steps))
     m = {k: sum(t[k] * t["tokens"] for t in micros) / tokens for k in (micros[0] if micros else ())
          if k not in ("tokens", "loss", "policy_loss")}
+    m |= {k: sum(t[k] for t in traced) / len(traced) for k in (traced[0] if traced else ())}
     for k, extreme in (("clip_ratio/low_min", min), ("clip_ratio/high_max", max)):
         if k in m:
             m[k] = extreme(t[k] for t in micros)
@@ -288,6 +323,35 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio):
                 "sampling/importance_sampling_ratio/min": float(gap.min().exp()),
                 "sampling/importance_sampling_ratio/mean": float(gap.exp().mean()),
                 "sampling/importance_sampling_ratio/max": float(gap.max().exp())}
+
+
+def one_backward(s, b):
+    """True when the loss of a fresh row is a number times its log-prob (no KL in it, no token left out), and so is the target:
+    one backward of the log-probs then serves both."""
+    return s.tracin not in ("off", "self") and not (s.beta and s.kl_in == "loss") and b.policy_mask is None
+
+
+def target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype):
+    """Gradient of the target in two halves, the multiple of each recorded row in it (see filter_rows), metrics of the target."""
+    t, rows = (b, mini) if held_out is None else held_out
+    rewards, every = t.rewards.to(mini.device), torch.arange(len(rows), device=mini.device)
+    half = every % 2 == 0
+    rho = coefficients if s.tracin == "self" else target_coefficients(s.tracin, rewards[rows], t.advantages[rows])
+    if held_out is None and (unit or s.tracin == "self"):
+        halves, own = [tape.gradient(rho * part) for part in (half, ~half)], rho
+    else:  # one more forward and backward
+        halves, own = [], torch.full((len(mini),), math.nan if held_out is None else 0.0, device=mini.device)
+        for part in (every[half], every[~half]):
+            for j in part.split(s.micro_batch_size):
+                loss, _, _, logp = loss_of(policy, t, rows[j], s, dtype, len(rows), int(t.mask[rows].sum()))
+                (loss if s.tracin == "self" else (rho[j] * logp.sum(1)).sum()).backward()
+            halves.append({p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names})
+            policy.zero_grad(set_to_none=True)
+    loss = -(t.rollout.logp[rows].sum(1) * t.advantages[rows]).mean() if s.tracin == "self" else (rho * t.rollout.logp[rows].sum(1)).sum()
+    return halves, own, {
+        "tracin/target_rows": len(rows), "tracin/target_loss": float(loss),
+        "tracin/target_contrast": std(rewards[rows]) / max(std(rewards), 1e-12),
+        "tracin/target_advantage_min": float(t.advantages[rows].min()), "tracin/target_advantage_max": float(t.advantages[rows].max())}
 
 
 def learning_rate(it, s):
@@ -380,7 +444,7 @@ def report(m, s, batch, left, warned):
         warned["zero"] = it
         print("note: a loss of 0.0000 with a gradient that is not 0 is right: the ratio is 1 and the advantages of a group sum "
               "to 0. Watch reward and grad_norm.")
-    for kind, text in diagnose(m, s).items():
+    for kind, text in (diagnose(m, s) | (diagnose_influence(m, s) if "tracin/selected_ratio" in m else {})).items():
         if it - warned.get(kind, -10) >= 10:
             warned[kind] = it
             print(f"WARNING: {text}")
@@ -432,7 +496,7 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
     phase("4. loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are left aside here)")
     policy_loss, kl_loss, ratios = 0.0, 0.0, []
     for rows in torch.arange(len(b.mask), device=device).split(s.micro_batch_size):
-        loss, metrics, log_ratio = loss_of(policy, b, rows, s, dtype, len(b.mask), int(b.mask.sum()))
+        loss, metrics, log_ratio, _ = loss_of(policy, b, rows, s, dtype, len(b.mask), int(b.mask.sum()))
         loss.backward()
         policy_loss, kl_loss = policy_loss + metrics["policy_loss"], kl_loss + metrics["loss"] - metrics["policy_loss"]
         ratios.append(log_ratio.exp())
@@ -449,7 +513,7 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
     old = [p.detach().clone() for p in policy.parameters()]
     optimizer.step()
     with torch.no_grad():
-        _, after, _ = loss_of(policy, b, slice(0, s.micro_batch_size), s, dtype)
+        _, after, _, _ = loss_of(policy, b, slice(0, s.micro_batch_size), s, dtype)
     moved = sum(not torch.equal(p, q) for p, q in zip(policy.parameters(), old))
     print(f"  all {grad_norm:.3e}, clipped to {min(grad_norm, cap):.3e}; at learning rate {s.learning_rate:g} {moved} of "
           f"{len(old)} tensors changed; mean ratio is now {after['ratio']:.6f}")
@@ -474,7 +538,9 @@ def main(argv):
         if path not in (None, "train"):
             load(path)
     splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
-    prompts, eval_prompts = load_prompts(s, tokenizer, splits)
+    prompts, eval_prompts, val_prompts = load_prompts(s, tokenizer, splits)
+    if s.tracin_val_prompts and s.tracin != "off" and not val_prompts:
+        raise BadInput(f"tracin_val_prompts = {s.tracin_val_prompts}: no held-out prompts are left beside num_eval_prompts = {s.num_eval_prompts}")
     texts = [text for text, _ in eval_prompts[:8]]  # rewards of the config file are tried out before anything is trained
     if s.functions:
         score({name: s.functions[name] for name in s.reward_funcs if name != "judge"}, texts, texts)
@@ -537,7 +603,13 @@ def main(argv):
                 group["lr"] = learning_rate(it, s)
             asked = pick(prompts, it, s)
             batch = collect(policy, reference, asked, reward_funcs, s, tokenizer, derive(s.seed, "rollout", it), dtype, line)
-            m = update(policy, scored, optimizer, batch, s, derive(s.seed, "rows", it), dtype, line, check_ratio=it == start)
+            held_out = None
+            if s.tracin_val_prompts and s.tracin != "off":
+                t = collect(policy, reference, pick(val_prompts, it, replace(s, num_prompts=s.tracin_val_prompts)), reward_funcs, s, tokenizer,
+                            derive(s.seed, "target", it), dtype)
+                held_out = t, choose_targets(t.rewards, s.tracin_val_size, s.tracin_val_select,
+                                             torch.Generator().manual_seed(derive(s.seed, "chosen", it))).to(device)
+            m = update(policy, scored, optimizer, batch, s, derive(s.seed, "rows", it), dtype, line, it == start, held_out)
             line(None, "5. Optimizer step finished")
             if s.sync_ref_model and (it + 1) % s.ref_model_sync_steps == 0:
                 m["ref_tensors_differing"] = sync(reference, policy, s.ref_model_mixup_alpha)
@@ -551,6 +623,7 @@ def main(argv):
             append(out_dir, "metrics.jsonl", [m])
             append(out_dir, "samples.jsonl", [
                 dict(iteration=it + 1, prompt=asked[i // s.num_generations][0], completion=text, reward=r, advantage=A)
+                | ({} if s.tracin == "off" else dict(influence=float(batch.influence[i]), weight=float(batch.weights[i])))
                 for i, (text, r, A) in enumerate(zip(batch.completions, batch.rewards.tolist(), batch.advantages.tolist()))])
             if wandb:
                 wandb.log(m, step=it + 1)

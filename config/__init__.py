@@ -114,6 +114,19 @@ class Settings:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0           # gradients are scaled down to this norm; 0: never
 
+    # influence: learn from the rollouts that lower a target's loss (TracIn). The target, off or
+    tracin: str = "off"                  # self: the batch's own loss; reward, advantage: sum of log-prob x normalised reward, x
+                                         # advantage; contrastive: the better half up, the other down
+    tracin_val_prompts: int = 0          # 0: the target is the same batch; else fresh rollouts of so many held-out prompts
+    tracin_val_size: int = 0             # of which so many rollouts are the target; 0: all
+    tracin_val_select: str = "random"    # and these: random, best, worst, balanced (half and half)
+    tracin_select: str = "positive"      # keep: positive, drop, top, or the controls bottom, random, all (see tracin.select)
+    tracin_fraction: float = 0.5         # drop: of the negative ones; top: of all
+    tracin_leave_one_out: bool = False   # take a rollout's own part in the target off its influence
+    tracin_adam: bool = False            # measure with the step AdamW would take: target gradient / (sqrt(v) + eps)
+    tracin_layers: tuple = ()            # score parameters whose name has one of these in it; (): all
+    tracin_normalizer: str = "all"       # divide the loss of the kept by the tokens (or rows) of all, or of the kept
+
     # evaluation, on the same prompts and with the same seed each time, temperature 1, nothing truncated
     eval_interval: int = 50              # iterations; also before and after. 0: only before and after
     num_eval_prompts: int = 64
@@ -159,6 +172,10 @@ class Settings:
         if self.use_bias_correction_kl and (self.kl_in == "reward" or self.kl_estimator == "k2"):
             raise BadInput(f"use_bias_correction_kl = True with kl_in = {self.kl_in!r}, kl_estimator = {self.kl_estimator!r}: "
                            "it is for k1 or k3 in the loss")
+        if self.tracin_leave_one_out and self.tracin not in ("off", "self") and not self.tracin_val_prompts and (
+                self.beta and self.kl_in == "loss" or self.top_entropy_quantile < 1):
+            raise BadInput("tracin_leave_one_out = True: a rollout's own part is not known when its loss is not a multiple of its "
+                           "log-prob; set kl_in = 'reward' (kl_estimator k1), beta = 0 or tracin = 'self'")
         if self.sync_ref_model and self.beta == 0:
             raise BadInput("sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")
         if self.reward_funcs is None:
@@ -185,6 +202,8 @@ CHOICES = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"), "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"), "kl_in": ("loss", "reward"), "zero_std_groups": ("keep", "drop"),
     "judge_score": ("probability", "logprob", "logit"), "lr_decay": ("constant", "linear", "cosine"),
+    "tracin": ("off", "self", "reward", "advantage", "contrastive"), "tracin_val_select": ("random", "best", "worst", "balanced"),
+    "tracin_select": ("positive", "drop", "top", "bottom", "random", "all"), "tracin_normalizer": ("all", "kept"),
 }
 RANGES = {
     "max_iters": (0, INF), "save_interval": (1, INF), "num_prompts": (1, INF), "num_generations": (2, INF),
@@ -196,6 +215,7 @@ RANGES = {
     "vocab_size": (257, 50257), "judge_vocab_size": (257, 50257), "lora_alpha": (0, INF),
     "n_layer": (1, INF), "n_head": (1, INF), "n_embd": (1, INF), "block_size": (2, INF), "num_shown": (0, INF),
     "weight_decay": (0, INF), "adam_beta1": (0, 1), "adam_beta2": (0, 1), "seed": (0, 2 ** 62), "prepare_seed": (0, 2 ** 62),
+    "tracin_val_prompts": (0, INF), "tracin_val_size": (0, INF), "tracin_fraction": (0, 1),
     "sapo_temperature_neg": (1e-6, INF), "sapo_temperature_pos": (1e-6, INF),
 }
 

@@ -88,7 +88,7 @@ def split_comments(comments):
 
 
 def load_prompts(s, tokenizer, splits):
-    """(training prompts, evaluation prompts), lists of (text, ids), at most num_eval_prompts of the latter.
+    """(training prompts, the first num_eval_prompts of the held-out ones, the other held-out ones), lists of (text, ids).
 
     From the files that the settings name, every line checked. Without a file: the first words of held-out comments.
     A single file gives both: every fifth prompt, by a hash of its text, is for the evaluation alone.
@@ -138,4 +138,4 @@ def load_prompts(s, tokenizer, splits):
         if not found:
             raise BadInput(f"prompts = {s.prompts!r}, eval_prompts = {s.eval_prompts!r}: no {name} prompts; give a longer file "
                            "or one for each")
-    return train, held_out[:s.num_eval_prompts]
+    return train, held_out[:s.num_eval_prompts], held_out[s.num_eval_prompts:]

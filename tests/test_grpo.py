@@ -742,8 +742,8 @@ def test_loss_settings_reach_the_loss(knobs):
     b = sample(policy, settings(beta=.1), reference=moved(policy, seed=6))
     later, s = moved(policy, .05), settings(**knobs)
     with torch.no_grad():
-        found, _, gap = loss_of(later, b, slice(2, 13), s, FLOAT)
-        default, _, _ = loss_of(later, b, slice(2, 13), settings(), FLOAT)
+        found, _, gap, _ = loss_of(later, b, slice(2, 13), s, FLOAT)
+        default, _, _, _ = loss_of(later, b, slice(2, 13), settings(), FLOAT)
         logp = completion_logprobs(later, b.rollout[2:13])
     expected, _ = grpo_loss(logp, b.rollout.logp[2:13], b.ref_logp[2:13], b.advantages[2:13], b.mask[2:13],
                             max_completion_length=8, **knobs)
@@ -923,7 +923,7 @@ def test_identical_means_the_whole_group():
 def test_step_metrics_do_not_see_the_split(knobs, names):
     policy, s = gpt(), settings(beta=.1, **knobs)
     later, b = moved(policy, .05), sample(policy, s, moved(policy))
-    _, whole, gap = loss_of(later, b, slice(None), s, FLOAT)
+    _, whole, gap, _ = loss_of(later, b, slice(None), s, FLOAT)
     m = train(later, b, replace(s, micro_batch_size=4))
     assert all(m[name] == pytest.approx(whole[name], abs=1e-5) and m[name] > 0 for name in (*names, "kl"))
     assert {k: v for k, v in m.items() if k.startswith("sampling/")} == pytest.approx({
@@ -1183,10 +1183,10 @@ def test_evaluation_repeats_itself_and_touches_nothing():
 def test_script_syncs_decays_and_keeps_the_base(tmp_path, monkeypatch, alpha, lora_rank):
     policy, steps = gpt(), []
 
-    def spy(policy, scored, optimizer, *args, check_ratio):
+    def spy(policy, scored, optimizer, *args):
         group = optimizer.param_groups[0]
-        steps.append((group["lr"], group["betas"], group["weight_decay"], check_ratio))
-        return update(policy, scored, optimizer, *args, check_ratio)
+        steps.append((group["lr"], group["betas"], group["weight_decay"], args[-2]))
+        return update(policy, scored, optimizer, *args)
 
     monkeypatch.setattr(grpo, "update", spy)
     save_gpt(str(tmp_path / "policy.pt"), policy)

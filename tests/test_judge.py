@@ -163,7 +163,7 @@ def prompts_of(comments):
     """prompts_of("--prompts=a.txt", ...) -> (training prompts, evaluation prompts)"""
     def load(*flags):
         s = load_settings(["--vocab_size=300", "--block_size=64", "--max_completion_length=8", *flags])
-        return load_prompts(s, load_tokenizer(s.vocab_size), split_comments(load_comments(comments)))
+        return load_prompts(s, load_tokenizer(s.vocab_size), split_comments(load_comments(comments)))[:2]
 
     return load
 

@@ -1,0 +1,273 @@
+"""
+Influence of every row of a batch on a target, exact on the whole model, from one backward.
+
+    I_i = <grad L_i, grad L_target>       (TracIn, Pruthi et al. 2020, at one set of weights)
+
+Positive: a small step on row i lowers the target's loss; as well, a small step on the target lowers row i's.
+Every layer that has parameters is linear in them, out = layer(a; theta). With b the gradient of its output, the score of
+row i against a target gradient G is <b_i, layer(a_i; G)> summed over layers and tokens, and a weighted gradient
+sum_i w_i g_i is the layer's own backward with b_i scaled by w_i. A tape keeps a and b of every layer during one backward;
+the rest follows from these two. A tied matrix is used twice, against one total G, which holds the cross terms.
+Only first order in the step is approximate: momentum, the size of the step and what rows do together are not in I_i.
+"""
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+
+class Tape:
+    """Records a backward, over one or several micro-batches, of any model made of Linear, Embedding and LayerNorm.
+
+        with Tape(model) as tape:
+            for rows in micro_batches:
+                tape.rows(len(rows))
+                loss_of_each(rows).sum().backward()
+        G = tape.gradient()                  # {parameter: tensor}: what .grad would have held
+        influence = tape.dot(G)              # (n,) of each row, in the order of the micro-batches
+        update = tape.gradient(influence > 0)
+
+    The rows are the first dimension of what a layer is given; where a layer is given the tokens of all rows in one line
+    (M, C), rows() is told whose they are. A frozen parameter costs nothing. Inside the block no parameter gets a .grad:
+    the layers run on detached weights, so the backward forms activation gradients only, and a .grad that appears all the
+    same gives away a parameter that is used outside its layer: ValueError, with its name. So does a layer of any other kind.
+    """
+
+    def __init__(self, model):
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.layers, self.records, self.n, self.whose, self.flat = {}, [], 0, None, None
+        for name, module in model.named_modules():
+            if any(p.requires_grad for p in module.parameters(recurse=False)):
+                odd = [k for k in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse") if getattr(module, k, None)]
+                if type(module) not in (nn.Linear, nn.Embedding, nn.LayerNorm) or odd:
+                    raise ValueError(f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; the tape knows "
+                                     "Linear, Embedding and LayerNorm")
+                self.layers[module] = name
+
+    def __enter__(self):
+        for p, name in self.names.items():
+            if p.grad is not None:
+                raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")
+        for module in self.layers:
+            module.forward = self.recording(module)
+        return self
+
+    def __exit__(self, *error):
+        for module in self.layers:
+            del module.forward
+        outside = [name for p, name in self.names.items() if p.grad is not None]
+        if outside and error[0] is None:
+            raise ValueError(f"{outside[0]} is used outside its layer, where the tape cannot see it")
+
+    def rows(self, n, flat=None):
+        """What follows is a forward and backward of n new rows. flat (M,): the row, 0 to n - 1, of each of M tokens in a line."""
+        self.whose, self.flat = torch.arange(self.n, self.n + n), None if flat is None else flat + self.n
+        self.n += n
+
+    def recording(self, module):
+        """The module's forward on detached weights, which notes its input and asks for the gradient of its output."""
+        plain, kind = module.forward, type(module)
+
+        def forward(x):
+            if not torch.is_grad_enabled():
+                return plain(x)
+            weight = module.weight.detach()
+            bias = None if getattr(module, "bias", None) is None else module.bias.detach()
+            if kind is nn.Embedding:
+                out, a = F.embedding(x, weight), x
+            elif kind is nn.Linear:
+                out = F.linear(x, weight, bias)
+                a = x.detach().to(out.dtype)
+            else:
+                out = F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+                a = F.layer_norm(x.detach(), module.normalized_shape, eps=module.eps)
+            whose = self.owner(module, x)
+            out = out if out.requires_grad else out.requires_grad_()
+            out.register_hook(lambda b: self.records.append((module, whose, a, b.detach())))
+            return out
+
+        return forward
+
+    def owner(self, module, x):
+        """(rows,) or (M,): the row that each index of the first dimension of x belongs to."""
+        if self.whose is None:
+            raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
+        per_token = x.dim() == (1 if type(module) is nn.Embedding else 2)
+        if per_token and self.flat is not None and len(x) == len(self.flat):
+            return self.flat
+        if len(x) != len(self.whose) or (per_token and type(module) is nn.Embedding):
+            raise ValueError(f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the {len(self.whose)} rows is "
+                             "whose; look positions up per row, and give rows() the owner of flattened tokens")
+        return self.whose
+
+    def gradient(self, weights=None):
+        """sum_i weights_i g_i as {parameter: tensor}; weights (n,), None: all 1. Rows of weight 0 cost nothing."""
+        total = {p: torch.zeros_like(p) for p in self.names}
+        for module, whose, a, b in self.records:
+            if weights is not None:
+                w = weights.to(b)[whose]
+                keep = w.nonzero()[:, 0]
+                if len(keep) < len(w):
+                    a, b, w = a[keep], b[keep], w[keep]
+                b = b * w.view(-1, *[1] * (b.dim() - 1))
+            for name, p in module.named_parameters(recurse=False):
+                if p in total:
+                    total[p] += parameter_gradient(module, name, a, b).to(p.dtype)
+        return total
+
+    def dot(self, G):
+        """<g_i, G> for every row (n,). G: {parameter: tensor}; the parameters it leaves out are not scored."""
+        p = next(iter(self.names))
+        scores = torch.zeros(self.n, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        for module, whose, a, b in self.records:
+            for name, p in module.named_parameters(recurse=False):
+                if p in G:
+                    scores.index_add_(0, whose, layer_dot(module, name, a, b, G[p]).to(scores))
+        return scores
+
+    def norms(self, rows, scale={}, parameters=None):
+        """sum of scale * g_i^2 for some rows (indices): ||g_i||^2 when nothing is scaled. One row's gradient exists at a time."""
+        found = []
+        for i in rows:
+            G = self.gradient(torch.zeros(self.n).index_fill_(0, torch.tensor(i), 1))
+            found.append(sum(float((G[p].double().square() * scale.get(p, 1)).sum()) for p in parameters or self.names))
+        return torch.tensor(found)
+
+
+def parameter_gradient(module, name, a, b):
+    """The gradient of one parameter of a layer: input a (or ids, or the normalised input), gradient b of the output."""
+    if isinstance(module, nn.Embedding):
+        return torch.zeros_like(module.weight).index_add_(0, a.flatten(), b.flatten(0, -2).to(module.weight.dtype))
+    b2 = b.flatten(0, -2)                                                                           # (rows * T, out)
+    if name == "bias":
+        return b2.sum(0)
+    return b2.T @ a.flatten(0, -2) if isinstance(module, nn.Linear) else (b2 * a.flatten(0, -2)).sum(0)
+
+
+def layer_dot(module, name, a, b, G):
+    """<b, layer(a; G)> per index of the first dimension, for one parameter of a layer."""
+    if name == "bias":
+        out = G.to(b.dtype)
+    elif isinstance(module, nn.Embedding):
+        out = F.embedding(a, G.to(b.dtype))
+    else:
+        out = F.linear(a, G.to(a.dtype)) if isinstance(module, nn.Linear) else a * G.to(a.dtype)
+    return (b * out).flatten(1).sum(1, dtype=torch.promote_types(b.dtype, torch.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# from scores to a selection
+
+
+def target_coefficients(target, rewards, advantages):
+    """rho (n,): the target loss is sum_j rho_j log pi(completion j), a sum over its tokens, of n rollouts.
+
+    reward: -(reward normalised over the batch) / n; advantage: -advantage / n; contrastive: -1 / n for the better half
+    by reward, +1 / n for the other.
+    """
+    n, rewards = len(rewards), rewards.nan_to_num(float(rewards.nanmean()))
+    if target == "reward":
+        return -(rewards - rewards.mean()) / (rewards.std() + 1e-4) / n
+    if target == "advantage":
+        return -advantages / n
+    good = torch.zeros(n, dtype=torch.bool).index_fill_(0, rewards.argsort(descending=True)[:n // 2].cpu(), True)
+    return torch.where(good, -1.0, 1.0).to(rewards.device) / n
+
+
+def choose_targets(rewards, size, how, generator):
+    """Indices of `size` rollouts (0: all) of a held-out batch by reward: random, best, worst, or balanced: half and half."""
+    n, order = len(rewards), rewards.nan_to_num(-torch.inf).argsort(descending=True)
+    size = min(size or n, n)
+    if how == "random":
+        return torch.randperm(n, generator=generator)[:size]
+    if how == "balanced":
+        return torch.cat([order[:size - size // 2], order[n - size // 2:]])
+    return order[:size] if how == "best" else order[n - size:]
+
+
+def select(influence, how, fraction=0.5, generator=None):
+    """influence (n,) -> (keep (n,) bool, True when the fallback was used).
+
+    positive: above 0; when fewer than one in ten are, the better half (the fallback). drop: all but the worst `fraction` of
+    the negative ones. top: the best `fraction`. Controls that keep as many as `positive`: bottom, random. all.
+    """
+    n, order = len(influence), influence.argsort(descending=True)
+    positive, negative = int((influence > 0).sum()), int((influence < 0).sum())
+    fallback = how in ("positive", "bottom", "random") and positive < 0.1 * n
+    count = (n + 1) // 2 if fallback else positive
+    kept = {"positive": order[:count], "bottom": order[n - count:], "random": torch.randperm(n, generator=generator)[:count],
+            "top": order[:round(fraction * n)], "drop": order[:n - int(fraction * negative)], "all": order}[how]
+    return torch.zeros(n, dtype=torch.bool, device=influence.device).index_fill_(0, kept.to(influence.device), True), fallback
+
+
+def adam_scale(optimizer):
+    """{parameter: 1 / (sqrt(v) + eps)}: the diagonal that AdamW multiplies a gradient with; {} before its first step."""
+    scale = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if "exp_avg_sq" in optimizer.state.get(p, {}):
+                state = optimizer.state[p]
+                v = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+                scale[p] = 1 / (v.sqrt() + group["eps"])
+    return scale
+
+
+def inner(G, H):
+    """<G, H> of two gradients over the parameters of the second, in float64."""
+    return sum(float((G[p].double() * H[p].double()).sum()) for p in H)
+
+
+def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed):
+    """Score the rows of a tape against a target and decide -> (weights (n,), influence (n,), gradient to step with, metrics).
+
+    The gradient of row i is coefficients_i times what the tape recorded. halves: the target's gradient in two parts, of half
+    of its rows each, since their cosine tells signal from noise. own_i: the multiple of row i's record that is in the target
+    (0: another batch; NaN: not known). units (n,): what the loss is divided by, row by row.
+    """
+    target = {p: halves[0][p] + halves[1][p] for p in halves[0]}
+    cosine = inner(*halves) / max((inner(halves[0], halves[0]) * inner(halves[1], halves[1])) ** 0.5, 1e-30)
+    scale = adam_scale(optimizer) if s.tracin_adam else {}
+    G = {p: g * scale[p] if p in scale else g for p, g in target.items()
+         if not s.tracin_layers or any(part in tape.names[p] for part in s.tracin_layers)}
+    influence = coefficients * tape.dot(G).to(coefficients)
+    total, size = float(influence.double().sum()), float(influence.double().abs().sum())
+    sample = list(range(0, len(influence), 1 if s.tracin_leave_one_out else max(1, len(influence) // 4)))
+    self_term = (coefficients * own)[sample] * tape.norms(sample, scale, G).to(influence)
+    share = float(self_term.sum() / influence[sample].abs().sum().clamp(min=1e-30))
+    if s.tracin_leave_one_out:
+        influence = influence - self_term
+    keep, fallback = select(influence, s.tracin_select, s.tracin_fraction, torch.Generator().manual_seed(seed))
+    kept, dropped = tape.gradient(coefficients * keep), tape.gradient(coefficients * ~keep)
+    expected = inner({p: kept[p] + dropped[p] for p in G}, G)
+    factor = float(units.sum() / (units * keep).sum().clamp(min=1)) if s.tracin_normalizer == "kept" else 1.0
+    metrics = {
+        "tracin/positive_ratio": float((influence > 0).float().mean()), "tracin/negative_ratio": float((influence < 0).float().mean()),
+        "tracin/zero_ratio": float((influence == 0).float().mean()), "tracin/mean_ip": float(influence.mean()),
+        "tracin/std_ip": float(influence.std()), "tracin/min_ip": float(influence.min()), "tracin/max_ip": float(influence.max()),
+        "tracin/selected_ratio": float(keep.float().mean()), "tracin/fallback": float(fallback), "tracin/self_share": share,
+        "tracin/invariant_error": abs(total - expected) / max(size, 1e-30), "tracin/target_cosine": cosine,
+        "tracin/target_grad_norm": inner(target, target) ** 0.5}
+    metrics |= {f"tracin/target_grad_norm/{tape.names[p]}": float(target[p].norm()) for p in list(target)[:3]}
+    return keep.to(influence) * factor, influence, {p: g * factor for p, g in kept.items()}, metrics
+
+
+def diagnose_influence(m, s):
+    """{kind of trouble: one line} for the tracin/ metrics of an iteration."""
+    out = {}
+    if m["tracin/selected_ratio"] == 0:
+        out["empty"] = "influence kept no rollout, so there was no step: use tracin_select = 'positive' or a larger tracin_fraction"
+    if m["tracin/fallback"] > 0:
+        out["fallback"] = (f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive influence: kept the better "
+                           "half instead; is the target too small or of another kind?")
+    if m["tracin/target_contrast"] < 0.3:
+        out["contrast"] = (f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those it was chosen from: "
+                           "without good and bad it says 'write this', not 'improve'; use tracin_val_select = 'random' or 'balanced'")
+    if m["tracin/target_cosine"] < 0.1:
+        out["noise"] = (f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of its two halves have cosine "
+                        f"{m['tracin/target_cosine']:.2f}; raise tracin_val_size or num_prompts")
+    if m["tracin/self_share"] > 0.5 and not s.tracin_leave_one_out:
+        out["self"] = (f"{100 * m['tracin/self_share']:.0f} % of the influence is each rollout's own share in the target: set "
+                       "tracin_leave_one_out = True")
+    if m["tracin/invariant_error"] > (1e-3 if s.dtype != "bfloat16" else 5e-2):
+        out["invariant"] = (f"influences do not add up to <G_train, G_target> (relative error {m['tracin/invariant_error']:.1e}): the "
+                            "scores are wrong, do not trust this run")
+    return out
