@@ -27,7 +27,7 @@ class Tape:
         update = tape.gradient(influence > 0)
 
     The rows are the first dimension of what a layer is given; where a layer is given the tokens of all rows in one line
-    (M, C), rows() is told whose they are. A frozen parameter costs nothing. Inside the block no parameter gets a .grad:
+    (M, C), at once or in pieces, rows() is told whose they are. A frozen parameter costs nothing. Inside the block no parameter gets a .grad:
     the layers run on detached weights, so the backward forms activation gradients only, and a .grad that appears all the
     same gives away a parameter that is used outside its layer: ValueError, with its name. So does a layer of any other kind.
     """
@@ -60,7 +60,9 @@ class Tape:
 
     def rows(self, n, flat=None):
         """What follows is a forward and backward of n new rows. flat (M,): the row, 0 to n - 1, of each of M tokens in a line."""
-        self.whose, self.flat = torch.arange(self.n, self.n + n), None if flat is None else flat + self.n
+        device = next(iter(self.names)).device
+        self.whose = torch.arange(self.n, self.n + n, device=device)
+        self.flat, self.read = None if flat is None else flat.to(device) + self.n, {}
         self.n += n
 
     def recording(self, module):
@@ -92,8 +94,11 @@ class Tape:
         if self.whose is None:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
         per_token = x.dim() == (1 if type(module) is nn.Embedding else 2)
-        if per_token and self.flat is not None and len(x) == len(self.flat):
-            return self.flat
+        if per_token and self.flat is not None and type(module) is not nn.Embedding:  # perhaps in several pieces, which a checkpoint may go through again
+            start = self.read.get(module, 0) % max(1, len(self.flat))
+            self.read[module] = start + len(x)
+            if self.read[module] <= len(self.flat):
+                return self.flat[start:start + len(x)]
         if len(x) != len(self.whose) or (per_token and type(module) is nn.Embedding):
             raise ValueError(f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the {len(self.whose)} rows is "
                              "whose; look positions up per row, and give rows() the owner of flattened tokens")
@@ -124,13 +129,42 @@ class Tape:
                     scores.index_add_(0, whose, layer_dot(module, name, a, b, G[p]).to(scores))
         return scores
 
-    def norms(self, rows, scale={}, parameters=None):
-        """sum of scale * g_i^2 for some rows (indices): ||g_i||^2 when nothing is scaled. One row's gradient exists at a time."""
-        found = []
-        for i in rows:
-            G = self.gradient(torch.zeros(self.n).index_fill_(0, torch.tensor(i), 1))
-            found.append(sum(float((G[p].double().square() * scale.get(p, 1)).sum()) for p in parameters or self.names))
-        return torch.tensor(found)
+    def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
+        """sum of scale * g_i^2 for some rows (indices, ascending): ||g_i||^2 when nothing is scaled. At most about `memory`
+        numbers of per-row gradients exist at a time, of one parameter."""
+        rows = torch.as_tensor(rows)
+        found = torch.zeros(len(rows), dtype=torch.float64)
+        for p in parameters or self.names:
+            for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
+                g = self.per_row(p, rows[chunk]).flatten(1)
+                found[chunk] += (g.square() * scale[p].flatten() if p in scale else g.square()).sum(1).double().cpu()
+        return found
+
+    def per_row(self, p, rows):
+        """The gradients (len(rows), *p.shape) of one parameter, one for each of these rows (indices, ascending)."""
+        total, local = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device), torch.full((self.n,), -1)
+        local[rows] = torch.arange(len(rows))
+        for module, whose, a, b in self.records:
+            for name in (name for name, q in module.named_parameters(recurse=False) if q is p):
+                row = local.to(whose.device)[whose]
+                here = (row >= 0).nonzero()[:, 0]
+                row, x, y = row[here], a[here], b[here].to(p.dtype)
+                if isinstance(module, nn.Linear) and name == "weight" and y.dim() == 2:   # tokens in a line: back into rows
+                    count = torch.bincount(row, minlength=len(rows))
+                    at = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+                    shape = len(rows), int(count.max()) if len(row) else 0
+                    x, y = (torch.zeros(*shape, z.shape[1], dtype=p.dtype, device=p.device).index_put_((row, at), z.to(p.dtype)) for z in (x, y))
+                    row = torch.arange(len(rows), device=row.device)
+                if isinstance(module, nn.Embedding):
+                    flat = (row.view(-1, *[1] * (x.dim() - 1)) * len(p) + x).flatten()
+                    total.view(-1, p.shape[1]).index_add_(0, flat, y.flatten(0, -2))
+                elif isinstance(module, nn.Linear) and name == "weight":
+                    y, x = y.flatten(1, -2), x.to(p.dtype).flatten(1, -2)                            # (rows, T, out), (rows, T, in)
+                    total.index_add_(0, row, y.transpose(1, 2) @ x)
+                else:
+                    part = y if name == "bias" else y * x
+                    total.index_add_(0, row, part.flatten(1, -2).sum(1) if part.dim() > 2 else part)
+        return total
 
 
 def parameter_gradient(module, name, a, b):
