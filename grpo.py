@@ -287,8 +287,9 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                 coefficients = torch.cat(coefficients) if unit else torch.ones(len(mini), device=device)
                 halves, own, about = target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype)
                 units = b.mask[mini].sum(1) if s.loss_type in ("dapo", "cispo", "bnpo") else torch.ones(len(mini), device=device)
-                b.weights[mini], b.influence[mini], gradient, found = filter_rows(tape, coefficients, halves, own, units, optimizer, s,
-                                                                                  derive(seed, "select", len(steps)))
+                everything = {p: g + halves[1][p] for p, g in halves[0].items()} if s.tracin == "self" and held_out is None else None
+                b.weights[mini], b.influence[mini], gradient, found = filter_rows(
+                    tape, coefficients, halves, own, units, optimizer, s, derive(seed, "select", len(steps)), everything)
                 traced.append(found | about)
                 if not b.weights[mini].any():
                     continue

@@ -134,7 +134,17 @@ class Tape:
         numbers of per-row gradients exist at a time, of one parameter."""
         rows = torch.as_tensor(rows)
         found = torch.zeros(len(rows), dtype=torch.float64)
+        local = torch.full((self.n,), -1).index_copy_(0, rows, torch.arange(len(rows)))
         for p in parameters or self.names:
+            uses = [r for r in self.records if any(q is p for q in r[0].parameters(recurse=False))]
+            once = len({r[0] for r in uses}) == 1 and torch.cat([r[1] for r in uses]).unique().numel() == sum(len(r[1]) for r in uses)
+            if once and p not in scale and isinstance(uses[0][0], nn.Linear) and p.dim() == 2 and uses[0][3].dim() == 3:
+                for _, whose, a, b in uses:  # <sum_t b_t a_t^T, sum_s b_s a_s^T> = sum_ts (a_t . a_s)(b_t . b_s)
+                    row = local.to(whose.device)[whose]
+                    here = (row >= 0).nonzero()[:, 0]
+                    x, y = a[here], b[here]
+                    found[row[here].cpu()] += ((x @ x.mT) * (y @ y.mT)).double().sum((1, 2)).cpu()
+                continue
             for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
                 g = self.per_row(p, rows[chunk]).flatten(1)
                 found[chunk] += (g.square() * scale[p].flatten() if p in scale else g.square()).sum(1).double().cpu()
@@ -250,12 +260,13 @@ def inner(G, H):
     return sum(float((G[p].double() * H[p].double()).sum()) for p in H)
 
 
-def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed):
+def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, everything=None):
     """Score the rows of a tape against a target and decide -> (weights (n,), influence (n,), gradient to step with, metrics).
 
     The gradient of row i is coefficients_i times what the tape recorded. halves: the target's gradient in two parts, of half
     of its rows each, since their cosine tells signal from noise. own_i: the multiple of row i's record that is in the target
-    (0: another batch; NaN: not known). units (n,): what the loss is divided by, row by row.
+    (0: another batch; NaN: not known). units (n,): what the loss is divided by, row by row. everything: the gradient of all
+    rows, where it is known already.
     """
     target = {p: halves[0][p] + halves[1][p] for p in halves[0]}
     cosine = inner(*halves) / max((inner(halves[0], halves[0]) * inner(halves[1], halves[1])) ** 0.5, 1e-30)
@@ -270,8 +281,15 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed):
     if s.tracin_leave_one_out:
         influence = influence - self_term
     keep, fallback = select(influence, s.tracin_select, s.tracin_fraction, torch.Generator().manual_seed(seed))
-    kept, dropped = tape.gradient(coefficients * keep), tape.gradient(coefficients * ~keep)
-    expected = inner({p: kept[p] + dropped[p] for p in G}, G)
+    if everything is None:
+        kept, dropped = tape.gradient(coefficients * keep), tape.gradient(coefficients * ~keep)
+        everything = {p: kept[p] + dropped[p] for p in G}
+    elif 2 * int(keep.sum()) <= len(keep):
+        kept = tape.gradient(coefficients * keep)
+    else:  # the rest is fewer
+        dropped = tape.gradient(coefficients * ~keep)
+        kept = {p: everything[p] - dropped[p] for p in dropped}
+    expected = inner(everything, G)
     factor = float(units.sum() / (units * keep).sum().clamp(min=1)) if s.tracin_normalizer == "kept" else 1.0
     metrics = {
         "tracin/positive_ratio": float((influence > 0).float().mean()), "tracin/negative_ratio": float((influence < 0).float().mean()),

@@ -1,0 +1,5 @@
+# toxicity.py, learning only from the rollouts that lower the target's loss: python grpo.py config/toxicity_tracin.py
+from config.toxicity import *
+
+out_dir = "out/toxicity_tracin"
+tracin = "reward"

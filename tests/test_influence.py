@@ -1,0 +1,301 @@
+"""Influence inside GRPO: targets, selection, the step, what is logged and said. The tape itself: test_tracin.py."""
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import grpo
+from config import load_settings
+from grpo import describe_batch, loss_of, update
+from model import BadInput, add_lora, completion_logprobs, save_gpt
+from tracin import adam_scale, choose_targets, diagnose_influence, select, target_coefficients
+from test_grpo import FLOAT, gpt, letters, moved, quiet, sample, same_weights, settings, weights_of
+
+UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)   # the loss of a row is a multiple of its log-prob
+
+
+def step(policy, b, s, optimizer=None, held_out=None, lr=.05):
+    """(the gradient that update steps with, metrics), the weights moved."""
+    optimizer = optimizer or torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=lr)
+    seen, plain = [], optimizer.step
+
+    def spy():
+        seen.append({p: p.grad.clone() for p in policy.parameters() if p.grad is not None})
+        plain()
+
+    optimizer.step = spy
+    m = update(policy, policy, optimizer, b, s, 3, FLOAT, quiet, False, held_out)
+    return seen, m
+
+
+def row_gradients(policy, b, s):
+    """Gradient of each row's part of the loss, one autograd backward each: (N, weights)."""
+    parameters, tokens = [p for p in policy.parameters() if p.requires_grad], int(b.mask.sum())
+    return torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(
+        loss_of(policy, b, torch.tensor([i]), s, FLOAT, len(b.mask), tokens)[0], parameters)]) for i in range(len(b.mask))])
+
+
+def target_gradient(policy, t, rows, s):
+    """Gradient of the target loss of some rows of a batch, by autograd."""
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    if s.tracin == "self":
+        loss = loss_of(policy, t, rows, s, FLOAT, len(rows), int(t.mask[rows].sum()))[0]
+    else:
+        rho = target_coefficients(s.tracin, t.rewards[rows], t.advantages[rows])
+        loss = (rho * completion_logprobs(policy, t.rollout[rows], s.temperature).sum(1)).sum()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+
+
+def close(a, b, tolerance=2e-4):
+    return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+@pytest.mark.parametrize("lora_rank", (0, 2))
+@pytest.mark.parametrize("held", (False, True))
+@pytest.mark.parametrize("target", ("self", "reward", "advantage", "contrastive"))
+@pytest.mark.parametrize("knobs", (dict(beta=.1), UNIT, dict(beta=.1, loss_type="grpo", epsilon=.1)))
+def test_influence_and_step_against_one_backward_per_row(target, knobs, held, lora_rank):
+    policy = gpt()
+    if lora_rank:
+        add_lora(policy, lora_rank, 8.0)
+        for name, p in policy.named_parameters():
+            if name.endswith("B.weight"):
+                torch.nn.init.normal_(p, std=.1)
+    s, reference = settings(tracin=target, micro_batch_size=8, **knobs), moved(gpt())
+    b, t = sample(policy, s, reference), sample(policy, s, reference, seed=8)
+    chosen = torch.tensor([0, 3, 4, 9, 10, 15])
+    g = row_gradients(policy, b, s)
+    G = target_gradient(policy, *((t, chosen) if held else (b, torch.arange(16))), s)
+    seen, m = step(policy, b, s, held_out=(t, chosen) if held else None)
+    assert close(b.influence, g @ G) and m["tracin/invariant_error"] < 1e-5
+    kept = (b.influence > 0).float()
+    assert torch.equal(b.weights, kept) and kept.sum() > 2
+    assert close(torch.cat([seen[0][p].flatten() for p in policy.parameters() if p.requires_grad]), kept @ g)
+    assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("target, knobs", (("self", dict(beta=.1)), ("reward", UNIT), ("advantage", UNIT)))
+def test_leave_one_out(target, knobs):
+    policy, s = gpt(), settings(tracin=target, **knobs)
+    b = sample(policy, s, moved(gpt()))
+    g = row_gradients(policy, b, s)
+    before = copy.deepcopy(policy)
+    step(policy, b, s)
+    own = torch.ones(16)
+    if target != "self":
+        own = target_coefficients(target, b.rewards, b.advantages) * -b.mask.sum() / b.advantages   # as a multiple of g_i
+    expected = b.influence - own * g.square().sum(1)
+    step(before, b, replace(s, tracin_leave_one_out=True))
+    assert close(b.influence, expected, 1e-3) and (own * g.square().sum(1)).abs().max() > .1 * expected.abs().max()
+
+
+def test_leave_one_out_needs_to_know_the_own_part():
+    with pytest.raises(BadInput, match="tracin_leave_one_out"):
+        settings(tracin="reward", beta=.1, tracin_leave_one_out=True)
+
+
+def test_off_is_plain_grpo_bit_for_bit_and_all_is_within_rounding():
+    s = settings(num_iterations=2, mini_batch_size=8, micro_batch_size=4, beta=.1)
+    policies = [gpt() for _ in range(3)]
+    b = sample(policies[0], s, moved(gpt()))
+    rows, hand = torch.arange(16), policies[0]
+    optimizer = torch.optim.AdamW(hand.parameters(), lr=s.learning_rate)
+    for epoch in range(2):  # the loop of GRPO written out
+        rows = rows[torch.randperm(16, generator=torch.Generator().manual_seed(grpo.derive(3, epoch)))]
+        for mini in rows.split(8):
+            for micro in mini.split(4):
+                loss_of(hand, b, micro, s, FLOAT, 8, int(b.mask[mini].sum()))[0].backward()
+            torch.nn.utils.clip_grad_norm_(hand.parameters(), math.inf)
+            optimizer.step(), optimizer.zero_grad(set_to_none=True)
+    for policy, knobs in zip(policies[1:], (dict(tracin="off"), dict(tracin="self", tracin_select="all"))):
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=s.learning_rate)
+        update(policy, policy, optimizer, b, replace(s, **knobs), 3, FLOAT, quiet, False)
+    assert same_weights(policies[1], weights_of(hand)) and not same_weights(gpt(), weights_of(hand))
+    # Adam divides by sqrt(v): where a gradient is 0 but for rounding, a step of the size of the learning rate may differ
+    gap = torch.cat([(p - q).detach().abs().flatten() for p, q in zip(policies[2].parameters(), hand.parameters())])
+    assert float(gap.quantile(.99)) < 1e-5
+
+
+def test_select():
+    x = torch.tensor([3.0, -1, 0, 2, -5, 1, -2, -.5, -.1, -.2])
+    def kept(*args): return select(x, *args)[0].nonzero()[:, 0].tolist()
+    assert kept("positive") == [0, 3, 5] and kept("all") == list(range(10)) and kept("top", .2) == [0, 3]
+    assert kept("drop", 1.0) == [0, 2, 3, 5] and kept("drop", .34) == [0, 1, 2, 3, 5, 7, 8, 9] and kept("bottom") == [1, 4, 6]
+    drawn = {tuple(select(x, "random", generator=torch.Generator().manual_seed(i))[0].nonzero()[:, 0].tolist()) for i in range(20)}
+    assert all(len(rows) == 3 for rows in drawn) and len(drawn) > 10
+    few = torch.tensor([-float(i) for i in range(1, 21)])
+    keep, fallback = select(few, "positive")
+    assert fallback and keep.tolist() == [True] * 10 + [False] * 10
+    few[19] = few[18] = 1.0   # one in ten
+    assert not select(few, "positive")[1]
+    assert select(x, "top", 0.0)[0].sum() == 0
+
+
+def test_choose_targets_and_coefficients():
+    rewards, g = torch.tensor([.1, .9, .5, .7, .3, .2]), torch.Generator().manual_seed(1)
+    assert choose_targets(rewards, 2, "best", g).tolist() == [1, 3] and choose_targets(rewards, 2, "worst", g).tolist() == [5, 0]
+    assert sorted(choose_targets(rewards, 4, "balanced", g).tolist()) == [0, 1, 3, 5]
+    assert sorted(choose_targets(rewards, 0, "random", g).tolist()) == list(range(6))
+    assert len(set(choose_targets(rewards, 3, "random", g).tolist())) == 3
+    rho = target_coefficients("reward", rewards, rewards)
+    assert rho.sum().abs() < 1e-6 and rho.argmin() == 1 and float(rho.std()) == pytest.approx(1 / 6, rel=1e-3)
+    assert torch.equal(target_coefficients("advantage", rewards, torch.arange(6.0)), -torch.arange(6.0) / 6)
+    assert (target_coefficients("contrastive", rewards, rewards) * 6).tolist() == [1, -1, -1, -1, 1, 1]
+
+
+def test_layers_normalizer_and_adam():
+    s = settings(tracin="reward", **UNIT)
+    b = sample(gpt(), s, moved(gpt()))
+    found = {}
+    for name, knobs in dict(plain={}, layers=dict(tracin_layers=("mlp",)), kept=dict(tracin_normalizer="kept"),
+                            adam=dict(tracin_adam=True)).items():
+        policy = gpt()
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+        g = row_gradients(policy, b, s)
+        for p, x in zip(policy.parameters(), g.sum(0).split([p.numel() for p in policy.parameters()])):
+            p.grad = x.view_as(p) + .1 * x.abs().mean()
+        before = [p.detach().clone() for p in policy.parameters()]
+        optimizer.step(), optimizer.zero_grad()
+        with torch.no_grad():
+            for p, x in zip(policy.parameters(), before):
+                p.copy_(x)
+        seen, m = step(policy, b, replace(s, **knobs), optimizer)
+        found[name] = b.influence.clone(), b.weights.clone(), seen[0]
+        G = target_gradient(gpt(), b, torch.arange(16), s)
+        if name == "layers":
+            part = torch.cat([torch.full((p.numel(),), float("mlp" in n)) for n, p in policy.named_parameters()])
+            assert close(b.influence, g @ (G * part))
+        if name == "adam":
+            scale = adam_scale(optimizer)   # as it was before the step: one step old
+            assert len(scale) == len(list(policy.parameters())) and not close(b.influence, g @ G, .01)
+    share = float(b.mask.sum() / (b.mask.sum(1) * (found["kept"][0] > 0)).sum())
+    assert torch.allclose(found["kept"][1], found["plain"][1] * share) and share > 1
+    for p, q in zip(found["kept"][2].values(), found["plain"][2].values()):
+        assert torch.allclose(p, share * q, atol=1e-6)
+
+
+def spearman(a, b):
+    return float(torch.corrcoef(torch.stack([a.argsort().argsort().double(), b.argsort().argsort().double()]))[0, 1])
+
+
+def test_counterfactual(capsys):
+    """Influence against the true change of the target's loss when the same step is taken without the row."""
+    s = settings(tracin="reward", num_prompts=8, **UNIT)
+    prompts = [("a", [3, 4]), ("b", [5]), ("c", [9, 8, 7]), ("d", [2, 2]), ("e", [11]), ("f", [6, 1]), ("g", [13, 3]), ("h", [20])]
+    start = gpt()
+    b = sample(start, s, moved(gpt()), prompts=prompts)
+    found = {}
+    for name, adam in (("sgd", False), ("adam", False), ("adam, aware", True)):
+        warm = name != "sgd"
+        base = copy.deepcopy(start)
+        g = row_gradients(base, b, s)
+        optimizer = torch.optim.AdamW(base.parameters(), lr=1e-4) if warm else torch.optim.SGD(base.parameters(), lr=1e-3)
+        if warm:  # a state like that of a running training: other batches have been seen
+            others = [row_gradients(base, sample(base, s, moved(gpt()), seed=i, prompts=prompts), s).sum(0) for i in range(5)]
+            for i in range(300):
+                for p, x in zip(base.parameters(), others[i % 5].split([p.numel() for p in base.parameters()])):
+                    p.grad = x.view_as(p)
+                optimizer.step()
+            for p, q in zip(base.parameters(), start.parameters()):
+                p.data.copy_(q.data)
+        state = copy.deepcopy(optimizer.state_dict())
+
+        def target_after(weights):
+            policy = copy.deepcopy(base)
+            o = type(optimizer)(policy.parameters(), lr=1e-4 if warm else 1e-3)
+            o.load_state_dict(copy.deepcopy(state))
+            for p, x in zip(policy.parameters(), (weights @ g).split([p.numel() for p in policy.parameters()])):
+                p.grad = x.view_as(p)
+            o.step()
+            rho = target_coefficients("reward", b.rewards, b.advantages)
+            with torch.no_grad():
+                return float((rho * completion_logprobs(policy, b.rollout).double().sum(1)).sum())
+
+        full = target_after(torch.ones(32))
+        change = torch.tensor([target_after(torch.ones(32).index_fill(0, torch.tensor(i), 0)) - full for i in range(32)])
+        policy = copy.deepcopy(base)
+        o = type(optimizer)(policy.parameters(), lr=0.0)
+        o.load_state_dict(copy.deepcopy(state))
+        step(policy, b, replace(s, tracin_adam=adam), o)
+        found[name] = spearman(b.influence, change)
+    with capsys.disabled():
+        print("\nSpearman of influence and true change:", {k: round(v, 4) for k, v in found.items()})
+    assert found["sgd"] > .99 and found["adam, aware"] > found["adam"]
+
+
+def test_later_passes_keep_the_rows_of_the_first(monkeypatch):
+    policy, s = gpt(), settings(tracin="self", tracin_select="top", num_iterations=3, mini_batch_size=8, micro_batch_size=4)
+    b, seen = sample(policy, s), []
+    monkeypatch.setattr(grpo, "loss_of", lambda p, b, rows, *more: seen.append(rows) or loss_of(p, b, rows, *more))
+    step(policy, b, s, lr=1e-3)
+    seen = torch.cat(seen).tolist()
+    kept = (b.weights > 0).nonzero()[:, 0].tolist()
+    assert sorted(seen[:16]) == list(range(16)) and sorted(seen[16:]) == sorted(2 * kept) and 0 < len(kept) < 16
+
+
+def test_nothing_selected_is_no_step():
+    policy, s = gpt(), settings(tracin="self", tracin_select="top", tracin_fraction=0.0, num_iterations=2)
+    b = sample(policy, s)
+    before = weights_of(policy)
+    seen, m = step(policy, b, s)
+    assert not seen and m["num_steps"] == 0 and same_weights(policy, before)
+    assert "empty" in diagnose_influence(m, s)
+
+
+def test_diagnoses_of_real_batches():
+    prompts = [("a", [3, 4])] * 8
+    s = settings(tracin="reward", num_prompts=8, num_generations=4)
+    b, t = sample(gpt(), s, prompts=prompts), sample(gpt(), s, seed=9, prompts=prompts)
+
+    def said(s, chosen=None):
+        _, m = step(gpt(), b, s, held_out=None if chosen is None else (t, chosen))
+        return diagnose_influence(m | describe_batch(b, s), s)
+
+    best = choose_targets(t.rewards, 4, "best", None)
+    assert "contrast" in said(s, best) and "contrast" not in said(s, torch.arange(32))
+    alike = replace(t, rewards=torch.full((32,), .5))
+    _, m = step(gpt(), b, s, held_out=(alike, torch.arange(32)))
+    assert "contrast" in diagnose_influence(m, s)
+    assert "self" in said(replace(s, tracin="self")) and "noise" in said(replace(s, tracin="self"))
+    opposite = replace(b, rewards=1 - b.rewards)   # the target wants what training drives away
+    _, m = step(gpt(), b, s, held_out=(opposite, torch.arange(32)))
+    assert m["tracin/positive_ratio"] < .5
+
+
+@pytest.mark.parametrize("change, kind", (({"tracin/fallback": 1.0}, "fallback"), ({"tracin/invariant_error": .01}, "invariant"),
+                                          ({"tracin/target_cosine": .05}, "noise"), ({"tracin/self_share": .6}, "self"), ({}, None)))
+def test_diagnoses_of_metrics(change, kind):
+    fine = {"tracin/selected_ratio": .5, "tracin/fallback": 0.0, "tracin/positive_ratio": .5, "tracin/target_contrast": 1.0,
+            "tracin/target_cosine": .5, "tracin/target_rows": 64, "tracin/self_share": .1, "tracin/invariant_error": 1e-7}
+    assert list(diagnose_influence(fine | change, settings())) == ([kind] if kind else [])
+
+
+def test_a_run_logs_influence_and_weight(tmp_path, capsys):
+    save_gpt(str(tmp_path / "policy.pt"), gpt())
+    for name, text in (("comments.csv", "text,is_offensive\nfine,0\n"), ("prompts.txt", "I am\nyou are so\nwhat\n"),
+                       ("eval.txt", "the end of it\nand now\nso\n"),
+                       ("rule.py", "def reward(prompts, completions):\n    return [len(c) % 3 for c in completions]\n")):
+        (tmp_path / name).write_text(text)
+    knobs = dict(out_dir=tmp_path / "run", policy=tmp_path / "policy.pt", comments=tmp_path / "comments.csv",
+                 prompts=tmp_path / "prompts.txt", eval_prompts=tmp_path / "eval.txt", vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, num_prompts=4,
+                 num_generations=4, max_completion_length=8, max_iters=2, judge=None, eval_judge=None, num_eval_generations=2,
+                 num_eval_prompts=1, log_micro=False, device="cpu", tracin="reward", tracin_val_prompts=2)
+    grpo.main([str(tmp_path / "rule.py"), *(f"--{k}={v}" for k, v in knobs.items())])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 32 and all((row["weight"] > 0) == (row["influence"] > 0) for row in rows)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = ("positive_ratio", "negative_ratio", "mean_ip", "std_ip", "min_ip", "max_ip", "selected_ratio", "self_share",
+             "target_grad_norm", "target_loss", "invariant_error", "target_rows")
+    assert all(f"tracin/{name}" in row for row in metrics for name in names)
+    assert metrics[0]["tracin/positive_ratio"] == sum(row["influence"] > 0 for row in rows[:16]) / 16
+    knobs["num_eval_prompts"] = 3
+    with pytest.raises(BadInput, match="tracin_val_prompts"):
+        grpo.main([str(tmp_path / "rule.py"), *(f"--{k}={v}" for k, v in knobs.items())])
+
+
+@pytest.mark.parametrize("name", ("toxicity_tracin", "toxicity_tracin_lora", "tracin_16_best", "tracin_128_random"))
+def test_configs_load(name):
+    assert load_settings([f"config/{name}.py"]).tracin != "off"
