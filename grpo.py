@@ -287,9 +287,16 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                 coefficients = torch.cat(coefficients) if unit else torch.ones(len(mini), device=device)
                 halves, own, about = target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype)
                 units = b.mask[mini].sum(1) if s.loss_type in ("dapo", "cispo", "bnpo") else torch.ones(len(mini), device=device)
+                truth = None
+                if check_ratio and not steps:  # once: the invariant against a gradient that the tape had no part in
+                    for micro in mini.split(s.micro_batch_size):
+                        loss_of(policy, b, micro, s, dtype, num_rows, num_tokens)[0].backward()
+                    truth = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names}
+                    policy.zero_grad(set_to_none=True)
                 everything = {p: g + halves[1][p] for p, g in halves[0].items()} if s.tracin == "self" and held_out is None else None
                 b.weights[mini], b.influence[mini], gradient, found = filter_rows(
-                    tape, coefficients, halves, own, units, optimizer, s, derive(seed, "select", len(steps)), everything)
+                    tape, coefficients, halves, own, units, optimizer, s, derive(seed, "select", len(steps)), everything,
+                    truth)
                 traced.append(found | about)
                 if not b.weights[mini].any():
                     continue

@@ -37,7 +37,10 @@ class Tape:
         self.layers, self.records, self.n, self.whose, self.flat = {}, [], 0, None, None
         for name, module in model.named_modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
-                odd = [k for k in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse") if getattr(module, k, None)]
+                odd = [k for k, _ in module.named_parameters(recurse=False) if k not in ("weight", "bias")]
+                odd += [k for k in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, k, None)]
+                odd += ["padding_idx"] * (getattr(module, "padding_idx", None) is not None)
+                odd += ["normalized_shape"] * (len(getattr(module, "normalized_shape", ())) > 1)
                 if type(module) not in (nn.Linear, nn.Embedding, nn.LayerNorm) or odd:
                     raise ValueError(f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; the tape knows "
                                      "Linear, Embedding and LayerNorm")
@@ -47,6 +50,9 @@ class Tape:
         for p, name in self.names.items():
             if p.grad is not None:
                 raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")
+        for module, name in self.layers.items():
+            if "forward" in vars(module):
+                raise ValueError(f"{name or 'model'}: its forward has been replaced, by another tape perhaps")
         for module in self.layers:
             module.forward = self.recording(module)
         return self
@@ -54,12 +60,21 @@ class Tape:
     def __exit__(self, *error):
         for module in self.layers:
             del module.forward
+        if error[0] is None:
+            self.all_read()
         outside = [name for p, name in self.names.items() if p.grad is not None]
         if outside and error[0] is None:
             raise ValueError(f"{outside[0]} is used outside its layer, where the tape cannot see it")
 
+    def all_read(self):
+        """ValueError unless every layer that saw tokens in a line saw all of them: else they would go to the wrong rows."""
+        for module, count in ({} if self.flat is None else self.read).items():
+            if count != len(self.flat):
+                raise ValueError(f"{self.layers[module]}: {count} tokens, where rows() was told of {len(self.flat)}")
+
     def rows(self, n, flat=None):
         """What follows is a forward and backward of n new rows. flat (M,): the row, 0 to n - 1, of each of M tokens in a line."""
+        self.all_read()
         device = next(iter(self.names)).device
         self.whose = torch.arange(self.n, self.n + n, device=device)
         self.flat, self.read = None if flat is None else flat.to(device) + self.n, {}
@@ -83,8 +98,19 @@ class Tape:
                 out = F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
                 a = F.layer_norm(x.detach(), module.normalized_shape, eps=module.eps)
             whose = self.owner(module, x)
-            out = out if out.requires_grad else out.requires_grad_()
-            out.register_hook(lambda b: self.records.append((module, whose, a, b.detach())))
+            if not x.requires_grad and kind is not nn.LayerNorm:
+                a = a.clone()  # the caller may use that memory again
+            if not out.requires_grad:  # the first layer: its output is a leaf, whose .grad would add up in the memory of b
+                out.requires_grad_().register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
+                out = out.clone()
+
+            def hook(b):
+                if whose is None:
+                    raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape cannot "
+                                     "tell which rows they are of; set use_reentrant=False")
+                self.records.append((module, whose, a, b.detach()))
+
+            out.register_hook(hook)
             return out
 
         return forward
@@ -95,10 +121,13 @@ class Tape:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
         per_token = x.dim() == (1 if type(module) is nn.Embedding else 2)
         if per_token and self.flat is not None and type(module) is not nn.Embedding:  # perhaps in several pieces, which a checkpoint may go through again
+            if torch._C._current_graph_task_id() != -1:  # inside a backward: a checkpoint goes through the piece again
+                return None
             start = self.read.get(module, 0) % max(1, len(self.flat))
             self.read[module] = start + len(x)
-            if self.read[module] <= len(self.flat):
-                return self.flat[start:start + len(x)]
+            if self.read[module] > len(self.flat):
+                raise ValueError(f"{self.layers[module]}: {self.read[module]} tokens, where rows() was told of {len(self.flat)}")
+            return self.flat[start:start + len(x)]
         if len(x) != len(self.whose) or (per_token and type(module) is nn.Embedding):
             raise ValueError(f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the {len(self.whose)} rows is "
                              "whose; look positions up per row, and give rows() the owner of flattened tokens")
@@ -108,15 +137,19 @@ class Tape:
         """sum_i weights_i g_i as {parameter: tensor}; weights (n,), None: all 1. Rows of weight 0 cost nothing."""
         total = {p: torch.zeros_like(p) for p in self.names}
         for module, whose, a, b in self.records:
+            wa, wb = a, b
             if weights is not None:
                 w = weights.to(b)[whose]
                 keep = w.nonzero()[:, 0]
                 if len(keep) < len(w):
                     a, b, w = a[keep], b[keep], w[keep]
-                b = b * w.view(-1, *[1] * (b.dim() - 1))
+                if isinstance(module, nn.Linear) and a.numel() < b.numel() and module.bias is None:  # scale the smaller factor
+                    wa, wb = a * w.view(-1, *[1] * (a.dim() - 1)), b
+                else:
+                    wa, wb = a, b * w.view(-1, *[1] * (b.dim() - 1))
             for name, p in module.named_parameters(recurse=False):
                 if p in total:
-                    total[p] += parameter_gradient(module, name, a, b).to(p.dtype)
+                    total[p] += parameter_gradient(module, name, wa, wb).to(p.dtype)
         return total
 
     def dot(self, G):
@@ -158,6 +191,7 @@ class Tape:
             for name in (name for name, q in module.named_parameters(recurse=False) if q is p):
                 row = local.to(whose.device)[whose]
                 here = (row >= 0).nonzero()[:, 0]
+                here = here[row[here].argsort(stable=True)]
                 row, x, y = row[here], a[here], b[here].to(p.dtype)
                 if isinstance(module, nn.Linear) and name == "weight" and y.dim() == 2:   # tokens in a line: back into rows
                     count = torch.bincount(row, minlength=len(rows))
@@ -193,12 +227,13 @@ def layer_dot(module, name, a, b, G):
         out = G.to(b.dtype)
     elif isinstance(module, nn.Embedding):
         out = F.embedding(a, G.to(b.dtype))
+    elif isinstance(module, nn.Linear) and len(G) > G.shape[1]:  # the other way round is smaller: the vocabulary head
+        out, b = a, b @ G.to(b.dtype)
     else:
         out = F.linear(a, G.to(a.dtype)) if isinstance(module, nn.Linear) else a * G.to(a.dtype)
     return (b * out).flatten(1).sum(1, dtype=torch.promote_types(b.dtype, torch.float32))
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # from scores to a selection
 
 
@@ -260,13 +295,13 @@ def inner(G, H):
     return sum(float((G[p].double() * H[p].double()).sum()) for p in H)
 
 
-def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, everything=None):
+def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, everything=None, truth=None):
     """Score the rows of a tape against a target and decide -> (weights (n,), influence (n,), gradient to step with, metrics).
 
     The gradient of row i is coefficients_i times what the tape recorded. halves: the target's gradient in two parts, of half
     of its rows each, since their cosine tells signal from noise. own_i: the multiple of row i's record that is in the target
     (0: another batch; NaN: not known). units (n,): what the loss is divided by, row by row. everything: the gradient of all
-    rows, where it is known already.
+    rows, where the tape has given it already. truth: the same from an ordinary backward, for the invariant.
     """
     target = {p: halves[0][p] + halves[1][p] for p in halves[0]}
     cosine = inner(*halves) / max((inner(halves[0], halves[0]) * inner(halves[1], halves[1])) ** 0.5, 1e-30)
@@ -289,7 +324,7 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
     else:  # the rest is fewer
         dropped = tape.gradient(coefficients * ~keep)
         kept = {p: everything[p] - dropped[p] for p in dropped}
-    expected = inner(everything, G)
+    expected = inner(truth or everything, G)
     factor = float(units.sum() / (units * keep).sum().clamp(min=1)) if s.tracin_normalizer == "kept" else 1.0
     metrics = {
         "tracin/positive_ratio": float((influence > 0).float().mean()), "tracin/negative_ratio": float((influence < 0).float().mean()),

@@ -11,7 +11,7 @@ import grpo
 from config import load_settings
 from grpo import describe_batch, loss_of, update
 from model import BadInput, add_lora, completion_logprobs, save_gpt
-from tracin import adam_scale, choose_targets, diagnose_influence, select, target_coefficients
+from tracin import Tape, adam_scale, choose_targets, diagnose_influence, select, target_coefficients
 from test_grpo import FLOAT, gpt, letters, moved, quiet, sample, same_weights, settings, weights_of
 
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)   # the loss of a row is a multiple of its log-prob
@@ -299,3 +299,17 @@ def test_a_run_logs_influence_and_weight(tmp_path, capsys):
 @pytest.mark.parametrize("name", ("toxicity_tracin", "toxicity_tracin_lora", "tracin_16_best", "tracin_128_random"))
 def test_configs_load(name):
     assert load_settings([f"config/{name}.py"]).tracin != "off"
+
+
+def test_the_first_step_is_checked_against_an_ordinary_backward(monkeypatch):
+    policy, s = gpt(), settings(tracin="self", beta=.1)
+    b = sample(policy, s, moved(gpt()))
+
+    def error(check):
+        m = update(gpt(), gpt(), torch.optim.SGD(policy.parameters(), lr=0.0), b, s, 3, FLOAT, quiet, check)
+        return m["tracin/invariant_error"]
+
+    assert error(True) < 1e-5
+    leave = Tape.__exit__
+    monkeypatch.setattr(Tape, "__exit__", lambda tape, *error: (leave(tape, *error), tape.records.pop())[0])  # a record is lost
+    assert error(False) < 1e-5 and error(True) > 2e-3   # the tape by itself cannot know
