@@ -29,7 +29,7 @@ from judge.train import get_judges
 from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts,
                    load_tokenizer, memory, pick_device, pick_dtype, run_script)
 from pretrain import get_policy, load_policy
-from tracin import Tape, choose_targets, diagnose_influence, filter_rows, target_coefficients
+from tracin import Tape, choose_targets, describe_cost, diagnose_influence, filter_rows, target_coefficients
 
 # ---------------------------------------------------------------------------------------------------------------
 # rollout, score, advantage
@@ -216,9 +216,9 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     return loss, metrics | {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach())}
 
 
-def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None):
+def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False):
     """Loss and metrics of these rows of a Batch under the policy as it is now, log(policy / sampler) of their tokens (one
-    line of them), and the policy's log-probs (n, T) with gradient."""
+    line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside."""
     rollout = b.rollout[rows]
     with autocast(rollout.tokens.device, dtype):
         logp = completion_logprobs(policy, rollout, s.temperature)                                  # (n, T)
@@ -226,7 +226,7 @@ def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None):
         "loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "sapo_temperature_neg",
         "sapo_temperature_pos", "kl_estimator", "use_bias_correction_kl", "max_completion_length")}
     in_loss = s.beta > 0 and s.kl_in == "loss"
-    loss, metrics = grpo_loss(logp, rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows], b.mask[rows],
+    loss, metrics = grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows], b.mask[rows],
                               policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
                               beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
     return loss, metrics, (logp.detach() - rollout.logp)[rollout.mask], logp
@@ -270,9 +270,10 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                 for micro in mini.split(s.micro_batch_size):
                     if tape:
                         tape.rows(len(micro), b.rollout.mask[micro].nonzero()[:, 0])
-                    loss, metrics, log_ratio, logp = loss_of(policy if tape else scored, b, micro, s, dtype, num_rows, num_tokens)
+                    loss, metrics, log_ratio, logp = loss_of(policy if tape else scored, b, micro, s, dtype, num_rows,
+                                                             num_tokens, fresh=bool(unit))
                     if unit:  # record the gradient of each row's log-prob, of which its loss and the target are multiples
-                        slope, = torch.autograd.grad(loss, logp, retain_graph=True)                  # (n, T), the same along a row
+                        slope, = torch.autograd.grad(loss, logp, retain_graph=True)     # (n, T), the same along a row
                         coefficients.append(slope.sum(1) / b.mask[micro].sum(1).clamp(min=1))
                         (logp * b.mask[micro]).sum().backward()
                     else:
@@ -293,7 +294,8 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                         loss_of(policy, b, micro, s, dtype, num_rows, num_tokens)[0].backward()
                     truth = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names}
                     policy.zero_grad(set_to_none=True)
-                everything = {p: g + halves[1][p] for p, g in halves[0].items()} if s.tracin == "self" and held_out is None else None
+                own_loss = s.tracin == "self" and held_out is None
+                everything = {p: g + halves[1][p] for p, g in halves[0].items()} if own_loss else None
                 b.weights[mini], b.influence[mini], gradient, found = filter_rows(
                     tape, coefficients, halves, own, units, optimizer, s, derive(seed, "select", len(steps)), everything,
                     truth)
@@ -352,14 +354,16 @@ def target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype):
         for part in (every[half], every[~half]):
             for j in part.split(s.micro_batch_size):
                 loss, _, _, logp = loss_of(policy, t, rows[j], s, dtype, len(rows), int(t.mask[rows].sum()))
-                (loss if s.tracin == "self" else (rho[j] * logp.sum(1)).sum()).backward()
+                (loss if s.tracin == "self" else (rho[j] * (logp * t.mask[rows[j]]).sum(1)).sum()).backward()
             halves.append({p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names})
             policy.zero_grad(set_to_none=True)
-    loss = -(t.rollout.logp[rows].sum(1) * t.advantages[rows]).mean() if s.tracin == "self" else (rho * t.rollout.logp[rows].sum(1)).sum()
+    weight = -t.advantages[rows] / len(rows) if s.tracin == "self" else rho
+    loss = (weight * (t.rollout.logp * t.mask)[rows].sum(1)).sum()
     return halves, own, {
         "tracin/target_rows": len(rows), "tracin/target_loss": float(loss),
         "tracin/target_contrast": std(rewards[rows]) / max(std(rewards), 1e-12),
-        "tracin/target_advantage_min": float(t.advantages[rows].min()), "tracin/target_advantage_max": float(t.advantages[rows].max())}
+        "tracin/target_advantage_min": float(t.advantages[rows].min()),
+        "tracin/target_advantage_max": float(t.advantages[rows].max())}
 
 
 def learning_rate(it, s):
@@ -548,7 +552,8 @@ def main(argv):
     splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
     prompts, eval_prompts, val_prompts = load_prompts(s, tokenizer, splits)
     if s.tracin_val_prompts and s.tracin != "off" and not val_prompts:
-        raise BadInput(f"tracin_val_prompts = {s.tracin_val_prompts}: no held-out prompts are left beside num_eval_prompts = {s.num_eval_prompts}")
+        raise BadInput(f"tracin_val_prompts = {s.tracin_val_prompts}: no held-out prompts are left beside num_eval_prompts = "
+                       f"{s.num_eval_prompts}")
     texts = [text for text, _ in eval_prompts[:8]]  # rewards of the config file are tried out before anything is trained
     if s.functions:
         score({name: s.functions[name] for name in s.reward_funcs if name != "judge"}, texts, texts)
@@ -596,6 +601,8 @@ def main(argv):
         def save(iteration):
             save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens)
 
+        if s.tracin != "off":
+            print(describe_cost(s))
         if s.beta and (s.kl_in == "reward") != (s.kl_estimator == "k1") and not s.use_bias_correction_kl:
             print(f"note: kl_estimator = {s.kl_estimator!r} has almost no gradient with kl_in = {s.kl_in!r}; use "
                   + ("k1" if s.kl_in == "reward" else "k2 or k3"))
@@ -613,8 +620,8 @@ def main(argv):
             batch = collect(policy, reference, asked, reward_funcs, s, tokenizer, derive(s.seed, "rollout", it), dtype, line)
             held_out = None
             if s.tracin_val_prompts and s.tracin != "off":
-                t = collect(policy, reference, pick(val_prompts, it, replace(s, num_prompts=s.tracin_val_prompts)), reward_funcs, s, tokenizer,
-                            derive(s.seed, "target", it), dtype)
+                asked_too = pick(val_prompts, it, replace(s, num_prompts=s.tracin_val_prompts))
+                t = collect(policy, reference, asked_too, reward_funcs, s, tokenizer, derive(s.seed, "target", it), dtype)
                 held_out = t, choose_targets(t.rewards, s.tracin_val_size, s.tracin_val_select,
                                              torch.Generator().manual_seed(derive(s.seed, "chosen", it))).to(device)
             m = update(policy, scored, optimizer, batch, s, derive(s.seed, "rows", it), dtype, line, it == start, held_out)

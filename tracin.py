@@ -27,9 +27,10 @@ class Tape:
         update = tape.gradient(influence > 0)
 
     The rows are the first dimension of what a layer is given; where a layer is given the tokens of all rows in one line
-    (M, C), at once or in pieces, rows() is told whose they are. A frozen parameter costs nothing. Inside the block no parameter gets a .grad:
-    the layers run on detached weights, so the backward forms activation gradients only, and a .grad that appears all the
-    same gives away a parameter that is used outside its layer: ValueError, with its name. So does a layer of any other kind.
+    (M, C), at once or in pieces, rows() is told whose they are. A frozen parameter costs nothing. Inside the block no
+    parameter gets a .grad: the layers run on detached weights, so the backward forms activation gradients only, and a .grad
+    that appears all the same gives away a parameter that is used outside its layer: ValueError, with its name. So does a
+    layer of any other kind.
     """
 
     def __init__(self, model):
@@ -42,8 +43,8 @@ class Tape:
                 odd += ["padding_idx"] * (getattr(module, "padding_idx", None) is not None)
                 odd += ["normalized_shape"] * (len(getattr(module, "normalized_shape", ())) > 1)
                 if type(module) not in (nn.Linear, nn.Embedding, nn.LayerNorm) or odd:
-                    raise ValueError(f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; the tape knows "
-                                     "Linear, Embedding and LayerNorm")
+                    raise ValueError(f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; the tape "
+                                     "knows Linear, Embedding and LayerNorm")
                 self.layers[module] = name
 
     def __enter__(self):
@@ -106,8 +107,8 @@ class Tape:
 
             def hook(b):
                 if whose is None:
-                    raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape cannot "
-                                     "tell which rows they are of; set use_reentrant=False")
+                    raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape "
+                                     "cannot tell which rows they are of; set use_reentrant=False")
                 self.records.append((module, whose, a, b.detach()))
 
             out.register_hook(hook)
@@ -120,7 +121,7 @@ class Tape:
         if self.whose is None:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
         per_token = x.dim() == (1 if type(module) is nn.Embedding else 2)
-        if per_token and self.flat is not None and type(module) is not nn.Embedding:  # perhaps in several pieces, which a checkpoint may go through again
+        if per_token and self.flat is not None and type(module) is not nn.Embedding:  # in one piece or several
             if torch._C._current_graph_task_id() != -1:  # inside a backward: a checkpoint goes through the piece again
                 return None
             start = self.read.get(module, 0) % max(1, len(self.flat))
@@ -129,8 +130,8 @@ class Tape:
                 raise ValueError(f"{self.layers[module]}: {self.read[module]} tokens, where rows() was told of {len(self.flat)}")
             return self.flat[start:start + len(x)]
         if len(x) != len(self.whose) or (per_token and type(module) is nn.Embedding):
-            raise ValueError(f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the {len(self.whose)} rows is "
-                             "whose; look positions up per row, and give rows() the owner of flattened tokens")
+            raise ValueError(f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the {len(self.whose)} "
+                             "rows is whose; look positions up per row, and give rows() the owner of flattened tokens")
         return self.whose
 
     def gradient(self, weights=None):
@@ -170,7 +171,8 @@ class Tape:
         local = torch.full((self.n,), -1).index_copy_(0, rows, torch.arange(len(rows)))
         for p in parameters or self.names:
             uses = [r for r in self.records if any(q is p for q in r[0].parameters(recurse=False))]
-            once = len({r[0] for r in uses}) == 1 and torch.cat([r[1] for r in uses]).unique().numel() == sum(len(r[1]) for r in uses)
+            seen = torch.cat([whose for _, whose, _, _ in uses]) if uses else torch.zeros(0)
+            once = len({r[0] for r in uses}) == 1 and len(seen.unique()) == len(seen)
             if once and p not in scale and isinstance(uses[0][0], nn.Linear) and p.dim() == 2 and uses[0][3].dim() == 3:
                 for _, whose, a, b in uses:  # <sum_t b_t a_t^T, sum_s b_s a_s^T> = sum_ts (a_t . a_s)(b_t . b_s)
                     row = local.to(whose.device)[whose]
@@ -197,13 +199,14 @@ class Tape:
                     count = torch.bincount(row, minlength=len(rows))
                     at = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
                     shape = len(rows), int(count.max()) if len(row) else 0
-                    x, y = (torch.zeros(*shape, z.shape[1], dtype=p.dtype, device=p.device).index_put_((row, at), z.to(p.dtype)) for z in (x, y))
+                    x, y = (torch.zeros(*shape, z.shape[1], dtype=p.dtype, device=p.device).index_put_((row, at), z.to(p.dtype))
+                            for z in (x, y))
                     row = torch.arange(len(rows), device=row.device)
                 if isinstance(module, nn.Embedding):
                     flat = (row.view(-1, *[1] * (x.dim() - 1)) * len(p) + x).flatten()
                     total.view(-1, p.shape[1]).index_add_(0, flat, y.flatten(0, -2))
                 elif isinstance(module, nn.Linear) and name == "weight":
-                    y, x = y.flatten(1, -2), x.to(p.dtype).flatten(1, -2)                            # (rows, T, out), (rows, T, in)
+                    y, x = y.flatten(1, -2), x.to(p.dtype).flatten(1, -2)                # (rows, T, out), (rows, T, in)
                     total.index_add_(0, row, y.transpose(1, 2) @ x)
                 else:
                     part = y if name == "bias" else y * x
@@ -327,7 +330,8 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
     expected = inner(truth or everything, G)
     factor = float(units.sum() / (units * keep).sum().clamp(min=1)) if s.tracin_normalizer == "kept" else 1.0
     metrics = {
-        "tracin/positive_ratio": float((influence > 0).float().mean()), "tracin/negative_ratio": float((influence < 0).float().mean()),
+        "tracin/positive_ratio": float((influence > 0).float().mean()),
+        "tracin/negative_ratio": float((influence < 0).float().mean()),
         "tracin/zero_ratio": float((influence == 0).float().mean()), "tracin/mean_ip": float(influence.mean()),
         "tracin/std_ip": float(influence.std()), "tracin/min_ip": float(influence.min()), "tracin/max_ip": float(influence.max()),
         "tracin/selected_ratio": float(keep.float().mean()), "tracin/fallback": float(fallback), "tracin/self_share": share,
@@ -337,24 +341,45 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
     return keep.to(influence) * factor, influence, {p: g * factor for p, g in kept.items()}, metrics
 
 
+def describe_cost(s):
+    """One line: what the settings ask of an iteration beside plain GRPO."""
+    target = f"influence on {s.tracin}, {s.tracin_select} kept: "
+    if s.tracin_val_prompts:
+        n = s.tracin_val_prompts * s.num_generations
+        return target + (f"{n} held-out rollouts are sampled and scored, {min(s.tracin_val_size or n, n)} of them go forward and "
+                         "backward for the target; 1 forward and 1 backward of the batch for scores and step")
+    if s.tracin == "self" or not (s.beta and s.kl_in == "loss" or s.top_entropy_quantile < 1):
+        return target + "1 forward and 1 backward serve target, scores and step"
+    return target + ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its log-prob; kl_in = 'reward' "
+                     "with kl_estimator = 'k1', or beta = 0, needs 1")
+
+
 def diagnose_influence(m, s):
     """{kind of trouble: one line} for the tracin/ metrics of an iteration."""
     out = {}
     if m["tracin/selected_ratio"] == 0:
-        out["empty"] = "influence kept no rollout, so there was no step: use tracin_select = 'positive' or a larger tracin_fraction"
+        out["empty"] = ("influence kept no rollout, so there was no step: use tracin_select = 'positive' or a larger "
+                        "tracin_fraction")
     if m["tracin/fallback"] > 0:
-        out["fallback"] = (f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive influence: kept the better "
-                           "half instead; is the target too small or of another kind?")
+        out["fallback"] = (f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive influence: kept the "
+                           "better half instead; is the target too small or of another kind?")
     if m["tracin/target_contrast"] < 0.3:
-        out["contrast"] = (f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those it was chosen from: "
-                           "without good and bad it says 'write this', not 'improve'; use tracin_val_select = 'random' or 'balanced'")
+        out["contrast"] = (f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those it was chosen "
+                           "from: without good and bad it says 'write this', not 'improve'; use tracin_val_select = 'random' or "
+                           "'balanced'")
     if m["tracin/target_cosine"] < 0.1:
-        out["noise"] = (f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of its two halves have cosine "
-                        f"{m['tracin/target_cosine']:.2f}; raise tracin_val_size or num_prompts")
+        out["noise"] = (f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of its two halves have "
+                        f"cosine {m['tracin/target_cosine']:.2f}; raise tracin_val_size or num_prompts")
     if m["tracin/self_share"] > 0.5 and not s.tracin_leave_one_out:
         out["self"] = (f"{100 * m['tracin/self_share']:.0f} % of the influence is each rollout's own share in the target: set "
                        "tracin_leave_one_out = True")
     if m["tracin/invariant_error"] > (1e-3 if s.dtype != "bfloat16" else 5e-2):
-        out["invariant"] = (f"influences do not add up to <G_train, G_target> (relative error {m['tracin/invariant_error']:.1e}): the "
-                            "scores are wrong, do not trust this run")
+        out["invariant"] = (f"influences do not add up to <G_train, G_target> (relative error {m['tracin/invariant_error']:.1e}): "
+                            "the scores are wrong, do not trust this run")
     return out
+
+
+if __name__ == "__main__":  # python tracin.py out/toxicity_tracin explains a run
+    from explain import main
+    from model import run_script
+    run_script(main)

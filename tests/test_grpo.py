@@ -758,8 +758,8 @@ def spied(monkeypatch):
     """Every call of loss_of that update makes, as (rows, num_rows, num_tokens, metrics)."""
     calls = []
 
-    def spy(policy, b, rows, s, dtype, num_rows=None, num_tokens=None):
-        found = loss_of(policy, b, rows, s, dtype, num_rows, num_tokens)
+    def spy(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, **more):
+        found = loss_of(policy, b, rows, s, dtype, num_rows, num_tokens, **more)
         calls.append((rows.tolist(), num_rows, num_tokens, found[1]))
         return found
 

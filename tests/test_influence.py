@@ -11,7 +11,7 @@ import grpo
 from config import load_settings
 from grpo import describe_batch, loss_of, update
 from model import BadInput, add_lora, completion_logprobs, save_gpt
-from tracin import Tape, adam_scale, choose_targets, diagnose_influence, select, target_coefficients
+from tracin import Tape, adam_scale, choose_targets, describe_cost, diagnose_influence, select, target_coefficients
 from test_grpo import FLOAT, gpt, letters, moved, quiet, sample, same_weights, settings, weights_of
 
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)   # the loss of a row is a multiple of its log-prob
@@ -229,7 +229,7 @@ def test_counterfactual(capsys):
 def test_later_passes_keep_the_rows_of_the_first(monkeypatch):
     policy, s = gpt(), settings(tracin="self", tracin_select="top", num_iterations=3, mini_batch_size=8, micro_batch_size=4)
     b, seen = sample(policy, s), []
-    monkeypatch.setattr(grpo, "loss_of", lambda p, b, rows, *more: seen.append(rows) or loss_of(p, b, rows, *more))
+    monkeypatch.setattr(grpo, "loss_of", lambda p, b, rows, *more, **kw: seen.append(rows) or loss_of(p, b, rows, *more, **kw))
     step(policy, b, s, lr=1e-3)
     seen = torch.cat(seen).tolist()
     kept = (b.weights > 0).nonzero()[:, 0].tolist()
@@ -313,3 +313,18 @@ def test_the_first_step_is_checked_against_an_ordinary_backward(monkeypatch):
     leave = Tape.__exit__
     monkeypatch.setattr(Tape, "__exit__", lambda tape, *error: (leave(tape, *error), tape.records.pop())[0])  # a record is lost
     assert error(False) < 1e-5 and error(True) > 2e-3   # the tape by itself cannot know
+
+
+@pytest.mark.parametrize("knobs, backwards", ((dict(tracin="self", beta=.1), 1), (dict(tracin="reward", **UNIT), 1), (dict(tracin="reward", beta=.1), 2)))
+def test_the_cost_that_is_printed_is_paid(knobs, backwards, monkeypatch):
+    policy, s = gpt(), settings(micro_batch_size=16, **knobs)
+    b, calls, backward = sample(policy, s, moved(gpt())), [], torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda x, *more: calls.append(1) or backward(x, *more))
+    step(policy, b, s)
+    rows = 1 if backwards == 1 else 3   # the target goes backward in two halves of the rows
+    assert len(calls) == rows and describe_cost(s).count(f"{backwards} backward") == 1
+
+
+def test_the_cost_of_a_held_out_target_is_said():
+    s = settings(tracin="reward", tracin_val_prompts=8, tracin_val_size=10)
+    assert "32 held-out rollouts" in describe_cost(s) and ", 10 of them" in describe_cost(s)
