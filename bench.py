@@ -2,17 +2,19 @@
 
 One iteration's update, the same rollouts each way, interleaved in one run, medians; ratios to plain GRPO are what counts.
   plain       forward, backward
-  one pass    forward, backward under a tape, scores, the gradient of the kept rows (what grpo.py does)
+  one pass    forward, backward under a tape, target, scores, checks, the gradient of the kept rows, as grpo.py does them for
+              tracin = "self" (targets that are no multiple of the loss cost one more forward and backward)
   two passes  a tape for the scores only, then forward and backward again for the kept rows
-  brute       one backward for every row, then the same on the kept
+  brute       one backward for every row, then forward and backward of half of them; without the inner products
 """
 import statistics
 import time
 
 import torch
 
+from config import Settings
 from model import GPT, BadInput, GPTConfig, completion_logprobs, generate, pick_device, run_script
-from tracin import Tape, select
+from tracin import Tape, filter_rows, select
 
 SHAPES = {  # model, rows = prompts x group, prompt and completion tokens, rows in a micro-batch
     "toxicity, V 1024, 256 rows of 10 + 32": (GPTConfig(1024, 64, 4, 4, 256), 32, 10, 32, 64),
@@ -44,19 +46,16 @@ def tracin(device, repeat):
         def one_pass(update=True):
             with Tape(policy) as tape:
                 backward(everything, tape)
-            G = tape.gradient()
-            keep, _ = select(tape.dot(G), "positive")
             if not update:
-                return keep.nonzero()[:, 0]
-            rest = tape.gradient((keep if 2 * keep.sum() <= N else ~keep).float())
-            for p, g in rest.items():
-                p.grad = g if 2 * keep.sum() <= N else G[p] - g
+                return select(tape.dot(tape.gradient()), "positive")[0].nonzero()[:, 0]
+            halves, ones = [tape.gradient((everything % 2 == part).float()) for part in (0, 1)], torch.ones(N, device=device)
+            total = {p: g + halves[1][p] for p, g in halves[0].items()}
+            for p, g in filter_rows(tape, ones, halves, ones, ones, None, Settings(tracin="self"), 0, total)[2].items():
+                p.grad = g
 
         def brute():
-            rows = []
             for i in range(N):
                 backward(everything[i:i + 1])
-                rows.append([p.grad for p in policy.parameters()] if i == 0 else None)  # keeping all would not fit
                 policy.zero_grad(set_to_none=True)
             backward(everything[:N // 2])
 
@@ -86,7 +85,7 @@ def tracin(device, repeat):
 
 def main(argv):
     flags = dict(arg[2:].partition("=")[::2] for arg in argv[1:] if arg.startswith("--"))
-    if argv[:1] != ["tracin"] or set(flags) - {"repeat", "device"} or not flags.get("repeat", "5").isdigit():
+    if argv[:1] != ["tracin"] or set(flags) - {"repeat", "device"} or not flags.get("repeat", "5").isdigit() or flags.get("repeat") == "0":
         raise BadInput("usage: python bench.py tracin [--repeat=5] [--device=auto]")
     tracin(pick_device(flags.get("device", "auto")), int(flags.get("repeat", 5)))
 

@@ -252,17 +252,17 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
     parameters = [p for p in policy.parameters() if p.requires_grad]
     micros, steps, gap = [], [], torch.zeros(0, device=device)
     b.influence, b.weights = torch.full((N,), math.nan, device=device), torch.ones(N, device=device)
-    traced, scale = [], (1.0, 1.0)
+    traced = []
     for epoch in range(s.num_iterations):
-        if epoch == 1 and traced:
-            everything, rows = rows, rows[b.weights[rows] > 0]
-            if s.tracin_normalizer == "all" and len(rows):  # the divisors stay those of the rows before the selection
-                scale = len(everything) / len(rows), int(b.mask[everything].sum()) / max(1, int(b.mask[rows].sum()))
         if 0 < s.mini_batch_size < N:
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive(seed, epoch))).to(device)]
         for mini in rows.split(s.mini_batch_size or N):
-            num_rows, num_tokens, loss_sum = len(mini) * scale[0], int(b.mask[mini].sum()) * scale[1], 0.0
-            if num_tokens == 0:
+            num_rows, num_tokens, loss_sum = len(mini), int(b.mask[mini].sum()), 0.0
+            if epoch and traced:  # the rows selected in the first pass
+                mini = mini[b.weights[mini] > 0]
+                if s.tracin_normalizer == "kept":
+                    num_rows, num_tokens = len(mini), int(b.mask[mini].sum())
+            if num_tokens == 0 or len(mini) == 0:
                 continue
             tape = Tape(policy) if s.tracin != "off" and epoch == 0 else None
             unit, coefficients = tape and one_backward(s, b) and not steps, []
@@ -284,6 +284,10 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                         gap = torch.cat([gap, log_ratio])
                     line(len(micros) - 1, "4. Loss computed", pg_loss=f"{metrics['policy_loss']:.6f}",
                          kl=f"{metrics['loss'] - metrics['policy_loss']:.6f}", total=f"{metrics['loss']:.6f}")
+            off = float(gap.abs().max() if dtype == torch.float32 else gap.abs().mean()) if len(gap) else 0.0
+            if check_ratio and not steps and off > (1e-3 if dtype == torch.float32 else 0.05):
+                raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by {off:.3g} "
+                                 "nats on a token; something in the model is random or sees padding (or try dtype = 'float32')")
             if tape:
                 coefficients = torch.cat(coefficients) if unit else torch.ones(len(mini), device=device)
                 halves, own, about = target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype)
@@ -304,10 +308,6 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                     continue
                 for p, x in gradient.items():
                     p.grad = x
-            off = float(gap.abs().max() if dtype == torch.float32 else gap.abs().mean())
-            if check_ratio and not steps and off > (1e-3 if dtype == torch.float32 else 0.05):
-                raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by {off:.3g} "
-                                 "nats on a token; something in the model is random or sees padding (or try dtype = 'float32')")
             grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm or math.inf))
             if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
                 raise SystemExit(f"stopped: loss {loss_sum}, grad_norm {grad_norm}; this step was not taken, the last checkpoint "
@@ -320,6 +320,10 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
     m = {k: sum(t[k] * t["tokens"] for t in micros) / tokens for k in (micros[0] if micros else ())
          if k not in ("tokens", "loss", "policy_loss")}
     m |= {k: sum(t[k] for t in traced) / len(traced) for k in (traced[0] if traced else ())}
+    if traced:
+        m["tracin/empty_steps"] = sum(t["tracin/selected_ratio"] == 0 for t in traced)
+        for k, extreme in (("invariant_error", max), ("min_ip", min), ("max_ip", max)):
+            m[f"tracin/{k}"] = extreme(t[f"tracin/{k}"] for t in traced)
     for k, extreme in (("clip_ratio/low_min", min), ("clip_ratio/high_max", max)):
         if k in m:
             m[k] = extreme(t[k] for t in micros)
@@ -352,7 +356,7 @@ def target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype):
     else:  # one more forward and backward
         halves, own = [], torch.full((len(mini),), math.nan if held_out is None else 0.0, device=mini.device)
         for part in (every[half], every[~half]):
-            for j in part.split(s.micro_batch_size):
+            for j in part.split(s.micro_batch_size) if len(part) else ():
                 loss, _, _, logp = loss_of(policy, t, rows[j], s, dtype, len(rows), int(t.mask[rows].sum()))
                 (loss if s.tracin == "self" else (rho[j] * (logp * t.mask[rows[j]]).sum(1)).sum()).backward()
             halves.append({p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names})
@@ -575,6 +579,10 @@ def main(argv):
         if s.lora_rank:
             torch.manual_seed(derive(s.seed, "lora"))
             add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
+        trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+        for part in s.tracin_layers:
+            if not any(part in name for name in trained):
+                raise BadInput(f"tracin_layers: {part!r} is in the name of no trained parameter; there are {', '.join(trained[:3])}, ...")
         # `base` stays as it is for the evaluation's perplexity; it is the reference too, unless that one follows the policy
         reference = copy.deepcopy(policy).requires_grad_(False) if s.sync_ref_model else base
         scored = torch.compile(policy, dynamic=True) if s.compile else policy
@@ -634,7 +642,7 @@ def main(argv):
             num_tokens += int(batch.rollout.real[:, :prompt_width].sum() + batch.rollout.mask.sum())
             m = {"iteration": it + 1, **m, **describe_batch(batch, s), "learning_rate": learning_rate(it, s),
                  "num_tokens": num_tokens, "epoch": (it + 1) * s.num_prompts / len(prompts), "step_time": seconds}
-            report(m, s, batch, (time.time() - began) / (it + 1 - start) * (s.max_iters - it - 1), warned)
+            report(m, replace(s, dtype=str(dtype).removeprefix("torch.")), batch, (time.time() - began) / (it + 1 - start) * (s.max_iters - it - 1), warned)
             append(out_dir, "metrics.jsonl", [m])
             append(out_dir, "samples.jsonl", [
                 dict(iteration=it + 1, prompt=asked[i // s.num_generations][0], completion=text, reward=r, advantage=A)

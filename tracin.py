@@ -169,7 +169,7 @@ class Tape:
         rows = torch.as_tensor(rows)
         found = torch.zeros(len(rows), dtype=torch.float64)
         local = torch.full((self.n,), -1).index_copy_(0, rows, torch.arange(len(rows)))
-        for p in parameters or self.names:
+        for p in self.names if parameters is None else parameters:
             uses = [r for r in self.records if any(q is p for q in r[0].parameters(recurse=False))]
             seen = torch.cat([whose for _, whose, _, _ in uses]) if uses else torch.zeros(0)
             once = len({r[0] for r in uses}) == 1 and len(seen.unique()) == len(seen)
@@ -248,7 +248,7 @@ def target_coefficients(target, rewards, advantages):
     """
     n, rewards = len(rewards), rewards.nan_to_num(float(rewards.nanmean()))
     if target == "reward":
-        return -(rewards - rewards.mean()) / (rewards.std() + 1e-4) / n
+        return -(rewards - rewards.mean()) / (rewards.std(correction=int(n > 1)) + 1e-4) / n
     if target == "advantage":
         return -advantages / n
     good = torch.zeros(n, dtype=torch.bool).index_fill_(0, rewards.argsort(descending=True)[:n // 2].cpu(), True)
@@ -269,27 +269,32 @@ def choose_targets(rewards, size, how, generator):
 def select(influence, how, fraction=0.5, generator=None):
     """influence (n,) -> (keep (n,) bool, True when the fallback was used).
 
-    positive: above 0; when fewer than one in ten are, the better half (the fallback). drop: all but the worst `fraction` of
-    the negative ones. top: the best `fraction`. Controls that keep as many as `positive`: bottom, random. all.
+    positive: above 0; when fewer than one in ten of those that are not 0 are, their better half (the fallback). drop: all
+    but the worst `fraction` of the negative ones. top: the best `fraction`. Controls that keep as many as `positive`:
+    bottom, random. all.
     """
     n, order = len(influence), influence.argsort(descending=True)
     positive, negative = int((influence > 0).sum()), int((influence < 0).sum())
-    fallback = how in ("positive", "bottom", "random") and positive < 0.1 * n
-    count = (n + 1) // 2 if fallback else positive
+    fallback = how in ("positive", "bottom", "random") and positive < 0.1 * (positive + negative)
+    if fallback and how == "positive":  # rows of influence 0, of groups without spread, stand between the two signs
+        order = influence.masked_fill(influence == 0, -torch.inf).argsort(descending=True)
+    count = (positive + negative + 1) // 2 if fallback else positive
     kept = {"positive": order[:count], "bottom": order[n - count:], "random": torch.randperm(n, generator=generator)[:count],
             "top": order[:round(fraction * n)], "drop": order[:n - int(fraction * negative)], "all": order}[how]
     return torch.zeros(n, dtype=torch.bool, device=influence.device).index_fill_(0, kept.to(influence.device), True), fallback
 
 
-def adam_scale(optimizer):
-    """{parameter: 1 / (sqrt(v) + eps)}: the diagonal that AdamW multiplies a gradient with; {} before its first step."""
+def adam_scale(optimizer, gradient):
+    """{parameter: 1 / (sqrt(v) + eps)}: the diagonal that AdamW will multiply a step with this gradient with (before any
+    clipping). Momentum scales all rows alike and weight decay has no part in a row, so neither matters here."""
     scale = {}
     for group in optimizer.param_groups:
+        decay = group["betas"][1]
         for p in group["params"]:
-            if "exp_avg_sq" in optimizer.state.get(p, {}):
-                state = optimizer.state[p]
-                v = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
-                scale[p] = 1 / (v.sqrt() + group["eps"])
+            if p in gradient:
+                state = optimizer.state.get(p, {})
+                v = decay * state.get("exp_avg_sq", 0) + (1 - decay) * gradient[p].square()
+                scale[p] = 1 / ((v / (1 - decay ** (float(state.get("step", 0)) + 1))).sqrt() + group["eps"])
     return scale
 
 
@@ -308,17 +313,22 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
     """
     target = {p: halves[0][p] + halves[1][p] for p in halves[0]}
     cosine = inner(*halves) / max((inner(halves[0], halves[0]) * inner(halves[1], halves[1])) ** 0.5, 1e-30)
-    scale = adam_scale(optimizer) if s.tracin_adam else {}
+    if everything is None and s.tracin_adam:
+        everything = tape.gradient(coefficients)
+    scale = adam_scale(optimizer, everything) if s.tracin_adam else {}
     G = {p: g * scale[p] if p in scale else g for p, g in target.items()
          if not s.tracin_layers or any(part in tape.names[p] for part in s.tracin_layers)}
     influence = coefficients * tape.dot(G).to(coefficients)
     total, size = float(influence.double().sum()), float(influence.double().abs().sum())
-    sample = list(range(0, len(influence), 1 if s.tracin_leave_one_out else max(1, len(influence) // 4)))
+    generator, n = torch.Generator().manual_seed(seed), len(influence)
+    sample = list(range(n)) if s.tracin_leave_one_out else torch.randperm(n, generator=generator)[:4].sort().values.tolist()
     self_term = (coefficients * own)[sample] * tape.norms(sample, scale, G).to(influence)
     share = float(self_term.sum() / influence[sample].abs().sum().clamp(min=1e-30))
     if s.tracin_leave_one_out:
         influence = influence - self_term
-    keep, fallback = select(influence, s.tracin_select, s.tracin_fraction, torch.Generator().manual_seed(seed))
+    if not influence.isfinite().all():
+        raise SystemExit("stopped: an influence is not finite; the weights or the target's rewards are not. The last checkpoint stands")
+    keep, fallback = select(influence, s.tracin_select, s.tracin_fraction, generator)
     if everything is None:
         kept, dropped = tape.gradient(coefficients * keep), tape.gradient(coefficients * ~keep)
         everything = {p: kept[p] + dropped[p] for p in G}
@@ -344,36 +354,40 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
 def describe_cost(s):
     """One line: what the settings ask of an iteration beside plain GRPO."""
     target = f"influence on {s.tracin}, {s.tracin_select} kept: "
+    if s.mini_batch_size:
+        target = target[:-2] + f", in each of the {s.num_prompts * s.num_generations // s.mini_batch_size} steps of the first pass: "
+    if s.tracin_leave_one_out:
+        target += "single rows' gradients for leave-one-out; "
     if s.tracin_val_prompts:
         n = s.tracin_val_prompts * s.num_generations
         return target + (f"{n} held-out rollouts are sampled and scored, {min(s.tracin_val_size or n, n)} of them go forward and "
                          "backward for the target; 1 forward and 1 backward of the batch for scores and step")
-    if s.tracin == "self" or not (s.beta and s.kl_in == "loss" or s.top_entropy_quantile < 1):
+    if s.tracin == "self" or not (s.beta and s.kl_in == "loss" or s.top_entropy_quantile < 1 or s.mini_batch_size):
         return target + "1 forward and 1 backward serve target, scores and step"
     return target + ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its log-prob; kl_in = 'reward' "
-                     "with kl_estimator = 'k1', or beta = 0, needs 1")
+                     "with kl_estimator = 'k1', or beta = 0, and mini_batch_size = 0 need 1")
 
 
 def diagnose_influence(m, s):
     """{kind of trouble: one line} for the tracin/ metrics of an iteration."""
     out = {}
-    if m["tracin/selected_ratio"] == 0:
-        out["empty"] = ("influence kept no rollout, so there was no step: use tracin_select = 'positive' or a larger "
+    if m["tracin/empty_steps"] > 0:
+        out["empty"] = ("influence kept no rollout, so the step was skipped: use tracin_select = 'positive' or a larger "
                         "tracin_fraction")
     if m["tracin/fallback"] > 0:
         out["fallback"] = (f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive influence: kept the "
                            "better half instead; is the target too small or of another kind?")
     if m["tracin/target_contrast"] < 0.3:
         out["contrast"] = (f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those it was chosen "
-                           "from: without good and bad it says 'write this', not 'improve'; use tracin_val_select = 'random' or "
-                           "'balanced'")
+                           "from (0: all alike): without good and bad it says 'write this', not 'improve'; use "
+                           "tracin_val_select = 'random' or 'balanced'")
     if m["tracin/target_cosine"] < 0.1:
         out["noise"] = (f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of its two halves have "
-                        f"cosine {m['tracin/target_cosine']:.2f}; raise tracin_val_size or num_prompts")
+                        f"cosine {m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and tracin_val_size")
     if m["tracin/self_share"] > 0.5 and not s.tracin_leave_one_out:
         out["self"] = (f"{100 * m['tracin/self_share']:.0f} % of the influence is each rollout's own share in the target: set "
                        "tracin_leave_one_out = True")
-    if m["tracin/invariant_error"] > (1e-3 if s.dtype != "bfloat16" else 5e-2):
+    if not m["tracin/invariant_error"] <= (1e-3 if s.dtype != "bfloat16" else 5e-2):
         out["invariant"] = (f"influences do not add up to <G_train, G_target> (relative error {m['tracin/invariant_error']:.1e}): "
                             "the scores are wrong, do not trust this run")
     return out

@@ -173,9 +173,16 @@ class Settings:
             raise BadInput(f"use_bias_correction_kl = True with kl_in = {self.kl_in!r}, kl_estimator = {self.kl_estimator!r}: "
                            "it is for k1 or k3 in the loss")
         if self.tracin_leave_one_out and self.tracin not in ("off", "self") and not self.tracin_val_prompts and (
-                self.beta and self.kl_in == "loss" or self.top_entropy_quantile < 1):
+                self.beta and self.kl_in == "loss" or self.top_entropy_quantile < 1 or mini < N):
             raise BadInput("tracin_leave_one_out = True: a rollout's own part is not known when its loss is not a multiple of its "
-                           "log-prob; set kl_in = 'reward' (kl_estimator k1), beta = 0 or tracin = 'self'")
+                           "log-prob; set kl_in = 'reward' (kl_estimator k1) or beta = 0, and mini_batch_size = 0; or tracin = 'self'")
+        if self.tracin_leave_one_out and self.tracin_val_prompts:
+            raise BadInput("tracin_leave_one_out = True with tracin_val_prompts: a held-out target holds no rollout's own part")
+        if not self.tracin_val_prompts and (self.tracin_val_size or self.tracin_val_select != "random"):
+            raise BadInput(f"tracin_val_size = {self.tracin_val_size}, tracin_val_select = {self.tracin_val_select!r}: they choose "
+                           "from the rollouts of tracin_val_prompts, which is 0")
+        if self.tracin_val_size == 1:
+            raise BadInput("tracin_val_size = 1: two halves of the target are compared; at least 2, or 0 for all")
         if self.sync_ref_model and self.beta == 0:
             raise BadInput("sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")
         if self.reward_funcs is None:

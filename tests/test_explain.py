@@ -29,7 +29,7 @@ def reward(prompts, completions):
 SETTINGS = {
     "self": [],
     "one backward": ["--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20", "--lora_rank=2",
-                     "--mini_batch_size=8", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
+                     "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
     "held out": ["--tracin=reward", "--tracin_val_prompts=3", "--tracin_val_size=5", "--tracin_layers=('h.0', 'wpe')",
                  "--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=2", "--loss_type=grpo"],
     "bnpo": ["--loss_type=bnpo", "--tracin_leave_one_out=True"]}

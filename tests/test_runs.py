@@ -92,7 +92,8 @@ def assert_same_run(one, other, rows, also=()):
     a, b = (load_file(os.path.join(d, "ckpt.pt"), "run") for d in (one, other))
     for key in ("iteration", "policy", "reference", "optimizer", "num_tokens", "base_hash", *also):
         assert same(a[key], b[key]), key
-    a, b = ([{k: v for k, v in row.items() if k != "step_time"} for row in rows(os.path.join(d, "metrics.jsonl"))]
+    # a run checks the invariant against an ordinary backward where it starts: another rounding
+    a, b = ([{k: v for k, v in row.items() if k not in ("step_time", "tracin/invariant_error")} for row in rows(os.path.join(d, "metrics.jsonl"))]
             for d in (one, other))
     assert a == b
     for name in ("samples.jsonl", "eval.jsonl"):
@@ -312,8 +313,9 @@ def test_interrupted_saves_and_says_how_to_go_on(number, script, tiny, noise, si
 @pytest.mark.parametrize("flags", [
     ("--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=2"), ("--beta=0.1", "--lora_rank=2"),
     ("--beta=0.1", "--lora_rank=2", "--sync_ref_model=True", "--ref_model_sync_steps=2", "--ref_model_mixup_alpha=1"),
-    ("--num_iterations=2", "--mini_batch_size=8", "--lr_decay=cosine", "--warmup_iters=2", "--top_k=20", "--weight_decay=0.1")],
-    ids=["sync", "lora", "lora-sync", "steps"])
+    ("--num_iterations=2", "--mini_batch_size=8", "--lr_decay=cosine", "--warmup_iters=2", "--top_k=20", "--weight_decay=0.1"),
+    ("--tracin=reward", "--tracin_adam=True", "--beta=0.1", "--tracin_val_prompts=2")],
+    ids=["sync", "lora", "lora-sync", "steps", "tracin"])
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, rows, tmp_path):
     argv = (*flags, "--max_iters=5")
     grpo(tmp_path / "whole", *argv)
