@@ -289,25 +289,10 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                 raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by {off:.3g} "
                                  "nats on a token; something in the model is random or sees padding (or try dtype = 'float32')")
             if tape:
-                coefficients = torch.cat(coefficients) if unit else torch.ones(len(mini), device=device)
-                halves, own, about = target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype)
-                units = b.mask[mini].sum(1) if s.loss_type in ("dapo", "cispo", "bnpo") else torch.ones(len(mini), device=device)
-                truth = None
-                if check_ratio and not steps:  # once: the invariant against a gradient that the tape had no part in
-                    for micro in mini.split(s.micro_batch_size):
-                        loss_of(policy, b, micro, s, dtype, num_rows, num_tokens)[0].backward()
-                    truth = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names}
-                    policy.zero_grad(set_to_none=True)
-                own_loss = s.tracin == "self" and held_out is None
-                everything = {p: g + halves[1][p] for p, g in halves[0].items()} if own_loss else None
-                b.weights[mini], b.influence[mini], gradient, found = filter_rows(
-                    tape, coefficients, halves, own, units, optimizer, s, derive(seed, "select", len(steps)), everything,
-                    truth)
-                traced.append(found | about)
+                traced.append(keep_helpful(policy, tape, torch.cat(coefficients) if unit else None, b, mini, held_out, optimizer,
+                                           s, derive(seed, "select", len(steps)), dtype, check_ratio and not steps))
                 if not b.weights[mini].any():
                     continue
-                for p, x in gradient.items():
-                    p.grad = x
             grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm or math.inf))
             if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
                 raise SystemExit(f"stopped: loss {loss_sum}, grad_norm {grad_norm}; this step was not taken, the last checkpoint "
@@ -337,6 +322,29 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                 "sampling/importance_sampling_ratio/min": float(gap.min().exp()),
                 "sampling/importance_sampling_ratio/mean": float(gap.exp().mean()),
                 "sampling/importance_sampling_ratio/max": float(gap.max().exp())}
+
+
+def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, seed, dtype, check):
+    """Score the recorded rows `mini` against the target, note influence and weight of each in the Batch and leave in .grad the
+    gradient of those that are kept -> metrics. coefficients: what the loss of each row is a multiple of its record by; None: 1.
+    check: hold the scores against the gradient of an ordinary backward, in which the tape had no part."""
+    ones = torch.ones(len(mini), device=mini.device)
+    unit, coefficients = coefficients is not None, ones if coefficients is None else coefficients
+    halves, own, about = target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype)
+    truth = everything = None
+    if s.tracin == "self" and held_out is None:
+        everything = {p: g + halves[1][p] for p, g in halves[0].items()}
+    if check:
+        for micro in mini.split(s.micro_batch_size):
+            loss_of(policy, b, micro, s, dtype, len(mini), int(b.mask[mini].sum()))[0].backward()
+        truth = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names}
+        policy.zero_grad(set_to_none=True)
+    units = b.mask[mini].sum(1) if s.loss_type in ("dapo", "cispo", "bnpo") else ones
+    b.weights[mini], b.influence[mini], gradient, found = filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed,
+                                                                      everything, truth)
+    for p, g in gradient.items():
+        p.grad = g if b.weights[mini].any() else None
+    return found | about
 
 
 def one_backward(s, b):
