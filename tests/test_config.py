@@ -131,7 +131,7 @@ def test_every_choice_is_checked(name):
 
 @pytest.mark.parametrize("name, choice", [(n, c) for n in sorted(CHOICES) for c in CHOICES[n]])
 def test_every_choice_is_accepted(name, choice):
-    more = ["--epsilon_high=5"] if choice == "cispo" else []
+    more = {"cispo": ["--epsilon_high=5"]}.get(choice, ["--tracin_val_prompts=2"] if name == "tracin_val_select" else [])
     assert getattr(load_settings([f"--{name}={choice}", *more]), name) == choice
 
 
@@ -325,3 +325,14 @@ def test_importing_has_no_side_effect(tmp_path):
     env = dict(os.environ, PYTHONPATH=ROOT, PYTHONDONTWRITEBYTECODE="1")
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("flags, part", [
+    (["--tracin_val_size=16"], "tracin_val_prompts"), (["--tracin_val_select=best"], "tracin_val_prompts"),
+    (["--tracin_val_prompts=4", "--tracin_val_size=1"], "at least 2"),
+    (["--tracin=self", "--tracin_val_prompts=4", "--tracin_leave_one_out=True"], "held-out"),
+    (["--tracin=reward", "--mini_batch_size=128", "--tracin_leave_one_out=True"], "mini_batch_size"),
+    (["--use_bias_correction_kl=True", "--kl_in=reward"], "use_bias_correction_kl")])
+def test_settings_that_would_do_nothing_are_refused(flags, part):
+    with pytest.raises(BadInput, match=part):
+        load_settings(flags)
