@@ -650,7 +650,8 @@ def main(argv):
             num_tokens += int(batch.rollout.real[:, :prompt_width].sum() + batch.rollout.mask.sum())
             m = {"iteration": it + 1, **m, **describe_batch(batch, s), "learning_rate": learning_rate(it, s),
                  "num_tokens": num_tokens, "epoch": (it + 1) * s.num_prompts / len(prompts), "step_time": seconds}
-            report(m, replace(s, dtype=str(dtype).removeprefix("torch.")), batch, (time.time() - began) / (it + 1 - start) * (s.max_iters - it - 1), warned)
+            left = (time.time() - began) / (it + 1 - start) * (s.max_iters - it - 1)
+            report(m, replace(s, dtype=str(dtype).removeprefix("torch.")), batch, left, warned)
             append(out_dir, "metrics.jsonl", [m])
             append(out_dir, "samples.jsonl", [
                 dict(iteration=it + 1, prompt=asked[i // s.num_generations][0], completion=text, reward=r, advantage=A)

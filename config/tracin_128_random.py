@@ -1,4 +1,5 @@
-# What mends tracin_16_best.py: a target of 128 rollouts as they come, good and bad.
+# A target of 128 rollouts as they come, good and bad: it has contrast, which tracin_16_best.py lacks. Whether it is large
+# enough is another matter: watch tracin/target_cosine, which says how much of its gradient is not noise.
 from config.toxicity import *
 
 out_dir = "out/tracin_128_random"

@@ -1,5 +1,5 @@
-# How to make influence useless, the first failure of many: a target of 16 rollouts, only the best ones. It says "write
-# this", not "improve"; watch tracin/target_contrast and tracin/target_cosine, and the warnings. Mended in tracin_128_random.py
+# How to make influence useless: a target of 16 rollouts, only the best ones. It says "write this", not "improve", and it is
+# noise; see the two warnings, tracin/target_contrast and tracin/target_cosine. Compare tracin_128_random.py.
 from config.toxicity import *
 
 out_dir = "out/tracin_16_best"
