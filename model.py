@@ -56,12 +56,12 @@ class GPTConfig:
 
 
 def norm(config):
-    C, eps = config.n_embd, config.norm_eps
-    return nn.RMSNorm(C, eps) if config.rms else nn.LayerNorm(C, eps, bias=config.bias)
+    return (nn.RMSNorm(config.n_embd, config.norm_eps) if config.rms
+            else nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias))
 
 
 def rotate(x, cos, sin):
-    """x (B, nh, T, hs): channels i and i + hs / 2 turned by the angle of their position, cos and sin (B, 1, T, hs / 2)."""
+    """x (B, T, nh, hs): channels i and i + hs / 2 turned by the angle of their position, cos and sin (B, T, 1, hs / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -81,12 +81,11 @@ class Attention(nn.Module):
     def forward(self, x, mask, cache, start, rope=None):
         B, T, _ = x.shape
         q, k, v = self.c_attn(x).view(B, T, -1, self.hs).split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)
-        if self.qk_norm:  # in the weights' precision, whatever autocast made of q and k
-            q, k = self.q_norm(q.to(self.q_norm.weight.dtype)), self.k_norm(k.to(self.k_norm.weight.dtype))
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh, T, hs), (B, nkv, T, hs) twice
+        if self.qk_norm:  # in the precision of x and the weights, whatever autocast made of q and k
+            q, k = self.q_norm(q.to(x.dtype)), self.k_norm(k.to(x.dtype))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))  # (B, nh, T, hs), (B, nkv, T, hs) twice
         if cache is not None:  # (2, B, nkv, S, hs): write these T positions, read all so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T].to(q.dtype)  # (B, nkv, start + T, hs)
@@ -130,8 +129,6 @@ class GPT(nn.Module):
         super().__init__()
         if config.n_embd % config.n_head and not config.head_dim:
             raise BadInput(f"n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}")
-        if config.n_kv_head and config.n_head % config.n_kv_head:
-            raise BadInput(f"n_head = {config.n_head} is not a multiple of n_kv_head = {config.n_kv_head}")
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if not config.rope_base:
@@ -147,8 +144,6 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
             if config.tied:
                 self.lm_head.weight = self.wte.weight
-            else:
-                nn.init.normal_(self.lm_head.weight, std=0.02)
 
     @classmethod
     def from_pretrained(cls, name_or_path):
@@ -180,7 +175,7 @@ class GPT(nn.Module):
         if c.rope_base:  # angles in float32 or better, also under autocast
             hs, dtype = self.h[0].attn.hs, torch.promote_types(x.dtype, torch.float32)
             frequency = 1 / c.rope_base ** (torch.arange(0, hs, 2, device=idx.device, dtype=dtype) / hs)
-            angles = pos[:, None, :, None] * frequency                                             # (B, 1, T, hs / 2)
+            angles = pos[:, :, None, None] * frequency                                             # (B, T, 1, hs / 2)
             rope = angles.cos(), angles.sin()
         else:
             x = x + self.wpe(pos)
