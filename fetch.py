@@ -1,20 +1,33 @@
 """
-Published models: their files onto this machine, and their tensors out of these files.
+Published models: their files onto this machine, and the tensors out of the files.
 
+    python fetch.py gpt2        # or owner/name, owner/name@revision: prints the folder, its files and their sizes
+
+In the order of the file: tensor files (safetensors, GGUF), the download.
 Two formats are read, both nothing but a table and raw numbers; pickles (.bin, .pt of others) run what is in them and are
 never opened. Everything read here came from someone else: each length and offset is held against the file before it is used,
 so a broken or hostile file is one BadInput that names it, and memory stays a small multiple of the file's size.
 """
 import contextlib
+import fcntl
+import hashlib
+import http.client
 import json
 import math
 import os
+import re
+import string
 import struct
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 
 import numpy as np
 import torch
 
-from model import BadInput
+from model import BadInput, run_script
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -23,7 +36,7 @@ from model import BadInput
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
 @contextlib.contextmanager
@@ -39,8 +52,11 @@ def map_file(path):
     """The file's bytes as a uint8 tensor, mapped: read when touched, and changes to it never reach the file."""
     if not os.path.isfile(path):
         raise BadInput(f"{path}: no such file")
-    size = os.path.getsize(path)
-    return torch.from_file(path, shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    try:
+        size = os.path.getsize(path)
+        return torch.from_file(os.fspath(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    except (OSError, RuntimeError) as e:
+        raise BadInput(f"{path}: cannot be read ({str(e).splitlines()[0]})") from e
 
 
 def parse_json(text):
@@ -62,7 +78,8 @@ def is_int(x):
 
 def numel(shape):
     """Product of the dimensions; ValueError for what no tensor has, before torch meets it."""
-    if len(shape) > 8 or not all(is_int(n) for n in shape) or math.prod(max(n, 1) for n in shape) >= 2 ** 60:
+    if not isinstance(shape, list) or len(shape) > 8 or not all(map(is_int, shape)) \
+            or math.prod(max(n, 1) for n in shape) >= 2 ** 60:
         raise ValueError(f"impossible shape {str(shape)[:80]}")
     return math.prod(shape)
 
@@ -86,29 +103,50 @@ def read_safetensors(path):
             raise ValueError(f"header of {length} bytes in a file of {len(view)}")
         table = parse_json(view[8:8 + length])
         table.pop("__metadata__", None)
-        at, found = 8 + length, {}
+        start = at = 8 + length
+        found = {}
         for name, entry in table.items():
-            if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-                raise ValueError(f"tensor {name[:80]!r} has no dtype, shape and data_offsets")
-            if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-                raise ValueError(f"tensor {name[:80]!r} has dtype {str(entry['dtype'])[:20]!r}, not one of {', '.join(DTYPES)}")
-            offsets = entry["data_offsets"]
-            if not isinstance(entry["shape"], list) or not isinstance(offsets, list) or len(offsets) != 2 \
-                    or not all(map(is_int, offsets)):
-                raise ValueError(f"tensor {name[:80]!r} has shape {str(entry['shape'])[:40]}, offsets {str(offsets)[:40]}")
-            begin, end = offsets
-            if end - begin != numel(entry["shape"]) * DTYPES[entry["dtype"]].itemsize:
-                raise ValueError(f"tensor {name[:80]!r}: {str(entry['shape'])[:40]} of {entry['dtype']} "
-                                 f"are not the bytes {str(begin)[:20]} to {str(end)[:20]}")
+            try:
+                dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+                if not is_int(begin) or end - begin != numel(shape) * dtype.itemsize:
+                    raise ValueError("the bytes do not match the shape")
+            except (ValueError, TypeError, KeyError) as e:
+                raise ValueError(f"tensor {name[:80]!r}: {str(entry)[:200]} ({e!s:.80})") from e
         for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, end = entry["data_offsets"]
-            if begin != at - 8 - length or end > len(view) - 8 - length:
-                raise ValueError(f"tensor {name[:80]!r} lies at {str(begin)[:20]} to {str(end)[:20]}: a gap, an overlap or cut short")
-            found[name] = cut(data, at, end - begin, DTYPES[entry["dtype"]], entry["shape"])
-            at += end - begin
+            (begin, end), dtype = entry["data_offsets"], DTYPES[entry["dtype"]]
+            if start + begin != at or start + end > len(view):
+                raise ValueError(f"tensor {name[:80]!r} lies at {begin} to {end}: a gap, an overlap or cut short")
+            found[name] = cut(data, at, end - begin, dtype, entry["shape"])
+            at = start + end
         if at != len(view):
             raise ValueError(f"{len(view) - at} bytes after the last tensor")
     return {name: found[name] for name in table}
+
+
+@contextlib.contextmanager
+def writing(path):
+    """A full disk, or one that may not be written, as one line."""
+    try:
+        yield
+    except OSError as e:
+        raise BadInput(f"{path}: could not be written ({e.strerror}); make room, or choose another folder") from e
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A file to write, which takes the name `path` when it is whole."""
+    tmp = f"{path}.{os.getpid()}.tmp"
+    try:
+        with writing(path):
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            with open(tmp, "wb") as f:
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(tmp, path)
+    finally:
+        if os.path.lexists(tmp):
+            os.remove(tmp)
 
 
 def write_safetensors(path, tensors, metadata=None):
@@ -128,21 +166,10 @@ def write_safetensors(path, tensors, metadata=None):
         at += x.numel() * x.dtype.itemsize
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    tmp = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(tmp, "wb") as f:
-            f.write(struct.pack("<Q", len(text)) + text)
-            for name in order:
-                f.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except OSError as e:
-        raise BadInput(f"{path}: could not be written ({e.strerror}); {at} bytes are needed") from e
-    finally:
-        if os.path.exists(tmp):
-            os.remove(tmp)
+    with replacing(path) as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            f.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def shards(folder):
@@ -162,10 +189,10 @@ def load_tensors(path):
     """{name: tensor} of a safetensors file, or of a folder's model.safetensors or the shards that its index names."""
     if os.path.isfile(path):
         return read_safetensors(path)
-    if os.path.exists(os.path.join(path, "model.safetensors")):
-        return read_safetensors(os.path.join(path, "model.safetensors"))
+    if os.path.exists(os.path.join(path, WEIGHTS)):
+        return read_safetensors(os.path.join(path, WEIGHTS))
     if not os.path.exists(os.path.join(path, INDEX)):
-        raise BadInput(f"{path}: holds no model.safetensors" + pickle_hint(os.path.exists(os.path.join(path, "pytorch_model.bin"))))
+        raise BadInput(f"{path}: {no_weights(os.path.exists(os.path.join(path, PICKLE)))}")
     where, found = shards(path), {}
     for file in sorted(set(where.values())):
         if not os.path.exists(os.path.join(path, file)):
@@ -178,10 +205,12 @@ def load_tensors(path):
     return found
 
 
-def pickle_hint(there):
-    """What to say about a model that is there as a pickle only."""
-    return ("" if not there else ", only pytorch_model.bin, a pickle, which can run code and is never opened here; convert it where "
-            "transformers is installed: AutoModel.from_pretrained(...).save_pretrained(folder) writes model.safetensors")
+def no_weights(pickle):
+    """Why a model without safetensors cannot be read; pickle: there is a pytorch_model.bin."""
+    if not pickle:
+        return "no model.safetensors here"
+    return ("only pytorch_model.bin, a pickle, which can run code and is never opened; look for a revision that has "
+            "model.safetensors (NAME@refs/pr/1), or let transformers write one: CLASS.from_pretrained(NAME).save_pretrained(DIR)")
 
 
 GGUF_NUMBERS = dict(enumerate(["u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"])) | {10: "<u8", 11: "<i8", 12: "<f8"}
@@ -268,7 +297,7 @@ def read_gguf(path):
 
 
 def dequantise(raw, kind):
-    """raw (bytes,) uint8 of a GGUF tensor -> its values (n,) in float32. A block of 32 values is one or two float16 and 32 codes."""
+    """raw (bytes,) uint8 of a GGUF tensor -> its values (n,) in float32. 32 values are one or two float16 and 32 codes."""
     if kind in ("F32", "F16", "BF16"):
         dtype = DTYPES[kind]
         return cut(raw.clone() if raw.storage_offset() % dtype.itemsize else raw, 0, len(raw), dtype, -1).float()
@@ -281,3 +310,210 @@ def dequantise(raw, kind):
     if kind == "Q4_0":
         return ((codes.to(torch.int8) - 8).float() * d).view(-1)
     return (codes.float() * d + raw[:, 2:4].clone().view(torch.float16).float()).view(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# download, with the standard library, from what serves {endpoint}/{owner/name}/resolve/{revision}/{file}: the hub, its mirrors
+
+SHORT = {"distilgpt2": "distilbert/distilgpt2"} | {f"gpt2{size}": f"openai-community/gpt2{size}"
+                                                   for size in ("", "-medium", "-large", "-xl")}
+OPTIONAL = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+            "generation_config.json")
+TIMEOUT = 30   # seconds without a byte
+ATTEMPTS = 5   # a connection that is cut is taken up again
+OTHERWISE = "download it elsewhere and give the folder, or set HF_ENDPOINT to a mirror"
+
+
+def fetch(name, files=None, cache=None, endpoint=None):
+    """The folder with a published model's files; downloads what is not in the cache yet, and nothing when all is there.
+
+    name: a local folder (only looked at), or "owner/name" or one of SHORT, then "@revision" (a branch, tag or commit) if not
+        "main"; what "main" was at the first download stays until its folder is removed. "datasets/owner/name" has data sets.
+    files: names, all required; None: config.json, the weights as safetensors (one file, or an index and its shards), and those
+        of OPTIONAL that exist.
+    cache: the folder of all models; else the environment's GRPO_TRACIN_CACHE, else ~/.cache/grpo-tracin.
+    endpoint: the server; else the environment's HF_ENDPOINT, else https://huggingface.co.
+
+    A file gets its name when its size, and its hash where the server gives one, are right. BadInput names URL or file.
+    """
+    if os.path.isdir(name):
+        missing = [f for f in files or ["config.json"] if not os.path.isfile(os.path.join(name, f))]
+        if missing:
+            raise BadInput(f"{name}: {', '.join(missing)} missing in this folder")
+        if files is None and not any(os.path.isfile(os.path.join(name, f)) for f in (WEIGHTS, INDEX)):
+            raise BadInput(f"{name}: {no_weights(os.path.exists(os.path.join(name, PICKLE)))}")
+        return name
+    match = re.fullmatch(r"(\w[\w.-]*(?:/\w[\w.-]*){0,2})(?:@(\w[\w./-]*))?", name)
+    repo, revision = (SHORT.get(match[1], match[1]), match[2] or "main") if match else ("", "")
+    if "/" not in repo:
+        raise BadInput(f"{name!r}: no such folder, and no published name: owner/name, owner/name@revision, {', '.join(SHORT)}")
+    cache = cache or os.environ.get("GRPO_TRACIN_CACHE") or os.path.expanduser("~/.cache/grpo-tracin")
+    endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    base = f"{endpoint}/{repo}/resolve/{urllib.parse.quote(revision, safe='')}/"
+    folder = os.path.join(cache, f"{repo}@{revision}".replace("/", "--"))
+    record, known = os.path.join(folder, "fetched.json"), {}  # {file: bytes, or null where the server has no such file}
+
+    def get(file, required=True):
+        """True with the file in the folder; False when the server has none, BadInput if it is required."""
+        path, url = os.path.join(folder, file), base + urllib.parse.quote(file)
+        asked = file in known and (known[file] is not None or not required)
+        if not asked or known[file] is not None and (not os.path.isfile(path) or os.path.getsize(path) != known[file]):
+            known[file] = download(url, path)
+            if required and known[file] is None:
+                raise BadInput(f"{url}: not there (404): look at the name, the revision and the files of the model")
+            with replacing(record) as f:
+                f.write(json.dumps(known, indent=1).encode())
+        return known[file] is not None
+
+    with writing(folder):
+        os.makedirs(folder, exist_ok=True)
+        lock = open(os.path.join(folder, ".lock"), "w") if os.access(folder, os.W_OK) else None  # a shared cache is only read
+    with lock or contextlib.nullcontext():
+        if lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one downloads, the others wait and find the files
+        with contextlib.suppress(OSError, ValueError), open(record, "rb") as f:
+            known.update(parse_json(f.read()))
+        for file in files or ["config.json"]:
+            if file != os.path.normpath(file) or os.path.isabs(file) or file.startswith(".."):
+                raise BadInput(f"{file!r}: not the name of a file in {repo}")
+            get(file)
+        for file in OPTIONAL if files is None else ():
+            get(file, required=False)
+        if files is None and not get(WEIGHTS, required=False):
+            if not get(INDEX, required=False):
+                os.remove(record)  # so that it is asked again: they may be published later
+                pickle = request(base + PICKLE, {}, "HEAD")[0].status != 404
+                raise BadInput(f"{base}{WEIGHTS}: {no_weights(pickle)}")
+            for file in sorted(set(shards(folder).values())):
+                get(file)
+    return folder
+
+
+class Stay(urllib.request.HTTPRedirectHandler):
+    """Redirects are followed by `request`, which has to see the headers on the way."""
+
+    def redirect_request(self, *args):
+        return None
+
+
+def request(url, headers, method="GET"):
+    """(response, tag, size): redirects followed, whatever the status at the end. BadInput when there is no answer.
+
+    The hub describes a large file (X-Linked-ETag: its SHA-256, X-Linked-Size) and redirects to a content network, whose own
+    ETag is no hash of the content; a small file's ETag is its git hash. tag and size are "" where the server gives none.
+    """
+    first, origin, tag, size = url, None, "", ""
+    for _ in range(10):
+        host = re.match("https?://[^/?#]*", url)
+        origin = origin or host
+        if not host or origin[0].startswith("https:") and not host[0].startswith("https:"):
+            raise BadInput(f"{first}: leads to {url[:200]!r}, which is not https (or http for a mirror)")
+        try:
+            response = urllib.request.build_opener(Stay).open(urllib.request.Request(url, headers=headers | {
+                "User-Agent": "grpo-tracin", "Accept-Encoding": "identity"}, method=method), timeout=TIMEOUT)
+        except urllib.error.HTTPError as e:
+            response = e  # an answer all the same
+        except (OSError, ValueError, http.client.HTTPException) as e:
+            reason = getattr(e, "reason", e)
+            reason = f"no answer in {TIMEOUT} s" if isinstance(reason, TimeoutError) else " ".join(str(reason).split())[:200]
+            raise BadInput(f"{url}: {reason}; no network? {OTHERWISE}") from e
+        tag = tag or response.headers.get("X-Linked-ETag", "")
+        size = size or response.headers.get("X-Linked-Size", "")
+        if response.status not in (301, 302, 303, 307, 308) or "Location" not in response.headers:
+            if not tag and host[0] == origin[0]:
+                tag = response.headers.get("ETag", "")
+            return response, tag.removeprefix("W/").strip('"'), size
+        response.close()
+        url = urllib.parse.urljoin(url, urllib.parse.quote(response.headers["Location"], safe=string.punctuation))
+    raise BadInput(f"{first}: more than 10 redirects; {OTHERWISE}")
+
+
+def download(url, path):
+    """Bytes of `url` at `path`, whole and checked; None when the server has no such file (404).
+
+    What has come is kept in path.partial, the server's tag of the content in path.partial.tag; a later call asks for the rest
+    and begins again when the tag is another. (Not by If-Range: the tag is the hub's, and the content network has its own.)
+    """
+    partial, note = path + ".partial", path + ".partial.tag"
+    with writing(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        for attempt in range(ATTEMPTS):
+            time.sleep(attempt)
+            at = os.path.getsize(partial) if os.path.exists(partial) and os.path.exists(note) else 0
+            response, tag, size = request(url, {"Range": f"bytes={at}-"} if at else {})
+            with response:
+                if response.status == 404:
+                    return None
+                if response.status in (401, 403):
+                    raise BadInput(f"{url}: refused ({response.status}): no such model, or one that needs a login; {OTHERWISE}")
+                if at and response.status in (206, 416):
+                    with open(note) as f:
+                        if not tag or f.read() != tag or not response.headers.get("Content-Range", "").startswith(f"bytes {at}-"):
+                            os.remove(note)  # the rest of something else: next time from the beginning
+                            continue
+                elif response.status != 200:
+                    raise BadInput(f"{url}: the server answered {response.status}; try again later")
+                at = at if response.status == 206 else 0
+                length = response.headers.get("Content-Length", "")
+                if not re.fullmatch("[0-9]{1,18}", size or length):
+                    raise BadInput(f"{url}: the server does not say how long the file is; {OTHERWISE}")
+                size = int(size or at + int(length))
+                if not at:  # the old content goes before the new tag comes
+                    with open(partial, "wb"), open(note, "w") as f:
+                        f.write(tag)
+                reason = receive(response, partial, at, size, os.path.basename(path))
+            got = os.path.getsize(partial)
+            if got >= size:
+                break
+        else:
+            raise BadInput(f"{url}: cut off after {got} of {size} bytes ({reason}); the same command goes on from there")
+        found = None
+        if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", tag):
+            kind = hashlib.sha256() if len(tag) == 64 else hashlib.sha1(b"blob %d\0" % got)
+            with open(partial, "rb") as f:
+                found = hashlib.file_digest(f, lambda: kind).hexdigest()
+        if got != size or found not in (None, tag):
+            os.remove(partial)
+            raise BadInput(f"{url}: {size} bytes with hash {tag} were promised, {got} with {found} came, and were removed; "
+                           f"try again, or {OTHERWISE}")
+        os.replace(partial, path)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(note)
+    return size
+
+
+def receive(response, partial, at, size, what):
+    """Append a response's body to the file `partial`, which holds `at` of `size` bytes. Returns why it ended."""
+    began, shown, begin, tty = time.time(), time.time(), at, sys.stderr.isatty()
+    with open(partial, "ab") as f:
+        while at <= size:
+            try:
+                block = response.read1(2 ** 20)
+            except (OSError, http.client.HTTPException) as e:
+                return str(e) or type(e).__name__
+            f.write(block)
+            at, now = at + len(block), time.time()
+            if now - shown > (0.2 if tty else 10) or tty and not block:
+                shown, rate = now, (at - begin) / 1e6 / max(now - began, 1e-9)
+                bar = f"[{'#' * (24 * at // max(size, 1)):24}] " if tty else ""
+                print(f"{what}: {bar}{at / 1e6:.1f} of {size / 1e6:.1f} MB, {rate:.1f} MB/s",
+                      end="\r" if tty and block else "\n", file=sys.stderr, flush=True)
+            if not block:
+                break
+        f.flush()
+        os.fsync(f.fileno())
+    return "the connection ended"
+
+
+def main(argv):
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise BadInput("usage: python fetch.py NAME, where NAME is owner/name, owner/name@revision or one of " + ", ".join(SHORT))
+    folder = fetch(argv[0])
+    print(folder)
+    for file in sorted(os.listdir(folder)):
+        if file not in (".lock", "fetched.json"):
+            print(f"{os.path.getsize(os.path.join(folder, file)):>14,} bytes  {file}")
+
+
+if __name__ == "__main__":
+    run_script(main)
