@@ -59,7 +59,8 @@ OPTIONAL_IN = {"gpt2": dict(tie_word_embeddings=True), "gpt_neo": dict(tie_word_
 OPTIONAL = dict(n_inner=0, layer_norm_epsilon=1e-5, window_size=256, rms_norm_eps=1e-6, rope_theta=1e4, num_key_value_heads=0,
                 head_dim=0, tie_word_embeddings=False)
 SUPPORTED = dict(activation_function=("gelu_new", "gelu_pytorch_tanh"), hidden_act=("silu", "swish"), scale_attn_weights=(True,),
-                 rope_type=("default",), type=("default",), partial_rotary_factor=(1,), quantization_config=(), layer_types=())
+                 rope_type=("default",), type=("default",), partial_rotary_factor=(1,), quantization_config=(None,),
+                 layer_types=("full_attention",))
 SUPPORTED |= dict.fromkeys(["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "mlp_bias",
                             "attention_bias", "use_sliding_window"], (False,))
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
@@ -74,16 +75,16 @@ def read_config(found, path):
         raise BadInput(f"{path}: architecture {given} is none that a policy can have: {', '.join(ARCHITECTURES.values())}")
     try:
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}  # transformers 5 and 4
-        found = found | rope | {"layer_types": set(found.get("layer_types") or ()) - {"full_attention"} or None}
+        found = found | rope | {"layer_types": next(iter(set(found.get("layer_types") or ()) - {"full_attention"}), None)}
         for key, values in SUPPORTED.items():
             if found.get(key) is not None and found[key] not in values:
-                raise ValueError(f"{key} = {found[key]!r} is not supported" + f", only {values[0]!r}" * bool(values))
+                raise ValueError(f"{key} = {found[key]!r} is not supported, only {values[0]!r}")
         optional = OPTIONAL | OPTIONAL_IN.get(kind, {})
         values = {field: optional.get(key) if found.get(key) is None else found[key] for field, key in KEYS[kind].items()}
         for field, value in values.items():
-            default = type(getattr(GPTConfig, field))
-            if type(value) not in (default, int if default is float else default) or not 0 <= value < 2 ** 31:
-                raise ValueError(f"{KEYS[kind][field]} = {value!r}")
+            default, key = type(getattr(GPTConfig, field)), KEYS[kind][field]
+            if type(value) not in (default, int if default is float else default) or not (key not in optional) <= value < 2 ** 31:
+                raise ValueError(f"{key} = {value!r}")
         local = [k for kinds, times in found["attention_types"] for _ in range(times) for k in kinds] if kind == "gpt_neo" else []
         if not set(local) <= {"global", "local"} or kind == "gpt_neo" and len(local) != values["n_layer"]:
             raise ValueError(f"attention_types = {found['attention_types']}")
