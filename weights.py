@@ -85,14 +85,16 @@ def read_config(found, path):
             default, key = type(getattr(GPTConfig, field)), KEYS[kind][field]
             if type(value) not in (default, int if default is float else default) or not (key not in optional) <= value < 2 ** 31:
                 raise ValueError(f"{key} = {value!r}")
-        local = [k for kinds, times in found["attention_types"] for _ in range(times) for k in kinds] if kind == "gpt_neo" else []
-        if not set(local) <= {"global", "local"} or kind == "gpt_neo" and len(local) != values["n_layer"]:
+        layers = found["attention_types"] if kind == "gpt_neo" else [[["global"], values["n_layer"]]]
+        layers = [k for kinds, times in layers for k in kinds * min(times, 1000)]
+        if not set(layers) <= {"global", "local"} or len(layers) != min(values["n_layer"], 1000):
             raise ValueError(f"attention_types = {found['attention_types']}")
-        if values["n_head"] % (values.get("n_kv_head") or 1):
-            raise ValueError(f"num_attention_heads = {values['n_head']} and num_key_value_heads = {values['n_kv_head']}")
+        hs = values.get("head_dim") or values["n_embd"] // values["n_head"]
+        if values["n_head"] % (values.get("n_kv_head") or 1) or "rope_base" in values and (hs < 2 or hs % 2):
+            raise ValueError(f"{values['n_head']} heads of {hs} channels, {values.get('n_kv_head')} of them for keys and values")
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise BadInput(f"{path}: config.json: {e}") from e
-    return kind, GPTConfig(**values, **FIXED[kind], local_layers=tuple(i for i, k in enumerate(local) if k == "local"))
+    return kind, GPTConfig(**values, **FIXED[kind], local_layers=tuple(i for i, k in enumerate(layers) if k == "local"))
 
 
 def write_config(config):
@@ -154,9 +156,9 @@ def load_pretrained(name_or_path):
         metadata, tensors = read_gguf(path)
         kind, config = read_config(gguf_config(metadata, tensors), path)
         if kind == "llama":  # llama.cpp turns neighbouring channels: rows (head, pair, 2) there, (head, 2, pair) here
-            hs = config.head_dim or config.n_embd // max(1, config.n_head)
+            hs = config.head_dim or config.n_embd // config.n_head
             for name, x in tensors.items():
-                if re.search(r"attn_[qk]\.weight", name) and hs > 1 and len(x) % hs == 0:
+                if re.search(r"attn_[qk]\.weight$", name) and len(x) % hs == 0:
                     tensors[name] = x.unflatten(0, (-1, hs // 2, 2)).transpose(1, 2).flatten(0, 2)
         return fill(config, GGUF, tensors, False, path), path
     folder = path if os.path.isdir(path) else os.path.dirname(path)
@@ -338,13 +340,11 @@ def write_tokenizer(folder, source, config):
         tokenizer_class="PreTrainedTokenizerFast", bos_token=eos, eos_token=eos, model_max_length=config.block_size,
         clean_up_tokenization_spaces=False))
     write_json(folder, "tokenizer.json", dict(
-        version="1.0", truncation=None, padding=None, normalizer=nfc, post_processor=None, decoder=byte_level,
+        version="1.0", normalizer=nfc, decoder=byte_level, model=dict(type="BPE", vocab=vocab, merges=merges),
         added_tokens=[dict(id=i, content=token, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
                       for token, i in sorted(special.items(), key=lambda item: item[1])],
         pre_tokenizer=dict(type="Sequence", pretokenizers=[
-            dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False), byte_level]),
-        model=dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
-                   fuse_unk=False, byte_fallback=False, ignore_merges=False, vocab=vocab, merges=merges)))
+            dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False), byte_level])))
     return dict(bos_token_id=end, eos_token_id=end)
 
 

