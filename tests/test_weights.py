@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import weights
-from fetch import read_safetensors, write_safetensors
+from fetch import read_gguf, read_safetensors, write_safetensors
 from model import GPT, BadInput, GPTConfig, add_lora, autocast, completion_logprobs, generate, load_gpt, pad_left, save_gpt
-from tokenizer import load_tokenizer
+from tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
 from weights import export, load_pretrained
 
 V, C, H = 23, 12, 4
@@ -186,7 +186,9 @@ def refusal(f, *args, **kwargs):
 def test_published_layout_gives_the_logits_of_a_forward_by_hand_padded_or_not(layout, tmp_path):
     c = LAYOUTS[layout]
     model, where = load_pretrained(write(tmp_path / "m", c))
-    assert where == str(tmp_path / "m") and all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
+    assert where == str(tmp_path / "m")
+    for p in model.parameters():  # of its own, not a view of the file
+        assert p.dtype == torch.float32 and p.requires_grad and p.untyped_storage().nbytes() == 4 * p.numel()
     model, rows = model.double(), ids_of(9, 1, 5)
     expected = [forward_by_hand(c, make_tensors(c), row) for row in rows]
     torch.testing.assert_close(logits(model, torch.tensor(rows[:1]))[0], expected[0], rtol=0, atol=1e-10)
@@ -319,7 +321,8 @@ def write_gguf(path, c, tensors, kind, **changes):
     for key, value in meta.items():
         head += struct.pack("<Q", len(key)) + key.encode() + (
             struct.pack("<IQ", 8, len(value)) + value.encode() if isinstance(value, str) else
-            struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value))
+            struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value) if isinstance(value, int) else
+            struct.pack("<IIQ", 9, 8, len(value)) + b"".join(struct.pack("<Q", len(x.encode())) + x.encode() for x in value))
     head += table
     path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
     return str(path)
@@ -519,6 +522,22 @@ def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert "model.safetensors" in os.listdir(tmp_path / "out")
 
 
+def test_tokenizer_of_a_gguf_file_leaves_with_the_policy(tmp_path):
+    tokens = ["<|end|>", "<|user|>", *"abcdefgh123", "Ġ", "ab", "Ġa", "abc", "Ġabc"]
+    meta = {"model": "gpt2", "pre": "smollm", "tokens": tokens, "merges": ["a b", "Ġ a", "ab c", "Ġ abc"], "eos_token_id": 0}
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), "llama",
+                      **{f"tokenizer.ggml.{key}": value for key, value in meta.items()}, **{"tokenizer.chat_template": "{{ x }}"})
+    model, source = load_pretrained(path)
+    export(model, tmp_path / "out", source)
+    t = read_tokenizer(str(tmp_path / "out"))
+    text = "abc abcab  a12 3<|end|>"
+    assert t.encode_ordinary(text) == gguf_tokenizer(read_gguf(path)[0]).encode_ordinary(text) and t.eot_token == 0
+    assert t.encode_ordinary("abc abc12") == [tokens.index(x) for x in ("abc", "Ġabc", "1", "2")]
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == "{{ x }}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
+    assert torch.equal(load_pretrained(tmp_path / "out")[0].wte.weight, model.wte.weight)
+
+
 @pytest.mark.parametrize("vocab_size", [257, 300, 2000])
 def test_merges_of_an_exported_tokenizer_rebuild_its_tokens(vocab_size, tmp_path):
     export(GPT(GPTConfig(vocab_size, 16, 1, 2, 8)), tmp_path / "out", load_tokenizer(vocab_size))
@@ -531,6 +550,8 @@ def test_merges_of_an_exported_tokenizer_rebuild_its_tokens(vocab_size, tmp_path
     assert all(vocab[part] < 256 + i for i, merge in enumerate(merges) for part in merge.split(" "))
     assert merges[:3] == ["Ġ t", "Ġ a", "h e"][:len(merges)]  # as in GPT-2's own merges.txt
     assert vocab["<|endoftext|>"] == vocab_size - 1 == whole["added_tokens"][0]["id"]
+    t, text = read_tokenizer(str(tmp_path / "out")), "It's a TEST,  12345 of\r\n\n\tevery kind: naïve 中文 🙂 "
+    assert t.encode_ordinary(text) == load_tokenizer(vocab_size).encode_ordinary(text) and t.eot_token == vocab_size - 1
 
 
 def test_command_exports_a_run_and_a_policy_file(tiny, grpo, tmp_path, capsys):
