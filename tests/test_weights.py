@@ -321,7 +321,8 @@ def write_gguf(path, c, tensors, kind, **changes):
     for key, value in meta.items():
         head += struct.pack("<Q", len(key)) + key.encode() + (
             struct.pack("<IQ", 8, len(value)) + value.encode() if isinstance(value, str) else
-            struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value) if isinstance(value, int) else
+            struct.pack("<If", 6, value) if isinstance(value, float) else
+            struct.pack("<II", 4, value) if isinstance(value, int) else
             struct.pack("<IIQ", 9, 8, len(value)) + b"".join(struct.pack("<Q", len(x.encode())) + x.encode() for x in value))
     head += table
     path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
