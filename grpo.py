@@ -27,8 +27,9 @@ from judge.comments import load_comments, load_prompts, read_rows, split_comment
 from judge.scorer import load_judge, reward_functions, score
 from judge.train import get_judges
 from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts,
-                   load_tokenizer, memory, pick_device, pick_dtype, run_script)
+                   memory, pick_device, pick_dtype, run_script)
 from pretrain import get_policy, load_policy
+from tokenizer import load_tokenizer
 from tracin import Tape, choose_targets, describe_cost, diagnose_influence, filter_rows, target_coefficients
 
 # ---------------------------------------------------------------------------------------------------------------

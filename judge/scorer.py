@@ -10,7 +10,8 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import GPT, BadInput, load_file, load_tokenizer, load_weights, save_file
+from model import GPT, BadInput, load_file, load_weights, save_file
+from tokenizer import load_tokenizer
 
 
 class Scorer(nn.Module):

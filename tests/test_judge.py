@@ -16,8 +16,9 @@ from conftest import ROOT
 from judge.comments import SPLITS, clean, load_comments, load_prompts, split_comments, split_of
 from judge.scorer import Scorer, as_reward, encode, load_judge, log_odds, pad_right, reward_functions, score
 from judge.train import auc, get_judges, length_batches
-from model import BadInput, GPTConfig, hash_of, load_file, load_gpt, load_tokenizer, save_file
+from model import BadInput, GPTConfig, hash_of, load_file, load_gpt, save_file
 from pretrain import get_policy
+from tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 
