@@ -132,7 +132,8 @@ def test_batch_order_and_company_change_nothing(make):
 def test_long_texts_are_cut_and_it_is_said_once(make, capsys):
     folder = make()
     judge, (w, c, _, tokenizer) = load_roberta(folder), read_roberta(folder)
-    judge(["p"], ["x" * 22])
+    assert len(tokenizer.encode_ordinary("Q" * 22)) == 22
+    judge(["p"], ["Q" * 22])
     assert capsys.readouterr().out == ""
     odds = judge(["p"] * 3, ["1" * 23, "2" * 300, "x"])
     judge(["p"], ["3" * 300])
