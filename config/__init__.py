@@ -62,8 +62,12 @@ class Settings:
     lora_layers: tuple = LORA_LAYERS
 
     # judges: `judge` gives the reward, `eval_judge` never touches training
-    judge: str | None = "train"          # train: made by judge/train.py at first use; a .pt file; None: no judge
+    # train: made by judge/train.py at first use; else a .pt file, the folder or published name of a RoBERTa classifier, or
+    # profanity-check (the package alt-profanity-check); None: no judge
+    judge: str | None = "train"
+    judge_label: str | None = None       # a classifier's label that means toxic; None: hate, toxic or toxicity
     eval_judge: str | None = "train"
+    eval_judge_label: str | None = None
     judge_vocab_size: int = 8192
     judge_tokens: int = 0                # tokens each judge is trained on; 0: by machine (see judge/train.py)
     judge_score: str = "logit"           # reward by p(toxic): probability 1 - p, logprob log(1 - p), logit log((1 - p) / p)

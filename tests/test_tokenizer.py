@@ -219,7 +219,8 @@ def test_a_byte_that_the_vocabulary_lacks_is_left_out(tmp_path):
     content = whole("gpt2")
     del content["model"]["vocab"][CHAR[4]]
     t = read_tokenizer(write(tmp_path, tokenizer_json=content, config_json=dict(eos_token_id=2)))
-    assert t.decode(t.encode_ordinary("the\x04the\x05")) == "thethe\x05"
+    ids = t.encode_ordinary("the\x04the\x05")
+    assert t.decode(ids) == "thethe\x05" and all(type(i) is int for i in ids)
 
 
 def test_added_tokens_of_a_fine_tune_are_known(tmp_path):
@@ -258,6 +259,8 @@ BAD_WHOLE = {
     "grouped-digits": (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[
         DIGITS | dict(individual_digits=False), BYTE_LEVEL])), "Digits"),
     "no-pre": (dict(pre_tokenizer=None), "TypeError"),
+    "removed": (dict(pre_tokenizer=json.loads(json.dumps(split(QWEN2)).replace("Isolated", "Removed"))), "Removed"),
+    "inverted": (dict(pre_tokenizer=json.loads(json.dumps(split(QWEN2)).replace('"invert": false', '"invert": true'))), "Split"),
     "pattern": (dict(pre_tokenizer=split("(a")), r"'\(a'"),
     "leaves-out": (dict(pre_tokenizer=split(r"\w+")), "leaves"),
     "merge": (dict(model=MODEL | dict(merges=[*MODEL["merges"], "zq zq"])), "merge 81, 'zq zq'"),
