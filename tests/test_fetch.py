@@ -1,5 +1,6 @@
 """fetch.py against files written byte by byte, a server on the loopback that misbehaves, thousands of broken files, and, where
 they are installed, the packages safetensors and gguf."""
+import concurrent.futures
 import functools
 import hashlib
 import http.server
@@ -225,13 +226,15 @@ def quantised(seed, blocks=6):
 
 
 @pytest.mark.parametrize("version, alignment", [(2, 32), (3, 32), (3, 8), (3, 64), (3, 1)])
-def test_reads_gguf(tmp_path, version, alignment):
+@pytest.mark.parametrize("askew", [0, 1])  # with alignment 1 the numbers begin anywhere
+def test_reads_gguf(tmp_path, version, alignment, askew):
     made = quantised(0)
     values = [("general.alignment", 4, struct.pack("<I", alignment))] * (alignment != 32) + [v[:3] for v in VALUES]
+    values.append(("x" * askew, 7, b"\x01"))
     tensors = [(kind, (2, 3, 32), number, data) for kind, (number, data, _) in made.items()] + [("scalar", (), 0, b"\0\0\0\x40")]
     (tmp_path / "x").write_bytes(gguf(values, tensors, version, alignment))
     metadata, x = read_gguf(tmp_path / "x")
-    metadata.pop("general.alignment", None)
+    assert metadata.pop("general.alignment", 32) == alignment and metadata.pop("x" * askew) is True
     assert metadata == {key: value for key, _, _, value in VALUES} and type(metadata["bool"]) is bool
     assert list(x) == [*made, "scalar"] and x.pop("scalar").item() == 2
     for kind, (_, _, want) in made.items():
@@ -759,11 +762,8 @@ def test_two_at_once_download_once(hub):
         handler.answer(200, hub.gpt2["model.safetensors"])
 
     hub.odd[hub.weights] = slow
-    threads = [threading.Thread(target=fetch, args=("gpt2",)) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(fetch, ["gpt2"] * 4)) == [str(hub.folder)] * 4
     assert content(hub.folder) == hub.gpt2 and len(hub.of(hub.weights)) == 1
 
 
