@@ -6,7 +6,7 @@ Published models: their files onto this machine, and the tensors out of the file
 In the order of the file: tensor files (safetensors, GGUF), the download.
 Two formats are read, both nothing but a table and raw numbers; pickles (.bin, .pt of others) run what is in them and are
 never opened. Everything read here came from someone else: each length and offset is held against the file before it is used,
-so a broken or hostile file is one BadInput that names it, and memory stays a small multiple of the file's size.
+so a broken or hostile file is one BadInput that names it, and memory is bounded by the file's own size.
 """
 import contextlib
 import fcntl
@@ -45,7 +45,8 @@ def reading(path, kind):
     try:
         yield
     except (ValueError, OSError, RecursionError) as e:
-        raise BadInput(f"{path}: not a readable {kind} file: {e}; fetch it again") from e
+        why = " ".join(str(e).split())  # names in the file may hold newlines
+        raise BadInput(f"{path}: not a readable {kind} file: {why}; fetch it again") from e
 
 
 def map_file(path):
@@ -108,7 +109,7 @@ def read_safetensors(path):
         for name, entry in table.items():
             try:
                 dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-                if not is_int(begin) or end - begin != numel(shape) * dtype.itemsize:
+                if not is_int(begin) or not is_int(end) or end - begin != numel(shape) * dtype.itemsize:
                     raise ValueError("the bytes do not match the shape")
             except (ValueError, TypeError, KeyError) as e:
                 raise ValueError(f"tensor {name[:80]!r}: {str(entry)[:200]} ({e!s:.80})") from e
@@ -201,7 +202,7 @@ def load_tensors(path):
             if where.get(name) == file:
                 found[name] = x
     if len(found) < len(where):
-        raise BadInput(f"{path}: the shards lack {', '.join(sorted(where.keys() - found.keys())[:3])}, which {INDEX} names")
+        raise BadInput(f"{path}: the shards lack {str(sorted(where.keys() - found.keys())[:3])[:200]}, which {INDEX} names")
     return found
 
 
@@ -291,7 +292,7 @@ def read_gguf(path):
             size = numel(shape) // block * size
             if (shape[-1] if shape else 1) % block or offset % alignment or offset < last or start + offset + size > len(view):
                 raise ValueError(f"tensor {name[:80]!r} of {shape} {kind} lies at {offset}: cut short, overlapping or misaligned")
-            tensors[name] = dequantise(cut(data, start + offset, size, torch.uint8, -1), kind).view(shape)
+            tensors[name] = dequantise(data[start + offset:start + offset + size], kind).view(shape)
             last = offset + size
     return metadata, tensors
 
@@ -299,8 +300,7 @@ def read_gguf(path):
 def dequantise(raw, kind):
     """raw (bytes,) uint8 of a GGUF tensor -> its values (n,) in float32. 32 values are one or two float16 and 32 codes."""
     if kind in ("F32", "F16", "BF16"):
-        dtype = DTYPES[kind]
-        return cut(raw.clone() if raw.storage_offset() % dtype.itemsize else raw, 0, len(raw), dtype, -1).float()
+        return raw.clone().view(DTYPES[kind]).float()  # a copy of its own, which lies aligned
     raw = raw.view(-1, {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}[kind])                                 # (blocks, bytes)
     d = raw[:, :2].clone().view(torch.float16).float()                                             # (blocks, 1) the scale
     if kind == "Q8_0":
@@ -336,6 +336,7 @@ def fetch(name, files=None, cache=None, endpoint=None):
 
     A file gets its name when its size, and its hash where the server gives one, are right. BadInput names URL or file.
     """
+    name = os.fspath(name)
     if os.path.isdir(name):
         missing = [f for f in files or ["config.json"] if not os.path.isfile(os.path.join(name, f))]
         if missing:

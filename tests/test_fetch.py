@@ -1,5 +1,6 @@
 """fetch.py against files written byte by byte, a server on the loopback that misbehaves, thousands of broken files, and, where
 they are installed, the packages safetensors and gguf."""
+import concurrent.futures
 import functools
 import hashlib
 import http.server
@@ -104,6 +105,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
 DEFECTS = {
     "empty": (b"", "header of 0 bytes in a file of 0"), "short": (b"\x01\x00", "file of 2"),
     "length beyond the file": (pack({"a": entry()}, bytes(8), 10 ** 9), "header of 1000000000"),
+    "length one beyond": (pack({}, b"", 3), "header of 3 bytes in a file of 10"),
     "huge length": (pack({}, b"", 2 ** 64 - 1), "header of 18446744073709551615"),
     "no JSON": (pack(b"{nonsense}", b""), "property name"), "no object": (pack(b"[1, 2]", b""), "not an object"),
     "not UTF-8": (pack(b'{"\xff": 1}', b""), "utf-8"), "deep": (pack(b'{"a":' + b"[" * 100000, b""), "recursion"),
@@ -120,6 +122,9 @@ DEFECTS = {
     "number of 5000 digits": (pack(b'{"a": ' + b"9" * 5000 + b"}", b""), "digits"),
     "offsets": (pack({"a": entry(offsets=(0, 8, 8))}, bytes(8)), "'a'"),
     "text": (pack({"a": entry(offsets=("0", 8))}, bytes(8)), "'a'"),
+    "begin a fraction": (pack({"a": entry(offsets=(0.0, 8))}, bytes(8)), "do not match"),
+    "end a fraction": (pack({"a": entry(offsets=(0, 8.0))}, bytes(8)), "do not match"),
+    "begin false": (pack({"a": entry(offsets=(False, 8))}, bytes(8)), "do not match"),
     "backwards": (pack({"a": entry(shape=(0,), offsets=(8, 8))}, bytes(8)), "gap"),
     "size": (pack({"a": entry(shape=(3,))}, bytes(8)), "do not match the shape"),
     "gap": (pack({"a": entry(offsets=(1, 9))}, bytes(9)), "'a' lies at 1 to 9"),
@@ -148,8 +153,8 @@ def test_shards(tmp_path):
     refused(tmp_path, two, "is missing", call=load)
     write_safetensors(str(tmp_path / two), {k: v for k, v in x.items() if where[k] == two})
     assert same(load(), x)
-    index.write_text(json.dumps({"weight_map": where | {"lost": two}}))
-    refused(tmp_path, "lost", call=load)
+    index.write_text(json.dumps({"weight_map": where | {"lo\nst": two}}))
+    refused(tmp_path, "'lo\\nst'", call=load)
     for name in ("../model.safetensors", "/etc/passwd", "..\\x.safetensors", "pytorch_model.bin", 3, ".."):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         refused(index, str(name).replace("\\", "\\\\"), call=load)
@@ -221,13 +226,15 @@ def quantised(seed, blocks=6):
 
 
 @pytest.mark.parametrize("version, alignment", [(2, 32), (3, 32), (3, 8), (3, 64), (3, 1)])
-def test_reads_gguf(tmp_path, version, alignment):
+@pytest.mark.parametrize("askew", [0, 1])  # with alignment 1 the numbers begin anywhere
+def test_reads_gguf(tmp_path, version, alignment, askew):
     made = quantised(0)
     values = [("general.alignment", 4, struct.pack("<I", alignment))] * (alignment != 32) + [v[:3] for v in VALUES]
+    values.append(("x" * askew, 7, b"\x01"))
     tensors = [(kind, (2, 3, 32), number, data) for kind, (number, data, _) in made.items()] + [("scalar", (), 0, b"\0\0\0\x40")]
     (tmp_path / "x").write_bytes(gguf(values, tensors, version, alignment))
     metadata, x = read_gguf(tmp_path / "x")
-    metadata.pop("general.alignment", None)
+    assert metadata.pop("general.alignment", 32) == alignment and metadata.pop("x" * askew) is True
     assert metadata == {key: value for key, _, _, value in VALUES} and type(metadata["bool"]) is bool
     assert list(x) == [*made, "scalar"] and x.pop("scalar").item() == 2
     for kind, (_, _, want) in made.items():
@@ -247,7 +254,7 @@ GGUF_DEFECTS = {
     "array of text": (gguf([("k", 9, array(8, 2 ** 62, b""))]), "cut short"),
     "deep": (gguf([("k", 9, array(9, 1, array(9, 1, array(9, 1, array(9, 1, array(9, 1, bytes(99)))))))]), "too deep"),
     "alignment 0": (gguf([("general.alignment", 4, bytes(4))], [F32]), "general.alignment = 0"),
-    "alignment text": (gguf([("general.alignment", 8, text("x"))], [F32]), "general.alignment = x"),
+    "alignment text": (gguf([("general.alignment", 8, text("x\ny"))], [F32]), "general.alignment = x y"),
     "tensor twice": (gguf((), [F32, F32]), "'t' stands twice"),
     "tensor type": (gguf((), [("t", (256,), 14, bytes(210))]), "Q6_K"),
     "tensor type 77": (gguf((), [("t", (4,), 77, bytes(16))]), "type 77"),
@@ -265,9 +272,9 @@ def test_a_broken_gguf_is_named(tmp_path, name):
 
 
 def test_gguf_tensors_that_overlap_or_lie_askew(tmp_path):
-    data = gguf((), [F32, ("u", (4,), 0, bytes(16))])
+    data = gguf((), [F32, ("u", (4,), 0, bytes(16))]) + bytes(32)
     at = data.index(text("u")) + 9 + 4 + 8 + 4  # the offset of u
-    for offset in (0, 33, 2 ** 63):
+    for offset in (0, 40, 2 ** 63):
         (tmp_path / "x").write_bytes(data[:at] + struct.pack("<Q", offset) + data[at + 8:])
         refused(tmp_path / "x", "'u'" if offset else "lies at 0", call=lambda: read_gguf(tmp_path / "x"))
 
@@ -328,16 +335,16 @@ def little_memory():
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_broken_files_are_read_or_refused(tmp_path, kind, little_memory):
-    path, rng, count, read_whole = str(tmp_path / "x"), random.Random(3), 6000, 0
+    rng, count, read_whole = random.Random(3), 6000, 0
+    file = open(os.memfd_create("broken"), "wb", buffering=0)  # in memory: 6000 files are slow on some disks
+    path = f"/proc/self/fd/{file.fileno()}"
     if kind == "safetensors":
-        write_safetensors(path + "0", bits(2, (), (3, 2), (0, 4)))
-        with open(path + "0", "rb") as f:
-            seeds = [f.read(), pack({"a": entry(), "b": entry("I8", (1, 3), (8, 11)), "c": entry("BF16", (), (11, 13))},
-                                    bytes(13))]
+        write_safetensors(str(tmp_path / "x"), bits(2, (), (3, 2), (0, 4)))
+        small = {"a": entry(), "b": entry("I8", (1, 3), (8, 11)), "c": entry("BF16", (), (11, 13))}
+        seeds = [(tmp_path / "x").read_bytes(), pack(small, bytes(13))]
     else:
         tensors = [(name, (1, 2, 32), number, data) for name, (number, data, _) in quantised(1, 2).items()]
         seeds = [gguf([v[:3] for v in VALUES], tensors), gguf((), tensors[:3], 2), gguf([v[:3] for v in VALUES[-3:]])]
-    file = open(path, "wb", buffering=0)  # kept open: closing 6000 files is slow on some disks
     for i in range(count):
         data, found = mutate(rng, rng.choice(seeds)), None
         file.seek(0)
@@ -473,6 +480,10 @@ def test_download_and_cache(hub, monkeypatch):
     assert sorted(p for _, p, _ in hub.asked) == sorted(
         f"/openai-community/gpt2/resolve/main/{name}" for name in ("config.json", "model.safetensors", *module.OPTIONAL))
     hub.asked.clear()
+    hub.files["/openai-community/gpt2/resolve/main/tokenizer.json"] = hub.gpt2["tokenizer.json"] = b"new"
+    assert fetch("gpt2") == folder and hub.asked == []  # that it was not there is known, and asked again when it is needed
+    assert fetch("gpt2", ["tokenizer.json"]) and len(hub.asked) == 1 and content(folder) == hub.gpt2
+    hub.asked.clear()
     assert fetch("openai-community/gpt2") == folder and fetch("gpt2@main", ["vocab.json"]) == folder and hub.asked == []
     (hub.folder / "vocab.json").write_bytes(b"cut")  # by something else: only that one comes again
     fetch("gpt2")
@@ -583,14 +594,49 @@ def sha(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def test_redirect_to_a_content_network(hub):
+@pytest.mark.parametrize("described", [True, False])
+def test_redirect_to_a_content_network(hub, described):
     data = hub.files.pop(hub.weights)
     hub.redirect[hub.weights] = f"http://localhost:{hub.port}/cdn/a b?x=1"
     hub.files["/cdn/a%20b?x=1"], hub.tags["/cdn/a%20b?x=1"] = data, "f" * 64  # its ETag is no hash of the content
     hub.linked[hub.weights] = {"X-Linked-ETag": f'"{sha(data)}"', "X-Linked-Size": len(data), "ETag": '"0"'}
+    if not described:
+        hub.linked = {}
     hub.cut["/cdn/a%20b?x=1"] = [70_000]
-    assert content(fetch("gpt2")) == hub.gpt2
-    assert hub.of(hub.weights) == [None, "bytes=70000-"] == hub.of("/cdn/a%20b?x=1")
+    assert content(fetch("gpt2")) == hub.gpt2  # without a description there is nothing to tell a changed file by: from the start
+    assert hub.of(hub.weights) == [None, "bytes=70000-"] + [None] * (not described) == hub.of("/cdn/a%20b?x=1")
+
+
+def test_a_redirect_never_leaves_https(monkeypatch):
+    answer = SimpleNamespace(status=302, headers={"Location": "http://x/y"}, close=lambda: None)
+    opener = SimpleNamespace(open=lambda request, timeout: answer)
+    monkeypatch.setattr(module.urllib.request, "build_opener", lambda *handlers: opener)
+    refused("https://a/b", "http://x/y", "not https", call=lambda: module.request("https://a/b", {}))
+
+
+def test_a_server_that_does_not_stop(hub):
+    sent = []
+
+    def endless(handler):
+        handler.send_response(200)
+        handler.send_header("X-Linked-Size", "1000")
+        handler.end_headers()
+        for _ in range(1000):
+            handler.wfile.write(bytes(100_000))
+            sent.append(100_000)
+
+    hub.odd[hub.weights] = endless
+    refused(hub.weights, "1000 bytes", "were promised", call=lambda: fetch("gpt2"))
+    assert sum(sent) < 5e7 and not os.path.exists(hub.folder / "model.safetensors.partial")
+
+
+def test_progress(hub, monkeypatch, capsys):
+    fetch("gpt2", cache=str(hub.cache / "quiet"))
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    fetch("gpt2", ["model.safetensors"])
+    line = capsys.readouterr().err
+    assert line.endswith("\n") and f"model.safetensors: [{'#' * 24}] 0.3 of 0.3 MB, " in line
 
 
 def test_redirect_on_the_hub_itself(hub):
@@ -711,11 +757,13 @@ def test_shards_are_fetched(hub):
 
 
 def test_two_at_once_download_once(hub):
-    threads = [threading.Thread(target=fetch, args=("gpt2",)) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    def slow(handler):
+        hub.bye.wait(0.2)
+        handler.answer(200, hub.gpt2["model.safetensors"])
+
+    hub.odd[hub.weights] = slow
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(fetch, ["gpt2"] * 4)) == [str(hub.folder)] * 4
     assert content(hub.folder) == hub.gpt2 and len(hub.of(hub.weights)) == 1
 
 
@@ -745,7 +793,7 @@ def test_a_process_killed_in_the_middle_loses_nothing(hub):
     process = subprocess.Popen([sys.executable, os.path.join(ROOT, "fetch.py"), "gpt2"], stderr=subprocess.DEVNULL)
     partial = hub.folder / "model.safetensors.partial"
     while not (partial.exists() and partial.stat().st_size > 100_000):
-        assert process.poll() is None
+        assert process.poll() is None and not hub.bye.wait(0.01)
     process.kill()
     process.wait()
     kept = partial.stat().st_size
