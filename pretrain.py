@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 from torch.nn import functional as F
 
-from config import load_settings
+from config import Settings, load_settings
 from fetch import read_gguf
 from judge.comments import get_splits
 from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, fit, generate, interrupts, load_gpt, pick_device,
@@ -56,11 +56,15 @@ def is_published(settings):
 
 
 def load_policy(settings):
-    """The policy that the settings name; None for "train". The shape of a published one goes into the settings; a .pt file must
-    have theirs, since the tokenizer is chosen by it, else BadInput."""
+    """The policy that the settings name; None for "train". The shape of a published one goes into the settings, and what they
+    said is said to be left aside; a .pt file must have theirs, since the tokenizer is chosen by it, else BadInput."""
     if settings.policy == "train":
         return None
     model = load_pretrained(settings.policy)[0] if is_published(settings) else load_gpt(settings.policy)
+    aside = [f"{name} = {getattr(settings, name)}" for name in SHAPE
+             if getattr(settings, name) not in (getattr(Settings, name), getattr(model.config, name))]
+    if aside and is_published(settings):
+        print(f"note: {settings.policy} has a shape of its own; {', '.join(aside)} is left aside")
     for name in SHAPE:
         wanted, found = getattr(settings, name), getattr(model.config, name)
         if wanted != found and not is_published(settings):
@@ -73,13 +77,20 @@ def load_policy(settings):
 
 
 def get_tokenizer(settings):
-    """The tokenizer of the policy: its own where it is a published model, else GPT-2's first vocab_size tokens."""
+    """The tokenizer of the policy: its own where it is a published model, whose shape is in the settings by now, else GPT-2's
+    first vocab_size tokens. BadInput when it gives ids that the model does not have."""
     if not is_published(settings):
         return load_tokenizer(settings.vocab_size)
     path = locate(settings.policy)
     if path.endswith(".gguf"):
-        return gguf_tokenizer(read_gguf(path)[0], path)
-    return read_tokenizer(path if os.path.isdir(path) else os.path.dirname(path))
+        tokenizer = gguf_tokenizer(read_gguf(path)[0], path)
+    else:
+        tokenizer = read_tokenizer(path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
+    largest = max(i for i in (tokenizer.eot_token, *tokenizer.ids) if i is not None)
+    if largest >= settings.vocab_size:
+        raise BadInput(f"{settings.policy}: its tokenizer gives ids up to {largest}, the model has {settings.vocab_size} tokens: "
+                       "these files do not belong together")
+    return tokenizer
 
 
 def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
