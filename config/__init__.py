@@ -173,7 +173,7 @@ class Settings:
         if self.decode_batch_size % self.num_generations:
             raise BadInput(f"decode_batch_size = {self.decode_batch_size}: must be a multiple of num_generations = "
                            f"{self.num_generations}, since a prompt is computed once for its group")
-        if self.n_embd % self.n_head:
+        if self.n_embd % self.n_head and self.policy == "train":  # a published model may have heads of another width
             raise BadInput(f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}")
         if not self.lora_layers or not set(self.lora_layers) <= set(LORA_LAYERS):
             raise BadInput(f"lora_layers = {self.lora_layers}: must be some of {LORA_LAYERS}")
