@@ -97,17 +97,20 @@ def get_judges(settings, splits, device, stop=lambda: False):
             else:
                 train_judge(path, name, splits[name], heldout, vocab_size=settings.judge_vocab_size, tokens=tokens,
                             seed=settings.prepare_seed, device=device, stop=stop)
-        judges[role] = load_judge(path, device, label)
+        if role == "eval_judge" and (path, label) == (settings.judge, settings.judge_label):
+            print(f"note: eval_judge is the judge that gives the reward, {path}: no independent check")
+            judges[role] = judges["judge"]
+        else:
+            judges[role] = load_judge(path, device, label)
     return judges
 
 
 def main(argv):
     from config import load_settings
-    from judge.comments import load_comments, split_comments
+    from judge.comments import get_splits
     settings = load_settings(argv)
-    comments = load_comments(settings.comments, settings.text_field, settings.label_field)
     with interrupts() as stop:
-        get_judges(settings, split_comments(comments), pick_device(settings.device), stop)
+        get_judges(settings, get_splits(settings), pick_device(settings.device), stop)
 
 
 if __name__ == "__main__":
