@@ -78,7 +78,7 @@ def main(argv):
     if hash_of(base) != run["base_hash"]:
         raise BadInput(f"{argv[0]}/ckpt.pt: this run began from another policy than the settings name now")
     judges = get_judges(s, splits, device)
-    policy = copy.deepcopy(base)
+    policy = copy.deepcopy(base, {id(p): p for p in base.parameters()} if s.lora_rank else {})
     if s.lora_rank:
         add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
     try:

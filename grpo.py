@@ -585,7 +585,7 @@ def main(argv):
         if stop():
             raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
         reward_funcs = reward_functions(s, judges)
-        policy = copy.deepcopy(base).requires_grad_(True)
+        policy = copy.deepcopy(base, {id(p): p for p in base.parameters()} if s.lora_rank else {}).requires_grad_(True)
         if s.lora_rank:
             torch.manual_seed(derive(s.seed, "lora"))
             add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
