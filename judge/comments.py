@@ -134,8 +134,8 @@ def load_prompts(s, tokenizer, splits):
             path = os.path.join(fetch(match[1], [match[2]]), match[2])
         if path.endswith(".txt"):
             if s.min_prompt_toxicity > 0:
-                raise BadInput(f"min_prompt_toxicity = {s.min_prompt_toxicity}: {path} does not tell it; set it to 0, or give a .csv "
-                               "or .jsonl file")
+                raise BadInput(f"min_prompt_toxicity = {s.min_prompt_toxicity}: {path} does not tell it; set it to 0, or give a "
+                               ".csv or .jsonl file")
             try:
                 numbered = list(enumerate(open(path, encoding="utf-8").read().splitlines(), 1))
             except (OSError, ValueError) as e:
@@ -161,7 +161,8 @@ def load_prompts(s, tokenizer, splits):
             most, before = min(s.max_prompt_tokens, limit), len(found)
             found = [row for row in found if 1 <= len(row[2]) <= most]
             if len(found) < before:
-                print(f"{path}: {before - len(found)} of {before} prompts are empty or longer than {most} tokens and are left out")
+                print(f"{path}: {before - len(found)} of {before} prompts are empty or longer than {most} tokens and are left "
+                      "out")
         if 0 < s.max_prompts < len(found):
             found = random.Random(derive("prompts", s.prepare_seed)).sample(found, s.max_prompts)
         for number, _, ids in found:
