@@ -63,12 +63,12 @@ def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), vocab=300, seed=0):
 
 
 def make_chat(folder, config=QWEN3, seed=0):
-    """As Qwen/Qwen3-0.6B: tokenizer.json, the end token of its chats, a vocabulary padded beyond the tokenizer's."""
-    small = load_tokenizer(300)
-    special = {"<|endoftext|>": 299, "<|im_start|>": 300, "<|im_end|>": 301}
+    """As Qwen/Qwen3-0.6B: tokenizer.json, the end token of its chats, a vocabulary padded beyond the tokenizer's. Special tokens
+    come first, as SmolLM2 has them, so that no id is GPT-2's."""
+    ranks = {token: rank + 3 for token, rank in load_tokenizer(300)._mergeable_ranks.items()}
     torch.manual_seed(seed)
-    weights.export(GPT(config), folder, tiktoken.Encoding("chat", pat_str=GPT2_PATTERN, mergeable_ranks=small._mergeable_ranks,
-                                                          special_tokens=special))
+    weights.export(GPT(config), folder, tiktoken.Encoding("chat", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={
+        "<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}))
     put(folder, tokenizer_config=get(folder, "tokenizer_config.json") | dict(eos_token="<|im_end|>"))
     for name in ("vocab.json", "merges.txt"):
         os.remove(os.path.join(folder, name))
@@ -276,7 +276,7 @@ def test_gguf_as_policy(world, tmp_path, rows):
     c = get(folder, "config.json")
     path = write_gguf(tmp_path / "m.gguf", c, read_safetensors(folder + "/model.safetensors"), "llama", **{
         "llama.context_length": 64, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.eos_token_id": 301, "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.get)})
+        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.get)})
     for name, policy in (("a", folder), ("b", path)):
         run(grpo.main, *world.flags, f"--policy={policy}", *TRACIN, f"--out_dir={tmp_path}/{name}")
     a, b = (rows(tmp_path / name / "samples.jsonl") for name in "ab")
@@ -285,7 +285,7 @@ def test_gguf_as_policy(world, tmp_path, rows):
     run(weights.main, tmp_path / "b", tmp_path / "export")
     policy = weights.load_run(str(tmp_path / "b"))[0]
     assert torch.equal(GPT.from_pretrained(tmp_path / "export").h[1].attn.c_attn.weight, policy.h[1].attn.c_attn.weight)
-    assert read_tokenizer(str(tmp_path / "export")).eot_token == 301
+    assert read_tokenizer(str(tmp_path / "export")).eot_token == 2
 
 
 def test_a_bare_safetensors_file(world, tmp_path, monkeypatch):
@@ -307,7 +307,7 @@ def test_padding_of_the_vocabulary_is_sampled_and_counts_and_only_the_end_token_
     assert before["perplexity"] == pytest.approx(320, rel=1e-4) and metrics["entropy"] == pytest.approx(math.log(320), rel=1e-4)
     assert 0.03 < before["ended"] < 0.2  # 1 - (319 / 320) ** 30 is 0.09
     texts = [r["completion"] for r in rows(tmp_path / "run" / "samples.jsonl")]
-    assert not any("<|im_end|>" in text for text in texts) and any(re.search(r"<\|endoftext\|>.", text) for text in texts)
+    assert not any("<|im_end|>" in text for text in texts) and any(re.search(r"<\|(endoftext|im_start)\|>", text) for text in texts)
 
 
 def test_adapters_share_the_frozen_weights(world, tmp_path, monkeypatch):
