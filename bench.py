@@ -2,8 +2,9 @@
 
 One iteration's update, the same rollouts each way, interleaved in one run, medians; ratios to plain GRPO are what counts.
   plain       forward, backward
-  one pass    forward, backward under a tape, target, scores, checks, the gradient of the kept rows, as grpo.py does them for
-              tracin = "self" (targets that are no multiple of the loss cost one more forward and backward)
+  kept        forward, backward under a tape, target, scores, checks, the gradient of the selected rows, as grpo.py does them
+              for tracin = "self" (targets that are no multiple of the loss cost one more forward and backward)
+  contracted  the same with tracin_memory = 0
   two passes  a tape for the scores only, then forward and backward again for the kept rows
   brute       one backward for every row, then forward and backward of half of them; without the inner products
 """
@@ -43,12 +44,12 @@ def tracin(device, repeat):
 
         everything = torch.arange(N, device=device)
 
-        def one_pass(update=True):
-            with Tape(policy) as tape:
+        def one_pass(tape, update=True):
+            with tape:
                 backward(everything, tape)
             if not update:
                 return select(tape.dot(tape.gradient()), "positive")[0].nonzero()[:, 0]
-            halves, ones = [tape.gradient((everything % 2 == part).float()) for part in (0, 1)], torch.ones(N, device=device)
+            halves, ones = tape.gradients([(everything * 2 // N == part).float() for part in (0, 1)]), torch.ones(N, device=device)
             total = {p: g + halves[1][p] for p, g in halves[0].items()}
             for p, g in filter_rows(tape, ones, halves, ones, ones, None, Settings(tracin="self"), 0, total)[2].items():
                 p.grad = g
@@ -59,8 +60,10 @@ def tracin(device, repeat):
                 policy.zero_grad(set_to_none=True)
             backward(everything[:N // 2])
 
-        ways = {"generate": rollout, "plain": lambda: backward(everything), "one pass": one_pass,
-                "two passes": lambda: backward(one_pass(update=False)), "brute": brute}
+        kept, contracted = Tape(policy, memory=4 * 2 ** 30), Tape(policy)
+        ways = {"generate": rollout, "plain": lambda: backward(everything), "kept": lambda: one_pass(kept),
+                "contracted": lambda: one_pass(contracted),
+                "two passes": lambda: backward(one_pass(kept, update=False)), "brute": brute}
         seconds = {way: [] for way in ways}
         for round in range(repeat + 1):  # the first warms up
             for way, run in ways.items():

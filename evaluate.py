@@ -13,9 +13,10 @@ from config import load_settings
 from judge.comments import load_comments, load_prompts, split_comments
 from judge.scorer import as_reward, reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, hash_of, load_file, load_tokenizer,
-                   pick_device, pick_dtype, run_script)
+from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, hash_of, load_file, pick_device,
+                   pick_dtype, run_script)
 from pretrain import get_policy
+from tokenizer import load_tokenizer
 
 
 @torch.no_grad()

@@ -145,8 +145,8 @@ def arithmetic(folder, name, recorded, flags, method, count):
 def classic(folder, s, rows, prompt, completion):
     """-> the rows recorded near the checkpoints, their TracIn score (n,) on the mean log-prob of `completion`: the sum over
     checkpoints of learning rate x weight x advantage x <its gradient, that of the row's>. Tokens are read from the text."""
-    from grpo import BadInput, add_lora, load_tokenizer, pick_device
-    from model import GPT, GPTConfig
+    from model import GPT, BadInput, GPTConfig, add_lora, pick_device
+    from tokenizer import load_tokenizer
     runs, tokenizer, device = [run for _, run in checkpoints(folder)], load_tokenizer(s.vocab_size), pick_device(s.device)
     near = sorted({min(run["iteration"] + 1, rows[-1]["iteration"]) for run in runs} if rows else {})
     rows, encode = [r for it in near for r in [r for r in rows if r["iteration"] == it][:256]], tokenizer.encode_ordinary
@@ -177,7 +177,8 @@ def classic(folder, s, rows, prompt, completion):
 def main(argv):
     from config import load_settings
     from judge.comments import read_rows
-    from model import BadInput, load_tokenizer
+    from model import BadInput
+    from tokenizer import load_tokenizer
     own = dict(method="brute", rows="8", show="5", prompt="", completion="")
     flags = [arg for arg in argv[1:] if arg[2:].partition("=")[0] not in own]
     own |= {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv[1:] if arg not in flags}

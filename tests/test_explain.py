@@ -12,7 +12,8 @@ import torch
 
 import explain
 import grpo
-from model import GPT, BadInput, GPTConfig, add_lora, load_file, load_tokenizer, save_file
+from model import GPT, BadInput, GPTConfig, add_lora, load_file, save_file
+from tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 CONFIG = """

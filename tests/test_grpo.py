@@ -21,8 +21,9 @@ from evaluate import evaluate
 from grpo import (collect, describe_batch, diagnose, group_advantages, grpo_loss, kl_estimate, learning_rate, loss_of, pick,
                   sync, total_reward, update)
 from judge.scorer import score
-from model import (GPT, BadInput, GPTConfig, Rollout, add_lora, completion_logprobs, derive, generate, load_tokenizer, pad_left,
-                   save_gpt, truncate)
+from model import (GPT, BadInput, GPTConfig, Rollout, add_lora, completion_logprobs, derive, generate, pad_left, save_gpt,
+                   truncate)
+from tokenizer import load_tokenizer
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 NAN, INF = math.nan, math.inf

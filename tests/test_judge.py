@@ -16,8 +16,9 @@ from conftest import ROOT
 from judge.comments import SPLITS, clean, load_comments, load_prompts, split_comments, split_of
 from judge.scorer import Scorer, as_reward, encode, load_judge, log_odds, pad_right, reward_functions, score
 from judge.train import auc, get_judges, length_batches
-from model import BadInput, GPTConfig, hash_of, load_file, load_gpt, load_tokenizer, save_file
+from model import BadInput, GPTConfig, hash_of, load_file, load_gpt, save_file
 from pretrain import get_policy
+from tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -284,7 +285,7 @@ def test_padding_and_batch_change_no_score(scorer):
 def test_log_odds_keep_the_order(scorer):
     alone = torch.cat([scorer(*pad_right([row])).detach() for row in ROWS]).float()
     for size in (1, 5, 100):
-        assert (log_odds(scorer, ROWS, batch_size=size) - alone).abs().max() < 1e-6
+        assert (log_odds(scorer, ROWS, CPU, batch_size=size) - alone).abs().max() < 1e-6
 
 
 def test_the_judge_sees_every_token_of_the_block(scorer):
@@ -420,7 +421,7 @@ def test_another_judge_is_trained_when_a_setting_that_shapes_it_differs(flag, ti
     splits = split_comments(load_comments(load_settings(tiny.flags).comments))
     made = []
     monkeypatch.setattr("judge.train.train_judge", lambda path, *a, **k: made.append(path))
-    monkeypatch.setattr("judge.train.load_judge", lambda path, device: path)
+    monkeypatch.setattr("judge.train.load_judge", lambda path, device, label: path)
     get_judges(load_settings(tiny.flags), splits, CPU)
     assert not made
     get_judges(load_settings([*tiny.flags, flag]), splits, CPU)

