@@ -346,9 +346,9 @@ def against_trl(device, repeat, only):
     """Whole iterations of GRPO without KL: TRL's, ours, and ours with exact influence on the batch's own loss.
 
     The same weights, prompts, lengths, reward, loss (dapo), optimiser and number of updates, in turns in one process. TRL with
-    its defaults, but all rows in one call of generate, no gradient checkpointing, nothing logged or saved, and micro-batches
-    of our size. Completions that end by themselves do so at random: the bias of the last LayerNorm gives the end token about
-    the same probability everywhere.
+    its defaults (micro-batches of 8, so ours too), but all rows in one call of generate, no gradient checkpointing, nothing
+    logged or saved. Completions that end by themselves do so at random: the bias of the last LayerNorm gives the end token
+    about the same probability everywhere.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -363,7 +363,7 @@ def against_trl(device, repeat, only):
         if only and only not in name:
             continue
         s = Settings(vocab_size=V, block_size=32 + T, n_layer=6, n_head=6, n_embd=384, num_prompts=num_prompts, num_generations=8,
-                     max_completion_length=T, micro_batch_size=min(32, 8 * num_prompts), learning_rate=1e-6, beta=0.0,
+                     max_completion_length=T, micro_batch_size=8, learning_rate=1e-6, beta=0.0,
                      reward_funcs=("rule",), reward_weights=(1.0,), adam_beta2=0.999, log_micro=False)
         dtype, N = pick_dtype(s.dtype, device), num_prompts * 8
         policy, seen = policy_that_ends(s, ends).to(device), []
@@ -407,10 +407,9 @@ def against_trl(device, repeat, only):
                 self.watch = stopwatch(device)
 
         with tempfile.TemporaryDirectory() as folder:
-            micro = s.micro_batch_size
             args = trl.GRPOConfig(
-                output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=micro,
-                gradient_accumulation_steps=N // micro, generation_batch_size=N, num_generations=8, max_completion_length=T,
+                output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=8, gradient_accumulation_steps=N // 8,
+                generation_batch_size=N, num_generations=8, max_completion_length=T,
                 gradient_checkpointing=False, beta=0.0,
                 learning_rate=s.learning_rate, lr_scheduler_type="constant", logging_strategy="no", save_strategy="no",
                 report_to=[], disable_tqdm=True, use_cpu=device.type == "cpu", bf16=dtype == torch.bfloat16)
