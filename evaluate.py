@@ -10,13 +10,12 @@ import os
 import torch
 
 from config import load_settings
-from judge.comments import load_comments, load_prompts, split_comments
+from judge.comments import get_splits, load_prompts
 from judge.scorer import as_reward, reward_functions, score
 from judge.train import get_judges
 from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, hash_of, load_file, pick_device,
                    pick_dtype, run_script)
-from pretrain import get_policy
-from tokenizer import load_tokenizer
+from pretrain import get_policy, get_tokenizer
 
 
 @torch.no_grad()
@@ -72,10 +71,10 @@ def main(argv):
         raise BadInput("which run? python evaluate.py out/toxicity [--setting=value ...]")
     s = load_settings([os.path.join(argv[0], "config.json"), *argv[1:]])
     run = load_file(os.path.join(argv[0], "ckpt.pt"), "run")
-    device, tokenizer = pick_device(s.device), load_tokenizer(s.vocab_size)
-    splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
-    _, prompts, _ = load_prompts(s, tokenizer, splits)
+    device, splits = pick_device(s.device), get_splits(s)
     base = get_policy(s, splits, device).to(device).eval().requires_grad_(False)
+    tokenizer = get_tokenizer(s)
+    _, prompts, _ = load_prompts(s, tokenizer, splits)
     if hash_of(base) != run["base_hash"]:
         raise BadInput(f"{argv[0]}/ckpt.pt: this run began from another policy than the settings name now")
     judges = get_judges(s, splits, device)

@@ -61,7 +61,8 @@ def row_loss(policy, weights, tokens, slope, kept, temperature):
     """Sum of slope (T,) x log-prob (T,) over a row's last T tokens under other weights {name: tensor}; no batch, no padding."""
     with sdpa_kernel(SDPBackend.MATH):  # the one that has a forward derivative
         h = torch.func.functional_call(policy, weights, tokens[None, :-1])[0, -len(slope):]                         # (T, C)
-    logits = h @ weights.get("wte.weight", policy.wte.weight).T / temperature                                       # (T, V)
+    head = "wte.weight" if policy.config.tied else "lm_head.weight"
+    logits = h @ weights.get(head, policy.get_parameter(head)).T / temperature                                       # (T, V)
     logits = logits if kept is None else logits.masked_fill(~kept, -math.inf)
     return (slope * logits.log_softmax(-1).gather(1, tokens[-len(slope):, None])[:, 0]).sum()
 
@@ -145,9 +146,10 @@ def arithmetic(folder, name, recorded, flags, method, count):
 def classic(folder, s, rows, prompt, completion):
     """-> the rows recorded near the checkpoints, their TracIn score (n,) on the mean log-prob of `completion`: the sum over
     checkpoints of learning rate x weight x advantage x <its gradient, that of the row's>. Tokens are read from the text."""
-    from model import GPT, BadInput, GPTConfig, add_lora, pick_device
-    from tokenizer import load_tokenizer
-    runs, tokenizer, device = [run for _, run in checkpoints(folder)], load_tokenizer(s.vocab_size), pick_device(s.device)
+    from model import BadInput, pick_device
+    from pretrain import get_tokenizer
+    from weights import policy_of
+    runs, tokenizer, device = [run for _, run in checkpoints(folder)], get_tokenizer(s), pick_device(s.device)
     near = sorted({min(run["iteration"] + 1, rows[-1]["iteration"]) for run in runs} if rows else {})
     rows, encode = [r for it in near for r in [r for r in rows if r["iteration"] == it][:256]], tokenizer.encode_ordinary
     asked = encode(prompt), encode(completion)
@@ -161,10 +163,7 @@ def classic(folder, s, rows, prompt, completion):
 
     scores = torch.zeros(len(rows))
     for run in runs:
-        t = run["settings"]
-        policy = GPT(GPTConfig(*(t[k] for k in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")))).to(device)
-        policy = add_lora(policy, t["lora_rank"], t["lora_alpha"], t["lora_layers"]) if t["lora_rank"] else policy
-        policy.load_state_dict(run["policy"])
+        policy = policy_of(folder, run)[0].to(device)
         weights = {k: p for k, p in policy.named_parameters() if p.requires_grad}
         D = dict(zip(weights, torch.autograd.grad(row_loss(policy, weights, *as_row(*asked)), list(weights.values()))))
         for i, r in enumerate(rows):
@@ -178,7 +177,7 @@ def main(argv):
     from config import load_settings
     from judge.comments import read_rows
     from model import BadInput
-    from tokenizer import load_tokenizer
+    from pretrain import get_tokenizer
     own = dict(method="brute", rows="8", show="5", prompt="", completion="")
     flags = [arg for arg in argv[1:] if arg[2:].partition("=")[0] not in own]
     own |= {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv[1:] if arg not in flags}
@@ -206,7 +205,7 @@ def main(argv):
     print("\n".join(["\n1. Rollouts", *whole] + (["  and of late"] + recent if recent != whole else [])))
     print("\n2. Influence against the rest; then its mean and the share kept by fifths, the lowest first\n"
           f"  {'':12}{'Pearson':>10}{'Spearman':>10}" + "".join(f"{f'fifth {j}':>14}" for j in range(1, 6)))
-    encode = load_tokenizer(s.vocab_size).encode_ordinary
+    encode = get_tokenizer(s).encode_ordinary
     for name in ("reward", "advantage", "tokens"):
         x = [len(encode(r["completion"])) if name == "tokens" else math.nan if r[name] is None else r[name] for r in scored]
         print(f"  {name:12}" + relation(torch.tensor(x), z, kept > 0))

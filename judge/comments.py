@@ -7,9 +7,11 @@ import csv
 import hashlib
 import importlib.util
 import json
+import os
 import random
 import re
 
+from fetch import fetch
 from model import BadInput, derive, find_below
 
 # Split by a hash of the text, so it depends on no order and duplicates stay together: percent of the comments.
@@ -87,6 +89,19 @@ def split_comments(comments):
     return splits
 
 
+def get_splits(s):
+    """The comments split, or empty splits when policy, judges and prompts all come from elsewhere."""
+    needed = s.policy == "train" or "train" in (s.judge, s.eval_judge) or not s.prompts
+    return split_comments(load_comments(s.comments, s.text_field, s.label_field) if needed else [])
+
+
+def field_of(row, name):
+    """The value of a row's field, or with a dotted name of the field inside a field; None when there is none."""
+    for part in [name] if name in row else name.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row
+
+
 def load_prompts(s, tokenizer, splits):
     """(training prompts, the first num_eval_prompts of the held-out ones, the other held-out ones), lists of (text, ids).
 
@@ -108,6 +123,9 @@ def load_prompts(s, tokenizer, splits):
                 yield start, ids
 
     def from_file(path):
+        if path.startswith("datasets/"):
+            name, file = path.rsplit("/", 1)
+            path = os.path.join(fetch(name, [file]), file)
         if path.endswith(".txt"):
             try:
                 texts = open(path, encoding="utf-8").read().splitlines()
@@ -115,18 +133,39 @@ def load_prompts(s, tokenizer, splits):
                 raise BadInput(f"{path}: cannot be read ({e})") from e
         else:
             rows = read_rows(path)
+            if s.min_prompt_toxicity > 0:
+                rows = [row for row in rows if toxicity_of(row, path) >= s.min_prompt_toxicity]
+            field = s.prompt_field or s.text_field
             for number, row in enumerate(rows, 1):
-                if row.get(s.text_field) is None:
-                    raise BadInput(f"{path}: row {number} has no field {s.text_field!r}; it has {sorted(map(str, row))}")
-            texts = [str(row[s.text_field]) for row in rows]
+                if field_of(row, field) is None:
+                    raise BadInput(f"{path}: row {number} has no field {field!r}; it has {sorted(map(str, row))}")
+            texts = [str(field_of(row, field)) for row in rows]
+        if s.max_prompts and len(texts) > s.max_prompts:
+            texts = random.Random(derive("prompts", s.prepare_seed)).sample(texts, s.max_prompts)
         prompts = [(text, tokenizer.encode_ordinary(text)) for text in texts]
+        if s.max_prompt_tokens:
+            short = [(text, ids) for text, ids in prompts if 1 <= len(ids) <= min(s.max_prompt_tokens, limit)]
+            if len(short) < len(prompts):
+                print(f"{path}: {len(prompts) - len(short)} of {len(prompts)} prompts are empty or longer than "
+                      f"{min(s.max_prompt_tokens, limit)} tokens and are left out")
+            prompts = short
         for number, (text, ids) in enumerate(prompts, 1):
             if not 1 <= len(ids) <= limit:
                 raise BadInput(f"{path}: prompt {number} has {len(ids)} tokens: must be 1 to {limit} (block_size {s.block_size} "
-                               f"less max_completion_length {s.max_completion_length})")
+                               f"less max_completion_length {s.max_completion_length}); max_prompt_tokens leaves longer ones out")
         if not prompts:
-            raise BadInput(f"{path}: holds no prompts")
+            raise BadInput(f"{path}: holds no prompts" + f" with {s.prompt_toxicity_field} of {s.min_prompt_toxicity} or more"
+                           * (s.min_prompt_toxicity > 0) + f" of at most {s.max_prompt_tokens} tokens" * (s.max_prompt_tokens > 0))
         return prompts
+
+    def toxicity_of(row, path):  # RealToxicityPrompts has a null where its classifier gave no number: not toxic
+        if s.prompt_toxicity_field.split(".")[0] not in row and s.prompt_toxicity_field not in row:
+            raise BadInput(f"{path}: a row has no field {s.prompt_toxicity_field!r} (prompt_toxicity_field); it has "
+                           f"{sorted(map(str, row))}")
+        try:
+            return float(field_of(row, s.prompt_toxicity_field) or 0)
+        except (TypeError, ValueError) as e:
+            raise BadInput(f"{path}: {s.prompt_toxicity_field} = {field_of(row, s.prompt_toxicity_field)!r} is no number") from e
 
     train = from_file(s.prompts) if s.prompts else list(starts(splits["train_prompts"]))
     if s.eval_prompts or not s.prompts:

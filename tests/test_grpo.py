@@ -1186,7 +1186,7 @@ def test_script_syncs_decays_and_keeps_the_base(tmp_path, monkeypatch, alpha, lo
 
     def spy(policy, scored, optimizer, *args):
         group = optimizer.param_groups[0]
-        steps.append((group["lr"], group["betas"], group["weight_decay"], args[-2]))
+        steps.append((group["lr"], group["betas"], group["weight_decay"], args[-3]))
         return update(policy, scored, optimizer, *args)
 
     monkeypatch.setattr(grpo, "update", spy)

