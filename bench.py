@@ -131,6 +131,8 @@ def phases(s, repeat, picture=None):
         except ImportError as e:
             raise BadInput(f"picture = {picture!r}: pip install matplotlib, or leave it out") from e
     prompts, _, val_prompts = load_prompts(s, tokenizer, split_comments(load_comments(s.comments, s.text_field, s.label_field)))
+    if s.tracin != "off" and s.tracin_val_prompts and not val_prompts:
+        raise BadInput(f"tracin_val_prompts = {s.tracin_val_prompts}: no held-out prompts are left; lower num_eval_prompts")
     policy = policy_of(s).to(device)
     reference = copy.deepcopy(policy).requires_grad_(False)
     if s.lora_rank:

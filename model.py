@@ -281,6 +281,9 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
                    r.kept[:, :T] if truncated else None)
 
 
+LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens: asking which rows have ended waits for the device
+
+
 def decode(model, prompt, real, r, noise, eos, temperature, limits):
     """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False.
 
@@ -310,7 +313,7 @@ def decode(model, prompt, real, r, noise, eos, temperature, limits):
         r.ended[rows] = over | (token == eos)
         if t + 1 == T:
             break
-        if h.device.type == "cpu" or t % 16 == 15:  # asking which have ended waits for the device: seldom on a GPU
+        if (t + 1) % LOOK_EVERY.get(h.device.type, 16) == 0:
             runs = ~r.ended[rows]
             n = int(runs.sum())
             if n == 0:
