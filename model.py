@@ -307,9 +307,8 @@ def decode(model, prompt, real, r, noise, eos, temperature, limits):
         token = draw(weights, noise[rows, t])                                                       # (n,)
         over = r.ended[rows]
         r.mask[rows, t] = ~over
-        r.logp[rows, t] = (logits.gather(1, token[:, None])[:, 0] - total.log()).masked_fill(over, 0).to(r.logp)
-        entropy = total.log() - (weights * logits).nansum(-1) / total                               # 0 * -inf counts 0
-        r.entropy[rows, t] = entropy.masked_fill(over, 0).to(r.entropy)
+        r.logp[rows, t] = (logits.gather(1, token[:, None])[:, 0] - total.log()).masked_fill(over, 0)
+        r.entropy[rows, t] = (total.log() - (weights * logits).nansum(-1) / total).masked_fill(over, 0)  # 0 * -inf counts 0
         r.tokens[rows, P + t] = token.masked_fill(over, eos)
         r.ended[rows] = over | (token == eos)
         if t + 1 == T:
