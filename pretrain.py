@@ -88,9 +88,9 @@ def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
         return load_policy(settings)
     fast = fast_dtype(device) == torch.bfloat16
     tokens = settings.pretrain_tokens or (12_000_000 if device.type == "cuda" else 3_000_000 if fast else 1_500_000)
-    shape = GPTConfig(settings.vocab_size, settings.block_size, settings.n_layer, settings.n_head, settings.n_embd)
+    shape = GPTConfig(*(getattr(settings, name) for name in SHAPE))
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
-    key = hashlib.sha256(repr((texts, shape, tokens, settings.prepare_seed, batch_size)).encode()).hexdigest()[:8]
+    key = hashlib.sha256(repr((texts, [getattr(settings, name) for name in SHAPE], tokens, settings.prepare_seed, batch_size)).encode()).hexdigest()[:8]
     path = os.path.join(settings.cache_dir, f"policy-{settings.n_layer}x{settings.n_embd}-{key}.pt")
     if os.path.exists(path):
         print(f"policy: {path}")
