@@ -239,8 +239,10 @@ def draw(probs, u):
     """One token per row by inverting the CDF: probs (N, V), u (N,) uniform in [0, 1) -> (N,). Never one of probability 0."""
     cdf = probs.cumsum(-1)
     token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp(max=probs.shape[1] - 1)
-    # rounding in the sum can give a sliver to a token that has none
-    return torch.where(probs.gather(1, token) > 0, token, probs.argmax(-1, keepdim=True))[:, 0]
+    possible = probs.gather(1, token) > 0  # rounding in the sum can give a sliver to a token that has none
+    if probs.device.type == "cpu" and bool(possible.all()):  # there the argmax is slow, and asking costs nothing
+        return token[:, 0]
+    return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
 @torch.no_grad()
@@ -279,31 +281,49 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
                    r.kept[:, :T] if truncated else None)
 
 
+LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens: asking which rows have ended waits for the device
+
+
 def decode(model, prompt, real, r, noise, eos, temperature, limits):
-    """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False."""
+    """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False.
+
+    A row that has ended gives its place in the cache to a later one that still runs, so that a step costs what runs.
+    """
     (B, P), (N, T) = prompt.shape, r.mask.shape
     padded = not bool(real.all())
     prefix = model.new_cache(B, P)
     h = model(prompt, real if padded else None, prefix)[:, -1].repeat_interleave(N // B, 0)         # (N, C)
     cache = model.new_cache(N, P + T)
     cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
+    rows = torch.arange(N, device=h.device)  # of r, in the order of the cache; n of them are left
     for t in range(T):
-        logits = model.lm_head(h).float() / temperature                                             # (N, V)
+        logits = model.lm_head(h).float() / temperature                                             # (n, V)
         if r.kept is not None:
             logits = truncate(logits, *limits)
-            r.kept[:, t] = logits > -math.inf
-        logits = logits.log_softmax(-1)
-        probs = logits.exp()
-        token = draw(probs, noise[:, t])                                                            # (N,)
-        r.mask[:, t] = ~r.ended
-        r.logp[:, t] = logits.gather(1, token[:, None])[:, 0].masked_fill(r.ended, 0)
-        r.entropy[:, t] = torch.special.entr(probs).sum(-1).masked_fill(r.ended, 0)
-        r.tokens[:, P + t] = token.masked_fill(r.ended, eos)
-        r.ended |= token == eos
-        # asking the device whether all have ended waits for it: cheap on a CPU, every 16 tokens on a GPU
-        if t + 1 == T or ((h.device.type == "cpu" or t % 16 == 15) and bool(r.ended.all())):
+            r.kept[rows, t] = logits > -math.inf
+        logits = logits - logits.amax(-1, keepdim=True)
+        weights = logits.exp()                                   # the distribution times `total`: one pass over V less
+        total = weights.sum(-1)                                                                     # (n,)
+        token = draw(weights, noise[rows, t])                                                       # (n,)
+        over = r.ended[rows]
+        r.mask[rows, t] = ~over
+        r.logp[rows, t] = (logits.gather(1, token[:, None])[:, 0] - total.log()).masked_fill(over, 0)
+        r.entropy[rows, t] = (total.log() - (weights * logits).nansum(-1) / total).masked_fill(over, 0)  # 0 * -inf counts 0
+        r.tokens[rows, P + t] = token.masked_fill(over, eos)
+        r.ended[rows] = over | (token == eos)
+        if t + 1 == T:
             break
-        h = model(r.tokens[:, P + t:P + t + 1], r.real[:, :P + t + 1] if padded else None, cache, P + t)[:, 0]
+        if (t + 1) % LOOK_EVERY.get(h.device.type, 16) == 0:
+            runs = ~r.ended[rows]
+            n = int(runs.sum())
+            if n == 0:
+                break
+            free, late = (~runs[:n]).nonzero()[:, 0], n + runs[n:].nonzero()[:, 0]
+            for i, j in zip(free.tolist(), late.tolist()):
+                cache[:, :, i] = cache[:, :, j]
+            rows[free] = rows[late]
+            rows, cache = rows[:n], cache[:, :, :n]
+        h = model(r.tokens[rows, P + t:P + t + 1], r.real[rows, :P + t + 1] if padded else None, cache, P + t)[:, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------

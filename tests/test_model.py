@@ -4,6 +4,7 @@ import math
 import os
 import random
 import signal
+import sys
 
 import pytest
 import torch
@@ -320,6 +321,31 @@ def test_mask_holds_the_end_token_and_nothing_after_it():
         assert (r.logp[i, n:] == 0).all() and (r.entropy[i, n:] == 0).all()
     assert len(lengths) > 3 and not r.ended.all()
     assert max(lengths) == r.mask.shape[1]
+
+
+@pytest.mark.parametrize("every", [1, 3, 16])  # tokens between looks at what has ended, as on a GPU
+@pytest.mark.parametrize("prompts", [[[3, 1, 4], [5], [2, 6]], [[3, 1], [5, 0], [2, 6]]])  # padded and not
+@pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
+def test_ended_rows_are_not_computed_and_change_no_other(every, prompts, truncation, monkeypatch):
+    model, rows = random_gpt(8), []
+    monkeypatch.setattr(sys.modules["model"], "LOOK_EVERY", {"cpu": every})
+    hook = model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    r = generate(model, prompts, 8, 12, eos=7, seed=2, **truncation)
+    hook.remove()
+    running = r.mask.sum(0).tolist()  # before each token
+    assert rows[:1] == [3] and running[0] == 24 and 0 < running[-1] < 12
+    assert rows[1:][:len(running) - 1] == [running[t // every * every] for t in range(1, len(running))]
+    for i in range(24):  # alone, with the noise of its place
+        noise = torch.rand(24, 12, generator=torch.Generator().manual_seed(2))[i]
+        ids = list(prompts[i // 8])
+        for t in range(int(r.mask[i].sum())):
+            p = (logits_by_hand(model, ids)[-1]).softmax(0)
+            if truncation:
+                p = torch.where(r.kept[i, t], p, 0.0)
+            token = int((p.cumsum(0) > noise[t] * p.sum()).nonzero()[0])
+            assert int(r.tokens[i, -r.mask.shape[1] + t]) == token
+            assert float(r.logp[i, t]) == pytest.approx(float((p[token] / p.sum()).log()), abs=1e-5)
+            ids.append(token)
 
 
 def test_width_is_that_of_the_longest_completion():
