@@ -12,12 +12,14 @@ import hashlib
 import math
 import os
 import signal
+import socket
 import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass, fields
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -252,7 +254,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
 
     A prompt is computed once and its keys and values are copied to its group. The noise is drawn ahead from `seed`, one
     number per row and step, on the CPU, so that it is the same on every device and for every batch_size (rows decoded at
-    once; 0: all), which changes memory only.
+    once; 0: all), which changes memory only. Several processes sample their share of the prompts each and get all rows.
     Raises BadInput for an empty or over-long prompt and for temperature <= 0.
     """
     device, G, limit = model.wte.weight.device, num_generations, model.config.block_size
@@ -273,9 +275,12 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
                 ended=torch.zeros(N, dtype=torch.bool, device=device),
                 kept=torch.ones(N, max_new_tokens, model.config.vocab_size, dtype=torch.bool, device=device) if truncated else None)
     step = max(1, batch_size // G) if batch_size else B
-    for b in range(0, B, step):
-        rows = slice(b * G, (b + step) * G)
-        decode(model, prompt[b:b + step], real[b:b + step], r[rows], noise[rows], eos, temperature, (top_k, top_p, min_p))
+    mine = share(B)
+    for b in range(mine.start, mine.stop, step):
+        end = min(b + step, mine.stop)
+        rows = slice(b * G, end * G)
+        decode(model, prompt[b:end], real[b:end], r[rows], noise[rows], eos, temperature, (top_k, top_p, min_p))
+    r = Rollout(*(None if x is None else gather(x[share(N, G)]) for x in (getattr(r, f.name) for f in fields(r))))
     T = int(r.mask.any(0).sum())
     return Rollout(r.tokens[:, :P + T], r.real[:, :P + T], r.mask[:, :T], r.logp[:, :T], r.entropy[:, :T], r.ended,
                    r.kept[:, :T] if truncated else None)
@@ -406,13 +411,18 @@ def add_lora(model, rank, alpha, layers=LORA_LAYERS):
 # device and precision
 
 def pick_device(name):
-    """torch.device for "auto", "cpu", "cuda", "cuda:1", ...; BadInput when it is not there."""
+    """torch.device for "auto", "cpu", "cuda", "cuda:1", ...; BadInput when it is not there. Under torchrun each process of a
+    machine has a GPU of its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and world()[1] > 1:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as e:
         raise BadInput(f"device = {name!r}: not on this machine ({str(e).splitlines()[0]}); try device = 'auto'") from e
+    if name.startswith("cuda:"):
+        torch.cuda.set_device(name)
     return torch.device(name)
 
 
@@ -438,6 +448,61 @@ def memory(device):
         return torch.cuda.memory_allocated(device)
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# several processes, as torchrun starts them: all hold the same weights and the same batch, each computes its share of the
+# rows, and what came of it is put together for all. In one process these functions give back what they are given.
+
+
+def world():
+    """(number of this process, number of processes). Number 0 alone prints and writes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def share(n, group=1):
+    """The slice of n rows that is this process's: whole groups, in the order of processes, as even as can be, perhaps none."""
+    (rank, processes), groups = world(), n // group
+    return slice(groups * rank // processes * group, groups * (rank + 1) // processes * group)
+
+
+@contextlib.contextmanager
+def talking():
+    """Ends this process when another is gone, a little later than that one, so that torchrun names the right one."""
+    try:
+        yield
+    except RuntimeError as e:
+        time.sleep(1)
+        raise SystemExit(f"stopped: another process is gone, which has said why or is named below ({str(e).splitlines()[0]}); "
+                         "the last checkpoint stands") from None
+
+
+def gather(rows):
+    """A list or a tensor (n, ...) of each process, n may differ -> all in a line, in the order of processes, for all."""
+    if world()[1] == 1:
+        return rows
+    parts, tensor = [None] * world()[1], isinstance(rows, torch.Tensor)
+    with talking():
+        dist.all_gather_object(parts, rows.cpu().clone() if tensor else rows)  # a clone: a view would bring all that it views
+    return torch.cat(parts).to(rows.device) if tensor else sum(parts, [])
+
+
+def reduce(tensors):
+    """Each tensor <- its sum over the processes, in place."""
+    if world()[1] > 1:
+        with talking():
+            for x in tensors:
+                dist.all_reduce(x)
+
+
+@contextlib.contextmanager
+def one_by_one():
+    """Process 0 goes through this block before the others: what it has made, they find."""
+    if world()[0]:
+        gather([])
+    yield
+    if not world()[0]:
+        gather([])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -476,15 +541,29 @@ def interrupts():
 
 
 def run_script(main):
-    """main(argv) with the exit codes of every script here: 0 done, 1 stopped, 2 bad input (one line), 130 interrupted."""
+    """main(argv) with the exit codes of every script here: 0 done, 1 stopped, 2 bad input (one line), 130 interrupted.
+    Under torchrun a process names itself and its machine in whatever ends it."""
+    if dist.is_available() and dist.is_torchelastic_launched():
+        dist.init_process_group()  # gloo for what is on the CPU, nccl for what is on GPUs
+    rank, processes = world()
+    who = f"rank {rank} of {processes} on {socket.gethostname()}: " if processes > 1 else ""
+    if rank:
+        sys.stdout = open(os.devnull, "w")
     try:
         main(sys.argv[1:])
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
     except BadInput as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {who}{e}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as e:
-        print(f"interrupted: {e}", file=sys.stderr)
+        print(f"interrupted: {who}{e}", file=sys.stderr)
         sys.exit(130)
+    except SystemExit as e:
+        raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
+    except Exception:
+        print(f"error: {who}" * (processes > 1), end="", file=sys.stderr)  # before its traceback
+        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -38,12 +38,17 @@ class Tape:
     has fewer than `fewest` tokens a row, keeps a and b. Rows' gradients cost their traffic, 4 bytes x weights, written once and
     read three times; a and b cost two more products of 2 x tokens x weights: on a CPU the two are even near 24 tokens, on a
     GPU near 500. A tape that is used again uses the same memory again: fresh pages cost time.
+
+    share, gather, reduce: for several processes that each record a part of the rows, perhaps none. Of n rows, share(n) is the
+    slice recorded here; gather(x) puts what the processes have in a line, reduce(tensors) sums in place. gradient(s), dot
+    and norms then speak of the rows of all, to all; per_row and n of those recorded here.
     """
 
-    def __init__(self, model, memory=0, fewest=None):
+    def __init__(self, model, memory=0, fewest=None, share=lambda n: slice(0, n), gather=lambda x: x, reduce=lambda x: None):
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         on_gpu = any(p.is_cuda for p in self.names)
         self.layers, self.memory, self.pool, self.fewest = {}, memory, {}, (500 if on_gpu else 24) if fewest is None else fewest
+        self.share, self.gather, self.reduce = share, gather, reduce
         for name, module in model.named_modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 odd = [k for k, _ in module.named_parameters(recurse=False) if k not in ("weight", "bias")]
@@ -179,6 +184,7 @@ class Tape:
     def gradients(self, weights):
         """The gradients for several weights, in a list."""
         totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
+        weights = [None if weight is None else weight[self.share(len(weight))] for weight in weights]
         for module, whose, a, b in self.records:
             for weight, total in zip(weights, totals):
                 x, y = a, b
@@ -204,6 +210,7 @@ class Tape:
                 else:  # a copy of these rows would cost more than their sum
                     for i in rows:
                         total[p].add_(g[i], alpha=float(w[i]))
+        self.reduce([g for total in totals for g in total.values()])
         return totals
 
     def dot(self, G):
@@ -217,15 +224,16 @@ class Tape:
         for (p, first), g in self.kept.items():
             if p in G:
                 scores[first:first + len(g)] += g.flatten(1) @ G[p].to(g).flatten()
-        return scores
+        return self.gather(scores)
 
     def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
         """sum of scale * g_i^2 for some rows (indices, ascending): ||g_i||^2 when nothing is scaled. At most about `memory`
         numbers of per-row gradients exist at a time, of one parameter."""
-        rows = torch.as_tensor(rows)
+        rows, here = torch.as_tensor(rows), self.share(sum(self.gather([self.n])))
+        rows = rows[(rows >= here.start) & (rows < here.stop)] - here.start
         found = torch.zeros(len(rows), dtype=torch.float64)
         local = torch.full((self.n,), -1).index_copy_(0, rows, torch.arange(len(rows)))
-        for p in self.names if parameters is None else parameters:
+        for p in (self.names if parameters is None else parameters) if len(rows) else ():
             uses = [r for r in self.records if any(q is p for q in r[0].parameters(recurse=False))]
             seen = torch.cat([whose for _, whose, _, _ in uses]) if uses else torch.zeros(0)
             kept = [(first, g) for (q, first), g in self.kept.items() if q is p]
@@ -245,7 +253,7 @@ class Tape:
             for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
                 g = self.per_row(p, rows[chunk]).flatten(1)
                 found[chunk] += (g.square() * scale[p].flatten() if p in scale else g.square()).sum(1).double().cpu()
-        return found
+        return self.gather(found)
 
     def per_row(self, p, rows):
         """The gradients (len(rows), *p.shape) of one parameter, one for each of these rows (indices, ascending)."""
