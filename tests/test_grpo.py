@@ -797,9 +797,27 @@ def test_mini_batches(monkeypatch):
 
 
 def test_whole_batch_keeps_its_order(monkeypatch):
-    policy, s, calls = gpt(), settings(micro_batch_size=4), spied(monkeypatch)
+    policy, s, calls = gpt(), settings(micro_batch_size=4, sort_by_length=False), spied(monkeypatch)
     train(policy, sample(policy, s), s)
     assert [row for rows, *_ in calls for row in rows] == list(range(16))
+
+
+def test_rows_of_like_length_share_a_micro_batch(monkeypatch):
+    policy, found = gpt(), []
+    for sort in (True, False):
+        s, calls = settings(micro_batch_size=4, sort_by_length=sort, beta=.1), spied(monkeypatch)
+        b = sample(policy, s, moved(policy))
+        gradient, m = gradients(moved(policy, seed=6), b, s)
+        length, prompt = b.mask.sum(1), b.rollout.real[:, :-b.mask.shape[1]].sum(1)
+        assert [row for rows, *_ in calls for row in rows] == (length.argsort(stable=True) if sort else torch.arange(16)).tolist()
+        places = sum(4 * int(length[list(rows)].max() + prompt[list(rows)].max()) for rows, *_ in calls)
+        assert m["padding"] == pytest.approx(1 - int((length + prompt).sum()) / places)
+        found.append((gradient[0], m, b, sum(int(length[list(rows)].max()) for rows, *_ in calls)))
+        monkeypatch.undo()
+    assert found[0][3] < found[1][3]                            # places for completions; prompts come as they come
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-6)
+    assert torch.allclose(found[0][2].ref_logp, found[1][2].ref_logp, atol=1e-6)
+    assert found[0][1]["loss"] == pytest.approx(found[1][1]["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("knobs", [
@@ -815,7 +833,7 @@ def test_micro_batch_size_changes_memory_only(knobs):
         s = replace(wide, micro_batch_size=size)
         b = sample(policy, s, reference)
         (gradient,), m = gradients(moved(policy, seed=6), b, s)    # off-policy, so that ratios and clips differ
-        found.append((gradient, {k: v for k, v in m.items() if "low_min" not in k}))
+        found.append((gradient, {k: v for k, v in m.items() if "low_min" not in k and k != "padding"}))
     for gradient, m in found[1:]:
         same = torch.allclose(gradient, found[0][0], atol=1e-6) and m == pytest.approx(found[0][1], abs=1e-5)
         assert same == (knobs.get("loss_type") != "bnpo")

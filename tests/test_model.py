@@ -11,9 +11,9 @@ import torch
 import torch.nn as nn
 
 from model import (GPT, LORA_LAYERS, BadInput, GPTConfig, LoRA, Rollout, add_lora, autocast, completion_logprobs, derive, draw,
-                   find_below, fit, generate, hash_of, interrupts, load_file, load_gpt, pad_left, pick_device, pick_dtype,
+                   find_below, generate, hash_of, interrupts, load_file, load_gpt, pad_left, pick_device, pick_dtype,
                    run_script, save_file, save_gpt, token_logprobs, truncate)
-from pretrain import optimizers
+from pretrain import fit, optimizers
 
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
 TRUNCATIONS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=12, top_p=0.8, min_p=0.1)]
@@ -878,3 +878,16 @@ def test_optimizers_share_the_weights_between_them():
     of = [[names[id(p)] for group in o.param_groups for p in group["params"]] for o in (muon, adam)]
     assert sorted(of[0] + of[1]) == sorted(names.values())
     assert all(name.startswith("h.") and name.endswith("weight") and ".ln_" not in name for name in of[0]) and len(of[0]) == 8
+
+
+def test_padding_that_rows_share_is_left_out():
+    model = random_gpt(9)
+    r = generate(model, [[3, 1, 4, 1], [5], [2]], 6, 12, eos=8, seed=3)
+    whole, widths = completion_logprobs(model, r), []
+    hook = model.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
+    for row in range(18):
+        part = completion_logprobs(model, r[row:row + 1])
+        assert part.shape == (1, r.mask.shape[1]) and torch.allclose(part[0], whole[row], atol=1e-5)
+        assert widths[-1] == int(r.real[row, :4].sum() + r.mask[row].sum()) - 1
+    hook.remove()
+    assert len(set(widths)) > 3
