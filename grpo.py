@@ -218,19 +218,29 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     return loss, metrics | {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach())}
 
 
-def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False):
+def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False, fused=False):
     """Loss and metrics of these rows of a Batch under the policy as it is now, log(policy / sampler) of their tokens (one
-    line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside."""
+    line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside.
+    fused: the loss is going to be the one that backward() is called on, so that a large head may form its gradient at once."""
     rollout = b.rollout[rows]
-    with autocast(rollout.tokens.device, dtype):
-        logp = completion_logprobs(policy, rollout, s.temperature)                                  # (n, T)
     knobs = {k: getattr(s, k) for k in (
         "loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "sapo_temperature_neg",
         "sapo_temperature_pos", "kl_estimator", "use_bias_correction_kl", "max_completion_length")}
     in_loss = s.beta > 0 and s.kl_in == "loss"
-    loss, metrics = grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows], b.mask[rows],
-                              policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
-                              beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
+
+    def loss_at(logp):
+        return grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows],
+                         b.mask[rows], policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
+                         beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
+
+    def slope_of(logp):
+        with torch.enable_grad():
+            logp.requires_grad_()
+            return torch.autograd.grad(loss_at(logp)[0], logp)[0]
+
+    with autocast(rollout.tokens.device, dtype):
+        logp = completion_logprobs(policy, rollout, s.temperature, slope_of=slope_of if fused else None)   # (n, T)
+    loss, metrics = loss_at(logp)
     return loss, metrics, (logp.detach() - rollout.logp)[rollout.mask], logp
 
 
@@ -291,12 +301,13 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
             # the halves of a target apart, so that the sum of either reads its own rows only
             mini = by_length(mini, length[mini] + b.mask.shape[1] * second_half(mini, s) if tape else length[mini], s)
             unit, coefficients, gaps = tape and one_backward(s, b) and not steps, [b.advantages[:0]], [gap[:0]]
+            fused = s.fused_head and not tape and s.importance_sampling_level == "token"
             with tape or contextlib.nullcontext():
                 for micro in micro_batches(mini, s):
                     if tape:
                         tape.rows(len(micro), b.rollout.mask[micro].nonzero()[:, 0])
                     loss, metrics, log_ratio, logp = loss_of(policy if tape else scored, b, micro, s, dtype, num_rows,
-                                                             num_tokens, fresh=bool(unit))
+                                                             num_tokens, fresh=bool(unit), fused=fused)
                     if unit:  # record the gradient of each row's log-prob, of which its loss and the target are multiples
                         slope, = torch.autograd.grad(loss, logp, retain_graph=True)     # (n, T), the same along a row
                         coefficients.append(slope.sum(1) / b.mask[micro].sum(1).clamp(min=1))

@@ -334,11 +334,12 @@ def decode(model, prompt, real, r, noise, eos, temperature, limits):
 # ---------------------------------------------------------------------------------------------------------------
 # log-probs of given tokens
 
-def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 24):
+def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 24, slope_of=None):
     """h (M, C) hidden states, targets (M,) ids -> log-probs (M,) in fp32, with gradient.
 
     At the sampling temperature and, after truncated sampling, renormalised over the kept set (M, V): the distribution
-    the token was drawn from. At most about `chunk` logits exist at a time; with more, backward computes each piece again.
+    the token was drawn from. At most about `chunk` logits exist at a time; with more, backward computes each piece again,
+    unless slope_of(log-probs of tokens i .. j - 1, i, j) says beforehand what gradient (j - i,) they are going to get.
     """
     def piece(h, targets, kept):
         logits = lm_head(h).float() / temperature                                                   # (m, V)
@@ -349,14 +350,52 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 2
     m = max(1, chunk // lm_head.weight.shape[0])
     if len(h) <= m:
         return piece(h, targets, kept)
+    if slope_of is not None and torch.is_grad_enabled():
+        return FusedHead.apply(h, lm_head.weight, lm_head, targets, temperature, kept, m, slope_of)
     return torch.cat([checkpoint(piece, *x, use_reentrant=False) for x in zip(
         h.split(m), targets.split(m), [None] * len(h) if kept is None else kept.split(m))])
 
 
-def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24):
+class FusedHead(torch.autograd.Function):
+    """The vocabulary head with its backward in its forward, piece by piece: a piece's logits are used for log-probs and
+    gradients alike and are gone, three products in place of four, for a loss in which the gradient of a log-prob depends on no
+    other token's."""
+
+    @staticmethod
+    def forward(ctx, h, weight, lm_head, targets, temperature, kept, m, slope_of):
+        logp, slopes = h.new_empty(len(h), dtype=torch.float32), h.new_empty(len(h), dtype=torch.float32)
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for i in range(0, len(h), m):
+            j = min(i + m, len(h))
+            raw = lm_head(h[i:j])                                                                   # (m, V)
+            logits = raw.float() / temperature
+            if kept is not None:
+                logits = logits.masked_fill(~kept[i:j], -math.inf)
+            logits = logits - logits.logsumexp(-1, keepdim=True)
+            logp[i:j] = logits.gather(1, targets[i:j, None])[:, 0]
+            slopes[i:j] = slope = slope_of(logp[i:j], i, j)
+            d = logits.exp_().mul_(-slope[:, None] / temperature)       # of the logits: slope * (1[target] - p) / temperature
+            d.scatter_add_(1, targets[i:j, None], slope[:, None] / temperature)
+            d = d.to(raw.dtype)
+            dh[i:j] = d @ weight.to(raw.dtype)
+            if dw is not None:
+                dw += d.T @ h[i:j].to(raw.dtype)
+        ctx.save_for_backward(dh, dw, slopes)
+        return logp
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dh, dw, slopes = ctx.saved_tensors
+        if not torch.allclose(gradient, slopes, rtol=1e-4, atol=1e-12):
+            raise ValueError("slope_of gave another gradient than the loss: is a token's loss its own alone?")
+        return dh, dw, None, None, None, None, None, None
+
+
+def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24, slope_of=None):
     """Log-probs (N, T) of a rollout's sampled tokens under `model`; 0 where masked.
 
     Position t predicts token t + 1: the hidden state at the prompt's last position scores the first sampled token.
+    slope_of(logp): the gradient (N, T) that these log-probs (N, T) are going to get (see token_logprobs).
     """
     # these rows may be shorter than the rollout that they are of: leave out what is padding in all of them
     P, T = rollout.real.shape[1] - rollout.mask.shape[1], rollout.mask.shape[1]
@@ -365,8 +404,13 @@ def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24):
     tokens, real, T = rollout.tokens[:, columns], rollout.real[:, columns], columns.stop - P
     mask = rollout.mask[:, :T]
     h = model(tokens[:, :-1], None if bool(real.all()) else real[:, :-1])[:, -T:]                   # (N, T, C)
+
+    def flat_slope(logp, i, j):  # of tokens i .. j - 1 in the line of all; what the others get does not matter
+        line = rollout.logp[rollout.mask].index_copy(0, torch.arange(i, j, device=h.device), logp)
+        return slope_of(torch.zeros_like(rollout.logp).masked_scatter(rollout.mask, line))[rollout.mask][i:j]
+
     logp = token_logprobs(model.lm_head, h[mask], tokens[:, -T:][mask], temperature,
-                          None if rollout.kept is None else rollout.kept[:, :T][mask], chunk)
+                          None if rollout.kept is None else rollout.kept[:, :T][mask], chunk, slope_of and flat_slope)
     return torch.zeros(rollout.mask.shape, device=h.device).masked_scatter(rollout.mask, logp)      # (N, T)
 
 
