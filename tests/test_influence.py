@@ -224,7 +224,7 @@ def cosine(a, b):
 @pytest.mark.parametrize("held, way", ((False, "contracted"), (False, "kept"), (True, "contracted")))
 @pytest.mark.parametrize("target, knobs", (("self", dict(beta=.1)), ("reward", UNIT), ("advantage", dict(beta=.1))))
 @pytest.mark.parametrize("prompts, halves", ((1, (range(0, 8, 2), range(1, 8, 2))), (2, (range(4), range(4, 8))),
-                                             (3, (range(4), range(4, 12)))))
+                                             (5, (range(8), range(8, 20)))))
 def test_the_target_is_halved_by_prompt(prompts, halves, target, knobs, held, way):
     """Its noise is the cosine of two gradients that share no prompt; with one prompt, of every other rollout."""
     s = settings(tracin=target, num_prompts=prompts, num_generations=8 if prompts == 1 else 4, **knobs)

@@ -276,7 +276,7 @@ def test_the_ways_are_what_they_are_called(name, dtype, way):
 @every_case
 def test_gradient(name, dtype, way):
     case, tape, J = recorded(name, dtype, way)
-    w, some = noise(8, seed=9), torch.tensor([1, 0, 1, 0, 0, 1, 0, 1])
+    w, some = noise(8, seed=9), torch.tensor([1, 0, 1, 0, 1, 0, 0, 1])
     asked = [*torch.eye(8), w, w * some, some.bool(), None]                                         # first, every row alone
     for weights, G in zip(asked, tape.gradients(asked)):
         exact = (torch.ones(8) if weights is None else weights).double() @ J
@@ -381,6 +381,18 @@ def test_two_forwards_before_one_backward(way):
     with new_tape(case.model, way) as other:
         sum([(other.rows(n, owners), losses().sum())[1] for n, owners, losses in case.micro]).backward()
     assert error(other.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
+
+
+@pytest.mark.xfail(strict=True, reason="a block computed again takes the rows of the last forward")
+def test_two_forwards_of_blocks_that_are_computed_again():
+    """Exact, or refused by name: the sum over rows is right all the same, so no invariant can see it."""
+    case, J = text_case(checkpointed(gpt(), True), sizes=(4, 4)), brute("gpt")
+    try:
+        with Tape(case.model) as tape:
+            sum([(tape.rows(n, owners), losses().sum())[1] for n, owners, losses in case.micro]).backward()
+    except ValueError:
+        return
+    assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
 
 
 @every_way
@@ -628,6 +640,18 @@ def test_memory_is_respected_and_used(name, share):
     assert sized(record(case, tape=less)) < sized(kept)
 
 
+@pytest.mark.xfail(strict=True, reason="buffers that the next batch has no use for are not given back")
+@pytest.mark.parametrize("how", ["fewer rows, half of the memory", "other micro-batches"])
+def test_buffers_that_are_not_in_use_are_within_the_memory_too(how):
+    """As when groups without spread are dropped, or when one tape serves batches that are split in other ways."""
+    case = text_case(gpt())
+    tape = new_tape(case.model, "kept")
+    tape.memory *= 0.5 if "half" in how else 1
+    for sizes in ((8,), (6,), (4,)) if "half" in how else ((3, 1, 4), (2, 2, 4), (1, 7)):
+        record(text_case(case.model, rows=texts(sum(sizes)), sizes=sizes), tape=tape)
+    assert sum(g.numel() * g.element_size() for g in tape.pool.values()) <= tape.memory
+
+
 @pytest.mark.parametrize("chunk", [2 ** 24, 4 * V], ids=["one piece", "pieces"])
 def test_short_rows_are_not_kept(chunk):
     """Layers by tokens a row, padding included since it costs as much; the head by those it is given, over all its pieces."""
@@ -645,6 +669,31 @@ def test_short_rows_are_not_kept(chunk):
         assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
     default = record(case, tape=Tape(case.model, memory=1e9))
     assert default.fewest == 24 and all(p.dim() == 1 for p, _ in default.kept)                       # a CPU
+
+
+@pytest.mark.parametrize("shared", ["layer", "weight"])
+@pytest.mark.parametrize("lengths", [(2, 6), (6, 2), (6, 6), (2, 2)], ids=str)
+def test_a_matrix_of_long_rows_and_short_ones(lengths, shared):
+    """One use of it is kept and the other is not, or both, or none: the rows' gradients are sums over all uses."""
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.uses = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+            self.uses[1].weight = self.uses[0].weight
+            if shared == "layer":
+                self.uses[1] = self.uses[0]
+
+        def forward(self, x):
+            first = self.uses[0](x[:, :lengths[0]]).tanh().sum(1, keepdim=True)
+            return self.uses[1](first + x[:, 6:6 + lengths[1]])
+
+    case = any_case(perturbed(Model()), noise(8, 12, 3))
+    tape, J = record(case, tape=Tape(case.model, memory=1e9, fewest=4)), by_hand(case)
+    late = lengths == (2, 6) and shared == "layer"  # it is there already when the short use comes by, in the backward
+    assert ways_of(tape)[case.model.uses[0].weight] == {"kept" if n == 6 or late else "contracted" for n in lengths}
+    assert worst(tape.gradient(), plain(case)) < 1e-12 and error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-12
+    assert error(torch.cat([tape.per_row(p, [1, 3, 6]).flatten(1) for p in tape.names], 1), J[[1, 3, 6]]) < 1e-12
+    assert error(tape.norms([1, 3, 6]), J[[1, 3, 6]].square().sum(1)) < 1e-12
 
 
 def test_an_embedding_is_kept_with_its_head_only():
