@@ -1232,3 +1232,48 @@ def test_script_syncs_decays_and_keeps_the_base(tmp_path, monkeypatch, alpha, lo
     same = [torch.equal(x, start[name.replace(".base", "")]) for name, x in run["policy"].items()
             if not name.endswith(("A.weight", "B.weight"))]
     assert len(same) == len(start) and (all(same) if lora_rank else not any(same))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the head that forms its gradient in its forward
+
+@pytest.mark.parametrize("knobs", [
+    {}, dict(beta=.1), dict(beta=.1, kl_estimator="k2", use_bias_correction_kl=False), dict(loss_type="cispo", epsilon_high=1.1),
+    dict(loss_type="sapo"), dict(loss_type="grpo", delta=1.3), dict(top_entropy_quantile=.4), dict(top_p=.9), dict(lora_rank=2),
+    dict(mask_truncated_completions=True)])
+def test_fused_head_changes_nothing(knobs, monkeypatch):
+    def small(lm_head, h, targets, temperature=1.0, kept=None, chunk=0, slope_of=None):
+        return plain(lm_head, h, targets, temperature, kept, 7 * lm_head.weight.shape[0], slope_of)  # seven tokens a piece
+
+    calls, plain, apply = [], model.token_logprobs, model.FusedHead.apply
+    monkeypatch.setattr(model, "token_logprobs", small)
+    monkeypatch.setattr(model.FusedHead, "apply", lambda *a: (calls.append(len(a[0])), apply(*a))[1])
+    policy, found = gpt(), []
+    for fused in (True, False):
+        s = settings(fused_head=fused, **knobs)
+        b = sample(policy, s, moved(policy))
+        other = moved(policy, seed=6)                          # off-policy, so that ratios and clips differ
+        torch.manual_seed(0)
+        found.append(gradients(add_lora(other, 2, 4) if s.lora_rank else other, b, s))
+        assert bool(calls) == fused
+        calls.clear()
+    for a, c in zip(*(x[0] for x in found)):
+        assert torch.allclose(a, c, rtol=1e-5, atol=1e-7) and a.any()
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-6)
+
+
+def test_fused_head_refuses_a_loss_that_is_not_the_one_announced():
+    policy, s = gpt(), settings()
+    r = sample(policy, s).rollout
+    logp = completion_logprobs(policy, r, chunk=7 * 300, slope_of=lambda logp: torch.ones_like(logp))
+    with pytest.raises(ValueError, match="slope_of"):
+        (2 * logp * r.mask).sum().backward()
+
+
+def test_fused_head_stays_out_where_the_loss_of_a_token_is_not_its_own(monkeypatch):
+    monkeypatch.setattr(model.FusedHead, "apply", lambda *a: pytest.fail("used"))
+    monkeypatch.setattr(model.token_logprobs, "__defaults__", (1.0, None, 7 * 300, None))
+    policy = gpt()
+    for knobs in (dict(importance_sampling_level="sequence", loss_type="grpo"), dict(tracin="self")):
+        s = settings(**knobs)
+        train(policy, sample(policy, s), s)

