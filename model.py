@@ -453,7 +453,7 @@ def talking():
         yield
     except RuntimeError as e:
         time.sleep(1)
-        raise SystemExit(f"stopped: another process is gone, which has said why or is named below ({str(e).splitlines()[0]}); "
+        raise SystemExit(f"stopped: another process is gone, which has said why or is named below ({str(e).split('. ')[0]}); "
                          "the last checkpoint stands") from None
 
 
@@ -541,9 +541,6 @@ def run_script(main):
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
-    except Exception:
-        print(f"error: {who}" * (processes > 1), end="", file=sys.stderr)  # before its traceback
-        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------
