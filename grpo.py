@@ -4,6 +4,7 @@ GRPO (Shao et al. 2024, DeepSeekMath) in one file, in the order of the algorithm
     python grpo.py config/toxicity.py
 
 N = num_prompts * num_generations rows are sampled in an iteration; T is the width of the completions.
+Processes that torchrun starts share the rows (see model.py); every metric, gradient and file is of all of them.
 The arithmetic is TRL's. Where this file departs from it on purpose:
   - old log-probs are always those recorded while sampling, and log-probs are renormalised over what top-k, top-p and
     min-p keep, so that the ratio is one of two distributions;
@@ -368,6 +369,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
 
 
 def new_tape(policy, memory=0):
+    """The Tape that knows how processes share the rows."""
     return Tape(policy, memory, share=share, gather=gather, reduce=reduce)
 
 

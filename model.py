@@ -521,7 +521,7 @@ def talking():
         yield
     except RuntimeError as e:
         time.sleep(1)
-        raise SystemExit(f"stopped: another process is gone, which has said why or is named below ({str(e).splitlines()[0]}); "
+        raise SystemExit(f"stopped: another process is gone, which has said why or is named below ({str(e).split('. ')[0]}); "
                          "the last checkpoint stands") from None
 
 
@@ -590,7 +590,7 @@ def interrupts():
 
 def run_script(main):
     """main(argv) with the exit codes of every script here: 0 done, 1 stopped, 2 bad input (one line), 130 interrupted.
-    Under torchrun a process names itself and its machine in whatever ends it."""
+    Under torchrun a process names itself and its machine in the line it ends with."""
     if dist.is_available() and dist.is_torchelastic_launched():
         dist.init_process_group()  # gloo for what is on the CPU, nccl for what is on GPUs
     rank, processes = world()
@@ -605,13 +605,11 @@ def run_script(main):
         print(f"error: {who}{e}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as e:
-        print(f"interrupted: {who}{e}", file=sys.stderr)
+        if not rank:  # all end alike
+            print(f"interrupted: {who}{e}", file=sys.stderr)
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
-    except Exception:
-        print(f"error: {who}" * (processes > 1), end="", file=sys.stderr)  # before its traceback
-        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------

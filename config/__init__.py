@@ -361,7 +361,7 @@ def save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num
               reference=reference.state_dict() if s.sync_ref_model else None,
               # our own draws have seeds; a reward function of the user's may use these
               random=dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest), torch=torch.get_rng_state(),
-                          cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []),
+                          cuda=[torch.cuda.get_rng_state()] if torch.cuda.is_available() else []),
               logs={name: os.path.getsize(os.path.join(out_dir, name)) for name in LOGS})
     if os.path.exists(path):
         os.replace(path, os.path.join(out_dir, "ckpt_prev.pt"))
@@ -415,7 +415,7 @@ def load_run(out_dir, policy, reference, optimizer, s, base_hash):
     np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"][0])
     for name, size in content["logs"].items():
         if world()[0] == 0 and os.path.exists(os.path.join(out_dir, name)):
             os.truncate(os.path.join(out_dir, name), size)
