@@ -13,8 +13,8 @@ from config import load_settings
 from judge.comments import get_splits, load_prompts
 from judge.scorer import as_reward, reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, add_lora, autocast, completion_logprobs, derive, generate, hash_of, load_file, pick_device,
-                   pick_dtype, run_script)
+from model import (BadInput, add_lora, autocast, completion_logprobs, derive, gather, generate, hash_of, load_file, one_by_one,
+                   pick_device, pick_dtype, run_script, share)
 from pretrain import get_policy, get_tokenizer
 
 
@@ -31,12 +31,15 @@ def evaluate(policy, base, prompts, judges, reward_funcs, s, tokenizer, device, 
     with autocast(device, dtype):
         rollout = generate(policy, [ids for _, ids in prompts], k, s.max_completion_length, eos=tokenizer.eot_token,
                            seed=derive("evaluation"), batch_size=256 // k * k or k)
-        nll = -sum(float(completion_logprobs(base, rollout[i:i + 256]).double().sum()) for i in range(0, len(rollout.ended), 256))
+        mine = share(len(rollout.ended), k)  # all rows, but of several processes
+        nll = -sum(gather([float(completion_logprobs(base, rollout[i:min(i + 256, mine.stop)]).double().sum())
+                           for i in range(mine.start, mine.stop, 256)]))
     texts = [tokenizer.decode(ids) for ids in rollout.completions()]
     asked, row = [text for text, _ in prompts for _ in range(k)], {}
-    log_odds = {name: judge(asked, texts) for name, judge in judges.items()}
+    log_odds = {name: gather(judge(asked[mine], texts[mine])) for name, judge in judges.items()}
     for name, function in reward_funcs.items():
-        rewards = as_reward(log_odds["judge"], s.judge_score) if name == "judge" else score({name: function}, asked, texts)
+        rewards = (as_reward(log_odds["judge"], s.judge_score) if name == "judge"
+                   else gather(score({name: function}, asked[mine], texts[mine])))
         row[f"rewards/{name}"] = float(rewards.nanmean())
     for name in judges:
         toxicity = torch.sigmoid(log_odds[name]).view(-1, k)
@@ -72,12 +75,14 @@ def main(argv):
     s = load_settings([os.path.join(argv[0], "config.json"), *argv[1:]])
     run = load_file(os.path.join(argv[0], "ckpt.pt"), "run")
     device, splits = pick_device(s.device), get_splits(s)
-    base = get_policy(s, splits, device).to(device).eval().requires_grad_(False)
+    with one_by_one():
+        base = get_policy(s, splits, device).to(device).eval().requires_grad_(False)
     tokenizer = get_tokenizer(s)
     _, prompts, _ = load_prompts(s, tokenizer, splits)
     if hash_of(base) != run["base_hash"]:
         raise BadInput(f"{argv[0]}/ckpt.pt: this run began from another policy than the settings name now")
-    judges = get_judges(s, splits, device)
+    with one_by_one():
+        judges = get_judges(s, splits, device)
     policy = copy.deepcopy(base, {id(p): p for p in base.parameters()} if s.lora_rank else {})
     if s.lora_rank:
         add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)

@@ -4,13 +4,14 @@ GRPO (Shao et al. 2024, DeepSeekMath) in one file, in the order of the algorithm
     python grpo.py config/toxicity.py
 
 N = num_prompts * num_generations rows are sampled in an iteration; T is the width of the completions.
+Processes that torchrun starts share the rows (see model.py); every metric, gradient and file is of all of them.
 The arithmetic is TRL's. Where this file departs from it on purpose:
   - old log-probs are always those recorded while sampling, and log-probs are renormalised over what top-k, top-p and
     min-p keep, so that the ratio is one of two distributions;
   - entropies are those of the sampling distribution, over the whole iteration, so that micro-batches agree;
   - with mini-batches, dapo and cispo divide by the tokens of the mini-batch, so that the step keeps its size;
   - a group whose rewards are all equal gets advantages of exactly 0.
-Left out: a critic, tools and several turns, more than one process.
+Left out: a critic, tools and several turns.
 """
 import contextlib
 import copy
@@ -26,8 +27,8 @@ from evaluate import evaluate, print_table
 from judge.comments import get_splits, load_prompts, read_rows
 from judge.scorer import load_judge, reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, generate, hash_of, interrupts,
-                   memory, pick_device, pick_dtype, run_script)
+from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, gather, generate, hash_of, interrupts,
+                   memory, one_by_one, pick_device, pick_dtype, reduce, run_script, share, world)
 from pretrain import get_policy, get_tokenizer, load_policy
 from tracin import Tape, choose_targets, describe_cost, diagnose_influence, filter_rows, target_coefficients
 
@@ -74,15 +75,17 @@ def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype,
     line(0, "2. Samples generated" + (f" ({N} rows for all micro-batches)" if N > s.micro_batch_size else ""))
 
     completions = [tokenizer.decode(ids) for ids in rollout.completions()]
-    scores = score(reward_funcs, [text for text, _ in prompts for _ in range(G)], completions)
+    asked, mine = [text for text, _ in prompts for _ in range(G)], share(N, G)  # all rows, but of several processes
+    scores = gather(score(reward_funcs, asked[mine], completions[mine]))
     rewards = total_reward(scores, s.reward_weights)
     line(0, "3. Samples scored", rewards=f"{rewards.nanmean():.4f}±{std(rewards):.4f}")
 
     ref_logp, kl, penalty = None, None, 0.0
     if s.beta:
         with autocast(device, dtype):
-            ref_logp = torch.cat([completion_logprobs(reference, rollout[i:i + s.micro_batch_size], s.temperature)
-                                  for i in range(0, N, s.micro_batch_size)])
+            order = by_length(torch.arange(N, device=device), rollout.mask.sum(1), s)
+            ref_logp = torch.zeros_like(rollout.logp).index_copy_(0, order, gather(torch.cat([rollout.logp[:0]] + [
+                completion_logprobs(reference, rollout[rows], s.temperature) for rows in micro_batches(order, s)])))
         if s.kl_in == "reward":
             per_token = kl_estimate(rollout.logp, ref_logp, s.kl_estimator) * rollout.mask
             penalty, kl = s.beta * per_token.sum(1).cpu(), float(per_token.sum() / rollout.mask.sum())
@@ -216,20 +219,51 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     return loss, metrics | {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach())}
 
 
-def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False):
+def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False, fused=False):
     """Loss and metrics of these rows of a Batch under the policy as it is now, log(policy / sampler) of their tokens (one
-    line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside."""
+    line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside.
+    fused: the loss is going to be the one that backward() is called on, so that a large head may form its gradient at once."""
     rollout = b.rollout[rows]
-    with autocast(rollout.tokens.device, dtype):
-        logp = completion_logprobs(policy, rollout, s.temperature)                                  # (n, T)
     knobs = {k: getattr(s, k) for k in (
         "loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "sapo_temperature_neg",
         "sapo_temperature_pos", "kl_estimator", "use_bias_correction_kl", "max_completion_length")}
     in_loss = s.beta > 0 and s.kl_in == "loss"
-    loss, metrics = grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows], b.mask[rows],
-                              policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
-                              beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
+
+    def loss_at(logp):
+        return grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows],
+                         b.mask[rows], policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
+                         beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
+
+    def slope_of(logp):
+        with torch.enable_grad():
+            logp.requires_grad_()
+            return torch.autograd.grad(loss_at(logp)[0], logp)[0]
+
+    with autocast(rollout.tokens.device, dtype):
+        logp = completion_logprobs(policy, rollout, s.temperature, slope_of=slope_of if fused else None)   # (n, T)
+    loss, metrics = loss_at(logp)
     return loss, metrics, (logp.detach() - rollout.logp)[rollout.mask], logp
+
+
+def micro_batches(rows, s):
+    """This process's share of some rows (indices), in micro-batches; none when it has no share."""
+    rows = rows[share(len(rows))]
+    return rows.split(s.micro_batch_size) if len(rows) else ()
+
+
+def by_length(rows, lengths, s):
+    """The rows (n,) in another order: this process's share, and every other's, from short to long, so that micro-batches hold
+    little padding. Changes nothing else, but for bnpo."""
+    mine = share(len(rows)) if s.sort_by_length else slice(0, 0)
+    return gather(rows[mine][lengths[mine].argsort(stable=True)]) if s.sort_by_length else rows
+
+
+def sum_gradients(parameters):
+    """The .grad of each parameter <- its sum over the processes. One without rows has none and takes part all the same."""
+    if world()[1] > 1:
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        reduce([p.grad for p in parameters])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -252,7 +286,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
     parameters = [p for p in policy.parameters() if p.requires_grad]
     micros, steps, gap = [], [], torch.zeros(0, device=device)
     b.influence, b.weights = torch.full((N,), math.nan, device=device), torch.ones(N, device=device)
-    traced = []
+    length, prompt, traced = b.rollout.mask.sum(1), b.rollout.real[:, :-b.mask.shape[1]].sum(1), []
     for epoch in range(s.num_iterations):
         if 0 < s.mini_batch_size < N:
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive(seed, epoch))).to(device)]
@@ -264,14 +298,17 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                     num_rows, num_tokens = len(mini), int(b.mask[mini].sum())
             if num_tokens == 0 or len(mini) == 0:
                 continue
-            tape = (recorder or Tape(policy)) if s.tracin != "off" and epoch == 0 else None
-            unit, coefficients = tape and one_backward(s, b) and not steps, []
+            tape = (recorder or new_tape(policy)) if s.tracin != "off" and epoch == 0 else None
+            # the halves of a target apart, so that the sum of either reads its own rows only
+            mini = by_length(mini, length[mini] + b.mask.shape[1] * second_half(mini, s) if tape else length[mini], s)
+            unit, coefficients, gaps = tape and one_backward(s, b) and not steps, [b.advantages[:0]], [gap[:0]]
+            fused = s.fused_head and not tape and s.importance_sampling_level == "token"
             with tape or contextlib.nullcontext():
-                for micro in mini.split(s.micro_batch_size):
+                for micro in micro_batches(mini, s):
                     if tape:
                         tape.rows(len(micro), b.rollout.mask[micro].nonzero()[:, 0])
                     loss, metrics, log_ratio, logp = loss_of(policy if tape else scored, b, micro, s, dtype, num_rows,
-                                                             num_tokens, fresh=bool(unit))
+                                                             num_tokens, fresh=bool(unit), fused=fused)
                     if unit:  # record the gradient of each row's log-prob, of which its loss and the target are multiples
                         slope, = torch.autograd.grad(loss, logp, retain_graph=True)     # (n, T), the same along a row
                         coefficients.append(slope.sum(1) / b.mask[micro].sum(1).clamp(min=1))
@@ -279,20 +316,25 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                     else:
                         loss.backward()
                     loss_sum += metrics["loss"]
-                    micros.append(metrics)
-                    if not steps:  # the weights are still those that sampled
-                        gap = torch.cat([gap, log_ratio])
+                    micros.append(metrics | {"real": int((prompt + length)[micro].sum()),
+                                             "positions": len(micro) * int(prompt[micro].max() + length[micro].max())})
+                    gaps.append(log_ratio)
                     line(len(micros) - 1, "4. Loss computed", pg_loss=f"{metrics['policy_loss']:.6f}",
                          kl=f"{metrics['loss'] - metrics['policy_loss']:.6f}", total=f"{metrics['loss']:.6f}")
+            loss_sum = sum(gather([loss_sum]))
+            if not steps:  # the weights are still those that sampled
+                gap = torch.cat([gap, gather(torch.cat(gaps))])
             off = float(gap.abs().max() if dtype == torch.float32 else gap.abs().mean()) if len(gap) else 0.0
             if check_ratio and not steps and off > (1e-3 if dtype == torch.float32 else 0.05):
                 raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by {off:.3g} "
                                  "nats on a token; something in the model is random or sees padding (or try dtype = 'float32')")
             if tape:
-                traced.append(keep_helpful(policy, tape, torch.cat(coefficients) if unit else None, b, mini, held_out, optimizer,
-                                           s, derive(seed, "select", len(steps)), dtype, check_ratio and not steps))
+                traced.append(keep_helpful(policy, tape, gather(torch.cat(coefficients)) if unit else None, b, mini, held_out,
+                                           optimizer, s, derive(seed, "select", len(steps)), dtype, check_ratio and not steps))
                 if not b.weights[mini].any():
                     continue
+            else:
+                sum_gradients(parameters)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm or math.inf))
             if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
                 raise SystemExit(f"stopped: loss {loss_sum}, grad_norm {grad_norm}; this step was not taken, the last checkpoint "
@@ -301,9 +343,11 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
             optimizer.zero_grad(set_to_none=True)
             steps.append((loss_sum, grad_norm))
 
+    micros = gather(micros)
     tokens, n = max(1, sum(t["tokens"] for t in micros)), max(1, len(steps))
     m = {k: sum(t[k] * t["tokens"] for t in micros) / tokens for k in (micros[0] if micros else ())
-         if k not in ("tokens", "loss", "policy_loss")}
+         if k not in ("tokens", "loss", "policy_loss", "real", "positions")}
+    m["padding"] = 1 - sum(t["real"] for t in micros) / max(1, sum(t["positions"] for t in micros))
     m |= {k: sum(t[k] for t in traced) / len(traced) for k in (traced[0] if traced else ())}
     if traced:
         m["tracin/empty_steps"] = sum(t["tracin/selected_ratio"] == 0 for t in traced)
@@ -324,6 +368,11 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                 "sampling/importance_sampling_ratio/max": float(gap.max().exp())}
 
 
+def new_tape(policy, memory=0):
+    """The Tape that knows how processes share the rows."""
+    return Tape(policy, memory, share=share, gather=gather, reduce=reduce)
+
+
 def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, seed, dtype, check):
     """Score the recorded rows `mini` against the target, note influence and weight of each in the Batch and leave in .grad the
     gradient of those that are kept -> metrics. coefficients: what the loss of each row is a multiple of its record by; None: 1.
@@ -335,8 +384,9 @@ def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, se
     if s.tracin == "self" and held_out is None:
         everything = {p: g + halves[1][p] for p, g in halves[0].items()}
     if check:
-        for micro in mini.split(s.micro_batch_size):
+        for micro in micro_batches(mini, s):
             loss_of(policy, b, micro, s, dtype, len(mini), int(b.mask[mini].sum()))[0].backward()
+        sum_gradients(tape.names)
         truth = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names}
         policy.zero_grad(set_to_none=True)
     units = b.mask[mini].sum(1) if s.loss_type in ("dapo", "cispo", "bnpo") else ones
@@ -344,8 +394,16 @@ def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, se
                                                                       everything, truth)
     for p, g in gradient.items():
         p.grad = g if b.weights[mini].any() else None
-    weights = tape.n * sum(p.numel() for p in tape.names)
-    return found | about | {"tracin/kept_gradients": sum(g.numel() for g in tape.kept.values()) / weights}
+    kept = sum(gather([g.numel() for g in tape.kept.values()]))
+    return found | about | {"tracin/kept_gradients": kept / (len(mini) * sum(p.numel() for p in tape.names))}
+
+
+def second_half(rows, s):
+    """(n,) True for the rows of the later half of the prompts. Advantages of a group sum to 0, so that halves of a group would
+    not be independent; where there is one prompt only, it is every other row all the same."""
+    prompts = rows // s.num_generations
+    distinct = prompts.unique()
+    return prompts >= distinct[len(distinct) // 2] if len(distinct) > 1 else rows % 2 == 1
 
 
 def one_backward(s, b):
@@ -358,17 +416,17 @@ def target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype):
     """Gradient of the target in two halves, the multiple of each recorded row in it (see filter_rows), metrics of the target."""
     t, rows = (b, mini) if held_out is None else held_out
     rewards, every = t.rewards.to(mini.device), torch.arange(len(rows), device=mini.device)
-    prompt = rows // s.num_generations  # advantages of a group sum to 0, so its halves are not independent; prompts are
-    half = prompt < prompt.unique()[len(prompt.unique()) // 2] if prompt.min() < prompt.max() else every % 2 == 0
+    half = ~second_half(rows, s)
     rho = coefficients if s.tracin == "self" else target_coefficients(s.tracin, rewards[rows], t.advantages[rows])
     if held_out is None and (unit or s.tracin == "self"):
         halves, own = tape.gradients([rho * half, rho * ~half]), rho
     else:  # one more forward and backward
         halves, own = [], torch.full((len(mini),), math.nan if held_out is None else 0.0, device=mini.device)
         for part in (every[half], every[~half]):
-            for j in part.split(s.micro_batch_size) if len(part) else ():
+            for j in micro_batches(part, s):
                 loss, _, _, logp = loss_of(policy, t, rows[j], s, dtype, len(rows), int(t.mask[rows].sum()))
                 (loss if s.tracin == "self" else (rho[j] * (logp * t.mask[rows[j]]).sum(1)).sum()).backward()
+            sum_gradients(tape.names)
             halves.append({p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names})
             policy.zero_grad(set_to_none=True)
     weight = -t.advantages[rows] / len(rows) if s.tracin == "self" else rho
@@ -557,7 +615,7 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
 
 
 def main(argv):
-    s = load_settings(argv)
+    s, (rank, processes) = load_settings(argv), world()
     device = pick_device(s.device)
     dtype, base = pick_dtype(s.dtype, device), load_policy(s)
     for path, label in ((s.judge, s.judge_label), (s.eval_judge, s.eval_judge_label)):
@@ -572,17 +630,19 @@ def main(argv):
     if s.functions:
         score({name: s.functions[name] for name in s.reward_funcs if name != "judge"}, texts, texts)
     wandb = None
-    if s.wandb_project:
+    if s.wandb_project and rank == 0:
         try:
             import wandb
         except ImportError as e:
             raise BadInput(f"wandb_project = {s.wandb_project!r}: pip install wandb, or leave it None") from e
-    out_dir = None if s.debug_step else claim_out_dir(s)
+    if not s.debug_step:
+        s.out_dir = out_dir = gather([claim_out_dir(s) if rank == 0 else None])[0]
     print("settings: " + ", ".join(f"{k}={v!r}" for k, v in public(s).items() if v != getattr(Settings(), k)))
     with interrupts() as stop:
-        base = (base or get_policy(s, splits, device, stop)).to(device).eval().requires_grad_(False)
-        judges = get_judges(s, splits, device, stop)
-        if stop():
+        with one_by_one():
+            base = (base or get_policy(s, splits, device, stop)).to(device).eval().requires_grad_(False)
+            judges = get_judges(s, splits, device, stop)
+        if any(gather([stop()])):
             raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
         reward_funcs = reward_functions(s, judges)
         policy = copy.deepcopy(base, {id(p): p for p in base.parameters()} if s.lora_rank else {}).requires_grad_(True)
@@ -604,6 +664,9 @@ def main(argv):
             return
         base_hash = hash_of(base)
         start, num_tokens = begin_run(out_dir, policy, reference, optimizer, s, base_hash)
+        if processes > 1 and len(set(gather([(base_hash, start, hash_of(policy))]))) > 1:
+            raise BadInput(f"the processes begin with different weights: out_dir = {out_dir!r} and cache_dir = {s.cache_dir!r} "
+                           "must be the same folders on all machines")
         write_config(out_dir, s, device)
         if wandb:
             wandb.init(project=s.wandb_project, name=os.path.basename(out_dir), config=public(s))
@@ -619,9 +682,9 @@ def main(argv):
         def save(iteration):
             save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens)
 
-        recorder = Tape(policy, memory=s.tracin_memory * 2 ** 30) if s.tracin != "off" else None
+        recorder = new_tape(policy, s.tracin_memory * 2 ** 30) if s.tracin != "off" else None
         if recorder:
-            print(describe_cost(s, sum(p.numel() for p in recorder.names)))
+            print(describe_cost(replace(s, tracin_memory=s.tracin_memory * processes), sum(p.numel() for p in recorder.names)))
         if s.beta and (s.kl_in == "reward") != (s.kl_estimator == "k1") and not s.use_bias_correction_kl:
             print(f"note: kl_estimator = {s.kl_estimator!r} has almost no gradient with kl_in = {s.kl_in!r}; use "
                   + ("k1" if s.kl_in == "reward" else "k2 or k3"))
@@ -665,13 +728,14 @@ def main(argv):
                 wandb.log(m, step=it + 1)
             if it + 1 == s.max_iters or (s.eval_interval and (it + 1) % s.eval_interval == 0):
                 evaluation(it + 1)
-            stopped = stop()
+            stopped = any(gather([stop()]))
             if it + 1 == s.max_iters or (it + 1) % s.save_interval == 0 or stopped:
                 save(it + 1)
             if stopped and it + 1 < s.max_iters:
                 raise KeyboardInterrupt(f"saved after iteration {it + 1}; go on with: "
                                         f"python grpo.py {out_dir}/config.json --resume=True")
-        print_table(read_rows(os.path.join(out_dir, "eval.jsonl")))
+        if rank == 0:
+            print_table(read_rows(os.path.join(out_dir, "eval.jsonl")))
         print(f"\n{out_dir}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
 
 

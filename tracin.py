@@ -38,12 +38,17 @@ class Tape:
     has fewer than `fewest` tokens a row, keeps a and b. Rows' gradients cost their traffic, 4 bytes x weights, written once and
     read three times; a and b cost two more products of 2 x tokens x weights: on a CPU the two are even near 24 tokens, on a
     GPU near 500. A tape that is used again uses the same memory again: fresh pages cost time.
+
+    share, gather, reduce: for several processes that each record a part of the rows, perhaps none. Of n rows, share(n) is the
+    slice recorded here; gather(x) puts what the processes have in a line, reduce(tensors) sums in place. gradient(s), dot
+    and norms then speak of the rows of all, to all; per_row and n of those recorded here.
     """
 
-    def __init__(self, model, memory=0, fewest=None):
+    def __init__(self, model, memory=0, fewest=None, share=lambda n: slice(0, n), gather=lambda x: x, reduce=lambda x: None):
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         on_gpu = any(p.is_cuda for p in self.names)
         self.layers, self.memory, self.pool, self.fewest = {}, memory, {}, (500 if on_gpu else 24) if fewest is None else fewest
+        self.share, self.gather, self.reduce = share, gather, reduce
         for name, module in model.named_modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 odd = [k for k, _ in module.named_parameters(recurse=False) if k not in ("weight", "bias")]
@@ -57,6 +62,7 @@ class Tape:
 
     def __enter__(self):
         self.records, self.kept, self.room, self.n, self.whose, self.flat = [], {}, self.memory, 0, None, None
+        self.pending, self.seen = 0, False  # calls of rows() since the last backward, and whether there was one since
         for p, name in self.names.items():
             if p.grad is not None:
                 raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")
@@ -70,6 +76,9 @@ class Tape:
     def __exit__(self, *error):
         for module in self.layers:
             del module.forward
+        self.pool = {key: self.pool[key] for key in self.kept}
+        if sum(buffer.numel() * buffer.element_size() for buffer in self.pool.values()) > self.memory:  # some are of longer batches
+            self.pool = {key: buffer for key, buffer in self.pool.items() if len(buffer) == len(self.kept[key])}
         if error[0] is None:
             self.all_read()
         outside = [name for p, name in self.names.items() if p.grad is not None]
@@ -87,6 +96,7 @@ class Tape:
         self.all_read()
         device = next(iter(self.names)).device
         self.whose = torch.arange(self.n, self.n + n, device=device)
+        self.pending, self.seen = 1 if self.seen else self.pending + 1, False
         self.flat, self.read = None if flat is None else flat.to(device) + self.n, {}
         self.n += n
 
@@ -116,6 +126,9 @@ class Tape:
                 out = out.clone()
 
             def hook(b):
+                self.seen = True
+                if not len(self.whose):  # no rows here
+                    return
                 if whose is None:
                     raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape "
                                      "cannot tell which rows they are of; set use_reentrant=False")
@@ -141,7 +154,7 @@ class Tape:
         for name, p in module.named_parameters(recurse=False):
             if p in self.names:
                 if p in new:
-                    if (p, first) not in self.pool or len(self.pool[p, first]) < n:
+                    if len(self.pool.get((p, first), ())) < n:
                         self.pool[p, first] = torch.empty(n, *p.shape, dtype=p.dtype, device=p.device)
                     self.kept[p, first] = self.pool[p, first][:n]
                 g = self.kept[p, first]
@@ -158,6 +171,9 @@ class Tape:
         """(rows,) or (M,): the row that each index of the first dimension of x belongs to."""
         if self.whose is None:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
+        if self.pending > 1 and torch._C._current_graph_task_id() != -1:
+            raise ValueError(f"{self.layers[module]}: computed again under a reentrant checkpoint, after {self.pending} calls of "
+                             "rows(): of which rows? Go backward after each forward, or set use_reentrant=False")
         per_token = x.dim() == (1 if type(module) is nn.Embedding else 2)
         if per_token and self.flat is not None and type(module) is not nn.Embedding:  # in one piece or several
             if torch._C._current_graph_task_id() != -1:  # inside a backward: a checkpoint goes through the piece again
@@ -179,6 +195,7 @@ class Tape:
     def gradients(self, weights):
         """The gradients for several weights, in a list."""
         totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
+        weights = [None if weight is None else weight[self.share(len(weight))] for weight in weights]
         for module, whose, a, b in self.records:
             for weight, total in zip(weights, totals):
                 x, y = a, b
@@ -197,13 +214,13 @@ class Tape:
         for (p, first), g in self.kept.items():
             for weight, total in zip(weights, totals):
                 w = g.new_ones(len(g)) if weight is None else weight[first:first + len(g)].to(g)
-                rows = w.nonzero()[:, 0].tolist()
-                if rows and rows[-1] - rows[0] + 1 < 2 * len(rows):
-                    span = slice(rows[0], rows[-1] + 1)
-                    total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
-                else:  # a copy of these rows would cost more than their sum
-                    for i in rows:
-                        total[p].add_(g[i], alpha=float(w[i]))
+                rows = w.nonzero()[:, 0]
+                ends = [0, *((rows.diff() > 1).nonzero()[:, 0] + 1).tolist(), len(rows)]
+                for i, j in zip(ends, ends[1:]):  # stretches without a row of weight 0: a copy of the rows would cost more
+                    if i < j:
+                        span = slice(int(rows[i]), int(rows[j - 1]) + 1)
+                        total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
+        self.reduce([g for total in totals for g in total.values()])
         return totals
 
     def dot(self, G):
@@ -217,15 +234,16 @@ class Tape:
         for (p, first), g in self.kept.items():
             if p in G:
                 scores[first:first + len(g)] += g.flatten(1) @ G[p].to(g).flatten()
-        return scores
+        return self.gather(scores)
 
     def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
         """sum of scale * g_i^2 for some rows (indices, ascending): ||g_i||^2 when nothing is scaled. At most about `memory`
         numbers of per-row gradients exist at a time, of one parameter."""
-        rows = torch.as_tensor(rows)
+        rows, here = torch.as_tensor(rows), self.share(sum(self.gather([self.n])))
+        rows = rows[(rows >= here.start) & (rows < here.stop)] - here.start
         found = torch.zeros(len(rows), dtype=torch.float64)
         local = torch.full((self.n,), -1).index_copy_(0, rows, torch.arange(len(rows)))
-        for p in self.names if parameters is None else parameters:
+        for p in (self.names if parameters is None else parameters) if len(rows) else ():
             uses = [r for r in self.records if any(q is p for q in r[0].parameters(recurse=False))]
             seen = torch.cat([whose for _, whose, _, _ in uses]) if uses else torch.zeros(0)
             kept = [(first, g) for (q, first), g in self.kept.items() if q is p]
@@ -245,7 +263,7 @@ class Tape:
             for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
                 g = self.per_row(p, rows[chunk]).flatten(1)
                 found[chunk] += (g.square() * scale[p].flatten() if p in scale else g.square()).sum(1).double().cpu()
-        return found
+        return self.gather(found)
 
     def per_row(self, p, rows):
         """The gradients (len(rows), *p.shape) of one parameter, one for each of these rows (indices, ascending)."""

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 import torch
 
-from model import LORA_LAYERS, BadInput, load_file, save_file
+from model import LORA_LAYERS, BadInput, load_file, save_file, world
 
 
 @dataclass
@@ -117,7 +117,9 @@ class Settings:
     # step
     num_iterations: int = 1              # passes over the rollouts of an iteration (mu)
     mini_batch_size: int = 0             # rows per optimiser step; 0: all
-    micro_batch_size: int = 64           # rows per forward and backward: memory and speed, nothing else (but see bnpo)
+    micro_batch_size: int = 64           # rows per forward and backward of a process: memory and speed only (but see bnpo)
+    fused_head: bool = True              # a head of many logits forms its gradient in the forward: one product less, same numbers
+    sort_by_length: bool = True          # rows of like length share a micro-batch: speed, nothing else (but see bnpo)
     learning_rate: float = 1e-4
     warmup_iters: int = 0                # linear from 0
     lr_decay: str = "constant"           # to zero at max_iters: linear, cosine; or constant
@@ -310,7 +312,7 @@ def load_settings(argv):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# the folder of a run
+# the folder of a run. Of several processes number 0 writes
 
 def claim_out_dir(s):
     """Create the folder of the run and return its name: out_dir, or out_dir-2, -3, ... when an earlier run is there."""
@@ -342,7 +344,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 
 def append(out_dir, name, rows):
     """Add rows to a log; numbers that JSON does not know become null."""
-    with open(os.path.join(out_dir, name), "a", encoding="utf-8") as f:
+    with open(os.path.join(out_dir, name) if world()[0] == 0 else os.devnull, "a", encoding="utf-8") as f:
         for row in rows:
             row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
             f.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -350,6 +352,8 @@ def append(out_dir, name, rows):
 
 def save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens):
     """ckpt.pt: all that the next iteration depends on, and how long the logs are. The one before stays as ckpt_prev.pt."""
+    if world()[0]:
+        return
     path, new = os.path.join(out_dir, "ckpt.pt"), os.path.join(out_dir, "ckpt_new.pt")
     kind, keys, *rest = np.random.get_state()
     save_file(new, "run", iteration=iteration, policy=policy.state_dict(), optimizer=optimizer.state_dict(),
@@ -357,7 +361,7 @@ def save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num
               reference=reference.state_dict() if s.sync_ref_model else None,
               # our own draws have seeds; a reward function of the user's may use these
               random=dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest), torch=torch.get_rng_state(),
-                          cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []),
+                          cuda=[torch.cuda.get_rng_state()] if torch.cuda.is_available() else []),
               logs={name: os.path.getsize(os.path.join(out_dir, name)) for name in LOGS})
     if os.path.exists(path):
         os.replace(path, os.path.join(out_dir, "ckpt_prev.pt"))
@@ -373,7 +377,7 @@ def begin_run(out_dir, policy, reference, optimizer, s, base_hash):
         raise BadInput(f"{log} has rows but there is no ckpt.pt to go on from: choose another out_dir")
     if s.resume:
         print(f"{out_dir}: no checkpoint to resume, starts from the beginning")
-    for name in LOGS:  # an earlier start may have been killed before its first checkpoint
+    for name in LOGS if world()[0] == 0 else ():  # an earlier start may have been killed before its first checkpoint
         open(os.path.join(out_dir, name), "w").close()
     # our own draws have seeds of their own; a reward function of the user's may use the global generators
     random.seed(s.seed), np.random.seed(s.seed % 2 ** 32), torch.manual_seed(s.seed)
@@ -411,9 +415,9 @@ def load_run(out_dir, policy, reference, optimizer, s, base_hash):
     np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"][0])
     for name, size in content["logs"].items():
-        if os.path.exists(os.path.join(out_dir, name)):
+        if world()[0] == 0 and os.path.exists(os.path.join(out_dir, name)):
             os.truncate(os.path.join(out_dir, name), size)
     for name, new in public(s).items():
         if name not in ("resume", "max_iters") and content["settings"].get(name, new) != new:
@@ -431,6 +435,8 @@ def public(s):
 
 def write_config(out_dir, s, device):
     """config.json: settings, the config file's text, versions, device, git revision."""
+    if world()[0]:
+        return
     try:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True,
                              text=True).stdout.strip()

@@ -121,7 +121,7 @@ def score(reward_funcs, prompts, completions):
     """
     columns = []
     for name, function in reward_funcs.items():
-        values = function(prompts, completions)
+        values = function(prompts, completions) if completions else []
         try:
             values = [v.item() if hasattr(v, "item") else v for v in values]
         except (TypeError, ValueError, RuntimeError) as e:

@@ -17,7 +17,8 @@ if __name__ == "__main__":  # run as a script: the project's folder, not judge/,
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from judge.scorer import Scorer, encode, load_judge, log_odds, pad_right, save_judge
-from model import (BadInput, GPTConfig, autocast, fast_dtype, fit, interrupts, load_file, pick_device, run_script)
+from model import (BadInput, GPTConfig, autocast, fast_dtype, interrupts, load_file, pick_device, run_script)
+from pretrain import fit
 from tokenizer import load_tokenizer
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
