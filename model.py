@@ -624,17 +624,22 @@ def find_below(folder, name):
 
 
 def save_file(path, kind, **content):
-    """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file or the new, never half."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file or the new, never half.
+    BadInput when the disk is full or may not be written."""
     tmp = f"{path}.{os.getpid()}.tmp"
     try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(tmp, "wb") as f:
             torch.save({"kind": kind, **content}, f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
+    except (OSError, RuntimeError) as e:  # torch's writer turns the first into the second
+        reason = next((x.strerror or str(x) for x in (e, e.__context__) if isinstance(x, OSError)), str(e).splitlines()[0])
+        raise BadInput(f"{path}: could not be written ({reason}); make room, or choose another folder. What was saved before "
+                       "stands") from e
     finally:
-        if os.path.exists(tmp):  # the disk is full, or the like
+        if os.path.exists(tmp):
             os.remove(tmp)
 
 

@@ -1,5 +1,6 @@
 """model.py against oracles that share no code with it: network, sampling, log-probs, LoRA, files, training loop."""
 import copy
+import errno
 import math
 import os
 import random
@@ -717,18 +718,26 @@ def test_find_below_searches_subfolders_and_names_what_is_missing(tmp_path):
         find_below(tmp_path, "y.json")
 
 
+class Full:
+    """A file on a disk that is full after 1000 bytes."""
+
+    def __init__(self, f):
+        self.f, self.flush = f, f.flush
+
+    def write(self, data):
+        if self.f.tell() + len(data) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.f.write(data)
+
+
 def test_save_file_that_fails_midway_leaves_the_old_file(tmp_path, monkeypatch):
     path = str(tmp_path / "a.pt")
     save_file(path, "policy", x=torch.arange(3))
 
-    def half(content, f):
-        f.write(b"half a file")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(OSError, match="disk full"):
-        save_file(path, "policy", x=torch.arange(4))
-    assert torch.equal(load_file(path, "policy")["x"], torch.arange(3))
+    monkeypatch.setattr(torch, "save", lambda content, f, save=torch.save: save(content, Full(f)))
+    with pytest.raises(BadInput, match="a.pt: could not be written .No space left on device."):
+        save_file(path, "policy", x=torch.arange(40000))
+    assert torch.equal(load_file(path, "policy")["x"], torch.arange(3)) and os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_save_file_makes_folders_replaces_and_leaves_nothing_else(tmp_path, monkeypatch):
