@@ -83,7 +83,7 @@ def main(argv):
         raise BadInput(f"{argv[0]}/ckpt.pt: this run began from another policy than the settings name now")
     with one_by_one():
         judges = get_judges(s, splits, device)
-    policy = copy.deepcopy(base)
+    policy = copy.deepcopy(base, {id(p): p for p in base.parameters()} if s.lora_rank else {})
     if s.lora_rank:
         add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
     try:

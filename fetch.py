@@ -318,7 +318,7 @@ def dequantise(raw, kind):
 SHORT = {"distilgpt2": "distilbert/distilgpt2"} | {f"gpt2{size}": f"openai-community/gpt2{size}"
                                                    for size in ("", "-medium", "-large", "-xl")}
 OPTIONAL = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-            "generation_config.json")
+            "generation_config.json", "added_tokens.json", "chat_template.jinja")
 TIMEOUT = 30   # seconds without a byte
 ATTEMPTS = 5   # a connection that is cut is taken up again
 OTHERWISE = "download it elsewhere and give the folder, or set HF_ENDPOINT to a mirror"

@@ -83,8 +83,9 @@ def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype,
     ref_logp, kl, penalty = None, None, 0.0
     if s.beta:
         with autocast(device, dtype):
-            ref_logp = gather(torch.cat([rollout.logp[:0]] + [completion_logprobs(reference, rollout[rows], s.temperature)
-                                                              for rows in micro_batches(torch.arange(N, device=device), s)]))
+            order = by_length(torch.arange(N, device=device), rollout.mask.sum(1), s)
+            ref_logp = torch.zeros_like(rollout.logp).index_copy_(0, order, gather(torch.cat([rollout.logp[:0]] + [
+                completion_logprobs(reference, rollout[rows], s.temperature) for rows in micro_batches(order, s)])))
         if s.kl_in == "reward":
             per_token = kl_estimate(rollout.logp, ref_logp, s.kl_estimator) * rollout.mask
             penalty, kl = s.beta * per_token.sum(1).cpu(), float(per_token.sum() / rollout.mask.sum())
@@ -218,19 +219,29 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     return loss, metrics | {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach())}
 
 
-def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False):
+def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False, fused=False):
     """Loss and metrics of these rows of a Batch under the policy as it is now, log(policy / sampler) of their tokens (one
-    line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside."""
+    line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside.
+    fused: the loss is going to be the one that backward() is called on, so that a large head may form its gradient at once."""
     rollout = b.rollout[rows]
-    with autocast(rollout.tokens.device, dtype):
-        logp = completion_logprobs(policy, rollout, s.temperature)                                  # (n, T)
     knobs = {k: getattr(s, k) for k in (
         "loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "sapo_temperature_neg",
         "sapo_temperature_pos", "kl_estimator", "use_bias_correction_kl", "max_completion_length")}
     in_loss = s.beta > 0 and s.kl_in == "loss"
-    loss, metrics = grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows], b.mask[rows],
-                              policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
-                              beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
+
+    def loss_at(logp):
+        return grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows],
+                         b.mask[rows], policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
+                         beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
+
+    def slope_of(logp):
+        with torch.enable_grad():
+            logp.requires_grad_()
+            return torch.autograd.grad(loss_at(logp)[0], logp)[0]
+
+    with autocast(rollout.tokens.device, dtype):
+        logp = completion_logprobs(policy, rollout, s.temperature, slope_of=slope_of if fused else None)   # (n, T)
+    loss, metrics = loss_at(logp)
     return loss, metrics, (logp.detach() - rollout.logp)[rollout.mask], logp
 
 
@@ -238,6 +249,13 @@ def micro_batches(rows, s):
     """This process's share of some rows (indices), in micro-batches; none when it has no share."""
     rows = rows[share(len(rows))]
     return rows.split(s.micro_batch_size) if len(rows) else ()
+
+
+def by_length(rows, lengths, s):
+    """The rows (n,) in another order: this process's share, and every other's, from short to long, so that micro-batches hold
+    little padding. Changes nothing else, but for bnpo."""
+    mine = share(len(rows)) if s.sort_by_length else slice(0, 0)
+    return gather(rows[mine][lengths[mine].argsort(stable=True)]) if s.sort_by_length else rows
 
 
 def sum_gradients(parameters):
@@ -268,7 +286,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
     parameters = [p for p in policy.parameters() if p.requires_grad]
     micros, steps, gap = [], [], torch.zeros(0, device=device)
     b.influence, b.weights = torch.full((N,), math.nan, device=device), torch.ones(N, device=device)
-    traced = []
+    length, prompt, traced = b.rollout.mask.sum(1), b.rollout.real[:, :-b.mask.shape[1]].sum(1), []
     for epoch in range(s.num_iterations):
         if 0 < s.mini_batch_size < N:
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive(seed, epoch))).to(device)]
@@ -281,13 +299,16 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
             if num_tokens == 0 or len(mini) == 0:
                 continue
             tape = (recorder or new_tape(policy)) if s.tracin != "off" and epoch == 0 else None
+            # the halves of a target apart, so that the sum of either reads its own rows only
+            mini = by_length(mini, length[mini] + b.mask.shape[1] * second_half(mini, s) if tape else length[mini], s)
             unit, coefficients, gaps = tape and one_backward(s, b) and not steps, [b.advantages[:0]], [gap[:0]]
+            fused = s.fused_head and not tape and s.importance_sampling_level == "token"
             with tape or contextlib.nullcontext():
                 for micro in micro_batches(mini, s):
                     if tape:
                         tape.rows(len(micro), b.rollout.mask[micro].nonzero()[:, 0])
                     loss, metrics, log_ratio, logp = loss_of(policy if tape else scored, b, micro, s, dtype, num_rows,
-                                                             num_tokens, fresh=bool(unit))
+                                                             num_tokens, fresh=bool(unit), fused=fused)
                     if unit:  # record the gradient of each row's log-prob, of which its loss and the target are multiples
                         slope, = torch.autograd.grad(loss, logp, retain_graph=True)     # (n, T), the same along a row
                         coefficients.append(slope.sum(1) / b.mask[micro].sum(1).clamp(min=1))
@@ -295,7 +316,8 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                     else:
                         loss.backward()
                     loss_sum += metrics["loss"]
-                    micros.append(metrics)
+                    micros.append(metrics | {"real": int((prompt + length)[micro].sum()),
+                                             "positions": len(micro) * int(prompt[micro].max() + length[micro].max())})
                     gaps.append(log_ratio)
                     line(len(micros) - 1, "4. Loss computed", pg_loss=f"{metrics['policy_loss']:.6f}",
                          kl=f"{metrics['loss'] - metrics['policy_loss']:.6f}", total=f"{metrics['loss']:.6f}")
@@ -324,7 +346,8 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
     micros = gather(micros)
     tokens, n = max(1, sum(t["tokens"] for t in micros)), max(1, len(steps))
     m = {k: sum(t[k] * t["tokens"] for t in micros) / tokens for k in (micros[0] if micros else ())
-         if k not in ("tokens", "loss", "policy_loss")}
+         if k not in ("tokens", "loss", "policy_loss", "real", "positions")}
+    m["padding"] = 1 - sum(t["real"] for t in micros) / max(1, sum(t["positions"] for t in micros))
     m |= {k: sum(t[k] for t in traced) / len(traced) for k in (traced[0] if traced else ())}
     if traced:
         m["tracin/empty_steps"] = sum(t["tracin/selected_ratio"] == 0 for t in traced)
@@ -375,6 +398,14 @@ def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, se
     return found | about | {"tracin/kept_gradients": kept / (len(mini) * sum(p.numel() for p in tape.names))}
 
 
+def second_half(rows, s):
+    """(n,) True for the rows of the later half of the prompts. Advantages of a group sum to 0, so that halves of a group would
+    not be independent; where there is one prompt only, it is every other row all the same."""
+    prompts = rows // s.num_generations
+    distinct = prompts.unique()
+    return prompts >= distinct[len(distinct) // 2] if len(distinct) > 1 else rows % 2 == 1
+
+
 def one_backward(s, b):
     """True when the loss of a fresh row is a number times its log-prob (no KL in it, no token left out), and so is the target:
     one backward of the log-probs then serves both."""
@@ -385,8 +416,7 @@ def target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype):
     """Gradient of the target in two halves, the multiple of each recorded row in it (see filter_rows), metrics of the target."""
     t, rows = (b, mini) if held_out is None else held_out
     rewards, every = t.rewards.to(mini.device), torch.arange(len(rows), device=mini.device)
-    prompt = rows // s.num_generations  # advantages of a group sum to 0, so its halves are not independent; prompts are
-    half = prompt < prompt.unique()[len(prompt.unique()) // 2] if prompt.min() < prompt.max() else every % 2 == 0
+    half = ~second_half(rows, s)
     rho = coefficients if s.tracin == "self" else target_coefficients(s.tracin, rewards[rows], t.advantages[rows])
     if held_out is None and (unit or s.tracin == "self"):
         halves, own = tape.gradients([rho * half, rho * ~half]), rho
@@ -615,7 +645,7 @@ def main(argv):
         if any(gather([stop()])):
             raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
         reward_funcs = reward_functions(s, judges)
-        policy = copy.deepcopy(base).requires_grad_(True)
+        policy = copy.deepcopy(base, {id(p): p for p in base.parameters()} if s.lora_rank else {}).requires_grad_(True)
         if s.lora_rank:
             torch.manual_seed(derive(s.seed, "lora"))
             add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)

@@ -241,8 +241,10 @@ def draw(probs, u):
     """One token per row by inverting the CDF: probs (N, V), u (N,) uniform in [0, 1) -> (N,). Never one of probability 0."""
     cdf = probs.cumsum(-1)
     token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp(max=probs.shape[1] - 1)
-    # rounding in the sum can give a sliver to a token that has none
-    return torch.where(probs.gather(1, token) > 0, token, probs.argmax(-1, keepdim=True))[:, 0]
+    possible = probs.gather(1, token) > 0  # rounding in the sum can give a sliver to a token that has none
+    if probs.device.type == "cpu" and bool(possible.all()):  # there the argmax is slow, and asking costs nothing
+        return token[:, 0]
+    return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
 @torch.no_grad()
@@ -284,41 +286,60 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
                    r.kept[:, :T] if truncated else None)
 
 
+LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens: asking which rows have ended waits for the device
+
+
 def decode(model, prompt, real, r, noise, eos, temperature, limits):
-    """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False."""
+    """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False.
+
+    A row that has ended gives its place in the cache to a later one that still runs, so that a step costs what runs.
+    """
     (B, P), (N, T) = prompt.shape, r.mask.shape
     padded = not bool(real.all())
     prefix = model.new_cache(B, P)
     h = model(prompt, real if padded else None, prefix)[:, -1].repeat_interleave(N // B, 0)         # (N, C)
     cache = model.new_cache(N, P + T)
     cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
+    rows = torch.arange(N, device=h.device)  # of r, in the order of the cache; n of them are left
     for t in range(T):
-        logits = model.lm_head(h).float() / temperature                                             # (N, V)
+        logits = model.lm_head(h).float() / temperature                                             # (n, V)
         if r.kept is not None:
             logits = truncate(logits, *limits)
-            r.kept[:, t] = logits > -math.inf
-        logits = logits.log_softmax(-1)
-        probs = logits.exp()
-        token = draw(probs, noise[:, t])                                                            # (N,)
-        r.mask[:, t] = ~r.ended
-        r.logp[:, t] = logits.gather(1, token[:, None])[:, 0].masked_fill(r.ended, 0)
-        r.entropy[:, t] = torch.special.entr(probs).sum(-1).masked_fill(r.ended, 0)
-        r.tokens[:, P + t] = token.masked_fill(r.ended, eos)
-        r.ended |= token == eos
-        # asking the device whether all have ended waits for it: cheap on a CPU, every 16 tokens on a GPU
-        if t + 1 == T or ((h.device.type == "cpu" or t % 16 == 15) and bool(r.ended.all())):
+            r.kept[rows, t] = logits > -math.inf
+        logits = logits - logits.amax(-1, keepdim=True)
+        weights = logits.exp()                                   # the distribution times `total`: one pass over V less
+        total = weights.sum(-1)                                                                     # (n,)
+        token = draw(weights, noise[rows, t])                                                       # (n,)
+        over = r.ended[rows]
+        r.mask[rows, t] = ~over
+        r.logp[rows, t] = (logits.gather(1, token[:, None])[:, 0] - total.log()).masked_fill(over, 0)
+        r.entropy[rows, t] = (total.log() - (weights * logits).nansum(-1) / total).masked_fill(over, 0)  # 0 * -inf counts 0
+        r.tokens[rows, P + t] = token.masked_fill(over, eos)
+        r.ended[rows] = over | (token == eos)
+        if t + 1 == T:
             break
-        h = model(r.tokens[:, P + t:P + t + 1], r.real[:, :P + t + 1] if padded else None, cache, P + t)[:, 0]
+        if (t + 1) % LOOK_EVERY.get(h.device.type, 16) == 0:
+            runs = ~r.ended[rows]
+            n = int(runs.sum())
+            if n == 0:
+                break
+            free, late = (~runs[:n]).nonzero()[:, 0], n + runs[n:].nonzero()[:, 0]
+            for i, j in zip(free.tolist(), late.tolist()):
+                cache[:, :, i] = cache[:, :, j]
+            rows[free] = rows[late]
+            rows, cache = rows[:n], cache[:, :, :n]
+        h = model(r.tokens[rows, P + t:P + t + 1], r.real[rows, :P + t + 1] if padded else None, cache, P + t)[:, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # log-probs of given tokens
 
-def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 24):
+def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 24, slope_of=None):
     """h (M, C) hidden states, targets (M,) ids -> log-probs (M,) in fp32, with gradient.
 
     At the sampling temperature and, after truncated sampling, renormalised over the kept set (M, V): the distribution
-    the token was drawn from. At most about `chunk` logits exist at a time; with more, backward computes each piece again.
+    the token was drawn from. At most about `chunk` logits exist at a time; with more, backward computes each piece again,
+    unless slope_of(log-probs of tokens i .. j - 1, i, j) says beforehand what gradient (j - i,) they are going to get.
     """
     def piece(h, targets, kept):
         logits = lm_head(h).float() / temperature                                                   # (m, V)
@@ -329,20 +350,67 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 2
     m = max(1, chunk // lm_head.weight.shape[0])
     if len(h) <= m:
         return piece(h, targets, kept)
+    if slope_of is not None and torch.is_grad_enabled():
+        return FusedHead.apply(h, lm_head.weight, lm_head, targets, temperature, kept, m, slope_of)
     return torch.cat([checkpoint(piece, *x, use_reentrant=False) for x in zip(
         h.split(m), targets.split(m), [None] * len(h) if kept is None else kept.split(m))])
 
 
-def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24):
+class FusedHead(torch.autograd.Function):
+    """The vocabulary head with its backward in its forward, piece by piece: a piece's logits are used for log-probs and
+    gradients alike and are gone, three products in place of four, for a loss in which the gradient of a log-prob depends on no
+    other token's."""
+
+    @staticmethod
+    def forward(ctx, h, weight, lm_head, targets, temperature, kept, m, slope_of):
+        logp, slopes = h.new_empty(len(h), dtype=torch.float32), h.new_empty(len(h), dtype=torch.float32)
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for i in range(0, len(h), m):
+            j = min(i + m, len(h))
+            raw = lm_head(h[i:j])                                                                   # (m, V)
+            logits = raw.float() / temperature
+            if kept is not None:
+                logits = logits.masked_fill(~kept[i:j], -math.inf)
+            logits = logits - logits.logsumexp(-1, keepdim=True)
+            logp[i:j] = logits.gather(1, targets[i:j, None])[:, 0]
+            slopes[i:j] = slope = slope_of(logp[i:j], i, j)
+            d = logits.exp_().mul_(-slope[:, None] / temperature)       # of the logits: slope * (1[target] - p) / temperature
+            d.scatter_add_(1, targets[i:j, None], slope[:, None] / temperature)
+            d = d.to(raw.dtype)
+            dh[i:j] = d @ weight.to(raw.dtype)
+            if dw is not None:
+                dw += d.T @ h[i:j].to(raw.dtype)
+        ctx.save_for_backward(dh, dw, slopes)
+        return logp
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dh, dw, slopes = ctx.saved_tensors
+        if not torch.allclose(gradient, slopes, rtol=1e-4, atol=1e-12):
+            raise ValueError("slope_of gave another gradient than the loss: is a token's loss its own alone?")
+        return dh, dw, None, None, None, None, None, None
+
+
+def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24, slope_of=None):
     """Log-probs (N, T) of a rollout's sampled tokens under `model`; 0 where masked.
 
     Position t predicts token t + 1: the hidden state at the prompt's last position scores the first sampled token.
+    slope_of(logp): the gradient (N, T) that these log-probs (N, T) are going to get (see token_logprobs).
     """
-    T = rollout.mask.shape[1]
-    real = None if bool(rollout.real.all()) else rollout.real[:, :-1]
-    h = model(rollout.tokens[:, :-1], real)[:, -T:]                                                 # (N, T, C)
-    logp = token_logprobs(model.lm_head, h[rollout.mask], rollout.tokens[:, -T:][rollout.mask], temperature,
-                          None if rollout.kept is None else rollout.kept[rollout.mask], chunk)
+    # these rows may be shorter than the rollout that they are of: leave out what is padding in all of them
+    P, T = rollout.real.shape[1] - rollout.mask.shape[1], rollout.mask.shape[1]
+    last = int((rollout.mask.any(0) * torch.arange(1, T + 1, device=rollout.mask.device)).max())
+    columns = slice(int(rollout.real.any(0).long().argmax()), P + max(1, last))
+    tokens, real, T = rollout.tokens[:, columns], rollout.real[:, columns], columns.stop - P
+    mask = rollout.mask[:, :T]
+    h = model(tokens[:, :-1], None if bool(real.all()) else real[:, :-1])[:, -T:]                   # (N, T, C)
+
+    def flat_slope(logp, i, j):  # of tokens i .. j - 1 in the line of all; what the others get does not matter
+        line = rollout.logp[rollout.mask].index_copy(0, torch.arange(i, j, device=h.device), logp)
+        return slope_of(torch.zeros_like(rollout.logp).masked_scatter(rollout.mask, line))[rollout.mask][i:j]
+
+    logp = token_logprobs(model.lm_head, h[mask], tokens[:, -T:][mask], temperature,
+                          None if rollout.kept is None else rollout.kept[:, :T][mask], chunk, slope_of and flat_slope)
     return torch.zeros(rollout.mask.shape, device=h.device).masked_scatter(rollout.mask, logp)      # (N, T)
 
 
@@ -606,47 +674,3 @@ def load_weights(path, content, make):
     except (KeyError, TypeError, RuntimeError) as e:
         raise BadInput(f"{path}: weights and shape do not fit ({str(e).splitlines()[0]})") from e
     return model
-
-
-def fit(model, optimizers, loss_at, steps, partial, label, warmup=0.02, decay=0.5, stop=lambda: False, save_seconds=20):
-    """The supervised loop that pretrain.py and judge/train.py share: minimise loss_at(step) for `steps` steps.
-
-    loss_at must depend on nothing but the weights and the step, so that a run which is interrupted and started again
-    from the file `partial` goes on as if it had not been. Learning rate: up over `warmup`, down to 0 over `decay` of
-    the steps. Prints loss and remaining time; raises KeyboardInterrupt, having saved, once stop() is true.
-    """
-    first, began = 0, time.time()
-    if os.path.exists(partial):
-        state = load_file(partial, "partial")
-        model.load_state_dict(state["model"])
-        for optimizer, s in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(s)
-        first = state["step"]
-        print(f"{label}: goes on from step {first} of {steps} ({partial})")
-    base, saved, printed = [[g.setdefault("base_lr", g["lr"]) for g in o.param_groups] for o in optimizers], began, began
-    smooth, weight = 0.0, 1e-9
-    for step in range(first, steps):
-        scale = min(1.0, (step + 1) / max(1, warmup * steps), (steps - step) / max(1, decay * steps))
-        for optimizer, rates in zip(optimizers, base):
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * scale
-        loss = loss_at(step)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        smooth, weight = 0.98 * smooth + 0.02 * loss.detach(), 0.98 * weight + 0.02
-        now = time.time()
-        if now - printed > 10 or step + 1 == steps:
-            left = (now - began) / (step + 1 - first) * (steps - step - 1)
-            print(f"{label}: step {step + 1}/{steps}, loss {float(smooth) / weight:.3f}, {left:.0f} s left", flush=True)
-            printed = now
-        if now - saved > save_seconds or stop():
-            save_file(partial, "partial", model=model.state_dict(), step=step + 1,
-                      optimizers=[o.state_dict() for o in optimizers])
-            saved = now
-            if stop():
-                raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
-    if not math.isfinite(float(smooth)):
-        raise SystemExit(f"stopped: the loss of {label} became {float(smooth)}; remove {partial} and lower its learning rate")
-    return float(smooth) / weight

@@ -3,6 +3,7 @@
     python pretrain.py config/toxicity.py
 """
 import hashlib
+import math
 import os
 import random
 import time
@@ -11,11 +12,11 @@ from dataclasses import asdict
 import torch
 from torch.nn import functional as F
 
-from config import load_settings
+from config import Settings, load_settings
 from fetch import read_gguf
 from judge.comments import get_splits
-from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, fit, generate, interrupts, load_gpt, pick_device,
-                   run_script, save_gpt)
+from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, generate, interrupts, load_file, load_gpt, pick_device,
+                   run_script, save_file, save_gpt)
 from tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
 from weights import load_pretrained, locate
 
@@ -47,6 +48,50 @@ def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
             torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
+def fit(model, optimizers, loss_at, steps, partial, label, warmup=0.02, decay=0.5, stop=lambda: False, save_seconds=20):
+    """The supervised loop that pretrain.py and judge/train.py share: minimise loss_at(step) for `steps` steps.
+
+    loss_at must depend on nothing but the weights and the step, so that a run which is interrupted and started again
+    from the file `partial` goes on as if it had not been. Learning rate: up over `warmup`, down to 0 over `decay` of
+    the steps. Prints loss and remaining time; raises KeyboardInterrupt, having saved, once stop() is true.
+    """
+    first, began = 0, time.time()
+    if os.path.exists(partial):
+        state = load_file(partial, "partial")
+        model.load_state_dict(state["model"])
+        for optimizer, s in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(s)
+        first = state["step"]
+        print(f"{label}: goes on from step {first} of {steps} ({partial})")
+    base, saved, printed = [[g.setdefault("base_lr", g["lr"]) for g in o.param_groups] for o in optimizers], began, began
+    smooth, weight = 0.0, 1e-9
+    for step in range(first, steps):
+        scale = min(1.0, (step + 1) / max(1, warmup * steps), (steps - step) / max(1, decay * steps))
+        for optimizer, rates in zip(optimizers, base):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * scale
+        loss = loss_at(step)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        smooth, weight = 0.98 * smooth + 0.02 * loss.detach(), 0.98 * weight + 0.02
+        now = time.time()
+        if now - printed > 10 or step + 1 == steps:
+            left = (now - began) / (step + 1 - first) * (steps - step - 1)
+            print(f"{label}: step {step + 1}/{steps}, loss {float(smooth) / weight:.3f}, {left:.0f} s left", flush=True)
+            printed = now
+        if now - saved > save_seconds or stop():
+            save_file(partial, "partial", model=model.state_dict(), step=step + 1,
+                      optimizers=[o.state_dict() for o in optimizers])
+            saved = now
+            if stop():
+                raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
+    if not math.isfinite(float(smooth)):
+        raise SystemExit(f"stopped: the loss of {label} became {float(smooth)}; remove {partial} and lower its learning rate")
+    return float(smooth) / weight
+
+
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 
 
@@ -56,11 +101,15 @@ def is_published(settings):
 
 
 def load_policy(settings):
-    """The policy that the settings name; None for "train". The shape of a published one goes into the settings; a .pt file must
-    have theirs, since the tokenizer is chosen by it, else BadInput."""
+    """The policy that the settings name; None for "train". The shape of a published one goes into the settings, and what they
+    said is said to be left aside; a .pt file must have theirs, since the tokenizer is chosen by it, else BadInput."""
     if settings.policy == "train":
         return None
     model = load_pretrained(settings.policy)[0] if is_published(settings) else load_gpt(settings.policy)
+    aside = [f"{name} = {getattr(settings, name)}" for name in SHAPE
+             if getattr(settings, name) not in (getattr(Settings, name), getattr(model.config, name))]
+    if aside and is_published(settings):
+        print(f"note: {settings.policy} has a shape of its own; {', '.join(aside)} is left aside")
     for name in SHAPE:
         wanted, found = getattr(settings, name), getattr(model.config, name)
         if wanted != found and not is_published(settings):
@@ -73,13 +122,20 @@ def load_policy(settings):
 
 
 def get_tokenizer(settings):
-    """The tokenizer of the policy: its own where it is a published model, else GPT-2's first vocab_size tokens."""
+    """The tokenizer of the policy: its own where it is a published model, whose shape is in the settings by now, else GPT-2's
+    first vocab_size tokens. BadInput when it gives ids that the model does not have."""
     if not is_published(settings):
         return load_tokenizer(settings.vocab_size)
     path = locate(settings.policy)
     if path.endswith(".gguf"):
-        return gguf_tokenizer(read_gguf(path)[0], path)
-    return read_tokenizer(path if os.path.isdir(path) else os.path.dirname(path))
+        tokenizer = gguf_tokenizer(read_gguf(path)[0], path)
+    else:
+        tokenizer = read_tokenizer(path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
+    largest = max(i for i in (tokenizer.eot_token, *tokenizer.ids) if i is not None)
+    if largest >= settings.vocab_size:
+        raise BadInput(f"{settings.policy}: its tokenizer gives ids up to {largest}, the model has {settings.vocab_size} tokens: "
+                       "these files do not belong together")
+    return tokenizer
 
 
 def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):

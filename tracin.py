@@ -62,6 +62,7 @@ class Tape:
 
     def __enter__(self):
         self.records, self.kept, self.room, self.n, self.whose, self.flat = [], {}, self.memory, 0, None, None
+        self.pending, self.seen = 0, False  # calls of rows() since the last backward, and whether there was one since
         for p, name in self.names.items():
             if p.grad is not None:
                 raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")
@@ -75,6 +76,9 @@ class Tape:
     def __exit__(self, *error):
         for module in self.layers:
             del module.forward
+        self.pool = {key: self.pool[key] for key in self.kept}
+        if sum(buffer.numel() * buffer.element_size() for buffer in self.pool.values()) > self.memory:  # some are of longer batches
+            self.pool = {key: buffer for key, buffer in self.pool.items() if len(buffer) == len(self.kept[key])}
         if error[0] is None:
             self.all_read()
         outside = [name for p, name in self.names.items() if p.grad is not None]
@@ -92,6 +96,7 @@ class Tape:
         self.all_read()
         device = next(iter(self.names)).device
         self.whose = torch.arange(self.n, self.n + n, device=device)
+        self.pending, self.seen = 1 if self.seen else self.pending + 1, False
         self.flat, self.read = None if flat is None else flat.to(device) + self.n, {}
         self.n += n
 
@@ -121,6 +126,9 @@ class Tape:
                 out = out.clone()
 
             def hook(b):
+                self.seen = True
+                if not len(self.whose):  # no rows here
+                    return
                 if whose is None:
                     raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape "
                                      "cannot tell which rows they are of; set use_reentrant=False")
@@ -146,7 +154,7 @@ class Tape:
         for name, p in module.named_parameters(recurse=False):
             if p in self.names:
                 if p in new:
-                    if (p, first) not in self.pool or len(self.pool[p, first]) < n:
+                    if len(self.pool.get((p, first), ())) < n:
                         self.pool[p, first] = torch.empty(n, *p.shape, dtype=p.dtype, device=p.device)
                     self.kept[p, first] = self.pool[p, first][:n]
                 g = self.kept[p, first]
@@ -163,6 +171,9 @@ class Tape:
         """(rows,) or (M,): the row that each index of the first dimension of x belongs to."""
         if self.whose is None:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
+        if self.pending > 1 and torch._C._current_graph_task_id() != -1:
+            raise ValueError(f"{self.layers[module]}: computed again under a reentrant checkpoint, after {self.pending} calls of "
+                             "rows(): of which rows? Go backward after each forward, or set use_reentrant=False")
         per_token = x.dim() == (1 if type(module) is nn.Embedding else 2)
         if per_token and self.flat is not None and type(module) is not nn.Embedding:  # in one piece or several
             if torch._C._current_graph_task_id() != -1:  # inside a backward: a checkpoint goes through the piece again
@@ -203,13 +214,12 @@ class Tape:
         for (p, first), g in self.kept.items():
             for weight, total in zip(weights, totals):
                 w = g.new_ones(len(g)) if weight is None else weight[first:first + len(g)].to(g)
-                rows = w.nonzero()[:, 0].tolist()
-                if rows and rows[-1] - rows[0] + 1 < 2 * len(rows):
-                    span = slice(rows[0], rows[-1] + 1)
-                    total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
-                else:  # a copy of these rows would cost more than their sum
-                    for i in rows:
-                        total[p].add_(g[i], alpha=float(w[i]))
+                rows = w.nonzero()[:, 0]
+                ends = [0, *((rows.diff() > 1).nonzero()[:, 0] + 1).tolist(), len(rows)]
+                for i, j in zip(ends, ends[1:]):  # stretches without a row of weight 0: a copy of the rows would cost more
+                    if i < j:
+                        span = slice(int(rows[i]), int(rows[j - 1]) + 1)
+                        total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
         self.reduce([g for total in totals for g in total.values()])
         return totals
 

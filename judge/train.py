@@ -17,7 +17,8 @@ if __name__ == "__main__":  # run as a script: the project's folder, not judge/,
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from judge.scorer import Scorer, encode, load_judge, log_odds, pad_right, save_judge
-from model import (BadInput, GPTConfig, autocast, fast_dtype, fit, interrupts, load_file, pick_device, run_script)
+from model import (BadInput, GPTConfig, autocast, fast_dtype, interrupts, load_file, pick_device, run_script)
+from pretrain import fit
 from tokenizer import load_tokenizer
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
@@ -97,17 +98,20 @@ def get_judges(settings, splits, device, stop=lambda: False):
             else:
                 train_judge(path, name, splits[name], heldout, vocab_size=settings.judge_vocab_size, tokens=tokens,
                             seed=settings.prepare_seed, device=device, stop=stop)
-        judges[role] = load_judge(path, device, label)
+        if role == "eval_judge" and (path, label) == (settings.judge, settings.judge_label):
+            print(f"note: eval_judge is the judge that gives the reward, {path}: no independent check")
+            judges[role] = judges["judge"]
+        else:
+            judges[role] = load_judge(path, device, label)
     return judges
 
 
 def main(argv):
     from config import load_settings
-    from judge.comments import load_comments, split_comments
+    from judge.comments import get_splits
     settings = load_settings(argv)
-    comments = load_comments(settings.comments, settings.text_field, settings.label_field)
     with interrupts() as stop:
-        get_judges(settings, split_comments(comments), pick_device(settings.device), stop)
+        get_judges(settings, get_splits(settings), pick_device(settings.device), stop)
 
 
 if __name__ == "__main__":

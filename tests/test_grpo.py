@@ -797,9 +797,27 @@ def test_mini_batches(monkeypatch):
 
 
 def test_whole_batch_keeps_its_order(monkeypatch):
-    policy, s, calls = gpt(), settings(micro_batch_size=4), spied(monkeypatch)
+    policy, s, calls = gpt(), settings(micro_batch_size=4, sort_by_length=False), spied(monkeypatch)
     train(policy, sample(policy, s), s)
     assert [row for rows, *_ in calls for row in rows] == list(range(16))
+
+
+def test_rows_of_like_length_share_a_micro_batch(monkeypatch):
+    policy, found = gpt(), []
+    for sort in (True, False):
+        s, calls = settings(micro_batch_size=4, sort_by_length=sort, beta=.1), spied(monkeypatch)
+        b = sample(policy, s, moved(policy))
+        gradient, m = gradients(moved(policy, seed=6), b, s)
+        length, prompt = b.mask.sum(1), b.rollout.real[:, :-b.mask.shape[1]].sum(1)
+        assert [row for rows, *_ in calls for row in rows] == (length.argsort(stable=True) if sort else torch.arange(16)).tolist()
+        places = sum(4 * int(length[list(rows)].max() + prompt[list(rows)].max()) for rows, *_ in calls)
+        assert m["padding"] == pytest.approx(1 - int((length + prompt).sum()) / places)
+        found.append((gradient[0], m, b, sum(int(length[list(rows)].max()) for rows, *_ in calls)))
+        monkeypatch.undo()
+    assert found[0][3] < found[1][3]                            # places for completions; prompts come as they come
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-6)
+    assert torch.allclose(found[0][2].ref_logp, found[1][2].ref_logp, atol=1e-6)
+    assert found[0][1]["loss"] == pytest.approx(found[1][1]["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("knobs", [
@@ -815,7 +833,7 @@ def test_micro_batch_size_changes_memory_only(knobs):
         s = replace(wide, micro_batch_size=size)
         b = sample(policy, s, reference)
         (gradient,), m = gradients(moved(policy, seed=6), b, s)    # off-policy, so that ratios and clips differ
-        found.append((gradient, {k: v for k, v in m.items() if "low_min" not in k}))
+        found.append((gradient, {k: v for k, v in m.items() if "low_min" not in k and k != "padding"}))
     for gradient, m in found[1:]:
         same = torch.allclose(gradient, found[0][0], atol=1e-6) and m == pytest.approx(found[0][1], abs=1e-5)
         assert same == (knobs.get("loss_type") != "bnpo")
@@ -1214,3 +1232,48 @@ def test_script_syncs_decays_and_keeps_the_base(tmp_path, monkeypatch, alpha, lo
     same = [torch.equal(x, start[name.replace(".base", "")]) for name, x in run["policy"].items()
             if not name.endswith(("A.weight", "B.weight"))]
     assert len(same) == len(start) and (all(same) if lora_rank else not any(same))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the head that forms its gradient in its forward
+
+@pytest.mark.parametrize("knobs", [
+    {}, dict(beta=.1), dict(beta=.1, kl_estimator="k2", use_bias_correction_kl=False), dict(loss_type="cispo", epsilon_high=1.1),
+    dict(loss_type="sapo"), dict(loss_type="grpo", delta=1.3), dict(top_entropy_quantile=.4), dict(top_p=.9), dict(lora_rank=2),
+    dict(mask_truncated_completions=True)])
+def test_fused_head_changes_nothing(knobs, monkeypatch):
+    def small(lm_head, h, targets, temperature=1.0, kept=None, chunk=0, slope_of=None):
+        return plain(lm_head, h, targets, temperature, kept, 7 * lm_head.weight.shape[0], slope_of)  # seven tokens a piece
+
+    calls, plain, apply = [], model.token_logprobs, model.FusedHead.apply
+    monkeypatch.setattr(model, "token_logprobs", small)
+    monkeypatch.setattr(model.FusedHead, "apply", lambda *a: (calls.append(len(a[0])), apply(*a))[1])
+    policy, found = gpt(), []
+    for fused in (True, False):
+        s = settings(fused_head=fused, **knobs)
+        b = sample(policy, s, moved(policy))
+        other = moved(policy, seed=6)                          # off-policy, so that ratios and clips differ
+        torch.manual_seed(0)
+        found.append(gradients(add_lora(other, 2, 4) if s.lora_rank else other, b, s))
+        assert bool(calls) == fused
+        calls.clear()
+    for a, c in zip(*(x[0] for x in found)):
+        assert torch.allclose(a, c, rtol=1e-5, atol=1e-7) and a.any()
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-6)
+
+
+def test_fused_head_refuses_a_loss_that_is_not_the_one_announced():
+    policy, s = gpt(), settings()
+    r = sample(policy, s).rollout
+    logp = completion_logprobs(policy, r, chunk=7 * 300, slope_of=lambda logp: torch.ones_like(logp))
+    with pytest.raises(ValueError, match="slope_of"):
+        (2 * logp * r.mask).sum().backward()
+
+
+def test_fused_head_stays_out_where_the_loss_of_a_token_is_not_its_own(monkeypatch):
+    monkeypatch.setattr(model.FusedHead, "apply", lambda *a: pytest.fail("used"))
+    monkeypatch.setattr(model.token_logprobs, "__defaults__", (1.0, None, 7 * 300, None))
+    policy = gpt()
+    for knobs in (dict(importance_sampling_level="sequence", loss_type="grpo"), dict(tracin="self")):
+        s = settings(**knobs)
+        train(policy, sample(policy, s), s)

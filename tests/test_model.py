@@ -4,15 +4,16 @@ import math
 import os
 import random
 import signal
+import sys
 
 import pytest
 import torch
 import torch.nn as nn
 
 from model import (GPT, LORA_LAYERS, BadInput, GPTConfig, LoRA, Rollout, add_lora, autocast, completion_logprobs, derive, draw,
-                   find_below, fit, generate, hash_of, interrupts, load_file, load_gpt, pad_left, pick_device, pick_dtype,
+                   find_below, generate, hash_of, interrupts, load_file, load_gpt, pad_left, pick_device, pick_dtype,
                    run_script, save_file, save_gpt, token_logprobs, truncate)
-from pretrain import optimizers
+from pretrain import fit, optimizers
 
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
 TRUNCATIONS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=12, top_p=0.8, min_p=0.1)]
@@ -320,6 +321,31 @@ def test_mask_holds_the_end_token_and_nothing_after_it():
         assert (r.logp[i, n:] == 0).all() and (r.entropy[i, n:] == 0).all()
     assert len(lengths) > 3 and not r.ended.all()
     assert max(lengths) == r.mask.shape[1]
+
+
+@pytest.mark.parametrize("every", [1, 3, 16])  # tokens between looks at what has ended, as on a GPU
+@pytest.mark.parametrize("prompts", [[[3, 1, 4], [5], [2, 6]], [[3, 1], [5, 0], [2, 6]]])  # padded and not
+@pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
+def test_ended_rows_are_not_computed_and_change_no_other(every, prompts, truncation, monkeypatch):
+    model, rows = random_gpt(8), []
+    monkeypatch.setattr(sys.modules["model"], "LOOK_EVERY", {"cpu": every})
+    hook = model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    r = generate(model, prompts, 8, 12, eos=7, seed=2, **truncation)
+    hook.remove()
+    running = r.mask.sum(0).tolist()  # before each token
+    assert rows[:1] == [3] and running[0] == 24 and 0 < running[-1] < 12
+    assert rows[1:][:len(running) - 1] == [running[t // every * every] for t in range(1, len(running))]
+    for i in range(24):  # alone, with the noise of its place
+        noise = torch.rand(24, 12, generator=torch.Generator().manual_seed(2))[i]
+        ids = list(prompts[i // 8])
+        for t in range(int(r.mask[i].sum())):
+            p = (logits_by_hand(model, ids)[-1]).softmax(0)
+            if truncation:
+                p = torch.where(r.kept[i, t], p, 0.0)
+            token = int((p.cumsum(0) > noise[t] * p.sum()).nonzero()[0])
+            assert int(r.tokens[i, -r.mask.shape[1] + t]) == token
+            assert float(r.logp[i, t]) == pytest.approx(float((p[token] / p.sum()).log()), abs=1e-5)
+            ids.append(token)
 
 
 def test_width_is_that_of_the_longest_completion():
@@ -852,3 +878,16 @@ def test_optimizers_share_the_weights_between_them():
     of = [[names[id(p)] for group in o.param_groups for p in group["params"]] for o in (muon, adam)]
     assert sorted(of[0] + of[1]) == sorted(names.values())
     assert all(name.startswith("h.") and name.endswith("weight") and ".ln_" not in name for name in of[0]) and len(of[0]) == 8
+
+
+def test_padding_that_rows_share_is_left_out():
+    model = random_gpt(9)
+    r = generate(model, [[3, 1, 4, 1], [5], [2]], 6, 12, eos=8, seed=3)
+    whole, widths = completion_logprobs(model, r), []
+    hook = model.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
+    for row in range(18):
+        part = completion_logprobs(model, r[row:row + 1])
+        assert part.shape == (1, r.mask.shape[1]) and torch.allclose(part[0], whole[row], atol=1e-5)
+        assert widths[-1] == int(r.real[row, :4].sum() + r.mask[row].sum()) - 1
+    hook.remove()
+    assert len(set(widths)) > 3
