@@ -31,7 +31,9 @@ CASES = {
              "--learning_rate=0.003"),
     # of three processes one has no prompt, and in every step one has no row
     "few": ("--tracin=reward", "--num_prompts=2", "--num_generations=3", "--mini_batch_size=2", "--micro_batch_size=2",
-            "--num_eval_prompts=2", "--tracin_select=all", "--beta=0.1"),
+            "--num_eval_prompts=2", "--tracin_select=all", "--beta=0.1", "--learning_rate=0.03", "--seed=2"),  # with seed 1 a draw falls 7e-8
+    # beside the border of two tokens, where rounding decides
+    "random": ("--tracin=contrastive", "--tracin_select=random", "--beta=0.1", "--micro_batch_size=4"),
 }
 UNEVEN = ("entropy", "held_out", "mini", "few")  # in three processes
 LONG = ("--max_iters=6", "--save_interval=2", "--tracin=self", "--beta=0.1", "--learning_rate=1e-3")
@@ -120,7 +122,7 @@ def worst(a, b, rows, tolerance=1e-6):
     for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
         a_rows, b_rows = rows(a / name), rows(b / name)
         assert len(a_rows) == len(b_rows) and all(list(x) == list(y) for x, y in zip(a_rows, b_rows))
-        for field in a_rows[0].keys() - {"step_time"}:
+        for field in a_rows[0].keys() - {"step_time", "padding", "tracin/kept_gradients"}:  # those are of the micro-batches
             x, y = ([math.nan if row[field] is None else row[field] for row in found] for found in (a_rows, b_rows))
             if not all(isinstance(v, float) for v in x):
                 if x != y:
