@@ -135,7 +135,8 @@ def arithmetic(folder, name, recorded, flags, method, count):
     for j in chosen.tolist():
         r, T = b.rollout[mini[j]], int(b.rollout.mask[mini[j]].sum())
         end, kept = len(r.tokens) - len(r.mask) + T, None if r.kept is None else r.kept[:T]
-        D = {p: g - own[j] * scale.get(p, 1) * tape.per_row(p, [place[j]])[0] for p, g in G.items()} if s.tracin_leave_one_out else G
+        D = G if not s.tracin_leave_one_out else {
+            p: g - own[j] * scale.get(p, 1) * tape.per_row(p, [place[j]])[0] for p, g in G.items()}
         D, began = {tape.names[p]: d.double() for p, d in D.items()}, time.time()
         found.append(derivative(method, double, D, r.tokens[:end][r.real[:end]], slopes[j][:T], kept, s.temperature))
         spent.append(1000 * (time.time() - began))

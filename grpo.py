@@ -329,8 +329,9 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                                  "nats on a token; something in the model is random or sees padding (or try dtype = 'float32')")
             if tape:
                 tape.place(mine, len(mini))
-                traced.append(keep_helpful(policy, tape, tape.spread(torch.cat(coefficients)) if unit else None, b, mini, held_out,
-                                           optimizer, s, derive(seed, "select", len(steps)), dtype, check_ratio and not steps))
+                traced.append(keep_helpful(policy, tape, tape.spread(torch.cat(coefficients)) if unit else None, b, mini,
+                                           held_out, optimizer, s, derive(seed, "select", len(steps)), dtype,
+                                           check_ratio and not steps))
                 if not b.weights[mini].any():
                     continue
             else:

@@ -60,7 +60,8 @@ class Tape:
 
     def __enter__(self):
         self.records, self.kept, self.room, self.n, self.whose, self.flat = [], {}, self.memory, 0, None, None
-        self.where, self.pending, self.seen = None, 0, False  # calls of rows() since the last backward, and whether there was one since
+        self.where = None  # see place()
+        self.pending, self.seen = 0, False  # calls of rows() since the last backward, and whether there was one since
         for p, name in self.names.items():
             if p.grad is not None:
                 raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")

@@ -31,8 +31,8 @@ CASES = {
              "--learning_rate=0.003"),
     # of three processes one has no prompt, and in every step one has no row
     "few": ("--tracin=reward", "--num_prompts=2", "--num_generations=3", "--mini_batch_size=2", "--micro_batch_size=2",
-            "--num_eval_prompts=2", "--tracin_select=all", "--beta=0.1", "--learning_rate=0.03", "--seed=2"),  # with seed 1 a draw falls 7e-8
-    # beside the border of two tokens, where rounding decides
+            "--num_eval_prompts=2", "--tracin_select=all", "--beta=0.1", "--learning_rate=0.03",
+            "--seed=2"),  # with seed 1 a draw falls 7e-8 beside the border of two tokens, where rounding decides
     "random": ("--tracin=contrastive", "--tracin_select=random", "--beta=0.1", "--micro_batch_size=4"),
 }
 UNEVEN = ("entropy", "held_out", "mini", "few")  # in three processes
