@@ -125,16 +125,18 @@ def arithmetic(folder, name, recorded, flags, method, count):
           f"{off(record, ghost):18.1e}")
     if method == "ghost":
         return
-    slopes = []  # with these constants a row alone has the gradient that it has in the batch
-    for micro in mini.split(s.micro_batch_size):
+    slopes, place = [], tape.where.argsort().tolist()  # where the tape has them
+    for micro in mini[tape.where].split(s.micro_batch_size):
         loss, _, _, logp = grpo.loss_of(policy, b, micro, s, dtype, len(mini), int(b.mask[mini].sum()))
         slopes += torch.autograd.grad(loss, logp)[0].double()                                                       # (T,) each
+    slopes = [slopes[i] for i in place]  # with these constants a row alone has the gradient that it has in the batch
     chosen = ghost.argsort()[torch.linspace(0, len(mini) - 1, count).long()].unique()
     double, found, spent = copy.deepcopy(policy).double(), [], []
     for j in chosen.tolist():
         r, T = b.rollout[mini[j]], int(b.rollout.mask[mini[j]].sum())
         end, kept = len(r.tokens) - len(r.mask) + T, None if r.kept is None else r.kept[:T]
-        D = {p: g - own[j] * scale.get(p, 1) * tape.per_row(p, [j])[0] for p, g in G.items()} if s.tracin_leave_one_out else G
+        D = G if not s.tracin_leave_one_out else {
+            p: g - own[j] * scale.get(p, 1) * tape.per_row(p, [place[j]])[0] for p, g in G.items()}
         D, began = {tape.names[p]: d.double() for p, d in D.items()}, time.time()
         found.append(derivative(method, double, D, r.tokens[:end][r.real[:end]], slopes[j][:T], kept, s.temperature))
         spent.append(1000 * (time.time() - began))

@@ -83,9 +83,10 @@ def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype,
     ref_logp, kl, penalty = None, None, 0.0
     if s.beta:
         with autocast(device, dtype):
-            order = by_length(torch.arange(N, device=device), rollout.mask.sum(1), s)
-            ref_logp = torch.zeros_like(rollout.logp).index_copy_(0, order, gather(torch.cat([rollout.logp[:0]] + [
-                completion_logprobs(reference, rollout[rows], s.temperature) for rows in micro_batches(order, s)])))
+            ref_logp = torch.zeros_like(rollout.logp)
+            for rows in micro_batches(own_share(rollout.mask.sum(1), s), s):
+                ref_logp[rows] = completion_logprobs(reference, rollout[rows], s.temperature)
+            reduce([ref_logp])
         if s.kl_in == "reward":
             per_token = kl_estimate(rollout.logp, ref_logp, s.kl_estimator) * rollout.mask
             penalty, kl = s.beta * per_token.sum(1).cpu(), float(per_token.sum() / rollout.mask.sum())
@@ -245,17 +246,15 @@ def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=Fal
     return loss, metrics, (logp.detach() - rollout.logp)[rollout.mask], logp
 
 
+def own_share(lengths, s):
+    """Which of some rows of these lengths (n,) are this process's: positions (m,), perhaps none. From short to long, so that
+    micro-batches hold little padding; that changes nothing else, but for bnpo."""
+    mine = torch.arange(len(lengths), device=lengths.device)[share(len(lengths))]
+    return mine[lengths[mine].argsort(stable=True)] if s.sort_by_length else mine
+
+
 def micro_batches(rows, s):
-    """This process's share of some rows (indices), in micro-batches; none when it has no share."""
-    rows = rows[share(len(rows))]
     return rows.split(s.micro_batch_size) if len(rows) else ()
-
-
-def by_length(rows, lengths, s):
-    """The rows (n,) in another order: this process's share, and every other's, from short to long, so that micro-batches hold
-    little padding. Changes nothing else, but for bnpo."""
-    mine = share(len(rows)) if s.sort_by_length else slice(0, 0)
-    return gather(rows[mine][lengths[mine].argsort(stable=True)]) if s.sort_by_length else rows
 
 
 def sum_gradients(parameters):
@@ -298,13 +297,13 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                     num_rows, num_tokens = len(mini), int(b.mask[mini].sum())
             if num_tokens == 0 or len(mini) == 0:
                 continue
-            tape = (recorder or new_tape(policy)) if s.tracin != "off" and epoch == 0 else None
+            tape = (recorder or Tape(policy, reduce=reduce)) if s.tracin != "off" and epoch == 0 else None
             # the halves of a target apart, so that the sum of either reads its own rows only
-            mini = by_length(mini, length[mini] + b.mask.shape[1] * second_half(mini, s) if tape else length[mini], s)
+            mine = own_share(length[mini] + b.mask.shape[1] * second_half(mini, s) if tape else length[mini], s)
             unit, coefficients, gaps = tape and one_backward(s, b) and not steps, [b.advantages[:0]], [gap[:0]]
             fused = s.fused_head and not tape and s.importance_sampling_level == "token"
             with tape or contextlib.nullcontext():
-                for micro in micro_batches(mini, s):
+                for micro in micro_batches(mini[mine], s):
                     if tape:
                         tape.rows(len(micro), b.rollout.mask[micro].nonzero()[:, 0])
                     loss, metrics, log_ratio, logp = loss_of(policy if tape else scored, b, micro, s, dtype, num_rows,
@@ -329,8 +328,10 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                 raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by {off:.3g} "
                                  "nats on a token; something in the model is random or sees padding (or try dtype = 'float32')")
             if tape:
-                traced.append(keep_helpful(policy, tape, gather(torch.cat(coefficients)) if unit else None, b, mini, held_out,
-                                           optimizer, s, derive(seed, "select", len(steps)), dtype, check_ratio and not steps))
+                tape.place(mine, len(mini))
+                traced.append(keep_helpful(policy, tape, tape.spread(torch.cat(coefficients)) if unit else None, b, mini,
+                                           held_out, optimizer, s, derive(seed, "select", len(steps)), dtype,
+                                           check_ratio and not steps))
                 if not b.weights[mini].any():
                     continue
             else:
@@ -368,11 +369,6 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                 "sampling/importance_sampling_ratio/max": float(gap.max().exp())}
 
 
-def new_tape(policy, memory=0):
-    """The Tape that knows how processes share the rows."""
-    return Tape(policy, memory, share=share, gather=gather, reduce=reduce)
-
-
 def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, seed, dtype, check):
     """Score the recorded rows `mini` against the target, note influence and weight of each in the Batch and leave in .grad the
     gradient of those that are kept -> metrics. coefficients: what the loss of each row is a multiple of its record by; None: 1.
@@ -384,7 +380,7 @@ def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, se
     if s.tracin == "self" and held_out is None:
         everything = {p: g + halves[1][p] for p, g in halves[0].items()}
     if check:
-        for micro in micro_batches(mini, s):
+        for micro in micro_batches(mini[tape.where], s):
             loss_of(policy, b, micro, s, dtype, len(mini), int(b.mask[mini].sum()))[0].backward()
         sum_gradients(tape.names)
         truth = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in tape.names}
@@ -423,7 +419,7 @@ def target_of(policy, tape, coefficients, b, mini, held_out, unit, s, dtype):
     else:  # one more forward and backward
         halves, own = [], torch.full((len(mini),), math.nan if held_out is None else 0.0, device=mini.device)
         for part in (every[half], every[~half]):
-            for j in micro_batches(part, s):
+            for j in micro_batches(part[own_share(t.rollout.mask[rows[part]].sum(1), s)], s):
                 loss, _, _, logp = loss_of(policy, t, rows[j], s, dtype, len(rows), int(t.mask[rows].sum()))
                 (loss if s.tracin == "self" else (rho[j] * (logp * t.mask[rows[j]]).sum(1)).sum()).backward()
             sum_gradients(tape.names)
@@ -682,7 +678,7 @@ def main(argv):
         def save(iteration):
             save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens)
 
-        recorder = new_tape(policy, s.tracin_memory * 2 ** 30) if s.tracin != "off" else None
+        recorder = Tape(policy, s.tracin_memory * 2 ** 30, reduce=reduce) if s.tracin != "off" else None
         if recorder:
             print(describe_cost(replace(s, tracin_memory=s.tracin_memory * processes), sum(p.numel() for p in recorder.names)))
         if s.beta and (s.kl_in == "reward") != (s.kl_estimator == "k1") and not s.use_bias_correction_kl:

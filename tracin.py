@@ -39,16 +39,14 @@ class Tape:
     read three times; a and b cost two more products of 2 x tokens x weights: on a CPU the two are even near 24 tokens, on a
     GPU near 500. A tape that is used again uses the same memory again: fresh pages cost time.
 
-    share, gather, reduce: for several processes that each record a part of the rows, perhaps none. Of n rows, share(n) is the
-    slice recorded here; gather(x) puts what the processes have in a line, reduce(tensors) sums in place. gradient(s), dot
-    and norms then speak of the rows of all, to all; per_row and n of those recorded here.
+    reduce(tensors) sums in place over the processes that record a part of the rows each, perhaps none: see place().
     """
 
-    def __init__(self, model, memory=0, fewest=None, share=lambda n: slice(0, n), gather=lambda x: x, reduce=lambda x: None):
+    def __init__(self, model, memory=0, fewest=None, reduce=lambda tensors: None):
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         on_gpu = any(p.is_cuda for p in self.names)
         self.layers, self.memory, self.pool, self.fewest = {}, memory, {}, (500 if on_gpu else 24) if fewest is None else fewest
-        self.share, self.gather, self.reduce = share, gather, reduce
+        self.reduce = reduce
         for name, module in model.named_modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 odd = [k for k, _ in module.named_parameters(recurse=False) if k not in ("weight", "bias")]
@@ -62,6 +60,7 @@ class Tape:
 
     def __enter__(self):
         self.records, self.kept, self.room, self.n, self.whose, self.flat = [], {}, self.memory, 0, None, None
+        self.where = None  # see place()
         self.pending, self.seen = 0, False  # calls of rows() since the last backward, and whether there was one since
         for p, name in self.names.items():
             if p.grad is not None:
@@ -99,6 +98,19 @@ class Tape:
         self.pending, self.seen = 1 if self.seen else self.pending + 1, False
         self.flat, self.read = None if flat is None else flat.to(device) + self.n, {}
         self.n += n
+
+    def place(self, where, total):
+        """The rows recorded here are number where (n,) of `total` rows, and other processes have recorded the rest. From here on
+        gradient(s), dot and norms speak of all of them by these numbers; per_row of those recorded here, as they came."""
+        self.where, self.total = where, total
+
+    def spread(self, x):
+        """x (n,) of the rows recorded here -> (total,) of all, by their numbers."""
+        if self.where is None:
+            return x
+        x = x.new_zeros(self.total).index_copy_(0, self.where, x)
+        self.reduce([x])
+        return x
 
     def recording(self, module):
         """The module's forward on detached weights, which notes its input and asks for the gradient of its output."""
@@ -195,7 +207,7 @@ class Tape:
     def gradients(self, weights):
         """The gradients for several weights, in a list."""
         totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
-        weights = [None if weight is None else weight[self.share(len(weight))] for weight in weights]
+        weights = [weight if weight is None or self.where is None else weight[self.where] for weight in weights]
         for module, whose, a, b in self.records:
             for weight, total in zip(weights, totals):
                 x, y = a, b
@@ -234,14 +246,21 @@ class Tape:
         for (p, first), g in self.kept.items():
             if p in G:
                 scores[first:first + len(g)] += g.flatten(1) @ G[p].to(g).flatten()
-        return self.gather(scores)
+        return self.spread(scores)
 
     def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
         """sum of scale * g_i^2 for some rows (indices, ascending): ||g_i||^2 when nothing is scaled. At most about `memory`
         numbers of per-row gradients exist at a time, of one parameter."""
-        rows, here = torch.as_tensor(rows), self.share(sum(self.gather([self.n])))
-        rows = rows[(rows >= here.start) & (rows < here.stop)] - here.start
+        rows = torch.as_tensor(rows)
         found = torch.zeros(len(rows), dtype=torch.float64)
+        if self.where is not None:
+            numbers, self.where = self.where, None
+            here = torch.full((self.total,), -1).index_copy_(0, numbers.cpu(), torch.arange(self.n))[rows]
+            order = here.argsort()[(here < 0).sum():]  # of those recorded here, as they came
+            found[order] = self.norms(here[order], scale, parameters, memory)
+            self.where = numbers
+            self.reduce([found])
+            return found
         local = torch.full((self.n,), -1).index_copy_(0, rows, torch.arange(len(rows)))
         for p in (self.names if parameters is None else parameters) if len(rows) else ():
             uses = [r for r in self.records if any(q is p for q in r[0].parameters(recurse=False))]
@@ -263,7 +282,7 @@ class Tape:
             for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
                 g = self.per_row(p, rows[chunk]).flatten(1)
                 found[chunk] += (g.square() * scale[p].flatten() if p in scale else g.square()).sum(1).double().cpu()
-        return self.gather(found)
+        return found
 
     def per_row(self, p, rows):
         """The gradients (len(rows), *p.shape) of one parameter, one for each of these rows (indices, ascending)."""
