@@ -108,7 +108,8 @@ def arithmetic(folder, name, recorded, flags, method, count):
         return print(f"  no rollout of iteration {recorded[0]['iteration']} carried loss")
     policy, tape, coefficients, b, mini, held_out, _, s, dtype = target.call_args.args
     _, _, halves, own, _, optimizer, *_ = selection.call_args.args
-    ghost, scale = filter_rows(*selection.call_args.args)[1].cpu().double(), adam_scale(optimizer, tape.gradient(coefficients)) if s.tracin_adam else {}
+    ghost = filter_rows(*selection.call_args.args)[1].cpu().double()
+    scale = adam_scale(optimizer, tape.gradient(coefficients)) if s.tracin_adam else {}
     G = {p: (g + halves[1][p]) * scale.get(p, 1) for p, g in halves[0].items()
          if not s.tracin_layers or any(part in tape.names[p] for part in s.tracin_layers)}
     same = sum(text == r["completion"] for text, r in zip(b.completions, recorded))

@@ -231,8 +231,8 @@ def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=Fal
     in_loss = s.beta > 0 and s.kl_in == "loss"
 
     def loss_at(logp):
-        return grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None, b.advantages[rows],
-                         b.mask[rows], policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
+        return grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None,
+                         b.advantages[rows], b.mask[rows], policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
                          beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
 
     def slope_of(logp):
@@ -648,7 +648,8 @@ def main(argv):
         trained = [name for name, p in policy.named_parameters() if p.requires_grad]
         for part in s.tracin_layers:
             if not any(part in name for name in trained):
-                raise BadInput(f"tracin_layers: {part!r} is in the name of no trained parameter; there are {', '.join(trained[:3])}, ...")
+                raise BadInput(f"tracin_layers: {part!r} is in the name of no trained parameter; there are "
+                               f"{', '.join(trained[:3])}, ...")
         # `base` stays as it is for the evaluation's perplexity; it is the reference too, unless that one follows the policy
         reference = copy.deepcopy(policy).requires_grad_(False) if s.sync_ref_model else base
         scored = torch.compile(policy, dynamic=True) if s.compile else policy

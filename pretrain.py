@@ -146,7 +146,8 @@ def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
     tokens = settings.pretrain_tokens or (12_000_000 if device.type == "cuda" else 3_000_000 if fast else 1_500_000)
     shape = GPTConfig(*(getattr(settings, name) for name in SHAPE))
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
-    key = hashlib.sha256(repr((texts, [getattr(settings, name) for name in SHAPE], tokens, settings.prepare_seed, batch_size)).encode()).hexdigest()[:8]
+    made_of = texts, [getattr(settings, name) for name in SHAPE], tokens, settings.prepare_seed, batch_size
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
     path = os.path.join(settings.cache_dir, f"policy-{settings.n_layer}x{settings.n_embd}-{key}.pt")
     if os.path.exists(path):
         print(f"policy: {path}")

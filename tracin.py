@@ -76,7 +76,7 @@ class Tape:
         for module in self.layers:
             del module.forward
         self.pool = {key: self.pool[key] for key in self.kept}
-        if sum(buffer.numel() * buffer.element_size() for buffer in self.pool.values()) > self.memory:  # some are of longer batches
+        if sum(g.numel() * g.element_size() for g in self.pool.values()) > self.memory:  # some are of longer batches
             self.pool = {key: buffer for key, buffer in self.pool.items() if len(buffer) == len(self.kept[key])}
         if error[0] is None:
             self.all_read()
@@ -458,8 +458,9 @@ def describe_cost(s, num_weights):
     """One line: what the settings ask of an iteration beside plain GRPO, with so many weights scored in rollouts."""
     rows = s.mini_batch_size or s.num_prompts * s.num_generations
     size = rows * num_weights * 4 / 2 ** 30
-    memory = f"; rollouts' gradients are {rows} x {num_weights / 1e6:.1f} M weights = {size:.2f} GB, of which tracin_memory lets " + (
-        f"all be kept" if size <= s.tracin_memory else f"{s.tracin_memory:g} GB be kept, the rest is contracted with the target's")
+    memory = f"; rollouts' gradients are {rows} x {num_weights / 1e6:.1f} M weights = {size:.2f} GB, of which tracin_memory lets "
+    memory += "all" if size <= s.tracin_memory else f"{s.tracin_memory:g} GB"
+    memory += " be kept" if size <= s.tracin_memory else " be kept, the rest is contracted with the target's"
     target = f"influence on {s.tracin}, {s.tracin_select} kept: "
     if s.mini_batch_size:
         target = target[:-2] + f", in each of the {s.num_prompts * s.num_generations // rows} steps of the first pass: "

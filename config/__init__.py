@@ -230,7 +230,8 @@ CHOICES = {
 }
 RANGES = {
     "max_iters": (0, INF), "save_interval": (1, INF), "num_prompts": (1, INF), "num_generations": (2, INF),
-    "max_completion_length": (1, INF), "top_k": (0, INF), "top_p": (0, 1), "min_p": (0, 1), "min_prompt_toxicity": (0, 1), "max_prompt_tokens": (0, INF), "max_prompts": (0, INF),
+    "max_completion_length": (1, INF), "top_k": (0, INF), "top_p": (0, 1), "min_p": (0, 1),
+    "min_prompt_toxicity": (0, 1), "max_prompt_tokens": (0, INF), "max_prompts": (0, INF),
     "decode_batch_size": (0, INF),
     "epsilon": (0, INF), "epsilon_high": (0, INF), "beta": (0, INF), "top_entropy_quantile": (0, 1), "num_iterations": (1, INF),
     "mini_batch_size": (0, INF), "micro_batch_size": (1, INF), "warmup_iters": (0, INF), "max_grad_norm": (0, INF),
