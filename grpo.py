@@ -652,7 +652,10 @@ def main(argv):
                                f"{', '.join(trained[:3])}, ...")
         # `base` stays as it is for the evaluation's perplexity; it is the reference too, unless that one follows the policy
         reference = copy.deepcopy(policy).requires_grad_(False) if s.sync_ref_model else base
+        policy.recompute = s.activation_checkpointing
         scored = torch.compile(policy, dynamic=True) if s.compile else policy
+        if s.compile and s.tracin != "off" and s.num_iterations == 1:
+            print("note: compile = True compiles nothing here: the pass that influence records is never compiled")
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate, fused=True,
                                       betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay)
         common = dict(s=s, tokenizer=tokenizer, device=device, dtype=dtype)

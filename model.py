@@ -131,7 +131,7 @@ class GPT(nn.Module):
         super().__init__()
         if config.n_embd % config.n_head and not config.head_dim:
             raise BadInput(f"n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}")
-        self.config = config
+        self.config, self.recompute = config, False  # True: backward computes each block again and keeps its input only
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if not config.rope_base:
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -182,7 +182,9 @@ class GPT(nn.Module):
         else:
             x = x + self.wpe(pos)
         for i, block in enumerate(self.h):
-            x = block(x, near if i in c.local_layers else mask, None if cache is None else cache[i], start, rope)
+            inputs = x, near if i in c.local_layers else mask, None if cache is None else cache[i], start, rope
+            recompute = self.recompute and cache is None and torch.is_grad_enabled()
+            x = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
         return self.ln_f(x)
 
     def new_cache(self, B, S):

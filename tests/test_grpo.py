@@ -1277,3 +1277,20 @@ def test_fused_head_stays_out_where_the_loss_of_a_token_is_not_its_own(monkeypat
     for knobs in (dict(importance_sampling_level="sequence", loss_type="grpo"), dict(tracin="self")):
         s = settings(**knobs)
         train(policy, sample(policy, s), s)
+
+
+@pytest.mark.parametrize("knobs", [{}, dict(tracin="self"), dict(lora_rank=2)])
+def test_activation_checkpointing_computes_blocks_twice_and_changes_nothing(knobs):
+    policy, found, calls = gpt(), [], []
+    for again in (False, True):
+        s = settings(activation_checkpointing=again, beta=.1, **knobs)
+        b = sample(policy, s, moved(policy))
+        other = moved(policy, seed=6)
+        torch.manual_seed(0)
+        other = add_lora(other, 2, 4) if s.lora_rank else other
+        other.recompute = again
+        hook = other.h[0].register_forward_pre_hook(lambda *a: calls.append(again))
+        found.append(gradients(other, b, s))
+        hook.remove()
+    assert calls.count(True) == 2 * calls.count(False) > 0
+    assert all(torch.equal(a, c) and a.any() for a, c in zip(*(x[0] for x in found)))
