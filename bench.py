@@ -35,11 +35,11 @@ import torch.nn as nn
 import grpo
 import judge.scorer
 from config import Settings, load_settings
-from judge.comments import load_comments, load_prompts, split_comments
+from judge.comments import get_splits, load_prompts
 from judge.train import SHAPE
 from model import (GPT, BadInput, GPTConfig, add_lora, completion_logprobs, derive, generate, memory, pick_device, pick_dtype,
                    run_script)
-from pretrain import load_policy
+from pretrain import get_tokenizer, load_policy
 from tokenizer import load_tokenizer
 from tracin import Tape, choose_targets, filter_rows, select
 
@@ -123,17 +123,17 @@ PHASES = ("generate", "judge", "reference", "policy forward", "policy backward",
 
 def phases(s, repeat, picture=None):
     """Run repeat + 1 iterations of the settings and print the table."""
-    device, tokenizer = pick_device(s.device), load_tokenizer(s.vocab_size)
-    dtype = pick_dtype(s.dtype, device)
+    device = pick_device(s.device)
+    dtype, policy = pick_dtype(s.dtype, device), policy_of(s).to(device)  # a published one brings its shape and tokenizer
+    policy.recompute, tokenizer = s.activation_checkpointing, get_tokenizer(s)
     if picture:
         try:
             from matplotlib.figure import Figure
         except ImportError as e:
             raise BadInput(f"picture = {picture!r}: pip install matplotlib, or leave it out") from e
-    prompts, _, val_prompts = load_prompts(s, tokenizer, split_comments(load_comments(s.comments, s.text_field, s.label_field)))
+    prompts, _, val_prompts = load_prompts(s, tokenizer, get_splits(s))
     if s.tracin != "off" and s.tracin_val_prompts and not val_prompts:
         raise BadInput(f"tracin_val_prompts = {s.tracin_val_prompts}: no held-out prompts are left; lower num_eval_prompts")
-    policy = policy_of(s).to(device)
     reference = copy.deepcopy(policy).requires_grad_(False)
     if s.lora_rank:
         add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
@@ -192,14 +192,14 @@ def policy_of(s):
     """The policy in the file that the settings name, else random weights of their shape."""
     torch.manual_seed(s.prepare_seed)
     if s.policy != "train":
-        return load_policy(s.policy, s).eval()
+        return load_policy(s).eval()
     return GPT(GPTConfig(s.vocab_size, s.block_size, s.n_layer, s.n_head, s.n_embd)).eval()
 
 
 def judge_of(s, device):
     """The judge that the settings name, else one of random weights in the shape of those trained here; None without."""
     if s.judge not in (None, "train"):
-        return judge.scorer.load_judge(s.judge, device)
+        return judge.scorer.load_judge(s.judge, device, s.judge_label)
     tokenizer = load_tokenizer(s.judge_vocab_size)
     model = judge.scorer.Scorer(GPTConfig(s.judge_vocab_size, **SHAPE)).to(device).eval()
     return s.judge and (lambda prompts, completions: judge.scorer.log_odds(

@@ -133,6 +133,7 @@ def arithmetic(folder, name, recorded, flags, method, count):
     slopes = [slopes[i] for i in place]  # with these constants a row alone has the gradient that it has in the batch
     chosen = ghost.argsort()[torch.linspace(0, len(mini) - 1, count).long()].unique()
     double, found, spent = copy.deepcopy(policy).double(), [], []
+    double.recompute = False
     for j in chosen.tolist():
         r, T = b.rollout[mini[j]], int(b.rollout.mask[mini[j]].sum())
         end, kept = len(r.tokens) - len(r.mask) + T, None if r.kept is None else r.kept[:T]

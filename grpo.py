@@ -348,7 +348,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
     tokens, n = max(1, sum(t["tokens"] for t in micros)), max(1, len(steps))
     m = {k: sum(t[k] * t["tokens"] for t in micros) / tokens for k in (micros[0] if micros else ())
          if k not in ("tokens", "loss", "policy_loss", "real", "positions")}
-    m["padding"] = 1 - sum(t["real"] for t in micros) / max(1, sum(t["positions"] for t in micros))
+    m["padding"] = 1 - sum(t["real"] for t in micros) / sum(t["positions"] for t in micros) if micros else 0.0
     m |= {k: sum(t[k] for t in traced) / len(traced) for k in (traced[0] if traced else ())}
     if traced:
         m["tracin/empty_steps"] = sum(t["tracin/selected_ratio"] == 0 for t in traced)
@@ -388,8 +388,9 @@ def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, se
     units = b.mask[mini].sum(1) if s.loss_type in ("dapo", "cispo", "bnpo") else ones
     b.weights[mini], b.influence[mini], gradient, found = filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed,
                                                                       everything, truth)
+    some = bool(b.weights[mini].any())
     for p, g in gradient.items():
-        p.grad = g if b.weights[mini].any() else None
+        p.grad = g if some else None
     kept = sum(gather([g.numel() for g in tape.kept.values()]))
     return found | about | {"tracin/kept_gradients": kept / (len(mini) * sum(p.numel() for p in tape.names))}
 
@@ -399,7 +400,7 @@ def second_half(rows, s):
     not be independent; where there is one prompt only, it is every other row all the same."""
     prompts = rows // s.num_generations
     distinct = prompts.unique()
-    return prompts >= distinct[len(distinct) // 2] if len(distinct) > 1 else rows % 2 == 1
+    return prompts >= distinct[len(distinct) // 2] if len(distinct) > 1 else torch.arange(len(rows), device=rows.device) % 2 == 1
 
 
 def one_backward(s, b):
@@ -684,7 +685,8 @@ def main(argv):
 
         recorder = Tape(policy, s.tracin_memory * 2 ** 30, reduce=reduce) if s.tracin != "off" else None
         if recorder:
-            print(describe_cost(replace(s, tracin_memory=s.tracin_memory * processes), sum(p.numel() for p in recorder.names)))
+            print(describe_cost(replace(s, tracin_memory=s.tracin_memory * processes), sum(p.numel() for p in recorder.names),
+                                recorder.fewest))
         if s.beta and (s.kl_in == "reward") != (s.kl_estimator == "k1") and not s.use_bias_correction_kl:
             print(f"note: kl_estimator = {s.kl_estimator!r} has almost no gradient with kl_in = {s.kl_in!r}; use "
                   + ("k1" if s.kl_in == "reward" else "k2 or k3"))

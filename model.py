@@ -2,7 +2,7 @@
 GPT-2's architecture by hand: the policy, the reference and, without the causal mask, the trunk of the judge. By settings
 the same classes are GPT-Neo (Black et al. 2021) and the block of Llama, Qwen2 and Qwen3.
 
-In the order of the file: network, sampling with a KV cache, token log-probs, LoRA, device, files.
+In the order of the file: network, sampling with a KV cache, token log-probs, LoRA, device, several processes, scripts, files.
 Shapes: B rows, T positions, C = n_embd channels, V = vocab_size, nh heads of hs = C / nh channels, nkv of keys and values,
 N = B * num_generations sampled rows, P = width of the left-padded prompts.
 Left out: dropout (whatever is scored must be scored without it), beam search, paged caches.
@@ -184,7 +184,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.h):
             inputs = x, near if i in c.local_layers else mask, None if cache is None else cache[i], start, rope
             recompute = self.recompute and cache is None and torch.is_grad_enabled()
-            x = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
+            x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False) if recompute else block(*inputs)
         return self.ln_f(x)
 
     def new_cache(self, B, S):
@@ -340,7 +340,7 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 2
     """h (M, C) hidden states, targets (M,) ids -> log-probs (M,) in fp32, with gradient.
 
     At the sampling temperature and, after truncated sampling, renormalised over the kept set (M, V): the distribution
-    the token was drawn from. At most about `chunk` logits exist at a time; with more, backward computes each piece again,
+    the token was drawn from. At most about `chunk` logits (8 times that on a GPU) exist at a time; with more, backward computes each piece again,
     unless slope_of(log-probs of tokens i .. j - 1, i, j) says beforehand what gradient (j - i,) they are going to get.
     """
     def piece(h, targets, kept):
@@ -349,7 +349,7 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 2
             logits = logits.masked_fill(~kept, -math.inf)
         return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)                      # (m,)
 
-    m = max(1, chunk // lm_head.weight.shape[0])
+    m = max(1, chunk * (8 if h.is_cuda else 1) // lm_head.weight.shape[0])  # a GPU has the room, and waits for every piece
     if len(h) <= m:
         return piece(h, targets, kept)
     if slope_of is not None and torch.is_grad_enabled():
@@ -388,7 +388,7 @@ class FusedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         dh, dw, slopes = ctx.saved_tensors
-        if not torch.allclose(gradient, slopes, rtol=1e-4, atol=1e-12):
+        if not torch.allclose(gradient, slopes, rtol=1e-4, atol=1e-12, equal_nan=True):  # NaN is for update to report
             raise ValueError("slope_of gave another gradient than the loss: is a token's loss its own alone?")
         return dh, dw, None, None, None, None, None, None
 

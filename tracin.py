@@ -139,7 +139,7 @@ class Tape:
 
             def hook(b):
                 self.seen = True
-                if not len(self.whose):  # no rows here
+                if not n:
                     return
                 if whose is None:
                     raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape "
@@ -148,7 +148,7 @@ class Tape:
                     self.records.append((module, whose, a, b.detach()))
 
             n = len(self.whose)  # a head in pieces has as many tokens as all of them
-            micro = self.n - n, n, (out.shape[:-1].numel() if whose is self.whose else len(self.flat)) / n
+            micro = self.n - n, n, (out.shape[:-1].numel() if whose is self.whose else len(self.flat)) / max(n, 1)
             out.register_hook(hook)
             return out
 
@@ -208,12 +208,15 @@ class Tape:
         """The gradients for several weights, in a list."""
         totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
         weights = [weight if weight is None or self.where is None else weight[self.where] for weight in weights]
+        chosen, spans = {}, {}  # the same for all layers of a micro-batch, and asking waits for a GPU
         for module, whose, a, b in self.records:
-            for weight, total in zip(weights, totals):
+            for k, (weight, total) in enumerate(zip(weights, totals)):
                 x, y = a, b
                 if weight is not None:
                     w = weight.to(b)[whose]
-                    rows = w.nonzero()[:, 0]
+                    if (k, id(whose)) not in chosen:
+                        chosen[k, id(whose)] = weight[whose].nonzero()[:, 0]
+                    rows = chosen[k, id(whose)]
                     if len(rows) < len(w):
                         x, y, w = x[rows], y[rows], w[rows]
                     if isinstance(module, nn.Linear) and x.numel() < y.numel() and module.bias is None:  # the smaller factor
@@ -224,14 +227,14 @@ class Tape:
                     if p in total:
                         total[p] += parameter_gradient(module, name, x, y).to(p.dtype)
         for (p, first), g in self.kept.items():
-            for weight, total in zip(weights, totals):
+            for k, (weight, total) in enumerate(zip(weights, totals)):
                 w = g.new_ones(len(g)) if weight is None else weight[first:first + len(g)].to(g)
-                rows = w.nonzero()[:, 0]
-                ends = [0, *((rows.diff() > 1).nonzero()[:, 0] + 1).tolist(), len(rows)]
-                for i, j in zip(ends, ends[1:]):  # stretches without a row of weight 0: a copy of the rows would cost more
-                    if i < j:
-                        span = slice(int(rows[i]), int(rows[j - 1]) + 1)
-                        total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
+                if (k, first) not in spans:  # stretches without a row of weight 0: a copy of the rows would cost more
+                    on = [False, *(w != 0).tolist(), False]
+                    ends = [i for i in range(len(w) + 1) if on[i] != on[i + 1]]
+                    spans[k, first] = [slice(i, j) for i, j in zip(ends[::2], ends[1::2])]
+                for span in spans[k, first]:
+                    total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
         self.reduce([g for total in totals for g in total.values()])
         return totals
 
@@ -403,7 +406,7 @@ def adam_scale(optimizer, gradient):
 
 def inner(G, H):
     """<G, H> of two gradients over the parameters of the second."""
-    return sum(float(G[p].flatten() @ H[p].to(G[p]).flatten()) for p in H)
+    return float(torch.stack([G[p].flatten() @ H[p].to(G[p]).flatten() for p in H]).double().sum())
 
 
 def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, everything=None, truth=None):
@@ -425,7 +428,8 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
     total, size = float(influence.double().sum()), float(influence.double().abs().sum())
     generator, n = torch.Generator().manual_seed(seed), len(influence)
     sample = list(range(n)) if s.tracin_leave_one_out else torch.randperm(n, generator=generator)[:4].sort().values.tolist()
-    self_term = (coefficients * own)[sample] * tape.norms(sample, scale, G).to(influence)
+    own = (coefficients * own)[sample]  # 0 where the target is another batch
+    self_term = own * tape.norms(sample, scale, G).to(influence) if own.any() else own
     share = float(self_term.sum() / influence[sample].abs().sum().clamp(min=1e-30))
     if s.tracin_leave_one_out:
         influence = influence - self_term
@@ -454,13 +458,14 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
     return keep.to(influence) * factor, influence, {p: g.mul_(factor) if factor != 1 else g for p, g in kept.items()}, metrics
 
 
-def describe_cost(s, num_weights):
+def describe_cost(s, num_weights, fewest=24):
     """One line: what the settings ask of an iteration beside plain GRPO, with so many weights scored in rollouts."""
     rows = s.mini_batch_size or s.num_prompts * s.num_generations
     size = rows * num_weights * 4 / 2 ** 30
     memory = f"; rollouts' gradients are {rows} x {num_weights / 1e6:.1f} M weights = {size:.2f} GB, of which tracin_memory lets "
     memory += "all" if size <= s.tracin_memory else f"{s.tracin_memory:g} GB"
     memory += " be kept" if size <= s.tracin_memory else " be kept, the rest is contracted with the target's"
+    memory += f" (layers with fewer than {fewest} tokens a row are contracted all the same)"
     target = f"influence on {s.tracin}, {s.tracin_select} kept: "
     if s.mini_batch_size:
         target = target[:-2] + f", in each of the {s.num_prompts * s.num_generations // rows} steps of the first pass: "

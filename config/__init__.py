@@ -119,7 +119,8 @@ class Settings:
     mini_batch_size: int = 0             # rows per optimiser step; 0: all
     micro_batch_size: int = 64           # rows per forward and backward of a process: memory and speed only (but see bnpo)
     fused_head: bool = True              # a head of many logits forms its gradient in the forward: one product less, same numbers
-    activation_checkpointing: bool = False  # keep a block's input and compute it again in the backward: less memory, a third slower
+    activation_checkpointing: bool = False  # keep a block's input and compute it again in the backward: less memory, a third
+                                         # slower; little gain with influence, which keeps every layer's input
     sort_by_length: bool = True          # rows of like length share a micro-batch: speed, nothing else (but see bnpo)
     learning_rate: float = 1e-4
     warmup_iters: int = 0                # linear from 0
