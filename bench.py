@@ -69,7 +69,8 @@ def tracin(device, repeat):
             for part in rows.split(micro):
                 if tape:
                     tape.rows(len(part), r.mask[part].nonzero()[:, 0])
-                (coefficients[part] * completion_logprobs(policy, r[part]).sum(1)).sum().backward()
+                slope = (coefficients[part, None] * r.mask[part])
+                (slope * completion_logprobs(policy, r[part], slope_of=lambda logp: slope)).sum().backward()
 
         everything = torch.arange(N, device=device)
 

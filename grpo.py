@@ -223,7 +223,8 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
 def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False, fused=False):
     """Loss and metrics of these rows of a Batch under the policy as it is now, log(policy / sampler) of their tokens (one
     line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside.
-    fused: the loss is going to be the one that backward() is called on, so that a large head may form its gradient at once."""
+    fused: backward() is going to be called on the loss, or with `fresh` on the sum of the log-probs, and a large head may form
+    its gradient at once."""
     rollout = b.rollout[rows]
     knobs = {k: getattr(s, k) for k in (
         "loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "sapo_temperature_neg",
@@ -236,6 +237,8 @@ def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=Fal
                          beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
 
     def slope_of(logp):
+        if fresh:  # what is called backward on is the sum of the log-probs
+            return b.mask[rows].float()
         with torch.enable_grad():
             logp.requires_grad_()
             return torch.autograd.grad(loss_at(logp)[0], logp)[0]
@@ -301,7 +304,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
             # the halves of a target apart, so that the sum of either reads its own rows only
             mine = own_share(length[mini] + b.mask.shape[1] * second_half(mini, s) if tape else length[mini], s)
             unit, coefficients, gaps = tape and one_backward(s, b) and not steps, [b.advantages[:0]], [gap[:0]]
-            fused = s.fused_head and not tape and s.importance_sampling_level == "token"
+            fused = s.fused_head and s.importance_sampling_level == "token"
             with tape or contextlib.nullcontext():
                 for micro in micro_batches(mini[mine], s):
                     if tape:

@@ -366,7 +366,8 @@ class FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, lm_head, targets, temperature, kept, m, slope_of):
         logp, slopes = h.new_empty(len(h), dtype=torch.float32), h.new_empty(len(h), dtype=torch.float32)
-        dh, dw = torch.empty_like(h), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        note = getattr(lm_head, "note", None)  # of a tape, which has the weight's gradient formed in its own way
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight) if ctx.needs_input_grad[1] and not note else None
         for i in range(0, len(h), m):
             j = min(i + m, len(h))
             raw = lm_head(h[i:j])                                                                   # (m, V)
@@ -380,7 +381,9 @@ class FusedHead(torch.autograd.Function):
             d.scatter_add_(1, targets[i:j, None], slope[:, None] / temperature)
             d = d.to(raw.dtype)
             dh[i:j] = d @ weight.to(raw.dtype)
-            if dw is not None:
+            if note:
+                note(h[i:j], d)
+            elif dw is not None:
                 dw += d.T @ h[i:j].to(raw.dtype)
         ctx.save_for_backward(dh, dw, slopes)
         return logp

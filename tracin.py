@@ -12,6 +12,8 @@ Given memory, the tape forms g_i itself from a and b as they come by, in place o
 arithmetic when rows are long. Scores and weighted gradients are then a matrix-vector product each.
 Only first order in the step is approximate: momentum, the size of the step and what rows do together are not in I_i.
 """
+import functools
+
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
@@ -69,12 +71,12 @@ class Tape:
             if "forward" in vars(module):
                 raise ValueError(f"{name or 'model'}: its forward has been replaced, by another tape perhaps")
         for module in self.layers:
-            module.forward = self.recording(module)
+            module.forward, module.note = self.recording(module), functools.partial(self.note, module)
         return self
 
     def __exit__(self, *error):
         for module in self.layers:
-            del module.forward
+            del module.forward, module.note
         self.pool = {key: self.pool[key] for key in self.kept}
         if sum(g.numel() * g.element_size() for g in self.pool.values()) > self.memory:  # some are of longer batches
             self.pool = {key: buffer for key, buffer in self.pool.items() if len(buffer) == len(self.kept[key])}
@@ -138,21 +140,31 @@ class Tape:
                 out = out.clone()
 
             def hook(b):
-                self.seen = True
-                if not n:
-                    return
                 if whose is None:
                     raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape "
                                      "cannot tell which rows they are of; set use_reentrant=False")
-                if not self.keep(module, whose, a, b.detach(), *micro):
-                    self.records.append((module, whose, a, b.detach()))
+                self.add(module, whose, a, b.detach(), *micro)
 
-            n = len(self.whose)  # a head in pieces has as many tokens as all of them
-            micro = self.n - n, n, (out.shape[:-1].numel() if whose is self.whose else len(self.flat)) / max(n, 1)
+            micro = self.micro(whose, out.shape[:-1].numel())
             out.register_hook(hook)
             return out
 
         return forward
+
+    def note(self, module, x, b):
+        """Record a Linear whose gradient b of the output is known already, in code that goes no way through backward()."""
+        whose = self.owner(module, x)
+        self.add(module, whose, x.detach().to(b.dtype), b.detach(), *self.micro(whose, len(x)))
+
+    def micro(self, whose, indices):
+        """(first row, rows, tokens a row) of this micro-batch. A head in pieces has as many tokens as all of them."""
+        n = len(self.whose)
+        return self.n - n, n, (indices if whose is self.whose else len(self.flat)) / max(n, 1)
+
+    def add(self, module, whose, a, b, first, n, tokens):
+        self.seen = True
+        if n and not self.keep(module, whose, a, b, first, n, tokens):
+            self.records.append((module, whose, a, b))
 
     def keep(self, module, whose, a, b, first, n, tokens):
         """Add the gradients of the rows first .. first + n - 1 to self.kept {(parameter, first): (n, *shape)}; False when a and b

@@ -1240,7 +1240,8 @@ def test_script_syncs_decays_and_keeps_the_base(tmp_path, monkeypatch, alpha, lo
 @pytest.mark.parametrize("knobs", [
     {}, dict(beta=.1), dict(beta=.1, kl_estimator="k2", use_bias_correction_kl=False), dict(loss_type="cispo", epsilon_high=1.1),
     dict(loss_type="sapo"), dict(loss_type="grpo", delta=1.3), dict(top_entropy_quantile=.4), dict(top_p=.9), dict(lora_rank=2),
-    dict(mask_truncated_completions=True)])
+    dict(mask_truncated_completions=True), dict(tracin="self", beta=.1), dict(tracin="reward"),
+    dict(tracin="advantage", mini_batch_size=8, num_iterations=2), dict(tracin="self", tracin_layers=("wte",), lora_rank=0)])
 def test_fused_head_changes_nothing(knobs, monkeypatch):
     def small(lm_head, h, targets, temperature=1.0, kept=None, chunk=0, slope_of=None):
         return plain(lm_head, h, targets, temperature, kept, 7 * lm_head.weight.shape[0], slope_of)  # seven tokens a piece
@@ -1259,7 +1260,7 @@ def test_fused_head_changes_nothing(knobs, monkeypatch):
         calls.clear()
     for a, c in zip(*(x[0] for x in found)):
         assert torch.allclose(a, c, rtol=1e-5, atol=1e-7) and a.any()
-    assert found[0][1] == pytest.approx(found[1][1], abs=1e-6)
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-6, nan_ok=True)
 
 
 def test_fused_head_refuses_a_loss_that_is_not_the_one_announced():
@@ -1274,9 +1275,8 @@ def test_fused_head_stays_out_where_the_loss_of_a_token_is_not_its_own(monkeypat
     monkeypatch.setattr(model.FusedHead, "apply", lambda *a: pytest.fail("used"))
     monkeypatch.setattr(model.token_logprobs, "__defaults__", (1.0, None, 7 * 300, None))
     policy = gpt()
-    for knobs in (dict(importance_sampling_level="sequence", loss_type="grpo"), dict(tracin="self")):
-        s = settings(**knobs)
-        train(policy, sample(policy, s), s)
+    s = settings(importance_sampling_level="sequence", loss_type="grpo")
+    train(policy, sample(policy, s), s)
 
 
 @pytest.mark.parametrize("knobs", [{}, dict(tracin="self"), dict(lora_rank=2)])
