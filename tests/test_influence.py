@@ -510,3 +510,18 @@ def test_a_run_in_both_ways(tmp_path, capsys):
         assert close(influence[memory], influence[0], 1e-5)
         same = [[(r["completion"], r["weight"]) for r in found[m][0]] for m in (0, memory)]
         assert same[0] == same[1]                         # the second iteration has learnt from the same rows
+
+
+def test_a_target_that_wants_the_opposite_is_said_and_the_better_half_is_kept():
+    """Training and target disagree on every rollout: the same batch with its rewards turned round is the target."""
+    policy, s = gpt(), settings(tracin="advantage", tracin_val_prompts=4, **UNIT)
+    b = sample(policy, s, moved(policy))
+    t = replace(b, rewards=-b.rewards, advantages=-b.advantages)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    m = update(policy, policy, optimizer, b, s, 3, FLOAT, quiet, False, held_out=(t, torch.arange(16)))
+    assert m["tracin/positive_ratio"] < 0.1 and m["tracin/fallback"] == 1
+    moved_rows = int((b.influence != 0).sum())
+    assert int((b.weights > 0).sum()) == (moved_rows + 1) // 2
+    assert b.influence[b.weights > 0].min() >= b.influence[(b.weights == 0) & (b.influence != 0)].max()
+    line = diagnose_influence(m | {"tracin/empty_steps": 0}, s)["fallback"]
+    assert line.startswith(f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive influence")
