@@ -257,6 +257,7 @@ def own_share(lengths, s):
 
 
 def micro_batches(rows, s):
+    """Rows (m,) -> pieces of micro_batch_size; none of no rows, which a process may have."""
     return rows.split(s.micro_batch_size) if len(rows) else ()
 
 

@@ -340,8 +340,8 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, kept=None, chunk=2 ** 2
     """h (M, C) hidden states, targets (M,) ids -> log-probs (M,) in fp32, with gradient.
 
     At the sampling temperature and, after truncated sampling, renormalised over the kept set (M, V): the distribution
-    the token was drawn from. At most about `chunk` logits (8 times that on a GPU) exist at a time; with more, backward computes each piece again,
-    unless slope_of(log-probs of tokens i .. j - 1, i, j) says beforehand what gradient (j - i,) they are going to get.
+    the token was drawn from. At most about `chunk` logits (8 times that on a GPU) exist at a time; with more, backward computes
+    each piece again, unless slope_of(log-probs of tokens i .. j - 1, i, j) says beforehand what gradient (j - i,) they will get.
     """
     def piece(h, targets, kept):
         logits = lm_head(h).float() / temperature                                                   # (m, V)
