@@ -8,6 +8,7 @@ N = B * num_generations sampled rows, P = width of the left-padded prompts.
 Left out: dropout (whatever is scored must be scored without it), beam search, paged caches.
 """
 import contextlib
+import copy
 import hashlib
 import math
 import os
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 import zipfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,9 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))  # (B, nh, T, hs), (B, nkv, T, hs) twice
-        if cache is not None:  # (2, B, nkv, S, hs): write these T positions, read all so far
+        if isinstance(start, torch.Tensor):  # (2, B, nkv, S, hs): write the one position, read all; the mask has the rest
+            k, v = cache.index_copy_(3, start, torch.stack([k, v]).to(cache.dtype)).to(q.dtype)     # (B, nkv, S, hs) twice
+        elif cache is not None:  # write these T positions, read all so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T].to(q.dtype)  # (B, nkv, start + T, hs)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None and T > 1,
@@ -159,20 +162,24 @@ class GPT(nn.Module):
         real (B, start + T) bool: False marks padding, by position, never by a token's value; None means no padding.
         Padding is seen by no one and does not count as a position, so it may stand left or right.
         cache: the tensor of `new_cache`, holding positions before `start`.
+        start may be a tensor (1,), for T = 1 and a cache and `real` of any one width S above it: no shape then depends on it.
         """
         (B, T), c, rope = idx.shape, self.config, None
-        S = start + T
+        moving = isinstance(start, torch.Tensor)
+        S = real.shape[1] if moving else start + T
         windowed = bool(c.local_layers) and S > c.window
         if real is None and (windowed or start and T > 1):  # SDPA's own causal mask starts at the first key, not at `start`
             real = torch.ones(B, S, dtype=torch.bool, device=idx.device)
         if real is None:
             pos, mask = torch.arange(start, S, device=idx.device).expand(B, T), None
         else:
-            pos = (real.cumsum(1) - 1).clamp(min=0)[:, start:]                                     # (B, T)
-            query, key = torch.arange(start, S, device=idx.device)[:, None], torch.arange(S, device=idx.device)
+            query, key = start + torch.arange(T, device=idx.device)[:, None], torch.arange(S, device=idx.device)
+            pos = (real.cumsum(1) - 1).clamp(min=0)[:, query[:, 0]]                                # (B, T)
             mask = real[:, None, :] & (key <= query) if c.causal else real[:, None, :].expand(B, T, S)
             mask = (mask | (key == query))[:, None]       # (B, 1, T, S); padding looks at itself: an empty row is NaN
         near = mask & (key > query - c.window) if windowed else mask                               # of the local layers
+        if moving:  # as numbers to add, made once here rather than by every layer
+            mask, near = (torch.zeros(m.shape, dtype=cache.dtype, device=m.device).masked_fill(~m, -math.inf) for m in (mask, near))
         x = self.wte(idx)                                                                          # (B, T, C)
         if c.rope_base:  # angles in float32 or better, also under autocast
             hs, dtype = self.h[0].attn.hs, torch.promote_types(x.dtype, torch.float32)
@@ -210,7 +217,7 @@ class Rollout:
 
     def __getitem__(self, rows):
         """The same rollout with only these rows (slice or index tensor)."""
-        return Rollout(*(None if x is None else x[rows] for x in (getattr(self, f.name) for f in fields(self))))
+        return Rollout(*(None if x is None else x[rows] for x in vars(self).values()))
 
     def completions(self):
         """Lists of ids, one per row, without the end token."""
@@ -244,19 +251,20 @@ def draw(probs, u):
     cdf = probs.cumsum(-1)
     token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp(max=probs.shape[1] - 1)
     possible = probs.gather(1, token) > 0  # rounding in the sum can give a sliver to a token that has none
-    if probs.device.type == "cpu" and bool(possible.all()):  # there the argmax is slow, and asking costs nothing
+    if probs.device.type == "cpu" and not torch.compiler.is_compiling() and bool(possible.all()):  # the argmax is slow there
         return token[:, 0]
     return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
-             batch_size=0):
+             batch_size=0, retire=True, decoder=None):
     """Sample num_generations completions of every prompt (lists of ids, any lengths) -> Rollout.
 
     A prompt is computed once and its keys and values are copied to its group. The noise is drawn ahead from `seed`, one
     number per row and step, on the CPU, so that it is the same on every device and for every batch_size (rows decoded at
     once; 0: all), which changes memory only. Several processes sample their share of the prompts each and get all rows.
+    retire: rows that have ended stop costing. decoder: a Decoder of this model, which changes speed only.
     Raises BadInput for an empty or over-long prompt and for temperature <= 0.
     """
     device, G, limit = model.wte.weight.device, num_generations, model.config.block_size
@@ -278,11 +286,13 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
                 kept=torch.ones(N, max_new_tokens, model.config.vocab_size, dtype=torch.bool, device=device) if truncated else None)
     step = max(1, batch_size // G) if batch_size else B
     mine = share(B)
+    if decoder:
+        decoder.refresh()
     for b in range(mine.start, mine.stop, step):
         end = min(b + step, mine.stop)
         rows = slice(b * G, end * G)
-        decode(model, prompt[b:end], real[b:end], r[rows], noise[rows], eos, temperature, (top_k, top_p, min_p))
-    r = Rollout(*(None if x is None else gather(x[share(N, G)]) for x in (getattr(r, f.name) for f in fields(r))))
+        decode(model, prompt[b:end], real[b:end], r[rows], noise[rows], eos, temperature, (top_k, top_p, min_p), retire, decoder)
+    r = Rollout(*(None if x is None else gather(x[share(N, G)]) for x in vars(r).values()))
     T = int(r.mask.any(0).sum())
     return Rollout(r.tokens[:, :P + T], r.real[:, :P + T], r.mask[:, :T], r.logp[:, :T], r.entropy[:, :T], r.ended,
                    r.kept[:, :T] if truncated else None)
@@ -291,36 +301,24 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
 LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens: asking which rows have ended waits for the device
 
 
-def decode(model, prompt, real, r, noise, eos, temperature, limits):
+def decode(model, prompt, real, r, noise, eos, temperature, limits, retire=True, decoder=None):
     """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False.
 
     A row that has ended gives its place in the cache to a later one that still runs, so that a step costs what runs.
     """
     (B, P), (N, T) = prompt.shape, r.mask.shape
     padded = not bool(real.all())
+    model = decoder.model if decoder else model
     prefix = model.new_cache(B, P)
     h = model(prompt, real if padded else None, prefix)[:, -1].repeat_interleave(N // B, 0)         # (N, C)
+    rows = torch.arange(N, device=h.device)  # of r, in the order of the cache; n of them are left
+    sample(model.lm_head, h, r, rows, 0, P, noise, eos, temperature, limits)
+    if decoder:
+        return decoder(r, prefix.repeat_interleave(N // B, 2), noise, eos, temperature, limits, retire)
     cache = model.new_cache(N, P + T)
     cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
-    rows = torch.arange(N, device=h.device)  # of r, in the order of the cache; n of them are left
-    for t in range(T):
-        logits = model.lm_head(h).float() / temperature                                             # (n, V)
-        if r.kept is not None:
-            logits = truncate(logits, *limits)
-            r.kept[rows, t] = logits > -math.inf
-        logits = logits - logits.amax(-1, keepdim=True)
-        weights = logits.exp()                                   # the distribution times `total`: one pass over V less
-        total = weights.sum(-1)                                                                     # (n,)
-        token = draw(weights, noise[rows, t])                                                       # (n,)
-        over = r.ended[rows]
-        r.mask[rows, t] = ~over
-        r.logp[rows, t] = (logits.gather(1, token[:, None])[:, 0] - total.log()).masked_fill(over, 0)
-        r.entropy[rows, t] = (total.log() - (weights * logits).nansum(-1) / total).masked_fill(over, 0)  # 0 * -inf counts 0
-        r.tokens[rows, P + t] = token.masked_fill(over, eos)
-        r.ended[rows] = over | (token == eos)
-        if t + 1 == T:
-            break
-        if (t + 1) % LOOK_EVERY.get(h.device.type, 16) == 0:
+    for t in range(1, T):
+        if retire and t % LOOK_EVERY.get(h.device.type, 16) == 0:
             runs = ~r.ended[rows]
             n = int(runs.sum())
             if n == 0:
@@ -330,7 +328,123 @@ def decode(model, prompt, real, r, noise, eos, temperature, limits):
                 cache[:, :, i] = cache[:, :, j]
             rows[free] = rows[late]
             rows, cache = rows[:n], cache[:, :, :n]
-        h = model(r.tokens[rows, P + t:P + t + 1], r.real[rows, :P + t + 1] if padded else None, cache, P + t)[:, 0]
+        at = P + t
+        h = model(r.tokens[rows, at - 1:at], r.real[rows, :at] if padded else None, cache, at - 1)[:, 0]
+        sample(model.lm_head, h, r, rows, t, at, noise, eos, temperature, limits)
+
+
+def sample(lm_head, h, r, rows, t, at, noise, eos, temperature, limits):
+    """From hidden states h (n, C) draw token t of these rows (n,) of r, column `at` of its tokens. t, at: numbers or (1,)."""
+    logits = lm_head(h).float() / temperature                                                       # (n, V)
+    if r.kept is not None:
+        logits = truncate(logits, *limits)
+        r.kept[rows, t] = logits > -math.inf
+    logits = logits - logits.amax(-1, keepdim=True)
+    weights = logits.exp()                                   # the distribution times `total`: one pass over V less
+    total = weights.sum(-1)                                                                         # (n,)
+    token = draw(weights, noise[rows, t])                                                           # (n,)
+    over = r.ended[rows]
+    r.mask[rows, t] = ~over
+    r.logp[rows, t] = (logits.gather(1, token[:, None])[:, 0] - total.log()).masked_fill(over, 0)
+    r.entropy[rows, t] = (total.log() - (weights * logits).nansum(-1) / total).masked_fill(over, 0)  # 0 * -inf counts 0
+    r.tokens[rows, at] = token.masked_fill(over, eos)
+    r.ended[rows] = over | (token == eos)
+
+
+class Decoder:
+    """The steps of `decode` with every shape and address fixed, so that a CUDA graph launches one as a whole, where it would be
+    some two hundred launches, and torch.compile compiles it once.
+
+        decoder = Decoder(policy, torch.bfloat16)
+        generate(policy, ..., decoder=decoder)
+
+    Rows run in buffers of the decoder's own. The cache is read under a mask up to the next multiple of `bucket` positions, and
+    the rows that run are halved when half of them have ended: a graph for each pair of the two. In bfloat16 (under autocast)
+    the Linear weights are copies, refreshed by generate, so that no step casts them. It stays with one model and one device.
+    """
+
+    def __init__(self, model, dtype=torch.float32, compile=False, graphs=True, bucket=64):
+        self.source, self.model, self.copies = model, model, []
+        if dtype == torch.bfloat16:
+            self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+            for module in self.model.modules():
+                for name, p in list(module.named_parameters(recurse=False)) if isinstance(module, nn.Linear) else ():
+                    setattr(module, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))
+                    self.copies.append((getattr(module, name), p))
+        self.step = torch.compile(decode_step, dynamic=True) if compile else decode_step
+        self.graphs, self.bucket, self.states, self.pool = graphs, bucket, {}, None
+
+    @torch.no_grad()
+    def refresh(self):
+        """The copies <- the weights as they are now."""
+        for mine, p in self.copies:
+            mine.copy_(p)
+
+    def state(self, r, prefix, settings):
+        """(Rollout, noise, rows, cache, t, P, graphs) for rollouts like r and these settings; the same again if they are as wide."""
+        (N, width), T, device = r.tokens.shape, r.mask.shape[1], r.tokens.device
+        state = self.states.get((N, T, settings))
+        if state is None or state[0].tokens.shape[1] < width:
+            width = -(-width // self.bucket) * self.bucket
+            own = Rollout(*(None if x is None else torch.zeros_like(x) for x in vars(r).values()))
+            own.tokens, own.real = (x.new_zeros(N, width) for x in (r.tokens, r.real))
+            cache = prefix.new_zeros(*prefix.shape[:4], width, prefix.shape[5])
+            t, P = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+            state = own, torch.zeros(N, T, device=device), torch.arange(N, device=device), cache, t, P, {}
+            self.states[N, T, settings] = state
+        return state
+
+    def __call__(self, r, prefix, noise, eos, temperature, limits, retire):
+        """Tokens 1, 2, ... of the rows r, of which token 0 is drawn. prefix: the cache of the prompts (n_layer, 2, N, nkv, P, hs)."""
+        (N, T), P = r.mask.shape, prefix.shape[4]
+        own, seeds, rows, cache, t, start, graphs = self.state(r, prefix, (eos, temperature, limits))
+        pairs = [(mine[..., :given.shape[-1]], given) for mine, given in zip(vars(own).values(), vars(r).values()) if given is not None]
+        for mine, given in [*pairs, (seeds, noise), (cache[:, :, :, :, :P], prefix), (rows, torch.arange(N, device=rows.device))]:
+            mine.copy_(given)
+        t.fill_(1), start.fill_(P)
+        n = N
+        for i in range(1, T):
+            if retire and i % LOOK_EVERY["cuda"] == 0:
+                ended, before = own.ended[rows[:n]], n
+                runs = n - int(ended.sum())
+                if runs == 0:
+                    break
+                while runs <= n // 2:
+                    n //= 2
+                if n < before:
+                    order = ended.long().argsort(stable=True)[:n]  # those that run first
+                    cache[:, :, :n], rows[:n] = cache[:, :, order], rows[order]
+            S = -(-(P + i) // self.bucket) * self.bucket
+            self.launch(graphs, (n, S), lambda: self.step(
+                self.model, own, rows[:n], cache[:, :, :n, :, :S], t, start, seeds, eos, temperature, limits))
+        for mine, given in pairs:
+            given.copy_(mine)
+
+    def launch(self, graphs, key, step):
+        """The step itself the first time, which readies the libraries; from the second on its graph."""
+        if not self.graphs or key not in graphs:
+            graphs[key] = None
+            return step()
+        if graphs[key] is None:
+            graphs[key], self.pool = self.capture(step)
+        graphs[key].replay()
+
+    def capture(self, step):
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                step()
+        except RuntimeError as e:
+            raise BadInput(f"cuda_graphs = True: a step could not be captured ({str(e).splitlines()[0]}); set it False") from e
+        return graph, graph.pool()
+
+
+def decode_step(model, r, rows, cache, t, P, noise, eos, temperature, limits):
+    """Token t of these rows (n,) of r, and t <- t + 1. cache (n_layer, 2, n, nkv, S, hs); t, P (1,): nothing depends on a number."""
+    at = P + t
+    h = model(r.tokens[rows, at - 1][:, None], r.real[rows, :cache.shape[4]], cache, at - 1)[:, 0]  # (n, C)
+    sample(model.lm_head, h, r, rows, t, at, noise, eos, temperature, limits)
+    t += 1
 
 
 # ---------------------------------------------------------------------------------------------------------------
