@@ -27,8 +27,8 @@ from evaluate import evaluate, print_table
 from judge.comments import get_splits, load_prompts, read_rows
 from judge.scorer import load_judge, reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, Rollout, add_lora, autocast, completion_logprobs, derive, gather, generate, hash_of, interrupts,
-                   memory, one_by_one, pick_device, pick_dtype, reduce, run_script, share, world)
+from model import (BadInput, Decoder, Rollout, add_lora, autocast, completion_logprobs, derive, gather, generate, hash_of,
+                   interrupts, memory, one_by_one, pick_device, pick_dtype, reduce, run_script, share, world)
 from pretrain import get_policy, get_tokenizer, load_policy
 from tracin import Tape, choose_targets, describe_cost, diagnose_influence, filter_rows, target_coefficients
 
@@ -64,19 +64,20 @@ class Batch:
 
 
 @torch.no_grad()
-def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype, line=lambda *a, **k: None):
-    """All of an iteration that needs no gradient: prompts [(text, ids)] -> Batch."""
+def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype, line=lambda *a, **k: None, decoder=None):
+    """All of an iteration that needs no gradient: prompts [(text, ids)] -> Batch. decoder: see make_decoder."""
     device, G = policy.wte.weight.device, s.num_generations
     with autocast(device, dtype):
         rollout = generate(policy, [ids for _, ids in prompts], G, s.max_completion_length, eos=tokenizer.eot_token, seed=seed,
                            temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p,
-                           batch_size=s.decode_batch_size)
+                           batch_size=s.decode_batch_size, retire=s.retire_rows, decoder=decoder)
     N = len(prompts) * G
     line(0, "2. Samples generated" + (f" ({N} rows for all micro-batches)" if N > s.micro_batch_size else ""))
 
     completions = [tokenizer.decode(ids) for ids in rollout.completions()]
     asked, mine = [text for text, _ in prompts for _ in range(G)], share(N, G)  # all rows, but of several processes
-    scores = gather(score(reward_funcs, asked[mine], completions[mine]))
+    with autocast(device, dtype):
+        scores = gather(score(reward_funcs, asked[mine], completions[mine]))
     rewards = total_reward(scores, s.reward_weights)
     line(0, "3. Samples scored", rewards=f"{rewards.nanmean():.4f}±{std(rewards):.4f}")
 
@@ -96,6 +97,12 @@ def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype,
     if s.top_entropy_quantile < 1 and mask.any():
         policy_mask = rollout.entropy >= rollout.entropy[mask].quantile(1 - s.top_entropy_quantile)
     return Batch(rollout, completions, scores, rewards, advantages, mask, policy_mask, ref_logp, kl)
+
+
+def make_decoder(policy, s, dtype):
+    """What samples the rollouts where plain decoding would not be the fastest; None: plain decoding."""
+    graphs, compiled = s.cuda_graphs and policy.wte.weight.is_cuda, "generate" in s.compile
+    return Decoder(policy, dtype, compiled, graphs) if graphs or compiled else None
 
 
 def total_reward(scores, weights):
@@ -658,9 +665,14 @@ def main(argv):
         # `base` stays as it is for the evaluation's perplexity; it is the reference too, unless that one follows the policy
         reference = copy.deepcopy(policy).requires_grad_(False) if s.sync_ref_model else base
         policy.recompute = s.activation_checkpointing
-        scored = torch.compile(policy, dynamic=True) if s.compile else policy
-        if s.compile and s.tracin != "off" and s.num_iterations == 1:
-            print("note: compile = True compiles nothing here: the pass that influence records is never compiled")
+        decoder = make_decoder(policy, s, dtype)
+        scored = torch.compile(policy, dynamic=True) if "update" in s.compile else policy
+        if "reference" in s.compile and s.beta:
+            reference.compile(dynamic=True)
+        if "judge" in s.compile and hasattr(judges.get("judge"), "model"):
+            judges["judge"].model = torch.compile(judges["judge"].model, dynamic=True)
+        if "update" in s.compile and s.tracin != "off" and s.num_iterations == 1:
+            print("note: compile leaves the update as it is: the pass that influence records is never compiled")
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate, fused=True,
                                       betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay)
         common = dict(s=s, tokenizer=tokenizer, device=device, dtype=dtype)
@@ -705,11 +717,13 @@ def main(argv):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(it, s)
             asked = pick(prompts, it, s)
-            batch = collect(policy, reference, asked, reward_funcs, s, tokenizer, derive(s.seed, "rollout", it), dtype, line)
+            batch = collect(policy, reference, asked, reward_funcs, s, tokenizer, derive(s.seed, "rollout", it), dtype, line,
+                            decoder)
             held_out = None
             if s.tracin_val_prompts and s.tracin != "off":
                 asked_too = pick(val_prompts, it, replace(s, num_prompts=s.tracin_val_prompts))
-                t = collect(policy, reference, asked_too, reward_funcs, s, tokenizer, derive(s.seed, "target", it), dtype)
+                t = collect(policy, reference, asked_too, reward_funcs, s, tokenizer, derive(s.seed, "target", it), dtype,
+                            decoder=decoder)
                 held_out = t, choose_targets(t.rewards, s.tracin_val_size, s.tracin_val_select,
                                              torch.Generator().manual_seed(derive(s.seed, "chosen", it))).to(device)
             m = update(policy, scored, optimizer, batch, s, derive(s.seed, "rows", it), dtype, line, it == start, held_out,

@@ -179,7 +179,7 @@ class GPT(nn.Module):
             mask = (mask | (key == query))[:, None]       # (B, 1, T, S); padding looks at itself: an empty row is NaN
         near = mask & (key > query - c.window) if windowed else mask                               # of the local layers
         if moving:  # as numbers to add, made once here rather than by every layer
-            mask, near = (torch.zeros(m.shape, dtype=cache.dtype, device=m.device).masked_fill(~m, -math.inf) for m in (mask, near))
+            mask, near = (torch.zeros_like(m, dtype=cache.dtype).masked_fill(~m, -math.inf) for m in (mask, near))
         x = self.wte(idx)                                                                          # (B, T, C)
         if c.rope_base:  # angles in float32 or better, also under autocast
             hs, dtype = self.h[0].attn.hs, torch.promote_types(x.dtype, torch.float32)
@@ -381,7 +381,8 @@ class Decoder:
             mine.copy_(p)
 
     def state(self, r, prefix, settings):
-        """(Rollout, noise, rows, cache, t, P, graphs) for rollouts like r and these settings; the same again if they are as wide."""
+        """(Rollout, noise, rows, cache, t, P, graphs) for rollouts like r and these settings, the same again while it is wide
+        enough."""
         (N, width), T, device = r.tokens.shape, r.mask.shape[1], r.tokens.device
         state = self.states.get((N, T, settings))
         if state is None or state[0].tokens.shape[1] < width:
@@ -395,10 +396,10 @@ class Decoder:
         return state
 
     def __call__(self, r, prefix, noise, eos, temperature, limits, retire):
-        """Tokens 1, 2, ... of the rows r, of which token 0 is drawn. prefix: the cache of the prompts (n_layer, 2, N, nkv, P, hs)."""
+        """Tokens 1, 2, ... of the rows r, whose token 0 is drawn. prefix: the cache of the prompts (n_layer, 2, N, nkv, P, hs)."""
         (N, T), P = r.mask.shape, prefix.shape[4]
         own, seeds, rows, cache, t, start, graphs = self.state(r, prefix, (eos, temperature, limits))
-        pairs = [(mine[..., :given.shape[-1]], given) for mine, given in zip(vars(own).values(), vars(r).values()) if given is not None]
+        pairs = [(mine[..., :x.shape[-1]], x) for mine, x in zip(vars(own).values(), vars(r).values()) if x is not None]
         for mine, given in [*pairs, (seeds, noise), (cache[:, :, :, :, :P], prefix), (rows, torch.arange(N, device=rows.device))]:
             mine.copy_(given)
         t.fill_(1), start.fill_(P)
@@ -440,7 +441,7 @@ class Decoder:
 
 
 def decode_step(model, r, rows, cache, t, P, noise, eos, temperature, limits):
-    """Token t of these rows (n,) of r, and t <- t + 1. cache (n_layer, 2, n, nkv, S, hs); t, P (1,): nothing depends on a number."""
+    """Token t of these rows (n,) of r, and t <- t + 1. cache (n_layer, 2, n, nkv, S, hs); t, P (1,)."""
     at = P + t
     h = model(r.tokens[rows, at - 1][:, None], r.real[rows, :cache.shape[4]], cache, at - 1)[:, 0]  # (n, C)
     sample(model.lm_head, h, r, rows, t, at, noise, eos, temperature, limits)

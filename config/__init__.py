@@ -34,7 +34,8 @@ class Settings:
     prepare_seed: int = 0                # of the policy and the judges made at first use
     device: str = "auto"                 # auto: cuda where there is one, else cpu
     dtype: str = "auto"                  # of the forward passes: float32, bfloat16; auto: bfloat16 on cuda, else float32
-    compile: bool = False                # torch.compile the policy's training pass
+    compile: bool | tuple = ()           # torch.compile: True, or some of generate, judge, reference, update (bench.py tells what
+                                         # each buys); the pass that influence records is never compiled
     resume: bool = False                 # go on from out_dir/ckpt.pt
     save_interval: int = 10              # iterations between checkpoints; one is always written at the end
     log_micro: bool = True               # numbered lines with memory and time inside the iteration (waits for the device)
@@ -89,6 +90,8 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     decode_batch_size: int = 0           # rows decoded at once, whole groups: memory only; 0: all
+    retire_rows: bool = True             # a row that has ended costs no more: speed, nothing else
+    cuda_graphs: bool = True             # on a GPU a step of decoding is launched as a whole: speed, nothing else
 
     # reward and advantage
     reward_funcs: tuple | None = None    # "judge" and names of functions in the config file; None: its `reward`, else the judge
@@ -174,6 +177,9 @@ class Settings:
         if N % mini or mini % min(self.micro_batch_size, mini):
             raise BadInput(f"num_prompts * num_generations = {self.num_prompts} * {self.num_generations} = {N} rows, "
                            f"mini_batch_size = {mini}, micro_batch_size = {self.micro_batch_size}: each must divide the one before")
+        self.compile = PARTS if self.compile is True else self.compile or ()
+        if not set(self.compile) <= set(PARTS):
+            raise BadInput(f"compile = {self.compile}: True, False, or some of {PARTS}")
         if self.decode_batch_size % self.num_generations:
             raise BadInput(f"decode_batch_size = {self.decode_batch_size}: must be a multiple of num_generations = "
                            f"{self.num_generations}, since a prompt is computed once for its group")
@@ -222,6 +228,7 @@ class Settings:
 
 
 INF = float("inf")
+PARTS = ("generate", "judge", "reference", "update")
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"), "scale_rewards": ("group", "batch", "none"),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"), "importance_sampling_level": ("token", "sequence"),

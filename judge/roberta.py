@@ -125,6 +125,7 @@ def load_roberta(name, device="cpu", label=None):
             said.append(cut)
             print(f"judge {name}: {cut} of {len(rows)} texts are longer than {limit} tokens and cut there; said once")
         rows = [[tokenizer.bos_token] + ids[:limit - 2] + [tokenizer.eot_token] for ids in rows]
-        return check_finite(name, log_odds(score, rows, device, batch_size=32), completions)
+        return check_finite(name, log_odds(judge.model, rows, device, batch_size=32), completions)
 
+    judge.model = score
     return judge

@@ -72,8 +72,9 @@ def load_judge(path, device="cpu", label=None):
     tokenizer = load_tokenizer(config.vocab_size)
 
     def judge(prompts, completions):
-        return check_finite(path, log_odds(model, encode(tokenizer, completions, config.block_size), device), completions)
+        return check_finite(path, log_odds(judge.model, encode(tokenizer, completions, config.block_size), device), completions)
 
+    judge.model = model  # so that the caller may compile it
     return judge
 
 

@@ -87,7 +87,8 @@ def test_a_flag_needs_a_value():
 
 @pytest.mark.parametrize("flag, name, value", [
     ("--beta=1", "beta", 1.0), ("--learning_rate=3e-4", "learning_rate", 3e-4), ("--epsilon_high=5", "epsilon_high", 5.0),
-    ("--max_iters=7", "max_iters", 7), ("--compile=True", "compile", True), ("--compile=false", "compile", False),
+    ("--max_iters=7", "max_iters", 7), ("--compile=True", "compile", ("generate", "judge", "reference", "update")),
+    ("--compile=false", "compile", ()),
     ("--log_micro=FALSE", "log_micro", False), ("--delta=None", "delta", None), ("--comments=None", "comments", None),
     ("--eval_judge=None", "eval_judge", None), ("--prompt_words=(2, 3)", "prompt_words", (2, 3)),
     ("--prompt_words=[2, 3]", "prompt_words", (2, 3)), ("--reward_weights=(0.5,)", "reward_weights", (0.5,)),
@@ -103,7 +104,7 @@ def test_literals(flag, name, value):
 @pytest.mark.parametrize("flag, wanted", [
     ("--max_iters=1.5", "int"), ("--max_iters=ten", "int"), ("--max_iters=1e3", "int"), ("--max_iters=None", "int"),
     ("--max_iters=", "int"), ("--seed=True", "int"), ("--beta=high", "float"), ("--beta=True", "float"),
-    ("--beta=None", "float"), ("--delta=x", "float or None"), ("--compile=1", "bool"), ("--log_micro=None", "bool"),
+    ("--beta=None", "float"), ("--delta=x", "float or None"), ("--compile=1", "bool or tuple"), ("--log_micro=None", "bool"),
     ("--prompt_words=3", "tuple"),
     ("--reward_funcs=judge", "tuple or None"), ("--out_dir=None", "str"), ("--policy=None", "str")])
 def test_wrong_type_is_refused(flag, wanted):

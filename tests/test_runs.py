@@ -647,13 +647,26 @@ def test_evaluate_with_settings_that_do_not_fit(copy_of_six):
 # ---------------------------------------------------------------------------------------------------------------
 # options that need more than this machine
 
-def test_compile_is_used_only_when_set(grpo, tmp_path, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model) or model)
-    grpo(tmp_path / "a", "--max_iters=1")
-    assert not compiled
-    grpo(tmp_path / "b", "--max_iters=1", "--compile=True")
-    assert len(compiled) == 1
+@pytest.mark.parametrize("parts, names", [
+    (False, []), (True, ["GPT", "GPT", "Scorer", "decode_step"]), (("generate",), ["decode_step"]), (("judge",), ["Scorer"]),
+    (("reference",), ["GPT"]), (("update",), ["GPT"])])
+def test_each_part_is_compiled_when_it_is_asked_for(parts, names, grpo, tmp_path, monkeypatch):
+    used = []
+
+    def compile(module, **options):
+        of, number = getattr(module, "__self__", module), len(used)
+        used.append([getattr(of, "__name__", type(of).__name__), 0])
+
+        def run(*args, **kwargs):
+            used[number][1] += 1
+            return module(*args, **kwargs)
+
+        run.lm_head = getattr(of, "lm_head", None)
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    grpo(tmp_path / "a", "--max_iters=1", "--beta=0.1", f"--compile={parts}")
+    assert sorted(name for name, _ in used) == names and all(calls for _, calls in used)
 
 
 def test_wandb_gets_the_metrics(grpo, rows, tmp_path, monkeypatch):
