@@ -69,6 +69,16 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def attention_by_hand(q, k, v, mask, causal, scale):
+    """F.scaled_dot_product_attention of q, k, v (B, nh, T, hs) as its definition says: on a CPU in bfloat16 torch's own backward
+    takes six times as long for short rows. The softmax is in float32."""
+    if causal:
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = (q @ k.mT).float() * (scale or q.shape[-1] ** -0.5)                                    # (B, nh, T, T)
+    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -94,8 +104,12 @@ class Attention(nn.Module):
         elif cache is not None:  # write these T positions, read all so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T].to(q.dtype)  # (B, nkv, start + T, hs)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None and T > 1,
-                                           scale=self.scale, enable_gqa=self.n_kv_head < self.n_head)
+        causal, slow = self.causal and mask is None and T > 1, q.device.type == "cpu" and q.dtype == torch.bfloat16
+        if slow and q.requires_grad and cache is None and T <= 256 and self.n_kv_head == self.n_head:
+            y = attention_by_hand(q, k, v, mask, causal, self.scale)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale,
+                                               enable_gqa=self.n_kv_head < self.n_head)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -433,7 +447,7 @@ class Decoder:
     def capture(self, step):
         try:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 step()
         except RuntimeError as e:
             raise BadInput(f"cuda_graphs = True: a step could not be captured ({str(e).splitlines()[0]}); set it False") from e
