@@ -518,20 +518,22 @@ def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24, slope_of
     slope_of(logp): the gradient (N, T) that these log-probs (N, T) are going to get (see token_logprobs).
     """
     # these rows may be shorter than the rollout that they are of: leave out what is padding in all of them
-    P, T = rollout.real.shape[1] - rollout.mask.shape[1], rollout.mask.shape[1]
-    last = int((rollout.mask.any(0) * torch.arange(1, T + 1, device=rollout.mask.device)).max())
-    columns = slice(int(rollout.real.any(0).long().argmax()), P + max(1, last))
-    tokens, real, T = rollout.tokens[:, columns], rollout.real[:, columns], columns.stop - P
-    mask = rollout.mask[:, :T]
-    h = model(tokens[:, :-1], None if bool(real.all()) else real[:, :-1])[:, -T:]                   # (N, T, C)
+    W, T = rollout.real.shape[1], rollout.mask.shape[1]
+    first, last, fewest = torch.stack([  # what the host has to know, at once: a GPU is waited for
+        rollout.real.any(0).long().argmax(), (rollout.mask.any(0) * torch.arange(1, T + 1, device=rollout.mask.device)).max(),
+        rollout.real.sum(1).min()]).tolist()
+    columns, T = slice(first, W - T + max(1, last)), max(1, last)
+    tokens, real = rollout.tokens[:, columns], rollout.real[:, columns] if fewest < W - first else None
+    h = model(tokens[:, :-1], None if real is None else real[:, :-1])[:, -T:]                       # (N, T, C)
+    row, column = where = rollout.mask.nonzero(as_tuple=True)                                       # (M,) each
 
     def flat_slope(logp, i, j):  # of tokens i .. j - 1 in the line of all; what the others get does not matter
-        line = rollout.logp[rollout.mask].index_copy(0, torch.arange(i, j, device=h.device), logp)
-        return slope_of(torch.zeros_like(rollout.logp).masked_scatter(rollout.mask, line))[rollout.mask][i:j]
+        here = row[i:j], column[i:j]
+        return slope_of(rollout.logp.index_put(here, logp))[here]
 
-    logp = token_logprobs(model.lm_head, h[mask], tokens[:, -T:][mask], temperature,
-                          None if rollout.kept is None else rollout.kept[:, :T][mask], chunk, slope_of and flat_slope)
-    return torch.zeros(rollout.mask.shape, device=h.device).masked_scatter(rollout.mask, logp)      # (N, T)
+    logp = token_logprobs(model.lm_head, h[where], tokens[:, -T:][where], temperature,
+                          None if rollout.kept is None else rollout.kept[where], chunk, slope_of and flat_slope)
+    return torch.zeros(rollout.mask.shape, device=h.device).index_put(where, logp)                  # (N, T)
 
 
 # ---------------------------------------------------------------------------------------------------------------
