@@ -181,7 +181,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
     mask = mask.bool()
     logp, old_logp = logp.masked_fill(~mask, 0), old_logp.masked_fill(~mask, 0)
-    tokens, row_tokens = mask.sum(), mask.sum(1).clamp(min=1)                                       # (), (n,)
+    row_tokens, all_tokens = mask.sum(1).clamp(min=1), mask.sum().clamp(min=1)                      # (n,), ()
     log_ratio = logp - old_logp                                                                     # (n, T)
     if importance_sampling_level == "sequence":
         log_ratio = (log_ratio.sum(1) / row_tokens)[:, None]                                        # (n, 1)
@@ -198,14 +198,14 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     token_loss = token_loss * (torch.ones_like(logp) if policy_mask is None else policy_mask)       # (n, T)
 
     num_rows = len(logp) if num_rows is None else num_rows
-    num_tokens = tokens.clamp(min=1) if num_tokens is None else max(num_tokens, 1)
+    num_tokens = all_tokens if num_tokens is None else max(num_tokens, 1)
 
     def reduce(x):
         x = x * mask
         if loss_type in ("grpo", "sapo"):
             return (x.sum(1) / row_tokens).sum() / num_rows
         if loss_type == "bnpo":
-            return x.sum() / tokens.clamp(min=1) * (len(x) / num_rows)
+            return x.sum() / all_tokens * (len(x) / num_rows)
         return x.sum() / (num_rows * max_completion_length if loss_type == "dr_grpo" else num_tokens)
 
     policy_loss = loss = reduce(token_loss)
@@ -215,17 +215,17 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     if not measure:
         return loss, {}
     with torch.no_grad():
-        rho, some = ratio.expand_as(mask), tokens.clamp(min=1)
+        rho = ratio.expand_as(mask)
         low, high = (rho < 1 - epsilon) & (A < 0) & mask, (rho > 1 + epsilon_high) & (A > 0) & mask
-        metrics = {"tokens": tokens, "ratio": (rho * mask).sum() / some}
+        metrics = {"tokens": mask.sum(), "ratio": (rho * mask).sum() / all_tokens}
         if loss_type == "cispo":
-            metrics["cispo_clip_ratio"] = ((rho > epsilon_high) & (A > 0) & mask).sum() / some
+            metrics["cispo_clip_ratio"] = ((rho > epsilon_high) & (A > 0) & mask).sum() / all_tokens
         elif loss_type != "sapo":
-            metrics |= {"clip_ratio/low_mean": low.sum() / some, "clip_ratio/low_min": (low.sum(1) / row_tokens).min(),
-                        "clip_ratio/high_mean": high.sum() / some, "clip_ratio/high_max": (high.sum(1) / row_tokens).max(),
-                        "clip_ratio/region_mean": (low | high).sum() / some}
+            metrics |= {"clip_ratio/low_mean": low.sum() / all_tokens, "clip_ratio/low_min": (low.sum(1) / row_tokens).min(),
+                        "clip_ratio/high_mean": high.sum() / all_tokens, "clip_ratio/high_max": (high.sum(1) / row_tokens).max(),
+                        "clip_ratio/region_mean": (low | high).sum() / all_tokens}
         if beta:
-            metrics["kl"] = (kl * mask).sum() / some
+            metrics["kl"] = (kl * mask).sum() / all_tokens
     return loss, metrics | {"loss": loss.detach(), "policy_loss": policy_loss.detach()}
 
 
@@ -271,10 +271,8 @@ def micro_batches(rows, s):
 
 
 def numbers(dicts):
-    """Dicts with the same keys, of scalar tensors -> of Python numbers. Waits for the device once."""
-    if not dicts:
-        return []
-    values = torch.stack([torch.stack(list(d.values())) for d in dicts]).tolist()
+    """Dicts of scalar tensors, with the same keys -> of Python numbers, waiting for the device once."""
+    values = torch.stack([torch.stack(list(d.values())) for d in dicts]).tolist() if dicts else []
     return [dict(zip(dicts[0], row)) for row in values]
 
 
