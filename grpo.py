@@ -151,8 +151,10 @@ def kl_estimate(logp, ref_logp, estimator):
 
 def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", importance_sampling_level="token", epsilon=0.2,
               epsilon_high=None, delta=None, sapo_temperature_neg=1.05, sapo_temperature_pos=1.0, beta=0.0, kl_estimator="k3",
-              use_bias_correction_kl=False, policy_mask=None, num_rows=None, num_tokens=None, max_completion_length=None):
-    """The loss of some rows, a scalar, and its metrics, a dict.
+              use_bias_correction_kl=False, policy_mask=None, num_rows=None, num_tokens=None, max_completion_length=None,
+              measure=True):
+    """The loss of some rows, a scalar, and its metrics, a dict of scalars without gradient (measure=False: none). All are
+    tensors, so that a GPU is not waited for.
 
     logp, old_logp, ref_logp (n, T): log-probs of the sampled tokens under the policy (with gradient), under the policy
     that sampled them, and under the reference (None at beta 0). advantages (n,). mask (n, T): True on tokens with loss.
@@ -179,7 +181,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
     mask = mask.bool()
     logp, old_logp = logp.masked_fill(~mask, 0), old_logp.masked_fill(~mask, 0)
-    row_tokens = mask.sum(1).clamp(min=1)                                                           # (n,)
+    row_tokens, all_tokens = mask.sum(1).clamp(min=1), mask.sum().clamp(min=1)                      # (n,), ()
     log_ratio = logp - old_logp                                                                     # (n, T)
     if importance_sampling_level == "sequence":
         log_ratio = (log_ratio.sum(1) / row_tokens)[:, None]                                        # (n, 1)
@@ -188,7 +190,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     if loss_type == "cispo":
         token_loss = -ratio.clamp(max=epsilon_high).detach() * A * logp
     elif loss_type == "sapo":
-        tau = torch.where(A > 0, A.new_tensor(sapo_temperature_pos), A.new_tensor(sapo_temperature_neg))
+        tau = torch.full_like(A, sapo_temperature_neg).masked_fill(A > 0, sapo_temperature_pos)
         token_loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
     else:
         unclipped = ratio if delta is None else ratio.clamp(max=delta)
@@ -196,40 +198,40 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, *, loss_type="dapo", i
     token_loss = token_loss * (torch.ones_like(logp) if policy_mask is None else policy_mask)       # (n, T)
 
     num_rows = len(logp) if num_rows is None else num_rows
-    num_tokens = int(mask.sum()) if num_tokens is None else num_tokens
+    num_tokens = all_tokens if num_tokens is None else max(num_tokens, 1)
 
     def reduce(x):
         x = x * mask
         if loss_type in ("grpo", "sapo"):
             return (x.sum(1) / row_tokens).sum() / num_rows
         if loss_type == "bnpo":
-            return x.sum() / mask.sum().clamp(min=1) * (len(x) / num_rows)
-        return x.sum() / (num_rows * max_completion_length if loss_type == "dr_grpo" else max(num_tokens, 1))
+            return x.sum() / all_tokens * (len(x) / num_rows)
+        return x.sum() / (num_rows * max_completion_length if loss_type == "dr_grpo" else num_tokens)
 
     policy_loss = loss = reduce(token_loss)
-    tokens = int(mask.sum())
+    if beta:
+        kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), kl_estimator)                        # (n, T)
+        loss = policy_loss + beta * reduce(kl * ratio if use_bias_correction_kl else kl)
+    if not measure:
+        return loss, {}
     with torch.no_grad():
         rho = ratio.expand_as(mask)
         low, high = (rho < 1 - epsilon) & (A < 0) & mask, (rho > 1 + epsilon_high) & (A > 0) & mask
-        metrics = {"tokens": tokens, "ratio": float((rho * mask).sum() / max(tokens, 1))}
+        metrics = {"tokens": mask.sum(), "ratio": (rho * mask).sum() / all_tokens}
         if loss_type == "cispo":
-            metrics["cispo_clip_ratio"] = float(((rho > epsilon_high) & (A > 0) & mask).sum() / max(tokens, 1))
+            metrics["cispo_clip_ratio"] = ((rho > epsilon_high) & (A > 0) & mask).sum() / all_tokens
         elif loss_type != "sapo":
-            metrics |= {"clip_ratio/low_mean": float(low.sum() / max(tokens, 1)),
-                        "clip_ratio/low_min": float((low.sum(1) / row_tokens).min()),
-                        "clip_ratio/high_mean": float(high.sum() / max(tokens, 1)),
-                        "clip_ratio/high_max": float((high.sum(1) / row_tokens).max()),
-                        "clip_ratio/region_mean": float((low | high).sum() / max(tokens, 1))}
-    if beta:
-        kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), kl_estimator)                        # (n, T)
-        metrics["kl"] = float((kl.detach() * mask).sum() / max(tokens, 1))
-        loss = policy_loss + beta * reduce(kl * ratio if use_bias_correction_kl else kl)
-    return loss, metrics | {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach())}
+            metrics |= {"clip_ratio/low_mean": low.sum() / all_tokens, "clip_ratio/low_min": (low.sum(1) / row_tokens).min(),
+                        "clip_ratio/high_mean": high.sum() / all_tokens, "clip_ratio/high_max": (high.sum(1) / row_tokens).max(),
+                        "clip_ratio/region_mean": (low | high).sum() / all_tokens}
+        if beta:
+            metrics["kl"] = (kl * mask).sum() / all_tokens
+    return loss, metrics | {"loss": loss.detach(), "policy_loss": policy_loss.detach()}
 
 
 def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=False, fused=False):
-    """Loss and metrics of these rows of a Batch under the policy as it is now, log(policy / sampler) of their tokens (one
-    line of them), and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside.
+    """Loss and metrics of these rows of a Batch under the policy as it is now, log(policy / sampler) of their tokens (n, T), 0
+    where masked, and the policy's log-probs (n, T) with gradient. fresh: the ratio is exactly 1, rounding left aside.
     fused: backward() is going to be called on the loss, or with `fresh` on the sum of the log-probs, and a large head may form
     its gradient at once."""
     rollout = b.rollout[rows]
@@ -238,22 +240,22 @@ def loss_of(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, fresh=Fal
         "sapo_temperature_pos", "kl_estimator", "use_bias_correction_kl", "max_completion_length")}
     in_loss = s.beta > 0 and s.kl_in == "loss"
 
-    def loss_at(logp):
+    def loss_at(logp, measure=True):
         return grpo_loss(logp, logp.detach() if fresh else rollout.logp, b.ref_logp[rows] if in_loss else None,
                          b.advantages[rows], b.mask[rows], policy_mask=None if b.policy_mask is None else b.policy_mask[rows],
-                         beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, **knobs)
+                         beta=s.beta if in_loss else 0.0, num_rows=num_rows, num_tokens=num_tokens, measure=measure, **knobs)
 
     def slope_of(logp):
         if fresh:  # what is called backward on is the sum of the log-probs
             return b.mask[rows].float()
         with torch.enable_grad():
             logp.requires_grad_()
-            return torch.autograd.grad(loss_at(logp)[0], logp)[0]
+            return torch.autograd.grad(loss_at(logp, measure=False)[0], logp)[0]
 
     with autocast(rollout.tokens.device, dtype):
         logp = completion_logprobs(policy, rollout, s.temperature, slope_of=slope_of if fused else None)   # (n, T)
     loss, metrics = loss_at(logp)
-    return loss, metrics, (logp.detach() - rollout.logp)[rollout.mask], logp
+    return loss, metrics, logp.detach() - rollout.logp, logp
 
 
 def own_share(lengths, s):
@@ -266,6 +268,12 @@ def own_share(lengths, s):
 def micro_batches(rows, s):
     """Rows (m,) -> pieces of micro_batch_size; none of no rows, which a process may have."""
     return rows.split(s.micro_batch_size) if len(rows) else ()
+
+
+def numbers(dicts):
+    """Dicts of scalar tensors, with the same keys -> of Python numbers, waiting for the device once."""
+    values = torch.stack([torch.stack(list(d.values())) for d in dicts]).tolist() if dicts else []
+    return [dict(zip(dicts[0], row)) for row in values]
 
 
 def sum_gradients(parameters):
@@ -301,7 +309,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
         if 0 < s.mini_batch_size < N:
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive(seed, epoch))).to(device)]
         for mini in rows.split(s.mini_batch_size or N):
-            num_rows, num_tokens, loss_sum = len(mini), int(b.mask[mini].sum()), 0.0
+            num_rows, num_tokens = len(mini), int(b.mask[mini].sum())
             if epoch and traced:  # the rows selected in the first pass
                 mini = mini[b.weights[mini] > 0]
                 if s.tracin_normalizer == "kept":
@@ -311,7 +319,8 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
             tape = (recorder or Tape(policy, reduce=reduce)) if s.tracin != "off" and epoch == 0 else None
             # the halves of a target apart, so that the sum of either reads its own rows only
             mine = own_share(length[mini] + b.mask.shape[1] * second_half(mini, s) if tape else length[mini], s)
-            unit, coefficients, gaps = tape and one_backward(s, b) and not steps, [b.advantages[:0]], [gap[:0]]
+            unit, coefficients, gaps = tape and one_backward(s, b) and not steps, [b.advantages[:0]], [b.rollout.logp[:0]]
+            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
             fused = s.fused_head and s.importance_sampling_level == "token"
             with tape or contextlib.nullcontext():
                 for micro in micro_batches(mini[mine], s):
@@ -326,18 +335,19 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                     else:
                         loss.backward()
                     loss_sum += metrics["loss"]
-                    micros.append(metrics | {"real": int((prompt + length)[micro].sum()),
-                                             "positions": len(micro) * int(prompt[micro].max() + length[micro].max())})
+                    micros.append(metrics | {"real": (prompt + length)[micro].sum(),
+                                             "positions": len(micro) * (prompt[micro].max() + length[micro].max())})
                     gaps.append(log_ratio)
-                    line(len(micros) - 1, "4. Loss computed", pg_loss=f"{metrics['policy_loss']:.6f}",
-                         kl=f"{metrics['loss'] - metrics['policy_loss']:.6f}", total=f"{metrics['loss']:.6f}")
-            loss_sum = sum(gather([loss_sum]))
+                    line(len(micros) - 1, "4. Loss computed", pg_loss=metrics["policy_loss"],
+                         kl=metrics["loss"] - metrics["policy_loss"], total=metrics["loss"])
             if not steps:  # the weights are still those that sampled
-                gap = torch.cat([gap, gather(torch.cat(gaps))])
-            off = float(gap.abs().max() if dtype == torch.float32 else gap.abs().mean()) if len(gap) else 0.0
-            if check_ratio and not steps and off > (1e-3 if dtype == torch.float32 else 0.05):
-                raise SystemExit(f"stopped before the first step: the ratio is not 1, sampler and trainer disagree by {off:.3g} "
-                                 "nats on a token; something in the model is random or sees padding (or try dtype = 'float32')")
+                gap = torch.cat([gap, gather(torch.cat(gaps)[b.rollout.mask[mini[mine]]])])
+            if check_ratio and not steps and len(gap):
+                off = float(gap.abs().max() if dtype == torch.float32 else gap.abs().mean())
+                if off > (1e-3 if dtype == torch.float32 else 0.05):
+                    raise SystemExit("stopped before the first step: the ratio is not 1, sampler and trainer disagree by "
+                                     f"{off:.3g} nats on a token; something in the model is random or sees padding (or try "
+                                     "dtype = 'float32')")
             if tape:
                 tape.place(mine, len(mini))
                 traced.append(keep_helpful(policy, tape, tape.spread(torch.cat(coefficients)) if unit else None, b, mini,
@@ -347,7 +357,9 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
                     continue
             else:
                 sum_gradients(parameters)
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm or math.inf))
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm or math.inf)
+            loss_sum, grad_norm = torch.stack([loss_sum, grad_norm]).tolist()
+            loss_sum = sum(gather([loss_sum]))
             if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
                 raise SystemExit(f"stopped: loss {loss_sum}, grad_norm {grad_norm}; this step was not taken, the last checkpoint "
                                  "stands. Lower learning_rate or raise beta, then --resume=True")
@@ -355,7 +367,7 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
             optimizer.zero_grad(set_to_none=True)
             steps.append((loss_sum, grad_norm))
 
-    micros = gather(micros)
+    micros = gather(numbers(micros))
     tokens, n = max(1, sum(t["tokens"] for t in micros)), max(1, len(steps))
     m = {k: sum(t[k] * t["tokens"] for t in micros) / tokens for k in (micros[0] if micros else ())
          if k not in ("tokens", "loss", "policy_loss", "real", "positions")}
@@ -372,12 +384,12 @@ def update(policy, scored, optimizer, b, s, seed, dtype, line, check_ratio, held
         m["kl"] = b.kl
     gap = gap if len(gap) else torch.zeros(1)
     return m | {"loss": sum(x for x, _ in steps) / n, "policy_loss": sum(t["policy_loss"] for t in micros) / n,
-                "grad_norm": sum(x for _, x in steps) / n, "num_steps": len(steps),
-                "sampling/sampling_logp_difference/mean": float(gap.abs().mean()),
-                "sampling/sampling_logp_difference/max": float(gap.abs().max()),
-                "sampling/importance_sampling_ratio/min": float(gap.min().exp()),
-                "sampling/importance_sampling_ratio/mean": float(gap.exp().mean()),
-                "sampling/importance_sampling_ratio/max": float(gap.max().exp())}
+                "grad_norm": sum(x for _, x in steps) / n, "num_steps": len(steps)} | numbers([{
+                    "sampling/sampling_logp_difference/mean": gap.abs().mean(),
+                    "sampling/sampling_logp_difference/max": gap.abs().max(),
+                    "sampling/importance_sampling_ratio/min": gap.min().exp(),
+                    "sampling/importance_sampling_ratio/mean": gap.exp().mean(),
+                    "sampling/importance_sampling_ratio/max": gap.max().exp()}])[0]
 
 
 def keep_helpful(policy, tape, coefficients, b, mini, held_out, optimizer, s, seed, dtype, check):
@@ -558,7 +570,7 @@ class Lines:
             if micro is None:  # the last line: the optimiser's own time and the sum of all
                 begin, spent = "", f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
             print(f"{begin}{text}: mem={memory(self.device) / 2 ** 20:.0f} MB, {spent}"
-                  + "".join(f", {k}={v}" for k, v in values.items()))
+                  + "".join(f", {k}={v if isinstance(v, str) else f'{v:.6f}'}" for k, v in values.items()))
             self.last = now
 
 
@@ -590,8 +602,9 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
     for rows in torch.arange(len(b.mask), device=device).split(s.micro_batch_size):
         loss, metrics, log_ratio, _ = loss_of(policy, b, rows, s, dtype, len(b.mask), int(b.mask.sum()))
         loss.backward()
+        metrics, = numbers([metrics])
         policy_loss, kl_loss = policy_loss + metrics["policy_loss"], kl_loss + metrics["loss"] - metrics["policy_loss"]
-        ratios.append(log_ratio.exp())
+        ratios.append(log_ratio[b.rollout.mask[rows]].exp())
     ratios = torch.cat(ratios)
     print(f"  policy gradient {policy_loss:.6f} + beta * KL {kl_loss:.6f} = loss {policy_loss + kl_loss:.6f}; the KL is "
           f"{100 * abs(kl_loss) / (abs(kl_loss) + abs(policy_loss) + 1e-12):.1f} % of the two "
@@ -605,7 +618,7 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
     old = [p.detach().clone() for p in policy.parameters()]
     optimizer.step()
     with torch.no_grad():
-        _, after, _, _ = loss_of(policy, b, slice(0, s.micro_batch_size), s, dtype)
+        after, = numbers([loss_of(policy, b, slice(0, s.micro_batch_size), s, dtype)[1]])
     moved = sum(not torch.equal(p, q) for p, q in zip(policy.parameters(), old))
     print(f"  all {grad_norm:.3e}, clipped to {min(grad_norm, cap):.3e}; at learning rate {s.learning_rate:g} {moved} of "
           f"{len(old)} tensors changed; mean ratio is now {after['ratio']:.6f}")

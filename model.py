@@ -531,21 +531,21 @@ def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24, slope_of
     Position t predicts token t + 1: the hidden state at the prompt's last position scores the first sampled token.
     slope_of(logp): the gradient (N, T) that these log-probs (N, T) are going to get (see token_logprobs).
     """
-    # these rows may be shorter than the rollout that they are of: leave out what is padding in all of them
-    P, T = rollout.real.shape[1] - rollout.mask.shape[1], rollout.mask.shape[1]
-    last = int((rollout.mask.any(0) * torch.arange(1, T + 1, device=rollout.mask.device)).max())
-    columns = slice(int(rollout.real.any(0).long().argmax()), P + max(1, last))
-    tokens, real, T = rollout.tokens[:, columns], rollout.real[:, columns], columns.stop - P
-    mask = rollout.mask[:, :T]
-    h = model(tokens[:, :-1], None if bool(real.all()) else real[:, :-1])[:, -T:]                   # (N, T, C)
+    # these rows may be shorter than the rollout that they are of: leave out what is padding in all of them. What the host must
+    # know for that it asks at once, since a GPU is waited for
+    real, mask, P = rollout.real, rollout.mask, rollout.real.shape[1] - rollout.mask.shape[1]
+    first, T, fewest = torch.stack([real.any(0).long().argmax(), mask.any(0).cumsum(0).argmax() + 1, real.sum(1).min()]).tolist()
+    tokens, padded = rollout.tokens[:, first:P + T], fewest < real.shape[1] - first
+    h = model(tokens[:, :-1], real[:, first:P + T - 1] if padded else None)[:, -T:]                 # (N, T, C)
+    row, column = where = mask.nonzero(as_tuple=True)                                               # (M,) each
 
     def flat_slope(logp, i, j):  # of tokens i .. j - 1 in the line of all; what the others get does not matter
-        line = rollout.logp[rollout.mask].index_copy(0, torch.arange(i, j, device=h.device), logp)
-        return slope_of(torch.zeros_like(rollout.logp).masked_scatter(rollout.mask, line))[rollout.mask][i:j]
+        here = row[i:j], column[i:j]
+        return slope_of(rollout.logp.index_put(here, logp))[here]
 
-    logp = token_logprobs(model.lm_head, h[mask], tokens[:, -T:][mask], temperature,
-                          None if rollout.kept is None else rollout.kept[:, :T][mask], chunk, slope_of and flat_slope)
-    return torch.zeros(rollout.mask.shape, device=h.device).masked_scatter(rollout.mask, logp)      # (N, T)
+    logp = token_logprobs(model.lm_head, h[where], tokens[:, -T:][where], temperature,
+                          None if rollout.kept is None else rollout.kept[where], chunk, slope_of and flat_slope)
+    return torch.zeros(mask.shape, device=h.device).index_put(where, logp)                          # (N, T)
 
 
 # ---------------------------------------------------------------------------------------------------------------

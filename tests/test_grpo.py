@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import model
@@ -48,12 +49,16 @@ def example(**fields):
                 mask=torch.arange(4) < torch.tensor([[4], [2], [3], [1]]), max_completion_length=6) | fields
 
 
+def floats(metrics):
+    return {k: float(x) for k, x in metrics.items()}
+
+
 def run_example(**fields):
     """Loss, d(loss)/d(logp) by row without the padding, metrics."""
     arguments = example(**fields)
     loss, metrics = grpo_loss(**arguments)
     loss.backward()
-    return float(loss.detach()), [g[:len(row)].tolist() for g, row in zip(arguments["logp"].grad, LOGP)], metrics
+    return float(loss.detach()), [g[:len(row)].tolist() for g, row in zip(arguments["logp"].grad, LOGP)], floats(metrics)
 
 
 def test_example_advantages():
@@ -316,7 +321,7 @@ def loss_and_gradient(rows=slice(None), data=None, **knobs):
     knobs = dict(epsilon_high=1.3 if knobs["loss_type"] == "cispo" else None, beta=.1, max_completion_length=9) | knobs
     loss, metrics = grpo_loss(x, old, ref, advantages, mask, policy_mask=policy_mask, **knobs)
     loss.backward()
-    return float(loss.detach()), x.grad, metrics
+    return float(loss.detach()), x.grad, floats(metrics)
 
 
 @pytest.mark.parametrize("level", ("token", "sequence"))
@@ -749,7 +754,7 @@ def test_loss_settings_reach_the_loss(knobs):
     expected, _ = grpo_loss(logp, b.rollout.logp[2:13], b.ref_logp[2:13], b.advantages[2:13], b.mask[2:13],
                             max_completion_length=8, **knobs)
     assert float(found) == pytest.approx(float(expected), abs=1e-6) and abs(float(found) - float(default)) > 1e-4
-    assert torch.allclose(gap, (logp - b.rollout.logp[2:13])[b.rollout.mask[2:13]], atol=1e-5)
+    assert torch.allclose(gap, logp - b.rollout.logp[2:13], atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -761,7 +766,7 @@ def spied(monkeypatch):
 
     def spy(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, **more):
         found = loss_of(policy, b, rows, s, dtype, num_rows, num_tokens, **more)
-        calls.append((rows.tolist(), num_rows, num_tokens, found[1]))
+        calls.append((rows.tolist(), num_rows, num_tokens, floats(found[1])))
         return found
 
     monkeypatch.setattr(grpo, "loss_of", spy)
@@ -943,6 +948,7 @@ def test_step_metrics_do_not_see_the_split(knobs, names):
     policy, s = gpt(), settings(beta=.1, **knobs)
     later, b = moved(policy, .05), sample(policy, s, moved(policy))
     _, whole, gap, _ = loss_of(later, b, slice(None), s, FLOAT)
+    whole, gap = floats(whole), gap[b.rollout.mask]
     m = train(later, b, replace(s, micro_batch_size=4))
     assert all(m[name] == pytest.approx(whole[name], abs=1e-5) and m[name] > 0 for name in (*names, "kl"))
     assert {k: v for k, v in m.items() if k.startswith("sampling/")} == pytest.approx({
@@ -1273,7 +1279,7 @@ def test_fused_head_refuses_a_loss_that_is_not_the_one_announced():
 
 def test_fused_head_stays_out_where_the_loss_of_a_token_is_not_its_own(monkeypatch):
     monkeypatch.setattr(model.FusedHead, "apply", lambda *a: pytest.fail("used"))
-    monkeypatch.setattr(model.token_logprobs, "__defaults__", (1.0, None, 7 * 300, None))
+    monkeypatch.setattr(completion_logprobs, "__defaults__", (1.0, 7 * 300, None))               # seven tokens a piece
     policy = gpt()
     s = settings(importance_sampling_level="sequence", loss_type="grpo")
     train(policy, sample(policy, s), s)
@@ -1294,3 +1300,62 @@ def test_activation_checkpointing_computes_blocks_twice_and_changes_nothing(knob
         hook.remove()
     assert calls.count(True) == 2 * calls.count(False) > 0
     assert all(torch.equal(a, c) and a.any() for a, c in zip(*(x[0] for x in found)))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# the host runs ahead of a GPU
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would be waited for: a value or a size that Python asks for, a Python value that it is given."""
+    ASK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "bincount", "repeat_interleave", "_unique2",
+           "lift_fresh"}
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.count = 0
+        for name in ("tolist", "cpu", "numpy"):  # of several numbers: no operation on a CPU
+            monkeypatch.setattr(torch.Tensor, name, self.counted(getattr(torch.Tensor, name)))
+
+    def counted(self, plain):
+        def method(x, *args):
+            self.count += x.dim() > 0
+            return plain(x, *args)
+        return method
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op._schema.name.removeprefix("aten::")
+        by_mask = name in ("index", "index_put", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
+        self.count += name in self.ASK or by_mask
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_loss_waits_for_nothing(loss_type, monkeypatch):
+    for measure, tokens in itertools.product((True, False), (None, 57)):
+        arguments = example(loss_type=loss_type, beta=.1, epsilon_high=1.3, delta=1.5, num_tokens=tokens, measure=measure)
+        with Waits(monkeypatch) as waits:
+            loss, metrics = grpo_loss(**arguments)
+            loss.backward()
+        assert waits.count == 0 and bool(metrics) == measure
+        assert all(x.shape == () and not x.requires_grad for x in metrics.values())
+
+
+def test_loss_without_metrics_is_the_same():
+    (loss, metrics), (same, none) = (grpo_loss(**example(beta=.1, measure=measure)) for measure in (True, False))
+    assert torch.equal(loss, same) and metrics and none == {}
+
+
+@pytest.mark.parametrize("each, knobs", [
+    (2, {}), (2, dict(loss_type="sapo", beta=.1)), (2, dict(top_p=.9, num_iterations=2)), (2, dict(mini_batch_size=8)),
+    (3, dict(fused=True)), (3, dict(fused=True, beta=.1, loss_type="cispo", epsilon_high=1.1))])
+def test_update_waits_twice_a_micro_batch_and_twice_a_step(each, knobs, monkeypatch):
+    """Before a forward, for the sizes and the tokens of its rows; the fused head once more, to hold its gradient against what
+    comes back. In a step: for its number of tokens, then for its loss and the norm of its gradient. Four times beside."""
+    knobs, fused = {k: v for k, v in knobs.items() if k != "fused"}, "fused" in knobs
+    monkeypatch.setattr(completion_logprobs, "__defaults__", (1.0, 7 * 300 if fused else 2 ** 24, None))
+    for micro in (8, 2):
+        policy, s = gpt(), settings(micro_batch_size=micro, **knobs)
+        b, optimizer = sample(policy, s, moved(policy)), torch.optim.AdamW(policy.parameters(), lr=.01, fused=True)
+        with Waits(monkeypatch) as waits:
+            m = update(policy, policy, optimizer, b, s, 3, FLOAT, grpo.Lines(torch.device("cpu"), False), True)
+        assert waits.count <= each * 16 // micro * s.num_iterations + 2 * m["num_steps"] + 4
