@@ -31,9 +31,9 @@ def evaluate(policy, base, prompts, judges, reward_funcs, s, tokenizer, device, 
     with autocast(device, dtype):
         rollout = generate(policy, [ids for _, ids in prompts], k, s.max_completion_length, eos=tokenizer.eot_token,
                            seed=derive("evaluation"), batch_size=256 // k * k or k)
-        mine = share(len(rollout.ended), k)  # all rows, but of several processes
-        nll = -sum(gather([float(completion_logprobs(base, rollout[i:min(i + 256, mine.stop)]).double().sum())
-                           for i in range(mine.start, mine.stop, 256)]))
+    mine = share(len(rollout.ended), k)  # all rows, but of several processes
+    nll = -sum(gather([float(completion_logprobs(base, rollout[i:min(i + 256, mine.stop)]).double().sum())
+                       for i in range(mine.start, mine.stop, 256)]))
     texts = [tokenizer.decode(ids) for ids in rollout.completions()]
     asked, row = [text for text, _ in prompts for _ in range(k)], {}
     log_odds = {name: gather(judge(asked[mine], texts[mine])) for name, judge in judges.items()}

@@ -69,14 +69,20 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention_by_hand(q, k, v, mask, causal, scale):
-    """F.scaled_dot_product_attention of q, k, v (B, nh, T, hs) as its definition says: on a CPU in bfloat16 torch's own backward
-    takes six times as long for short rows. The softmax is in float32."""
+def attend(q, k, v, mask, causal, scale):
+    """F.scaled_dot_product_attention of q (B, nh, T, hs) on k, v (B, nkv, S, hs). mask (B, 1, T, S) bool, or numbers to add.
+
+    Written out where torch's own is slow on a CPU: for one position, and for short rows in bfloat16."""
+    (B, nh, T, hs), nkv, S = q.shape, k.shape[1], k.shape[2]
+    if q.device.type != "cpu" or T > (256 if q.dtype == torch.bfloat16 else 1):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=nkv < nh)
+    scores = q.reshape(B, nkv, -1, hs) @ k.mT                                        # (B, nkv, nh / nkv * T, S)
+    scores = scores.view(B, nh, T, S).to(torch.promote_types(q.dtype, torch.float32)) * (scale or hs ** -0.5)
     if causal:
-        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-    scores = (q @ k.mT).float() * (scale or q.shape[-1] ** -0.5)                                    # (B, nh, T, T)
-    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-    return scores.softmax(-1).to(v.dtype) @ v
+        mask = torch.ones(T, S, dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1).to(v.dtype).view(B, nkv, -1, S) @ v).view(B, nh, T, hs)
 
 
 class Attention(nn.Module):
@@ -104,12 +110,7 @@ class Attention(nn.Module):
         elif cache is not None:  # write these T positions, read all so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T].to(q.dtype)  # (B, nkv, start + T, hs)
-        causal, slow = self.causal and mask is None and T > 1, q.device.type == "cpu" and q.dtype == torch.bfloat16
-        if slow and q.requires_grad and cache is None and T <= 256 and self.n_kv_head == self.n_head:
-            y = attention_by_hand(q, k, v, mask, causal, self.scale)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale,
-                                               enable_gqa=self.n_kv_head < self.n_head)
+        y = attend(q, k, v, mask, self.causal and mask is None and T > 1, self.scale)               # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -609,13 +610,16 @@ def pick_device(name):
 
 
 def fast_dtype(device):
-    """bfloat16 where the hardware multiplies it faster than float32, else float32. For training from scratch."""
+    """bfloat16 where the hardware multiplies it faster than float32, else float32."""
     cpu_has_it = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
     return torch.bfloat16 if torch.device(device).type == "cuda" or cpu_has_it else torch.float32
 
 
 def pick_dtype(name, device):
-    """torch dtype of the forward passes for "float32", "bfloat16" or "auto": bfloat16 on cuda, else float32."""
+    """torch dtype of the forward passes for "float32", "bfloat16", "fast" (see fast_dtype) or "auto": bfloat16 on cuda, else
+    float32."""
+    if name == "fast":
+        return fast_dtype(device)
     return torch.bfloat16 if name == "bfloat16" or (name == "auto" and device.type == "cuda") else torch.float32
 
 

@@ -11,4 +11,5 @@ scale_rewards = "batch"
 learning_rate = 2e-4
 beta = 0.1
 
+dtype = "fast"  # bfloat16 where the CPU multiplies it faster; loss, weights and the evaluation's judges stay in float32
 log_micro = False  # config/quick_test.py shows the numbered lines

@@ -3,3 +3,4 @@ from config.toxicity import *
 
 out_dir = "out/toxicity_tracin"
 tracin = "reward"
+dtype = "auto"  # float32 on a CPU, so that influences are exact there

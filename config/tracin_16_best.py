@@ -4,4 +4,5 @@ from config.toxicity import *
 
 out_dir = "out/tracin_16_best"
 tracin = "reward"
+dtype = "auto"
 tracin_val_prompts, tracin_val_size, tracin_val_select = 16, 16, "best"

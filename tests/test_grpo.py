@@ -22,7 +22,7 @@ from evaluate import evaluate
 from grpo import (collect, describe_batch, diagnose, group_advantages, grpo_loss, kl_estimate, learning_rate, loss_of, pick,
                   sync, total_reward, update)
 from judge.scorer import score
-from model import (GPT, BadInput, GPTConfig, Rollout, add_lora, completion_logprobs, derive, generate, pad_left, save_gpt,
+from model import (GPT, BadInput, GPTConfig, Rollout, add_lora, autocast, completion_logprobs, derive, generate, pad_left, save_gpt,
                    truncate)
 from tokenizer import load_tokenizer
 
@@ -1142,7 +1142,8 @@ def fake_judge(prompts, completions):
     return torch.tensor([len(c) - 5.0 for c in completions])   # log-odds; a length of 5 is exactly one half
 
 
-def test_evaluation_against_plain_counting():
+@pytest.mark.parametrize("dtype", [FLOAT, torch.bfloat16])     # of sampling; what measures is in float32
+def test_evaluation_against_plain_counting(dtype):
     policy, base, k = gpt(), gpt(seed=1), 65                   # 260 rows: more than fit at once
     s = settings(num_eval_generations=k, temperature=.3, top_k=1)
     judged = []
@@ -1151,9 +1152,10 @@ def test_evaluation_against_plain_counting():
         judged.append((prompts, completions))
         return fake_judge(prompts, completions)
 
-    row, first = evaluate(policy, base, PROMPTS, {"eval_judge": judge}, {"letters": letters}, s, TOKENIZER, CPU, FLOAT)
+    row, first = evaluate(policy, base, PROMPTS, {"eval_judge": judge}, {"letters": letters}, s, TOKENIZER, CPU, dtype)
     # temperature 1 and nothing truncated, whatever the settings of the rollouts
-    rollout = generate(policy, [ids for _, ids in PROMPTS], k, 8, eos=END, seed=derive("evaluation"))
+    with autocast(CPU, dtype):
+        rollout = generate(policy, [ids for _, ids in PROMPTS], k, 8, eos=END, seed=derive("evaluation"))
     texts = [TOKENIZER.decode(ids) for ids in rollout.completions()]
     assert judged == [([text for text, _ in PROMPTS for _ in range(k)], texts)] and first == texts[::k]
     toxicity = [1 / (1 + math.exp(5 - len(text))) for text in texts]

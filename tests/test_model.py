@@ -14,9 +14,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import (GPT, LORA_LAYERS, BadInput, Decoder, GPTConfig, LoRA, Rollout, add_lora, autocast, completion_logprobs, decode_step,
-                   derive, draw, find_below, generate, hash_of, interrupts, load_file, load_gpt, pad_left, pick_device, pick_dtype,
-                   run_script, save_file, save_gpt, token_logprobs, truncate)
+from model import (GPT, LORA_LAYERS, BadInput, Decoder, GPTConfig, LoRA, Rollout, add_lora, attend, autocast,
+                   completion_logprobs, decode_step, derive, draw, find_below, generate, hash_of, interrupts, load_file, load_gpt,
+                   pad_left, pick_device, pick_dtype, run_script, save_file, save_gpt, token_logprobs, truncate)
 from pretrain import fit, optimizers
 
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
@@ -104,6 +104,31 @@ def test_forward_equals_a_forward_written_by_hand(shape):
     torch.testing.assert_close(model(idx), expected, rtol=0, atol=1e-11)
     if model.config.causal:
         torch.testing.assert_close(model.lm_head(model(idx))[0], logits_by_hand(model, idx[0].tolist()), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("shape", [(3, 4, 4, 1, 9), (3, 6, 2, 1, 9), (2, 4, 4, 7, 7), (2, 6, 3, 7, 7), (2, 4, 4, 5, 9)])
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "numbers"])
+def test_attention_and_its_gradients_are_those_of_its_definition(dtype, bound, shape, kind):
+    B, nh, nkv, T, S = shape
+    g = torch.Generator().manual_seed(0)
+    q, k, v, dy = (torch.randn(B, n, t, 8, generator=g, dtype=torch.float64).to(dtype)
+                   for n, t in ((nh, T), (nkv, S), (nkv, S), (nh, T)))
+    allowed = torch.rand(B, 1, T, S, generator=g) < 0.6
+    allowed |= torch.eye(T, S, dtype=torch.bool)
+    if kind == "causal":
+        allowed = torch.ones(T, S, dtype=torch.bool).tril().expand(B, 1, T, S)
+    mask = {"bool": allowed, "numbers": torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, -math.inf)}.get(kind)
+    x = [y.clone().requires_grad_() for y in (q, k, v)]
+    y = attend(*x, mask, kind == "causal", 0.3)
+    found = [y, *torch.autograd.grad(y, x, dy)]
+    x = [y.double().requires_grad_() for y in (q, k, v)]
+    forbidden = torch.zeros_like(allowed) if kind == "none" else ~allowed
+    heads = [[(x[0][b, h] @ x[1][b, h * nkv // nh].T * 0.3).masked_fill(forbidden[b, 0], -math.inf).softmax(-1)
+              @ x[2][b, h * nkv // nh] for h in range(nh)] for b in range(B)]
+    y = torch.stack([torch.stack(row) for row in heads])
+    for a, right in zip(found, [y, *torch.autograd.grad(y, x, dy.double())]):
+        assert float((a.detach().double() - right.detach()).abs().max()) < bound * max(1, float(right.detach().abs().max()))
 
 
 def test_bias_false_leaves_no_bias_and_the_judge_has_no_head():
@@ -777,7 +802,7 @@ def test_missing_device_is_bad_input(name):
         pick_device(name)
 
 
-def test_pick_device_and_dtype():
+def test_pick_device_and_dtype(monkeypatch):
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(BadInput, match="device = 'toaster'"):
@@ -786,6 +811,9 @@ def test_pick_device_and_dtype():
               ("bfloat16", "cpu"): torch.bfloat16, ("float32", "cpu"): torch.float32, ("bfloat16", "cuda"): torch.bfloat16}
     for (name, device), dtype in wanted.items():
         assert pick_dtype(name, torch.device(device)) == dtype
+    for has_it, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_it)
+        assert pick_dtype("fast", torch.device("cpu")) == dtype and pick_dtype("fast", torch.device("cuda")) == torch.bfloat16
 
 
 def test_bfloat16_sampler_and_trainer_agree_roughly_and_float32_is_untouched():
