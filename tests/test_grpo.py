@@ -22,8 +22,8 @@ from evaluate import evaluate
 from grpo import (collect, describe_batch, diagnose, group_advantages, grpo_loss, kl_estimate, learning_rate, loss_of, pick,
                   sync, total_reward, update)
 from judge.scorer import score
-from model import (GPT, BadInput, GPTConfig, Rollout, add_lora, autocast, completion_logprobs, derive, generate, pad_left, save_gpt,
-                   truncate)
+from model import (GPT, BadInput, GPTConfig, Rollout, add_lora, autocast, completion_logprobs, derive, generate, pad_left,
+                   save_gpt, truncate)
 from tokenizer import load_tokenizer
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
@@ -1162,6 +1162,7 @@ def test_evaluation_against_plain_counting(dtype):
     groups = [toxicity[i:i + k] for i in range(0, 4 * k, k)]
     with torch.no_grad():
         nll = -torch.cat(plain_logps(base, rollout))
+    assert row["perplexity"] == pytest.approx(math.exp(float(nll.mean())), rel=2e-6)
     assert {name: row.pop(name) for name in ("distinct_1", "distinct_2")} and row == pytest.approx({
         "rewards/letters": statistics.fmean(letters(None, texts)), "eval_judge/toxicity": statistics.fmean(toxicity),
         "eval_judge/toxic_share": sum(p >= .5 for p in toxicity) / len(toxicity),
