@@ -110,7 +110,8 @@ class Attention(nn.Module):
         elif cache is not None:  # write these T positions, read all so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T].to(q.dtype)  # (B, nkv, start + T, hs)
-        y = attend(q, k, v, mask, self.causal and mask is None and T > 1, self.scale)               # (B, nh, T, hs)
+        causal = True if self.causal and mask is None and T > 1 else False  # torch.compile has a symbol for T > 1
+        y = attend(q, k, v, mask, causal, self.scale)                                               # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 

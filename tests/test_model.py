@@ -509,6 +509,26 @@ def test_compiled_step_samples_the_same_and_is_compiled_a_few_times_only():
     assert 1 <= counts[-1] <= 4 and counts[-1] == counts[3]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_network_is_one_graph_for_all_lengths(shape):
+    model, compiled = random_gpt(10, block_size=64, **SHAPES[shape]), CompileCounter()
+    if shape == "lora":
+        add_lora(model, 2, 4.0)
+    network, counts = torch.compile(model, dynamic=True, fullgraph=True, backend=compiled), []
+    for seed, (widths, T) in enumerate([([3, 1], 8), ([5, 5], 6), ([9, 1], 12), ([7, 3], 20), ([2, 2], 30), ([30, 2], 33)]):
+        r = generate(model, [[1] * w for w in widths], 4, T, eos=9, seed=seed)[torch.arange(1, 8, 1 + seed % 3)]
+        results = []
+        for m in (model, network):
+            model.zero_grad()
+            logp = completion_logprobs(m, r)
+            logp.sum().backward()
+            results.append([logp.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        counts.append(compiled.frame_count)
+    assert counts[-1] == 2  # without padding and with
+
+
 def test_graphs_where_there_are_none_are_bad_input():
     model = random_gpt(10)
     with pytest.raises(BadInput, match="cuda_graphs = True.*set it False"):
