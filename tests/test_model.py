@@ -498,6 +498,7 @@ def test_bfloat16_copies_of_the_weights_sample_what_autocast_samples(lora):
 
 
 def test_compiled_step_samples_the_same_and_is_compiled_a_few_times_only():
+    torch._dynamo.reset()
     model, counts = random_gpt(6, block_size=64), []
     decoder, compiled = Decoder(model, graphs=False, bucket=8), CompileCounter()
     decoder.step = torch.compile(decode_step, dynamic=True, fullgraph=True, backend=compiled)
@@ -509,8 +510,9 @@ def test_compiled_step_samples_the_same_and_is_compiled_a_few_times_only():
     assert 1 <= counts[-1] <= 4 and counts[-1] == counts[3]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["gpt2", "qwen3", "lora"])
 def test_compiled_network_is_one_graph_for_all_lengths(shape):
+    torch._dynamo.reset()
     model, compiled = random_gpt(10, block_size=64, **SHAPES[shape]), CompileCounter()
     if shape == "lora":
         add_lora(model, 2, 4.0)
