@@ -27,8 +27,8 @@ from evaluate import evaluate, print_table
 from judge.comments import get_splits, load_prompts, read_rows
 from judge.scorer import load_judge, reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, Decoder, Rollout, add_lora, autocast, completion_logprobs, derive, gather, generate, hash_of,
-                   interrupts, memory, one_by_one, pick_device, pick_dtype, reduce, run_script, share, world)
+from model import (BadInput, Decoder, Rollout, add_lora, autocast, completion_logprobs, derive, free_memory, gather, generate,
+                   hash_of, interrupts, memory, one_by_one, pick_device, pick_dtype, reduce, run_script, share, world)
 from pretrain import get_policy, get_tokenizer, load_policy
 from tracin import Tape, choose_targets, describe_cost, diagnose_influence, filter_rows, target_coefficients
 
@@ -692,6 +692,17 @@ def main(argv):
         if s.debug_step:
             debug_step(policy, base, reference, optimizer, pick(prompts, 0, s), eval_prompts, reward_funcs, judges, **common)
             return
+        recorder = Tape(policy, s.tracin_memory * 2 ** 30, reduce=reduce) if s.tracin != "off" else None
+        if recorder:
+            num_weights, longest = sum(p.numel() for p in recorder.names), max(len(ids) for _, ids in prompts)
+            print(describe_cost(replace(s, tracin_memory=s.tracin_memory * processes), num_weights, recorder.fewest))
+            rows = -(-(s.mini_batch_size or s.num_prompts * s.num_generations) // processes)
+            kept, free = min(s.tracin_memory, rows * num_weights * 4 / 2 ** 30), free_memory(device) / 2 ** 30
+            if device.type == "cpu":  # which the processes of a machine share
+                kept *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            if kept > free and longest + s.max_completion_length > recorder.fewest:  # the last token is no input
+                raise BadInput(f"tracin_memory = {s.tracin_memory:g}: {kept:.1f} GB of rollouts' gradients are to be kept, and "
+                               f"{free:.1f} GB are free; lower it")
         base_hash = hash_of(base)
         start, num_tokens = begin_run(out_dir, policy, reference, optimizer, s, base_hash)
         if processes > 1 and len(set(gather([(base_hash, start, hash_of(policy))]))) > 1:
@@ -712,10 +723,6 @@ def main(argv):
         def save(iteration):
             save_run(out_dir, iteration, policy, reference, optimizer, s, base_hash, num_tokens)
 
-        recorder = Tape(policy, s.tracin_memory * 2 ** 30, reduce=reduce) if s.tracin != "off" else None
-        if recorder:
-            print(describe_cost(replace(s, tracin_memory=s.tracin_memory * processes), sum(p.numel() for p in recorder.names),
-                                recorder.fewest))
         if s.beta and (s.kl_in == "reward") != (s.kl_estimator == "k1") and not s.use_bias_correction_kl:
             print(f"note: kl_estimator = {s.kl_estimator!r} has almost no gradient with kl_in = {s.kl_in!r}; use "
                   + ("k1" if s.kl_in == "reward" else "k2 or k3"))

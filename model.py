@@ -18,6 +18,7 @@ import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -635,6 +636,25 @@ def memory(device):
         return torch.cuda.memory_allocated(device)
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_memory(device, root="/"):
+    """Bytes to be had: of a GPU's memory, or of the machine's within the limits of this process's cgroups. inf: nothing says."""
+    if device.type == "cuda":  # what torch holds for later is free too
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+    def read(*path):
+        path = Path(root, *path)
+        return [line.split() for line in path.read_text().splitlines()] if path.is_file() else []
+
+    free = [1024 * int(line[1]) for line in read("proc/meminfo") if line[0] == "MemAvailable:"]
+    group = Path("sys/fs/cgroup", *(line[0][4:] for line in read("proc/self/cgroup") if line[0].startswith("0::/")))
+    for folder in (group, *group.parents):  # what is allowed higher up holds as well; in a container the top is its own
+        for (limit,), (used,) in zip(read(folder, "memory.max"), read(folder, "memory.current")):
+            if limit != "max":
+                files = [int(n) for name, n in read(folder, "memory.stat") if name in ("active_file", "inactive_file")]
+                free.append(int(limit) - int(used) + sum(files))  # copies of files give way
+    return min(free, default=math.inf)
 
 
 # ---------------------------------------------------------------------------------------------------------------

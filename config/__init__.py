@@ -145,7 +145,7 @@ class Settings:
     tracin_leave_one_out: bool = False   # take a rollout's own part in the target off its influence
     tracin_adam: bool = False            # measure with the step AdamW would take: target gradient / (sqrt(v) + eps)
     tracin_layers: tuple = ()            # score parameters whose name has one of these in it; (): all
-    tracin_memory: float = 4.0           # GB for the gradients of single rollouts: the fast way, rollouts x weights x 4 bytes; 0: the
+    tracin_memory: float = 8.0           # GB for the gradients of single rollouts: the fast way, rollouts x weights x 4 bytes; 0: the
                                          # small way, which contracts with the target's gradient. What does not fit goes that way
     tracin_normalizer: str = "all"       # divide the loss of the kept by the tokens (or rows) of all, or of the kept
 

@@ -470,9 +470,9 @@ def test_the_cost_of_a_held_out_target_is_said():
 
 @pytest.mark.parametrize("knobs, weights, said", (
     (dict(), 2 ** 26, "16 x 67.1 M weights = 4.00 GB, of which tracin_memory lets all be kept"),
-    (dict(), 2 ** 26 + 1, "4 GB be kept, the rest is contracted"),
+    (dict(), 2 ** 27 + 1, "8 GB be kept, the rest is contracted"),
     (dict(mini_batch_size=8), 2 ** 26 + 1, "8 x 67.1 M weights = 2.00 GB"),
-    (dict(mini_batch_size=8), 2 ** 26 + 1, "all be kept"), (dict(mini_batch_size=8), 2 ** 27 + 1, "4 GB be kept"),
+    (dict(mini_batch_size=8), 2 ** 26 + 1, "all be kept"), (dict(mini_batch_size=8), 2 ** 28 + 1, "8 GB be kept"),
     (dict(tracin_memory=.5), 2 ** 23, "16 x 8.4 M weights = 0.50 GB, of which tracin_memory lets all be kept"),
     (dict(tracin_memory=.25), 2 ** 23, "0.25 GB be kept, the rest"), (dict(tracin_memory=0), 2 ** 23, "0 GB be kept, the rest"),
     (dict(num_prompts=8, num_generations=32, tracin_memory=9.5), 10 ** 7,
@@ -482,8 +482,8 @@ def test_the_memory_that_is_asked_for_is_said(knobs, weights, said):
     assert said in text and ("all be kept" in text) != ("the rest is contracted" in text) and text.count("\n") == 0
 
 
-def test_a_run_in_both_ways(tmp_path, capsys):
-    """Rows of 24 tokens and more, as the tape wants them on a CPU: the setting decides, and the first influences agree."""
+def run_of(tmp_path, **more):
+    """Run grpo.py on 16 rollouts of 24 tokens and more, which the tape wants on a CPU."""
     save_gpt(str(tmp_path / "policy.pt"), gpt(end=-9.0))
     comments = "text,is_offensive\nfine,0\n"
     rule = "def reward(prompts, completions):\n    return [sum(map(ord, c)) % 7 for c in completions]\n"
@@ -493,11 +493,15 @@ def test_a_run_in_both_ways(tmp_path, capsys):
                  eval_prompts=tmp_path / "eval.txt", vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, num_prompts=4,
                  num_generations=4, max_completion_length=24, max_iters=2, judge=None, eval_judge=None, num_eval_prompts=1,
                  num_eval_generations=2, log_micro=False, device="cpu", tracin="reward", micro_batch_size=8)
+    grpo.main([str(tmp_path / "rule.py"), *(f"--{k}={v}" for k, v in (knobs | more).items())])
+
+
+def test_a_run_in_both_ways(tmp_path, capsys):
+    """The setting decides, and the first influences agree."""
     found = {}
     for memory in (0, .001, 4):
         out = tmp_path / f"run{memory}"
-        knobs |= dict(tracin_memory=memory, out_dir=out)
-        grpo.main([str(tmp_path / "rule.py"), *(f"--{k}={v}" for k, v in knobs.items())])
+        run_of(tmp_path, tracin_memory=memory, out_dir=out)
         said = capsys.readouterr().out
         assert (f"lets {'all' if memory == 4 else f'{memory:g} GB'} be kept" in said) and "16 x 0.0 M weights = 0.00 GB" in said
         rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
@@ -510,6 +514,39 @@ def test_a_run_in_both_ways(tmp_path, capsys):
         assert close(influence[memory], influence[0], 1e-5)
         same = [[(r["completion"], r["weight"]) for r in found[m][0]] for m in (0, memory)]
         assert same[0] == same[1]                         # the second iteration has learnt from the same rows
+
+
+def test_gradients_that_do_not_fit_are_refused_before_the_run(tmp_path, monkeypatch):
+    weights = sum(p.numel() for p in gpt(end=-9.0).parameters())
+    size, out = 16 * weights * 4, tmp_path / "out"
+
+    class Begun(Exception):
+        """It would have run."""
+
+    def begin(*args):
+        raise Begun
+
+    def refused(free, processes=1, **knobs):
+        monkeypatch.setattr(grpo, "free_memory", lambda device: free)
+        monkeypatch.setattr(grpo, "begin_run", begin)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        try:
+            run_of(tmp_path, out_dir=out, **knobs)
+        except Begun:
+            return ""
+        except BadInput as e:
+            assert not any(out.iterdir())                                      # the next run may have the folder
+            return str(e)
+
+    gb = size / 2 ** 30
+    assert refused(3.1 * 2 ** 30, 10 ** 5) == (f"tracin_memory = 8: {10 ** 5 * gb:.1f} GB of rollouts' gradients are to be kept, "
+                                               "and 3.1 GB are free; lower it")
+    assert refused(size - 1) and not refused(size)
+    assert refused(size / 2 - 1, mini_batch_size=8) and not refused(size / 2, mini_batch_size=8)
+    assert refused(2 * size - 1, 2) and not refused(2 * size, 2)              # on one machine
+    assert refused(size / 2 - 1, tracin_memory=gb / 2) and not refused(size / 2, tracin_memory=gb / 2)
+    assert not refused(0, tracin_memory=0) and not refused(0, tracin="off")
+    assert not refused(0, max_completion_length=21) and refused(0, max_completion_length=22)   # 3 of a prompt: 23 or 24 inputs
 
 
 def test_a_target_that_wants_the_opposite_is_said_and_the_better_half_is_kept():

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import (GPT, LORA_LAYERS, BadInput, Decoder, GPTConfig, LoRA, Rollout, add_lora, attend, autocast,
-                   completion_logprobs, decode_step, derive, draw, find_below, generate, hash_of, interrupts, load_file, load_gpt,
-                   pad_left, pick_device, pick_dtype, run_script, save_file, save_gpt, token_logprobs, truncate)
+                   completion_logprobs, decode_step, derive, draw, find_below, free_memory, generate, hash_of, interrupts,
+                   load_file, load_gpt, pad_left, pick_device, pick_dtype, run_script, save_file, save_gpt, token_logprobs,
+                   truncate)
 from pretrain import fit, optimizers
 
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
@@ -854,6 +855,36 @@ def test_bfloat16_sampler_and_trainer_agree_roughly_and_float32_is_untouched():
 
 # ---------------------------------------------------------------------------------------------------------------
 # seeds, hashes, signals, exit codes
+
+@pytest.mark.parametrize("free, files", (
+    (math.inf, {}), (math.inf, {"meminfo": "MemTotal: 9 kB"}), (700 * 1024, {}), (700 * 1024, {"": ("max", 10, 0, 0)}),
+    (500_000, {"": (600_000, 100_000, 0, 0)}), (533_000, {"": (600_000, 100_000, 30_000, 3_000)}),   # a container's own
+    (500_000, {"group": "0::/", "": (600_000, 100_000, 0, 0)}),
+    (500_000, {"group": "1:cpu:/b\n0::/a/b", "": ("max", 3, 0, 0), "a": (600_000, 100_000, 0, 0), "a/b": (800_000, 9, 0, 0)}),
+    (400_000, {"group": "0::/a/b", "a": (600_000, 100_000, 0, 0), "a/b": (500_000, 100_000, 0, 0)}),
+    (500_000, {"group": "0::/elsewhere/b", "": (600_000, 100_000, 0, 0), "a/b": (8, 4, 0, 0)}),     # a name outside the container
+    (700 * 1024, {"group": "0::/a", "b": (8, 4, 0, 0)}), (700 * 1024, {"": (10 ** 9, 0, 0, 0)})))
+def test_free_memory(free, files, tmp_path):
+    found = {"meminfo": "MemFree: 100 kB\nMemAvailable:  700 kB\n", "group": "4:memory:/old"} | files
+    if files or free < math.inf:
+        (tmp_path / "proc" / "self").mkdir(parents=True)
+        (tmp_path / "proc" / "meminfo").write_text(found.pop("meminfo"))
+        (tmp_path / "proc" / "self" / "cgroup").write_text(found.pop("group"))
+        for folder, (limit, used, inactive, active) in found.items():
+            folder = tmp_path / "sys" / "fs" / "cgroup" / folder
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "memory.max").write_text(f"{limit}\n")
+            (folder / "memory.current").write_text(f"{used}\n")
+            (folder / "memory.stat").write_text(f"file 9\ninactive_anon 5\ninactive_file {inactive}\nactive_file {active}\n")
+    assert free_memory(torch.device("cpu"), str(tmp_path)) == free
+
+
+def test_free_memory_here_and_on_a_gpu(monkeypatch):
+    assert 2 ** 20 < free_memory(torch.device("cpu")) < 2 ** 50
+    for name, n in dict(mem_get_info=(1000, 9000), memory_reserved=500, memory_allocated=300).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, n=n: n)
+    assert free_memory(torch.device("cuda")) == 1200
+
 
 def test_derive_is_stable_and_depends_on_every_argument():
     assert derive(1, "rollout", 0) == 29435854404557282
