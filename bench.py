@@ -30,6 +30,7 @@ import ctypes
 import gc
 import math
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -195,7 +196,8 @@ def in_turns(rigs, repeat):
     """Iterations 1 to `repeat` of each of {way: rig}, in turns, on the same prompts and noise -> {way: [what was measured]}."""
     rounds = {way: [] for way in rigs}
     for it in range(1, repeat + 1):
-        for way, r in rigs.items():
+        for way in random.Random(it).sample(list(rigs), len(rigs)):  # what comes before leaves its traces in caches and memory
+            r = rigs[way]
             seconds, judged, watch = dict.fromkeys(PHASES, 0.0), [], stopwatch(r.device, r.held())
             with timed(r.device, seconds, r.optimizer, judged):
                 b, target = r.run(it)
@@ -648,12 +650,12 @@ def main(argv):
     if "device" in own.get(mode, ()) and (rest or mine.get("case", "ends") not in CASES):
         raise BadInput(f"usage: python bench.py {mode} [--repeat=5] [--device=auto]"
                        + (f" [--case={'|'.join(CASES)}]" if mode == "trl" else ""))
-    repeat, device = int(repeat), pick_device(mine.get("device", "auto"))
+    repeat, device = int(repeat), mine.get("device", "auto")
     if mode == "tracin":
-        tracin(device, repeat)
+        tracin(pick_device(device), repeat)
     elif mode == "trl":
         for name in [mine["case"]] if "case" in mine else list(CASES)[:3]:
-            against_trl(Settings(**CASES[name][0]), CASES[name][1], device, repeat)
+            against_trl(Settings(**CASES[name][0]), CASES[name][1], pick_device(device), repeat)
     elif mode == "gpt2":
         gpt2(load_settings([f"--{name}={value}" for name, value in GPT2.items()] + rest), repeat)
     elif mode == "levers":
