@@ -105,6 +105,15 @@ def make_decoder(policy, s, dtype):
     return Decoder(policy, dtype, compiled, graphs) if graphs or compiled else None
 
 
+def compile_parts(policy, reference, judges, s):
+    """Compile of reference and judge, in place, what s.compile names -> the policy as the update calls it, compiled or not."""
+    if "reference" in s.compile and s.beta:
+        reference.compile(dynamic=True)
+    if "judge" in s.compile and hasattr(judges.get("judge"), "model"):
+        judges["judge"].model = torch.compile(judges["judge"].model, dynamic=True)
+    return torch.compile(policy, dynamic=True) if "update" in s.compile else policy
+
+
 def total_reward(scores, weights):
     """scores (N, K) -> weighted sum (N,) over the functions that did not abstain; NaN where all did."""
     return (scores * torch.tensor(weights)).nansum(1).masked_fill(scores.isnan().all(1), math.nan)
@@ -678,12 +687,7 @@ def main(argv):
         # `base` stays as it is for the evaluation's perplexity; it is the reference too, unless that one follows the policy
         reference = copy.deepcopy(policy).requires_grad_(False) if s.sync_ref_model else base
         policy.recompute = s.activation_checkpointing
-        decoder = make_decoder(policy, s, dtype)
-        scored = torch.compile(policy, dynamic=True) if "update" in s.compile else policy
-        if "reference" in s.compile and s.beta:
-            reference.compile(dynamic=True)
-        if "judge" in s.compile and hasattr(judges.get("judge"), "model"):
-            judges["judge"].model = torch.compile(judges["judge"].model, dynamic=True)
+        decoder, scored = make_decoder(policy, s, dtype), compile_parts(policy, reference, judges, s)
         if "update" in s.compile and s.tracin != "off" and s.num_iterations == 1:
             print("note: compile leaves the update as it is: the pass that influence records is never compiled")
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate, fused=True,
