@@ -167,7 +167,7 @@ def test_a_lever_that_is_pulled_already_is_pulled_back():
     assert found["compile = ()"][0] == bench.UPDATE and found["compile = ()"][1].activation_checkpointing
     s = load_settings(["--tracin=reward", "--tracin_memory=0", "--judge=profanity-check"])
     found = bench.variants(s, CPU)
-    assert found["tracin_memory = 4.0"][1].tracin_memory == 4 and not any("judge" in x or "update" in x for x in found)
+    assert found["tracin_memory = 8.0"][1].tracin_memory == 8 and not any("judge" in x or "update" in x for x in found)
 
 
 def test_where_nothing_can_be_compiled_its_rows_say_so_and_other_errors_are_not_hidden(run, monkeypatch):

@@ -265,8 +265,11 @@ def test_debug_step_and_pretrain_and_judge_train_take_published_models(world, tm
 
 
 def test_bfloat16(world, tmp_path, rows):
-    run(grpo.main, *flags_of(world, "chat lora tracin"), "--dtype=bfloat16", f"--out_dir={tmp_path}/run")
-    assert 0 < max(r["sampling/sampling_logp_difference/max"] for r in rows(tmp_path / "run" / "metrics.jsonl")) < 0.5
+    for name, dtype in (("run", "bfloat16"), ("exact", "float32")):
+        run(grpo.main, *flags_of(world, "chat lora tracin"), f"--dtype={dtype}", f"--out_dir={tmp_path}/{name}")
+    coarse, exact = (rows(tmp_path / name / "metrics.jsonl") for name in ("run", "exact"))
+    assert max(r["sampling/sampling_logp_difference/max"] for r in coarse) < 0.5
+    assert 1e-6 < abs(coarse[0]["entropy"] - exact[0]["entropy"]) < 0.05
     assert run(weights.main, tmp_path / "run", tmp_path / "export", "--dtype=bfloat16")
 
 
