@@ -539,7 +539,7 @@ def completion_logprobs(model, rollout, temperature=1.0, chunk=2 ** 24, slope_of
     real, mask, P = rollout.real, rollout.mask, rollout.real.shape[1] - rollout.mask.shape[1]
     first, T, fewest = torch.stack([real.any(0).long().argmax(), mask.any(0).cumsum(0).argmax() + 1, real.sum(1).min()]).tolist()
     tokens, padded = rollout.tokens[:, first:P + T], fewest < real.shape[1] - first
-    h = model(tokens[:, :-1].contiguous(), real[:, first:P + T - 1] if padded else None)[:, -T:]                 # (N, T, C)
+    h = model(tokens[:, :-1].contiguous(), real[:, first:P + T - 1] if padded else None)[:, -T:]    # (N, T, C)
     row, column = where = mask.nonzero(as_tuple=True)                                               # (M,) each
 
     def flat_slope(logp, i, j):  # of tokens i .. j - 1 in the line of all; what the others get does not matter
