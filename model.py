@@ -77,8 +77,8 @@ def attend(q, k, v, mask, causal, scale):
     (B, nh, T, hs), nkv, S = q.shape, k.shape[1], k.shape[2]
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or T > 256:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=nkv < nh)
-    rows = q.reshape(B, nkv, -1, hs)                                                                # (B, nkv, nh / nkv * T, hs)
-    scores = (k @ rows.mT).mT if T == 1 else rows.float() @ k.float().mT  # one position: reading k is the cost, so as it is
+    q = q.reshape(B, nkv, -1, hs)
+    scores = (k @ q.mT).mT if T == 1 else q @ k.mT   # (B, nkv, nh / nkv * T, S); the kernel copies what is transposed
     scores = scores.reshape(B, nh, T, S).float() * (scale or hs ** -0.5)
     if causal:
         mask = torch.ones(T, S, dtype=torch.bool).tril()
