@@ -139,17 +139,15 @@ def rig(s, policy, tokenizer, prompts, val_prompts=(), judge=lambda: None):
     if s.tracin != "off" and s.tracin_val_prompts and not val_prompts:
         raise BadInput(f"tracin_val_prompts = {s.tracin_val_prompts}: no held-out prompts are left; lower num_eval_prompts")
     device, reference = policy.wte.weight.device, policy.requires_grad_(False)
-    if "reference" in s.compile:
-        reference = copy.deepcopy(policy)
     dtype, policy = pick_dtype(s.dtype, device), copy.deepcopy(policy).requires_grad_(True)
     if s.lora_rank:
         torch.manual_seed(derive(s.seed, "lora"))
         add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
     policy.recompute, judges = s.activation_checkpointing, {"judge": judge()}
-    decoder, scored = grpo.make_decoder(policy, s, dtype), grpo.compile_parts(policy, reference, judges, s)
+    decoder, (scored, reference) = grpo.make_decoder(policy, s, dtype), grpo.compile_parts(policy, reference, judges, s)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate, fused=True,
                                   betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay)
-    reward_funcs = scorer.reward_functions(s, judges)
+    reward_funcs = scorer.reward_functions(s, judges, device, dtype)
     recorder = Tape(policy, memory=s.tracin_memory * 2 ** 30) if s.tracin != "off" else None
 
     def collect(prompts, purpose, it):
@@ -167,7 +165,9 @@ def rig(s, policy, tokenizer, prompts, val_prompts=(), judge=lambda: None):
         return batch, target
 
     def held():
-        return sum((storages([decoder, recorder]) | dict.fromkeys(storages(list(policy.parameters())), 0)).values())
+        pool = decoder and decoder.pool  # of the graphs, which the allocator does not count as in use
+        return sum((storages([decoder, recorder]) | dict.fromkeys(storages(list(policy.parameters())), 0)).values()) + sum(
+            x["total_size"] for x in (torch.cuda.memory_snapshot() if pool else ()) if tuple(x["segment_pool_id"]) == tuple(pool))
 
     return SimpleNamespace(s=s, device=device, dtype=dtype, policy=policy, optimizer=optimizer, run=run, held=held)
 
@@ -428,22 +428,28 @@ def variants(s, device):
 def levers(s, repeat):
     """Time the settings as they are and every variant of them, in turns, and print what each makes of its phase."""
     given = material(s)
-    rigs = {"as set": ready(s, **given)}
-    changed = variants(s, rigs["as set"].device)
-    for way, (_, t) in changed.items():
-        try:
-            rigs[way] = ready(t, **given)
-        except BadInput as e:
-            print(f"left out: {e}")
-    rounds = in_turns(rigs, repeat)
-    base, wide = rounds["as set"], max(map(len, rigs))
-    print(f"{headline(rigs['as set'], base)} (min, max), in turns; x: times what it is as set")
+    as_set = ready(s, **given)
+    changed, every = variants(s, as_set.device), in_turns({"": as_set}, 1)[""]
+    wide = max(map(len, ("as set", *changed)))
+    print(f"{headline(as_set, every * repeat)} (min, max), each in turns with the settings as they are; x: times those")
     print(f"{'':{wide}}  {'phase':18}{'seconds':>9}{'as set':>9}{'x':>7}{'whole iteration':>24}{'x':>7}{'peak MB':>9}")
-    for way, x in rounds.items():
-        phases, whole = changed[way][0] if x is not base else ("all",), [y.seconds["all"] for y in x]
+
+    def row(way, phases, x, base):
         now, was = median(x, *phases), median(base, *phases)
         print(f"{way:{wide}}  {' + '.join(phases).replace(' + '.join(UPDATE), 'update'):18}{now:9.3f}{was:9.3f}{now / was:7.2f}"
-              f"{spread(whole, 3):>24}{median(x, 'all') / median(base, 'all'):7.2f}{max(y.peak for y in x) / 2 ** 20:9.0f}")
+              f"{spread([y.seconds['all'] for y in x], 3):>24}{median(x, 'all') / median(base, 'all'):7.2f}"
+              f"{max(y.peak for y in x) / 2 ** 20:9.0f}", flush=True)
+
+    every = []
+    for way, (phases, t) in changed.items():  # two rigs at a time: each may hold gigabytes
+        try:
+            base, x = in_turns({"as set": as_set, way: ready(t, **given)}, repeat).values()
+        except BadInput as e:
+            print(f"left out: {e}")
+            continue
+        every += base
+        row(way, phases, x, base)
+    row("as set", ("all",), every, every)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -618,7 +624,7 @@ def gpt2(s, repeat):
     plain, influence = rounds.values()
     update, flops = median(plain, *UPDATE), sum(plain[0].least[phase][1] for phase in UPDATE)
     peak, more = (max(x.peak for x in way) / 2 ** 20 for way in (plain, influence))
-    lines = [(f"generate: ms a step of {N} rows", 1000 * median(plain, "generate") / T, "0.35 (floor 0.17)"),
+    lines = [(f"all of generate, ms a token of {N} rows", 1000 * median(plain, "generate") / T, "0.35 (floor 0.17)"),
              ("policy forward + backward, ms", 1000 * update, "38"),
              ("their share of the matrix rate, %", 100 * flops / update / most[0], "48"),
              ("whole iteration with the judge, ms", 1000 * median(plain, "all"), "110 (floor 46)"),

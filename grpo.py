@@ -76,8 +76,7 @@ def collect(policy, reference, prompts, reward_funcs, s, tokenizer, seed, dtype,
 
     completions = [tokenizer.decode(ids) for ids in rollout.completions()]
     asked, mine = [text for text, _ in prompts for _ in range(G)], share(N, G)  # all rows, but of several processes
-    with autocast(device, dtype):
-        scores = gather(score(reward_funcs, asked[mine], completions[mine]))
+    scores = gather(score(reward_funcs, asked[mine], completions[mine]))
     rewards = total_reward(scores, s.reward_weights)
     line(0, "3. Samples scored", rewards=f"{rewards.nanmean():.4f}±{std(rewards):.4f}")
 
@@ -105,13 +104,26 @@ def make_decoder(policy, s, dtype):
     return Decoder(policy, dtype, compiled, graphs) if graphs or compiled else None
 
 
+def try_compile(s, device):
+    """BadInput when something is to be compiled and nothing can be."""
+    try:
+        s.compile and torch.compile(lambda x: 2 * x + 1)(torch.zeros(2, device=device))
+    except Exception as e:  # a missing compiler shows in many ways
+        raise BadInput(f"compile = {s.compile}: torch cannot compile on this machine ({str(e).strip().splitlines()[0]}); leave "
+                       "it ()") from e
+
+
 def compile_parts(policy, reference, judges, s):
-    """Compile of reference and judge, in place, what s.compile names -> the policy as the update calls it, compiled or not."""
-    if "reference" in s.compile and s.beta:
-        reference.compile(dynamic=True)
-    if "judge" in s.compile and hasattr(judges.get("judge"), "model"):
+    """What s.compile names -> (policy as the update calls it, reference as collect does), compiled or not; the judge in place."""
+    idle = {"reference": not s.beta, "judge": not hasattr(judges.get("judge"), "model"),
+            "update": s.tracin != "off" and s.num_iterations == 1}  # the pass that influence records is never compiled
+    for part in s.compile:
+        if idle.get(part):
+            print(f"note: compile = {s.compile}: this run has no {part} that could be compiled")
+    if "judge" in s.compile and not idle["judge"]:
         judges["judge"].model = torch.compile(judges["judge"].model, dynamic=True)
-    return torch.compile(policy, dynamic=True) if "update" in s.compile else policy
+    return tuple(torch.compile(x, dynamic=True) if part in s.compile and not idle[part] else x
+                 for part, x in (("update", policy), ("reference", reference)))
 
 
 def total_reward(scores, weights):
@@ -647,6 +659,7 @@ def debug_step(policy, base, reference, optimizer, prompts, eval_prompts, reward
 def main(argv):
     s, (rank, processes) = load_settings(argv), world()
     device = pick_device(s.device)
+    try_compile(s, device)
     dtype, base = pick_dtype(s.dtype, device), load_policy(s)
     for path, label in ((s.judge, s.judge_label), (s.eval_judge, s.eval_judge_label)):
         if path not in (None, "train"):
@@ -674,7 +687,7 @@ def main(argv):
             judges = get_judges(s, splits, device, stop)
         if any(gather([stop()])):
             raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
-        reward_funcs = reward_functions(s, judges)
+        reward_funcs = reward_functions(s, judges, device, dtype)
         policy = copy.deepcopy(base, {id(p): p for p in base.parameters()} if s.lora_rank else {}).requires_grad_(True)
         if s.lora_rank:
             torch.manual_seed(derive(s.seed, "lora"))
@@ -687,9 +700,7 @@ def main(argv):
         # `base` stays as it is for the evaluation's perplexity; it is the reference too, unless that one follows the policy
         reference = copy.deepcopy(policy).requires_grad_(False) if s.sync_ref_model else base
         policy.recompute = s.activation_checkpointing
-        decoder, scored = make_decoder(policy, s, dtype), compile_parts(policy, reference, judges, s)
-        if "update" in s.compile and s.tracin != "off" and s.num_iterations == 1:
-            print("note: compile leaves the update as it is: the pass that influence records is never compiled")
+        decoder, (scored, scored_reference) = make_decoder(policy, s, dtype), compile_parts(policy, reference, judges, s)
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate, fused=True,
                                       betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay)
         common = dict(s=s, tokenizer=tokenizer, device=device, dtype=dtype)
@@ -741,12 +752,12 @@ def main(argv):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(it, s)
             asked = pick(prompts, it, s)
-            batch = collect(policy, reference, asked, reward_funcs, s, tokenizer, derive(s.seed, "rollout", it), dtype, line,
-                            decoder)
+            batch = collect(policy, scored_reference, asked, reward_funcs, s, tokenizer, derive(s.seed, "rollout", it), dtype,
+                            line, decoder)
             held_out = None
             if s.tracin_val_prompts and s.tracin != "off":
                 asked_too = pick(val_prompts, it, replace(s, num_prompts=s.tracin_val_prompts))
-                t = collect(policy, reference, asked_too, reward_funcs, s, tokenizer, derive(s.seed, "target", it), dtype,
+                t = collect(policy, scored_reference, asked_too, reward_funcs, s, tokenizer, derive(s.seed, "target", it), dtype,
                             decoder=decoder)
                 held_out = t, choose_targets(t.rewards, s.tracin_val_size, s.tracin_val_select,
                                              torch.Generator().manual_seed(derive(s.seed, "chosen", it))).to(device)

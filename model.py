@@ -73,13 +73,14 @@ def rotate(x, cos, sin):
 def attend(q, k, v, mask, causal, scale):
     """F.scaled_dot_product_attention of q (B, nh, T, hs) on k, v (B, nkv, S, hs). mask (B, 1, T, S) bool, or numbers to add.
 
-    Written out for short rows in bfloat16 on a CPU, where torch's own takes two (forward) to five times (both ways) as long."""
-    (B, nh, T, hs), nkv, S = q.shape, k.shape[1], k.shape[2]
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or T > 256:
+    Written out where torch's own is slow on a CPU: for one position, and for short rows in bfloat16, where it takes two (forward)
+    to five times (both ways) as long."""
+    (B, nh, T, hs), nkv, S, half = q.shape, k.shape[1], k.shape[2], q.dtype == torch.bfloat16
+    if q.device.type != "cpu" or T > (128 if half else 1):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=nkv < nh)
     q = q.reshape(B, nkv, -1, hs)
-    scores = (k @ q.mT).mT if T == 1 else q @ k.mT   # (B, nkv, nh / nkv * T, S); the kernel copies what is transposed
-    scores = scores.reshape(B, nh, T, S).float() * (scale or hs ** -0.5)
+    scores = (k @ q.mT).mT if half and T == 1 else q @ k.mT    # (B, nkv, nh / nkv * T, S); in bfloat16 k.mT would be copied
+    scores = scores.reshape(B, nh, T, S).to(torch.promote_types(q.dtype, torch.float32)) * (scale or hs ** -0.5)
     if causal:
         mask = torch.ones(T, S, dtype=torch.bool).tril()
     if mask is not None:
@@ -301,7 +302,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temp
                 mask=torch.zeros(N, max_new_tokens, dtype=torch.bool, device=device),
                 logp=torch.zeros(N, max_new_tokens, device=device), entropy=torch.zeros(N, max_new_tokens, device=device),
                 ended=torch.zeros(N, dtype=torch.bool, device=device),
-                kept=torch.ones(N, max_new_tokens, model.config.vocab_size, dtype=torch.bool, device=device) if truncated else None)
+                kept=None if not truncated else torch.ones(N, max_new_tokens, model.config.vocab_size, dtype=torch.bool,
+                                                           device=device))
     step = max(1, batch_size // G) if batch_size else B
     mine = share(B)
     if decoder:
@@ -376,13 +378,16 @@ class Decoder:
         decoder = Decoder(policy, torch.bfloat16)
         generate(policy, ..., decoder=decoder)
 
-    Rows run in buffers of the decoder's own. The cache is read under a mask up to the next multiple of `bucket` positions, and
-    the rows that run are halved when half of them have ended: a graph for each pair of the two. In bfloat16 (under autocast)
-    the Linear weights are copies, refreshed by generate, so that no step casts them. It stays with one model and one device.
+    Rows run in buffers of the decoder's own, which it keeps. The cache is read under a mask up to the next multiple of `bucket`
+    positions, and the rows that run are halved when half of them have ended: a graph for each pair of the two. In bfloat16
+    (under autocast) the Linear weights are copies, refreshed by generate, so that no step casts them. It stays with one model
+    and one device. Raises BadInput for graphs of a model that is not on a GPU.
     """
 
     def __init__(self, model, dtype=torch.float32, compile=False, graphs=True, bucket=64):
-        self.source, self.model, self.copies = model, model, []
+        if graphs and not model.wte.weight.is_cuda:
+            raise BadInput(f"cuda_graphs = True: the model is on {model.wte.weight.device}, where there are none; set it False")
+        self.model, self.copies = model, []
         if dtype == torch.bfloat16:
             self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
             for module in self.model.modules():
@@ -390,7 +395,8 @@ class Decoder:
                     setattr(module, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))
                     self.copies.append((getattr(module, name), p))
         self.step = torch.compile(decode_step, dynamic=True) if compile else decode_step
-        self.graphs, self.bucket, self.states, self.pool = graphs, bucket, {}, None
+        self.graphs, self.bucket, self.states = graphs, bucket, {}
+        self.pool, self.captured = None, []  # all that were ever captured: their pool lives as long as they do
 
     @torch.no_grad()
     def refresh(self):
@@ -404,6 +410,7 @@ class Decoder:
         (N, width), T, device = r.tokens.shape, r.mask.shape[1], r.tokens.device
         state = self.states.get((N, T, settings))
         if state is None or state[0].tokens.shape[1] < width:
+            self.states[N, T, settings] = state = None  # the buffers are given back before there are wider ones
             width = -(-width // self.bucket) * self.bucket
             own = Rollout(*(None if x is None else torch.zeros_like(x) for x in vars(r).values()))
             own.tokens, own.real = (x.new_zeros(N, width) for x in (r.tokens, r.real))
@@ -414,7 +421,7 @@ class Decoder:
         return state
 
     def __call__(self, r, prefix, noise, eos, temperature, limits, retire):
-        """Tokens 1, 2, ... of the rows r, whose token 0 is drawn. prefix: the cache of the prompts (n_layer, 2, N, nkv, P, hs)."""
+        """Tokens 1, 2, ... of the rows r, whose token 0 is drawn. prefix (n_layer, 2, N, nkv, P, hs): prompts' cache."""
         (N, T), P = r.mask.shape, prefix.shape[4]
         own, seeds, rows, cache, t, start, graphs = self.state(r, prefix, (eos, temperature, limits))
         pairs = [(mine[..., :x.shape[-1]], x) for mine, x in zip(vars(own).values(), vars(r).values()) if x is not None]
@@ -423,12 +430,12 @@ class Decoder:
         t.fill_(1), start.fill_(P)
         n = N
         for i in range(1, T):
-            if retire and i % LOOK_EVERY["cuda"] == 0:
+            if retire and i % LOOK_EVERY.get(rows.device.type, 16) == 0:
                 ended, before = own.ended[rows[:n]], n
                 runs = n - int(ended.sum())
                 if runs == 0:
                     break
-                while runs <= n // 2:
+                while n > 3 and runs <= n // 2:  # not down to one row, for which torch.compile would compile again
                     n //= 2
                 if n < before:
                     order = ended.long().argsort(stable=True)[:n]  # those that run first
@@ -446,6 +453,7 @@ class Decoder:
             return step()
         if graphs[key] is None:
             graphs[key], self.pool = self.capture(step)
+            self.captured.append(graphs[key])
         graphs[key].replay()
 
     def capture(self, step):
@@ -640,7 +648,8 @@ def memory(device):
 
 
 def free_memory(device, root="/"):
-    """Bytes to be had: of a GPU's memory, or of the machine's within the limits of this process's cgroups. inf: nothing says."""
+    """Bytes to be had: of a GPU's memory, or of the machine's within the limits of this process's cgroups (v2). inf: nothing
+    says."""
     if device.type == "cuda":  # what torch holds for later is free too
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

@@ -33,8 +33,8 @@ class Settings:
     seed: int = 1                        # of the order of prompts and of sampling; the evaluation always has the same
     prepare_seed: int = 0                # of the policy and the judges made at first use
     device: str = "auto"                 # auto: cuda where there is one, else cpu
-    dtype: str = "auto"                  # of the forward passes: float32, bfloat16; auto: bfloat16 on cuda, else float32; fast: bfloat16
-                                         # on a CPU too, where it multiplies it faster
+    dtype: str = "auto"                  # of the forward passes: float32, bfloat16; auto: bfloat16 on cuda, else float32; fast:
+                                         # bfloat16 on a CPU too, where it multiplies it faster
     compile: bool | tuple = ()           # torch.compile: True, or some of generate, judge, reference, update (bench.py tells what
                                          # each buys); the pass that influence records is never compiled
     resume: bool = False                 # go on from out_dir/ckpt.pt
@@ -91,8 +91,9 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     decode_batch_size: int = 0           # rows decoded at once, whole groups: memory only; 0: all
-    retire_rows: bool = True             # a row that has ended costs no more: speed, nothing else
-    cuda_graphs: bool = True             # on a GPU a step of decoding is launched as a whole: speed, nothing else
+    retire_rows: bool = True             # rows that have ended make room (with cuda_graphs when they are half): speed only
+    cuda_graphs: bool = True             # on a GPU a step of decoding is launched as a whole; its buffers (cache, copies of the
+                                         # weights in bfloat16) stay between iterations: speed and memory only
 
     # reward and advantage
     reward_funcs: tuple | None = None    # "judge" and names of functions in the config file; None: its `reward`, else the judge

@@ -13,7 +13,8 @@ min_prompt_toxicity = 0.3
 max_prompt_tokens = 24
 
 # Memory, counted: weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB; judges 1 GB; keys and values of 128
-# rows 0.25 GB; what the backward of 64 rows of 54 tokens keeps, 1.5 GB; logits 64 MB at a time: 6 GB, so 24 GB are plenty.
+# rows 0.3 GB and weights in bfloat16 0.25 GB, which the decoder holds; what the backward of 64 rows of 54 tokens keeps, 1.5 GB;
+# logits 64 MB at a time: 6 GB, so 24 GB are plenty.
 num_prompts = 16
 num_generations = 8
 max_completion_length = 30

@@ -4,4 +4,5 @@ from config.toxicity import *
 
 out_dir = "out/tracin_128_random"
 tracin = "reward"
+dtype = "auto"
 tracin_val_prompts, tracin_val_size, tracin_val_select = 16, 128, "random"

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import GPT, BadInput, load_file, load_weights, save_file
+from model import GPT, BadInput, autocast, load_file, load_weights, save_file
 from tokenizer import load_tokenizer
 
 
@@ -106,10 +106,11 @@ def as_reward(scores, kind):
     return {"probability": torch.sigmoid, "logprob": F.logsigmoid, "logit": lambda x: x}[kind](-scores)
 
 
-def reward_functions(s, judges):
-    """{name: function (prompts, completions) -> rewards} for the names in reward_funcs."""
+def reward_functions(s, judges, device="cpu", dtype=torch.float32):
+    """{name: function (prompts, completions) -> rewards} for the names in reward_funcs. The judge goes forward in dtype."""
     def judge(prompts, completions):
-        return as_reward(judges["judge"](prompts, completions), s.judge_score)
+        with autocast(device, dtype):
+            return as_reward(judges["judge"](prompts, completions), s.judge_score)
 
     return {name: judge if name == "judge" else s.functions[name] for name in s.reward_funcs}
 

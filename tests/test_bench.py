@@ -135,7 +135,6 @@ def test_each_lever_is_one_setting_changed_and_its_number_is_of_its_phase(tracin
 
     monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch, "compile", lambda part, **options: compiled.append(type(part).__name__) or part)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compiled.append("in place"))
     monkeypatch.setattr(grpo, "collect", collect)
     for phase, owner, function in (("generate", grpo, "generate"), ("judge", grpo, "score"), ("update", torch.Tensor, "backward"),
                                    ("update", grpo, "completion_logprobs"), ("influence", grpo, "keep_helpful")):
@@ -143,11 +142,14 @@ def test_each_lever_is_one_setting_changed_and_its_number_is_of_its_phase(tracin
     _, lines = run("levers", "--repeat=2", "--beta=0.1", f"--tracin={tracin}")
 
     rows = {line[:31].strip(): line[31:].split() for line in lines if line[:31].strip() in {"as set", *levers}}
-    for i in range(0, 3 * len(rows), len(rows)):  # of the warm-up and of either round
-        ways, given = zip(*((changed(ran[0][0], s), repr(rest)) for s, *rest in ran[i:i + len(rows)]))
-        assert set(ways) == set(rows) == {"as set", *levers} and len(set(given)) == 1
-    assert len({repr(x[1:]) for x in ran}) == 3 and len(ran) == 3 * len(rows)
-    assert sorted(compiled) == ["GPT"] * (tracin == "off") + ["Scorer", "function", "in place"]
+    assert set(rows) == {"as set", *levers}
+    ways = [(changed(ran[0][0], s), repr(rest)) for s, *rest in ran]  # the settings as they are twice, then of each variant:
+    blocks = [ways[i:i + 5] for i in range(2, len(ways), 5)]          # its warm-up, two rounds of both
+    assert {block[0][0] for block in blocks} == set(levers) and len({seed for _, seed in ways}) == 3
+    for warm, *rounds in blocks:
+        for (way, given), (other, same) in (rounds[:2], rounds[2:]):
+            assert {way, other} == {"as set", warm[0]} and given == same
+    assert sorted(compiled) == ["GPT"] * (1 + (tracin == "off")) + ["Scorer", "function"]
     for way, (phase, times) in levers.items():
         found = rows[way]
         concerned, (seconds, was, x), (whole, low, high, whole_x, peak) = " ".join(found[:-8]), found[-8:-5], found[-5:]

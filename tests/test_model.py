@@ -391,7 +391,10 @@ class Recorded(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.name().split("::")[1] in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"):
+        name = op.name().split("::")[1].split(".")[0]
+        by_mask = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "lift_fresh", "bincount",
+                               "repeat_interleave"):
             raise RuntimeError(f"{op.name()} waits for the device")
         out = op(*args, **(kwargs or {}))
         self.operations.append((op, args, kwargs or {}, out))
@@ -406,16 +409,18 @@ class Recorded(TorchDispatchMode):
 
 
 class RecordingDecoder(Decoder):
-    captured = 0
+    def __init__(self, model, bucket=64, graphs=True):
+        super().__init__(model, graphs=False, bucket=bucket)
+        self.graphs = graphs
 
     def capture(self, step):
-        own = [x for (rollout, *rest, _) in self.states.values() for x in (*vars(rollout).values(), *rest) if x is not None]
+        own = [x for (rollout, *rest, _) in filter(None, self.states.values()) for x in (*vars(rollout).values(), *rest)
+               if x is not None]
         before = [x.clone() for x in own]
         with Recorded() as graph:
             step()
         for x, y in zip(own, before):  # a capture does nothing
             x.copy_(y)
-        self.captured += 1
         return graph, None
 
 
@@ -453,7 +458,7 @@ def test_graphs_sample_what_plain_decoding_samples(shape, truncation, batch_size
                 p += 0.02 * torch.randn(p.shape)
     graphs = {key for *_, found in decoder.states.values() for key in found}
     assert len(widths) > 1 and {n for n, _ in graphs} >= ({8, 4} if batch_size else {24, 12})
-    assert {S for _, S in graphs} > {8, 16} and 3 < decoder.captured <= 3 * len(graphs)
+    assert {S for _, S in graphs} > {8, 16} and 3 < len(decoder.captured)
 
 
 def test_graphs_are_taken_once(graph_rules):
@@ -461,7 +466,44 @@ def test_graphs_are_taken_once(graph_rules):
     decoder = RecordingDecoder(model, bucket=8)
     for seed in range(4):
         generate(model, [[3, 1, 4], [5]], 8, 12, eos=9, seed=seed, retire=False, decoder=decoder)
-    assert decoder.captured == 2  # columns up to 8 and up to 16
+    assert len(decoder.captured) == 2  # columns up to 8 and up to 16
+
+
+def test_wider_rollouts_take_new_buffers_and_the_old_graphs_live_on(graph_rules):
+    model = random_gpt(10, block_size=40)  # the pool that graphs share is gone with the last of them
+    decoder, widths = RecordingDecoder(model, bucket=8), []
+    for width in (2, 20, 3, 21):
+        generate(model, [[1] * width, [5]], 4, 6, eos=9, seed=0, retire=False, decoder=decoder)
+        (own, *_, graphs), = decoder.states.values()
+        widths.append((own.tokens.shape[1], len(decoder.captured), len(graphs)))
+    assert widths == [(8, 1, 1), (32, 2, 2), (32, 3, 3), (32, 4, 3)] and len(set(map(id, decoder.captured))) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compile", [False, True])
+def test_cuda_graphs_sample_what_plain_decoding_samples(shape, dtype, compile):
+    model, decoders = random_gpt(50, block_size=200, **SHAPES[shape]).cuda(), []
+    if shape == "lora":
+        add_lora(model, 2, 4.0)
+    decoders = [Decoder(model, dtype, compile=compile) for _ in range(2)]
+    for seed, (widths, truncation) in enumerate([([3, 1], {}), ([5, 5, 2], {}), ([90, 1], {}), ([7, 3], dict(top_p=0.9)),
+                                                ([1, 2], {})]):
+        prompts = [[1] * w for w in widths]
+        with autocast(model.wte.weight.device, dtype):
+            plain, *others = (generate(model, prompts, 8, 60, eos=9, seed=seed, decoder=d, **truncation)
+                              for d in (None, *decoders))
+        for r in others:
+            if dtype == torch.float32:
+                assert torch.equal(r.tokens, plain.tokens) and torch.equal(r.ended, plain.ended)
+                torch.testing.assert_close(r.logp, plain.logp, atol=1e-4, rtol=0)
+            else:  # the first token is drawn by the prompt's pass, the second by the first step: later ones may part
+                same = r.tokens[:, max(widths)] == plain.tokens[:, max(widths)]
+                assert same.all() and float((r.logp[:, :2] - plain.logp[:, :2]).abs().median()) < 0.05
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.02 * torch.randn_like(p)
 
 
 def test_without_retiring_every_row_is_computed_to_the_end(graph_rules):
@@ -508,7 +550,7 @@ def test_compiled_step_samples_the_same_and_is_compiled_a_few_times_only():
         plain, r = (generate(model, prompts, 8, 12, eos=5, seed=seed, decoder=d) for d in (None, decoder))
         assert torch.equal(r.tokens, plain.tokens) and torch.allclose(r.logp, plain.logp, atol=1e-5)
         counts.append(compiled.frame_count)
-    assert 1 <= counts[-1] <= 4 and counts[-1] == counts[3]
+    assert 1 <= counts[-1] <= 6 and counts[-1] == counts[4], counts
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "qwen3", "lora"])
