@@ -666,7 +666,23 @@ def test_each_part_is_compiled_when_it_is_asked_for(parts, names, grpo, tmp_path
 
     monkeypatch.setattr(torch, "compile", compile)
     grpo(tmp_path / "a", "--max_iters=1", "--beta=0.1", f"--compile={parts}")
-    assert sorted(name for name, _ in used) == names and all(calls for _, calls in used)
+    assert sorted(name for name, _ in used if name != "<lambda>") == names and all(calls for _, calls in used)
+
+
+def test_what_cannot_be_compiled_is_said_before_anything_is_trained(tmp_path, monkeypatch):
+    def compile(*args, **options):
+        raise RuntimeError("no C++ compiler\nmore of it")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(trainer, "get_policy", lambda *args: pytest.fail("trained"))
+    assert "torch cannot compile on this machine (no C++ compiler); leave it ()" in refusal(
+        trainer.main, [f"--out_dir={tmp_path}/a", "--compile=True"])
+
+
+def test_a_part_that_this_run_has_not_is_named(grpo, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    grpo(tmp_path / "a", "--max_iters=1", "--compile=('judge', 'reference')")
+    assert "this run has no reference that could be compiled" in (out := capsys.readouterr().out) and "no judge" not in out
 
 
 def test_wandb_gets_the_metrics(grpo, rows, tmp_path, monkeypatch):
