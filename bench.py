@@ -624,7 +624,7 @@ def gpt2(s, repeat):
     plain, influence = rounds.values()
     update, flops = median(plain, *UPDATE), sum(plain[0].least[phase][1] for phase in UPDATE)
     peak, more = (max(x.peak for x in way) / 2 ** 20 for way in (plain, influence))
-    lines = [(f"all of generate, ms a token of {N} rows", 1000 * median(plain, "generate") / T, "0.35 (floor 0.17)"),
+    lines = [(f"all of generate / {T} tokens, ms", 1000 * median(plain, "generate") / T, "0.35 (floor 0.17)"),
              ("policy forward + backward, ms", 1000 * update, "38"),
              ("their share of the matrix rate, %", 100 * flops / update / most[0], "48"),
              ("whole iteration with the judge, ms", 1000 * median(plain, "all"), "110 (floor 46)"),

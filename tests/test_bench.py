@@ -234,7 +234,7 @@ def test_gpt2_prints_each_number_that_is_aimed_at(trl, capsys, monkeypatch):
     assert "influence" in influence and "influence" not in plain and read == {(50257, 9)}
     s, ms = {phase: float(x[0]) for phase, x in plain.items() if phase in bench.PHASES or phase == "all"}, 1000
     assert float(plain["generate"][2]) * s["generate"] == pytest.approx(64, rel=0.05)  # none ended by itself
-    assert float(found["all of generate, ms a token of 8 rows"][0]) == pytest.approx(s["generate"] * ms / 8, rel=0.02)
+    assert float(found["all of generate / 8 tokens, ms"][0]) == pytest.approx(s["generate"] * ms / 8, rel=0.02)
     assert float(found["policy forward + backward, ms"][0]) == pytest.approx(
         ms * (s["policy forward"] + s["policy backward"]), rel=0.02)
     assert float(found["whole iteration with the judge, ms"][0]) == pytest.approx(ms * s["all"], rel=0.02)
