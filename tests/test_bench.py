@@ -218,7 +218,7 @@ GPT2 = ["gpt2", "--repeat=1", "--num_prompts=1", "--max_completion_length=8", "-
 def test_gpt2_prints_each_number_that_is_aimed_at(trl, capsys, monkeypatch):
     asked, read, encode, clock = [], set(), scorer.encode, time.perf_counter
     monkeypatch.setattr(bench.time, "perf_counter", lambda: 100 * clock())  # so that what is printed has digits enough
-    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: (1e9, 1e9))
+    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: (1e6, 1e9))
     monkeypatch.setattr(scorer, "encode", lambda tokenizer, texts, size: read.add((tokenizer.n_vocab, size)) or encode(
         tokenizer, texts, size))
     if trl:
@@ -241,7 +241,7 @@ def test_gpt2_prints_each_number_that_is_aimed_at(trl, capsys, monkeypatch):
     assert float(found["influence / plain, whole iteration"][0]) == pytest.approx(
         float(influence["all"][0]) / s["all"], rel=0.02)
     assert float(found["their share of the matrix rate, %"][0]) == pytest.approx(
-        sum(float(plain[phase][3]) * s[phase] for phase in bench.UPDATE) * 1e12 / 1e9 * 100 / sum(
+        sum(float(plain[phase][3]) * s[phase] for phase in bench.UPDATE) * 1e12 / 1e6 * 100 / sum(
             s[phase] for phase in bench.UPDATE), rel=0.02)
     assert {"peak memory, plain, MB", "peak memory, influence, MB"} <= set(found)
     if trl:
@@ -255,7 +255,7 @@ def test_what_is_wrong_with_trl_but_its_absence_is_an_error(monkeypatch):
     def fails(*args):
         raise BadInput("compile = x")
 
-    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: (1e9, 1e9))
+    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: (1e6, 1e9))
     monkeypatch.setattr(bench, "against_trl", fails)
     with pytest.raises(BadInput, match="compile = x"):
         bench.main(GPT2)
