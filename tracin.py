@@ -253,15 +253,17 @@ class Tape:
     def dot(self, G):
         """<g_i, G> for every row (n,). G: {parameter: tensor}; the parameters it leaves out are not scored."""
         p = next(iter(self.names))
-        scores = torch.zeros(self.n, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        scores = torch.zeros(self.n, dtype=torch.float64, device=p.device)
         for module, whose, a, b in self.records:
             for name, p in module.named_parameters(recurse=False):
                 if p in G:
                     scores.index_add_(0, whose, layer_dot(module, name, a, b, G[p]).to(scores))
         for (p, first), g in self.kept.items():
             if p in G:
-                scores[first:first + len(g)] += g.flatten(1) @ G[p].to(g).flatten()
-        return self.spread(scores)
+                width = p.numel() if p.is_cuda else 8192  # a CPU adds a product up in one line, which costs float32 its digits
+                for part, target in zip(g.flatten(1).split(width, 1), G[p].to(g).flatten().split(width)):
+                    scores[first:first + len(g)] += part @ target
+        return self.spread(scores.to(torch.promote_types(p.dtype, torch.float32)))
 
     def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
         """sum of scale * g_i^2 for some rows (indices, ascending): ||g_i||^2 when nothing is scaled. At most about `memory`
