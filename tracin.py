@@ -260,7 +260,7 @@ class Tape:
                     scores.index_add_(0, whose, layer_dot(module, name, a, b, G[p]).to(scores))
         for (p, first), g in self.kept.items():
             if p in G:
-                width = p.numel() if p.is_cuda else 8192  # a CPU adds a product up in one line, which costs float32 its digits
+                width = p.numel() if p.is_cuda else 32768  # a CPU adds a product up in one line, which costs float32 its digits
                 for part, target in zip(g.flatten(1).split(width, 1), G[p].to(g).flatten().split(width)):
                     scores[first:first + len(g)] += part @ target
         return self.spread(scores.to(torch.promote_types(p.dtype, torch.float32)))
