@@ -266,16 +266,16 @@ def phases(s, repeat, picture=None):
         os.replace(picture + ".tmp", picture)
 
 
-def headline(r, rounds):
+def headline(r, rounds, repeat):
     (N, P, T), weights = rounds[-1].shape, sum(p.numel() for p in r.policy.parameters())
     return (f"{N} rows of up to {P} + {T} tokens, {weights / 1e6:.1f} M weights, {r.device}, {r.dtype}, "
-            f"{torch.get_num_threads()} threads; medians of {len(rounds)}")
+            f"{torch.get_num_threads()} threads; medians of {repeat}")
 
 
 def table(r, rounds, most):
     """Print the rounds of a rig phase by phase, most = ceilings(...) -> seconds and floors {phase: seconds}."""
     (matrix, copies), measured, floors = most, {}, {}
-    print(headline(r, rounds))
+    print(headline(r, rounds, len(rounds)))
     print(f"ceilings, measured now: {matrix / 1e12:.3g} TFLOP/s (a large matrix product), {copies / 1e9:.3g} GB/s (a large copy)")
     print(f"{'':17}{'seconds':>9}{'share':>7}{'tokens/s':>10}{'TFLOP/s':>9}{'GB/s':>8}{'floor, s':>10}{'x floor':>9}")
     for phase in (*PHASES, "all"):
@@ -431,7 +431,7 @@ def levers(s, repeat):
     as_set = ready(s, **given)
     changed, every = variants(s, as_set.device), in_turns({"": as_set}, 1)[""]
     wide = max(map(len, ("as set", *changed)))
-    print(f"{headline(as_set, every * repeat)} (min, max), each in turns with the settings as they are; x: times those")
+    print(f"{headline(as_set, every, repeat)} (min, max), each in turns with the settings as they are; x: times those")
     print(f"{'':{wide}}  {'phase':18}{'seconds':>9}{'as set':>9}{'x':>7}{'whole iteration':>24}{'x':>7}{'peak MB':>9}")
 
     def row(way, phases, x, base):
@@ -440,7 +440,6 @@ def levers(s, repeat):
               f"{spread([y.seconds['all'] for y in x], 3):>24}{median(x, 'all') / median(base, 'all'):7.2f}"
               f"{max(y.peak for y in x) / 2 ** 20:9.0f}", flush=True)
 
-    every = []
     for way, (phases, t) in changed.items():  # two rigs at a time: each may hold gigabytes
         try:
             base, x = in_turns({"as set": as_set, way: ready(t, **given)}, repeat).values()
