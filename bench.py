@@ -43,13 +43,18 @@ import torch.nn as nn
 
 import grpo
 from config import PARTS, Settings, load_settings
-from judge import scorer
-from judge.comments import get_splits, load_prompts
+from judge import load_judge, reward_functions, scorer
+from data.comments import get_splits
+from data.prompts import load_prompts
 from judge.train import SHAPE
-from model import (GPT, BadInput, Decoder, GPTConfig, Rollout, add_lora, completion_logprobs, derive, generate, memory,
-                   pick_device, pick_dtype, run_script)
+from model import GPT, GPTConfig, add_lora, completion_logprobs
+from run.script import BadInput
+from run.decoder import Decoder
+from sample import Rollout, generate
+from run.script import derive, run_script
+from run.device import memory, pick_device, pick_dtype
 from pretrain import get_tokenizer, load_policy
-from tokenizer import load_tokenizer
+from hub.tokenizer import load_tokenizer
 from tracin import Tape, choose_targets, filter_rows, select
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -147,7 +152,7 @@ def rig(s, policy, tokenizer, prompts, val_prompts=(), judge=lambda: None):
     decoder, (scored, reference) = grpo.make_decoder(policy, s, dtype), grpo.compile_parts(policy, reference, judges, s)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate, fused=True,
                                   betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay)
-    reward_funcs = scorer.reward_functions(s, judges, device, dtype)
+    reward_funcs = reward_functions(s, judges, device, dtype)
     recorder = Tape(policy, memory=s.tracin_memory * 2 ** 30) if s.tracin != "off" else None
 
     def collect(prompts, purpose, it):
@@ -229,7 +234,7 @@ def material(s):
 def judge_of(s, device, shape=SHAPE):
     """The judge that the settings name, else one of random weights in this shape; None without."""
     if s.judge != "train":
-        return s.judge and scorer.load_judge(s.judge, device, s.judge_label)
+        return s.judge and load_judge(s.judge, device, s.judge_label)
     torch.manual_seed(s.prepare_seed)
     tokenizer, model = load_tokenizer(s.judge_vocab_size), scorer.Scorer(GPTConfig(s.judge_vocab_size, **shape)).to(device)
 

@@ -10,11 +10,17 @@ import os
 import torch
 
 from config import load_settings
-from judge.comments import get_splits, load_prompts
-from judge.scorer import as_reward, reward_functions, score
+from data.comments import get_splits
+from data.prompts import load_prompts
+from judge import as_reward, reward_functions, score
 from judge.train import get_judges
-from model import (BadInput, add_lora, autocast, completion_logprobs, derive, gather, generate, hash_of, load_file, one_by_one,
-                   pick_device, pick_dtype, run_script, share)
+from run.script import BadInput
+from model import add_lora, completion_logprobs
+from run.device import autocast, pick_device, pick_dtype
+from run.script import derive, hash_of, run_script
+from run.processes import gather, one_by_one, share
+from sample import generate
+from run.files import load_file
 from pretrain import get_policy, get_tokenizer
 
 

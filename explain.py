@@ -18,6 +18,12 @@ from unittest.mock import patch
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import grpo
+from config import load_settings
+from pretrain import get_tokenizer, policy_of
+from run.device import pick_device
+from run.files import load_file, read_rows
+from run.script import BadInput, run_script
 from tracin import adam_scale, filter_rows
 
 
@@ -87,7 +93,6 @@ def off(found, true):
 
 def checkpoints(folder):
     """(name, content) of those that the run left, the older first."""
-    from model import load_file
     names = [name for name in ("ckpt_prev.pt", "ckpt.pt") if os.path.exists(os.path.join(folder, name))]
     return ((name, load_file(os.path.join(folder, name), "run")) for name in names)
 
@@ -95,7 +100,6 @@ def checkpoints(folder):
 def arithmetic(folder, name, recorded, flags, method, count):
     """Takes the first step after a checkpoint again and prints its influences beside those of samples.jsonl and, for `count`
     rollouts, beside those by another method in float64."""
-    import grpo
     with tempfile.TemporaryDirectory() as there:  # the run goes on until it selects; in a copy, since resuming cuts the logs
         for log in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
             shutil.copy(os.path.join(folder, log), there)
@@ -150,9 +154,6 @@ def arithmetic(folder, name, recorded, flags, method, count):
 def classic(folder, s, rows, prompt, completion):
     """-> the rows recorded near the checkpoints, their TracIn score (n,) on the mean log-prob of `completion`: the sum over
     checkpoints of learning rate x weight x advantage x <its gradient, that of the row's>. Tokens are read from the text."""
-    from model import BadInput, pick_device
-    from pretrain import get_tokenizer
-    from weights import policy_of
     runs, tokenizer, device = [run for _, run in checkpoints(folder)], get_tokenizer(s), pick_device(s.device)
     near = sorted({min(run["iteration"] + 1, rows[-1]["iteration"]) for run in runs} if rows else {})
     rows, encode = [r for it in near for r in [r for r in rows if r["iteration"] == it][:256]], tokenizer.encode_ordinary
@@ -178,10 +179,6 @@ def classic(folder, s, rows, prompt, completion):
 
 
 def main(argv):
-    from config import load_settings
-    from judge.comments import read_rows
-    from model import BadInput
-    from pretrain import get_tokenizer
     own = dict(method="brute", rows="8", show="5", prompt="", completion="")
     flags = [arg for arg in argv[1:] if arg[2:].partition("=")[0] not in own]
     own |= {arg[2:].partition("=")[0]: arg.partition("=")[2] for arg in argv[1:] if arg not in flags}
@@ -223,5 +220,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    from model import run_script
     run_script(main)

@@ -3,22 +3,25 @@
     python pretrain.py config/toxicity.py
 """
 import hashlib
-import math
 import os
 import random
 import time
-from dataclasses import asdict
 
 import torch
 from torch.nn import functional as F
 
 from config import Settings, load_settings
-from fetch import read_gguf
-from judge.comments import get_splits
-from model import (GPT, BadInput, GPTConfig, autocast, fast_dtype, generate, interrupts, load_file, load_gpt, pick_device,
-                   run_script, save_file, save_gpt)
-from tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
-from weights import load_pretrained, locate
+from hub.fetch import read_gguf
+from data.comments import get_splits
+from model import GPT, GPTConfig, add_lora
+from run.script import BadInput
+from run.device import autocast, fast_dtype, pick_device
+from sample import generate
+from run.script import interrupts, run_script
+from run.files import load_file, load_gpt, save_gpt
+from run.fit import fit
+from hub.tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
+from hub.weights import load_pretrained, locate
 
 
 def token_stream(tokenizer, texts, seed, limit):
@@ -46,50 +49,6 @@ def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
     others = [p for name, p in model.named_parameters() if not (p.dim() == 2 and name.startswith("h."))]
     return [torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0),
             torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-
-
-def fit(model, optimizers, loss_at, steps, partial, label, warmup=0.02, decay=0.5, stop=lambda: False, save_seconds=20):
-    """The supervised loop that pretrain.py and judge/train.py share: minimise loss_at(step) for `steps` steps.
-
-    loss_at must depend on nothing but the weights and the step, so that a run which is interrupted and started again
-    from the file `partial` goes on as if it had not been. Learning rate: up over `warmup`, down to 0 over `decay` of
-    the steps. Prints loss and remaining time; raises KeyboardInterrupt, having saved, once stop() is true.
-    """
-    first, began = 0, time.time()
-    if os.path.exists(partial):
-        state = load_file(partial, "partial")
-        model.load_state_dict(state["model"])
-        for optimizer, s in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(s)
-        first = state["step"]
-        print(f"{label}: goes on from step {first} of {steps} ({partial})")
-    base, saved, printed = [[g.setdefault("base_lr", g["lr"]) for g in o.param_groups] for o in optimizers], began, began
-    smooth, weight = 0.0, 1e-9
-    for step in range(first, steps):
-        scale = min(1.0, (step + 1) / max(1, warmup * steps), (steps - step) / max(1, decay * steps))
-        for optimizer, rates in zip(optimizers, base):
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * scale
-        loss = loss_at(step)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        smooth, weight = 0.98 * smooth + 0.02 * loss.detach(), 0.98 * weight + 0.02
-        now = time.time()
-        if now - printed > 10 or step + 1 == steps:
-            left = (now - began) / (step + 1 - first) * (steps - step - 1)
-            print(f"{label}: step {step + 1}/{steps}, loss {float(smooth) / weight:.3f}, {left:.0f} s left", flush=True)
-            printed = now
-        if now - saved > save_seconds or stop():
-            save_file(partial, "partial", model=model.state_dict(), step=step + 1,
-                      optimizers=[o.state_dict() for o in optimizers])
-            saved = now
-            if stop():
-                raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
-    if not math.isfinite(float(smooth)):
-        raise SystemExit(f"stopped: the loss of {label} became {float(smooth)}; remove {partial} and lower its learning rate")
-    return float(smooth) / weight
 
 
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
@@ -178,6 +137,31 @@ def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
         os.remove(path + ".partial")
     print(f"policy: held-out loss {loss:.3f} nats per token, {time.time() - began:.0f} s, {path}")
     return model.cpu()
+
+
+def load_run(path):
+    """(policy, tokenizer's source) of a run's folder or of a policy's .pt file."""
+    if not os.path.isdir(path):
+        model = load_gpt(path)
+        return model, load_tokenizer(model.config.vocab_size)
+    return policy_of(path, load_file(os.path.join(path, "ckpt.pt"), "run"))
+
+
+def policy_of(path, run):
+    """(policy, tokenizer's source) of a checkpoint that grpo.py wrote, the adapters on it."""
+    s = run["settings"]
+    if s["policy"] == "train":
+        model = GPT(GPTConfig(*(s[k] for k in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"))))
+        source = load_tokenizer(s["vocab_size"])
+    else:
+        model, source = load_run(s["policy"]) if s["policy"].endswith(".pt") else load_pretrained(s["policy"])
+    if s["lora_rank"]:
+        add_lora(model, s["lora_rank"], s["lora_alpha"], s["lora_layers"])
+    try:
+        model.load_state_dict(run["policy"])
+    except RuntimeError as e:
+        raise BadInput(f"{path}: the checkpoint does not fit its settings ({str(e).splitlines()[0]})") from e
+    return model, source
 
 
 def main(argv):

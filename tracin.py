@@ -13,6 +13,8 @@ arithmetic when rows are long. Scores and weighted gradients are then a matrix-v
 Only first order in the step is approximate: momentum, the size of the step and what rows do together are not in I_i.
 """
 import functools
+import os
+import runpy
 
 import torch
 import torch.nn as nn
@@ -472,55 +474,5 @@ def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, ever
     return keep.to(influence) * factor, influence, {p: g.mul_(factor) if factor != 1 else g for p, g in kept.items()}, metrics
 
 
-def describe_cost(s, num_weights, fewest=24):
-    """One line: what the settings ask of an iteration beside plain GRPO, with so many weights scored in rollouts."""
-    rows = s.mini_batch_size or s.num_prompts * s.num_generations
-    size = rows * num_weights * 4 / 2 ** 30
-    memory = f"; rollouts' gradients are {rows} x {num_weights / 1e6:.1f} M weights = {size:.2f} GB, of which tracin_memory lets "
-    memory += "all" if size <= s.tracin_memory else f"{s.tracin_memory:g} GB"
-    memory += " be kept" if size <= s.tracin_memory else " be kept, the rest is contracted with the target's"
-    memory += f" (layers with fewer than {fewest} tokens a row are contracted all the same)"
-    target = f"influence on {s.tracin}, {s.tracin_select} kept: "
-    if s.mini_batch_size:
-        target = target[:-2] + f", in each of the {s.num_prompts * s.num_generations // rows} steps of the first pass: "
-    if s.tracin_val_prompts:
-        n = s.tracin_val_prompts * s.num_generations
-        target += (f"{n} held-out rollouts are sampled and scored, {min(s.tracin_val_size or n, n)} of them go forward and "
-                   "backward for the target; 1 forward and 1 backward of the batch for scores and step")
-    elif s.tracin == "self" or not (s.beta and s.kl_in == "loss" or s.top_entropy_quantile < 1 or s.mini_batch_size):
-        target += "1 forward and 1 backward serve target, scores and step"
-    else:
-        target += ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its log-prob; kl_in = 'reward' "
-                   "with kl_estimator = 'k1', or beta = 0, and mini_batch_size = 0 need 1")
-    return target + memory
-
-
-def diagnose_influence(m, s):
-    """{kind of trouble: one line} for the tracin/ metrics of an iteration."""
-    out = {}
-    if m["tracin/empty_steps"] > 0:
-        out["empty"] = ("influence kept no rollout, so the step was skipped: use tracin_select = 'positive' or a larger "
-                        "tracin_fraction")
-    if m["tracin/fallback"] > 0:
-        out["fallback"] = (f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive influence: kept the "
-                           "better half instead; is the target too small or of another kind?")
-    if m["tracin/target_contrast"] < 0.3:
-        out["contrast"] = (f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those it was chosen "
-                           "from (0: all alike): without good and bad it says 'write this', not 'improve'; use "
-                           "tracin_val_select = 'random' or 'balanced'")
-    if m["tracin/target_cosine"] < 0.1:
-        out["noise"] = (f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of its two halves have "
-                        f"cosine {m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and tracin_val_size")
-    if m["tracin/self_share"] > 0.5 and not s.tracin_leave_one_out:
-        out["self"] = (f"{100 * m['tracin/self_share']:.0f} % of the influence is each rollout's own share in the target: set "
-                       "tracin_leave_one_out = True")
-    if not m["tracin/invariant_error"] <= (1e-3 if s.dtype != "bfloat16" else 5e-2):
-        out["invariant"] = (f"influences do not add up to <G_train, G_target> (relative error {m['tracin/invariant_error']:.1e}): "
-                            "the scores are wrong, do not trust this run")
-    return out
-
-
 if __name__ == "__main__":  # python tracin.py out/toxicity_tracin explains a run
-    from explain import main
-    from model import run_script
-    run_script(main)
+    runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "explain.py"), run_name="__main__")

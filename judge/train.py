@@ -1,25 +1,28 @@
 """Trains the two judges on disjoint halves of the labelled comments, at first use or by itself:
 
-    python judge/train.py config/toxicity.py
+    python -m judge.train config/toxicity.py
 
 judge_a gives the reward. judge_b never touches training: it is the independent judge of the evaluation.
 """
 import hashlib
 import os
 import random
-import sys
 import time
 
 import torch
 from torch.nn import functional as F
 
-if __name__ == "__main__":  # run as a script: the project's folder, not judge/, is where imports start
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-from judge.scorer import Scorer, encode, load_judge, log_odds, pad_right, save_judge
-from model import (BadInput, GPTConfig, autocast, fast_dtype, interrupts, load_file, pick_device, run_script)
-from pretrain import fit
-from tokenizer import load_tokenizer
+from config import load_settings
+from data.comments import get_splits
+from judge import load_judge
+from judge.scorer import Scorer, encode, log_odds, pad_right, save_judge
+from run.script import BadInput
+from model import GPTConfig
+from run.device import autocast, fast_dtype, pick_device
+from run.script import interrupts, run_script
+from run.files import load_file
+from run.fit import fit
+from hub.tokenizer import load_tokenizer
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 
@@ -107,8 +110,6 @@ def get_judges(settings, splits, device, stop=lambda: False):
 
 
 def main(argv):
-    from config import load_settings
-    from judge.comments import get_splits
     settings = load_settings(argv)
     with interrupts() as stop:
         get_judges(settings, get_splits(settings), pick_device(settings.device), stop)

@@ -57,8 +57,9 @@ def script():
     """Start a script of the repository as a user would: script("grpo.py", "--flag=1").returncode, .stdout, .stderr."""
     def start(name, *argv, wait=True):
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-        process = subprocess.Popen([sys.executable, os.path.join(ROOT, name), *map(str, argv)], stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, env=env)
+        command = [os.path.join(ROOT, name)] if name.endswith(".py") else ["-m", name]
+        process = subprocess.Popen([sys.executable, *command, *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   text=True, env=env, cwd=None if name.endswith(".py") else ROOT)
         if not wait:
             return process
         out, err = process.communicate(timeout=120)
@@ -74,7 +75,7 @@ def tiny(comments, script, tmp_path_factory):
     flags = [*TINY, f"--comments={comments}", f"--cache_dir={cache}", "--save_interval=2", "--max_iters=3",
              "--eval_interval=3"]
     made = SimpleNamespace(flags=flags, cache=str(cache), pretrain=script("pretrain.py", *flags),
-                           train=script("judge/train.py", *flags))
+                           train=script("judge.train", *flags))
     made.policy, made.judge = (str(next(cache.glob(f"{name}-*.pt"))) for name in ("policy", "judge_a"))
     return made
 

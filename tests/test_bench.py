@@ -13,7 +13,7 @@ import bench
 import grpo
 from config import Settings, load_settings
 from judge import scorer
-from model import BadInput
+from run.script import BadInput
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
 TINY = dict(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=64, num_prompts=4, num_generations=4, prompt_words=(3, 6),

@@ -11,9 +11,10 @@ import typing
 import pytest
 import torch
 
-from config import CHOICES, RANGES, Settings, claim_out_dir, load_settings, public, write_config
+from config import CHOICES, RANGES, Settings, load_settings, public
+from run.checkpoint import claim_out_dir, write_config
 from conftest import ROOT
-from model import BadInput
+from run.script import BadInput
 
 TYPES = typing.get_type_hints(Settings)
 

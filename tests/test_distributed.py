@@ -15,8 +15,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 import grpo as trainer  # noqa: E402
-import model  # noqa: E402
-from model import gather, hash_of, load_file, run_script, share  # noqa: E402
+import run.processes  # noqa: E402
+from run.processes import gather, share
+from run.script import hash_of, run_script
+from run.files import load_file
 
 CASES = {
     "judge": ("--beta=0.1", "--judge=train", "--reward_funcs=('judge', 'reward')", "--micro_batch_size=4"),
@@ -179,7 +181,7 @@ def test_shares_are_all_rows_in_order_and_even(monkeypatch):
     for n, group, processes in ((16, 4, 3), (7, 1, 3), (2, 1, 5), (0, 1, 2), (12, 4, 1)):
         rows, sizes = [], []
         for rank in range(processes):
-            monkeypatch.setattr(model, "world", lambda: (rank, processes))
+            monkeypatch.setattr(run.processes, "world", lambda: (rank, processes))
             rows += range(n)[share(n, group)]
             sizes.append(len(range(n)[share(n, group)]))
         assert rows == list(range(n)) and all(size % group == 0 for size in sizes) and max(sizes) - min(sizes) <= group

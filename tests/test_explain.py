@@ -13,8 +13,10 @@ import torch
 import explain
 import grpo
 import tracin
-from model import GPT, BadInput, GPTConfig, add_lora, load_file, save_file
-from tokenizer import load_tokenizer
+from model import GPT, GPTConfig, add_lora
+from run.script import BadInput
+from run.files import load_file, save_file
+from hub.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 CONFIG = """

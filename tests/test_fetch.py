@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-import fetch as module
-from fetch import DTYPES, fetch, load_tensors, read_gguf, read_safetensors, write_safetensors
-from model import BadInput, find_below
+import hub.fetch as module
+from hub.fetch import DTYPES, fetch, load_tensors, read_gguf, read_safetensors, write_safetensors
+from run.script import BadInput
+from run.files import find_below
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -768,15 +769,15 @@ def test_two_at_once_download_once(hub):
 
 
 def test_the_command(hub, script):
-    done = script("fetch.py", "gpt2")
+    done = script("hub.fetch", "gpt2")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == str(hub.folder) and "       300,000 bytes  model.safetensors" in lines and len(lines) == 5
-    done = script("fetch.py", "gpt3")
+    done = script("hub.fetch", "gpt3")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: 'gpt3': no such folder")
     assert len(done.stderr.splitlines()) == 1
     for argv in ([], ["a/b", "c/d"], ["--help"]):
-        refused("usage: python fetch.py", call=lambda: module.main(argv))
+        refused("usage: python -m hub.fetch", call=lambda: module.main(argv))
 
 
 def test_a_process_killed_in_the_middle_loses_nothing(hub):
@@ -790,7 +791,7 @@ def test_a_process_killed_in_the_middle_loses_nothing(hub):
         handler.answer(206, data[200_000:], ETag=git_hash(data), **{"Content-Range": f"bytes 200000-299999/{len(data)}"})
 
     hub.odd[hub.weights] = stalls
-    process = subprocess.Popen([sys.executable, os.path.join(ROOT, "fetch.py"), "gpt2"], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "hub.fetch", "gpt2"], cwd=ROOT, stderr=subprocess.DEVNULL)
     partial = hub.folder / "model.safetensors.partial"
     while not (partial.exists() and partial.stat().st_size > 100_000):
         assert process.poll() is None and not hub.bye.wait(0.01)

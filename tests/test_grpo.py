@@ -17,14 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import model
+import sample as sampling
 from config import load_settings
 from evaluate import evaluate
-from grpo import (collect, describe_batch, diagnose, group_advantages, grpo_loss, kl_estimate, learning_rate, loss_of, pick,
-                  sync, total_reward, update)
-from judge.scorer import score
-from model import (GPT, BadInput, GPTConfig, Rollout, add_lora, autocast, completion_logprobs, derive, generate, pad_left,
-                   save_gpt, truncate)
-from tokenizer import load_tokenizer
+from grpo import (
+    collect, group_advantages, grpo_loss, kl_estimate, learning_rate, loss_of, pick, sync,
+    total_reward, update)
+from run.report import describe_batch, diagnose
+from judge import score
+from model import GPT, GPTConfig, add_lora, completion_logprobs
+from run.script import BadInput
+from sample import Rollout, generate, pad_left, truncate
+from run.device import autocast
+from run.script import derive
+from run.files import save_gpt
+from hub.tokenizer import load_tokenizer
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 NAN, INF = math.nan, math.inf
@@ -558,8 +565,8 @@ def test_decode_batch_size_changes_nothing(size):
 
 
 def test_decode_batch_size_bounds_the_decode(monkeypatch):
-    rows, decode = [], model.decode
-    monkeypatch.setattr(model, "decode", lambda *a: (rows.append(len(a[3].tokens)), decode(*a)))
+    rows, decode = [], sampling.decode
+    monkeypatch.setattr(sampling, "decode", lambda *a: (rows.append(len(a[3].tokens)), decode(*a)))
     sample(gpt(), settings(decode_batch_size=8))
     assert rows == [8, 8]
 

@@ -10,9 +10,13 @@ import torch
 
 import grpo
 from config import load_settings
-from grpo import describe_batch, loss_of, update
-from model import BadInput, add_lora, completion_logprobs, save_gpt
-from tracin import Tape, adam_scale, choose_targets, describe_cost, diagnose_influence, select, target_coefficients
+from run.report import describe_batch
+from grpo import loss_of, update
+from run.script import BadInput
+from model import add_lora, completion_logprobs
+from run.files import save_gpt
+from tracin import Tape, adam_scale, choose_targets, select, target_coefficients
+from run.report import describe_cost, diagnose_influence
 from test_grpo import FLOAT, gpt, letters, moved, quiet, sample, same_weights, settings, weights_of
 
 MANY = [("a", [3, 4]), ("b", [5]), ("c", [9, 8, 7]), ("d", [2, 2]), ("e", [11]), ("f", [6, 1]), ("g", [13, 3]), ("h", [20])]

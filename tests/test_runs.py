@@ -21,7 +21,9 @@ import grpo as trainer
 import judge.train
 import pretrain
 from config import load_settings, public
-from model import BadInput, load_file, run_script, save_file
+from run.script import BadInput
+from run.files import load_file, save_file
+from run.script import run_script
 
 NOISE = """
 import os, random, time

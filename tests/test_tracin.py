@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tracin
 from judge.scorer import Scorer, pad_right
-from model import GPT, GPTConfig, add_lora, autocast, token_logprobs
+from model import GPT, GPTConfig, add_lora, token_logprobs
+from run.device import autocast
 from tracin import Tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.torch.jit.script")

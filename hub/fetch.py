@@ -1,7 +1,7 @@
 """
 Published models: their files onto this machine, and the tensors out of the files.
 
-    python fetch.py gpt2        # or owner/name, owner/name@revision: prints the folder, its files and their sizes
+    python -m hub.fetch gpt2        # or owner/name, owner/name@revision: prints the folder, its files and their sizes
 
 In the order of the file: tensor files (safetensors, GGUF), the download.
 Two formats are read, both nothing but a table and raw numbers; pickles (.bin, .pt of others) run what is in them and are
@@ -27,7 +27,8 @@ import urllib.request
 import numpy as np
 import torch
 
-from model import BadInput, run_script
+from run.script import BadInput
+from run.script import run_script
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -508,7 +509,7 @@ def receive(response, partial, at, size, what):
 
 def main(argv):
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise BadInput("usage: python fetch.py NAME, where NAME is owner/name, owner/name@revision or one of " + ", ".join(SHORT))
+        raise BadInput("usage: python -m hub.fetch NAME, where NAME is owner/name, owner/name@revision or one of " + ", ".join(SHORT))
     folder = fetch(argv[0])
     print(folder)
     for file in sorted(os.listdir(folder)):
