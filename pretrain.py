@@ -1,177 +1,278 @@
-"""The small default policy: a GPT trained from scratch on the comments, at first use or by itself:
+"""The policy that the settings name: loaded, pretrained here, or rebuilt from a run.
 
     python pretrain.py config/toxicity.py
+
+makes the small default policy, a GPT trained from scratch on the comments, and prints samples of
+it. grpo.py makes it at first use too.
 """
+import copy
 import hashlib
 import os
 import random
 import time
+from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
 
 from config import Settings, load_settings
-from hub.fetch import read_gguf
 from data.comments import get_splits
-from model import GPT, GPTConfig, add_lora
-from run.script import BadInput
-from run.device import autocast, fast_dtype, pick_device
-from sample import generate
-from run.script import interrupts, run_script
-from run.files import load_file, load_gpt, save_gpt
-from run.fit import fit
+from hub.fetch import read_gguf
 from hub.tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
 from hub.weights import load_pretrained, locate
+from model import GPT, GPTConfig, add_lora
+from run.device import autocast, fast_dtype, pick_device
+from run.files import load_file, load_gpt, save_gpt
+from run.fit import fit
+from run.script import BadInput, derive, interrupts, run_script
+from sample import generate
 
-
-def token_stream(tokenizer, texts, seed, limit):
-    """About `limit` tokens (M,) of whole comments in shuffled order, the end token after each."""
-    texts = list(texts)
-    random.Random(seed).shuffle(texts)
-    ids, done = [], 0
-    while done < len(texts) and len(ids) < limit:
-        for comment in tokenizer.encode_ordinary_batch(texts[done:done + 10_000], num_threads=2):
-            ids += comment + [tokenizer.eot_token]
-        done += 10_000
-    return torch.tensor(ids)
-
-
-def windows(stream, rows, block_size, seed):
-    """rows random stretches of block_size + 1 tokens -> (rows, block_size + 1)"""
-    starts = torch.randint(len(stream) - block_size, (rows, 1), generator=torch.Generator().manual_seed(seed))
-    return stream[starts + torch.arange(block_size + 1)]
-
-
-def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
-    """Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for embeddings, norms and biases: at this scale
-    it needs clearly fewer tokens than AdamW alone for the same loss."""
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("h.")]
-    others = [p for name, p in model.named_parameters() if not (p.dim() == 2 and name.startswith("h."))]
-    return [torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0),
-            torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-
-
+# the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+BATCH_SIZE = 48  # windows of block_size tokens
 
 
-def is_published(settings):
-    """True when the policy is a published model, by its name or place, and neither made here nor a .pt file."""
-    return settings.policy != "train" and not settings.policy.endswith(".pt")
+# --------------------------------------------------------------------------------------------------
+# the policy that the settings name
 
 
-def load_policy(settings):
-    """The policy that the settings name; None for "train". The shape of a published one goes into the settings, and what they
-    said is said to be left aside; a .pt file must have theirs, since the tokenizer is chosen by it, else BadInput."""
-    if settings.policy == "train":
-        return None
-    model = load_pretrained(settings.policy)[0] if is_published(settings) else load_gpt(settings.policy)
-    aside = [f"{name} = {getattr(settings, name)}" for name in SHAPE
-             if getattr(settings, name) not in (getattr(Settings, name), getattr(model.config, name))]
-    if aside and is_published(settings):
-        print(f"note: {settings.policy} has a shape of its own; {', '.join(aside)} is left aside")
-    for name in SHAPE:
-        wanted, found = getattr(settings, name), getattr(model.config, name)
-        if wanted != found and not is_published(settings):
-            raise BadInput(f"{name} = {wanted} but {settings.policy} has {found}: set {name} = {found}")
-        setattr(settings, name, found)
-    if settings.max_completion_length >= settings.block_size:
-        raise BadInput(f"max_completion_length = {settings.max_completion_length}: {settings.policy} has {settings.block_size} "
-                       "positions for prompt and completion")
-    return model
-
-
-def get_tokenizer(settings):
-    """The tokenizer of the policy: its own where it is a published model, whose shape is in the settings by now, else GPT-2's
-    first vocab_size tokens. BadInput when it gives ids that the model does not have."""
-    if not is_published(settings):
-        return load_tokenizer(settings.vocab_size)
-    path = locate(settings.policy)
-    if path.endswith(".gguf"):
-        tokenizer = gguf_tokenizer(read_gguf(path)[0], path)
-    else:
-        tokenizer = read_tokenizer(path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
-    largest = max(i for i in (tokenizer.eot_token, *tokenizer.ids) if i is not None)
-    if largest >= settings.vocab_size:
-        raise BadInput(f"{settings.policy}: its tokenizer gives ids up to {largest}, the model has {settings.vocab_size} tokens: "
-                       "these files do not belong together")
-    return tokenizer
-
-
-def get_policy(settings, splits, device, stop=lambda: False, batch_size=48):
-    """The policy on the CPU: the file that the settings name, else pretrained here, once, into settings.cache_dir."""
-    if settings.policy != "train":
-        return load_policy(settings)
-    fast = fast_dtype(device) == torch.bfloat16
-    tokens = settings.pretrain_tokens or (12_000_000 if device.type == "cuda" else 3_000_000 if fast else 1_500_000)
-    shape = GPTConfig(*(getattr(settings, name) for name in SHAPE))
+def get_policy(cfg, splits, device, stop=lambda: False):
+    """Return the policy on the CPU: loaded, or for "train" pretrained once into cfg.cache_dir."""
+    if cfg.policy != "train":
+        return load_policy(cfg)
+    num_tokens = cfg.pretrain_tokens or pretraining_tokens(device)
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
-    made_of = texts, [getattr(settings, name) for name in SHAPE], tokens, settings.prepare_seed, batch_size
+    shape = [getattr(cfg, name) for name in SHAPE]
+    made_of = (texts, shape, num_tokens, cfg.prepare_seed, BATCH_SIZE)
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
-    path = os.path.join(settings.cache_dir, f"policy-{settings.n_layer}x{settings.n_embd}-{key}.pt")
+    path = os.path.join(cfg.cache_dir, f"policy-{cfg.n_layer}x{cfg.n_embd}-{key}.pt")
     if os.path.exists(path):
         print(f"policy: {path}")
         return load_gpt(path)
+    held_out = [text for text, _ in splits["eval_prompts"]]
+    return pretrain(cfg, path, texts, held_out, num_tokens, device, stop)
+
+
+def load_policy(cfg):
+    """Load the policy that is named by a file or published name; return None for "train".
+
+    A published model brings its own shape: it overrides the settings, and overridden values are
+    printed. A .pt file must have the shape of the settings, because they choose its tokenizer;
+    BadInput otherwise. Raises BadInput too where a completion leaves no room for a prompt.
+    """
+    if cfg.policy == "train":
+        return None
+    if is_published(cfg):
+        policy, _ = load_pretrained(cfg.policy)
+        adopt_shape(cfg, policy.config)
+    else:
+        policy = load_gpt(cfg.policy)
+        check_shape(cfg, policy.config)
+    if cfg.max_completion_length >= cfg.block_size:
+        raise BadInput(f"max_completion_length = {cfg.max_completion_length}: {cfg.policy} has "
+                       f"{cfg.block_size} positions for prompt and completion")
+    return policy
+
+
+def is_published(cfg):
+    """Tell whether the policy is a published model: neither pretrained here nor a .pt file."""
+    return cfg.policy != "train" and not cfg.policy.endswith(".pt")
+
+
+def adopt_shape(cfg, config):
+    """Put a model's shape into the settings and print the settings that it overrides."""
+    ignored = []
+    for name in SHAPE:
+        wanted = getattr(cfg, name)
+        if wanted not in (getattr(Settings, name), getattr(config, name)):
+            ignored.append(f"{name} = {wanted}")
+        setattr(cfg, name, getattr(config, name))
+    if ignored:
+        print(f"note: {cfg.policy} has its own shape; ignored: {', '.join(ignored)}")
+
+
+def check_shape(cfg, config):
+    """Raise BadInput when a model's shape is not the one of the settings."""
+    for name in SHAPE:
+        wanted = getattr(cfg, name)
+        found = getattr(config, name)
+        if wanted != found:
+            raise BadInput(f"{name} = {wanted} but {cfg.policy} has {found}: set {name} = {found}")
+
+
+def new_policy(cfg):
+    """Make a GPT of the shape in the settings, with random weights."""
+    return GPT(GPTConfig(*(getattr(cfg, name) for name in SHAPE)))
+
+
+def trainable(base, cfg):
+    """Copy the base into the policy that is trained, with gradients on.
+
+    With cfg.lora_rank the copy gets adapters, whose initial weights depend on cfg.seed alone. All
+    other weights are frozen and shared with the base, so they are in memory once.
+    """
+    if not cfg.lora_rank:
+        return copy.deepcopy(base).requires_grad_(True)
+    policy = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+    torch.manual_seed(derive(cfg.seed, "lora"))
+    return add_lora(policy, cfg.lora_rank, cfg.lora_alpha, cfg.lora_layers)
+
+
+def get_tokenizer(cfg):
+    """Return the policy's tokenizer: a published model's own, else GPT-2's first vocab_size tokens.
+
+    The settings must have the policy's shape by now (see load_policy). Raises BadInput when the
+    tokenizer gives ids that the model does not have.
+    """
+    if not is_published(cfg):
+        return load_tokenizer(cfg.vocab_size)
+    path = locate(cfg.policy)
+    if path.endswith(".gguf"):
+        tokenizer = gguf_tokenizer(read_gguf(path)[0], path)
+    else:
+        folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+        tokenizer = read_tokenizer(folder)
+    largest = max(i for i in (tokenizer.eot_token, *tokenizer.ids) if i is not None)
+    if largest >= cfg.vocab_size:
+        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {largest}, the model has "
+                       f"{cfg.vocab_size} tokens: these files do not belong together")
+    return tokenizer
+
+
+# --------------------------------------------------------------------------------------------------
+# the policy of a run
+
+
+def load_run(path):
+    """Load the policy of a run's folder or of a .pt file -> (policy, source of its tokenizer).
+
+    The source is the tokenizer itself, or the folder or GGUF file of a published model.
+    """
+    if os.path.isdir(path):
+        return policy_of(path, load_file(os.path.join(path, "ckpt.pt"), "run"))
+    policy = load_gpt(path)
+    return policy, load_tokenizer(policy.config.vocab_size)
+
+
+def policy_of(path, run):
+    """Rebuild the policy of a checkpoint that grpo.py wrote -> (policy, source of its tokenizer).
+
+    LoRA adapters are on it. path names the checkpoint in messages.
+    """
+    cfg = SimpleNamespace(**run["settings"])
+    if cfg.policy == "train":
+        policy = new_policy(cfg)
+        source = load_tokenizer(cfg.vocab_size)
+    elif is_published(cfg):
+        policy, source = load_pretrained(cfg.policy)
+    else:
+        policy, source = load_run(cfg.policy)
+    if cfg.lora_rank:
+        policy = trainable(policy, cfg)
+    try:
+        policy.load_state_dict(run["policy"])
+    except RuntimeError as e:
+        reason = str(e).splitlines()[0]
+        raise BadInput(f"{path}: the checkpoint does not fit its settings ({reason})") from e
+    return policy, source
+
+
+# --------------------------------------------------------------------------------------------------
+# pretraining
+
+
+def pretraining_tokens(device):
+    """Return how many tokens to pretrain on: about four minutes of work."""
+    if device.type == "cuda":
+        return 12_000_000
+    return 3_000_000 if fast_dtype(device) == torch.bfloat16 else 1_500_000
+
+
+def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
+    """Train a new policy on texts for about num_tokens tokens and save it at `path`.
+
+    Prints its loss on the held_out texts. Returns it on the CPU.
+    """
     began = time.time()
-    tokenizer = load_tokenizer(settings.vocab_size)
-    torch.manual_seed(settings.prepare_seed)
-    model = GPT(shape).to(device)
-    stream = token_stream(tokenizer, texts, settings.prepare_seed, 2 * tokens)
-    heldout = token_stream(tokenizer, [text for text, _ in splits["eval_prompts"]], 0, 50_000)
-    if min(len(stream), len(heldout)) <= shape.block_size:
-        raise BadInput(f"too few comments: {len(stream)} tokens to train on and {len(heldout)} to test, must be above block_size")
-    print(f"policy: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M weights, {tokens / 1e6:.1f}M tokens of "
-          f"{len(texts)} comments, {fast_dtype(device)} on {device}")
+    tokenizer = load_tokenizer(cfg.vocab_size)
+    stream = token_stream(tokenizer, texts, cfg.prepare_seed, 2 * num_tokens)
+    held_out = token_stream(tokenizer, held_out, 0, 50_000)
+    if min(len(stream), len(held_out)) <= cfg.block_size:
+        raise BadInput(f"too few comments: {len(stream)} tokens to train on and {len(held_out)} to "
+                       f"test on, both must be above block_size = {cfg.block_size}")
+    torch.manual_seed(cfg.prepare_seed)
+    model = new_policy(cfg).to(device)
+    dtype = fast_dtype(device)
+    num_weights = sum(p.numel() for p in model.parameters())
+    print(f"policy: {num_weights / 1e6:.1f}M weights, {num_tokens / 1e6:.1f}M tokens of "
+          f"{len(texts)} comments, {dtype} on {device}")
 
     def loss_at(step, stream=stream):
-        batch = windows(stream, batch_size, shape.block_size, 1000 * settings.prepare_seed + step).to(device)
-        with autocast(device, fast_dtype(device)):
-            logits = model.lm_head(model(batch[:, :-1]))
+        seed = 1000 * cfg.prepare_seed + step
+        batch = windows(stream, BATCH_SIZE, cfg.block_size, seed).to(device)
+        with autocast(device, dtype):
+            logits = model.lm_head(model(batch[:, :-1]))  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
-    steps = max(1, tokens // (batch_size * shape.block_size))
-    fit(model, optimizers(model), loss_at, steps, path + ".partial", "policy", stop=stop)
+    partial = path + ".partial"
+    steps = max(1, num_tokens // (BATCH_SIZE * cfg.block_size))
+    fit(model, optimizers(model), loss_at, steps, partial, "policy", stop=stop)
     with torch.no_grad():
-        loss = sum(float(loss_at(i, heldout)) for i in range(10)) / 10
+        loss = sum(float(loss_at(i, held_out)) for i in range(10)) / 10
     save_gpt(path, model, loss=loss)
-    if os.path.exists(path + ".partial"):
-        os.remove(path + ".partial")
+    if os.path.exists(partial):
+        os.remove(partial)
     print(f"policy: held-out loss {loss:.3f} nats per token, {time.time() - began:.0f} s, {path}")
     return model.cpu()
 
 
-def load_run(path):
-    """(policy, tokenizer's source) of a run's folder or of a policy's .pt file."""
-    if not os.path.isdir(path):
-        model = load_gpt(path)
-        return model, load_tokenizer(model.config.vocab_size)
-    return policy_of(path, load_file(os.path.join(path, "ckpt.pt"), "run"))
+def token_stream(tokenizer, texts, seed, limit):
+    """Join whole texts in shuffled order, the end token after each -> about `limit` ids (M,)."""
+    texts = list(texts)
+    random.Random(seed).shuffle(texts)
+    ids = []
+    for start in range(0, len(texts), 10_000):
+        if len(ids) >= limit:
+            break
+        part = texts[start:start + 10_000]
+        for text_ids in tokenizer.encode_ordinary_batch(part, num_threads=2):
+            ids += text_ids + [tokenizer.eot_token]
+    return torch.tensor(ids)
 
 
-def policy_of(path, run):
-    """(policy, tokenizer's source) of a checkpoint that grpo.py wrote, the adapters on it."""
-    s = run["settings"]
-    if s["policy"] == "train":
-        model = GPT(GPTConfig(*(s[k] for k in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"))))
-        source = load_tokenizer(s["vocab_size"])
-    else:
-        model, source = load_run(s["policy"]) if s["policy"].endswith(".pt") else load_pretrained(s["policy"])
-    if s["lora_rank"]:
-        add_lora(model, s["lora_rank"], s["lora_alpha"], s["lora_layers"])
-    try:
-        model.load_state_dict(run["policy"])
-    except RuntimeError as e:
-        raise BadInput(f"{path}: the checkpoint does not fit its settings ({str(e).splitlines()[0]})") from e
-    return model, source
+def windows(stream, num_rows, block_size, seed):
+    """Cut random windows out of a stream (M,) -> ids (num_rows, block_size + 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(stream) - block_size, (num_rows, 1), generator=generator)
+    return stream[starts + torch.arange(block_size + 1)]
+
+
+def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
+    """Return Muon (Jordan et al. 2024) for the blocks' matrices and AdamW for all other weights.
+
+    At this scale Muon needs clearly fewer tokens than AdamW alone for the same loss.
+    """
+    matrices = []
+    others = []
+    for name, p in model.named_parameters():
+        if p.dim() == 2 and name.startswith("h."):
+            matrices.append(p)
+        else:
+            others.append(p)
+    muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0)
+    adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return [muon, adam]
 
 
 def main(argv):
-    settings = load_settings(argv)
+    cfg = load_settings(argv)
     with interrupts() as stop:
-        model = get_policy(settings, get_splits(settings), pick_device(settings.device), stop)
-    tokenizer = get_tokenizer(settings)
+        policy = get_policy(cfg, get_splits(cfg), pick_device(cfg.device), stop)
+    tokenizer = get_tokenizer(cfg)
     prompts = ["I think that the", "Please do not", "You are a"]
-    rollout = generate(model, [tokenizer.encode_ordinary(p) for p in prompts], 3, settings.max_completion_length,
-                       eos=tokenizer.eot_token, seed=settings.seed)
+    ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=tokenizer.eot_token,
+                       seed=cfg.seed)
     for i, completion in enumerate(rollout.completions()):
         print(f"{prompts[i // 3]}|{tokenizer.decode(completion)}")
 

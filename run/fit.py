@@ -1,50 +1,80 @@
-"""The supervised loop of the policy and the judges."""
+"""The supervised loop that trains the default policy and the judges."""
 import math
 import os
 import time
 
 from run.files import load_file, save_file
 
+PRINT_SECONDS = 10
+SAVE_SECONDS = 20
 
-def fit(model, optimizers, loss_at, steps, partial, label, warmup=0.02, decay=0.5, stop=lambda: False, save_seconds=20):
-    """The supervised loop that pretrain.py and judge.train share: minimise loss_at(step) for `steps` steps.
 
-    loss_at must depend on nothing but the weights and the step, so that a run which is interrupted and started again
-    from the file `partial` goes on as if it had not been. Learning rate: up over `warmup`, down to 0 over `decay` of
-    the steps. Prints loss and remaining time; raises KeyboardInterrupt, having saved, once stop() is true.
+def trapezoid(step, steps, warmup=0.02, decay=0.5):
+    """Return the factor of the learning rate at a step: up, level, then down to almost 0.
+
+    It rises during the first `warmup` and falls during the last `decay` (shares of the steps).
     """
-    first, began = 0, time.time()
-    if os.path.exists(partial):
-        state = load_file(partial, "partial")
-        model.load_state_dict(state["model"])
-        for optimizer, s in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(s)
-        first = state["step"]
-        print(f"{label}: goes on from step {first} of {steps} ({partial})")
-    base, saved, printed = [[g.setdefault("base_lr", g["lr"]) for g in o.param_groups] for o in optimizers], began, began
-    smooth, weight = 0.0, 1e-9
-    for step in range(first, steps):
-        scale = min(1.0, (step + 1) / max(1, warmup * steps), (steps - step) / max(1, decay * steps))
-        for optimizer, rates in zip(optimizers, base):
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * scale
+    up = (step + 1) / max(1, warmup * steps)
+    down = (steps - step) / max(1, decay * steps)
+    return min(1.0, up, down)
+
+
+def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, stop=lambda: False):
+    """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x schedule(step, steps).
+
+    The state is saved to the file `partial` now and then; a call that finds the file continues from
+    it. loss_at must depend on nothing but the weights and the step, so that an interruption changes
+    no result. Prints loss and remaining time under the name `label`, and returns the mean loss of
+    about the last 50 steps. Raises KeyboardInterrupt, after saving, once stop() is true.
+    """
+    start = load_partial(partial, model, optimizers, label, steps)
+    began = saved = printed = time.time()
+    loss_sum = 0.0  # exponential moving average of the loss: loss_sum / weight
+    weight = 1e-9
+    for step in range(start, steps):
+        set_rates(optimizers, schedule(step, steps))
         loss = loss_at(step)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        smooth, weight = 0.98 * smooth + 0.02 * loss.detach(), 0.98 * weight + 0.02
+
+        loss_sum = 0.98 * loss_sum + 0.02 * loss.detach()
+        weight = 0.98 * weight + 0.02
         now = time.time()
-        if now - printed > 10 or step + 1 == steps:
-            left = (now - began) / (step + 1 - first) * (steps - step - 1)
-            print(f"{label}: step {step + 1}/{steps}, loss {float(smooth) / weight:.3f}, {left:.0f} s left", flush=True)
+        if now - printed > PRINT_SECONDS or step + 1 == steps:
+            left = (now - began) / (step + 1 - start) * (steps - step - 1)
+            print(f"{label}: step {step + 1}/{steps}, loss {float(loss_sum) / weight:.3f}, "
+                  f"{left:.0f} s left", flush=True)
             printed = now
-        if now - saved > save_seconds or stop():
+        stopped = stop()
+        if stopped or now - saved > SAVE_SECONDS:
             save_file(partial, "partial", model=model.state_dict(), step=step + 1,
                       optimizers=[o.state_dict() for o in optimizers])
             saved = now
-            if stop():
-                raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
-    if not math.isfinite(float(smooth)):
-        raise SystemExit(f"stopped: the loss of {label} became {float(smooth)}; remove {partial} and lower its learning rate")
-    return float(smooth) / weight
+        if stopped:
+            raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
+    if not math.isfinite(float(loss_sum)):
+        raise SystemExit(f"stopped: the loss of {label} became {float(loss_sum)}; "
+                         f"remove {partial} and lower its learning rate")
+    return float(loss_sum) / weight
+
+
+def load_partial(partial, model, optimizers, label, steps):
+    """Put back what `fit` saved, if anything -> the step to start from."""
+    if not os.path.exists(partial):
+        return 0
+    content = load_file(partial, "partial")
+    model.load_state_dict(content["model"])
+    for optimizer, state in zip(optimizers, content["optimizers"]):
+        optimizer.load_state_dict(state)
+    print(f"{label}: goes on from step {content['step']} of {steps} ({partial})")
+    return content["step"]
+
+
+def set_rates(optimizers, scale):
+    """Set every learning rate to `scale` times the one that its optimizer was made with."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            base = group.setdefault("base_lr", group["lr"])  # saved with the optimizer's state
+            group["lr"] = base * scale

@@ -23,7 +23,7 @@ from run.script import BadInput
 from model import GPTConfig
 from run.script import hash_of
 from run.files import load_file, load_gpt, save_file
-from pretrain import get_policy
+from pretrain import get_policy, trainable
 from hub.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -443,6 +443,29 @@ def test_scripts_say_how_good_the_result_is(tiny):
 def test_pretraining_ends_with_samples(tiny):
     assert (tiny.pretrain.returncode, tiny.pretrain.stderr) == (0, "")
     assert "nats per token" in tiny.pretrain.stdout and tiny.pretrain.stdout.count("Please do not|") == 3
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_training_the_copy_leaves_the_base_as_it_is(rank, tiny):
+    base = load_gpt(tiny.policy).requires_grad_(False)
+    before = hash_of(base)
+    policy = trainable(base, load_settings([f"--lora_rank={rank}"]))
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p in trained:
+            p += 1
+    assert trained and hash_of(base) == before and not any(p.requires_grad for p in base.parameters())
+    assert (policy.wte.weight is base.wte.weight) == (rank > 0)  # frozen weights are in memory once
+
+
+def test_adapters_depend_on_the_seed_and_on_nothing_drawn_before(tiny):
+    def adapters(seed):
+        policy = trainable(load_gpt(tiny.policy), load_settings(["--lora_rank=2", f"--seed={seed}"]))
+        return [p.detach().clone() for p in policy.parameters() if p.requires_grad]
+
+    one, again, other = adapters(1), adapters(1), adapters(2)
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("function, count, label", [

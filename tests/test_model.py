@@ -1,6 +1,7 @@
 """model.py against oracles that share no code with it: network, sampling, log-probs, LoRA, files, training loop."""
 import copy
 import errno
+import functools
 import math
 import os
 import random
@@ -22,7 +23,7 @@ from sample import Rollout, draw, generate, pad_left, truncate
 from run.device import autocast, free_memory, pick_device, pick_dtype
 from run.script import derive, hash_of, interrupts, run_script
 from run.files import find_below, load_file, load_gpt, save_file, save_gpt
-from run.fit import fit
+from run.fit import fit, trapezoid
 from pretrain import optimizers
 
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
@@ -1091,11 +1092,13 @@ def train(partial, steps=8, until=None, crash=False):
         return nn.functional.cross_entropy(model.lm_head(model(idx[:, :-1])).flatten(0, 1), idx[:, 1:].flatten())
 
     stop = (lambda: made[-1:] == [until - 1]) if until and not crash else lambda: False
-    save_seconds = -1 if crash else 1e9
-    try:
-        fit(model, optimizers(model), loss_at, steps, partial, "test", warmup=0.25, stop=stop, save_seconds=save_seconds)
-    except (KeyboardInterrupt, RuntimeError) as e:
-        made.append(str(e))
+    schedule = functools.partial(trapezoid, warmup=0.25)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("run.fit.SAVE_SECONDS", -1 if crash else 1e9)
+        try:
+            fit(model, optimizers(model), loss_at, steps, partial, "test", schedule, stop)
+        except (KeyboardInterrupt, RuntimeError) as e:
+            made.append(str(e))
     return model, made
 
 
@@ -1132,7 +1135,8 @@ def test_learning_rate_goes_up_stays_and_goes_down_to_nearly_zero(tmp_path, caps
         rates.append([group["lr"] for group in optimizer.param_groups])
         return (model(torch.tensor([1.0, -2.0])) - 3).square().sum()
 
-    final = fit(model, [optimizer], loss_at, 100, str(tmp_path / "p"), "test", warmup=0.1, decay=0.4)
+    schedule = functools.partial(trapezoid, warmup=0.1, decay=0.4)
+    final = fit(model, [optimizer], loss_at, 100, str(tmp_path / "p"), "test", schedule)
     expected = [(i + 1) / 10 for i in range(10)] + [1.0] * 50 + [(40 - i) / 40 for i in range(40)]
     for rate, scale in zip(rates, expected, strict=True):
         assert rate == pytest.approx([0.1 * scale, 0.02 * scale])

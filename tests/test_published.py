@@ -478,17 +478,17 @@ def test_labels_say_which_is_toxic(world, tmp_path, rows):
 
 
 def test_one_judge_in_both_roles_is_said(world, tmp_path):
-    says = "no independent check"
+    says = "it is no independent check"
     assert says in run(grpo.main, *world.flags, f"--eval_judge={world.hate}", f"--out_dir={tmp_path}/a", "--max_iters=0")
     assert says not in run(grpo.main, *world.flags, f"--eval_judge={world.hate}", "--eval_judge_label=nothate",
                            f"--out_dir={tmp_path}/b", "--max_iters=0")
 
 
-def test_shape_settings_are_left_aside_and_that_is_said(world, tmp_path):
+def test_shape_settings_are_ignored_and_that_is_said(world, tmp_path):
     text = run(grpo.main, *world.flags, "--n_layer=7", "--block_size=32", f"--out_dir={tmp_path}/a", "--max_iters=1")
-    assert f"note: {world.gpt2} has a shape of its own; block_size = 32, n_layer = 7 is left aside\n" in text
+    assert f"note: {world.gpt2} has its own shape; ignored: block_size = 32, n_layer = 7\n" in text
     for main, *flags in ((grpo.main, *world.flags, f"--out_dir={tmp_path}/b", "--max_iters=0"), (evaluate.main, tmp_path / "a")):
-        assert "left aside" not in run(main, *flags)
+        assert "ignored" not in run(main, *flags)
 
 
 def test_comments_are_read_where_something_needs_them(world, tmp_path, comments, monkeypatch):
@@ -605,7 +605,7 @@ def test_settings_about_the_prompts_of_a_file_need_one(world, tmp_path, comments
     for flag in ("--prompt_field=a", "--min_prompt_toxicity=0.5", "--max_prompt_tokens=9", "--max_prompts=9"):
         name, value = flag[2:].split("=")
         message = refusal(grpo.main, [*flags, flag, f"--out_dir={tmp_path}/run"])
-        assert name in message and value in message and "which `prompts` does not name" in message
+        assert name in message and value in message and "set prompts or eval_prompts" in message
 
 
 @pytest.mark.parametrize("moved", [None, "an", "<|endoftext|>"])
