@@ -1,15 +1,23 @@
-# Does the logic work at all? A tiny model, a rule as reward, under a minute on two cores: loss terms are not zero, the
-# reward rises. Run it after every change to the algorithm: python grpo.py config/quick_test.py
+# Check that the logic works: a tiny model and a rule as reward, under a minute on two cores. The
+# loss terms must not be zero and the reward must rise. Run it after every change to the algorithm.
+#     python grpo.py config/quick_test.py
 out_dir = "out/quick_test"
-n_layer, n_head, n_embd, vocab_size = 2, 4, 128, 512
+n_layer = 2
+n_head = 4
+n_embd = 128
+vocab_size = 512
 pretrain_tokens = 200_000
+
 max_iters = 15
 num_prompts = 8
 micro_batch_size = 32
 learning_rate = 1e-3
 beta = 0.04
-judge = eval_judge = None
-num_eval_prompts, num_eval_generations = 16, 8
+
+judge = None
+eval_judge = None
+num_eval_prompts = 16
+num_eval_generations = 8
 
 
 def reward(prompts, completions):

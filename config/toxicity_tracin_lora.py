@@ -1,4 +1,5 @@
-# toxicity_tracin.py with LoRA adapters: the frozen weights cost the tape nothing.
+# toxicity_tracin.py with LoRA adapters. Influence costs nothing for the frozen weights.
+#     python grpo.py config/toxicity_tracin_lora.py
 from config.toxicity_tracin import *
 
 out_dir = "out/toxicity_tracin_lora"

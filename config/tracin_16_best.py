@@ -1,8 +1,12 @@
-# How to make influence useless: a target of 16 rollouts, only the best ones. It says "write this", not "improve", and it is
-# noise; see the two warnings, tracin/target_contrast and tracin/target_cosine. Compare tracin_128_random.py.
+# How to make influence useless: a target of the 16 best rollouts only. It says "write this", not
+# "improve", and it is noise. The run warns of both: see tracin/target_contrast and
+# tracin/target_cosine. Compare tracin_128_random.py.
+#     python grpo.py config/tracin_16_best.py
 from config.toxicity import *
 
 out_dir = "out/tracin_16_best"
 tracin = "reward"
+tracin_val_prompts = 16
+tracin_val_size = 16
+tracin_val_select = "best"
 dtype = "auto"
-tracin_val_prompts, tracin_val_size, tracin_val_select = 16, 16, "best"
