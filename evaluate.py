@@ -3,7 +3,6 @@ whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
-import copy
 import math
 import os
 
@@ -15,13 +14,13 @@ from data.prompts import load_prompts
 from judge import as_reward, reward_functions, score
 from judge.train import get_judges
 from run.script import BadInput
-from model import add_lora, completion_logprobs
+from model import completion_logprobs
 from run.device import autocast, pick_device, pick_dtype
 from run.script import derive, hash_of, run_script
 from run.processes import gather, one_by_one, share
 from sample import generate
 from run.files import load_file
-from pretrain import get_policy, get_tokenizer
+from pretrain import get_policy, get_tokenizer, trainable
 
 
 @torch.no_grad()
@@ -89,9 +88,7 @@ def main(argv):
         raise BadInput(f"{argv[0]}/ckpt.pt: this run began from another policy than the settings name now")
     with one_by_one():
         judges = get_judges(s, splits, device)
-    policy = copy.deepcopy(base, {id(p): p for p in base.parameters()} if s.lora_rank else {})
-    if s.lora_rank:
-        add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
+    policy = trainable(base, s)
     try:
         policy.load_state_dict(run["policy"])
     except RuntimeError as e:
