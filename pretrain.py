@@ -21,10 +21,11 @@ from hub.fetch import read_gguf
 from hub.tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
 from hub.weights import load_pretrained, locate
 from model import GPT, GPTConfig, add_lora
+from run.attention import use_attention_by_hand
 from run.device import autocast, fast_dtype, pick_device
 from run.files import load_file, load_gpt, save_gpt
 from run.fit import fit
-from run.script import BadInput, derive, interrupts, run_script
+from run.script import BadInput, seed_for, interrupts, run_script
 from sample import generate
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -114,7 +115,7 @@ def trainable(base, cfg):
     if not cfg.lora_rank:
         return copy.deepcopy(base).requires_grad_(True)
     policy = copy.deepcopy(base, {id(p): p for p in base.parameters()})
-    torch.manual_seed(derive(cfg.seed, "lora"))
+    torch.manual_seed(seed_for(cfg.seed, "lora"))
     return add_lora(policy, cfg.lora_rank, cfg.lora_alpha, cfg.lora_layers)
 
 
@@ -202,6 +203,8 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
                        f"test on, both must be above block_size = {cfg.block_size}")
     torch.manual_seed(cfg.prepare_seed)
     model = new_policy(cfg).to(device)
+    if "attention" in cfg.speed:
+        use_attention_by_hand(model)
     dtype = fast_dtype(device)
     num_weights = sum(p.numel() for p in model.parameters())
     print(f"policy: {num_weights / 1e6:.1f}M weights, {num_tokens / 1e6:.1f}M tokens of "
@@ -268,6 +271,8 @@ def main(argv):
     cfg = load_settings(argv)
     with interrupts() as stop:
         policy = get_policy(cfg, get_splits(cfg), pick_device(cfg.device), stop)
+    if "attention" in cfg.speed:
+        use_attention_by_hand(policy)
     tokenizer = get_tokenizer(cfg)
     prompts = ["I think that the", "Please do not", "You are a"]
     ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]

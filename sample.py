@@ -1,156 +1,285 @@
-"""Sampling with a KV cache."""
+"""
+Sampling completions with a KV cache. Needs nothing of the project but model.py.
+
+    python sample.py out/toxicity --prompt="You are"        # lets a trained policy speak
+
+In the order of the file: the rollout, sampling from logits, generate, decode.
+Shapes: B prompts of width P (left-padded), N = B * num_generations sampled rows, T sampled tokens,
+V = vocab_size, n rows still running.
+"""
 import math
+import os
+import runpy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from run.processes import gather, share
+# ------------------------------------------------------------------------------------------------
+# what comes out
 
 
 @dataclass
 class Rollout:
-    """N sampled rows: prompt left-padded to width P, then at most T sampled tokens; row i answers prompt i // num_generations."""
-    tokens: torch.Tensor          # (N, P + T) ids
-    real: torch.Tensor            # (N, P + T) False on the prompt's padding
-    mask: torch.Tensor            # (N, T) True on sampled tokens, the end token included; what follows it is False
-    logp: torch.Tensor            # (N, T) log-prob of each token under the distribution it was drawn from; 0 where masked
-    entropy: torch.Tensor         # (N, T) entropy of that distribution, in nats; 0 where masked
-    ended: torch.Tensor           # (N,) True where the end token was drawn
-    kept: torch.Tensor = None     # (N, T, V) the tokens that truncated sampling could draw; None when it could draw all
+    """N sampled rows: a left-padded prompt, then at most T sampled tokens. Row i answers prompt
+    i // num_generations."""
+    tokens: torch.Tensor           # (N, P + T) ids
+    attention_mask: torch.Tensor   # (N, P + T) False on the prompt's padding
+    mask: torch.Tensor             # (N, T) True on sampled tokens, the end token included
+    logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 where masked
+    entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 where masked
+    ended: torch.Tensor            # (N,) True where the end token was drawn
+    allowed: torch.Tensor = None   # (N, T, V) tokens that truncated sampling could draw; None: all
 
     def __getitem__(self, rows):
-        """The same rollout with only these rows (slice or index tensor)."""
-        return Rollout(*(None if x is None else x[rows] for x in vars(self).values()))
+        """The same rollout with only these rows (a slice gives views)."""
+        return self.map(lambda x: x[rows])
+
+    def map(self, function):
+        """The rollout with function applied to each of its tensors."""
+        return Rollout(*(None if x is None else function(x) for x in vars(self).values()))
 
     def completions(self):
         """Lists of ids, one per row, without the end token."""
+        T = self.mask.shape[1]
         lengths = (self.mask.sum(1) - self.ended.long()).tolist()
-        return [ids[:n] for ids, n in zip(self.tokens[:, -self.mask.shape[1]:].tolist(), lengths)]
+        return [ids[:n] for ids, n in zip(self.tokens[:, -T:].tolist(), lengths)]
 
 
-def pad_left(rows):
-    """Lists of ids -> tokens (B, P) and real (B, P), padded on the left to the longest."""
-    P = max(map(len, rows))
-    return (torch.tensor([[0] * (P - len(r)) + list(r) for r in rows]),
-            torch.tensor([[False] * (P - len(r)) + [True] * len(r) for r in rows]))
+def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=None):
+    """Rows to be filled for prompts (B, P). vocab_size: how many tokens `allowed` has; None: none."""
+    N = len(prompt) * num_generations
+    device = prompt.device
+    sampled = torch.full((N, T), eos, device=device)
+    prompt_rows = prompt.repeat_interleave(num_generations, 0)                      # (N, P)
+    mask_rows = attention_mask.repeat_interleave(num_generations, 0)                # (N, P)
+    allowed = None
+    if vocab_size is not None:
+        allowed = torch.ones(N, T, vocab_size, dtype=torch.bool, device=device)
+    return Rollout(
+        tokens=torch.cat([prompt_rows, sampled], 1),
+        attention_mask=F.pad(mask_rows, (0, T), value=True),
+        mask=torch.zeros(N, T, dtype=torch.bool, device=device),
+        logp=torch.zeros(N, T, device=device),
+        entropy=torch.zeros(N, T, device=device),
+        ended=torch.zeros(N, dtype=torch.bool, device=device),
+        allowed=allowed)
+
+
+def trim(rollout):
+    """The rollout without the columns at its end in which no row has a token."""
+    T = int(rollout.mask.any(0).sum())
+    unused = rollout.mask.shape[1] - T
+    width = rollout.tokens.shape[1] - unused
+    return Rollout(
+        rollout.tokens[:, :width], rollout.attention_mask[:, :width], rollout.mask[:, :T],
+        rollout.logp[:, :T], rollout.entropy[:, :T], rollout.ended,
+        None if rollout.allowed is None else rollout.allowed[:, :T])
+
+
+def concatenate(rollouts, eos):
+    """Rollouts of parts of the same prompts -> one rollout of all their rows."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+    T = max(r.mask.shape[1] for r in rollouts)
+    fill = dict(tokens=eos, attention_mask=True, mask=False, logp=0.0, entropy=0.0)
+
+    def widen(name, x, more):
+        if name == "allowed":
+            return F.pad(x, (0, 0, 0, more), value=True)
+        return F.pad(x, (0, more), value=fill[name]) if name in fill else x
+
+    columns = {}
+    for name, first in vars(rollouts[0]).items():
+        if first is None:
+            continue
+        parts = [widen(name, getattr(r, name), T - r.mask.shape[1]) for r in rollouts]
+        columns[name] = torch.cat(parts)
+    return Rollout(**columns)
+
+
+# ------------------------------------------------------------------------------------------------
+# from logits to a token
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn. Truncation: top-k, then top-p, then min-p; the defaults keep all tokens."""
+    eos: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self):
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """logits (N, V) -> the same with -inf where top-k, then top-p, then min-p forbid the token. At least one stays."""
+    """logits (N, V) -> the same with -inf where a token is forbidden. At least one token stays."""
     if top_k:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
+        weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < weakest, -math.inf)
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         probs = ordered.softmax(-1)
-        drop = probs.cumsum(-1) - probs >= top_p          # the more likely tokens have that much already
+        drop = probs.cumsum(-1) - probs >= top_p      # the more likely tokens have that much already
         logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
     if min_p > 0:
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
+        likeliest = logits.amax(-1, keepdim=True)
+        logits = logits.masked_fill(logits < likeliest + math.log(min_p), -math.inf)
     return logits
 
 
 def draw(probs, u):
-    """One token per row by inverting the CDF: probs (N, V), u (N,) uniform in [0, 1) -> (N,). Never one of probability 0."""
+    """One token per row by inverting the CDF: probs (N, V), u (N,) uniform in [0, 1) -> ids (N,).
+
+    The probs of a row need not sum to 1. A token of probability 0 is never drawn.
+    """
     cdf = probs.cumsum(-1)
-    token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp(max=probs.shape[1] - 1)
-    possible = probs.gather(1, token) > 0  # rounding in the sum can give a sliver to a token that has none
-    if probs.device.type == "cpu" and not torch.compiler.is_compiling() and bool(possible.all()):  # the argmax is slow there
-        return token[:, 0]
+    last = probs.shape[1] - 1
+    token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp(max=last)  # (N, 1)
+    possible = probs.gather(1, token) > 0      # rounding in the sum can give a sliver to a zero
+    if probs.device.type == "cpu" and not torch.compiler.is_compiling() and bool(possible.all()):
+        return token[:, 0]                     # the argmax below is slow on a CPU and rarely needed
     return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
-@torch.no_grad()
-def generate(model, prompts, num_generations, max_new_tokens, *, eos, seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
-             batch_size=0, retire=True, decoder=None):
-    """Sample num_generations completions of every prompt (lists of ids, any lengths) -> Rollout.
+def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
+    """Draws token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
 
-    A prompt is computed once and its keys and values are copied to its group. The noise is drawn ahead from `seed`, one
-    number per row and step, on the CPU, so that it is the same on every device and for every batch_size (rows decoded at
-    once; 0: all), which changes memory only. Several processes sample their share of the prompts each and get all rows.
-    retire: rows that have ended stop costing. decoder: a Decoder of this model, which changes speed only.
-    Raises ValueError for an empty or over-long prompt and for temperature <= 0.
+    column: where token t stands in r.tokens. t and column may be tensors (1,). noise (N, T) uniform.
     """
-    device, G, limit = model.wte.weight.device, num_generations, model.config.block_size
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature}: must be above 0, since a group needs samples that differ")
-    for i, ids in enumerate(prompts):
-        if not 1 <= len(ids) <= limit - max_new_tokens:
-            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens: must be 1 to {limit - max_new_tokens} "
-                           f"(block_size {limit} less max_completion_length {max_new_tokens})")
-    prompt, real = (x.to(device) for x in pad_left(prompts))                                        # (B, P)
-    (B, P), N = prompt.shape, len(prompts) * G
-    noise = torch.rand(N, max_new_tokens, generator=torch.Generator().manual_seed(seed)).to(device)
-    truncated = top_k or top_p < 1 or min_p > 0
-    r = Rollout(tokens=torch.cat([prompt.repeat_interleave(G, 0), torch.full((N, max_new_tokens), eos, device=device)], 1),
-                real=F.pad(real.repeat_interleave(G, 0), (0, max_new_tokens), value=True),
-                mask=torch.zeros(N, max_new_tokens, dtype=torch.bool, device=device),
-                logp=torch.zeros(N, max_new_tokens, device=device), entropy=torch.zeros(N, max_new_tokens, device=device),
-                ended=torch.zeros(N, dtype=torch.bool, device=device),
-                kept=None if not truncated else torch.ones(N, max_new_tokens, model.config.vocab_size, dtype=torch.bool,
-                                                           device=device))
-    step = max(1, batch_size // G) if batch_size else B
-    mine = share(B)
-    if decoder:
-        decoder.refresh()
-    for b in range(mine.start, mine.stop, step):
-        end = min(b + step, mine.stop)
-        rows = slice(b * G, end * G)
-        decode(model, prompt[b:end], real[b:end], r[rows], noise[rows], eos, temperature, (top_k, top_p, min_p), retire, decoder)
-    r = Rollout(*(None if x is None else gather(x[share(N, G)]) for x in vars(r).values()))
-    T = int(r.mask.any(0).sum())
-    return Rollout(r.tokens[:, :P + T], r.real[:, :P + T], r.mask[:, :T], r.logp[:, :T], r.entropy[:, :T], r.ended,
-                   r.kept[:, :T] if truncated else None)
-
-
-LOOK_EVERY = {"cpu": 1, "cuda": 16}  # tokens: asking which rows have ended waits for the device
-
-
-def decode(model, prompt, real, r, noise, eos, temperature, limits, retire=True, decoder=None):
-    """Fill the rows r (views of a Rollout) with completions of prompt (B, P), left-padded where real (B, P) is False.
-
-    A row that has ended gives its place in the cache to a later one that still runs, so that a step costs what runs.
-    """
-    (B, P), (N, T) = prompt.shape, r.mask.shape
-    padded = not bool(real.all())
-    model = decoder.model if decoder else model
-    prefix = model.new_cache(B, P)
-    h = model(prompt, real if padded else None, prefix)[:, -1].repeat_interleave(N // B, 0)         # (N, C)
-    rows = torch.arange(N, device=h.device)  # of r, in the order of the cache; n of them are left
-    sample(model.lm_head, h, r, rows, 0, P, noise, eos, temperature, limits)
-    if decoder:
-        return decoder(r, prefix.repeat_interleave(N // B, 2), noise, eos, temperature, limits, retire)
-    cache = model.new_cache(N, P + T)
-    cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
-    for t in range(1, T):
-        if retire and t % LOOK_EVERY.get(h.device.type, 16) == 0:
-            runs = ~r.ended[rows]
-            n = int(runs.sum())
-            if n == 0:
-                break
-            free, late = (~runs[:n]).nonzero()[:, 0], n + runs[n:].nonzero()[:, 0]
-            for i, j in zip(free.tolist(), late.tolist()):
-                cache[:, :, i] = cache[:, :, j]
-            rows[free] = rows[late]
-            rows, cache = rows[:n], cache[:, :, :n]
-        at = P + t
-        h = model(r.tokens[rows, at - 1:at], r.real[rows, :at] if padded else None, cache, at - 1)[:, 0]
-        sample(model.lm_head, h, r, rows, t, at, noise, eos, temperature, limits)
-
-
-def sample(lm_head, h, r, rows, t, at, noise, eos, temperature, limits):
-    """From hidden states h (n, C) draw token t of these rows (n,) of r, column `at` of its tokens. t, at: numbers or (1,)."""
-    logits = lm_head(h).float() / temperature                                                       # (n, V)
-    if r.kept is not None:
-        logits = truncate(logits, *limits)
-        r.kept[rows, t] = logits > -math.inf
+    logits = lm_head(h).float() / sampling.temperature                              # (n, V)
+    if r.allowed is not None:
+        logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
+        r.allowed[rows, t] = logits > -math.inf
     logits = logits - logits.amax(-1, keepdim=True)
-    weights = logits.exp()                                   # the distribution times `total`: one pass over V less
-    total = weights.sum(-1)                                                                         # (n,)
-    token = draw(weights, noise[rows, t])                                                           # (n,)
+    weights = logits.exp()                     # the probabilities times `total`, one pass over V less
+    total = weights.sum(-1)                                                         # (n,)
+    token = draw(weights, noise[rows, t])                                           # (n,)
+    log_total = total.log()
+    logp = logits.gather(1, token[:, None])[:, 0] - log_total
+    entropy = log_total - (weights * logits).nansum(-1) / total                     # 0 * -inf is 0
     over = r.ended[rows]
     r.mask[rows, t] = ~over
-    r.logp[rows, t] = (logits.gather(1, token[:, None])[:, 0] - total.log()).masked_fill(over, 0)
-    r.entropy[rows, t] = (total.log() - (weights * logits).nansum(-1) / total).masked_fill(over, 0)  # 0 * -inf counts 0
-    r.tokens[rows, at] = token.masked_fill(over, eos)
-    r.ended[rows] = over | (token == eos)
+    r.logp[rows, t] = logp.masked_fill(over, 0)
+    r.entropy[rows, t] = entropy.masked_fill(over, 0)
+    r.tokens[rows, column] = token.masked_fill(over, sampling.eos)
+    r.ended[rows] = over | (token == sampling.eos)
+
+
+# ------------------------------------------------------------------------------------------------
+# decoding
+
+CHECK_EVERY = {"cpu": 1, "cuda": 16}  # steps between looks at which rows ended: a GPU is waited for
+
+
+def prefill(model, prompt, attention_mask, r, noise, sampling):
+    """Computes prompts (B, P) once and draws the first token of each row. -> keys and values of the
+    prompts (n_layer, 2, B, nkv, P, hs) and whether any prompt is padded."""
+    B, P = prompt.shape
+    N = len(r.mask)
+    padded = not bool(attention_mask.all())
+    cache = model.new_cache(B, P)
+    h = model(prompt, attention_mask if padded else None, cache)[:, -1]             # (B, C)
+    h = h.repeat_interleave(N // B, 0)                                              # (N, C)
+    rows = torch.arange(N, device=h.device)
+    sample_token(model.lm_head, h, r, rows, 0, P, noise, sampling)
+    return cache, padded
+
+
+def decode(model, prompt, attention_mask, r, noise, sampling, drop=True):
+    """Fills the rows r, views of a rollout, with completions of prompts (B, P).
+
+    drop: rows that have ended leave the batch, so that a step costs what still runs.
+    """
+    B, P = prompt.shape
+    N, T = r.mask.shape
+    prefix, padded = prefill(model, prompt, attention_mask, r, noise, sampling)
+    cache = model.new_cache(N, P + T)
+    cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
+    rows = torch.arange(N, device=prompt.device)    # of r, in the order of the cache
+    for t in range(1, T):
+        if drop and t % CHECK_EVERY.get(prompt.device.type, 16) == 0:
+            rows, cache = drop_finished(rows, cache, r.ended)
+            if len(rows) == 0:
+                break
+        end = P + t
+        mask = r.attention_mask[rows, :end] if padded else None
+        h = model(r.tokens[rows, end - 1:end], mask, cache, end - 1)[:, 0]          # (n, C)
+        sample_token(model.lm_head, h, r, rows, t, end, noise, sampling)
+
+
+def drop_finished(rows, cache, ended):
+    """rows (n,) and their cache without those that ended: each gives its place to a later one that
+    runs."""
+    running = ~ended[rows]
+    n = int(running.sum())
+    if n in (0, len(rows)):
+        return rows[:n], cache[:, :, :n]
+    free = (~running[:n]).nonzero()[:, 0]
+    movers = n + running[n:].nonzero()[:, 0]
+    for i, j in zip(free.tolist(), movers.tolist()):
+        cache[:, :, i] = cache[:, :, j]
+    rows[free] = rows[movers]
+    return rows[:n], cache[:, :, :n]
+
+
+@torch.no_grad()
+def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0,
+             part=slice(None), decode=decode, **sampling):
+    """Samples num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
+
+    A prompt is computed once and its keys and values are copied to its group. The noise is drawn
+    ahead from `seed`, a number per row and step, on the CPU: it is the same on every device and for
+    every batch_size (rows decoded at once; 0: all), which changes memory only.
+    part: complete only these of the prompts; the parts together are what one call for all gives.
+    decode: a faster function with the same result (run/decoder.py). sampling: eos and the other
+    fields of Sampling. Raises ValueError for an empty or overlong prompt and for temperature <= 0.
+    """
+    sampling = Sampling(**sampling)
+    check_prompts(prompts, max_new_tokens, model.config.block_size, sampling.temperature)
+    G = num_generations
+    device = model.wte.weight.device
+    prompt, attention_mask = (x.to(device) for x in pad_left(prompts))              # (B, P)
+    first, end, _ = part.indices(len(prompts))
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator).to(device)
+    noise = noise[first * G:end * G]                                                # (N, T)
+    prompt = prompt[first:end]
+    attention_mask = attention_mask[first:end]
+
+    vocab_size = model.config.vocab_size if sampling.truncates else None
+    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.eos, vocab_size)
+    step = max(1, batch_size // G) if batch_size else max(1, len(prompt))
+    for b in range(0, len(prompt), step):
+        some = slice(b, b + step)
+        rows = slice(b * G, (b + step) * G)
+        decode(model, prompt[some], attention_mask[some], r[rows], noise[rows], sampling)
+    return trim(r)
+
+
+def pad_left(rows):
+    """Lists of ids -> tokens (B, P) and attention_mask (B, P), padded on the left to the longest."""
+    P = max(map(len, rows))
+    tokens = torch.tensor([[0] * (P - len(ids)) + list(ids) for ids in rows])
+    mask = torch.tensor([[False] * (P - len(ids)) + [True] * len(ids) for ids in rows])
+    return tokens, mask
+
+
+def check_prompts(prompts, max_new_tokens, block_size, temperature):
+    """ValueError for what cannot be sampled."""
+    if not temperature > 0:
+        raise ValueError(f"temperature = {temperature}: must be above 0, or all samples are the same")
+    most = block_size - max_new_tokens
+    for number, ids in enumerate(prompts, 1):
+        if not 1 <= len(ids) <= most:
+            raise ValueError(
+                f"prompt {number} has {len(ids)} tokens: must be 1 to {most} (block_size {block_size} "
+                f"less max_completion_length {max_new_tokens})")
+
+
+if __name__ == "__main__":  # the command needs the whole project and has a file of its own
+    runpy.run_path(os.path.join(os.path.dirname(__file__), "speak.py"), run_name="__main__")

@@ -3,384 +3,303 @@ Influence of every row of a batch on a target, exact on the whole model, from on
 
     I_i = <grad L_i, grad L_target>       (TracIn, Pruthi et al. 2020, at one set of weights)
 
-Positive: a small step on row i lowers the target's loss; as well, a small step on the target lowers row i's.
-Every layer that has parameters is linear in them, out = layer(a; theta). With b the gradient of its output, the score of
-row i against a target gradient G is <b_i, layer(a_i; G)> summed over layers and tokens, and a weighted gradient
-sum_i w_i g_i is the layer's own backward with b_i scaled by w_i. A tape keeps a and b of every layer during one backward;
-the rest follows from these two. A tied matrix is used twice, against one total G, which holds the cross terms.
-Given memory, the tape forms g_i itself from a and b as they come by, in place of the layer's gradient over all rows: the same
-arithmetic when rows are long. Scores and weighted gradients are then a matrix-vector product each.
-Only first order in the step is approximate: momentum, the size of the step and what rows do together are not in I_i.
+Positive: a small step on row i lowers the target's loss, and a small step on the target lowers row i's.
+Only first order in the step is approximate: momentum, the size of the step and what rows do together
+are not in I_i.
+
+Every layer with parameters is linear in them, out = layer(a; theta). With b the gradient of its output,
+  - the score of row i against a target gradient G is <b_i, layer(a_i; G)>, over layers and tokens;
+  - a weighted gradient sum_i w_i g_i is the layer's own backward with b_i scaled by w_i.
+A tape keeps a and b of every layer during one backward, and everything follows from these two. A tied
+matrix is used twice, against one total G, which holds the cross terms.
+
+In the order of the file: Influence, which grpo.update uses (record, target, score, select, step); pure
+functions of target and selection; the Tape, which works on models of your own; the rules of a layer.
+This file needs nothing but torch. n rows of a step, N rows of a batch, M tokens in a line.
+
+    python tracin.py out/toxicity_tracin        # explains a run: which rollouts helped, which hurt
 """
 import functools
+import math
 import os
 import runpy
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+# ------------------------------------------------------------------------------------------------
+# influence in a step: record, target, score, select, step
 
-class Tape:
-    """Records a backward, over one or several micro-batches, of any model made of Linear, Embedding, LayerNorm, RMSNorm.
 
-        with Tape(model) as tape:
-            for rows in micro_batches:
-                tape.rows(len(rows))
-                loss_of_each(rows).sum().backward()
-        G = tape.gradient()                  # {parameter: tensor}: what .grad would have held
-        influence = tape.dot(G)              # (n,) of each row, in the order of the micro-batches
-        update = tape.gradient(influence > 0)
+class Influence:
+    """Learns an optimizer step from the rows that lower a target's loss.
 
-    The rows are the first dimension of what a layer is given; where a layer is given the tokens of all rows in one line
-    (M, C), at once or in pieces, rows() is told whose they are. A frozen parameter costs nothing. Inside the block no
-    parameter gets a .grad: the layers run on detached weights, so the backward forms activation gradients only, and a .grad
-    that appears all the same gives away a parameter that is used outside its layer: ValueError, with its name. So does a
-    layer of any other kind.
+        with influence.record(batch, step, on_policy):          # a tape listens
+            for positions in ...:
+                influence.forward_backward(positions)
+        metrics = influence.keep_helpful(target, seed, check)   # target, score, select, step
 
-    memory: bytes of rows' gradients that may be kept, at n times the weights in all. A layer whose rows do not fit, or that
-    has fewer than `fewest` tokens a row, keeps a and b. Rows' gradients cost their traffic, 4 bytes x weights, written once and
-    read three times; a and b cost two more products of 2 x tokens x weights: on a CPU the two are even near 24 tokens, on a
-    GPU near 500. A tape that is used again uses the same memory again: fresh pages cost time.
-
-    reduce(tensors) sums in place over the processes that record a part of the rows each, perhaps none: see place().
+    nets, loss_of, gradient_of: of grpo.py. all_reduce(tensors) sums in place over the processes.
     """
 
-    def __init__(self, model, memory=0, fewest=None, reduce=lambda tensors: None):
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        on_gpu = any(p.is_cuda for p in self.names)
-        self.layers, self.memory, self.pool, self.fewest = {}, memory, {}, (500 if on_gpu else 24) if fewest is None else fewest
-        self.reduce = reduce
-        for name, module in model.named_modules():
-            if any(p.requires_grad for p in module.parameters(recurse=False)):
-                odd = [k for k, _ in module.named_parameters(recurse=False) if k not in ("weight", "bias")]
-                odd += [k for k in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, k, None)]
-                odd += ["padding_idx"] * (getattr(module, "padding_idx", None) is not None)
-                odd += ["normalized_shape"] * (len(getattr(module, "normalized_shape", ())) > 1)
-                if type(module) not in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm) or odd:
-                    raise ValueError(f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; the tape "
-                                     "knows Linear, Embedding, LayerNorm and RMSNorm")
-                self.layers[module] = name
+    def __init__(self, nets, cfg, loss_of, gradient_of, all_reduce):
+        self.nets = nets
+        self.cfg = cfg
+        self.loss_of = loss_of
+        self.gradient_of = gradient_of
+        self.all_reduce = all_reduce
+        self.tape = Tape(nets.policy, memory=cfg.tracin_memory * 2 ** 30, all_reduce=all_reduce)
 
-    def __enter__(self):
-        self.records, self.kept, self.room, self.n, self.whose, self.flat = [], {}, self.memory, 0, None, None
-        self.where = None  # see place()
-        self.pending, self.seen = 0, False  # calls of rows() since the last backward, and whether there was one since
-        for p, name in self.names.items():
-            if p.grad is not None:
-                raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")
-        for module, name in self.layers.items():
-            if "forward" in vars(module):
-                raise ValueError(f"{name or 'model'}: its forward has been replaced, by another tape perhaps")
-        for module in self.layers:
-            module.forward, module.note = self.recording(module), functools.partial(self.note, module)
-        return self
+    # record
 
-    def __exit__(self, *error):
-        for module in self.layers:
-            del module.forward, module.note
-        self.pool = {key: self.pool[key] for key in self.kept}
-        if sum(g.numel() * g.element_size() for g in self.pool.values()) > self.memory:  # some are of longer batches
-            self.pool = {key: buffer for key, buffer in self.pool.items() if len(buffer) == len(self.kept[key])}
-        if error[0] is None:
-            self.all_read()
-        outside = [name for p, name in self.names.items() if p.grad is not None]
-        if outside and error[0] is None:
-            raise ValueError(f"{outside[0]} is used outside its layer, where the tape cannot see it")
+    def record(self, batch, step, on_policy):
+        """The tape to enter for the rows of a step (grpo.Step). on_policy: no step was taken since the
+        batch was sampled."""
+        self.batch = batch
+        self.step = step
+        self.one_backward = on_policy and serves_both(self.cfg, batch)
+        # the loss of row i is loss_coef[i] times what the tape records of it
+        n = len(step.rows)
+        self.loss_coef = torch.full((n,), 0.0 if self.one_backward else 1.0, device=step.rows.device)
+        return self.tape.numbered(n)
 
-    def all_read(self):
-        """ValueError unless every layer that saw tokens in a line saw all of them: else they would go to the wrong rows."""
-        for module, count in ({} if self.flat is None else self.read).items():
-            if count != len(self.flat):
-                raise ValueError(f"{self.layers[module]}: {count} tokens, where rows() was told of {len(self.flat)}")
+    def forward_backward(self, positions):
+        """Forward and recorded backward of some rows, by their positions in the step -> grpo.Forward.
 
-    def rows(self, n, flat=None):
-        """What follows is a forward and backward of n new rows. flat (M,): the row, 0 to n - 1, of each of M tokens in a line."""
-        self.all_read()
-        device = next(iter(self.names)).device
-        self.whose = torch.arange(self.n, self.n + n, device=device)
-        self.pending, self.seen = 1 if self.seen else self.pending + 1, False
-        self.flat, self.read = None if flat is None else flat.to(device) + self.n, {}
-        self.n += n
-
-    def place(self, where, total):
-        """The rows recorded here are number where (n,) of `total` rows, and other processes have recorded the rest. From here on
-        gradient(s), dot and norms speak of all of them by these numbers; per_row of those recorded here, as they came."""
-        self.where, self.total = where, total
-
-    def spread(self, x):
-        """x (n,) of the rows recorded here -> (total,) of all, by their numbers."""
-        if self.where is None:
-            return x
-        x = x.new_zeros(self.total).index_copy_(0, self.where, x)
-        self.reduce([x])
-        return x
-
-    def recording(self, module):
-        """The module's forward on detached weights, which notes its input and asks for the gradient of its output."""
-        plain, kind = module.forward, type(module)
-
-        def forward(x):
-            if not torch.is_grad_enabled():
-                return plain(x)
-            weight = module.weight.detach()
-            bias = None if getattr(module, "bias", None) is None else module.bias.detach()
-            if kind is nn.Embedding:
-                out, a = F.embedding(x, weight), x
-            elif kind is nn.Linear:
-                out = F.linear(x, weight, bias)
-                a = x.detach().to(out.dtype)
-            else:  # a norm: what the weight is multiplied with
-                a = (F.layer_norm if kind is nn.LayerNorm else F.rms_norm)(x.detach(), module.normalized_shape, eps=module.eps)
-                out = (F.layer_norm(x, module.normalized_shape, weight, bias, module.eps) if kind is nn.LayerNorm
-                       else F.rms_norm(x, module.normalized_shape, weight, module.eps))
-            whose = self.owner(module, x)
-            if not x.requires_grad and kind in (nn.Linear, nn.Embedding):
-                a = a.clone()  # the caller may use that memory again
-            if not out.requires_grad:  # the first layer: its output is a leaf, whose .grad would add up in the memory of b
-                out.requires_grad_().register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
-                out = out.clone()
-
-            def hook(b):
-                if whose is None:
-                    raise ValueError(f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the tape "
-                                     "cannot tell which rows they are of; set use_reentrant=False")
-                self.add(module, whose, a, b.detach(), *micro)
-
-            micro = self.micro(whose, out.shape[:-1].numel())
-            out.register_hook(hook)
+        With one_backward a row's loss and its part in the target are both multiples of its summed
+        log-prob: that one is recorded and serves both.
+        """
+        nets, batch = self.nets, self.batch
+        rows = self.step.rows[positions]
+        self.tape.rows(positions, tokens=batch.rollout.mask[rows].nonzero()[:, 0])
+        out = self.loss_of(nets, nets.policy, batch, rows, self.step, self.cfg, self.one_backward)
+        if not self.one_backward:
+            out.loss.backward()
             return out
+        slope, = torch.autograd.grad(out.loss, out.logp, retain_graph=True)  # one number per row
+        mask = batch.mask[rows]
+        self.loss_coef[positions] = slope.sum(1) / mask.sum(1).clamp(min=1)
+        (out.logp * mask).sum().backward()
+        return out
 
-        return forward
+    def keep_helpful(self, target, seed, check):
+        """.grad <- the gradient of the recorded rows that help the target -> metrics.
 
-    def note(self, module, x, b):
-        """Record a Linear whose gradient b of the output is known already, in code that goes no way through backward()."""
-        whose = self.owner(module, x)
-        self.add(module, whose, x.detach().to(b.dtype), b.detach(), *self.micro(whose, len(x)))
+        target: (Batch, its rows that are the target), or None for the step's own rows. Sets the scores
+        and weights of the step's rows in the batch. check: hold the scores against a plain backward.
+        """
+        cfg, rows = self.cfg, self.step.rows
+        generator = torch.Generator().manual_seed(seed)
+        found = self.score(target, generator)
+        true_grad = self.plain_gradient() if check else None
 
-    def micro(self, whose, indices):
-        """(first row, rows, tokens a row) of this micro-batch. A head in pieces has as many tokens as all of them."""
-        n = len(self.whose)
-        return self.n - n, n, (indices if whose is self.whose else len(self.flat)) / max(n, 1)
+        keep, fallback = select(found.scores, cfg.tracin_select, cfg.tracin_fraction, generator)
+        kept_grad, batch_grad = self.kept_gradient(keep, found.batch_grad, found.G)
+        factor = self.normalizer(keep)
+        any_kept = bool(keep.any())
+        for p, g in kept_grad.items():
+            if factor != 1:
+                g.mul_(factor)
+            p.grad = g if any_kept else None
+        self.batch.influence[rows] = found.scores
+        self.batch.weights[rows] = keep.to(found.scores) * factor
 
-    def add(self, module, whose, a, b, first, n, tokens):
-        self.seen = True
-        if n and not self.keep(module, whose, a, b, first, n, tokens):
-            self.records.append((module, whose, a, b))
+        error = invariant_error(found.raw_scores, true_grad or batch_grad, found.G)
+        metrics = score_metrics(found.scores, keep, fallback)
+        metrics["tracin/self_share"] = found.self_share
+        metrics["tracin/invariant_error"] = error
+        metrics |= halves_metrics(found.halves, self.tape.names) | found.target_metrics
+        metrics["tracin/kept_gradients"] = self.share_kept()
+        return metrics
 
-    def keep(self, module, whose, a, b, first, n, tokens):
-        """Add the gradients of the rows first .. first + n - 1 to self.kept {(parameter, first): (n, *shape)}; False when a and b
-        are the better thing to keep."""
-        new = {p for p in module.parameters(recurse=False) if p in self.names and (p, first) not in self.kept}
-        size = sum(n * p.numel() * p.element_size() for p in new)
-        lookup = isinstance(module, nn.Embedding)  # a sparse gradient, unless the matrix is the head's too
-        if size > self.room or new and (lookup or isinstance(module, nn.Linear) and tokens < self.fewest):
-            return False
-        self.room -= size
-        for name, p in module.named_parameters(recurse=False):
-            if p in self.names:
-                if p in new:
-                    if len(self.pool.get((p, first), ())) < n:
-                        self.pool[p, first] = torch.empty(n, *p.shape, dtype=p.dtype, device=p.device)
-                    self.kept[p, first] = self.pool[p, first][:n]
-                g = self.kept[p, first]
-                if b.dim() == 3 and isinstance(module, nn.Linear) and name == "weight" and b.dtype == g.dtype:
-                    g.baddbmm_(b.mT, a, beta=0 if p in new else 1)
-                elif b.dim() == 3 and not lookup:  # row i of a and b is row i of g
-                    part = b.sum(1) if name == "bias" else b.mT @ a if isinstance(module, nn.Linear) else (b * a).sum(1)
-                    g.copy_(part) if p in new else g.add_(part)
-                else:
-                    add_per_row(g.zero_() if p in new else g, module, name, a, b, whose - first)
-        return True
+    # target
 
-    def owner(self, module, x):
-        """(rows,) or (M,): the row that each index of the first dimension of x belongs to."""
-        if self.whose is None:
-            raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
-        if self.pending > 1 and torch._C._current_graph_task_id() != -1:
-            raise ValueError(f"{self.layers[module]}: computed again under a reentrant checkpoint, after {self.pending} calls of "
-                             "rows(): of which rows? Go backward after each forward, or set use_reentrant=False")
-        per_token = x.dim() == (1 if type(module) is nn.Embedding else 2)
-        if per_token and self.flat is not None and type(module) is not nn.Embedding:  # in one piece or several
-            if torch._C._current_graph_task_id() != -1:  # inside a backward: a checkpoint goes through the piece again
-                return None
-            start = self.read.get(module, 0) % max(1, len(self.flat))
-            self.read[module] = start + len(x)
-            if self.read[module] > len(self.flat):
-                raise ValueError(f"{self.layers[module]}: {self.read[module]} tokens, where rows() was told of {len(self.flat)}")
-            return self.flat[start:start + len(x)]
-        if len(x) != len(self.whose) or (per_token and type(module) is nn.Embedding):
-            raise ValueError(f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the {len(self.whose)} "
-                             "rows is whose; look positions up per row, and give rows() the owner of flattened tokens")
-        return self.whose
+    def target_gradient(self, target):
+        """The target's gradient in two halves, since their cosine tells signal from noise; self_coef
+        (n,), the multiple of row i's record that is in the target (0: another batch, None: unknown);
+        and metrics."""
+        cfg = self.cfg
+        t, rows = target or (self.batch, self.step.rows)
+        rewards = t.rewards.to(rows.device)
+        coef = None                                     # (n,) of the target's log-probs
+        if cfg.tracin != "self":
+            coef = target_coefficients(cfg.tracin, rewards[rows], t.advantages[rows])
+        first = ~second_half(rows, cfg.num_generations)
+        if target is None and (self.one_backward or coef is None):
+            self_coef = self.loss_coef if coef is None else coef
+            halves = self.tape.gradients([self_coef * first, self_coef * ~first])
+        else:
+            self_coef = None if target is None else torch.zeros_like(self.loss_coef)
+            halves = self.plain_halves(t, rows, first, coef)
 
-    def gradient(self, weights=None):
-        """sum_i weights_i g_i as {parameter: tensor}; weights (n,), None: all 1. Rows of weight 0 cost nothing."""
-        return self.gradients([weights])[0]
+        weight = -t.advantages[rows] / len(rows) if coef is None else coef
+        loss = (weight * (t.rollout.logp * t.mask)[rows].sum(1)).sum()
+        return halves, self_coef, {
+            "tracin/target_rows": len(rows),
+            "tracin/target_loss": float(loss),
+            "tracin/target_contrast": std(rewards[rows]) / max(std(rewards), 1e-12),
+            "tracin/target_advantage_min": float(t.advantages[rows].min()),
+            "tracin/target_advantage_max": float(t.advantages[rows].max())}
 
-    def gradients(self, weights):
-        """The gradients for several weights, in a list."""
-        totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
-        weights = [weight if weight is None or self.where is None else weight[self.where] for weight in weights]
-        chosen, spans = {}, {}  # the same for all layers of a micro-batch, and asking waits for a GPU
-        for module, whose, a, b in self.records:
-            for k, (weight, total) in enumerate(zip(weights, totals)):
-                x, y = a, b
-                if weight is not None:
-                    w = weight.to(b)[whose]
-                    if (k, id(whose)) not in chosen:
-                        chosen[k, id(whose)] = weight[whose].nonzero()[:, 0]
-                    rows = chosen[k, id(whose)]
-                    if len(rows) < len(w):
-                        x, y, w = x[rows], y[rows], w[rows]
-                    if isinstance(module, nn.Linear) and x.numel() < y.numel() and module.bias is None:  # the smaller factor
-                        x = x * w.view(-1, *[1] * (x.dim() - 1))
-                    else:
-                        y = y * w.view(-1, *[1] * (y.dim() - 1))
-                for name, p in module.named_parameters(recurse=False):
-                    if p in total:
-                        total[p] += parameter_gradient(module, name, x, y).to(p.dtype)
-        for (p, first), g in self.kept.items():
-            for k, (weight, total) in enumerate(zip(weights, totals)):
-                w = g.new_ones(len(g)) if weight is None else weight[first:first + len(g)].to(g)
-                if (k, first) not in spans:  # stretches without a row of weight 0: a copy of the rows would cost more
-                    on = [False, *(w != 0).tolist(), False]
-                    ends = [i for i in range(len(w) + 1) if on[i] != on[i + 1]]
-                    spans[k, first] = [slice(i, j) for i, j in zip(ends[::2], ends[1::2])]
-                for span in spans[k, first]:
-                    total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
-        self.reduce([g for total in totals for g in total.values()])
-        return totals
+    def plain_halves(self, batch, rows, first, coef):
+        """The target's two halves by forwards and backwards of their own."""
+        num_tokens = int(batch.mask[rows].sum())
+        step = self.step._replace(rows=rows, num_rows=len(rows), num_tokens=num_tokens)
+        all_coef = None
+        if coef is not None:
+            all_coef = coef.new_zeros(len(batch.mask)).index_copy(0, rows, coef)    # (N,)
+        parts = rows[first], rows[~first]
+        return [self.gradient_of(self.nets, batch, part, step, self.cfg, coef=all_coef)
+                for part in parts]
 
-    def dot(self, G):
-        """<g_i, G> for every row (n,). G: {parameter: tensor}; the parameters it leaves out are not scored."""
-        p = next(iter(self.names))
-        scores = torch.zeros(self.n, dtype=torch.float64, device=p.device)
-        for module, whose, a, b in self.records:
-            for name, p in module.named_parameters(recurse=False):
-                if p in G:
-                    scores.index_add_(0, whose, layer_dot(module, name, a, b, G[p]).to(scores))
-        for (p, first), g in self.kept.items():
-            if p in G:
-                width = p.numel() if p.is_cuda else 32768  # a CPU adds a product up in one line, which costs float32 its digits
-                for part, target in zip(g.flatten(1).split(width, 1), G[p].to(g).flatten().split(width)):
-                    scores[first:first + len(g)] += part @ target
-        return self.spread(scores.to(torch.promote_types(p.dtype, torch.float32)))
+    def plain_gradient(self):
+        """The gradient of the step's loss, in which the tape had no part."""
+        key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
+        return self.gradient_of(self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
 
-    def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
-        """sum of scale * g_i^2 for some rows (indices, ascending): ||g_i||^2 when nothing is scaled. At most about `memory`
-        numbers of per-row gradients exist at a time, of one parameter."""
-        rows = torch.as_tensor(rows)
-        found = torch.zeros(len(rows), dtype=torch.float64)
-        if self.where is not None:
-            numbers, self.where = self.where, None
-            here = torch.full((self.total,), -1).index_copy_(0, numbers.cpu(), torch.arange(self.n))[rows]
-            order = here.argsort()[(here < 0).sum():]  # of those recorded here, as they came
-            found[order] = self.norms(here[order], scale, parameters, memory)
-            self.where = numbers
-            self.reduce([found])
-            return found
-        local = torch.full((self.n,), -1).index_copy_(0, rows, torch.arange(len(rows)))
-        for p in (self.names if parameters is None else parameters) if len(rows) else ():
-            uses = [r for r in self.records if any(q is p for q in r[0].parameters(recurse=False))]
-            seen = torch.cat([whose for _, whose, _, _ in uses]) if uses else torch.zeros(0)
-            kept = [(first, g) for (q, first), g in self.kept.items() if q is p]
-            if kept and not uses:
-                for j, row in enumerate(rows.tolist()):
-                    for g in (g[row - first].flatten() for first, g in kept if first <= row < first + len(g)):
-                        found[j] += float(g @ (g * scale[p].flatten() if p in scale else g))
-                continue
-            once = len({r[0] for r in uses}) == 1 and len(seen.unique()) == len(seen) and not kept
-            if once and p not in scale and isinstance(uses[0][0], nn.Linear) and p.dim() == 2 and uses[0][3].dim() == 3:
-                for _, whose, a, b in uses:  # <sum_t b_t a_t^T, sum_s b_s a_s^T> = sum_ts (a_t . a_s)(b_t . b_s)
-                    row = local.to(whose.device)[whose]
-                    here = (row >= 0).nonzero()[:, 0]
-                    x, y = a[here], b[here]
-                    found[row[here].cpu()] += ((x @ x.mT) * (y @ y.mT)).double().sum((1, 2)).cpu()
-                continue
-            for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
-                g = self.per_row(p, rows[chunk]).flatten(1)
-                found[chunk] += (g.square() * scale[p].flatten() if p in scale else g.square()).sum(1).double().cpu()
-        return found
+    # score
 
-    def per_row(self, p, rows):
-        """The gradients (len(rows), *p.shape) of one parameter, one for each of these rows (indices, ascending)."""
-        total, local = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device), torch.full((self.n,), -1)
-        local[rows] = torch.arange(len(rows))
-        for module, whose, a, b in self.records:
-            for name in (name for name, q in module.named_parameters(recurse=False) if q is p):
-                row = local.to(whose.device)[whose]
-                here = (row >= 0).nonzero()[:, 0]
-                add_per_row(total, module, name, a[here], b[here], row[here])
-        for first, g in ((first, g) for (q, first), g in self.kept.items() if q is p):
-            row = local[first:first + len(g)]
-            here = (row >= 0).nonzero()[:, 0]
-            total[row[here].to(g.device)] += g[here.to(g.device)]
-        return total
+    def score(self, target, generator):
+        """The recorded rows against the target (see keep_helpful) -> Scored."""
+        cfg = self.cfg
+        if self.one_backward:
+            self.all_reduce([self.loss_coef])
+        halves, self_coef, target_metrics = self.target_gradient(target)
+        target_grad = add(*halves)
+        batch_grad = target_grad if cfg.tracin == "self" and target is None else None
+        scale = {}
+        if cfg.tracin_adam:
+            batch_grad = batch_grad or self.tape.gradient(self.loss_coef)
+            scale = adam_scale(self.nets.optimizer, batch_grad)
+        G = self.scored_part(target_grad, scale)
+        raw_scores = self.loss_coef * self.tape.dot(G).to(self.loss_coef)           # (n,)
+        own, self_share = self.self_influence(raw_scores, self_coef, scale, G, generator)
+        scores = raw_scores - own if cfg.tracin_leave_one_out else raw_scores
+        if not scores.isfinite().all():
+            raise SystemExit("stopped: an influence is not finite; the weights or the target's rewards "
+                             "are not. The last checkpoint stands")
+        return Scored(scores, raw_scores, G, scale, halves, self_coef, self_share, batch_grad,
+                      target_metrics)
+
+    def scored_part(self, target_grad, scale):
+        """The target's gradient over cfg.tracin_layers, scaled like AdamW's step where asked for."""
+        G = {}
+        for p, g in target_grad.items():
+            name = self.tape.names[p]
+            if not self.cfg.tracin_layers or any(part in name for part in self.cfg.tracin_layers):
+                G[p] = g * scale[p] if p in scale else g
+        return G
+
+    def self_influence(self, scores, self_coef, scale, G, generator):
+        """What the scores of some rows owe to these rows' own part in the target, and its share of
+        their absolute scores. All rows with tracin_leave_one_out, else four, as a measure."""
+        n = len(scores)
+        rows = torch.arange(n)
+        if not self.cfg.tracin_leave_one_out:
+            rows = torch.randperm(n, generator=generator)[:4].sort().values
+        if self_coef is None:
+            return None, math.nan
+        rows = rows.tolist()
+        own = (self.loss_coef * self_coef)[rows]
+        if own.any():
+            own = own * self.tape.norms(rows, scale, G).to(scores)
+        return own, float(own.sum() / scores[rows].abs().sum().clamp(min=1e-30))
+
+    # select, step
+
+    def kept_gradient(self, keep, batch_grad, G):
+        """The gradient of the rows kept, and of all rows (the latter over the parameters of G only,
+        unless it was known before)."""
+        coef = self.loss_coef
+        if batch_grad is None:
+            kept, dropped = self.tape.gradients([coef * keep, coef * ~keep])
+            return kept, {p: kept[p] + dropped[p] for p in G}
+        if 2 * int(keep.sum()) <= len(keep):
+            return self.tape.gradient(coef * keep), batch_grad
+        dropped = self.tape.gradient(coef * ~keep)      # fewer rows
+        return {p: batch_grad[p] - g for p, g in dropped.items()}, batch_grad
+
+    def normalizer(self, keep):
+        """Factor on the gradient: 1, or what makes the loss a mean over the rows kept."""
+        if self.cfg.tracin_normalizer == "all":
+            return 1.0
+        units = torch.ones_like(self.loss_coef)         # (n,) what the loss is divided by, row by row
+        if self.cfg.loss_type in ("dapo", "cispo", "bnpo"):
+            units = self.batch.mask[self.step.rows].sum(1)
+        return float(units.sum() / (units * keep).sum().clamp(min=1))
+
+    def share_kept(self):
+        """Share of rows x weights whose gradients the tape has kept; the rest was contracted."""
+        kept = torch.tensor(float(sum(g.numel() for g in self.tape.kept.values())), dtype=torch.float64)
+        self.all_reduce([kept])
+        return float(kept) / (len(self.loss_coef) * sum(p.numel() for p in self.tape.names))
 
 
-def add_per_row(total, module, name, a, b, row):
-    """total[row_i] += the gradient of one parameter from index i of the first dimension of a layer's a and b."""
-    if isinstance(module, nn.Embedding):
-        flat = (row.view(-1, *[1] * (a.dim() - 1)) * total.shape[1] + a).flatten()
-        total.view(-1, total.shape[2]).index_add_(0, flat, b.flatten(0, -2).to(total.dtype))
-    elif isinstance(module, nn.Linear) and name == "weight" and b.dim() == 2:  # tokens in a line
-        order, counts = row.argsort(stable=True), torch.bincount(row, minlength=len(total)).tolist()
-        a, b = (x[order].to(total.dtype).split(counts) for x in (a, b))
-        for g, x, y in zip(total, a, b):
-            g.addmm_(y.T, x)
-    elif isinstance(module, nn.Linear) and name == "weight":
-        total.index_add_(0, row, (b.flatten(1, -2).mT @ a.flatten(1, -2)).to(total.dtype))
-    else:
-        part = (b if name == "bias" else b * a).to(total.dtype)
-        total.index_add_(0, row, part.flatten(1, -2).sum(1) if part.dim() > 2 else part)
+class Scored(NamedTuple):
+    scores: torch.Tensor        # (n,) influence of each row
+    raw_scores: torch.Tensor    # (n,) before a row's own part in the target is taken off
+    G: dict                     # what rows were scored against: {parameter: tensor}
+    scale: dict                 # what the target's gradient was scaled with, with tracin_adam
+    halves: list                # the target's gradient in two parts
+    self_coef: torch.Tensor     # (n,) see target_gradient
+    self_share: float
+    batch_grad: dict            # the gradient of all rows, or None if it was not needed
+    target_metrics: dict
 
 
-def parameter_gradient(module, name, a, b):
-    """The gradient of one parameter of a layer: input a (or ids, or the normalised input), gradient b of the output."""
-    if isinstance(module, nn.Embedding):
-        return torch.zeros_like(module.weight).index_add_(0, a.flatten(), b.flatten(0, -2).to(module.weight.dtype))
-    b2 = b.flatten(0, -2)                                                                           # (rows * T, out)
-    if name == "bias":
-        return b2.sum(0)
-    return b2.T @ a.flatten(0, -2) if isinstance(module, nn.Linear) else (b2 * a.flatten(0, -2)).sum(0)
+def serves_both(cfg, batch):
+    """True if the loss of a fresh row is a number times its log-prob (no KL in it, no token left out)
+    and so is its part in the target."""
+    return cfg.tracin not in ("off", "self") and not cfg.kl_in_loss and batch.policy_mask is None
 
 
-def layer_dot(module, name, a, b, G):
-    """<b, layer(a; G)> per index of the first dimension, for one parameter of a layer."""
-    if name == "bias":
-        out = G.to(b.dtype)
-    elif isinstance(module, nn.Embedding):
-        out = F.embedding(a, G.to(b.dtype))
-    elif isinstance(module, nn.Linear) and len(G) > G.shape[1]:  # the other way round is smaller: the vocabulary head
-        out, b = a, b @ G.to(b.dtype)
-    else:
-        out = F.linear(a, G.to(a.dtype)) if isinstance(module, nn.Linear) else a * G.to(a.dtype)
-    return (b * out).flatten(1).sum(1, dtype=torch.promote_types(b.dtype, torch.float32))
+def second_half(rows, num_generations):
+    """(n,) True for the rows of the later half of the prompts. Advantages of a group sum to 0, so two
+    halves of a group would not be independent; where there is only one prompt it is every other row."""
+    prompts = rows // num_generations
+    distinct = prompts.unique()
+    if len(distinct) > 1:
+        return prompts >= distinct[len(distinct) // 2]
+    return torch.arange(len(rows), device=rows.device) % 2 == 1
 
 
-# from scores to a selection
+def halves_apart(batch, rows, num_generations):
+    """Key (n,) that sorts rows by half, then by length, so that a sum over one half of the kept
+    gradients reads nothing of the other."""
+    width = batch.mask.shape[1]
+    return batch.lengths[rows] + width * second_half(rows, num_generations)
+
+
+# ------------------------------------------------------------------------------------------------
+# pure functions: target, selection, metrics
 
 
 def target_coefficients(target, rewards, advantages):
-    """rho (n,): the target loss is sum_j rho_j log pi(completion j), a sum over its tokens, of n rollouts.
+    """coef (n,): the target's loss is sum_i coef_i * log-prob of completion i, of n rollouts.
 
-    reward: -(reward normalised over the batch) / n; advantage: -advantage / n; contrastive: -1 / n for the better half
-    by reward, +1 / n for the other.
+    reward: -(reward normalised over the batch) / n. advantage: -advantage / n. contrastive: -1 / n for
+    the better half by reward, +1 / n for the other.
     """
-    n, rewards = len(rewards), rewards.nan_to_num(float(rewards.nanmean()))
+    n = len(rewards)
+    rewards = rewards.nan_to_num(float(rewards.nanmean()))
     if target == "reward":
-        return -(rewards - rewards.mean()) / (rewards.std(correction=int(n > 1)) + 1e-4) / n
+        spread = rewards.std(correction=int(n > 1)) + 1e-4
+        return -(rewards - rewards.mean()) / spread / n
     if target == "advantage":
         return -advantages / n
-    good = torch.zeros(n, dtype=torch.bool).index_fill_(0, rewards.argsort(descending=True)[:n // 2].cpu(), True)
+    best = rewards.argsort(descending=True)[:n // 2].cpu()
+    good = torch.zeros(n, dtype=torch.bool).index_fill_(0, best, True)
     return torch.where(good, -1.0, 1.0).to(rewards.device) / n
 
 
 def choose_targets(rewards, size, how, generator):
-    """Indices of `size` rollouts (0: all) of a held-out batch by reward: random, best, worst, or balanced: half and half."""
-    n, order = len(rewards), rewards.nan_to_num(-torch.inf).argsort(descending=True)
+    """Indices of `size` rollouts (0: all) of a held-out batch by reward: random, best, worst, or
+    balanced (half and half)."""
+    n = len(rewards)
     size = min(size or n, n)
+    order = rewards.nan_to_num(-torch.inf).argsort(descending=True)
     if how == "random":
         return torch.randperm(n, generator=generator)[:size]
     if how == "balanced":
@@ -389,90 +308,618 @@ def choose_targets(rewards, size, how, generator):
 
 
 def select(influence, how, fraction=0.5, generator=None):
-    """influence (n,) -> (keep (n,) bool, True when the fallback was used).
+    """influence (n,) -> keep (n,) bool, and True if the fallback was used.
 
-    positive: above 0; when fewer than one in ten of those that are not 0 are, their better half (the fallback). drop: all
-    but the worst `fraction` of the negative ones. top: the best `fraction`. Controls that keep as many as `positive`:
-    bottom, random. all.
+    positive: above 0. When fewer than one in ten of the scores that are not 0 are, the better half of
+    these is kept (the fallback). drop: all but the worst `fraction` of the negative ones. top: the best
+    `fraction`. bottom, random: controls that keep as many as `positive`. all.
     """
-    n, order = len(influence), influence.argsort(descending=True)
-    positive, negative = int((influence > 0).sum()), int((influence < 0).sum())
+    n = len(influence)
+    positive = int((influence > 0).sum())
+    negative = int((influence < 0).sum())
+    order = influence.argsort(descending=True)
     fallback = how in ("positive", "bottom", "random") and positive < 0.1 * (positive + negative)
-    if fallback and how == "positive":  # rows of influence 0, of groups without spread, stand between the two signs
-        order = influence.masked_fill(influence == 0, -torch.inf).argsort(descending=True)
     count = (positive + negative + 1) // 2 if fallback else positive
-    kept = {"positive": order[:count], "bottom": order[n - count:], "random": torch.randperm(n, generator=generator)[:count],
-            "top": order[:round(fraction * n)], "drop": order[:n - int(fraction * negative)], "all": order}[how]
-    return torch.zeros(n, dtype=torch.bool, device=influence.device).index_fill_(0, kept.to(influence.device), True), fallback
+    if how == "positive" and fallback:  # rows of influence 0, of groups without spread, go last
+        order = influence.masked_fill(influence == 0, -torch.inf).argsort(descending=True)
+    if how == "positive":
+        kept = order[:count]
+    elif how == "bottom":
+        kept = order[n - count:]
+    elif how == "random":
+        kept = torch.randperm(n, generator=generator)[:count]
+    elif how == "top":
+        kept = order[:round(fraction * n)]
+    elif how == "drop":
+        kept = order[:n - int(fraction * negative)]
+    elif how == "all":
+        kept = order
+    else:
+        raise ValueError(f"no selection is called {how!r}")
+    keep = torch.zeros(n, dtype=torch.bool, device=influence.device)
+    return keep.index_fill_(0, kept.to(influence.device), True), fallback
 
 
 def adam_scale(optimizer, gradient):
-    """{parameter: 1 / (sqrt(v) + eps)}: the diagonal that AdamW will multiply a step with this gradient with (before any
-    clipping). Momentum scales all rows alike and weight decay has no part in a row, so neither matters here."""
+    """{parameter: 1 / (sqrt(v) + eps)}: the diagonal that AdamW will multiply a step with this gradient
+    by (before clipping). Momentum scales all rows alike and weight decay is in no row, so neither
+    matters here."""
     scale = {}
     for group in optimizer.param_groups:
         decay = group["betas"][1]
         for p in group["params"]:
             if p in gradient:
                 state = optimizer.state.get(p, {})
+                steps = float(state.get("step", 0)) + 1
                 v = decay * state.get("exp_avg_sq", 0) + (1 - decay) * gradient[p].square()
-                scale[p] = 1 / ((v / (1 - decay ** (float(state.get("step", 0)) + 1))).sqrt() + group["eps"])
+                scale[p] = 1 / ((v / (1 - decay ** steps)).sqrt() + group["eps"])
     return scale
 
 
+def add(G, H):
+    """The sum of two gradients {parameter: tensor}."""
+    return {p: g + H[p] for p, g in G.items()}
+
+
 def inner(G, H):
-    """<G, H> of two gradients over the parameters of the second."""
+    """<G, H> of two gradients, over the parameters of H."""
     return float(torch.stack([G[p].flatten() @ H[p].to(G[p]).flatten() for p in H]).double().sum())
 
 
-def filter_rows(tape, coefficients, halves, own, units, optimizer, s, seed, everything=None, truth=None):
-    """Score the rows of a tape against a target and decide -> (weights (n,), influence (n,), gradient to step with, metrics).
+def invariant_error(scores, batch_grad, G):
+    """How far sum_i I_i = <G_batch, G_target> is violated, relative to sum_i |I_i|."""
+    total = float(scores.double().sum())
+    size = float(scores.double().abs().sum())
+    return abs(total - inner(batch_grad, G)) / max(size, 1e-30)
 
-    The gradient of row i is coefficients_i times what the tape recorded. halves: the target's gradient in two parts, of half
-    of its rows each, since their cosine tells signal from noise. own_i: the multiple of row i's record that is in the target
-    (0: another batch; NaN: not known). units (n,): what the loss is divided by, row by row. everything: the gradient of all
-    rows, where the tape has given it already. truth: the same from an ordinary backward, for the invariant.
-    """
-    target = {p: halves[0][p] + halves[1][p] for p in halves[0]}
-    squares, product = [inner(half, half) for half in halves], inner(*halves)
-    if everything is None and s.tracin_adam:
-        everything = tape.gradient(coefficients)
-    scale = adam_scale(optimizer, everything) if s.tracin_adam else {}
-    G = {p: g * scale[p] if p in scale else g for p, g in target.items()
-         if not s.tracin_layers or any(part in tape.names[p] for part in s.tracin_layers)}
-    influence = coefficients * tape.dot(G).to(coefficients)
-    total, size = float(influence.double().sum()), float(influence.double().abs().sum())
-    generator, n = torch.Generator().manual_seed(seed), len(influence)
-    sample = list(range(n)) if s.tracin_leave_one_out else torch.randperm(n, generator=generator)[:4].sort().values.tolist()
-    own = (coefficients * own)[sample]  # 0 where the target is another batch
-    self_term = own * tape.norms(sample, scale, G).to(influence) if own.any() else own
-    share = float(self_term.sum() / influence[sample].abs().sum().clamp(min=1e-30))
-    if s.tracin_leave_one_out:
-        influence = influence - self_term
-    if not influence.isfinite().all():
-        raise SystemExit("stopped: an influence is not finite; the weights or the target's rewards are not. The last checkpoint stands")
-    keep, fallback = select(influence, s.tracin_select, s.tracin_fraction, generator)
-    if everything is None:
-        kept, dropped = tape.gradients([coefficients * keep, coefficients * ~keep])
-        everything = {p: kept[p] + dropped[p] for p in G}
-    elif 2 * int(keep.sum()) <= len(keep):
-        kept = tape.gradient(coefficients * keep)
-    else:  # the rest is fewer
-        kept = {p: everything[p] - g for p, g in tape.gradient(coefficients * ~keep).items()}
-    expected = inner(truth or everything, G)
-    factor = float(units.sum() / (units * keep).sum().clamp(min=1)) if s.tracin_normalizer == "kept" else 1.0
+
+def score_metrics(scores, keep, fallback):
+    return {
+        "tracin/positive_ratio": float((scores > 0).float().mean()),
+        "tracin/negative_ratio": float((scores < 0).float().mean()),
+        "tracin/zero_ratio": float((scores == 0).float().mean()),
+        "tracin/mean_ip": float(scores.mean()),
+        "tracin/std_ip": float(scores.std()),
+        "tracin/min_ip": float(scores.min()),
+        "tracin/max_ip": float(scores.max()),
+        "tracin/selected_ratio": float(keep.float().mean()),
+        "tracin/fallback": float(fallback)}
+
+
+def halves_metrics(halves, names):
+    """Cosine of the target's two halves, the norm of their sum, and of its first parameters."""
+    first, second = halves
+    squares = inner(first, first), inner(second, second)
+    product = inner(first, second)
     metrics = {
-        "tracin/positive_ratio": float((influence > 0).float().mean()),
-        "tracin/negative_ratio": float((influence < 0).float().mean()),
-        "tracin/zero_ratio": float((influence == 0).float().mean()), "tracin/mean_ip": float(influence.mean()),
-        "tracin/std_ip": float(influence.std()), "tracin/min_ip": float(influence.min()), "tracin/max_ip": float(influence.max()),
-        "tracin/selected_ratio": float(keep.float().mean()), "tracin/fallback": float(fallback), "tracin/self_share": share,
-        "tracin/invariant_error": abs(total - expected) / max(size, 1e-30),
         "tracin/target_cosine": product / max((squares[0] * squares[1]) ** 0.5, 1e-30),
         "tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5}
-    metrics |= {f"tracin/target_grad_norm/{tape.names[p]}": float(target[p].norm()) for p in list(target)[:3]}
-    return keep.to(influence) * factor, influence, {p: g.mul_(factor) if factor != 1 else g for p, g in kept.items()}, metrics
+    for p in list(first)[:3]:
+        metrics[f"tracin/target_grad_norm/{names[p]}"] = float((first[p] + second[p]).norm())
+    return metrics
 
 
-if __name__ == "__main__":  # python tracin.py out/toxicity_tracin explains a run
-    runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "explain.py"), run_name="__main__")
+def std(x):
+    """Standard deviation of the values that are not NaN; exactly 0.0 if they are all the same number."""
+    x = x[~x.isnan()]
+    if len(x) < 2 or x.min() == x.max():
+        return 0.0
+    return float(x.std())
+
+
+# ------------------------------------------------------------------------------------------------
+# the tape
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward and backward."""
+    index: int                      # which micro-batch of the recording it is
+    numbers: torch.Tensor           # (n,) the rows' numbers
+    tokens: torch.Tensor            # (M,) the row, 0 .. n - 1, of each token in a line; or None
+    token_numbers: torch.Tensor     # (M,) the number of that row; or None
+    seen: dict                      # {layer: tokens in a line that it has been given}
+
+
+class Tape:
+    """Records a backward over one or several micro-batches, of any model made of Linear, Embedding,
+    LayerNorm and RMSNorm.
+
+        with Tape(model) as tape:
+            for rows in micro_batches:
+                tape.rows(len(rows))
+                loss_of_each(rows).sum().backward()
+        G = tape.gradient()                     # {parameter: tensor}: what .grad would have held
+        influence = tape.dot(G)                 # (n,) of each row, in the order recorded
+        update = tape.gradient(influence > 0)   # the gradient of some rows
+
+    Rows are the first dimension of what a layer is given. Where a layer is given the tokens of all rows
+    in one line (M, C), at once or in pieces, rows() is told the row of each token.
+
+    Inside the block no parameter gets a .grad: the layers run on detached weights, so that the backward
+    forms activation gradients only. If a parameter still gets a .grad, it was used outside its layer:
+    ValueError names it. Other kinds of layers with parameters raise too. Frozen parameters cost nothing.
+
+    memory: bytes that gradients of single rows may take, up to n times the weights. If they fit, the
+    tape computes each row's gradient during the backward, instead of their sum: for long rows this costs
+    no extra arithmetic, and scores and weighted gradients are then a matrix-vector product each. Layers
+    that do not fit, or that have fewer than `fewest` tokens a row, keep a and b. (Kept gradients cost
+    their traffic, 4 bytes x weights, written once and read three times. a and b cost two more products
+    of 2 x tokens x weights. On a CPU the two are even near 24 tokens, on a GPU near 500.) A tape that is
+    used again uses the same memory again, since fresh pages cost time.
+
+    all_reduce(tensors) sums in place over processes that record a part of the rows each; see numbered().
+    """
+
+    def __init__(self, model, memory=0, fewest=None, all_reduce=lambda tensors: None):
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        if fewest is None:
+            fewest = 500 if any(p.is_cuda for p in self.names) else 24
+        self.memory = memory
+        self.fewest = fewest
+        self.all_reduce = all_reduce
+        self.layers = trained_layers(model)     # {module: name}
+        self.pool = {}                          # memory of kept gradients, used again
+        self.total = None
+
+    def numbered(self, total):
+        """Rows have numbers 0 .. total - 1, over all processes. rows() is then given the numbers of the
+        rows recorded here, and what the tape returns speaks of all rows, in the order of their numbers.
+        Returns the tape."""
+        self.total = total
+        return self
+
+    def __enter__(self):
+        self.records = []           # (module, numbers of its first dimension, a, b)
+        self.kept = {}              # {(parameter, micro-batch): gradients (n, *shape)}
+        self.micro_batches = []
+        self.room = self.memory
+        self.counted = 0            # rows recorded so far
+        self.pending = 0            # calls of rows() since the last backward,
+        self.went_back = False      # and whether there was one since the last call
+        for p, name in self.names.items():
+            if p.grad is not None:
+                raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")
+        for module, name in self.layers.items():
+            if "forward" in vars(module):
+                raise ValueError(f"{name or 'model'}: its forward has been replaced, by another tape "
+                                 "perhaps")
+        for module in self.layers:
+            module.forward = self.recording(module)
+            module.record_linear = functools.partial(self.record_linear, module)
+        return self
+
+    def __exit__(self, *error):
+        for module in self.layers:
+            del module.forward, module.record_linear
+        self.give_back_memory()
+        outside = [name for p, name in self.names.items() if p.grad is not None]
+        if error[0] is None:
+            self.check_all_read()
+            if outside:
+                raise ValueError(f"{outside[0]} is used outside its layer, where the tape cannot see it")
+
+    def give_back_memory(self):
+        """Forgets the buffers that this recording did not use and, where that leaves more than `memory`,
+        those that are longer than needed."""
+        self.pool = {key: self.pool[key] for key in self.kept}
+        size = sum(g.numel() * g.element_size() for g in self.pool.values())
+        if size > self.memory:
+            self.pool = {key: g for key, g in self.pool.items() if len(g) == len(self.kept[key])}
+
+    # recording
+
+    def rows(self, which, tokens=None):
+        """What follows is a forward and backward of new rows.
+
+        which: how many, or, after numbered(), their numbers (n,). tokens (M,): the row, 0 to n - 1, of
+        each of M tokens in a line.
+        """
+        self.check_all_read()
+        device = next(iter(self.names)).device
+        if isinstance(which, int):
+            which = torch.arange(self.counted, self.counted + which, device=device)
+        token_numbers = None
+        if tokens is not None:
+            tokens = tokens.to(device)
+            token_numbers = which[tokens]
+        index = len(self.micro_batches)
+        self.micro_batches.append(MicroBatch(index, which, tokens, token_numbers, {}))
+        self.counted += len(which)
+        self.pending = 1 if self.went_back else self.pending + 1
+        self.went_back = False
+
+    def check_all_read(self):
+        """ValueError unless every layer that saw tokens in a line saw all: else rows were mixed up."""
+        if not self.micro_batches or self.micro_batches[-1].tokens is None:
+            return
+        micro = self.micro_batches[-1]
+        for module, count in micro.seen.items():
+            self.check_count(module, count, exact=True)
+
+    def check_count(self, module, count, exact=False):
+        told = len(self.micro_batches[-1].tokens)
+        if count > told or exact and count < told:
+            raise ValueError(
+                f"{self.layers[module]}: {count} tokens, where rows() was told of {told}")
+
+    def recording(self, module):
+        """The module's forward on detached weights. It notes the input a and asks for the gradient b of
+        the output."""
+        plain = module.forward
+
+        def forward(x):
+            if not torch.is_grad_enabled():
+                return plain(x)
+            out, a = run_detached(module, x)
+            micro, part = self.owner(module, x)
+            if not x.requires_grad and isinstance(module, (nn.Linear, nn.Embedding)):
+                a = a.clone()           # the caller may use that memory again
+            if not out.requires_grad:   # a leaf, whose .grad would add up in the memory of b
+                out.requires_grad_()
+                out.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
+                out = out.clone()
+            tokens = out.shape[:-1].numel()
+
+            def hook(b):
+                if part is REENTRANT:
+                    raise ValueError(
+                        f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the "
+                        "tape cannot tell which rows they are of; set use_reentrant=False")
+                self.add(module, micro, part, a, b.detach(), tokens)
+
+            out.register_hook(hook)
+            return out
+
+        return forward
+
+    def record_linear(self, module, x, b):
+        """Records a Linear whose output gradient b is known already, in code that goes no way through
+        backward(): input x (m, in), b (m, out)."""
+        micro, part = self.owner(module, x)
+        self.add(module, micro, part, x.detach().to(b.dtype), b.detach(), len(x))
+
+    def owner(self, module, x):
+        """Whose rows x holds: the micro-batch, and None if row i of x is row i of it, or the slice of its
+        tokens in a line."""
+        if not self.micro_batches:
+            raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
+        micro = self.micro_batches[-1]
+        in_backward = torch._C._current_graph_task_id() != -1   # a checkpoint computes again
+        if self.pending > 1 and in_backward:
+            raise ValueError(
+                f"{self.layers[module]}: computed again under a reentrant checkpoint, after "
+                f"{self.pending} calls of rows(): of which rows? Go backward after each forward, or set "
+                "use_reentrant=False")
+        is_lookup = type(module) is nn.Embedding
+        in_a_line = x.dim() == (1 if is_lookup else 2)
+        if in_a_line and micro.tokens is not None and not is_lookup:
+            if in_backward:
+                return micro, REENTRANT
+            start = micro.seen.get(module, 0) % max(1, len(micro.tokens))
+            micro.seen[module] = start + len(x)
+            self.check_count(module, start + len(x))
+            return micro, slice(start, start + len(x))
+        if len(x) != len(micro.numbers) or (in_a_line and is_lookup):
+            raise ValueError(
+                f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the "
+                f"{len(micro.numbers)} rows is whose; look positions up per row, and give rows() the "
+                "owner of flattened tokens")
+        return micro, None
+
+    def add(self, module, micro, part, a, b, tokens):
+        """Keeps what was recorded of a layer: the gradient of each row, or a and b."""
+        self.went_back = True
+        if len(micro.numbers) == 0:
+            return
+        all_tokens = tokens if part is None else len(micro.tokens)  # a head in pieces has as many
+        if not self.keep(module, micro, part, a, b, all_tokens / len(micro.numbers)):
+            numbers = micro.numbers if part is None else micro.token_numbers[part]
+            self.records.append((module, numbers, a, b))
+
+    def keep(self, module, micro, part, a, b, tokens_per_row):
+        """Adds a layer's gradients to self.kept, row by row. False if a and b are better kept."""
+        params = {name: p for name, p in module.named_parameters(recurse=False) if p in self.names}
+        new = {p for p in params.values() if (p, micro.index) not in self.kept}
+        n = len(micro.numbers)
+        size = sum(n * p.numel() * p.element_size() for p in new)
+        is_lookup = isinstance(module, nn.Embedding)
+        short = isinstance(module, nn.Linear) and tokens_per_row < self.fewest
+        # the gradient of a lookup is sparse, unless the matrix is the head's too
+        if size > self.room or new and (is_lookup or short):
+            return False
+        self.room -= size
+        for name, p in params.items():
+            g = self.buffer(p, micro)
+            first = p in new
+            if b.dim() == 3 and isinstance(module, nn.Linear) and name == "weight" and b.dtype == g.dtype:
+                g.baddbmm_(b.mT, a, beta=0 if first else 1)
+            elif b.dim() == 3 and not is_lookup:    # row i of a and b is row i of g
+                if first:
+                    g.copy_(gradient_of_rows(module, name, a, b))
+                else:
+                    g.add_(gradient_of_rows(module, name, a, b))
+            else:
+                if first:
+                    g.zero_()
+                owner = torch.arange(n, device=b.device) if part is None else micro.tokens[part]
+                add_per_row(g, module, name, a, b, owner)
+        return True
+
+    def buffer(self, p, micro):
+        """Memory (n, *shape) for the gradients of a parameter, kept from now on."""
+        key = (p, micro.index)
+        n = len(micro.numbers)
+        if key not in self.kept:
+            if len(self.pool.get(key, ())) < n:
+                self.pool[key] = torch.empty(n, *p.shape, dtype=p.dtype, device=p.device)
+            self.kept[key] = self.pool[key][:n]
+        return self.kept[key]
+
+    # what follows from the records
+
+    @property
+    def n(self):
+        """Number of rows."""
+        return self.counted if self.total is None else self.total
+
+    def gradient(self, weights=None):
+        """sum_i weights_i g_i as {parameter: tensor}; weights (n,), None: all 1. Rows of weight 0 cost
+        nothing."""
+        return self.gradients([weights])[0]
+
+    def gradients(self, weights):
+        """The gradients for several weights, in a list."""
+        totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
+        rows_on = {}    # which entries have a weight: the same for all layers, and asking waits for a GPU
+        for module, numbers, a, b in self.records:
+            for k, (weight, total) in enumerate(zip(weights, totals)):
+                x, y = a, b
+                if weight is not None:
+                    key = (k, id(numbers))
+                    if key not in rows_on:
+                        rows_on[key] = weight[numbers].nonzero()[:, 0]
+                    x, y = weigh(module, a, b, weight.to(b)[numbers], rows_on[key])
+                for name, p in module.named_parameters(recurse=False):
+                    if p in total:
+                        total[p] += parameter_gradient(module, name, x, y).to(p.dtype)
+        spans_on = {}
+        for (p, index), g in self.kept.items():
+            for k, (weight, total) in enumerate(zip(weights, totals)):
+                w = g.new_ones(len(g))
+                if weight is not None:
+                    w = weight[self.micro_batches[index].numbers].to(g)
+                key = (k, index)
+                if key not in spans_on:
+                    spans_on[key] = spans_of(w)
+                for span in spans_on[key]:
+                    total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
+        self.all_reduce([g for total in totals for g in total.values()])
+        return totals
+
+    def dot(self, G):
+        """<g_i, G> for every row (n,). G: {parameter: tensor}; parameters that it leaves out do not
+        count."""
+        p = next(iter(self.names))
+        scores = torch.zeros(self.n, dtype=torch.float64, device=p.device)
+        for module, numbers, a, b in self.records:
+            for name, p in module.named_parameters(recurse=False):
+                if p in G:
+                    scores.index_add_(0, numbers, layer_dot(module, name, a, b, G[p]).to(scores))
+        own = {}        # {micro-batch: scores (n,) of its rows}
+        for (p, index), g in self.kept.items():
+            if p not in G:
+                continue
+            if index not in own:
+                own[index] = scores[self.micro_batches[index].numbers]
+            # a CPU adds a long product up in one line, which costs float32 its digits
+            width = p.numel() if p.is_cuda else 32768
+            parts = zip(g.flatten(1).split(width, 1), G[p].to(g).flatten().split(width))
+            for part, target in parts:
+                own[index] += part @ target
+        for index, rows in own.items():
+            scores[self.micro_batches[index].numbers] = rows
+        scores = scores.to(torch.promote_types(p.dtype, torch.float32))
+        self.all_reduce([scores])
+        return scores
+
+    def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
+        """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; ||g_i||^2 without
+        scale. At most about `memory` numbers of per-row gradients exist at a time."""
+        rows = torch.as_tensor(rows)
+        place = torch.full((self.n,), -1)
+        place[rows] = torch.arange(len(rows))           # row number -> index in the result
+        found = torch.zeros(len(rows), dtype=torch.float64)
+        for p in self.names if parameters is None else parameters:
+            weight = scale[p].flatten() if p in scale else None
+            uses = [record for record in self.records if uses_parameter(record[0], p)]
+            kept = [(index, g) for (q, index), g in self.kept.items() if q is p]
+            if kept and not uses:
+                self.add_kept_norms(found, place, kept, weight)
+            elif self.is_plain_matrix(p, uses, kept) and weight is None:
+                add_gram_norms(found, place, uses)
+            else:
+                for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
+                    g = self.per_row(p, rows[chunk]).flatten(1)
+                    squares = g.square() if weight is None else g.square() * weight
+                    found[chunk] += squares.sum(1).double().cpu()
+        self.all_reduce([found])
+        return found
+
+    def add_kept_norms(self, found, place, kept, weight):
+        """found[place of row i] += |g_i|^2 for kept gradients."""
+        for index, g in kept:
+            places = place[self.micro_batches[index].numbers.cpu()].tolist()
+            for i, j in enumerate(places):
+                if j >= 0:
+                    g_i = g[i].flatten()
+                    found[j] += float(g_i @ (g_i if weight is None else g_i * weight))
+
+    def is_plain_matrix(self, p, uses, kept):
+        """True for the weight of one Linear on (rows, tokens, channels), each row recorded once."""
+        if kept or not uses or p.dim() != 2:
+            return False
+        module, _, _, b = uses[0]
+        seen = torch.cat([numbers for _, numbers, _, _ in uses])
+        once = len(seen.unique()) == len(seen) and len({use[0] for use in uses}) == 1
+        return once and isinstance(module, nn.Linear) and b.dim() == 3
+
+    def per_row(self, p, rows):
+        """The gradients (len(rows), *p.shape) of one parameter for rows recorded here (numbers,
+        ascending)."""
+        total = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
+        place = torch.full((self.n,), -1)
+        place[rows] = torch.arange(len(rows))
+        for module, numbers, a, b in self.records:
+            for name, q in module.named_parameters(recurse=False):
+                if q is p:
+                    here, places = entries_of(place, numbers)
+                    add_per_row(total, module, name, a[here], b[here], places)
+        for (q, index), g in self.kept.items():
+            if q is p:
+                here, places = entries_of(place, self.micro_batches[index].numbers)
+                total[places] += g[here]
+        return total
+
+
+REENTRANT = "tokens in a line, computed again in a backward"
+
+
+def trained_layers(model):
+    """{module: name} of the layers with trained parameters. ValueError for a kind that is not known."""
+    layers = {}
+    for name, module in model.named_modules():
+        if not any(p.requires_grad for p in module.parameters(recurse=False)):
+            continue
+        known = type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+        odd = [k for k, _ in module.named_parameters(recurse=False) if k not in ("weight", "bias")]
+        odd += [k for k in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, k, None)]
+        if getattr(module, "padding_idx", None) is not None:
+            odd.append("padding_idx")
+        if len(getattr(module, "normalized_shape", ())) > 1:
+            odd.append("normalized_shape")
+        if not known or odd:
+            raise ValueError(
+                f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; the "
+                "tape knows Linear, Embedding, LayerNorm and RMSNorm")
+        layers[module] = name
+    return layers
+
+
+def spans_of(w):
+    """Slices of w (n,) without a 0: a copy of the rows that count would cost more."""
+    on = [False, *(w != 0).tolist(), False]
+    ends = [i for i in range(len(w) + 1) if on[i] != on[i + 1]]
+    return [slice(i, j) for i, j in zip(ends[::2], ends[1::2])]
+
+
+def entries_of(place, numbers):
+    """Entries of numbers (k,) whose row has a place, and these places, on the device of numbers."""
+    places = place.to(numbers.device)[numbers]
+    here = (places >= 0).nonzero()[:, 0]
+    return here, places[here]
+
+
+# ------------------------------------------------------------------------------------------------
+# the rules of a layer: input a (ids, or what a norm's weight multiplies), output gradient b
+
+
+def run_detached(module, x):
+    """(output of the layer on detached weights, a)."""
+    weight = module.weight.detach()
+    bias = None if getattr(module, "bias", None) is None else module.bias.detach()
+    if isinstance(module, nn.Embedding):
+        return F.embedding(x, weight), x
+    if isinstance(module, nn.Linear):
+        out = F.linear(x, weight, bias)
+        return out, x.detach().to(out.dtype)
+    shape, eps = module.normalized_shape, module.eps
+    if isinstance(module, nn.LayerNorm):
+        a = F.layer_norm(x.detach(), shape, eps=eps)
+        return F.layer_norm(x, shape, weight, bias, eps), a
+    a = F.rms_norm(x.detach(), shape, eps=eps)
+    return F.rms_norm(x, shape, weight, eps), a
+
+
+def uses_parameter(module, p):
+    return any(q is p for q in module.parameters(recurse=False))
+
+
+def weigh(module, a, b, w, on):
+    """a and b of the entries `on`, one of them times their weights w (of all entries)."""
+    if len(on) < len(w):
+        a, b, w = a[on], b[on], w[on]
+    if isinstance(module, nn.Linear) and a.numel() < b.numel() and module.bias is None:
+        return a * w.view(-1, *[1] * (a.dim() - 1)), b      # the smaller factor
+    return a, b * w.view(-1, *[1] * (b.dim() - 1))
+
+
+def parameter_gradient(module, name, a, b):
+    """The gradient of one parameter of a layer, summed over rows and tokens."""
+    if isinstance(module, nn.Embedding):
+        zeros = torch.zeros_like(module.weight)
+        return zeros.index_add_(0, a.flatten(), b.flatten(0, -2).to(module.weight.dtype))
+    flat_b = b.flatten(0, -2)                                                       # (rows * T, out)
+    if name == "bias":
+        return flat_b.sum(0)
+    if isinstance(module, nn.Linear):
+        return flat_b.T @ a.flatten(0, -2)
+    return (flat_b * a.flatten(0, -2)).sum(0)
+
+
+def gradient_of_rows(module, name, a, b):
+    """The gradients of one parameter, row by row: a (n, T, in), b (n, T, out) -> (n, *shape)."""
+    if name == "bias":
+        return b.sum(1)
+    if isinstance(module, nn.Linear):
+        return b.mT @ a
+    return (b * a).sum(1)
+
+
+def add_per_row(total, module, name, a, b, row):
+    """total[row[i]] += the gradient of one parameter from entry i of a layer's a and b."""
+    if isinstance(module, nn.Embedding):
+        flat = (row.view(-1, *[1] * (a.dim() - 1)) * total.shape[1] + a).flatten()
+        total.view(-1, total.shape[2]).index_add_(0, flat, b.flatten(0, -2).to(total.dtype))
+    elif isinstance(module, nn.Linear) and name == "weight" and b.dim() == 2:   # tokens in a line
+        order = row.argsort(stable=True)
+        counts = torch.bincount(row, minlength=len(total)).tolist()
+        a, b = (x[order].to(total.dtype).split(counts) for x in (a, b))
+        for g, x, y in zip(total, a, b):
+            g.addmm_(y.T, x)
+    elif isinstance(module, nn.Linear) and name == "weight":
+        products = b.flatten(1, -2).mT @ a.flatten(1, -2)
+        total.index_add_(0, row, products.to(total.dtype))
+    else:
+        part = (b if name == "bias" else b * a).to(total.dtype)
+        if part.dim() > 2:
+            part = part.flatten(1, -2).sum(1)
+        total.index_add_(0, row, part)
+
+
+def layer_dot(module, name, a, b, G):
+    """<b, layer(a; G)> for each entry of the first dimension, for one parameter of a layer."""
+    if name == "bias":
+        out = G.to(b.dtype)
+    elif isinstance(module, nn.Embedding):
+        out = F.embedding(a, G.to(b.dtype))
+    elif not isinstance(module, nn.Linear):
+        out = a * G.to(a.dtype)
+    elif len(G) > G.shape[1]:       # the vocabulary head: the other way round is smaller
+        out = a
+        b = b @ G.to(b.dtype)
+    else:
+        out = F.linear(a, G.to(a.dtype))
+    return (b * out).flatten(1).sum(1, dtype=torch.promote_types(b.dtype, torch.float32))
+
+
+def add_gram_norms(found, place, uses):
+    """found[place of row i] += |g_i|^2 for a matrix with g_i = sum_t b_t a_t^T, without forming it:
+    |g_i|^2 = sum_ts (a_t . a_s) (b_t . b_s)."""
+    for _, numbers, a, b in uses:
+        here, places = entries_of(place, numbers)
+        x, y = a[here], b[here]
+        found[places.cpu()] += ((x @ x.mT) * (y @ y.mT)).double().sum((1, 2)).cpu()
+
+
+if __name__ == "__main__":  # the command needs the whole project and has a file of its own
+    runpy.run_path(os.path.join(os.path.dirname(__file__), "explain.py"), run_name="__main__")

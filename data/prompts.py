@@ -9,7 +9,7 @@ import re
 
 from hub.fetch import fetch
 from run.files import read_rows
-from run.script import BadInput, derive
+from run.script import BadInput, seed_for
 
 
 def load_prompts(cfg, tokenizer, splits):
@@ -58,8 +58,8 @@ def check_file_settings(cfg):
 
 def split_prompts(prompts):
     """Hold out every fifth prompt of a single file, by a hash of its text -> (train, held out)."""
-    train = [(text, ids) for text, ids in prompts if derive(text) % 5]
-    held_out = [(text, ids) for text, ids in prompts if derive(text) % 5 == 0]
+    train = [(text, ids) for text, ids in prompts if seed_for(text) % 5]
+    held_out = [(text, ids) for text, ids in prompts if seed_for(text) % 5 == 0]
     return train, held_out
 
 
@@ -98,7 +98,7 @@ def prompts_of_file(path, cfg, tokenizer, limit):
     if cfg.max_prompt_tokens:
         found = drop_long(path, found, min(cfg.max_prompt_tokens, limit))
     if 0 < cfg.max_prompts < len(found):
-        rng = random.Random(derive("prompts", cfg.prepare_seed))
+        rng = random.Random(seed_for("prompts", cfg.prepare_seed))
         found = rng.sample(found, cfg.max_prompts)
     check_found(path, found, cfg, limit)
     return [(text, ids) for _, text, ids in found]

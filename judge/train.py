@@ -19,6 +19,7 @@ from hub.tokenizer import load_tokenizer
 from judge import load_judge
 from judge.scorer import Scorer, encode, log_odds, pad_right, save_judge
 from model import GPTConfig
+from run.attention import use_attention_by_hand
 from run.device import autocast, fast_dtype, pick_device
 from run.files import load_file
 from run.fit import fit
@@ -90,6 +91,8 @@ def train_judge(path, name, cfg, splits, num_tokens, device, stop):
 
     torch.manual_seed(cfg.prepare_seed)
     model = Scorer(GPTConfig(vocab_size=cfg.judge_vocab_size, **SHAPE)).to(device)
+    if "attention" in cfg.speed:
+        use_attention_by_hand(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98),
                                   weight_decay=0.01, fused=True)
 

@@ -1,111 +1,225 @@
-"""Decoding with fixed shapes and addresses."""
+"""
+Decoding for GPUs and for torch.compile: the same tokens as sample.decode, with every shape and
+address fixed.
+
+A step of decode launches some two hundred small kernels, and on a GPU launching them takes longer
+than running them. With fixed shapes and addresses a CUDA graph launches a step as a whole, and
+torch.compile compiles it once. `"graphs" not in cfg.speed` and no "generate" in cfg.compile turn
+this file off.
+"""
 import copy
+import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 
+import sample
 from run.script import BadInput
-from sample import LOOK_EVERY, Rollout, sample
+from sample import Rollout, prefill, sample_token
 
 
 class Decoder:
-    """The steps of `decode` with every shape and address fixed, so that a CUDA graph launches one as a whole, where it would be
-    some two hundred launches, and torch.compile compiles it once.
+    """A drop-in for sample.decode, for one model on one device.
 
-        decoder = Decoder(policy, torch.bfloat16)
-        generate(policy, ..., decoder=decoder)
+        generate(policy, ..., decode=Decoder(policy, torch.bfloat16))
 
-    Rows run in buffers of the decoder's own, which it keeps. The cache is read under a mask up to the next multiple of `bucket`
-    positions, and the rows that run are halved when half of them have ended: a graph for each pair of the two. In bfloat16
-    (under autocast) the Linear weights are copies, refreshed by generate, so that no step casts them. It stays with one model
-    and one device. Raises BadInput for graphs of a model that is not on a GPU.
+    Rows run in buffers that the decoder keeps. Attention reads the cache under a mask up to the next
+    multiple of `bucket` positions, and the rows that run are halved when half of them have ended: one
+    graph for each pair of the two. In bfloat16 (under autocast) the Linear weights are copies, so
+    that no step casts them; each call refreshes them. Raises BadInput for graphs without a GPU.
     """
 
-    def __init__(self, model, dtype=torch.float32, compile=False, graphs=True, bucket=64):
-        if graphs and not model.wte.weight.is_cuda:
-            raise BadInput(f"cuda_graphs = True: the model is on {model.wte.weight.device}, where there are none; set it False")
+    def __init__(self, model, dtype=torch.float32, compile=False, graphs=True, drop=True, bucket=64):
+        device = model.wte.weight.device
+        if graphs and device.type != "cuda":
+            raise BadInput(f"speed: the model is on {device}, which has no CUDA graphs; leave out 'graphs'")
         self.model, self.copies = model, []
         if dtype == torch.bfloat16:
-            self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-            for module in self.model.modules():
-                for name, p in list(module.named_parameters(recurse=False)) if isinstance(module, nn.Linear) else ():
-                    setattr(module, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))
-                    self.copies.append((getattr(module, name), p))
+            self.model, self.copies = with_copies_of_linears(model, dtype)
         self.step = torch.compile(decode_step, dynamic=True) if compile else decode_step
-        self.graphs, self.bucket, self.states = graphs, bucket, {}
-        self.pool, self.captured = None, []  # all that were ever captured: their pool lives as long as they do
+        self.graphs = graphs
+        self.drop = drop
+        self.bucket = bucket
+        self.buffers = {}     # (N, T, sampling) -> Buffers
+        self.pool = None      # graphs share one memory pool,
+        self.captured = []    # which lives as long as any graph that was ever captured in it
 
     @torch.no_grad()
-    def refresh(self):
-        """The copies <- the weights as they are now."""
+    def __call__(self, model, prompt, attention_mask, r, noise, sampling):
+        """Fills the rows r with completions of prompts (B, P), as sample.decode does."""
+        N, T = r.mask.shape
+        P = prompt.shape[1]
         for mine, p in self.copies:
             mine.copy_(p)
-
-    def state(self, r, prefix, settings):
-        """(Rollout, noise, rows, cache, t, P, graphs) for rollouts like r and these settings, the same again while it is wide
-        enough."""
-        (N, width), T, device = r.tokens.shape, r.mask.shape[1], r.tokens.device
-        state = self.states.get((N, T, settings))
-        if state is None or state[0].tokens.shape[1] < width:
-            self.states[N, T, settings] = state = None  # the buffers are given back before there are wider ones
-            width = -(-width // self.bucket) * self.bucket
-            own = Rollout(*(None if x is None else torch.zeros_like(x) for x in vars(r).values()))
-            own.tokens, own.real = (x.new_zeros(N, width) for x in (r.tokens, r.real))
-            cache = prefix.new_zeros(*prefix.shape[:4], width, prefix.shape[5])
-            t, P = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-            state = own, torch.zeros(N, T, device=device), torch.arange(N, device=device), cache, t, P, {}
-            self.states[N, T, settings] = state
-        return state
-
-    def __call__(self, r, prefix, noise, eos, temperature, limits, retire):
-        """Tokens 1, 2, ... of the rows r, whose token 0 is drawn. prefix (n_layer, 2, N, nkv, P, hs): prompts' cache."""
-        (N, T), P = r.mask.shape, prefix.shape[4]
-        own, seeds, rows, cache, t, start, graphs = self.state(r, prefix, (eos, temperature, limits))
-        pairs = [(mine[..., :x.shape[-1]], x) for mine, x in zip(vars(own).values(), vars(r).values()) if x is not None]
-        for mine, given in [*pairs, (seeds, noise), (cache[:, :, :, :, :P], prefix), (rows, torch.arange(N, device=rows.device))]:
-            mine.copy_(given)
-        t.fill_(1), start.fill_(P)
+        prefix, _ = prefill(self.model, prompt, attention_mask, r, noise, sampling)
+        prefix = prefix.repeat_interleave(N // len(prompt), 2)       # (n_layer, 2, N, nkv, P, hs)
+        own = self.buffers_for(r, prefix, sampling)
+        own.load(r, prefix, noise)
         n = N
         for i in range(1, T):
-            if retire and i % LOOK_EVERY.get(rows.device.type, 16) == 0:
-                ended, before = own.ended[rows[:n]], n
-                runs = n - int(ended.sum())
-                if runs == 0:
+            if self.drop and i % sample.CHECK_EVERY.get(prompt.device.type, 16) == 0:
+                n = own.halve(n)
+                if n == 0:
                     break
-                while n > 3 and runs <= n // 2:  # not down to one row, for which torch.compile would compile again
-                    n //= 2
-                if n < before:
-                    order = ended.long().argsort(stable=True)[:n]  # those that run first
-                    cache[:, :, :n], rows[:n] = cache[:, :, order], rows[order]
             S = -(-(P + i) // self.bucket) * self.bucket
-            self.launch(graphs, (n, S), lambda: self.step(
-                self.model, own, rows[:n], cache[:, :, :n, :, :S], t, start, seeds, eos, temperature, limits))
-        for mine, given in pairs:
-            given.copy_(mine)
+            self.launch(own, n, S, sampling)
+        own.store(r)
 
-    def launch(self, graphs, key, step):
-        """The step itself the first time, which readies the libraries; from the second on its graph."""
-        if not self.graphs or key not in graphs:
-            graphs[key] = None
-            return step()
-        if graphs[key] is None:
-            graphs[key], self.pool = self.capture(step)
-            self.captured.append(graphs[key])
-        graphs[key].replay()
+    def buffers_for(self, r, prefix, sampling):
+        """The buffers for rollouts like r: the same again while they are wide enough."""
+        N, T = r.mask.shape
+        width = r.tokens.shape[1]
+        key = (N, T, sampling)
+        own = self.buffers.get(key)
+        if own is None or own.rollout.tokens.shape[1] < width:
+            self.buffers[key] = own = None   # give the memory back before taking more
+            self.buffers[key] = own = new_buffers(r, prefix, -(-width // self.bucket) * self.bucket)
+        return own
+
+    def launch(self, own, n, S, sampling):
+        """One step of n rows over S positions: by itself the first time, which readies the libraries,
+        from the second time on as a graph."""
+        def step():
+            cache = own.cache[:, :, :n, :, :S]
+            self.step(self.model, own.rollout, own.rows[:n], cache, own.t, own.start, own.noise, sampling)
+
+        key = (n, S)
+        if not self.graphs or key not in own.graphs:
+            own.graphs[key] = None
+            step()
+            return
+        if own.graphs[key] is None:
+            own.graphs[key] = self.capture(step)
+        own.graphs[key].replay()
 
     def capture(self, step):
+        graph = torch.cuda.CUDAGraph()
         try:
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 step()
         except RuntimeError as e:
-            raise BadInput(f"cuda_graphs = True: a step could not be captured ({str(e).splitlines()[0]}); set it False") from e
-        return graph, graph.pool()
+            reason = str(e).splitlines()[0]
+            raise BadInput(
+                f"speed: a decoding step could not be captured ({reason}); leave out 'graphs'") from e
+        self.pool = graph.pool()
+        self.captured.append(graph)
+        return graph
 
 
-def decode_step(model, r, rows, cache, t, P, noise, eos, temperature, limits):
-    """Token t of these rows (n,) of r, and t <- t + 1. cache (n_layer, 2, n, nkv, S, hs); t, P (1,)."""
-    at = P + t
-    h = model(r.tokens[rows, at - 1][:, None], r.real[rows, :cache.shape[4]], cache, at - 1)[:, 0]  # (n, C)
-    sample(model.lm_head, h, r, rows, t, at, noise, eos, temperature, limits)
+@dataclass
+class Buffers:
+    """Memory whose addresses graphs remember."""
+    rollout: Rollout        # (N, T) and (N, width)
+    noise: torch.Tensor     # (N, T)
+    rows: torch.Tensor      # (N,) of the rollout, in the order of the cache
+    cache: torch.Tensor     # (n_layer, 2, N, nkv, width, hs)
+    t: torch.Tensor         # (1,) the token to draw next
+    start: torch.Tensor     # (1,) width of the prompts
+    graphs: dict
+
+    def load(self, r, prefix, noise):
+        P = prefix.shape[4]
+        for mine, given in self.pairs(r):
+            mine.copy_(given)
+        self.noise.copy_(noise)
+        self.cache[:, :, :, :, :P].copy_(prefix)
+        self.rows.copy_(torch.arange(len(self.rows), device=self.rows.device))
+        self.t.fill_(1)
+        self.start.fill_(P)
+
+    def store(self, r):
+        for mine, given in self.pairs(r):
+            given.copy_(mine)
+
+    def pairs(self, r):
+        """(tensor here, the one of r), cut to the width of r."""
+        for mine, given in zip(vars(self.rollout).values(), vars(r).values()):
+            if given is not None:
+                yield mine[..., :given.shape[-1]], given
+
+    def halve(self, n):
+        """Number of rows that still need a place, after half of n made room as often as they could; 0
+        when all have ended. The rows that run come first."""
+        ended = self.rollout.ended[self.rows[:n]]
+        running = n - int(ended.sum())
+        if running == 0:
+            return 0
+        fewer = n
+        while fewer > 3 and running <= fewer // 2:  # for a single row torch.compile would compile again
+            fewer //= 2
+        if fewer < n:
+            order = ended.long().argsort(stable=True)[:fewer]
+            self.cache[:, :, :fewer] = self.cache[:, :, order]
+            self.rows[:fewer] = self.rows[order]
+        return fewer
+
+
+def new_buffers(r, prefix, width):
+    N, T = r.mask.shape
+    device = r.tokens.device
+    rollout = r.map(torch.zeros_like)
+    rollout.tokens = r.tokens.new_zeros(N, width)
+    rollout.attention_mask = r.attention_mask.new_zeros(N, width)
+    return Buffers(
+        rollout=rollout,
+        noise=torch.zeros(N, T, device=device),
+        rows=torch.arange(N, device=device),
+        cache=prefix.new_zeros(*prefix.shape[:4], width, prefix.shape[5]),
+        t=torch.zeros(1, dtype=torch.long, device=device),
+        start=torch.zeros(1, dtype=torch.long, device=device),
+        graphs={})
+
+
+def with_copies_of_linears(model, dtype):
+    """A copy of the model that shares all parameters but those of Linears, and pairs (copy, original)."""
+    twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    pairs = []
+    for module in twin.modules():
+        if isinstance(module, nn.Linear):
+            for name, p in list(module.named_parameters(recurse=False)):
+                mine = nn.Parameter(p.detach().to(dtype), requires_grad=False)
+                setattr(module, name, mine)
+                pairs.append((mine, p))
+    return twin, pairs
+
+
+def decode_step(model, r, rows, cache, t, P, noise, sampling):
+    """Draws token t of these rows (n,) of r and adds 1 to t. cache (n_layer, 2, n, nkv, S, hs)."""
+    column = P + t
+    idx = r.tokens[rows, column - 1][:, None]                                       # (n, 1)
+    h = step_states(model, idx, r.attention_mask[rows, :cache.shape[4]], cache, column - 1)
+    sample_token(model.lm_head, h[:, 0], r, rows, t, column, noise, sampling)
     t += 1
+
+
+def step_states(model, idx, attention_mask, cache, at):
+    """GPT.forward for the one position `at`, a tensor (1,), so that no shape depends on it.
+
+    idx (n, 1), attention_mask (n, S), cache (n_layer, 2, n, nkv, S, hs) -> (n, 1, C). Attention runs
+    over all S positions under masks of numbers to add, made once for all layers.
+    """
+    config = model.config
+    S = attention_mask.shape[1]
+    key = torch.arange(S, device=idx.device)
+    pos = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, at]                        # (n, 1)
+    seen = (attention_mask & (key <= at) | (key == at))[:, None, None]              # (n, 1, 1, S)
+    windowed = bool(config.local_layers) and S > config.window
+    near = seen & (key > at - config.window) if windowed else seen
+    mask, local_mask = (as_numbers(m, cache.dtype) for m in (seen, near))
+
+    x, rope = model.embed(idx, pos)
+    for i, block in enumerate(model.h):
+        q, k, v = block.attn.qkv(block.ln_1(x), rope)
+        new = torch.stack([k, v]).to(cache.dtype)                                   # (2, n, nkv, 1, hs)
+        k, v = cache[i].index_copy_(3, at, new).to(q.dtype)                         # (n, nkv, S, hs)
+        block_mask = local_mask if i in config.local_layers else mask
+        y = block.attn.attend(q, k, v, block_mask, False, block.attn.scale)
+        x = x + block.attn.project(y)
+        x = x + block.mlp(block.ln_2(x))
+    return model.ln_f(x)
+
+
+def as_numbers(mask, dtype):
+    """0 where the mask is True, -inf elsewhere."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)

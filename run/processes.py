@@ -1,5 +1,9 @@
-"""Several processes, as torchrun starts them: all hold the same weights and the same batch, each computes its share of the
-rows, and what came of it is put together for all. In one process these functions give back what they are given."""
+"""
+Several processes, as torchrun starts them.
+
+All hold the same weights and the same batch. Each computes its share of the rows, and the results are
+put together for all. With one process every function here returns what it is given.
+"""
 import contextlib
 import time
 
@@ -7,51 +11,83 @@ import torch
 import torch.distributed as dist
 
 
-def world():
-    """(number of this process, number of processes). Number 0 alone prints and writes."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+def rank_and_size():
+    """(rank of this process, number of processes). Rank 0 alone prints and writes."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
-def share(n, group=1):
-    """The slice of n rows that is this process's: whole groups, in the order of processes, as even as can be, perhaps none."""
-    (rank, processes), groups = world(), n // group
-    return slice(groups * rank // processes * group, groups * (rank + 1) // processes * group)
+def shard(n, group=1):
+    """The slice of n rows that this process handles, perhaps empty: whole groups, in rank order, as
+    even as possible."""
+    rank, size = rank_and_size()
+    groups = n // group
+    return slice(groups * rank // size * group, groups * (rank + 1) // size * group)
 
 
 @contextlib.contextmanager
-def talking():
-    """Ends this process when another is gone, a little later than that one, so that torchrun names the right one."""
+def or_peer_is_gone():
+    """Ends this process when another one is gone. It waits a second, so that torchrun blames the
+    other."""
     try:
         yield
     except RuntimeError as e:
         time.sleep(1)
-        raise SystemExit(f"stopped: another process is gone, which has said why or is named below ({str(e).split('. ')[0]}); "
-                         "the last checkpoint stands") from None
+        reason = str(e).split(". ")[0]
+        raise SystemExit(
+            "stopped: another process is gone, which has said why or is named below "
+            f"({reason}); the last checkpoint stands") from None
 
 
-def gather(rows):
-    """A list or a tensor (n, ...) of each process, n may differ -> all in a line, in the order of processes, for all."""
-    if world()[1] == 1:
+def all_gather(rows):
+    """A list or a tensor (n, ...) from each process, n may differ -> on every process all of them,
+    joined in rank order."""
+    _, size = rank_and_size()
+    if size == 1:
         return rows
-    parts, tensor = [None] * world()[1], isinstance(rows, torch.Tensor)
-    with talking():
-        dist.all_gather_object(parts, rows.cpu().clone() if tensor else rows)  # a clone: a view would bring all that it views
-    return torch.cat(parts).to(rows.device) if tensor else sum(parts, [])
+    parts = [None] * size
+    is_tensor = isinstance(rows, torch.Tensor)
+    sent = rows.cpu().clone() if is_tensor else rows   # a clone: a view would bring all it views
+    with or_peer_is_gone():
+        dist.all_gather_object(parts, sent)
+    if is_tensor:
+        return torch.cat(parts).to(rows.device)
+    return sum(parts, [])
 
 
-def reduce(tensors):
+def all_gather_rollout(rollout):
+    """[the rollout of each process], on the device of this one."""
+    if rank_and_size()[1] == 1:
+        return [rollout]
+    device = rollout.tokens.device
+    parts = all_gather([rollout.map(lambda x: x.cpu().clone())])
+    return [part.map(lambda x: x.to(device)) for part in parts]
+
+
+def all_reduce(tensors):
     """Each tensor <- its sum over the processes, in place."""
-    if world()[1] > 1:
-        with talking():
+    if rank_and_size()[1] > 1:
+        with or_peer_is_gone():
             for x in tensors:
                 dist.all_reduce(x)
 
 
+def sum_gradients(parameters):
+    """Sums .grad over the processes, in place. A process without rows contributes zeros."""
+    if rank_and_size()[1] > 1:
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        all_reduce([p.grad for p in parameters])
+
+
 @contextlib.contextmanager
-def one_by_one():
-    """Process 0 goes through this block before the others: what it has made, they find."""
-    if world()[0]:
-        gather([])
+def rank0_first():
+    """Rank 0 runs the block first; the others then find the files that it made."""
+    rank, _ = rank_and_size()
+    if rank > 0:
+        all_gather([])
     yield
-    if not world()[0]:
-        gather([])
+    if rank == 0:
+        all_gather([])

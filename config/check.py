@@ -1,0 +1,164 @@
+"""What cannot work, refused in one line: the setting, its value, the fix."""
+import math
+
+from run.script import BadInput
+
+INF = float("inf")
+PARTS = ("generate", "judge", "reference", "update")                # of compile
+SPEED = ("attention", "graphs", "head", "retire", "sort")
+LORA_LAYERS = ("c_attn", "c_proj", "c_fc")
+CHOICES = {
+    "dtype": ("auto", "fast", "float32", "bfloat16"),
+    "scale_rewards": ("group", "batch", "none"),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_in": ("loss", "reward"),
+    "zero_std_groups": ("keep", "drop"),
+    "judge_score": ("probability", "logprob", "logit"),
+    "lr_decay": ("constant", "linear", "cosine"),
+    "tracin": ("off", "self", "reward", "advantage", "contrastive"),
+    "tracin_val_select": ("random", "best", "worst", "balanced"),
+    "tracin_select": ("positive", "drop", "top", "bottom", "random", "all"),
+    "tracin_normalizer": ("all", "kept"),
+}
+AT_LEAST = {  # smallest value
+    0: ("max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size", "epsilon",
+        "epsilon_high", "beta", "mini_batch_size", "warmup_iters", "max_grad_norm", "eval_interval",
+        "lora_rank", "lora_alpha", "pretrain_tokens", "judge_tokens", "num_shown", "weight_decay",
+        "tracin_val_prompts", "tracin_val_size", "tracin_memory"),
+    1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations", "micro_batch_size",
+        "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations", "vocab_size", "n_layer",
+        "n_head", "n_embd"),
+    2: ("num_generations", "block_size"),
+    1e-6: ("sapo_temperature_neg", "sapo_temperature_pos"),
+}
+BETWEEN = {
+    (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile", "ref_model_mixup_alpha",
+             "adam_beta1", "adam_beta2", "tracin_fraction"),
+    (257, 50257): ("judge_vocab_size",),
+    (0, 2 ** 62): ("seed", "prepare_seed"),
+}
+ABOVE_0 = ("temperature", "learning_rate", "top_p", "top_entropy_quantile")
+
+
+def check(cfg):
+    """Raises BadInput for the first setting that cannot work. Fills in what None and True stand for."""
+    check_values(cfg)
+    check_rows(cfg)
+    check_parts(cfg)
+    check_loss(cfg)
+    check_influence(cfg)
+    check_rewards(cfg)
+
+
+def check_values(cfg):
+    """Each setting by itself."""
+    for name, choices in CHOICES.items():
+        if getattr(cfg, name) not in choices:
+            raise BadInput(f"{name} = {getattr(cfg, name)!r}: must be one of {', '.join(choices)}")
+    for low, names in AT_LEAST.items():
+        for name in names:
+            value = getattr(cfg, name)
+            if value is not None and not value >= low:
+                raise BadInput(f"{name} = {value}: must be at least {low}")
+    for (low, high), names in BETWEEN.items():
+        for name in names:
+            if not low <= getattr(cfg, name) <= high:
+                raise BadInput(f"{name} = {getattr(cfg, name)}: must be from {low} to {high}")
+    for name in ABOVE_0:
+        if not getattr(cfg, name) > 0:
+            raise BadInput(f"{name} = {getattr(cfg, name)}: must be above 0")
+    words = cfg.prompt_words
+    if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
+        raise BadInput(f"prompt_words = {words}: must be (fewest, most), whole numbers")
+
+
+def check_rows(cfg):
+    """The sizes of batch, mini-batch and micro-batch."""
+    N = cfg.num_prompts * cfg.num_generations
+    mini = cfg.mini_batch_size or N
+    if N % mini or mini % min(cfg.micro_batch_size, mini):
+        raise BadInput(
+            f"num_prompts * num_generations = {cfg.num_prompts} * {cfg.num_generations} = {N} rows, "
+            f"mini_batch_size = {mini}, micro_batch_size = {cfg.micro_batch_size}: each must divide "
+            "the one before")
+    if cfg.decode_batch_size % cfg.num_generations:
+        raise BadInput(
+            f"decode_batch_size = {cfg.decode_batch_size}: must be a multiple of num_generations = "
+            f"{cfg.num_generations}, since a prompt is computed once for its group")
+
+
+def check_parts(cfg):
+    """The parts that tuples name, and the policy's heads."""
+    if cfg.compile is True:
+        cfg.compile = PARTS
+    cfg.compile = cfg.compile or ()
+    if not set(cfg.compile) <= set(PARTS):
+        raise BadInput(f"compile = {cfg.compile}: True, False, or some of {PARTS}")
+    if not set(cfg.speed) <= set(SPEED):
+        raise BadInput(f"speed = {cfg.speed}: must be some of {SPEED}")
+    if not cfg.lora_layers or not set(cfg.lora_layers) <= set(LORA_LAYERS):
+        raise BadInput(f"lora_layers = {cfg.lora_layers}: must be some of {LORA_LAYERS}")
+    if cfg.n_embd % cfg.n_head and cfg.policy == "train":  # a published model may differ
+        raise BadInput(f"n_embd = {cfg.n_embd} is not a multiple of n_head = {cfg.n_head}")
+
+
+def check_loss(cfg):
+    if cfg.delta is not None and not cfg.delta > 1 + cfg.epsilon:
+        raise BadInput(f"delta = {cfg.delta}: must be above 1 + epsilon = {1 + cfg.epsilon}")
+    if cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1:
+        raise BadInput(
+            f"loss_type = 'cispo' with epsilon_high = {cfg.epsilon_high}: there it is the ceiling of "
+            "the ratio itself; 5.0 is usual")
+    if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
+        raise BadInput(
+            f"use_bias_correction_kl = True with kl_in = {cfg.kl_in!r}, kl_estimator = "
+            f"{cfg.kl_estimator!r}: it is for k1 or k3 in the loss")
+    if cfg.sync_ref_model and cfg.beta == 0:
+        raise BadInput(
+            "sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")
+
+
+def check_influence(cfg):
+    N = cfg.num_prompts * cfg.num_generations
+    one_backward = not cfg.kl_in_loss and cfg.top_entropy_quantile == 1 and (
+        cfg.mini_batch_size or N) == N
+    own_batch = cfg.tracin not in ("off", "self") and not cfg.tracin_val_prompts
+    if cfg.tracin_leave_one_out and own_batch and not one_backward:
+        raise BadInput(
+            "tracin_leave_one_out = True: a rollout's own part is not known when its loss is not a "
+            "multiple of its log-prob; set kl_in = 'reward' (kl_estimator k1) or beta = 0, and "
+            "mini_batch_size = 0; or tracin = 'self'")
+    if cfg.tracin_leave_one_out and cfg.tracin_val_prompts:
+        raise BadInput("tracin_leave_one_out = True with tracin_val_prompts: a held-out target holds no "
+                       "rollout's own part")
+    chooses = cfg.tracin_val_size or cfg.tracin_val_select != "random"
+    if chooses and not cfg.tracin_val_prompts:
+        raise BadInput(
+            f"tracin_val_size = {cfg.tracin_val_size}, tracin_val_select = {cfg.tracin_val_select!r}: "
+            "they choose from the rollouts of tracin_val_prompts, which is 0")
+    if cfg.tracin_val_size == 1:
+        raise BadInput("tracin_val_size = 1: two halves of the target are compared; at least 2, or 0 "
+                       "for all")
+
+
+def check_rewards(cfg):
+    if cfg.reward_funcs is None:
+        cfg.reward_funcs = ("reward",) if "reward" in cfg.functions else ("judge",)
+    for name in cfg.reward_funcs:
+        if name != "judge" and name not in cfg.functions:
+            raise BadInput(
+                f"reward_funcs names {name!r}: neither 'judge' nor a function of the config file; it "
+                f"defines {sorted(cfg.functions) or 'none'}")
+    if "judge" in cfg.reward_funcs and cfg.judge is None:
+        raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a file, or "
+                       "define a reward")
+    if cfg.reward_weights is None:
+        cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
+    if not all(type(w) in (int, float) and math.isfinite(w) for w in cfg.reward_weights):
+        raise BadInput(f"reward_weights = {cfg.reward_weights}: must be finite numbers")
+    if len(cfg.reward_weights) != len(cfg.reward_funcs) or not cfg.reward_funcs:
+        raise BadInput(
+            f"reward_weights = {cfg.reward_weights}: {len(cfg.reward_weights)} weights for "
+            f"{len(cfg.reward_funcs)} reward_funcs {cfg.reward_funcs}")

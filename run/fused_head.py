@@ -1,0 +1,86 @@
+"""
+The vocabulary head with its backward in its forward.
+
+Plainly, logits that are too many to be kept are computed twice: for the log-probs, and again in the
+backward. Where the loss of a token depends on no other token's log-prob, the gradient of each
+log-prob is known as soon as the log-prob is. So each piece of logits gives log-probs and gradients
+at once and is gone: three matrix products in place of four. `"head" not in cfg.speed` turns this off.
+"""
+import math
+
+import torch
+
+from model import completion_logprobs, completion_states, piece_size, token_logprobs
+
+
+def fused_logprobs(model, rollout, temperature, loss_at=None):
+    """model.completion_logprobs for a caller that will call backward on loss_at(log-probs (N, T)).
+
+    It is the plain function without loss_at, without gradients, and where the logits are few.
+    """
+    if loss_at is None or not torch.is_grad_enabled():
+        return completion_logprobs(model, rollout, temperature)
+    h, targets, allowed, where = completion_states(model, rollout)
+    row, column = where                                                             # (M,) each
+
+    def slopes_of(logp, i, j):
+        """Gradient (j - i,) of the loss with respect to the log-probs of tokens i .. j - 1."""
+        here = row[i:j], column[i:j]
+        all_logp = rollout.logp.index_put(here, logp)   # what the other tokens have does not matter
+        with torch.enable_grad():
+            all_logp.requires_grad_()
+            slopes, = torch.autograd.grad(loss_at(all_logp), all_logp)              # (N, T)
+        return slopes[here]
+
+    size = piece_size(model.lm_head, h)
+    head = model.lm_head
+    if len(h) <= size:
+        logp = token_logprobs(head, h, targets, temperature, allowed)
+    else:
+        logp = FusedHead.apply(h, head.weight, head, targets, temperature, allowed, size, slopes_of)
+    return torch.zeros(rollout.mask.shape, device=h.device).index_put(where, logp)  # (N, T)
+
+
+class FusedHead(torch.autograd.Function):
+    """Log-probs (M,) of targets (M,) after hidden states h (M, C), `size` of them at a time."""
+
+    @staticmethod
+    def forward(ctx, h, weight, lm_head, targets, temperature, allowed, size, slopes_of):
+        logp = h.new_empty(len(h), dtype=torch.float32)
+        slopes = h.new_empty(len(h), dtype=torch.float32)
+        dh = torch.empty_like(h)
+        record = getattr(lm_head, "record_linear", None)  # a tape forms the weight's gradient itself
+        dw = None
+        if ctx.needs_input_grad[1] and not record:
+            dw = torch.zeros_like(weight)
+        for i in range(0, len(h), size):
+            j = min(i + size, len(h))
+            raw = lm_head(h[i:j])                                                   # (m, V)
+            logits = raw.float() / temperature
+            if allowed is not None:
+                logits = logits.masked_fill(~allowed[i:j], -math.inf)
+            logits = logits - logits.logsumexp(-1, keepdim=True)
+            target = targets[i:j, None]                                             # (m, 1)
+            logp[i:j] = logits.gather(1, target)[:, 0]
+            slopes[i:j] = slope = slopes_of(logp[i:j], i, j)                        # (m,)
+            # gradient of the logits: slope * (1[target] - probability) / temperature
+            per_logit = slope[:, None] / temperature
+            d = logits.exp_().mul_(-per_logit)
+            d.scatter_add_(1, target, per_logit)
+            d = d.to(raw.dtype)                                                     # (m, V)
+            dh[i:j] = d @ weight.to(raw.dtype)
+            if record:
+                record(h[i:j], d)
+            elif dw is not None:
+                dw += d.T @ h[i:j].to(raw.dtype)
+        ctx.save_for_backward(dh, dw, slopes)
+        return logp
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dh, dw, slopes = ctx.saved_tensors
+        # NaN is left for the update to report
+        if not torch.allclose(gradient, slopes, rtol=1e-4, atol=1e-12, equal_nan=True):
+            raise ValueError("loss_at is not the loss that backward was called on, or a token's loss "
+                             "depends on other tokens: set speed without 'head'")
+        return dh, dw, None, None, None, None, None, None

@@ -1,0 +1,171 @@
+"""
+A run around its loop: folder, logs, checkpoints, evaluations, signals. grpo.train has the loop itself.
+"""
+import contextlib
+import os
+import time
+
+from run.checkpoint import (append_rows, begin_folder, claim_folder, save_checkpoint,
+                            write_run_config)
+from run.files import read_rows
+from run.metrics import batch_metrics
+from run.processes import all_gather, rank_and_size
+from run.report import StepLog, print_iteration, print_warnings
+from run.script import BadInput, hash_of, interrupts
+
+
+class Run:
+    """evaluate(nets, policy, cfg) measures a policy, print_table(rows) compares evaluations.
+
+        with Run(cfg, evaluate, print_table) as run:
+            ...
+            run.begin(nets)
+            for it in run.iterations(nets):
+                log = run.step_log()
+                ...
+                run.record(it, prompts, batch, metrics, log)
+            run.finish()
+    """
+
+    def __init__(self, cfg, evaluate, print_table):
+        self.cfg = cfg
+        self.evaluate = evaluate
+        self.print_table = print_table
+        self.warned = {}                                # {kind of trouble: iteration it was last said}
+        self.wandb = import_wandb(cfg)
+
+    def __enter__(self):
+        cfg = self.cfg
+        if not cfg.debug_step:
+            rank, _ = rank_and_size()
+            cfg.out_dir = all_gather([claim_folder(cfg) if rank == 0 else None])[0]
+        self.folder = cfg.out_dir
+        default = type(cfg)()
+        changed = {k: v for k, v in cfg.public().items() if v != getattr(default, k)}
+        print("settings: " + ", ".join(f"{k}={v!r}" for k, v in changed.items()))
+        self.signals = contextlib.ExitStack()
+        self.stopped = self.signals.enter_context(interrupts())
+        return self
+
+    def __exit__(self, *error):
+        self.signals.close()
+
+    def begin(self, nets):
+        """Starts anew, or from the checkpoint of --resume=True."""
+        cfg = self.cfg
+        self.nets = nets
+        self.base_hash = hash_of(nets.base)
+        done, self.num_tokens = begin_folder(self.folder, nets, cfg, self.base_hash)
+        if rank_and_size()[1] > 1:
+            everyone = all_gather([(self.base_hash, done, hash_of(nets.policy))])
+            if len(set(everyone)) > 1:
+                raise BadInput(
+                    f"the processes begin with different weights: out_dir = {self.folder!r} and cache_dir "
+                    f"= {cfg.cache_dir!r} must be the same folders on all machines")
+        write_run_config(self.folder, cfg, nets.device)
+        if self.wandb:
+            name = os.path.basename(self.folder)
+            self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
+        warn_about_kl(cfg)
+        self.start = done or 0
+        if done is None:
+            self.evaluation(0)
+            self.save(0)
+
+    def iterations(self):
+        """Yields it = start .. max_iters - 1. Evaluates, saves and stops in between."""
+        cfg = self.cfg
+        self.began = time.time()
+        for it in range(self.start, cfg.max_iters):
+            yield it
+            done = it + 1
+            last = done == cfg.max_iters
+            if last or (cfg.eval_interval and done % cfg.eval_interval == 0):
+                self.evaluation(done)
+            stopped = any(all_gather([self.stopped()]))
+            if last or done % cfg.save_interval == 0 or stopped:
+                self.save(done)
+            if stopped and not last:
+                raise KeyboardInterrupt(
+                    f"saved after iteration {done}; go on with: "
+                    f"python grpo.py {self.folder}/config.json --resume=True")
+
+    def step_log(self):
+        return StepLog(self.nets.device, self.cfg.micro_batch_size, self.cfg.log_micro)
+
+    def record(self, it, prompts, batch, metrics, log):
+        """Prints the line and the warnings of an iteration and writes its logs."""
+        cfg = self.cfg
+        seconds = time.time() - log.start
+        P = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
+        prompt_tokens = batch.rollout.attention_mask[:, :P].sum()
+        self.num_tokens += int(prompt_tokens + batch.rollout.mask.sum())
+        m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
+             "learning_rate": self.nets.optimizer.param_groups[0]["lr"],
+             "num_tokens": self.num_tokens,
+             "epoch": (it + 1) * cfg.num_prompts / len(self.nets.prompts),
+             "step_time": seconds}
+        each = (time.time() - self.began) / (it + 1 - self.start)
+        print_iteration(m, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
+        print_warnings(m, cfg, self.nets.dtype, self.warned)
+        append_rows(self.folder, "metrics.jsonl", [m])
+        append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))
+        if self.wandb:
+            self.wandb.log(m, step=it + 1)
+
+    def evaluation(self, iteration):
+        measures, first = self.evaluate(self.nets, self.nets.policy, self.cfg)
+        print(f"eval {iteration}: " + ", ".join(f"{k} {v:.4f}" for k, v in measures.items()), flush=True)
+        shown = zip(self.nets.eval_prompts[:self.cfg.num_shown], first)
+        samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
+        row = dict(iteration=iteration, **measures, samples=samples)
+        append_rows(self.folder, "eval.jsonl", [row])
+        if self.wandb:
+            self.wandb.log({f"eval/{k}": v for k, v in measures.items()}, step=iteration)
+
+    def save(self, iteration):
+        save_checkpoint(
+            self.folder, self.nets, self.cfg, iteration, self.num_tokens, self.base_hash)
+
+    def finish(self):
+        """The table of before and after."""
+        if rank_and_size()[0] == 0:
+            self.print_table(read_rows(os.path.join(self.folder, "eval.jsonl")))
+        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
+
+
+def sample_rows(it, prompts, batch, cfg):
+    """Rows of samples.jsonl: every completion with its reward and advantage."""
+    rewards = batch.rewards.tolist()
+    advantages = batch.advantages.tolist()
+    rows = []
+    for i, completion in enumerate(batch.completions):
+        text, _ = prompts[i // cfg.num_generations]
+        row = dict(iteration=it + 1, prompt=text, completion=completion, reward=rewards[i],
+                   advantage=advantages[i])
+        if cfg.tracin != "off":
+            row["influence"] = float(batch.influence[i])
+            row["weight"] = float(batch.weights[i])
+        rows.append(row)
+    return rows
+
+
+def warn_about_kl(cfg):
+    if not cfg.beta or cfg.use_bias_correction_kl:
+        return
+    if (cfg.kl_in == "reward") != (cfg.kl_estimator == "k1"):
+        better = "k1" if cfg.kl_in == "reward" else "k2 or k3"
+        print(f"note: kl_estimator = {cfg.kl_estimator!r} has almost no gradient with kl_in = "
+              f"{cfg.kl_in!r}; use {better}")
+
+
+def import_wandb(cfg):
+    """The package wandb where cfg.wandb_project asks for it, on rank 0; else None."""
+    if not cfg.wandb_project or rank_and_size()[0] > 0:
+        return None
+    try:
+        import wandb
+    except ImportError as e:
+        raise BadInput(
+            f"wandb_project = {cfg.wandb_project!r}: pip install wandb, or leave it None") from e
+    return wandb

@@ -1,0 +1,207 @@
+"""
+The numbers of an iteration. docs/metrics.md says what each of them means.
+
+Those of the update are tensors until its end, so that a GPU is waited for once and not at each of
+them.
+"""
+import math
+
+import torch
+
+from run.processes import all_gather
+from tracin import std
+
+
+class Meter:
+    """Collects the metrics of an update: of its micro-batches, its steps and its influence."""
+
+    def __init__(self, nets, batch, cfg, log):
+        self.dtype = nets.dtype
+        self.batch = batch
+        self.cfg = cfg
+        self.log = log
+        self.prompt_lengths = batch.rollout.attention_mask[:, :-batch.mask.shape[1]].sum(1)     # (N,)
+        self.micro_batches = []
+        self.steps = []             # (loss, grad_norm) of each
+        self.influence = []
+        self.logp_diff = batch.rollout.logp.new_zeros(0)    # trainer less sampler, on the first pass
+
+    @property
+    def num_steps(self):
+        return len(self.steps)
+
+    def begin_step(self):
+        """True while the policy is still the one that sampled the batch."""
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.mask.device)
+        self.rows = []
+        self.log_ratios = []
+        return self.num_steps == 0
+
+    @torch.no_grad()
+    def add(self, rows, out):
+        """A micro-batch: its rows (n,) of the batch and what loss_of returned."""
+        metrics = loss_metrics(out, self.batch[rows], self.cfg)
+        prompts, completions = self.prompt_lengths[rows], self.batch.lengths[rows]
+        self.micro_batches.append(metrics | {
+            "real": (prompts + completions).sum(),
+            "positions": len(rows) * (prompts.max() + completions.max())})
+        self.loss += metrics["loss"]
+        self.rows.append(rows)
+        self.log_ratios.append(out.logp - self.batch.rollout.logp[rows])
+        self.log.loss(metrics)
+
+    def check_ratio(self, stop):
+        """Before the first step trainer and sampler are the same weights: their log-probs must agree.
+        stop: end the run if they do not."""
+        if self.num_steps > 0:
+            return
+        log_ratio = self.logp_diff[:0]
+        if self.rows:
+            mask = self.batch.rollout.mask[torch.cat(self.rows)]
+            log_ratio = torch.cat(self.log_ratios)[mask]
+        self.logp_diff = torch.cat([self.logp_diff, all_gather(log_ratio)])
+        if not stop or len(self.logp_diff) == 0:
+            return
+        if self.dtype == torch.float32:
+            gap, bound = float(self.logp_diff.abs().max()), 1e-3
+        else:
+            gap, bound = float(self.logp_diff.abs().mean()), 0.05
+        if gap > bound:
+            raise SystemExit(
+                "stopped before the first step: the ratio is not 1, sampler and trainer disagree by "
+                f"{gap:.3g} nats on a token; something in the model is random or sees padding (or try "
+                "dtype = 'float32')")
+
+    def add_influence(self, metrics):
+        self.influence.append(metrics)
+
+    def add_step(self, grad_norm):
+        """Ends the run if the loss or the gradient of the step is not finite."""
+        loss, grad_norm = torch.stack([self.loss, grad_norm]).tolist()
+        loss = sum(all_gather([loss]))
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise SystemExit(
+                f"stopped: loss {loss}, grad_norm {grad_norm}; this step was not taken, the last "
+                "checkpoint stands. Lower learning_rate or raise beta, then --resume=True")
+        self.steps.append((loss, grad_norm))
+
+    def metrics(self):
+        """{name: number} of the whole update, over all processes."""
+        micros = all_gather(numbers(self.micro_batches))
+        num_steps = max(1, len(self.steps))
+        metrics = mean_over_tokens(micros)
+        metrics |= mean_influence(self.influence)
+        if self.batch.kl is not None:
+            metrics["kl"] = self.batch.kl
+        metrics["loss"] = sum(loss for loss, _ in self.steps) / num_steps
+        metrics["policy_loss"] = sum(m["policy_loss"] for m in micros) / num_steps
+        metrics["grad_norm"] = sum(norm for _, norm in self.steps) / num_steps
+        metrics["num_steps"] = len(self.steps)
+        return metrics | sampling_metrics(self.logp_diff)
+
+
+def loss_metrics(out, batch, cfg):
+    """Metrics of a micro-batch as tensors ()."""
+    mask = batch.mask
+    tokens = mask.sum().clamp(min=1)
+    row_tokens = mask.sum(1).clamp(min=1)                               # (n,)
+    ratio = out.terms.ratio.expand_as(mask)                             # (n, T)
+    A = batch.advantages[:, None]
+    metrics = {"tokens": mask.sum(), "ratio": (ratio * mask).sum() / tokens}
+    low_bound, high_bound = cfg.clip_range
+    high = (ratio > high_bound) & (A > 0) & mask
+    if cfg.loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = high.sum() / tokens
+    elif cfg.loss_type != "sapo":
+        low = (ratio < low_bound) & (A < 0) & mask
+        metrics["clip_ratio/low_mean"] = low.sum() / tokens
+        metrics["clip_ratio/low_min"] = (low.sum(1) / row_tokens).min()
+        metrics["clip_ratio/high_mean"] = high.sum() / tokens
+        metrics["clip_ratio/high_max"] = (high.sum(1) / row_tokens).max()
+        metrics["clip_ratio/region_mean"] = (low | high).sum() / tokens
+    if out.terms.kl is not None:
+        metrics["kl"] = (out.terms.kl * mask).sum() / tokens
+    metrics["loss"] = out.loss.detach()
+    metrics["policy_loss"] = out.terms.policy_loss
+    return metrics
+
+
+def numbers(dicts):
+    """Dicts of scalar tensors (same keys) -> dicts of Python numbers, with a single device sync."""
+    if not dicts:
+        return []
+    rows = torch.stack([torch.stack(list(d.values())) for d in dicts]).tolist()
+    return [dict(zip(dicts[0], row)) for row in rows]
+
+
+def mean_over_tokens(micros):
+    """Metrics of micro-batches -> those of the update: means over tokens, but the extremes."""
+    if not micros:
+        return {"padding": 0.0}
+    tokens = max(1, sum(m["tokens"] for m in micros))
+    apart = ("tokens", "loss", "policy_loss", "real", "positions")
+    metrics = {}
+    for name in micros[0]:
+        if name not in apart:
+            metrics[name] = sum(m[name] * m["tokens"] for m in micros) / tokens
+    for name, extreme in (("clip_ratio/low_min", min), ("clip_ratio/high_max", max)):
+        if name in metrics:
+            metrics[name] = extreme(m[name] for m in micros)
+    metrics["padding"] = 1 - sum(m["real"] for m in micros) / sum(m["positions"] for m in micros)
+    return metrics
+
+
+def mean_influence(steps):
+    """Influence's metrics of the steps -> those of the update: means, but the extremes."""
+    if not steps:
+        return {}
+    metrics = {name: sum(m[name] for m in steps) / len(steps) for name in steps[0]}
+    metrics["tracin/empty_steps"] = sum(m["tracin/selected_ratio"] == 0 for m in steps)
+    for name, extreme in (("invariant_error", max), ("min_ip", min), ("max_ip", max)):
+        metrics[f"tracin/{name}"] = extreme(m[f"tracin/{name}"] for m in steps)
+    return metrics
+
+
+def sampling_metrics(logp_diff):
+    """logp_diff (M,): trainer's log-probs less sampler's, of the tokens of the first pass."""
+    if len(logp_diff) == 0:
+        logp_diff = torch.zeros(1)
+    return numbers([{
+        "sampling/sampling_logp_difference/mean": logp_diff.abs().mean(),
+        "sampling/sampling_logp_difference/max": logp_diff.abs().max(),
+        "sampling/importance_sampling_ratio/min": logp_diff.min().exp(),
+        "sampling/importance_sampling_ratio/mean": logp_diff.exp().mean(),
+        "sampling/importance_sampling_ratio/max": logp_diff.max().exp()}])[0]
+
+
+def batch_metrics(batch, cfg):
+    """Metrics of a Batch, named as TRL names them."""
+    G = cfg.num_generations
+    known = batch.rewards[~batch.rewards.isnan()]
+    if len(known) == 0:
+        known = torch.full((1,), math.nan)
+    groups = [batch.completions[i:i + G] for i in range(0, len(batch.completions), G)]
+    identical = [len(set(texts)) == 1 for texts in groups]
+    ended = batch.rollout.ended
+    metrics = {
+        "reward": float(known.mean()),
+        "reward_std": std(known),
+        "reward_min": float(known.min()),
+        "reward_max": float(known.max()),
+        "advantage_max": float(batch.advantages.abs().max()),
+        "frac_reward_zero_std": float(batch.equal_groups(G).float().mean()),
+        "frac_identical_groups": sum(identical) / len(identical),
+        "entropy": float(batch.rollout.entropy[batch.rollout.mask].mean()),
+        "num_completion_tokens": int(batch.mask.sum()),
+        "logp_min": float(batch.rollout.logp.min()),
+        "completions/clipped_ratio": float((~ended).float().mean())}
+    for name, scores in zip(cfg.reward_funcs, batch.scores.T):
+        metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
+        metrics[f"rewards/{name}/std"] = std(scores)
+    lengths = batch.lengths.float()
+    terminated = lengths[ended] if ended.any() else torch.zeros(1)
+    for kind, x in (("", lengths), ("terminated_", terminated)):
+        metrics[f"completions/mean_{kind}length"] = float(x.mean())
+        metrics[f"completions/min_{kind}length"] = float(x.min())
+        metrics[f"completions/max_{kind}length"] = float(x.max())
+    return metrics
