@@ -298,6 +298,7 @@ class Forward(NamedTuple):
     loss: torch.Tensor          # ()
     logp: torch.Tensor          # (n, T) with gradient
     terms: LossTerms
+    batch: Batch                # of these rows
 
 
 def grpo_loss(logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg):
@@ -417,7 +418,7 @@ def loss_of(nets, policy, batch, rows, step, cfg, one_backward=False, logprobs=N
     with autocast(nets.device, nets.dtype):
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from)          # (n, T)
     loss, terms = loss_at(logp)
-    return Forward(loss, logp, terms)
+    return Forward(loss, logp, terms, b)
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):

@@ -1,20 +1,97 @@
 """
-Lets a trained policy speak.
+Lets a trained policy speak: completions of a prompt, each with its scores by judges and rewards.
 
-    python sample.py out/toxicity --prompt="You are" [--num=5] [--base=True] [--setting=value ...]
+    python sample.py out/toxicity --prompt="You are" [--num=5] [--before=True] [--setting=value ...]
 
-Prints `num` completions of the prompt, each with what the judge makes of it. Without a prompt it reads
-prompts from the terminal, a line each. --base=True lets the policy from before training speak too.
+Without a prompt it reads prompts from the terminal, one a line. --before=True lets the policy from
+before training speak first, with the same noise. Settings are those of the run unless changed here, for
+instance --temperature=0.7 or --max_completion_length=20.
 """
 import sys
 
 import torch
 
-from config import load_settings, parse_flag
 from evaluate import open_run
+from judge import score
 from run.device import autocast
 from run.script import BadInput, run_script, seed_for
 from sample import generate
 
-USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--base=True] '
+USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--before=True] '
          "[--setting=value ...]")
+
+
+@torch.no_grad()
+def speak(nets, policy, cfg, prompt, num):
+    """num completions of a prompt: [(completion, {name: score})], the same ones for the same prompt."""
+    ids = nets.tokenizer.encode_ordinary(prompt)
+    most = cfg.block_size - cfg.max_completion_length
+    if not 1 <= len(ids) <= most:
+        raise BadInput(f"prompt {prompt!r} has {len(ids)} tokens: must be 1 to {most} (block_size "
+                       f"{cfg.block_size} less max_completion_length {cfg.max_completion_length})")
+    with autocast(nets.device, nets.dtype):
+        rollout = generate(
+            policy, [ids], num, cfg.max_completion_length, seed=seed_for(cfg.seed, "speak", prompt),
+            eos=nets.tokenizer.eot_token, temperature=cfg.temperature, top_k=cfg.top_k,
+            top_p=cfg.top_p, min_p=cfg.min_p)
+    completions = [nets.tokenizer.decode(ids) for ids in rollout.completions()]
+    columns = {}
+    for name, judge in nets.judges.items():
+        columns[name] = torch.sigmoid(judge([prompt] * num, completions)).tolist()
+    own_rewards = {name: f for name, f in nets.reward_funcs.items() if name != "judge"}
+    for name, function in own_rewards.items():
+        columns[name] = score({name: function}, [prompt] * num, completions)[:, 0].tolist()
+    return [(completion, {name: column[i] for name, column in columns.items()})
+            for i, completion in enumerate(completions)]
+
+
+def answer(nets, policies, cfg, prompt, num):
+    """Prints what each of policies {title: policy} says after the prompt, a line per completion."""
+    print(repr(prompt))
+    for title, policy in policies.items():
+        spoken = speak(nets, policy, cfg, prompt, num)
+        names = list(spoken[0][1])
+        print("  " + "".join(f"{name:>12}" for name in names) + f"  {title}")
+        for completion, scores in spoken:
+            numbers = "".join(f"{scores[name]:12.3f}" for name in names)
+            print(f"  {numbers}  {completion!r}", flush=True)
+
+
+def prompts_from(lines):
+    """Lines of text as prompts; a terminal is asked for them."""
+    if lines.isatty():
+        print("a prompt a line; Ctrl-D ends", flush=True)
+    for line in lines:
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def main(argv):
+    own = dict(prompt=None, num="5", before="False")
+    flags = []
+    for arg in argv[1:]:
+        name, equals, value = arg[2:].partition("=")
+        if name in own and equals:
+            own[name] = value
+        else:
+            flags.append(arg)
+    num = int(own["num"]) if own["num"].isdecimal() else 0
+    if not argv or argv[0].startswith("--") or num < 1 or own["before"] not in ("True", "False"):
+        raise BadInput(USAGE)
+    cfg, nets, policy, iteration = open_run(argv[0], flags)
+    policies = {f"after {iteration} iterations": policy}
+    if own["before"] == "True":
+        policies = {"before training": nets.base} | policies
+    print("the judges' numbers are probabilities of toxic; other rewards are as they are")
+    if own["prompt"] is not None:
+        answer(nets, policies, cfg, own["prompt"], num)
+        return
+    for prompt in prompts_from(sys.stdin):
+        try:
+            answer(nets, policies, cfg, prompt, num)
+        except BadInput as e:   # the next line may be better
+            print(f"error: {e}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -723,62 +723,71 @@ class Tape:
         return scores
 
     def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
-        """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; ||g_i||^2 without
-        scale. At most about `memory` numbers of per-row gradients exist at a time."""
+        """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; without scale it is
+        ||g_i||^2. At most about `memory` numbers of per-row gradients exist at a time."""
         rows = torch.as_tensor(rows)
-        place = torch.full((self.n,), -1)
-        place[rows] = torch.arange(len(rows))           # row number -> index in the result
-        found = torch.zeros(len(rows), dtype=torch.float64)
+        find = self.finder(rows)
+        device = next(iter(self.names)).device
+        found = torch.zeros(len(rows), dtype=torch.float64, device=device)
         for p in self.names if parameters is None else parameters:
             weight = scale[p].flatten() if p in scale else None
             uses = [record for record in self.records if uses_parameter(record[0], p)]
             kept = [(index, g) for (q, index), g in self.kept.items() if q is p]
             if kept and not uses:
-                self.add_kept_norms(found, place, kept, weight)
-            elif self.is_plain_matrix(p, uses, kept) and weight is None:
-                add_gram_norms(found, place, uses)
+                self.add_kept_norms(found, find, kept, weight)
+            elif weight is None and not kept and is_plain_matrix(p, uses):
+                add_gram_norms(found, find, uses)
             else:
                 for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
-                    g = self.per_row(p, rows[chunk]).flatten(1)
+                    whole = len(chunk) == len(rows)
+                    g = self.per_row(p, rows[chunk], find if whole else None).flatten(1)
                     squares = g.square() if weight is None else g.square() * weight
-                    found[chunk] += squares.sum(1).double().cpu()
+                    found[chunk[0]:chunk[-1] + 1] += squares.sum(1).double()
         self.all_reduce([found])
         return found
 
-    def add_kept_norms(self, found, place, kept, weight):
+    def add_kept_norms(self, found, find, kept, weight):
         """found[place of row i] += |g_i|^2 for kept gradients."""
         for index, g in kept:
-            places = place[self.micro_batches[index].numbers.cpu()].tolist()
-            for i, j in enumerate(places):
-                if j >= 0:
-                    g_i = g[i].flatten()
-                    found[j] += float(g_i @ (g_i if weight is None else g_i * weight))
+            here, places = find(self.micro_batches[index].numbers)
+            products = []
+            for g_i in (g[i].flatten() for i in here.tolist()):     # one at a time: they are large
+                products.append(g_i @ (g_i if weight is None else g_i * weight))
+            if products:
+                found.index_add_(0, places, torch.stack(products).double())
 
-    def is_plain_matrix(self, p, uses, kept):
-        """True for the weight of one Linear on (rows, tokens, channels), each row recorded once."""
-        if kept or not uses or p.dim() != 2:
-            return False
-        module, _, _, b = uses[0]
-        seen = torch.cat([numbers for _, numbers, _, _ in uses])
-        once = len(seen.unique()) == len(seen) and len({use[0] for use in uses}) == 1
-        return once and isinstance(module, nn.Linear) and b.dim() == 3
-
-    def per_row(self, p, rows):
+    def per_row(self, p, rows, find=None):
         """The gradients (len(rows), *p.shape) of one parameter for rows recorded here (numbers,
         ascending)."""
+        find = find or self.finder(rows)
         total = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
-        place = torch.full((self.n,), -1)
-        place[rows] = torch.arange(len(rows))
         for module, numbers, a, b in self.records:
             for name, q in module.named_parameters(recurse=False):
                 if q is p:
-                    here, places = entries_of(place, numbers)
+                    here, places = find(numbers)
                     add_per_row(total, module, name, a[here], b[here], places)
         for (q, index), g in self.kept.items():
             if q is p:
-                here, places = entries_of(place, self.micro_batches[index].numbers)
+                here, places = find(self.micro_batches[index].numbers)
                 total[places] += g[here]
         return total
+
+    def finder(self, rows):
+        """A function: numbers (k,) of a record -> its entries that are of these rows, and of which. It
+        remembers the answers, since each waits for a GPU."""
+        place = torch.full((self.n,), -1)
+        place[rows] = torch.arange(len(rows))
+        place = place.to(next(iter(self.names)).device)
+        answers = {}
+
+        def find(numbers):
+            if id(numbers) not in answers:
+                places = place[numbers]
+                here = (places >= 0).nonzero()[:, 0]
+                answers[id(numbers)] = here, places[here]
+            return answers[id(numbers)]
+
+        return find
 
 
 REENTRANT = "tokens in a line, computed again in a backward"
@@ -810,13 +819,6 @@ def spans_of(w):
     on = [False, *(w != 0).tolist(), False]
     ends = [i for i in range(len(w) + 1) if on[i] != on[i + 1]]
     return [slice(i, j) for i, j in zip(ends[::2], ends[1::2])]
-
-
-def entries_of(place, numbers):
-    """Entries of numbers (k,) whose row has a place, and these places, on the device of numbers."""
-    places = place.to(numbers.device)[numbers]
-    here = (places >= 0).nonzero()[:, 0]
-    return here, places[here]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -912,13 +914,21 @@ def layer_dot(module, name, a, b, G):
     return (b * out).flatten(1).sum(1, dtype=torch.promote_types(b.dtype, torch.float32))
 
 
-def add_gram_norms(found, place, uses):
+def is_plain_matrix(p, uses):
+    """True for the weight of one Linear on (rows, tokens, channels), each row recorded once."""
+    if not uses or p.dim() != 2 or not isinstance(uses[0][0], nn.Linear):
+        return False
+    in_rows = all(b.dim() == 3 for _, _, _, b in uses)
+    return in_rows and len({id(numbers) for _, numbers, _, _ in uses}) == len(uses)
+
+
+def add_gram_norms(found, find, uses):
     """found[place of row i] += |g_i|^2 for a matrix with g_i = sum_t b_t a_t^T, without forming it:
     |g_i|^2 = sum_ts (a_t . a_s) (b_t . b_s)."""
     for _, numbers, a, b in uses:
-        here, places = entries_of(place, numbers)
+        here, places = find(numbers)
         x, y = a[here], b[here]
-        found[places.cpu()] += ((x @ x.mT) * (y @ y.mT)).double().sum((1, 2)).cpu()
+        found.index_add_(0, places, ((x @ x.mT) * (y @ y.mT)).double().sum((1, 2)))
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own

@@ -80,7 +80,7 @@ def print_loss(nets, cfg, batch, step, loss_of):
     for rows in torch.arange(step.num_rows, device=nets.device).split(cfg.micro_batch_size):
         out = loss_of(nets, nets.policy, batch, rows, step, cfg, logprobs=completion_logprobs)
         out.loss.backward()
-        m, = numbers([loss_metrics(out, batch[rows], cfg)])
+        m, = numbers([loss_metrics(out, cfg)])
         policy_loss += m["policy_loss"]
         kl_loss += m["loss"] - m["policy_loss"]
         mask = batch.rollout.mask[rows]
@@ -107,7 +107,7 @@ def print_step(nets, cfg, batch, step, loss_of):
     with torch.no_grad():
         rows = slice(0, cfg.micro_batch_size)
         out = loss_of(nets, nets.policy, batch, rows, step, cfg, logprobs=completion_logprobs)
-        after, = numbers([loss_metrics(out, batch[rows], cfg)])
+        after, = numbers([loss_metrics(out, cfg)])
     moved = sum(not torch.equal(p, q) for p, q in zip(nets.policy.parameters(), old))
     print(f"  all {grad_norm:.3e}, clipped to {min(grad_norm, most):.3e}; at learning rate "
           f"{cfg.learning_rate:g} {moved} of {len(old)} tensors changed; mean ratio is now "

@@ -138,14 +138,17 @@ def sample_rows(it, prompts, batch, cfg):
     """Rows of samples.jsonl: every completion with its reward and advantage."""
     rewards = batch.rewards.tolist()
     advantages = batch.advantages.tolist()
+    if cfg.tracin != "off":
+        influence = batch.influence.tolist()
+        weights = batch.weights.tolist()
     rows = []
     for i, completion in enumerate(batch.completions):
         text, _ = prompts[i // cfg.num_generations]
         row = dict(iteration=it + 1, prompt=text, completion=completion, reward=rewards[i],
                    advantage=advantages[i])
         if cfg.tracin != "off":
-            row["influence"] = float(batch.influence[i])
-            row["weight"] = float(batch.weights[i])
+            row["influence"] = influence[i]
+            row["weight"] = weights[i]
         rows.append(row)
     return rows
 

@@ -40,14 +40,14 @@ class Meter:
     @torch.no_grad()
     def add(self, rows, out):
         """A micro-batch: its rows (n,) of the batch and what loss_of returned."""
-        metrics = loss_metrics(out, self.batch[rows], self.cfg)
+        metrics = loss_metrics(out, self.cfg)
         prompts, completions = self.prompt_lengths[rows], self.batch.lengths[rows]
         self.micro_batches.append(metrics | {
             "real": (prompts + completions).sum(),
             "positions": len(rows) * (prompts.max() + completions.max())})
         self.loss += metrics["loss"]
         self.rows.append(rows)
-        self.log_ratios.append(out.logp - self.batch.rollout.logp[rows])
+        self.log_ratios.append(out.logp - out.batch.rollout.logp)
         self.log.loss(metrics)
 
     def check_ratio(self, stop):
@@ -100,13 +100,13 @@ class Meter:
         return metrics | sampling_metrics(self.logp_diff)
 
 
-def loss_metrics(out, batch, cfg):
-    """Metrics of a micro-batch as tensors ()."""
-    mask = batch.mask
+def loss_metrics(out, cfg):
+    """Metrics of a micro-batch, from what loss_of returned, as tensors ()."""
+    mask = out.batch.mask
     tokens = mask.sum().clamp(min=1)
     row_tokens = mask.sum(1).clamp(min=1)                               # (n,)
     ratio = out.terms.ratio.expand_as(mask)                             # (n, T)
-    A = batch.advantages[:, None]
+    A = out.batch.advantages[:, None]
     metrics = {"tokens": mask.sum(), "ratio": (ratio * mask).sum() / tokens}
     low_bound, high_bound = cfg.clip_range
     high = (ratio > high_bound) & (A > 0) & mask
