@@ -1,0 +1,206 @@
+"""Draws the curves of a run, or of several over each other, as PNG or SVG (pip install matplotlib).
+
+    python plot.py out/toxicity                            # writes out/toxicity/curves.png
+    python plot.py out/seed1 out/seed2 --out=curves.svg    # a colour for each run
+    python plot.py out/toxicity --panels=reward,toxicity   # these panels, in this order
+
+A row of metrics.jsonl describes the rollouts of an iteration, which are sampled before its step. An
+evaluation at iteration t comes after t steps. Where a row has no value, the line has a gap.
+"""
+import contextlib
+import math
+import os
+
+import numpy as np
+
+from run.files import read_rows
+from run.script import BadInput, run_script
+
+PANELS = {  # name: title, metric of the solid line, metric of the dashed line
+    "reward": ("reward, mean", "reward"),
+    "toxicity": ("toxicity, eval judge (dashed: judge)", "eval_judge/toxicity", "judge/toxicity"),
+    "kl": ("KL to reference, nats per token", "kl"),
+    "entropy": ("entropy, nats per token", "entropy"),
+    "length": ("mean length, tokens", "completions/mean_length"),
+    "ended": ("share of completions that ended", "completions/ended_ratio"),
+    "grad_norm": ("gradient norm before clipping", "grad_norm"),
+    "loss": ("loss", "loss"),
+    "positive": ("share of rollouts with influence > 0", "tracin/positive_ratio"),
+    "selected": ("share of rollouts selected", "tracin/selected_ratio"),
+    "cosine": ("cosine of the target's two halves", "tracin/target_cosine"),
+    "spread": ("std of influence, log scale", "tracin/std_ip"),
+}
+METRICS = {metric for _, *metrics in PANELS.values() for metric in metrics}
+METRICS |= {"reward_std", "completions/clipped_ratio"}
+# Okabe and Ito (2008): colour-blind readers can tell these apart
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SOLID_AND_DASHED = dict(linestyle="-"), dict(linestyle="--", markerfacecolor="white")
+WIDTH = 830 / 96  # inches: an SVG is 830 pixels wide
+LOOK = {
+    "font.size": 9, "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+    "figure.constrained_layout.w_pad": 0.08, "axes.titlesize": 9, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "0.6",
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": "0.9", "grid.linewidth": 0.6,
+    "xtick.color": "0.6", "xtick.labelcolor": "0.2",
+    "ytick.color": "0.6", "ytick.labelcolor": "0.2",
+    "lines.linewidth": 1.2, "lines.markersize": 3.5, "legend.frameon": False,
+    "savefig.dpi": 192, "svg.fonttype": "none", "svg.hashsalt": "plot.py",
+}
+USAGE = ("usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] "
+         f"[--panels=reward,toxicity]; panels: {', '.join(PANELS)}")
+
+
+def read_run(folder):
+    """Returns the curves of a run: {metric: (iterations, values)}."""
+    metrics = os.path.join(folder, "metrics.jsonl")
+    evaluations = os.path.join(folder, "eval.jsonl")
+    if not os.path.exists(metrics):
+        raise BadInput(f"{metrics}: no such file; give the folder of a run, such as out/toxicity")
+    curves = read_curves(metrics)
+    if os.path.exists(evaluations):
+        curves |= read_curves(evaluations)
+    if "completions/clipped_ratio" in curves:
+        x, clipped = curves["completions/clipped_ratio"]
+        curves["completions/ended_ratio"] = x, 1 - clipped
+    return curves
+
+
+def read_curves(path):
+    """The curves of one file that have any value; NaN, drawn as a gap, where a row has none."""
+    try:
+        rows = read_rows(path)
+        x = np.array([int(row["iteration"]) for row in rows])
+        y = np.array([[row.get(metric) for row in rows] for metric in METRICS], dtype=float)
+    except (KeyError, TypeError, ValueError) as e:
+        reason = str(e).removeprefix(f"{path}: ")
+        raise BadInput(f"{path}: a row must hold an iteration and numbers or null ({reason}); mend "
+                       "or remove the row that does not") from e
+    return {metric: (x, y) for metric, y in zip(METRICS, y) if not np.isnan(y).all()}
+
+
+def short_names(folders):
+    """The last parts of each path, as few as tell the runs apart."""
+    paths = [tuple(os.path.abspath(folder).split(os.sep)) for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise BadInput(f"{', '.join(folders)}: a run is given twice; give each run once")
+    n = 1
+    while len({path[-n:] for path in paths}) < len(paths):
+        n += 1
+    return ["/".join(path[-n:]) for path in paths]
+
+
+def choose_panels(asked, runs):
+    """Names of panels: all that have data, or those in `asked`, such as "reward,toxicity"."""
+    known = set().union(*runs.values())
+    there = [panel for panel, (_, *metrics) in PANELS.items() if known.intersection(metrics)]
+    if not there:
+        raise BadInput(f"{', '.join(runs)}: nothing to draw yet; wait for the first iteration")
+    panels = asked.split(",") if asked else there
+    for panel in panels:
+        if panel not in there:
+            trouble = "has no data here" if panel in PANELS else "is no panel"
+            raise BadInput(f"--panels: {panel!r} {trouble}; choose from {', '.join(there)}")
+    return panels
+
+
+@contextlib.contextmanager
+def look():
+    """Within this block matplotlib draws in the style above and ignores the user's matplotlibrc."""
+    try:
+        from matplotlib import style
+    except ImportError as e:
+        raise BadInput("plot.py needs matplotlib: pip install matplotlib") from e
+    with style.context(LOOK, after_reset=True):
+        yield
+
+
+def draw(runs, panels):
+    """Returns the Figure of some panels. runs: {name: curves}; panels: names in PANELS."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    columns = min(len(panels), 2 if len(panels) <= 8 else 3)
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(WIDTH, 0.5 + 2.3 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, squeeze=False).ravel()
+    for ax in grid[len(panels):]:
+        ax.remove()
+    for i, panel in enumerate(panels):
+        draw_panel(grid[i], panel, runs)
+        if i + columns >= len(panels):  # no panel is below this one
+            grid[i].set_xlabel("iteration")
+            grid[i].tick_params(labelbottom=True)
+    lines = [Line2D([], [], color=color) for color in COLORS[:len(runs)]]
+    in_a_row = max(1, 110 // (8 + max(map(len, runs))))
+    legend = figure.legend(lines, list(runs), loc="outside upper left", ncols=in_a_row)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a $ in the name of a folder is no formula
+    return figure
+
+
+def draw_panel(ax, panel, runs):
+    """Draws the lines of a panel, a colour for each run, and around a single reward its spread."""
+    title, *metrics = PANELS[panel]
+    for (name, curves), color in zip(runs.items(), COLORS):
+        for metric, style in zip(metrics, SOLID_AND_DASHED):
+            if metric in curves:
+                x, y = curves[metric]
+                gaps = np.isnan(np.pad(y, 1, constant_values=math.nan))
+                alone = gaps[:-2] & gaps[2:]  # no line reaches these values
+                ax.plot(x, y, color=color, label=f"{name}: {metric}", clip_on=False,
+                        marker="o", markevery=alone | (panel == "toxicity"), **style)
+    if panel == "reward" and len(runs) == 1 and "reward_std" in curves:
+        x, mean = curves["reward"]
+        _, std = curves["reward_std"]
+        ax.fill_between(x, mean - std, mean + std, color=color, alpha=0.15)
+        title += " ± std"
+    ax.set_title(title)
+    ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    if panel == "spread":
+        ax.set_yscale("log", nonpositive="mask")
+        ax.minorticks_off()
+        low, high = ax.get_ylim()
+        if high < 1000 * low:  # too few powers of ten for an axis
+            ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    elif panel not in ("reward", "length") and ax.dataLim.y0 >= 0:
+        ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter("{x:g}")
+
+
+def write(figure, path):
+    """Writes a PNG or an SVG, without a date: the same curves give the same bytes."""
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+    except OSError as e:
+        raise BadInput(f"{path}: cannot be written ({e.strerror}); choose another --out") from e
+
+
+def main(argv):
+    options = {}
+    for arg in argv:
+        flag, _, value = arg.partition("=")
+        if flag in ("--out", "--panels") and value:
+            options[flag] = value
+        elif arg.startswith("-"):
+            raise BadInput(f"{arg}: no such flag, or no value; {USAGE}")
+    folders = [arg for arg in argv if not arg.startswith("-")]
+    if not folders:
+        raise BadInput(USAGE)
+    if len(folders) > len(COLORS):
+        raise BadInput(f"{len(folders)} runs: there are {len(COLORS)} colours; draw fewer at once")
+    path = options.get("--out")
+    if path is None:
+        above = os.path.relpath(os.path.commonpath(map(os.path.abspath, folders)))
+        parent = folders[0] if len(folders) == 1 else above
+        path = os.path.normpath(os.path.join(parent, "curves.png"))
+    if not path.endswith((".png", ".svg")):
+        raise BadInput(f"--out={path}: must end in .png or .svg")
+    runs = dict(zip(short_names(folders), map(read_run, folders)))
+    panels = choose_panels(options.get("--panels"), runs)
+    with look():
+        write(draw(runs, panels), path)
+    print(path)
+
+
+if __name__ == "__main__":
+    run_script(main)
