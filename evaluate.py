@@ -1,6 +1,6 @@
 """
-What a policy does on held-out prompts, measured. grpo.py calls this before, during and after a run; by
-itself it measures a run again, with whatever settings should differ:
+What a policy does on held-out prompts, measured. grpo.py calls this before, during and after a run;
+by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
@@ -32,11 +32,11 @@ def evaluate(nets, policy, cfg):
     """Samples num_eval_generations completions of each prompt, always with the same noise, at
     temperature 1, and measures them -> (measures, first completion of each prompt).
 
-    For each judge: mean toxicity, the share of completions at or above 0.5, and over the completions
-    of one prompt the expected maximum and whether any is toxic (Gehman et al. 2020). Then perplexity
-    under the frozen starting policy, distinct-n (Li et al. 2016), mean length in tokens and the share
-    that ended by themselves. nets needs base, judges, reward_funcs, tokenizer, eval_prompts, device
-    and dtype.
+    For each judge: mean toxicity, the share of completions at or above 0.5, and over the
+    completions of one prompt the expected maximum and whether any is toxic (Gehman et al. 2020).
+    Then perplexity under the frozen starting policy, distinct-n (Li et al. 2016), mean length in
+    tokens and the share that ended by themselves. nets needs base, judges, reward_funcs, tokenizer,
+    eval_prompts, device and dtype.
     """
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
@@ -130,7 +130,8 @@ def print_table(rows):
 
 
 def open_run(folder, flags):
-    """The last checkpoint of a run: (cfg, nets as evaluate needs them, trained policy, iterations)."""
+    """The last checkpoint of a run: (cfg, nets as evaluate needs them, trained policy,
+    iterations)."""
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
     path = os.path.join(folder, "ckpt.pt")
     checkpoint = load_file(path, "run")

@@ -1,12 +1,13 @@
 """
-Explains a run that selected its rollouts by influence: which helped, which hurt, and is the arithmetic
-right.
+Explains a run that selected its rollouts by influence: which helped, which hurt, and is the
+arithmetic right.
 
     python tracin.py out/toxicity_tracin [--method=ghost|brute|jvp|finite_difference] [--rows=8]
                                          [--show=5]
     python tracin.py out/toxicity_tracin --prompt="You are" --completion=" a good editor"
 
-The second asks which rollouts of the run made the model say this: TracIn over the saved checkpoints.
+The second asks which rollouts of the run made the model say this: TracIn over the saved
+checkpoints.
 """
 import contextlib
 import copy
@@ -37,7 +38,8 @@ METHODS = ("ghost", "brute", "jvp", "finite_difference")
 
 
 def extremes(rows, z, show, names=("helpful", "harmful")):
-    """Lines on the rows of samples.jsonl with the `show` highest z (n,) above 0, then the lowest below."""
+    """Lines on the rows of samples.jsonl with the `show` highest z (n,) above 0, then the lowest
+    below."""
     order = z.argsort(descending=True)
     best = order[z[order] > 0][:show]
     worst = order[z[order] < 0].flip(0)[:show]
@@ -65,8 +67,8 @@ def shorten(text):
 
 
 def relation(x, z, kept):
-    """x, z, kept (n,) -> text: correlations of x and z, then by fifths of x the mean z and the share
-    kept. NaN is skipped."""
+    """x, z, kept (n,) -> text: correlations of x and z, then by fifths of x the mean z and the
+    share kept. NaN is skipped."""
     known = ~x.isnan()
     x, z, kept = x[known].double(), z[known].double(), kept[known].double()
     cells = [f"{correlation(x, z):+10.2f}", f"{correlation(ranks(x), ranks(z)):+10.2f}"]
@@ -94,7 +96,8 @@ OVER_TIME = ("positive_ratio", "selected_ratio", "self_share", "target_cosine", 
 
 
 def history(rows):
-    """Lines: means of tracin/ metrics over up to ten stretches of iterations; of the last the largest."""
+    """Lines: means of tracin/ metrics over up to ten stretches of iterations; of the last the
+    largest."""
     lines = ["  iterations  " + "".join(f"{name:>16}" for name in OVER_TIME)]
     n = len(rows)
     for j in range(10):
@@ -117,11 +120,11 @@ def print_logs(folder, cfg, scored, show):
     """Sections 1 to 3: the rollouts, influence against the rest, the metrics over time."""
     its, z, kept = (torch.tensor([row[name] for row in scored]).double()
                     for name in ("iteration", "influence", "weight"))
-    for it in its.unique():     # scales drift in a run: count in standard deviations of the iteration
+    for it in its.unique():     # scales drift in a run: count in the iteration's own deviations
         z[its == it] /= z[its == it].std(correction=0) or 1.0
     num_iterations = len(its.unique())
-    print(f"{folder}: {len(scored)} rollouts of {num_iterations} iterations; tracin = {cfg.tracin!r}, "
-          f"{cfg.tracin_select} kept")
+    print(f"{folder}: {len(scored)} rollouts of {num_iterations} iterations; tracin = "
+          f"{cfg.tracin!r}, {cfg.tracin_select} kept")
 
     print("\n1. Rollouts")
     late = its > its.max() - max(1, num_iterations // 5)
@@ -131,8 +134,10 @@ def print_logs(folder, cfg, scored, show):
     if recent != whole:
         print("\n".join(["  and of late", *recent]))
 
-    print("\n2. Influence against the rest; then its mean and the share kept by fifths, the lowest first")
-    print(f"  {'':12}{'Pearson':>10}{'Spearman':>10}" + "".join(f"{f'fifth {j}':>14}" for j in range(1, 6)))
+    print("\n2. Influence against the rest; then its mean and the share kept by fifths, the "
+          "lowest first")
+    fifths = "".join(f"{f'fifth {j}':>14}" for j in range(1, 6))
+    print(f"  {'':12}{'Pearson':>10}{'Spearman':>10}{fifths}")
     encode = get_tokenizer(cfg).encode_ordinary
     columns = {name: [math.nan if row[name] is None else row[name] for row in scored]
                for name in ("reward", "advantage")}
@@ -163,13 +168,15 @@ def row_loss(policy, weights, tokens, slope, allowed, temperature):
 
 
 def derivative(method, policy, D, *row):
-    """<gradient of row_loss, D> for a direction D {name of a parameter: tensor}, in one of three ways."""
+    """<gradient of row_loss, D> for a direction D {name of a parameter: tensor}, in one of three
+    ways."""
     weights = {k: policy.get_parameter(k).detach().requires_grad_(method == "brute") for k in D}
     if method == "brute":
         gradient = torch.autograd.grad(row_loss(policy, weights, *row), list(weights.values()))
         return float(sum((g * d).sum() for g, d in zip(gradient, D.values())))
     if method == "jvp":
-        return float(torch.func.jvp(lambda w: row_loss(policy, w, *row), (weights,), (D,))[1].detach())
+        _, tangent = torch.func.jvp(lambda w: row_loss(policy, w, *row), (weights,), (D,))
+        return float(tangent.detach())
     norm = float(sum(d.square().sum() for d in D.values())) ** 0.5
     eps = 1e-4 / max(norm, 1e-30)       # the weights move by 1e-4 in all
     ahead = row_loss(policy, {k: w + eps * D[k] for k, w in weights.items()}, *row)
@@ -195,8 +202,8 @@ def checkpoints(folder):
 
 
 def check_arithmetic(folder, cfg, rows, method, count):
-    """Section 4: takes the first step after a checkpoint again and prints its influences beside those of
-    samples.jsonl and, for `count` rollouts, beside those by another method in float64."""
+    """Section 4: takes the first step after a checkpoint again and prints its influences beside
+    those of samples.jsonl and, for `count` rollouts, beside those by another method in float64."""
     print("\n4. Is the arithmetic right? Errors are relative to the largest influence")
     for name, checkpoint in checkpoints(folder):
         it = checkpoint["iteration"]
@@ -210,12 +217,12 @@ def check_arithmetic(folder, cfg, rows, method, count):
             same = sum(text == row["completion"] for text, row in zip(batch.completions, recorded))
             note = "" if same == len(recorded) else (
                 "; another device, dtype or torch? The last column says nothing")
-            print(f"  iteration {it + 1} again, from {name}: {same} of {len(recorded)} completions are "
-                  f"those recorded{note}")
+            print(f"  iteration {it + 1} again, from {name}: {same} of {len(recorded)} completions "
+                  f"are those recorded{note}")
             compare(nets, batch, step, target, cfg, recorded, method, count)
             return
-    print("  no checkpoint has the rollouts of its next iteration in samples.jsonl; a save_interval below "
-          "max_iters gives one")
+    print("  no checkpoint has the rollouts of its next iteration in samples.jsonl; a "
+          "save_interval below max_iters gives one")
 
 
 def rollouts_after(path, checkpoint, cfg):
@@ -258,8 +265,8 @@ def compare(nets, batch, step, target, cfg, recorded, method, count):
         return
     chosen = ghost.argsort()[torch.linspace(0, len(ghost) - 1, count).long()].unique()
     found, each = by_method(method, nets, batch, step, cfg, scored, pieces, chosen.tolist())
-    print(f"  {method + ', float64':27}{len(chosen):9}{each:13.2f}{error(ghost[chosen], found):19.1e}"
-          f"{error(record[chosen], found):18.1e}")
+    print(f"  {method + ', float64':27}{len(chosen):9}{each:13.2f}"
+          f"{error(ghost[chosen], found):19.1e}{error(record[chosen], found):18.1e}")
 
 
 def by_method(method, nets, batch, step, cfg, scored, pieces, chosen):
@@ -303,8 +310,8 @@ def print_culprits(folder, cfg, rows, prompt, completion, show):
 
 def classic(folder, cfg, rows, prompt, completion):
     """The rows recorded near the checkpoints and their TracIn scores (n,) on the mean log-prob of
-    `completion`: the sum over checkpoints of learning rate x weight x advantage x <its gradient, that of
-    the row's log-prob>. Tokens are read from the text."""
+    `completion`: the sum over checkpoints of learning rate x weight x advantage x <its gradient,
+    that of the row's log-prob>. Tokens are read from the text."""
     runs = [run for _, run in checkpoints(folder)]
     tokenizer = get_tokenizer(cfg)
     encode = tokenizer.encode_ordinary
@@ -316,9 +323,9 @@ def classic(folder, cfg, rows, prompt, completion):
     too_long = len(prompt) + len(completion) > cfg.block_size
     if not rows or not prompt or not completion or too_long:
         raise BadInput(
-            f"--prompt and --completion are {len(prompt)} and {len(completion)} tokens, {folder} has "
-            f"{len(rows)} rollouts by a checkpoint: none may be 0, and block_size = {cfg.block_size} "
-            "tokens are the most")
+            f"--prompt and --completion are {len(prompt)} and {len(completion)} tokens, {folder} "
+            f"has {len(rows)} rollouts by a checkpoint: none may be 0, and block_size = "
+            f"{cfg.block_size} tokens are the most")
 
     def as_row(prompt, completion):
         n = len(completion)
@@ -362,8 +369,8 @@ def main(argv):
                        "config/toxicity_tracin.py does")
     scored = [row for row in rows if row.get("influence") is not None]
     if len(scored) < 10:
-        raise BadInput(f"{folder}/samples.jsonl: {len(scored)} rollouts with an influence, at least 10 "
-                       "are needed")
+        raise BadInput(f"{folder}/samples.jsonl: {len(scored)} rollouts with an influence, at "
+                       "least 10 are needed")
     print_logs(folder, cfg, scored, show)
     check_arithmetic(folder, cfg, rows, own["method"], int(own["rows"]))
 

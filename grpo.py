@@ -4,9 +4,10 @@ advantage, loss, step.
 
     python grpo.py config/toxicity.py
 
-Start with train() below. Shapes: B prompts, G = num_generations completions of each, N = B * G rows,
-T tokens in the longest completion, K reward functions, n rows of a step or a micro-batch.
-Under torchrun each process handles a share of the rows. Metrics, gradients and files cover all rows.
+Start with train() below. Shapes: B prompts, G = num_generations completions of each, N = B * G
+rows, T tokens in the longest completion, K reward functions, n rows of a step or a micro-batch.
+Under torchrun each process handles a share of the rows. Metrics, gradients and files cover all
+rows.
 
 The arithmetic is TRL's. This file departs from it on purpose where
   - old log-probs are always those recorded while sampling, and log-probs are renormalised over the
@@ -163,7 +164,8 @@ class Batch:
         """What the loss needs of these rows."""
         policy_mask = None if self.policy_mask is None else self.policy_mask[rows]
         ref_logp = None if self.ref_logp is None else self.ref_logp[rows]
-        return Batch(self.rollout[rows], self.advantages[rows], self.mask[rows], policy_mask, ref_logp)
+        return Batch(
+            self.rollout[rows], self.advantages[rows], self.mask[rows], policy_mask, ref_logp)
 
     @functools.cached_property
     def lengths(self):
@@ -176,7 +178,8 @@ class Batch:
 
 
 def draw_prompts(prompts, it, num_prompts, seed):
-    """The prompts of iteration it: each of them once in random order, then again in another order."""
+    """The prompts of iteration it: each of them once in random order, then again in another
+    order."""
     n = len(prompts)
     drawn, orders = [], {}
     for j in range(it * num_prompts, (it + 1) * num_prompts):
@@ -193,8 +196,9 @@ def sample_groups(nets, prompts, cfg, seed):
     eos = nets.tokenizer.eot_token
     with autocast(nets.device, nets.dtype):
         rollout = nets.generate(
-            nets.policy, [ids for _, ids in prompts], cfg.num_generations, cfg.max_completion_length,
-            seed=seed, batch_size=cfg.decode_batch_size, part=shard(len(prompts)), eos=eos,
+            nets.policy, [ids for _, ids in prompts],
+            cfg.num_generations, cfg.max_completion_length, seed=seed,
+            batch_size=cfg.decode_batch_size, part=shard(len(prompts)), eos=eos,
             temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
     return concatenate(all_gather_rollout(rollout), eos)
 
@@ -212,7 +216,8 @@ def score_rows(reward_funcs, prompts, completions, cfg):
 
 
 def total_reward(scores, weights):
-    """scores (N, K) -> weighted sum (N,) over the functions that did not abstain; NaN if all did."""
+    """scores (N, K) -> weighted sum (N,) over the functions that did not abstain; NaN if all
+    did."""
     total = (scores * torch.tensor(weights)).nansum(1)
     return total.masked_fill(scores.isnan().all(1), math.nan)
 
@@ -222,12 +227,13 @@ def total_reward(scores, weights):
 
 
 def group_advantages(rewards, num_generations, scale_rewards="group"):
-    """rewards (N,), each group in a row -> advantages (N,) = (r - mean of the group) / (std + 1e-4).
+    """rewards (N,), each group in a row -> advantages (N,) = (r - mean of the group) / (std +
+    1e-4).
 
     The std (n - 1 in the denominator) is that of the `group` or of the whole `batch`; with `none`
     nothing is divided (Dr. GRPO, Liu et al. 2025). NaN marks a completion that no reward function
-    scored: it is left out of mean and std, and its advantage is 0. A group whose rewards are all equal
-    gets exactly 0.
+    scored: it is left out of mean and std, and its advantage is 0. A group whose rewards are all
+    equal gets exactly 0.
     """
     r = rewards.view(-1, num_generations)                                           # (B, G)
     advantages = r - r.nanmean(1, keepdim=True)
@@ -247,7 +253,8 @@ def nanstd(r):
 
 
 def all_equal(groups):
-    """groups (B, G) of rewards -> (B,) True where all rewards that are not NaN are the same number."""
+    """groups (B, G) of rewards -> (B,) True where all rewards that are not NaN are the same
+    number."""
     return groups.nan_to_num(math.inf).amin(1) >= groups.nan_to_num(-math.inf).amax(1)
 
 
@@ -304,12 +311,12 @@ class Forward(NamedTuple):
 def grpo_loss(logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg):
     """The loss of some rows, a scalar, and its LossTerms.
 
-    logp, old_logp, ref_logp (n, T): log-probs of the sampled tokens under the policy (with gradient),
-    under the policy that sampled them, and under the reference (None without a KL). advantages (n,).
-    mask (n, T): tokens that carry loss. policy_mask (n, T): those that carry the policy gradient
-    (None: all); the KL and the divisors keep `mask`. step: a Step, whose micro-batches add up to its
-    loss. Everything stays on the device, so that a GPU is not waited for.
-    Raises ValueError for a field that is missing or of the wrong shape.
+    logp, old_logp, ref_logp (n, T): log-probs of the sampled tokens under the policy (with
+    gradient), under the policy that sampled them, and under the reference (None without a KL).
+    advantages (n,). mask (n, T): tokens that carry loss. policy_mask (n, T): those that carry the
+    policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
+    micro-batches add up to its loss. Everything stays on the device, so that a GPU is not waited
+    for. Raises ValueError for a field that is missing or of the wrong shape.
     """
     check_shapes(logp, old_logp=old_logp, mask=mask, advantages=advantages)
     mask = mask.bool()
@@ -333,8 +340,8 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg
 
 
 def importance_ratio(logp, old_logp, mask, cfg):
-    """policy / sampler, per token (n, T) or per sequence (n, 1): the exp of the row's mean log-ratio
-    (GSPO, Zheng et al. 2025)."""
+    """policy / sampler, per token (n, T) or per sequence (n, 1): the exp of the row's mean
+    log-ratio (GSPO, Zheng et al. 2025)."""
     log_ratio = logp - old_logp
     if cfg.importance_sampling_level == "sequence":
         row_tokens = mask.sum(1, keepdim=True).clamp(min=1)
@@ -345,9 +352,9 @@ def importance_ratio(logp, old_logp, mask, cfg):
 def clipped_objective(ratio, logp, advantages, cfg):
     """What the policy maximises, for each token (n, T) or sequence (n, 1).
 
-    grpo, bnpo, dr_grpo, dapo   min(min(ratio, delta) A, clamp(ratio, 1 - epsilon, 1 + epsilon_high) A)
-    cispo                       stop_gradient(min(ratio, epsilon_high)) A logp
-    sapo                        4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
+    grpo, bnpo, dr_grpo, dapo  min(min(ratio, delta) A, clamp(ratio, 1 - epsilon, 1 + epsilon_high) A)
+    cispo                      stop_gradient(min(ratio, epsilon_high)) A logp
+    sapo                       4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
     """
     A = advantages[:, None]                                                         # (n, 1)
     low, high = cfg.clip_range
@@ -402,8 +409,9 @@ def check_shapes(logp, **fields):
 def loss_of(nets, policy, batch, rows, step, cfg, one_backward=False, logprobs=None):
     """Forward pass of some rows of a batch -> Forward.
 
-    one_backward: backward will be called on the sum of the log-probs (see tracin.Influence), and the
-    ratio is taken as exactly 1. logprobs: nets.logprobs, or the plain function that it must equal.
+    one_backward: backward will be called on the sum of the log-probs (see tracin.Influence), and
+    the ratio is taken as exactly 1. logprobs: nets.logprobs, or the plain function that it must
+    equal.
     """
     b = batch[rows]
 
@@ -422,10 +430,11 @@ def loss_of(nets, policy, batch, rows, step, cfg, one_backward=False, logprobs=N
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
-    """{parameter: gradient} of the loss of some rows by a plain backward; .grad is empty afterwards.
+    """{parameter: gradient} of the loss of some rows by a plain backward; .grad is empty
+    afterwards.
 
-    With coef (N,) it is the gradient of the sum of coef_i * log-prob of completion i instead. key: as
-    of micro_batches. Fast paths stay out of this: it is what they are checked against.
+    With coef (N,) it is the gradient of the sum of coef_i * log-prob of completion i instead. key:
+    as of micro_batches. Fast paths stay out of this: it is what they are checked against.
     """
     key = batch.lengths[rows] if key is None else key
     for positions in micro_batches(key, cfg):
@@ -454,7 +463,8 @@ class Step(NamedTuple):
 
 
 def optimizer_steps(batch, cfg, seed):
-    """num_iterations passes over the rows in random mini-batches; a mini-batch without loss is left out."""
+    """num_iterations passes over the rows in random mini-batches; a mini-batch without loss is left
+    out."""
     N = len(batch.mask)
     device = batch.mask.device
     rows = torch.arange(N, device=device)
@@ -476,8 +486,8 @@ def optimizer_steps(batch, cfg, seed):
 
 
 def sort_key(batch, step, cfg):
-    """What a step's rows are sorted by (n,): their length. Where a target has two halves, these stay
-    apart, so that the sum over either reads its own rows only."""
+    """What a step's rows are sorted by (n,): their length. Where a target has two halves, these
+    stay apart, so that the sum over either reads its own rows only."""
     key = batch.lengths[step.rows]
     if cfg.tracin != "off" and step.epoch == 0:
         key = key + batch.mask.shape[1] * second_half(step.rows, cfg.num_generations)
@@ -497,7 +507,8 @@ def micro_batches(key, cfg):
 
 
 def learning_rate(it, cfg):
-    """Rate of iteration it: linear warm-up, then constant, or to 0 at max_iters by a line or a cosine."""
+    """Rate of iteration it: linear warm-up, then constant, or to 0 at max_iters by a line or a
+    cosine."""
     if it < cfg.warmup_iters:
         return cfg.learning_rate * (it + 1) / cfg.warmup_iters
     done = (it - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)
@@ -550,8 +561,8 @@ def collect_target(nets, it, cfg):
 
 
 def read_inputs(cfg):
-    """Everything a user can get wrong is found here, before anything is trained. cfg gets the shape of a
-    policy that is given."""
+    """Everything a user can get wrong is found here, before anything is trained. cfg gets the shape
+    of a policy that is given."""
     device = pick_device(cfg.device)
     try_compile(cfg, device)
     dtype = pick_dtype(cfg.dtype, device)
@@ -570,12 +581,14 @@ def read_inputs(cfg):
     own_rewards = {name: cfg.functions[name] for name in cfg.reward_funcs if name != "judge"}
     if own_rewards:
         score(own_rewards, texts, texts)
-    return SimpleNamespace(device=device, dtype=dtype, base=base, splits=splits, tokenizer=tokenizer,
-                           prompts=prompts, eval_prompts=eval_prompts, val_prompts=val_prompts)
+    return SimpleNamespace(
+        device=device, dtype=dtype, base=base, splits=splits, tokenizer=tokenizer,
+        prompts=prompts, eval_prompts=eval_prompts, val_prompts=val_prompts)
 
 
 def prepare(cfg, given, stop=lambda: False):
-    """Makes policy and judges at first use, finds them later, and builds Nets. given: read_inputs()."""
+    """Makes policy and judges at first use, finds them later, and builds Nets. given:
+    read_inputs()."""
     with rank0_first():
         base = given.base or get_policy(cfg, given.splits, given.device, stop)
         judges = get_judges(cfg, given.splits, given.device, stop)

@@ -1,9 +1,9 @@
 """
 GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge.
 
-The defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and the
-blocks of Llama, Qwen2 and Qwen3. In the order of the file: network, log-probs of given tokens, LoRA.
-This file needs nothing but torch.
+The defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and
+the blocks of Llama, Qwen2 and Qwen3. In the order of the file: network, log-probs of given tokens,
+LoRA. This file needs nothing but torch.
 
 Shapes: B rows, T positions, C = n_embd channels, V = vocab_size. Attention has nh heads of hs
 channels for queries, nkv heads for keys and values, and S key positions.
@@ -39,7 +39,7 @@ class GPTConfig:
     rope_base: float = 0.0        # > 0: rotary positions (Su et al. 2021); 0: learned positions
     swiglu: bool = False          # gated MLP (Shazeer 2020); c_fc holds the gate, then its partner
     qkv_bias: bool | None = None  # bias of c_attn; None: as `bias`. GPT-Neo: False, Qwen2: True
-    qk_norm: bool = False         # RMSNorm on each head of queries and keys, before rotation (Qwen3)
+    qk_norm: bool = False         # RMSNorm of each head's queries and keys, before rotation (Qwen3)
     attn_scale: float = 0.0       # factor on q @ k; 0: 1 / sqrt(head_dim). GPT-Neo: 1
     window: int = 0               # local layers see the last `window` positions (GPT-Neo: 256)
     local_layers: tuple = ()
@@ -53,7 +53,8 @@ def norm(config):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions: turns channels i and i + hs / 2 of x (B, T, nh, hs) by their position's angle.
+    """Rotary positions: turns channels i and i + hs / 2 of x (B, T, nh, hs) by their position's
+    angle.
 
     cos and sin (B, T, 1, hs / 2).
     """
@@ -150,8 +151,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Called on token ids it returns final hidden states, not logits, so that the vocabulary head is
-    paid for only where it is needed: `model.lm_head(model(idx))` is (B, T, V)."""
+    """Called on token ids it returns final hidden states, not logits, so that the vocabulary head
+    is paid for only where it is needed: `model.lm_head(model(idx))` is (B, T, V)."""
 
     def __init__(self, config):
         super().__init__()
@@ -159,7 +160,7 @@ class GPT(nn.Module):
             raise ValueError(
                 f"n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}")
         self.config = config
-        self.recompute = False  # True: the backward computes each block again and keeps its input only
+        self.recompute = False  # True: keep a block's input only, compute it again in the backward
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if not config.rope_base:
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -233,11 +234,12 @@ class GPT(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)  # also under autocast
         channel = torch.arange(0, hs, 2, device=idx.device, dtype=dtype)
         frequency = 1 / self.config.rope_base ** (channel / hs)                     # (hs / 2,)
-        angles = pos[:, :, None, None] * frequency                                  # (B, T, 1, hs / 2)
+        angles = pos[:, :, None, None] * frequency                              # (B, T, 1, hs / 2)
         return x, (angles.cos(), angles.sin())
 
     def new_cache(self, B, S):
-        """Empty cache (n_layer, 2, B, nkv, S, hs) for the keys and values of B rows of S positions."""
+        """Empty cache (n_layer, 2, B, nkv, S, hs) for the keys and values of B rows of S
+        positions."""
         attn = self.h[0].attn
         w = self.h[0].ln_1.weight
         dtype = w.dtype
@@ -326,7 +328,8 @@ LORA_LAYERS = ("c_attn", "c_proj", "c_fc")
 
 
 class LoRA(nn.Module):
-    """A Linear with a low-rank update beside it. B starts at zero: a new adapter changes nothing."""
+    """A Linear with a low-rank update beside it. B starts at zero: a new adapter changes
+    nothing."""
 
     def __init__(self, base, rank, alpha):
         super().__init__()
@@ -345,7 +348,8 @@ class LoRA(nn.Module):
 
     @torch.no_grad()
     def merge(self, on=True):
-        """Folds the update into W (on) or takes it out again, for a model that leaves without adapters."""
+        """Folds the update into W (on) or takes it out again, for a model that leaves without
+        adapters."""
         if on != self.merged:
             sign = 1 if on else -1
             self.base.weight += sign * self.scale * self.B.weight @ self.A.weight
@@ -353,7 +357,8 @@ class LoRA(nn.Module):
 
 
 def add_lora(model, rank, alpha, layers=LORA_LAYERS):
-    """Freezes the model and adapts every Linear whose own name is in `layers`. Returns the model."""
+    """Freezes the model and adapts every Linear whose own name is in `layers`. Returns the
+    model."""
     if rank < 1 or not layers or not set(layers) <= set(LORA_LAYERS):
         raise ValueError(
             f"lora_rank = {rank}, lora_layers = {layers}: rank from 1, layers out of {LORA_LAYERS}")

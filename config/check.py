@@ -27,15 +27,15 @@ AT_LEAST = {  # smallest value
         "epsilon_high", "beta", "mini_batch_size", "warmup_iters", "max_grad_norm", "eval_interval",
         "lora_rank", "lora_alpha", "pretrain_tokens", "judge_tokens", "num_shown", "weight_decay",
         "tracin_val_prompts", "tracin_val_size", "tracin_memory"),
-    1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations", "micro_batch_size",
-        "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations", "vocab_size", "n_layer",
-        "n_head", "n_embd"),
+    1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
+        "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
+        "vocab_size", "n_layer", "n_head", "n_embd"),
     2: ("num_generations", "block_size"),
     1e-6: ("sapo_temperature_neg", "sapo_temperature_pos"),
 }
 BETWEEN = {
-    (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile", "ref_model_mixup_alpha",
-             "adam_beta1", "adam_beta2", "tracin_fraction"),
+    (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile",
+             "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction"),
     (257, 50257): ("judge_vocab_size",),
     (0, 2 ** 62): ("seed", "prepare_seed"),
 }
@@ -43,7 +43,8 @@ ABOVE_0 = ("temperature", "learning_rate", "top_p", "top_entropy_quantile")
 
 
 def check(cfg):
-    """Raises BadInput for the first setting that cannot work. Fills in what None and True stand for."""
+    """Raises BadInput for the first setting that cannot work. Fills in what None and True stand
+    for."""
     check_values(cfg)
     check_rows(cfg)
     check_parts(cfg)
@@ -80,9 +81,9 @@ def check_rows(cfg):
     mini = cfg.mini_batch_size or N
     if N % mini or mini % min(cfg.micro_batch_size, mini):
         raise BadInput(
-            f"num_prompts * num_generations = {cfg.num_prompts} * {cfg.num_generations} = {N} rows, "
-            f"mini_batch_size = {mini}, micro_batch_size = {cfg.micro_batch_size}: each must divide "
-            "the one before")
+            f"num_prompts * num_generations = {cfg.num_prompts} * {cfg.num_generations} = {N} "
+            f"rows, mini_batch_size = {mini}, micro_batch_size = {cfg.micro_batch_size}: each must "
+            "divide the one before")
     if cfg.decode_batch_size % cfg.num_generations:
         raise BadInput(
             f"decode_batch_size = {cfg.decode_batch_size}: must be a multiple of num_generations = "
@@ -109,8 +110,8 @@ def check_loss(cfg):
         raise BadInput(f"delta = {cfg.delta}: must be above 1 + epsilon = {1 + cfg.epsilon}")
     if cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1:
         raise BadInput(
-            f"loss_type = 'cispo' with epsilon_high = {cfg.epsilon_high}: there it is the ceiling of "
-            "the ratio itself; 5.0 is usual")
+            f"loss_type = 'cispo' with epsilon_high = {cfg.epsilon_high}: there it is the ceiling "
+            "of the ratio itself; 5.0 is usual")
     if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
         raise BadInput(
             f"use_bias_correction_kl = True with kl_in = {cfg.kl_in!r}, kl_estimator = "
@@ -131,16 +132,17 @@ def check_influence(cfg):
             "multiple of its log-prob; set kl_in = 'reward' (kl_estimator k1) or beta = 0, and "
             "mini_batch_size = 0; or tracin = 'self'")
     if cfg.tracin_leave_one_out and cfg.tracin_val_prompts:
-        raise BadInput("tracin_leave_one_out = True with tracin_val_prompts: a held-out target holds no "
-                       "rollout's own part")
+        raise BadInput("tracin_leave_one_out = True with tracin_val_prompts: a held-out target "
+                       "holds no rollout's own part")
     chooses = cfg.tracin_val_size or cfg.tracin_val_select != "random"
     if chooses and not cfg.tracin_val_prompts:
         raise BadInput(
-            f"tracin_val_size = {cfg.tracin_val_size}, tracin_val_select = {cfg.tracin_val_select!r}: "
-            "they choose from the rollouts of tracin_val_prompts, which is 0")
+            f"tracin_val_size = {cfg.tracin_val_size}, tracin_val_select = "
+            f"{cfg.tracin_val_select!r}: they choose from the rollouts of tracin_val_prompts, "
+            "which is 0")
     if cfg.tracin_val_size == 1:
-        raise BadInput("tracin_val_size = 1: two halves of the target are compared; at least 2, or 0 "
-                       "for all")
+        raise BadInput("tracin_val_size = 1: two halves of the target are compared; at least 2, "
+                       "or 0 for all")
 
 
 def check_rewards(cfg):
@@ -149,11 +151,11 @@ def check_rewards(cfg):
     for name in cfg.reward_funcs:
         if name != "judge" and name not in cfg.functions:
             raise BadInput(
-                f"reward_funcs names {name!r}: neither 'judge' nor a function of the config file; it "
-                f"defines {sorted(cfg.functions) or 'none'}")
+                f"reward_funcs names {name!r}: neither 'judge' nor a function of the config file; "
+                f"it defines {sorted(cfg.functions) or 'none'}")
     if "judge" in cfg.reward_funcs and cfg.judge is None:
-        raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a file, or "
-                       "define a reward")
+        raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a "
+                       "file, or define a reward")
     if cfg.reward_weights is None:
         cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
     if not all(type(w) in (int, float) and math.isfinite(w) for w in cfg.reward_weights):

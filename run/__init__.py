@@ -1,1 +1,2 @@
-"""What any run needs and no paper mentions: processes, devices, files, checkpoints, lines, metrics."""
+"""What any run needs and no paper mentions: processes, devices, files, checkpoints, lines,
+metrics."""

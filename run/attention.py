@@ -11,7 +11,8 @@ from model import Attention, attend
 
 
 def attend_by_hand(q, k, v, mask, causal, scale):
-    """model.attend for q (B, nh, T, hs) and k, v (B, nkv, S, hs). The mask may be numbers to add."""
+    """model.attend for q (B, nh, T, hs) and k, v (B, nkv, S, hs). The mask may be numbers to
+    add."""
     B, nh, T, hs = q.shape
     nkv, S = k.shape[1:3]
     longest = 128 if q.dtype == torch.bfloat16 else 1
@@ -35,8 +36,8 @@ def attend_by_hand(q, k, v, mask, causal, scale):
 
 
 def use_attention_by_hand(*models):
-    """Every attention layer of these models computes by hand where that is faster. Judges hold their
-    model in an attribute, if they have one at all."""
+    """Every attention layer of these models computes by hand where that is faster. Judges hold
+    their model in an attribute, if they have one at all."""
     for model in models:
         model = getattr(model, "model", model)
         if isinstance(model, torch.nn.Module):

@@ -23,8 +23,8 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 
 
 def claim_folder(cfg):
-    """Creates the folder of the run and returns its name: out_dir, or out_dir-2, -3, ... where an earlier
-    run is. --resume=True goes on in the earlier one."""
+    """Creates the folder of the run and returns its name: out_dir, or out_dir-2, -3, ... where an
+    earlier run is. --resume=True goes on in the earlier one."""
     wanted = cfg.out_dir.rstrip("/") or "/"
     folder, number = wanted, 1
     try:
@@ -43,8 +43,8 @@ def claim_folder(cfg):
     except OSError as e:
         raise BadInput(f"cache_dir = {cfg.cache_dir!r}: cannot be written ({e.strerror})") from e
     if number > 1:
-        print(f"{wanted} holds an earlier run, which --resume=True goes on with; this one goes to {folder} "
-              f"and goes on with {folder}/config.json --resume=True")
+        print(f"{wanted} holds an earlier run, which --resume=True goes on with; this one goes to "
+              f"{folder} and goes on with {folder}/config.json --resume=True")
     return folder
 
 
@@ -77,7 +77,8 @@ def write_run_config(folder, cfg, device):
 def git_revision():
     here = os.path.dirname(os.path.abspath(__file__))
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
+        command = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     except OSError:  # no git
         return None
     return done.stdout.strip() or None
@@ -106,14 +107,15 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
 
 
 def begin_folder(folder, nets, cfg, base_hash):
-    """Finds the checkpoint that --resume=True goes on from, or starts new logs. -> (iterations done,
-    tokens seen), or (None, 0) for a run that starts."""
+    """Finds the checkpoint that --resume=True goes on from, or starts new logs. -> (iterations
+    done, tokens seen), or (None, 0) for a run that starts."""
     names = ("ckpt.pt", "ckpt_prev.pt")
     if cfg.resume and any(os.path.exists(os.path.join(folder, name)) for name in names):
         return resume(folder, nets, cfg, base_hash)
     log = os.path.join(folder, "metrics.jsonl")
     if os.path.exists(log) and os.path.getsize(log):
-        raise BadInput(f"{log} has rows but there is no ckpt.pt to go on from: choose another out_dir")
+        raise BadInput(f"{log} has rows but there is no ckpt.pt to go on from: choose another "
+                       "out_dir")
     if cfg.resume:
         print(f"{folder}: no checkpoint to resume, starts from the beginning")
     if rank_and_size()[0] == 0:
@@ -139,8 +141,8 @@ def resume(folder, nets, cfg, base_hash):
     except BadInput as e:
         reason = str(e)
         if path != previous and os.path.exists(previous):
-            reason += (f"; the checkpoint before it is {previous}: rename it to ckpt.pt to go on from "
-                       "there")
+            reason += (f"; the checkpoint before it is {previous}: rename it to ckpt.pt to go on "
+                       "from there")
         raise BadInput(reason) from e
     set_random_state(content["random"])
     if rank_and_size()[0] == 0:

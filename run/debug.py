@@ -1,4 +1,5 @@
-"""One GRPO step from fixed seeds, taken apart: every phase with its numbers, and the red flags found."""
+"""One GRPO step from fixed seeds, taken apart: every phase with its numbers, and the red flags
+found."""
 import math
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ def take_apart(nets, cfg, draw_prompts, collect, loss_of, evaluate):
 
     prompts = draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
     batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", 0))
-    phase(f"2. rollout: {len(prompts)} prompts x {G}; some completions, the log-prob behind each token")
+    phase(f"2. rollout: {len(prompts)} prompts x {G}; some completions, the log-prob behind each "
+          "token")
     for i in (0, 1, G, G + 1) if len(prompts) > 1 else (0, 1):
         print_completion(nets.tokenizer, prompts[i // G][0], batch.rollout, i)
 
@@ -29,8 +31,8 @@ def take_apart(nets, cfg, draw_prompts, collect, loss_of, evaluate):
         print(f"  group {i}: mean {rewards.nanmean():.4f}, std {std(rewards):.4f}, "
               f"rewards {digits(rewards)}, advantages {digits(advantages)}")
 
-    phase("4. loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are left "
-          "aside here)")
+    phase("4. loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are "
+          "left aside here)")
     step = SimpleNamespace(num_rows=len(batch.mask), num_tokens=int(batch.mask.sum()))
     ratio = print_loss(nets, cfg, batch, step, loss_of)
 
@@ -88,15 +90,16 @@ def print_loss(nets, cfg, batch, step, loss_of):
     ratio = torch.cat(ratios)
     share = 100 * abs(kl_loss) / (abs(kl_loss) + abs(policy_loss) + 1e-12)
     print(f"  policy gradient {policy_loss:.6f} + beta * KL {kl_loss:.6f} = loss "
-          f"{policy_loss + kl_loss:.6f}; the KL is {share:.1f} % of the two (at ratio 1 the policy part "
-          "is near 0; its gradient is not)")
+          f"{policy_loss + kl_loss:.6f}; the KL is {share:.1f} % of the two (at ratio 1 the policy "
+          "part is near 0; its gradient is not)")
     print(f"  ratio: min {ratio.min():.6f}, mean {ratio.mean():.6f}, max {ratio.max():.6f} "
           "(1: these weights sampled)")
     return ratio
 
 
 def print_step(nets, cfg, batch, step, loss_of):
-    """Norms of the gradients and an optimizer step -> (grad_norm, metrics of some rows afterwards)."""
+    """Norms of the gradients and an optimizer step -> (grad_norm, metrics of some rows
+    afterwards)."""
     for name, p in nets.policy.named_parameters():
         if p.requires_grad:
             print(f"  {name:28} {p.grad.norm():.3e}")

@@ -24,16 +24,19 @@ class Decoder:
 
         generate(policy, ..., decode=Decoder(policy, torch.bfloat16))
 
-    Rows run in buffers that the decoder keeps. Attention reads the cache under a mask up to the next
-    multiple of `bucket` positions, and the rows that run are halved when half of them have ended: one
-    graph for each pair of the two. In bfloat16 (under autocast) the Linear weights are copies, so
-    that no step casts them; each call refreshes them. Raises BadInput for graphs without a GPU.
+    Rows run in buffers that the decoder keeps. Attention reads the cache under a mask up to the
+    next multiple of `bucket` positions, and the rows that run are halved when half of them have
+    ended: one graph for each pair of the two. In bfloat16 (under autocast) the Linear weights are
+    copies, so that no step casts them; each call refreshes them. Raises BadInput for graphs without
+    a GPU.
     """
 
-    def __init__(self, model, dtype=torch.float32, compile=False, graphs=True, drop=True, bucket=64):
+    def __init__(self, model, dtype=torch.float32, compile=False, graphs=True, drop=True,
+                 bucket=64):
         device = model.wte.weight.device
         if graphs and device.type != "cuda":
-            raise BadInput(f"speed: the model is on {device}, which has no CUDA graphs; leave out 'graphs'")
+            raise BadInput(f"speed: the model is on {device}, which has no CUDA graphs; leave out "
+                           "'graphs'")
         self.model, self.copies = model, []
         if dtype == torch.bfloat16:
             self.model, self.copies = with_copies_of_linears(model, dtype)
@@ -78,11 +81,12 @@ class Decoder:
         return own
 
     def launch(self, own, n, S, sampling):
-        """One step of n rows over S positions: by itself the first time, which readies the libraries,
-        from the second time on as a graph."""
+        """One step of n rows over S positions: by itself the first time, which readies the
+        libraries, from the second time on as a graph."""
         def step():
             cache = own.cache[:, :, :n, :, :S]
-            self.step(self.model, own.rollout, own.rows[:n], cache, own.t, own.start, own.noise, sampling)
+            self.step(self.model, own.rollout, own.rows[:n], cache, own.t, own.start, own.noise,
+                      sampling)
 
         key = (n, S)
         if not self.graphs or key not in own.graphs:
@@ -101,7 +105,8 @@ class Decoder:
         except RuntimeError as e:
             reason = str(e).splitlines()[0]
             raise BadInput(
-                f"speed: a decoding step could not be captured ({reason}); leave out 'graphs'") from e
+                f"speed: a decoding step could not be captured ({reason}); leave out "
+                "'graphs'") from e
         self.pool = graph.pool()
         self.captured.append(graph)
         return graph
@@ -139,14 +144,14 @@ class Buffers:
                 yield mine[..., :given.shape[-1]], given
 
     def halve(self, n):
-        """Number of rows that still need a place, after half of n made room as often as they could; 0
-        when all have ended. The rows that run come first."""
+        """Number of rows that still need a place, after half of n made room as often as they could;
+        0 when all have ended. The rows that run come first."""
         ended = self.rollout.ended[self.rows[:n]]
         running = n - int(ended.sum())
         if running == 0:
             return 0
         fewer = n
-        while fewer > 3 and running <= fewer // 2:  # for a single row torch.compile would compile again
+        while fewer > 3 and running <= fewer // 2:  # torch.compile would compile one row again
             fewer //= 2
         if fewer < n:
             order = ended.long().argsort(stable=True)[:fewer]
@@ -172,7 +177,8 @@ def new_buffers(r, prefix, width):
 
 
 def with_copies_of_linears(model, dtype):
-    """A copy of the model that shares all parameters but those of Linears, and pairs (copy, original)."""
+    """A copy of the model that shares all parameters but those of Linears, and pairs (copy,
+    original)."""
     twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     pairs = []
     for module in twin.modules():
@@ -196,8 +202,8 @@ def decode_step(model, r, rows, cache, t, P, noise, sampling):
 def step_states(model, idx, attention_mask, cache, at):
     """GPT.forward for the one position `at`, a tensor (1,), so that no shape depends on it.
 
-    idx (n, 1), attention_mask (n, S), cache (n_layer, 2, n, nkv, S, hs) -> (n, 1, C). Attention runs
-    over all S positions under masks of numbers to add, made once for all layers.
+    idx (n, 1), attention_mask (n, S), cache (n_layer, 2, n, nkv, S, hs) -> (n, 1, C). Attention
+    runs over all S positions under masks of numbers to add, made once for all layers.
     """
     config = model.config
     S = attention_mask.shape[1]
@@ -211,8 +217,8 @@ def step_states(model, idx, attention_mask, cache, at):
     x, rope = model.embed(idx, pos)
     for i, block in enumerate(model.h):
         q, k, v = block.attn.qkv(block.ln_1(x), rope)
-        new = torch.stack([k, v]).to(cache.dtype)                                   # (2, n, nkv, 1, hs)
-        k, v = cache[i].index_copy_(3, at, new).to(q.dtype)                         # (n, nkv, S, hs)
+        new = torch.stack([k, v]).to(cache.dtype)                               # (2, n, nkv, 1, hs)
+        k, v = cache[i].index_copy_(3, at, new).to(q.dtype)                     # (n, nkv, S, hs)
         block_mask = local_mask if i in config.local_layers else mask
         y = block.attn.attend(q, k, v, block_mask, False, block.attn.scale)
         x = x + block.attn.project(y)

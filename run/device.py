@@ -10,8 +10,8 @@ from run.script import BadInput
 
 
 def pick_device(name):
-    """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a machine
-    has a GPU of its own. Raises BadInput if the device does not exist."""
+    """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
+    machine has a GPU of its own. Raises BadInput if the device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and rank_and_size()[1] > 1:
@@ -36,8 +36,8 @@ def fast_dtype(device):
 
 
 def pick_dtype(name, device):
-    """torch dtype of the forward passes for "float32", "bfloat16", "fast" (see fast_dtype) or "auto":
-    bfloat16 on CUDA, else float32."""
+    """torch dtype of the forward passes for "float32", "bfloat16", "fast" (see fast_dtype) or
+    "auto": bfloat16 on CUDA, else float32."""
     if name == "fast":
         return fast_dtype(device)
     if name == "bfloat16" or (name == "auto" and device.type == "cuda"):
@@ -60,15 +60,16 @@ def memory(device):
 
 
 def free_memory(device, root="/"):
-    """Free memory in bytes: on the GPU, or on the host within this process's cgroup (v2) limits; inf if
-    unknown."""
+    """Free memory in bytes: on the GPU, or on the host within this process's cgroup (v2) limits;
+    inf if unknown."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held  # what torch holds for later is free too
-    free = [1024 * int(line[1]) for line in fields(root, "proc/meminfo") if line[0] == "MemAvailable:"]
+    memory_lines = fields(root, "proc/meminfo")
+    free = [1024 * int(line[1]) for line in memory_lines if line[0] == "MemAvailable:"]
     own = [line[0][4:] for line in fields(root, "proc/self/cgroup") if line[0].startswith("0::/")]
     group = Path("sys/fs/cgroup", *own)
-    for folder in (group, *group.parents):  # limits higher up hold too; a container's own is the top
+    for folder in (group, *group.parents):  # limits higher up hold too
         free += cgroup_room(root, folder)
     return min(free, default=math.inf)
 

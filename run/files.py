@@ -20,8 +20,8 @@ def find_below(folder, name):
 
 
 def save_file(path, kind, **content):
-    """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file or the new, never half.
-    BadInput when the disk is full or may not be written."""
+    """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file
+    or the new, never half. BadInput when the disk is full or may not be written."""
     tmp = f"{path}.{os.getpid()}.tmp"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -32,27 +32,30 @@ def save_file(path, kind, **content):
         os.replace(tmp, path)
     except (OSError, RuntimeError) as e:  # torch's writer turns the first into the second
         reason = next((x.strerror or str(x) for x in (e, e.__context__) if isinstance(x, OSError)), str(e).splitlines()[0])
-        raise BadInput(f"{path}: could not be written ({reason}); make room, or choose another folder. What was saved before "
-                       "stands") from e
+        raise BadInput(f"{path}: could not be written ({reason}); make room, or choose another "
+                       "folder. What was saved before stands") from e
     finally:
         if os.path.exists(tmp):
             os.remove(tmp)
 
 
 def load_file(path, kind):
-    """The dict that save_file wrote. BadInput names the file and the reason when it is missing, broken or of another kind."""
+    """The dict that save_file wrote. BadInput names the file and the reason when it is missing,
+    broken or of another kind."""
     if not os.path.exists(path):
         raise BadInput(f"{path}: no such file")
     try:
         damaged = zipfile.ZipFile(path).testzip()  # torch itself does not look at the check sums
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
-        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short ({type(e).__name__})") from e
+        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short "
+                       f"({type(e).__name__})") from e
     if damaged:
         raise BadInput(f"{path}: damaged, a check sum is wrong")
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
-        raise BadInput(f"{path}: holds {found or 'something else'!r} where a checkpoint of kind {kind!r} is needed")
+        raise BadInput(f"{path}: holds {found or 'something else'!r} where a checkpoint of kind "
+                       f"{kind!r} is needed")
     return content
 
 

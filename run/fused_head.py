@@ -4,7 +4,8 @@ The vocabulary head with its backward in its forward.
 Plainly, logits that are too many to be kept are computed twice: for the log-probs, and again in the
 backward. Where the loss of a token depends on no other token's log-prob, the gradient of each
 log-prob is known as soon as the log-prob is. So each piece of logits gives log-probs and gradients
-at once and is gone: three matrix products in place of four. `"head" not in cfg.speed` turns this off.
+at once and is gone: three matrix products in place of four. `"head" not in cfg.speed` turns this
+off.
 """
 import math
 
@@ -49,7 +50,7 @@ class FusedHead(torch.autograd.Function):
         logp = h.new_empty(len(h), dtype=torch.float32)
         slopes = h.new_empty(len(h), dtype=torch.float32)
         dh = torch.empty_like(h)
-        record = getattr(lm_head, "record_linear", None)  # a tape forms the weight's gradient itself
+        record = getattr(lm_head, "record_linear", None)    # a tape forms dw in its own way
         dw = None
         if ctx.needs_input_grad[1] and not record:
             dw = torch.zeros_like(weight)
@@ -81,6 +82,6 @@ class FusedHead(torch.autograd.Function):
         dh, dw, slopes = ctx.saved_tensors
         # NaN is left for the update to report
         if not torch.allclose(gradient, slopes, rtol=1e-4, atol=1e-12, equal_nan=True):
-            raise ValueError("loss_at is not the loss that backward was called on, or a token's loss "
-                             "depends on other tokens: set speed without 'head'")
+            raise ValueError("loss_at is not the loss that backward was called on, or a token's "
+                             "loss depends on other tokens: set speed without 'head'")
         return dh, dw, None, None, None, None, None, None

@@ -1,5 +1,6 @@
 """
-A run around its loop: folder, logs, checkpoints, evaluations, signals. grpo.train has the loop itself.
+A run around its loop: folder, logs, checkpoints, evaluations, signals. grpo.train has the loop
+itself.
 """
 import contextlib
 import os
@@ -31,7 +32,7 @@ class Run:
         self.cfg = cfg
         self.evaluate = evaluate
         self.print_table = print_table
-        self.warned = {}                                # {kind of trouble: iteration it was last said}
+        self.warned = {}                        # {kind of trouble: iteration it was last said}
         self.wandb = import_wandb(cfg)
 
     def __enter__(self):
@@ -60,8 +61,8 @@ class Run:
             everyone = all_gather([(self.base_hash, done, hash_of(nets.policy))])
             if len(set(everyone)) > 1:
                 raise BadInput(
-                    f"the processes begin with different weights: out_dir = {self.folder!r} and cache_dir "
-                    f"= {cfg.cache_dir!r} must be the same folders on all machines")
+                    f"the processes begin with different weights: out_dir = {self.folder!r} and "
+                    f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
         write_run_config(self.folder, cfg, nets.device)
         if self.wandb:
             name = os.path.basename(self.folder)
@@ -115,7 +116,8 @@ class Run:
 
     def evaluation(self, iteration):
         measures, first = self.evaluate(self.nets, self.nets.policy, self.cfg)
-        print(f"eval {iteration}: " + ", ".join(f"{k} {v:.4f}" for k, v in measures.items()), flush=True)
+        values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
+        print(f"eval {iteration}: {values}", flush=True)
         shown = zip(self.nets.eval_prompts[:self.cfg.num_shown], first)
         samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
         row = dict(iteration=iteration, **measures, samples=samples)

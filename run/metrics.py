@@ -20,11 +20,12 @@ class Meter:
         self.batch = batch
         self.cfg = cfg
         self.log = log
-        self.prompt_lengths = batch.rollout.attention_mask[:, :-batch.mask.shape[1]].sum(1)     # (N,)
+        T = batch.mask.shape[1]
+        self.prompt_lengths = batch.rollout.attention_mask[:, :-T].sum(1)                   # (N,)
         self.micro_batches = []
         self.steps = []             # (loss, grad_norm) of each
         self.influence = []
-        self.logp_diff = batch.rollout.logp.new_zeros(0)    # trainer less sampler, on the first pass
+        self.logp_diff = batch.rollout.logp.new_zeros(0)    # trainer less sampler, first pass
 
     @property
     def num_steps(self):
@@ -51,8 +52,8 @@ class Meter:
         self.log.loss(metrics)
 
     def check_ratio(self, stop):
-        """Before the first step trainer and sampler are the same weights: their log-probs must agree.
-        stop: end the run if they do not."""
+        """Before the first step trainer and sampler are the same weights: their log-probs must
+        agree. stop: end the run if they do not."""
         if self.num_steps > 0:
             return
         log_ratio = self.logp_diff[:0]
@@ -68,9 +69,9 @@ class Meter:
             gap, bound = float(self.logp_diff.abs().mean()), 0.05
         if gap > bound:
             raise SystemExit(
-                "stopped before the first step: the ratio is not 1, sampler and trainer disagree by "
-                f"{gap:.3g} nats on a token; something in the model is random or sees padding (or try "
-                "dtype = 'float32')")
+                "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
+                f"by {gap:.3g} nats on a token; something in the model is random or sees padding "
+                "(or try dtype = 'float32')")
 
     def add_influence(self, metrics):
         self.influence.append(metrics)

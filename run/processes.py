@@ -1,8 +1,8 @@
 """
 Several processes, as torchrun starts them.
 
-All hold the same weights and the same batch. Each computes its share of the rows, and the results are
-put together for all. With one process every function here returns what it is given.
+All hold the same weights and the same batch. Each computes its share of the rows, and the results
+are put together for all. With one process every function here returns what it is given.
 """
 import contextlib
 import time

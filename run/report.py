@@ -78,12 +78,13 @@ def print_iteration(m, tokens, seconds_left):
 
 
 def print_warnings(m, cfg, dtype, warned):
-    """The troubles of an iteration, each kind at most every ten iterations: `warned` remembers when."""
+    """The troubles of an iteration, each kind at most every ten iterations: `warned` remembers
+    when."""
     it = m["iteration"]
     if abs(m["loss"]) < 5e-5 and m["grad_norm"] > 0 and "zero" not in warned:
         warned["zero"] = it
-        print("note: a loss of 0.0000 with a gradient that is not 0 is right: the ratio is 1 and the "
-              "advantages of a group sum to 0. Watch reward and grad_norm.")
+        print("note: a loss of 0.0000 with a gradient that is not 0 is right: the ratio is 1 and "
+              "the advantages of a group sum to 0. Watch reward and grad_norm.")
     troubles = diagnose(m, cfg)
     if "tracin/selected_ratio" in m:
         troubles |= diagnose_influence(m, cfg, dtype)
@@ -111,20 +112,20 @@ def diagnose(m, cfg):
             "samples.jsonl, check the judge or the reward function")
     elif m["advantage_max"] == 0:
         out["advantage"] = (
-            f"all advantages are zero (rewards {m['reward_min']:.4g} to {m['reward_max']:.4g}, equal "
-            "within each group): raise temperature or num_generations")
+            f"all advantages are zero (rewards {m['reward_min']:.4g} to {m['reward_max']:.4g}, "
+            "equal within each group): raise temperature or num_generations")
     for name in cfg.reward_funcs:
         if m[f"rewards/{name}/std"] == 0 and len(cfg.reward_funcs) > 1:
-            out[name] = (f"reward {name!r} gave every completion the same score: it teaches nothing; "
-                         "check it")
+            out[name] = (f"reward {name!r} gave every completion the same score: it teaches "
+                         "nothing; check it")
     if num_tokens == 0:
         out["tokens"] = (
             "no completion tokens carry loss, so there was no step: raise max_completion_length or "
             "unset mask_truncated_completions")
     if m["logp_min"] == 0:
         out["logp"] = (
-            "all log-probs are zero, the policy is certain of every token: raise temperature or beta, "
-            "or go back to an earlier checkpoint")
+            "all log-probs are zero, the policy is certain of every token: raise temperature or "
+            "beta, or go back to an earlier checkpoint")
     if gap > 0.05:  # the mean of the ratio stays near 1 whatever is wrong; its spread does not
         out["ratio"] = (
             f"ratio off on the first pass: sampler and trainer disagree by {gap:.3f} nats a token; "
@@ -154,12 +155,12 @@ def diagnose_influence(m, cfg, dtype):
     out = {}
     if m["tracin/empty_steps"] > 0:
         out["empty"] = (
-            "influence kept no rollout, so the step was skipped: use tracin_select = 'positive' or a "
-            "larger tracin_fraction")
+            "influence kept no rollout, so the step was skipped: use tracin_select = 'positive' "
+            "or a larger tracin_fraction")
     if m["tracin/fallback"] > 0:
         out["fallback"] = (
-            f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive influence: "
-            "kept the better half instead; is the target too small or of another kind?")
+            f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive "
+            "influence: kept the better half instead; is the target too small or of another kind?")
     contrast = m["tracin/target_contrast"]
     if contrast < 0.3:
         out["contrast"] = (
@@ -169,9 +170,9 @@ def diagnose_influence(m, cfg, dtype):
     cosine = m["tracin/target_cosine"]
     if cosine < 0.1:
         out["noise"] = (
-            f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of its "
-            f"two halves have cosine {cosine:.2f}; raise num_prompts, or tracin_val_prompts and "
-            "tracin_val_size")
+            f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of "
+            f"its two halves have cosine {cosine:.2f}; raise num_prompts, or tracin_val_prompts "
+            "and tracin_val_size")
     share = m["tracin/self_share"]
     if share > 0.5 and not cfg.tracin_leave_one_out:
         out["self"] = (
@@ -181,8 +182,8 @@ def diagnose_influence(m, cfg, dtype):
     bound = 5e-2 if dtype == torch.bfloat16 else 1e-3
     if not error <= bound:
         out["invariant"] = (
-            f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the scores "
-            "are wrong, do not trust this run")
+            f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
+            "scores are wrong, do not trust this run")
     return out
 
 
@@ -191,7 +192,8 @@ def diagnose_influence(m, cfg, dtype):
 
 
 def check_influence(nets, cfg):
-    """Says what the settings of influence ask for. BadInput for layers or memory that are not there."""
+    """Says what the settings of influence ask for. BadInput for layers or memory that are not
+    there."""
     trained = [name for name, p in nets.policy.named_parameters() if p.requires_grad]
     for part in cfg.tracin_layers:
         if not any(part in name for name in trained):
@@ -215,12 +217,13 @@ def check_influence(nets, cfg):
     free = free_memory(nets.device) / 2 ** 30
     if kept > free:
         raise BadInput(
-            f"tracin_memory = {cfg.tracin_memory:g}: {kept:.1f} GB of rollouts' gradients are to be "
-            f"kept, and {free:.1f} GB are free; lower it")
+            f"tracin_memory = {cfg.tracin_memory:g}: {kept:.1f} GB of rollouts' gradients are to "
+            f"be kept, and {free:.1f} GB are free; lower it")
 
 
 def describe_cost(cfg, num_weights, memory, fewest):
-    """One line: what an iteration costs beyond plain GRPO. memory: GB, of all processes together."""
+    """One line: what an iteration costs beyond plain GRPO. memory: GB, of all processes
+    together."""
     N = cfg.num_prompts * cfg.num_generations
     rows = cfg.mini_batch_size or N
     size = gigabytes(rows * num_weights)
@@ -229,21 +232,23 @@ def describe_cost(cfg, num_weights, memory, fewest):
         where = f", in each of the {N // rows} steps of the first pass"
     if cfg.tracin_val_prompts:
         n = cfg.tracin_val_prompts * cfg.num_generations
-        cost = (f"{n} held-out rollouts are sampled and scored, {min(cfg.tracin_val_size or n, n)} of "
-                "them go forward and backward for the target; 1 forward and 1 backward of the batch for "
-                "scores and step")
+        cost = (f"{n} held-out rollouts are sampled and scored, {min(cfg.tracin_val_size or n, n)} "
+                "of them go forward and backward for the target; 1 forward and 1 backward of the "
+                "batch for scores and step")
     elif cfg.tracin == "self" or not (
             cfg.kl_in_loss or cfg.top_entropy_quantile < 1 or cfg.mini_batch_size):
         cost = "1 forward and 1 backward serve target, scores and step"
     else:
-        cost = ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its log-prob; "
-                "kl_in = 'reward' with kl_estimator = 'k1', or beta = 0, and mini_batch_size = 0 need 1")
+        cost = ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its "
+                "log-prob; kl_in = 'reward' with kl_estimator = 'k1', or beta = 0, and "
+                "mini_batch_size = 0 need 1")
     kept = "all be kept"
     if size > memory:
         kept = f"{memory:g} GB be kept, the rest is contracted with the target's"
-    return (f"influence on {cfg.tracin}, {cfg.tracin_select} kept{where}: {cost}; rollouts' gradients "
-            f"are {rows} x {num_weights / 1e6:.1f} M weights = {size:.2f} GB, of which tracin_memory "
-            f"lets {kept} (layers with fewer than {fewest} tokens a row are contracted all the same)")
+    return (f"influence on {cfg.tracin}, {cfg.tracin_select} kept{where}: {cost}; rollouts' "
+            f"gradients are {rows} x {num_weights / 1e6:.1f} M weights = {size:.2f} GB, of which "
+            f"tracin_memory lets {kept} (layers with fewer than {fewest} tokens a row are "
+            "contracted all the same)")
 
 
 def gigabytes(numbers):

@@ -17,8 +17,9 @@ class BadInput(ValueError):
 
 
 def run_script(main):
-    """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one line),
-    130 interrupted. Under torchrun a process names itself and its machine in its last line."""
+    """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one
+    line), 130 interrupted. Under torchrun a process names itself and its machine in its last
+    line."""
     if dist.is_available() and dist.is_torchelastic_launched():
         dist.init_process_group()  # gloo for tensors on the CPU, nccl for those on GPUs
     rank, size = rank_and_size()
@@ -42,8 +43,8 @@ def run_script(main):
 
 @contextlib.contextmanager
 def interrupts():
-    """Within this block SIGINT and SIGTERM do not kill. They make the yielded function return True, so
-    that work can be saved first. A second signal ends the block at once."""
+    """Within this block SIGINT and SIGTERM do not kill. They make the yielded function return True,
+    so that work can be saved first. A second signal ends the block at once."""
     seen = []
 
     def handler(number, frame):
@@ -60,8 +61,8 @@ def interrupts():
 
 
 def seed_for(*purpose):
-    """A seed for one purpose. Every random draw depends on the settings and the iteration alone, never
-    on what was drawn before it."""
+    """A seed for one purpose. Every random draw depends on the settings and the iteration alone,
+    never on what was drawn before it."""
     digest = hashlib.sha256(repr(purpose).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
