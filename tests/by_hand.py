@@ -1,4 +1,12 @@
 """A random GPT, and what it must compute, written out by hand."""
+import copy
+import math
+
+import torch
+import torch.nn as nn
+
+from model import GPT, LORA_LAYERS, GPTConfig, add_lora
+
 
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
 TRUNCATIONS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=12, top_p=0.8, min_p=0.1)]
@@ -64,7 +72,7 @@ def logits_by_hand(model, ids):
     return hidden_by_hand(model, ids) @ model.wte.weight.detach().double().T
 
 
-def kept_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
+def allowed_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
     """Set of tokens that top-k, then top-p on what is left, then min-p leave; logits (V,)."""
     p = logits.double().softmax(0).tolist()
     order = sorted(range(len(p)), key=lambda i: -p[i])[:top_k or len(p)]

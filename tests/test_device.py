@@ -1,4 +1,12 @@
 """run/device.py: devices, precision, free memory."""
+import math
+
+import pytest
+import torch
+
+from run.device import free_memory, pick_device, pick_dtype
+from run.script import BadInput
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device that must be missing")
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])

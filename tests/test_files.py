@@ -1,4 +1,15 @@
 """run/files.py: what is written is there whole or not at all, what is read is checked and never run."""
+import errno
+import os
+import random
+
+import pytest
+import torch
+
+from by_hand import random_gpt
+from run.files import find_below, load_file, load_gpt, save_file, save_gpt
+from run.script import BadInput
+
 
 def test_find_below_searches_subfolders_and_names_what_is_missing(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)

@@ -1,4 +1,16 @@
 """run/fit.py: the supervised loop."""
+import functools
+import math
+import os
+
+import pytest
+import torch
+import torch.nn as nn
+
+from by_hand import random_gpt, random_ids
+from pretrain import optimizers
+from run.fit import fit, trapezoid
+
 
 def train(partial, steps=8, until=None, crash=False):
     """A GPT trained on random tokens; until: the step before which it is stopped or crashes -> (model, steps made)."""

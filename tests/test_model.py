@@ -1,4 +1,17 @@
 """model.py against oracles that share no code with it: network, log-probs, LoRA."""
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._dynamo.testing import CompileCounter
+
+from by_hand import (
+    PROMPTS, SHAPES, distributions, hidden_by_hand, logits_by_hand, random_gpt, random_ids, with_lora)
+from model import GPT, LORA_LAYERS, GPTConfig, LoRA, add_lora, completion_logprobs, token_logprobs
+from sample import Rollout, generate
+
 
 @pytest.mark.parametrize("shape", [
     {}, dict(bias=False), dict(causal=False), dict(causal=False, bias=False), dict(n_layer=1, n_head=1)])
@@ -112,32 +125,34 @@ def test_compiled_network_is_one_graph_for_all_lengths(shape):
 def logprob_case(V=50, M=23, C=32):
     torch.manual_seed(0)
     head, h, targets = nn.Linear(C, V, bias=False), torch.randn(M, C, requires_grad=True), torch.randint(V, (M,))
-    kept = (torch.rand(M, V) < 0.3).scatter(1, targets[:, None], True)
-    return head, h, targets, kept, torch.randn(M)
+    allowed = (torch.rand(M, V) < 0.3).scatter(1, targets[:, None], True)
+    return head, h, targets, allowed, torch.randn(M)
 
 
-@pytest.mark.parametrize("with_kept", [False, True])
-@pytest.mark.parametrize("chunk", [1, 50, 149, 50 * 23 - 1, 50 * 23, 2 ** 24])
-def test_token_logprobs_and_gradients_are_those_of_log_softmax(chunk, with_kept):
-    head, h, targets, kept, weight = logprob_case()
-    kept = kept if with_kept else None
-    logp = token_logprobs(head, h, targets, 0.7, kept, chunk)
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("at_once", [1, 50, 149, 50 * 23 - 1, 50 * 23, 2 ** 24])
+def test_token_logprobs_and_gradients_are_those_of_log_softmax(at_once, truncated, monkeypatch):
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", at_once)
+    head, h, targets, allowed, weight = logprob_case()
+    allowed = allowed if truncated else None
+    logp = token_logprobs(head, h, targets, 0.7, allowed)
     (logp * weight).sum().backward()
     H, W = h.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
     logits = H @ W.T / 0.7
-    expected = (logits if kept is None else logits.masked_fill(~kept, -math.inf)).log_softmax(-1)[torch.arange(23), targets]
+    expected = (logits if allowed is None else logits.masked_fill(~allowed, -math.inf)).log_softmax(-1)[torch.arange(23), targets]
     (expected * weight).sum().backward()
     assert logp.dtype == torch.float32
     for got, want in ((logp, expected), (h.grad, H.grad), (head.weight.grad, W.grad)):
         torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 
-def test_token_logprobs_never_holds_more_logits_than_chunk():
-    head, h, targets, kept, _ = logprob_case()
+def test_token_logprobs_never_holds_more_logits_than_it_may(monkeypatch):
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", 170)
+    head, h, targets, _, _ = logprob_case()
     sizes, saved = [], []
     head.register_forward_hook(lambda module, inputs, output: sizes.append(output.numel()))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
-        logp = token_logprobs(head, h, targets, 1.0, None, 170)
+        logp = token_logprobs(head, h, targets)
     assert sum(sizes) == 23 * 50 and max(sizes) == 150
     assert not any(len(shape) == 2 and shape[1] == 50 for shape in saved)  # nothing waits for the backward
     logp.sum().backward()
@@ -145,22 +160,23 @@ def test_token_logprobs_never_holds_more_logits_than_chunk():
 
 
 def test_token_logprobs_of_no_tokens_is_empty():
-    head, h, targets, kept, _ = logprob_case()
-    assert token_logprobs(head, h[:0], targets[:0], 1.0, kept[:0]).shape == (0,)
+    head, h, targets, allowed, _ = logprob_case()
+    assert token_logprobs(head, h[:0], targets[:0], 1.0, allowed[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("truncation", [{}, dict(top_p=0.8)])
-def test_completion_logprobs_in_chunks_has_the_same_gradients(truncation):
+def test_completion_logprobs_in_pieces_has_the_same_gradients(truncation, monkeypatch):
     r = generate(random_gpt(8), [[3, 1, 4], [5]], 4, 8, eos=7, seed=2, **truncation)
     results, sizes = [], []
-    for chunk in (2 ** 24, 8 * 5):
+    for at_once in (2 ** 24, 8 * 5):
+        monkeypatch.setattr("model.LOGITS_AT_ONCE", at_once)
         model = random_gpt(8, seed=1)
         model.lm_head.register_forward_hook(lambda module, inputs, output: sizes.append(output.numel()))
-        logp = completion_logprobs(model, r, 0.7, chunk)
+        logp = completion_logprobs(model, r, 0.7)
         (logp * torch.arange(logp.numel()).view_as(logp)).sum().backward()
         results.append([logp.detach()] + [p.grad for p in model.parameters()])
-    for whole, chunked in zip(*results):
-        torch.testing.assert_close(whole, chunked, rtol=1e-4, atol=1e-4)
+    for whole, pieces in zip(*results):
+        torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-4)
     assert max(sizes[1:]) == 8 * 5 < sizes[0]
 
 
@@ -291,6 +307,6 @@ def test_padding_that_rows_share_is_left_out():
     for row in range(18):
         part = completion_logprobs(model, r[row:row + 1])
         assert part.shape == (1, r.mask.shape[1]) and torch.allclose(part[0], whole[row], atol=1e-5)
-        assert widths[-1] == int(r.real[row, :4].sum() + r.mask[row].sum()) - 1
+        assert widths[-1] == int(r.attention_mask[row, :4].sum() + r.mask[row].sum()) - 1
     hook.remove()
     assert len(set(widths)) > 3

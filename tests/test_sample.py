@@ -1,4 +1,15 @@
 """sample.py against distributions written out by hand."""
+import math
+
+import pytest
+import torch
+
+from by_hand import (
+    PROMPTS, TRUNCATIONS, distributions, allowed_by_hand, logits_by_hand, random_gpt)
+from model import completion_logprobs
+from run.device import autocast
+from sample import draw, generate, pad_left, truncate
+
 
 def test_pad_left_puts_padding_left():
     tokens, real = pad_left([[1, 2, 3], [4]])
@@ -11,27 +22,27 @@ def test_pad_left_puts_padding_left():
 def test_sampler_records_the_distribution_it_drew_from(temperature, truncation):
     model = random_gpt()
     r = generate(model, PROMPTS, 3, 8, eos=49, seed=3, temperature=temperature, **truncation)
-    assert r.mask.sum() > 60 and not r.real.all()
+    assert r.mask.sum() > 60 and not r.attention_mask.all()
     torch.testing.assert_close(r.logp, completion_logprobs(model, r, temperature), rtol=0, atol=1e-5)
     for i, t, token, logits in distributions(model, r, PROMPTS, temperature):
         if truncation:
-            kept = kept_by_hand(logits, **truncation)
-            assert set(r.kept[i, t].nonzero()[:, 0].tolist()) == kept and token in kept
-            logits = logits.masked_fill(~r.kept[i, t], -math.inf)
+            allowed = allowed_by_hand(logits, **truncation)
+            assert set(r.allowed[i, t].nonzero()[:, 0].tolist()) == allowed and token in allowed
+            logits = logits.masked_fill(~r.allowed[i, t], -math.inf)
         p = logits.softmax(0)
         assert float(r.logp[i, t]) == pytest.approx(float(p[token].log()), abs=1e-5)
         assert float(r.entropy[i, t]) == pytest.approx(-sum(x * math.log(x) for x in p.tolist() if x > 0), abs=1e-5)
-    assert (r.kept is not None) == bool(truncation)
+    assert (r.allowed is not None) == bool(truncation)
 
 
 def test_rollout_holds_prompts_padding_and_what_each_field_promises():
     r = generate(random_gpt(), PROMPTS, 2, 4, eos=49, seed=0)
-    assert r.tokens.shape == r.real.shape == (6, 5 + 4) and r.mask.shape == r.logp.shape == r.entropy.shape == (6, 4)
+    assert r.tokens.shape == r.attention_mask.shape == (6, 5 + 4) and r.mask.shape == r.logp.shape == r.entropy.shape == (6, 4)
     assert not r.logp.requires_grad and not r.entropy.requires_grad
     for i in range(6):
         prompt = PROMPTS[i // 2]
         assert r.tokens[i, 5 - len(prompt):5].tolist() == prompt
-        assert r.real[i].tolist() == [False] * (5 - len(prompt)) + [True] * (len(prompt) + 4)
+        assert r.attention_mask[i].tolist() == [False] * (5 - len(prompt)) + [True] * (len(prompt) + 4)
 
 
 def test_sampled_pairs_follow_the_distribution_of_the_model():
@@ -88,12 +99,12 @@ def test_batch_size_changes_no_rollout(batch_size, truncation):
     model, prompts = random_gpt(8), [[3, 1, 4], [5], [7, 2, 6, 5, 3], [2, 2]]  # 8 tokens: many rows end early
     whole = generate(model, prompts, 4, 10, eos=7, seed=9, **truncation)
     parts = generate(model, prompts, 4, 10, eos=7, seed=9, batch_size=batch_size, **truncation)
-    for name in ("tokens", "real", "mask", "ended"):
+    for name in ("tokens", "attention_mask", "mask", "ended"):
         assert torch.equal(getattr(whole, name), getattr(parts, name)), name
     torch.testing.assert_close(whole.logp, parts.logp, rtol=0, atol=1e-5)
     torch.testing.assert_close(whole.entropy, parts.entropy, rtol=0, atol=1e-5)
     if truncation:
-        assert torch.equal(whole.kept[whole.mask], parts.kept[parts.mask])
+        assert torch.equal(whole.allowed[whole.mask], parts.allowed[parts.mask])
 
 
 def test_batch_size_bounds_the_rows_that_are_decoded_at_once():
@@ -146,7 +157,7 @@ def test_mask_holds_the_end_token_and_nothing_after_it():
 @pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
 def test_ended_rows_are_not_computed_and_change_no_other(every, prompts, truncation, monkeypatch):
     model, rows = random_gpt(8), []
-    monkeypatch.setattr(sys.modules["sample"], "LOOK_EVERY", {"cpu": every})
+    monkeypatch.setattr("sample.CHECK_EVERY", {"cpu": every})
     hook = model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     r = generate(model, prompts, 8, 12, eos=7, seed=2, **truncation)
     hook.remove()
@@ -159,7 +170,7 @@ def test_ended_rows_are_not_computed_and_change_no_other(every, prompts, truncat
         for t in range(int(r.mask[i].sum())):
             p = (logits_by_hand(model, ids)[-1]).softmax(0)
             if truncation:
-                p = torch.where(r.kept[i, t], p, 0.0)
+                p = torch.where(r.allowed[i, t], p, 0.0)
             token = int((p.cumsum(0) > noise[t] * p.sum()).nonzero()[0])
             assert int(r.tokens[i, -r.mask.shape[1] + t]) == token
             assert float(r.logp[i, t]) == pytest.approx(float((p[token] / p.sum()).log()), abs=1e-5)
@@ -170,7 +181,7 @@ def test_width_is_that_of_the_longest_completion():
     model = random_gpt(3)  # few tokens, so that all rows end early
     r = generate(model, [[0, 1]], 4, 20, eos=2, seed=1, top_p=0.99)
     longest = int(r.mask.sum(1).max())
-    assert longest < 20 and r.tokens.shape == r.real.shape == (4, 2 + longest) and r.kept.shape == (4, longest, 3)
+    assert longest < 20 and r.tokens.shape == r.attention_mask.shape == (4, 2 + longest) and r.allowed.shape == (4, longest, 3)
 
 
 def test_rows_of_a_rollout_can_be_taken_apart():
@@ -181,7 +192,7 @@ def test_rows_of_a_rollout_can_be_taken_apart():
     assert all(torch.equal(getattr(part, f), getattr(r, f)[rows]) for f in vars(r))
     assert part.completions() == [r.completions()[6], r.completions()[1]]
     torch.testing.assert_close(completion_logprobs(model, part), r.logp[rows], rtol=0, atol=1e-5)
-    assert generate(model, [[5]], 2, 2, eos=7, seed=2)[:1].kept is None
+    assert generate(model, [[5]], 2, 2, eos=7, seed=2)[:1].allowed is None
 
 
 def test_prompt_of_the_wrong_length_is_bad_input_with_number_and_limit():
@@ -234,7 +245,7 @@ def test_truncate_keeps_what_its_definition_keeps(truncation):
     logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
     out = truncate(logits, **truncation)
     for row, before in zip(out, logits):
-        kept = kept_by_hand(before, **truncation)
+        kept = allowed_by_hand(before, **truncation)
         assert set((row > -math.inf).nonzero()[:, 0].tolist()) == kept
         assert all(row[i] == before[i] for i in kept)
 

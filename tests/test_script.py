@@ -1,10 +1,19 @@
 """run/script.py: seeds, hashes, signals, exit codes."""
+import copy
+import signal
 
-def test_derive_is_stable_and_depends_on_every_argument():
-    assert derive(1, "rollout", 0) == 29435854404557282
+import pytest
+import torch
+
+from by_hand import random_gpt
+from run.script import BadInput, hash_of, interrupts, run_script, seed_for
+
+
+def test_a_seed_is_stable_and_depends_on_every_argument():
+    assert seed_for(1, "rollout", 0) == 29435854404557282
     cases = [(), (1,), (2,), ("1",), (1, 2), (2, 1), (12,), (1, "rollout", 0), (1, "rollout", 1), (1, "rows", 0),
              (2, "rollout", 0)]
-    seeds = [derive(*case) for case in cases]
+    seeds = [seed_for(*case) for case in cases]
     assert len(set(seeds)) == len(cases)
     for seed in seeds:
         torch.manual_seed(seed)
