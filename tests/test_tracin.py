@@ -61,23 +61,25 @@ def texts(n=8, seed=1):
     return [(p, c, float(a)) for (p, c), a in zip(ids, torch.randn(n, generator=g))]
 
 
-def text_loss(model, value, rows, left=0, right=0, chunk=2 ** 24, line="rows"):
+def text_loss(model, value, rows, left=0, right=0, at_once=2 ** 24, line="rows"):
     """Coefficient times mean log-prob of the completion, a value head beside it. Prompts are padded left, completions right.
 
     The head is given a line of tokens, row after row or time after time ("time"), or (n, T, C) with all padding ("").
     """
     P, T = (max(len(row[i]) for row in rows) + more for i, more in ((0, left), (1, right)))
     tokens = torch.tensor([[3] * (P - len(p)) + p + c + [5] * (T - len(c)) for p, c, _ in rows])
-    real = torch.arange(P + T) >= torch.tensor([P - len(row[0]) for row in rows])[:, None]
+    attention_mask = torch.arange(P + T) >= torch.tensor([P - len(row[0]) for row in rows])[:, None]
     mask = torch.arange(T) < torch.tensor([len(row[1]) for row in rows])[:, None]
     targets, (t, i) = tokens[:, P:], mask.T.nonzero().T
     if line == "rows":
         i, t = mask.nonzero().T
 
     def losses():
-        h = model(tokens[:, :-1], real[:, :-1])[:, -T:]                                             # (n, T, C)
+        h = model(tokens[:, :-1], attention_mask[:, :-1])[:, -T:]                                             # (n, T, C)
         if line:
-            logp = token_logprobs(model.lm_head, h[i, t], targets[i, t], 0.7, chunk=chunk)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("model.LOGITS_AT_ONCE", at_once)
+                logp = token_logprobs(model.lm_head, h[i, t], targets[i, t], 0.7)
             logp = logp.new_zeros(mask.shape).index_put((i, t), logp)
         else:
             logp = (model.lm_head(h) / 0.7).log_softmax(-1).gather(2, targets[:, :, None])[:, :, 0]
@@ -152,7 +154,7 @@ CASES = {
     "gpt": lambda dtype: text_case(gpt(dtype)),
     "logits by row": lambda dtype: text_case(gpt(dtype), line="", left=2, right=1),
     "head by time": lambda dtype: text_case(gpt(dtype), line="time"),
-    "head in pieces": lambda dtype: text_case(gpt(dtype), chunk=4 * V),
+    "head in pieces": lambda dtype: text_case(gpt(dtype), at_once=4 * V),
     "checkpointed blocks": lambda dtype: text_case(checkpointed(gpt(dtype), False)),
     "reentrant blocks": lambda dtype: text_case(checkpointed(gpt(dtype), True)),
     "no bias": lambda dtype: text_case(gpt(dtype, bias=False)),
@@ -166,7 +168,7 @@ CASES = {
         nn.Linear(5, 4), nn.RMSNorm(4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)), dtype), noise(8, 3, 2, 5).to(dtype)),
     "llama": lambda dtype: text_case(gpt(dtype, **LLAMA, tied=False)),
     "llama, logits by row": lambda dtype: text_case(gpt(dtype, **LLAMA, tied=False), line="", left=1),
-    "qwen2": lambda dtype: text_case(gpt(dtype, **LLAMA | dict(n_embd=12, n_head=3), qkv_bias=True), chunk=4 * V),
+    "qwen2": lambda dtype: text_case(gpt(dtype, **LLAMA | dict(n_embd=12, n_head=3), qkv_bias=True), at_once=4 * V),
     "qwen3": lambda dtype: text_case(checkpointed(gpt(dtype, **LLAMA, head_dim=6, qk_norm=True), False)),
     "qwen3, lora": lambda dtype: text_case(perturbed(
         add_lora(gpt(**LLAMA, head_dim=6, qk_norm=True, tied=False), 2, 4), dtype, seed=5)),
@@ -463,6 +465,75 @@ def test_bfloat16_keeps_signs_and_ranks(way, shape):
         assert torch.corrcoef(torch.stack([x.argsort().argsort().double() for x in (exact, rough)]))[0, 1] > 0.99
 
 
+# ------------------------------------------------------------------------------------------------
+# rows with numbers, in one process and in several
+
+# {processes: [for each process, the numbers of the rows of its micro-batches]}
+PROCESSES = {1: [[[5, 2, 7], [0], [1, 6, 4, 3]]], 2: [[[5, 2], [7]], [[0, 1, 6], [4, 3]]],
+             3: [[[5, 2, 7, 0]], [], [[1], [6, 4, 3]]]}
+
+
+def record_numbered(model, micro_batches, way):
+    with new_tape(model, way).numbered(8) as tape:
+        for numbers in micro_batches:
+            _, owners, losses = text_loss(model, None, [texts()[i] for i in numbers])
+            tape.rows(torch.tensor(numbers), owners)
+            losses().sum().backward()
+    return tape
+
+
+def over_processes(tapes, question):
+    """[question(tape)] of tapes that are each of another process. What they hand to all_reduce is noted
+    in a first round, and they are given the sum in a second."""
+    given, answers = [], []
+    for tape in tapes:
+        tape.all_reduce = lambda tensors: given.append([x.clone() for x in tensors])
+        question(tape)
+    assert len(given) == len(tapes)             # each process takes part, once
+    total = [sum(parts) for parts in zip(*given, strict=True)]
+
+    def put(tensors):
+        for x, s in zip(tensors, total, strict=True):
+            x.copy_(s)
+
+    for tape in tapes:
+        tape.all_reduce = put
+        answers.append(question(tape))
+    return answers
+
+
+@every_way
+@pytest.mark.parametrize("name", ["gpt", "lora"])
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_rows_by_number_over_all_processes(name, processes, way):
+    """Whatever the order, the micro-batches and the process of the rows: as one tape of all of them."""
+    case, one, J = recorded(name, way=way)
+    tapes = [record_numbered(case.model, micros, way) for micros in PROCESSES[processes]]
+    assert all(tape.n == 8 for tape in tapes)
+    w = noise(8, seed=9)
+    for G in over_processes(tapes, lambda tape: tape.gradient()):
+        assert worst(G, one.gradient()) < 1e-12
+    for some, rest in over_processes(tapes, lambda tape: tape.gradients([w * (w > 0), w * (w < 0)])):
+        assert worst(some, unflat((w * (w > 0)) @ J, case.model)) < 1e-10
+        assert worst(rest, one.gradient(w * (w < 0))) < 1e-12
+    G = one.gradient(w)
+    for scores in over_processes(tapes, lambda tape: tape.dot(G)):
+        assert error(scores, one.dot(G)) < 1e-12 and error(scores, J @ flat(G, case.model)) < 1e-10
+    few, adam = [0, 2, 3, 7], unflat(noise(J.shape[1], seed=12).square() + 0.1, case.model)
+    for norms in over_processes(tapes, lambda tape: tape.norms(few)):
+        assert error(norms, J[few].square().sum(1)) < 1e-10
+    for norms in over_processes(tapes, lambda tape: tape.norms(few, adam)):
+        assert error(norms, (J[few].square() * flat(adam, case.model)).sum(1)) < 1e-10
+
+
+@every_way
+def test_a_process_has_the_gradients_of_its_own_rows(way):
+    case, _, J = recorded(way=way)
+    tape = record_numbered(case.model, PROCESSES[2][0], way)
+    parts = torch.cat([tape.per_row(p, [2, 5, 7]).flatten(1) for p in trained(case.model)], 1)
+    assert error(parts, J[[2, 5, 7]]) < 1e-10
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # nothing else changes
 
@@ -566,27 +637,27 @@ def test_a_planted_bug_in_what_is_kept_breaks_the_invariant(bug, monkeypatch):
     tape = new_tape(case.model, "kept")
     assert gap(record(case, tape=tape), case) < 1e-12
 
-    def wrong(tape, module, whose, a, b, first, n, tokens):
+    def wrong(tape, module, micro, part, a, b, tokens_per_row):
         if bug == "tokens first" and isinstance(module, nn.Linear):
             a, b = a.sum(1, keepdim=True), b.sum(1, keepdim=True)
         if bug == "b of another row":
             b = b.roll(1, 0)
         if bug == "twice as large" and module is case.model.h[0].mlp.c_fc:
             b = 2 * b
-        if bug == "no second use" and (module.weight, first) in tape.kept:
+        if bug == "no second use" and (module.weight, micro.index) in tape.kept:
             return True
         before = len(tape.kept)
-        done = keep(tape, module, whose, a, b, first, n, tokens)
+        done = keep(tape, module, micro, part, a, b, tokens_per_row)
         if bug == "a layer is forgotten" and module is case.model.h[1].attn.c_attn:
-            tape.kept.pop((module.weight, first), None)
+            tape.kept.pop((module.weight, micro.index), None)
         if bug == "no other micro-batch" and len(tape.kept) > before:
             for p in module.parameters(recurse=False):
-                tape.kept = {(q, i): g for (q, i), g in tape.kept.items() if q is not p or i == first}
+                tape.kept = {(q, i): g for (q, i), g in tape.kept.items() if q is not p or i == micro.index}
         return done
 
     def stale(tape):
         enter(tape)
-        tape.kept = {(p, first): g for (p, first), g in tape.pool.items() if len(g) == (3, 1, 0, 4)[min(first, 3)]}
+        tape.kept = {(p, i): g for (p, i), g in tape.pool.items() if len(g) == (3, 1, 4)[i]}
         return tape
 
     monkeypatch.setattr(Tape, "keep", wrong)
@@ -606,10 +677,10 @@ def sized(tape):
 @pytest.mark.parametrize("name", ["gpt", "qwen2"])
 def test_a_tape_that_is_used_again_is_as_a_new_one(name, way):
     """Other rows, fewer and more of them, in other micro-batches: digit for digit, in the same memory where that is enough."""
-    case, chunk = CASES[name](torch.float64), 4 * V if name == "qwen2" else 2 ** 24
+    case, at_once = CASES[name](torch.float64), 4 * V if name == "qwen2" else 2 ** 24
     tape, before = new_tape(case.model, way), {}
     for seed, sizes in ((1, (3, 1, 4)), (2, (3, 1, 4)), (3, (2, 2)), (4, (5, 3)), (5, (1,)), (6, (3, 1, 4)), (1, (3, 1, 4))):
-        batch = text_case(case.model, rows=texts(sum(sizes), seed=seed), sizes=sizes, chunk=chunk)
+        batch = text_case(case.model, rows=texts(sum(sizes), seed=seed), sizes=sizes, at_once=at_once)
         for buffer in tape.pool.values():
             buffer.fill_(torch.nan)
         record(batch, tape=tape)
@@ -651,10 +722,10 @@ def test_buffers_that_are_not_in_use_are_within_the_memory_too(how):
     assert sum(g.numel() * g.element_size() for g in tape.pool.values()) <= tape.memory
 
 
-@pytest.mark.parametrize("chunk", [2 ** 24, 4 * V], ids=["one piece", "pieces"])
-def test_short_rows_are_not_kept(chunk):
+@pytest.mark.parametrize("at_once", [2 ** 24, 4 * V], ids=["one piece", "pieces"])
+def test_short_rows_are_not_kept(at_once):
     """Layers by tokens a row, padding included since it costs as much; the head by those it is given, over all its pieces."""
-    case, rows = text_case(gpt(tied=False), sizes=(8,), chunk=chunk), texts()
+    case, rows = text_case(gpt(tied=False), sizes=(8,), at_once=at_once), texts()
     J = by_hand(case)
     width = max(len(p) for p, *_ in rows) + max(len(c) for _, c, _ in rows) - 1
     head = sum(len(c) for _, c, _ in rows) / 8
