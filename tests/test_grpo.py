@@ -21,17 +21,20 @@ import sample as sampling
 from config import load_settings
 from evaluate import evaluate
 from grpo import (
-    collect, group_advantages, grpo_loss, kl_estimate, learning_rate, loss_of, pick, sync,
-    total_reward, update)
-from run.report import describe_batch, diagnose
+    Step, collect, draw_prompts, gradient_of, group_advantages, grpo_loss, kl_estimate,
+    learning_rate, loss_of, sync_reference, total_reward, update)
+from hub.tokenizer import load_tokenizer
 from judge import score
 from model import GPT, GPTConfig, add_lora, completion_logprobs
-from run.script import BadInput
-from sample import Rollout, generate, pad_left, truncate
+from run.attention import use_attention_by_hand
 from run.device import autocast
-from run.script import derive
 from run.files import save_gpt
-from hub.tokenizer import load_tokenizer
+from run.metrics import batch_metrics, loss_metrics
+from run.processes import all_reduce
+from run.report import diagnose
+from run.script import BadInput, seed_for
+from sample import generate, truncate
+from tracin import Influence
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 NAN, INF = math.nan, math.inf
@@ -392,12 +395,16 @@ def test_reference_is_needed_only_with_beta():
 # a tiny world: a GPT with some character, four prompts, rewards by rule
 
 TOKENIZER = load_tokenizer(300)
-END, CPU, FLOAT = TOKENIZER.eot_token, torch.device("cpu"), torch.float32
-PROMPTS = [(text, TOKENIZER.encode_ordinary(text)) for text in ("I am", "you are so", "what", "the end of it")]
+END = TOKENIZER.eot_token
+CPU = torch.device("cpu")
+FLOAT = torch.float32
+TEXTS = ("I am", "you are so", "what", "the end of it")
+PROMPTS = [(text, TOKENIZER.encode_ordinary(text)) for text in TEXTS]
 
 
 def gpt(seed=0, end=4.0):
-    """Random weights, scaled up so that tokens differ in probability; the larger `end`, the likelier the end token."""
+    """Random weights, scaled up so that tokens differ in probability. The larger `end`, the likelier
+    the end token."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32))
     with torch.no_grad():
@@ -407,46 +414,70 @@ def gpt(seed=0, end=4.0):
 
 
 def moved(model, size=.02, seed=5):
-    """A copy some way off."""
-    other, g = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    """A copy with noise on every weight."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in other.parameters():
-            p += size * torch.randn(p.shape, generator=g)
+            p += size * torch.randn(p.shape, generator=generator)
     return other
 
 
 def letters(prompts, completions):
+    """A reward that looks random and is not."""
     return [sum(map(ord, text)) % 101 / 101 for text in completions]
 
 
 def settings(functions=None, weights=None, **knobs):
+    """Settings of the tiny world with the reward functions {name: function}."""
     functions = functions or {"letters": letters}
-    knobs = dict(vocab_size=300, block_size=32, num_prompts=4, num_generations=4, max_completion_length=8, max_grad_norm=0,
-                 learning_rate=1e-3) | knobs
-    s = load_settings([f"--{k}={v}" for k, v in knobs.items()])
-    return replace(s, judge=None, eval_judge=None, functions=functions, reward_funcs=tuple(functions),
-                   reward_weights=weights).check()
+    knobs = dict(vocab_size=300, block_size=32, num_prompts=4, num_generations=4,
+                 max_completion_length=8, max_grad_norm=0, learning_rate=1e-3) | knobs
+    cfg = load_settings([f"--{name}={value}" for name, value in knobs.items()])
+    return replace(cfg, judge=None, eval_judge=None, functions=functions,
+                   reward_funcs=tuple(functions), reward_weights=weights).check()
 
 
-def quiet(*args, **kwargs):
-    pass
+def nets_of(policy, cfg, reference=None, optimizer=None, dtype=FLOAT, prompts=PROMPTS):
+    """What grpo.build makes, around this very policy and reference instead of copies."""
+    given = SimpleNamespace(device=CPU, dtype=dtype, tokenizer=TOKENIZER, prompts=prompts,
+                            eval_prompts=prompts, val_prompts=prompts)
+    nets = grpo.build(replace(cfg, lora_rank=0, tracin="off"), given, copy.deepcopy(policy), {})
+    nets.policy = nets.policy_fn = policy
+    nets.reference = nets.reference_fn = reference or policy
+    nets.trained = [p for p in policy.parameters() if p.requires_grad]
+    nets.optimizer = optimizer or torch.optim.AdamW(nets.trained, lr=cfg.learning_rate)
+    if "attention" in cfg.speed:
+        use_attention_by_hand(nets.policy, nets.reference)
+    if cfg.tracin != "off":
+        nets.influence = Influence(nets, cfg, loss_of, gradient_of, all_reduce)
+    return nets
 
 
-def sample(policy, s, reference=None, seed=7, dtype=FLOAT, prompts=PROMPTS):
-    return collect(policy, reference or policy, prompts, s.functions, s, TOKENIZER, seed, dtype)
+def sample(policy, cfg, reference=None, seed=7, dtype=FLOAT, prompts=PROMPTS):
+    """A Batch of completions of the prompts."""
+    nets = nets_of(policy, cfg, reference, dtype=dtype, prompts=prompts)
+    return collect(nets, prompts, cfg, seed)
 
 
-def train(policy, b, s, optimizer=None, seed=3, dtype=FLOAT, check_ratio=False):
-    optimizer = optimizer or torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate)
-    return update(policy, policy, optimizer, b, s, seed, dtype, quiet, check_ratio)
+def train(policy, batch, cfg, optimizer=None, seed=3, dtype=FLOAT, first=False, target=None):
+    """grpo.update -> its metrics."""
+    nets = nets_of(policy, cfg, optimizer=optimizer, dtype=dtype)
+    return update(nets, batch, target, cfg, seed, first=first)
 
 
-def gradients(policy, b, s, **more):
-    """(what update hands to the optimiser at each step, as flat vectors; its metrics). The weights stay."""
-    seen, parameters = [], [p for p in policy.parameters() if p.requires_grad]
-    spy = SimpleNamespace(step=lambda: seen.append(torch.cat([p.grad.flatten() for p in parameters])),
-                          zero_grad=lambda **kwargs: policy.zero_grad())
-    return seen, train(policy, b, s, spy, **more)
+def gradients(policy, batch, cfg, **more):
+    """What update hands to the optimizer at each step, as flat vectors, and its metrics. The weights
+    stay as they are."""
+    seen = []
+    trained = [p for p in policy.parameters() if p.requires_grad]
+
+    def step():
+        seen.append(torch.cat([p.grad.flatten() for p in trained]))
+
+    optimizer = SimpleNamespace(step=step, zero_grad=lambda **kwargs: policy.zero_grad())
+    metrics = train(policy, batch, cfg, optimizer, **more)
+    return seen, metrics
 
 
 def flat_gradient(policy, loss):
