@@ -9,16 +9,22 @@ from model import GPT, LORA_LAYERS, GPTConfig, add_lora
 
 
 PROMPTS = [[3, 1, 4], [5], [9, 2, 6, 5, 3]]
-TRUNCATIONS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=12, top_p=0.8, min_p=0.1)]
-SHAPES = {"gpt2": {}, "llama": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=2, tied=False, bias=False),
-          "qwen3": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=1, qk_norm=True, head_dim=16),
-          "neo": dict(window=4, local_layers=(1,), attn_scale=1.0, qkv_bias=False), "lora": {}}
+TRUNCATIONS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2),
+               dict(top_k=12, top_p=0.8, min_p=0.1)]
+SHAPES = {
+    "gpt2": {},
+    "llama": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=2, tied=False, bias=False),
+    "qwen3": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=1, qk_norm=True, head_dim=16),
+    "neo": dict(window=4, local_layers=(1,), attn_scale=1.0, qkv_bias=False),
+    "lora": {}}
 
 
 def random_gpt(vocab_size=50, seed=0, **shape):
-    """A random GPT in which no parameter has its initial value and the next token is neither certain nor uniform."""
+    """A random GPT in which no parameter has its initial value and the next token is neither
+    certain nor uniform."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(vocab_size, **dict(block_size=24, n_layer=2, n_head=4, n_embd=32) | shape))
+    shape = dict(block_size=24, n_layer=2, n_head=4, n_embd=32) | shape
+    model = GPT(GPTConfig(vocab_size, **shape))
     with torch.no_grad():
         for p in model.parameters():
             p += 0.2 * torch.randn(p.shape)
@@ -41,15 +47,18 @@ def with_lora(model, rank=3, alpha=6, layers=LORA_LAYERS, seed=5):
 
 def hidden_by_hand(model, ids):
     """Hidden states (T, C) of one unpadded list of ids, in float64, one head at a time."""
-    w, c = {k: v.detach().double() for k, v in model.state_dict().items()}, model.config
+    w = {k: v.detach().double() for k, v in model.state_dict().items()}
+    c = model.config
     T, hs = len(ids), c.n_embd // c.n_head
+    later = torch.arange(T)[None, :] > torch.arange(T)[:, None]
 
     def linear(x, name):
         return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
 
     def norm(x, name):
         x = x - x.mean(-1, keepdim=True)
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[name + ".weight"] + w.get(name + ".bias", 0)
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return x * w[name + ".weight"] + w.get(name + ".bias", 0)
 
     x = w["wte.weight"][torch.tensor(ids)] + w["wpe.weight"][:T]
     for i in range(c.n_layer):
@@ -58,7 +67,7 @@ def hidden_by_hand(model, ids):
         for j in range(0, c.n_embd, hs):
             score = q[:, j:j + hs] @ k[:, j:j + hs].T / math.sqrt(hs)
             if c.causal:
-                score = score.masked_fill(torch.arange(T)[None, :] > torch.arange(T)[:, None], -math.inf)
+                score = score.masked_fill(later, -math.inf)
             weight = (score - score.amax(-1, keepdim=True)).exp()
             heads.append(weight / weight.sum(-1, keepdim=True) @ v[:, j:j + hs])
         x = x + linear(torch.cat(heads, -1), f"h.{i}.attn.c_proj")
@@ -85,7 +94,8 @@ def allowed_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def distributions(model, rollout, prompts, temperature):
-    """For each row i and step t under the mask: (i, t, sampled token, logits (V,) / temperature) by hand, without padding."""
+    """For each row i and step t under the mask: (i, t, sampled token, logits (V,) / temperature) by
+    hand, without padding."""
     G, T = len(rollout.ended) // len(prompts), rollout.mask.shape[1]
     for i, row in enumerate(rollout.tokens[:, -T:].tolist()):
         prompt, n = prompts[i // G], int(rollout.mask[i].sum())

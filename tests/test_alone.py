@@ -14,8 +14,8 @@ import torch.nn as nn
 from tracin import Tape
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 5), nn.Tanh(), nn.RMSNorm(5),
-                      nn.Linear(5, 3, bias=False)).double()
+model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 5), nn.Tanh(),
+                      nn.RMSNorm(5), nn.Linear(5, 3, bias=False)).double()
 x = torch.randint(7, (6, 4))
 y = torch.randn(6, 4, 3).double()
 weights = torch.randn(6).double()

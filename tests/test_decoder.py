@@ -1,8 +1,8 @@
 """
 run/decoder.py against sample.decode and GPT.forward.
 
-A CUDA graph is taken for what it is: the operations of one run, done again on the same memory with no
-Python between them.
+A CUDA graph is taken for what it is: the operations of one run, done again on the same memory with
+no Python between them.
 """
 import functools
 
@@ -135,12 +135,14 @@ def test_cuda_graphs_sample_what_plain_decoding_samples(shape, dtype, compile):
     if shape == "lora":
         add_lora(model, 2, 4.0)
     decoders = [Decoder(model, dtype, compile=compile) for _ in range(2)]
-    batches = [([3, 1], {}), ([5, 5, 2], {}), ([90, 1], {}), ([7, 3], dict(top_p=0.9)), ([1, 2], {})]
+    batches = [([3, 1], {}), ([5, 5, 2], {}), ([90, 1], {}), ([7, 3], dict(top_p=0.9)),
+               ([1, 2], {})]
     for seed, (widths, truncation) in enumerate(batches):
         prompts = [[1] * w for w in widths]
         with autocast(model.wte.weight.device, dtype):
-            plain, *others = (generate(model, prompts, 8, 60, eos=9, seed=seed, decode=d, **truncation)
-                              for d in (decode, *decoders))
+            plain, *others = (
+                generate(model, prompts, 8, 60, eos=9, seed=seed, decode=d, **truncation)
+                for d in (decode, *decoders))
         for r in others:
             if dtype == torch.float32:
                 assert torch.equal(r.tokens, plain.tokens) and torch.equal(r.ended, plain.ended)
@@ -163,9 +165,10 @@ def test_without_dropping_every_row_is_computed_to_the_end(graph_rules):
     for decoders in (plain, buffered):
         rows, results = [], []
         # the last layer of GPT.forward and of step_states
-        hook = model.ln_f.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+        hook = model.ln_f.register_forward_hook(lambda module, inputs, out: rows.append(len(out)))
         for drop in (True, False):
-            results.append(generate(model, [[3, 1, 4], [5]], 8, 12, eos=7, seed=2, decode=decoders[drop]))
+            results.append(generate(
+                model, [[3, 1, 4], [5]], 8, 12, eos=7, seed=2, decode=decoders[drop]))
         hook.remove()
         end = rows.index(2, 1)
         assert rows[end:] == [2] + 11 * [16]
@@ -214,7 +217,7 @@ def test_compiled_step_samples_the_same_and_is_compiled_a_few_times_only():
 
 def test_graphs_where_there_are_none_are_bad_input():
     model = random_gpt(10)
-    with pytest.raises(BadInput, match="speed: .* cpu, which has no CUDA graphs; leave out 'graphs'"):
+    with pytest.raises(BadInput, match="speed: .* cpu, .* no CUDA graphs; leave out 'graphs'"):
         generate(model, PROMPTS, 4, 6, eos=9, seed=0, decode=Decoder(model))
 
 

@@ -24,7 +24,8 @@ from run.script import BadInput
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 CONFIG = """
 vocab_size, n_layer, n_embd, n_head, block_size, max_completion_length = 300, 1, 32, 2, 32, 8
-pretrain_tokens, prompt_words, num_prompts, num_generations, micro_batch_size = 40_000, (2, 4), 4, 4, 8
+pretrain_tokens, prompt_words = 40_000, (2, 4)
+num_prompts, num_generations, micro_batch_size = 4, 4, 8
 judge = eval_judge = None
 num_eval_prompts, num_eval_generations, eval_interval, save_interval, max_iters = 2, 2, 0, 4, 7
 learning_rate, log_micro, tracin = 3e-3, False, "self"
@@ -200,8 +201,8 @@ def test_a_wrong_record_is_seen(copied):
 
 @pytest.mark.parametrize("memory", [0, 4])
 def test_a_wrong_tape_is_seen(run, memory, monkeypatch):
-    """Contracted or kept, a tape is right; a bug in its way is seen in the scores, one in what is kept
-    in the target too."""
+    """Contracted or kept, a tape is right; a bug in its way is seen in the scores, one in what is
+    kept in the target too."""
     text = printed(run("self"), f"--tracin_memory={memory}")    # the run's was 4
     assert max(errors(text)["brute"]) < 1e-5 and errors(text)["ghost"][0] < 1e-5
     assert len(of_target(text)) == 1 and of_target(text)[0] < 1e-5

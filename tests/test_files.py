@@ -1,4 +1,4 @@
-"""run/files.py: what is written is there whole or not at all, what is read is checked and never run."""
+"""run/files.py: a file is written whole or not at all; what is read is checked and never run."""
 import errno
 import os
 import random
@@ -38,7 +38,8 @@ def test_save_file_that_fails_midway_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", lambda content, f, save=torch.save: save(content, Full(f)))
     with pytest.raises(BadInput, match="a.pt: could not be written .No space left on device."):
         save_file(path, "policy", x=torch.arange(40000))
-    assert torch.equal(load_file(path, "policy")["x"], torch.arange(3)) and os.listdir(tmp_path) == ["a.pt"]
+    assert torch.equal(load_file(path, "policy")["x"], torch.arange(3))
+    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_save_file_makes_folders_replaces_and_leaves_nothing_else(tmp_path, monkeypatch):
@@ -63,7 +64,8 @@ def test_broken_file_is_bad_input(tmp_path):
     save_gpt(path, random_gpt())
     with open(path, "rb") as f:
         data = f.read()
-    broken = [data[:n] for n in (0, 1, 10, 100, 1000, len(data) // 2, len(data) - 20, len(data) - 1)]
+    ends = (0, 1, 10, 100, 1000, len(data) // 2, len(data) - 20, len(data) - 1)
+    broken = [data[:n] for n in ends]
     for content in broken + [bytes(2000), b"not a checkpoint", random.Random(0).randbytes(5000)]:
         with open(path, "wb") as f:
             f.write(content)
@@ -76,7 +78,8 @@ def test_broken_file_is_bad_input(tmp_path):
 def test_file_of_another_kind_is_bad_input(tmp_path):
     path = str(tmp_path / "other.pt")
     save_file(path, "judge", x=1)
-    with pytest.raises(BadInput, match="other.pt: holds 'judge' where a checkpoint of kind 'policy'"):
+    wrong_kind = "other.pt: holds 'judge' where a checkpoint of kind 'policy'"
+    with pytest.raises(BadInput, match=wrong_kind):
         load_gpt(path)
     for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind=None)):
         torch.save(content, path)
@@ -87,7 +90,8 @@ def test_file_of_another_kind_is_bad_input(tmp_path):
 def test_code_in_a_file_is_not_run(tmp_path):
     path, proof = str(tmp_path / "evil.pt"), tmp_path / "proof"
     with open(path, "wb") as f:
-        f.write(b"cos\nmkdir\n(V" + str(proof).encode() + b"\ntR.")  # a pickle that calls os.mkdir(proof)
+        # a pickle that calls os.mkdir(proof)
+        f.write(b"cos\nmkdir\n(V" + str(proof).encode() + b"\ntR.")
     with pytest.raises(BadInput, match="evil.pt"):
         load_file(path, "policy")
     torch.save(dict(kind="policy", x=os.mkdir), path)
@@ -103,5 +107,6 @@ def test_policy_comes_back_bit_for_bit(tmp_path, bias):
     back = load_gpt(path)
     assert back.config == model.config and load_file(path, "policy")["loss"] == 1.25
     assert back.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(x, y) for x, y in zip(back.state_dict().values(), model.state_dict().values()))
+    for name, x in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], x), name
     assert back.lm_head.weight is back.wte.weight and os.listdir(tmp_path) == ["policy.pt"]

@@ -13,7 +13,8 @@ from run.fit import fit, trapezoid
 
 
 def train(partial, steps=8, until=None, crash=False):
-    """A GPT trained on random tokens; until: the step before which it is stopped or crashes -> (model, steps made)."""
+    """A GPT trained on random tokens -> it and the steps made. until: the step before which it is
+    stopped or crashes."""
     model, made = random_gpt(seed=0 if not os.path.exists(partial) else 1), []
 
     def loss_at(step):
@@ -21,7 +22,8 @@ def train(partial, steps=8, until=None, crash=False):
             raise RuntimeError("power cut")
         made.append(step)
         idx = random_ids(4, 9, seed=step)
-        return nn.functional.cross_entropy(model.lm_head(model(idx[:, :-1])).flatten(0, 1), idx[:, 1:].flatten())
+        logits = model.lm_head(model(idx[:, :-1]))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
 
     stop = (lambda: made[-1:] == [until - 1]) if until and not crash else lambda: False
     schedule = functools.partial(trapezoid, warmup=0.25)
@@ -92,4 +94,6 @@ def test_optimizers_share_the_weights_between_them():
     names = {id(p): name for name, p in model.named_parameters()}
     of = [[names[id(p)] for group in o.param_groups for p in group["params"]] for o in (muon, adam)]
     assert sorted(of[0] + of[1]) == sorted(names.values())
-    assert all(name.startswith("h.") and name.endswith("weight") and ".ln_" not in name for name in of[0]) and len(of[0]) == 8
+    assert len(of[0]) == 8
+    for name in of[0]:
+        assert name.startswith("h.") and name.endswith("weight") and ".ln_" not in name

@@ -25,7 +25,8 @@ from tracin import Tape, adam_scale, choose_targets, select, target_coefficients
 
 MANY = [("a", [3, 4]), ("b", [5]), ("c", [9, 8, 7]), ("d", [2, 2]), ("e", [11]), ("f", [6, 1]),
         ("g", [13, 3]), ("h", [20])]
-UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)   # a row's loss is a multiple of its log-prob
+# a row's loss is a multiple of its log-prob
+UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
 SHARE = {"contracted": 0.0, "kept": 1.0, "mixed": 0.4}    # of the memory that 16 gradients need
 
 
@@ -315,8 +316,8 @@ def cosine(a, b):
     (1, (range(0, 8, 2), range(1, 8, 2))), (2, (range(4), range(4, 8))),
     (5, (range(8), range(8, 20)))))
 def test_the_target_is_halved_by_prompt(prompts, halves, target, knobs, held, way):
-    """Its noise is the cosine of two gradients that share no prompt; with one prompt, of every other
-    rollout."""
+    """Its noise is the cosine of two gradients that share no prompt; with one prompt, of every
+    other rollout."""
     cfg = settings(tracin=target, num_prompts=prompts, num_generations=8 if prompts == 1 else 4,
                    **knobs)
     batch, t = (sample(gpt(), cfg, moved(gpt()), seed=seed, prompts=MANY[:prompts])
@@ -430,8 +431,8 @@ def warmed(policy, start, cfg):
 
 
 def test_counterfactual(capsys):
-    """Influence against the true change of the target's loss when the same step is taken without the
-    row."""
+    """Influence against the true change of the target's loss when the same step is taken without
+    the row."""
     cfg = settings(tracin="reward", num_prompts=8, **UNIT)
     start = gpt()
     batch = sample(start, cfg, moved(gpt()), prompts=MANY)
@@ -656,9 +657,9 @@ def run_of(folder, policy, rule, eval_prompts, prompts, **knobs):
     knobs = dict(
         policy=folder / "policy.pt", comments=folder / "comments.csv",
         prompts=folder / "prompts.txt", eval_prompts=folder / "eval.txt", vocab_size=300,
-        block_size=32, n_layer=2, n_head=2, n_embd=32, num_prompts=4, num_generations=4, max_iters=2,
-        judge=None, eval_judge=None, num_eval_prompts=1, num_eval_generations=2, log_micro=False,
-        device="cpu", tracin="reward") | knobs
+        block_size=32, n_layer=2, n_head=2, n_embd=32, num_prompts=4, num_generations=4,
+        max_iters=2, judge=None, eval_judge=None, num_eval_prompts=1, num_eval_generations=2,
+        log_micro=False, device="cpu", tracin="reward") | knobs
     grpo.main([str(folder / "rule.py"), *(f"--{k}={v}" for k, v in knobs.items())])
 
 
@@ -733,13 +734,13 @@ def test_gradients_that_do_not_fit_are_refused_before_the_run(tmp_path, monkeypa
         except Begun:
             return ""
         except BadInput as e:
-            assert not any(out.iterdir())                           # the next run may have the folder
+            assert not any(out.iterdir())       # the next run may have the folder
             return str(e)
 
     gb = size / 2 ** 30
     assert refused(3.1 * 2 ** 30, 10 ** 5) == (
-        f"tracin_memory = 8: {10 ** 5 * gb:.1f} GB of rollouts' gradients are to be kept, and 3.1 GB "
-        "are free; lower it")
+        f"tracin_memory = 8: {10 ** 5 * gb:.1f} GB of rollouts' gradients are to be kept, and "
+        "3.1 GB are free; lower it")
     assert refused(size - 1) and not refused(size)
     assert refused(size / 2 - 1, mini_batch_size=8) and not refused(size / 2, mini_batch_size=8)
     assert refused(2 * size - 1, 2) and not refused(2 * size, 2)    # on one machine

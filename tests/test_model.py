@@ -8,20 +8,26 @@ import torch.nn as nn
 from torch._dynamo.testing import CompileCounter
 
 from by_hand import (
-    PROMPTS, SHAPES, distributions, hidden_by_hand, logits_by_hand, random_gpt, random_ids, with_lora)
+    PROMPTS, SHAPES, distributions, hidden_by_hand, logits_by_hand, random_gpt, random_ids,
+    with_lora)
 from model import GPT, LORA_LAYERS, GPTConfig, LoRA, add_lora, completion_logprobs, token_logprobs
 from sample import Rollout, generate
 
 
+# ------------------------------------------------------------------------------------------------
+# network
+
 @pytest.mark.parametrize("shape", [
-    {}, dict(bias=False), dict(causal=False), dict(causal=False, bias=False), dict(n_layer=1, n_head=1)])
+    {}, dict(bias=False), dict(causal=False), dict(causal=False, bias=False),
+    dict(n_layer=1, n_head=1)])
 def test_forward_equals_a_forward_written_by_hand(shape):
     model = random_gpt(**shape).double()
     idx = random_ids(3, 11)
     expected = torch.stack([hidden_by_hand(model, row) for row in idx.tolist()])
     torch.testing.assert_close(model(idx), expected, rtol=0, atol=1e-11)
     if model.config.causal:
-        torch.testing.assert_close(model.lm_head(model(idx))[0], logits_by_hand(model, idx[0].tolist()), rtol=0, atol=1e-11)
+        expected = logits_by_hand(model, idx[0].tolist())
+        torch.testing.assert_close(model.lm_head(model(idx))[0], expected, rtol=0, atol=1e-11)
 
 
 def test_bias_false_leaves_no_bias_and_the_judge_has_no_head():
@@ -33,12 +39,13 @@ def test_weights_start_as_in_gpt2():
     model = GPT(GPTConfig(300, block_size=64, n_layer=8, n_head=2, n_embd=64))
     for name, p in model.named_parameters():
         if p.dim() == 2:
-            assert float(p.detach().std()) == pytest.approx(0.02 / 4 if name.endswith("c_proj.weight") else 0.02, rel=0.1), name
+            std = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02
+            assert float(p.detach().std()) == pytest.approx(std, rel=0.1), name
         else:
-            assert torch.equal(p, torch.zeros_like(p) if name.endswith("bias") else torch.ones_like(p)), name
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
 
 
-def test_width_that_heads_do_not_divide_is_bad_input():
+def test_width_that_heads_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="n_embd = 30 .* n_head = 4"):
         GPT(GPTConfig(n_embd=30, n_head=4))
 
@@ -53,30 +60,35 @@ def test_head_and_embedding_are_one_matrix_whose_gradient_sums_both_uses():
     apart.zero_grad()
     apart.lm_head.weight = nn.Parameter(model.wte.weight.detach().clone())
     (apart.lm_head(apart(idx)) * seed).sum().backward()
-    torch.testing.assert_close(model.wte.weight.grad, apart.wte.weight.grad + apart.lm_head.weight.grad)
+    both = apart.wte.weight.grad + apart.lm_head.weight.grad
+    torch.testing.assert_close(model.wte.weight.grad, both)
 
 
-@pytest.mark.parametrize("side, causal", [("left", True), ("right", True), ("right", False), ("left", False)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_and_other_rows_change_nothing(side, causal):
     model, rows = random_gpt(causal=causal).double(), [row.tolist() for row in random_ids(3, 9)]
     rows = [rows[0][:4], rows[1], rows[2][:1]]
     for pad in (0, 49):  # a row must not see what stands on its padding
         pads = [[pad] * (9 - len(row)) for row in rows]
         idx = torch.tensor([p + row if side == "left" else row + p for p, row in zip(pads, rows)])
-        real = torch.tensor([[False] * len(p) + [True] * len(row) if side == "left" else [True] * len(row) + [False] * len(p)
-                             for p, row in zip(pads, rows)])
-        h = model(idx, real)
+        position, lengths = torch.arange(9), torch.tensor([[len(row)] for row in rows])
+        attention_mask = position >= 9 - lengths if side == "left" else position < lengths
+        h = model(idx, attention_mask)
         assert h.isfinite().all()
         for i, row in enumerate(rows):
-            torch.testing.assert_close(h[i][real[i]], model(torch.tensor([row]))[0], rtol=0, atol=1e-12)
-            torch.testing.assert_close(h[i][real[i]], hidden_by_hand(model, row), rtol=0, atol=1e-11)
+            found = h[i][attention_mask[i]]
+            torch.testing.assert_close(found, model(torch.tensor([row]))[0], rtol=0, atol=1e-12)
+            torch.testing.assert_close(found, hidden_by_hand(model, row), rtol=0, atol=1e-11)
 
 
 def test_token_that_serves_as_padding_or_end_is_attended_where_it_is_real():
-    model, real = random_gpt().double(), torch.tensor([[False, True, True, True, True]])
+    model = random_gpt().double()
+    attention_mask = torch.tensor([[False, True, True, True, True]])
+    other = model(torch.tensor([[0, 7, 11, 8, 9]]), attention_mask)
     for token in (0, 49):
-        h = model(torch.tensor([[0, 7, token, 8, 9]]), real)
-        assert (h - model(torch.tensor([[0, 7, 11, 8, 9]]), real))[0, 2:].abs().amax(-1).min() > 1e-3
+        h = model(torch.tensor([[0, 7, token, 8, 9]]), attention_mask)
+        assert (h - other)[0, 2:].abs().amax(-1).min() > 1e-3
 
 
 def test_later_tokens_are_seen_by_the_judge_alone():
@@ -93,11 +105,14 @@ def test_later_tokens_are_seen_by_the_judge_alone():
 @pytest.mark.parametrize("pieces", [(9,), (4, 1, 1, 1, 1, 1), (1,) * 9, (3, 4, 2)])
 def test_forward_in_pieces_through_the_cache_equals_one_forward(pieces, padded):
     model, idx = random_gpt().double(), random_ids(3, 9)
-    real = torch.arange(9) >= torch.tensor([[0], [2], [3]]) if padded else None
-    expected, cache, start, out = model(idx, real), model.new_cache(3, 12), 0, []
+    attention_mask = torch.arange(9) >= torch.tensor([[0], [2], [3]]) if padded else None
+    expected = model(idx, attention_mask)
+    cache, start, out = model.new_cache(3, 12), 0, []
     for n in pieces:
-        out.append(model(idx[:, start:start + n], real[:, :start + n] if padded else None, cache, start))
-        start += n
+        end = start + n
+        mask = attention_mask[:, :end] if padded else None
+        out.append(model(idx[:, start:end], mask, cache, start))
+        start = end
     torch.testing.assert_close(torch.cat(out, 1), expected, rtol=0, atol=1e-12)
 
 
@@ -108,23 +123,30 @@ def test_compiled_network_is_one_graph_for_all_lengths(shape):
     if shape == "lora":
         add_lora(model, 2, 4.0)
     network, counts = torch.compile(model, dynamic=True, fullgraph=True, backend=compiled), []
-    for seed, (widths, T) in enumerate([([3, 1], 8), ([5, 5], 6), ([9, 1], 12), ([7, 3], 20), ([2, 2], 30), ([30, 2], 33)]):
-        r = generate(model, [[1] * w for w in widths], 4, T, eos=9, seed=seed)[torch.arange(1, 8, 1 + seed % 3)]
+    cases = [([3, 1], 8), ([5, 5], 6), ([9, 1], 12), ([7, 3], 20), ([2, 2], 30), ([30, 2], 33)]
+    for seed, (widths, T) in enumerate(cases):
+        r = generate(model, [[1] * w for w in widths], 4, T, eos=9, seed=seed)
+        r = r[torch.arange(1, 8, 1 + seed % 3)]
         results = []
         for m in (model, network):
             model.zero_grad()
             logp = completion_logprobs(m, r)
             logp.sum().backward()
-            results.append([logp.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+            trained = [p for p in model.parameters() if p.requires_grad]
+            results.append([logp.detach(), *(p.grad for p in trained)])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
         counts.append(compiled.frame_count)
     assert counts[-1] == 2  # without padding and with
 
 
+# ------------------------------------------------------------------------------------------------
+# log-probs of given tokens
+
 def logprob_case(V=50, M=23, C=32):
     torch.manual_seed(0)
-    head, h, targets = nn.Linear(C, V, bias=False), torch.randn(M, C, requires_grad=True), torch.randint(V, (M,))
+    head = nn.Linear(C, V, bias=False)
+    h, targets = torch.randn(M, C, requires_grad=True), torch.randint(V, (M,))
     allowed = (torch.rand(M, V) < 0.3).scatter(1, targets[:, None], True)
     return head, h, targets, allowed, torch.randn(M)
 
@@ -137,9 +159,11 @@ def test_token_logprobs_and_gradients_are_those_of_log_softmax(at_once, truncate
     allowed = allowed if truncated else None
     logp = token_logprobs(head, h, targets, 0.7, allowed)
     (logp * weight).sum().backward()
-    H, W = h.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    H, W = (x.detach().double().requires_grad_() for x in (h, head.weight))
     logits = H @ W.T / 0.7
-    expected = (logits if allowed is None else logits.masked_fill(~allowed, -math.inf)).log_softmax(-1)[torch.arange(23), targets]
+    if truncated:
+        logits = logits.masked_fill(~allowed, -math.inf)
+    expected = logits.log_softmax(-1)[torch.arange(23), targets]
     (expected * weight).sum().backward()
     assert logp.dtype == torch.float32
     for got, want in ((logp, expected), (h.grad, H.grad), (head.weight.grad, W.grad)):
@@ -151,10 +175,16 @@ def test_token_logprobs_never_holds_more_logits_than_it_may(monkeypatch):
     head, h, targets, _, _ = logprob_case()
     sizes, saved = [], []
     head.register_forward_hook(lambda module, inputs, output: sizes.append(output.numel()))
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
+
+    def pack(x):
+        saved.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         logp = token_logprobs(head, h, targets)
     assert sum(sizes) == 23 * 50 and max(sizes) == 150
-    assert not any(len(shape) == 2 and shape[1] == 50 for shape in saved)  # nothing waits for the backward
+    # nothing waits for the backward
+    assert not any(len(shape) == 2 and shape[1] == 50 for shape in saved)
     logp.sum().backward()
     assert sum(sizes) == 2 * 23 * 50 and max(sizes) == 150
 
@@ -171,7 +201,7 @@ def test_completion_logprobs_in_pieces_has_the_same_gradients(truncation, monkey
     for at_once in (2 ** 24, 8 * 5):
         monkeypatch.setattr("model.LOGITS_AT_ONCE", at_once)
         model = random_gpt(8, seed=1)
-        model.lm_head.register_forward_hook(lambda module, inputs, output: sizes.append(output.numel()))
+        model.lm_head.register_forward_hook(lambda module, inputs, out: sizes.append(out.numel()))
         logp = completion_logprobs(model, r, 0.7)
         (logp * torch.arange(logp.numel()).view_as(logp)).sum().backward()
         results.append([logp.detach()] + [p.grad for p in model.parameters()])
@@ -196,10 +226,16 @@ def test_end_token_carries_gradient_and_what_follows_it_does_not():
     model, hidden = random_gpt(8), []
     r = generate(model, [[3, 1, 4], [5]], 6, 10, eos=7, seed=2)
     assert r.ended.any() and not r.mask.all()
-    model.register_forward_hook(lambda module, inputs, output: output.retain_grad() or hidden.append(output))
+
+    def keep(module, inputs, output):
+        output.retain_grad()
+        hidden.append(output)
+
+    model.register_forward_hook(keep)
     logp = completion_logprobs(model, r)
     logp.sum().backward()
-    carries = hidden[0].grad.abs().sum(-1) > 0  # position t is that of the token before the one it scores
+    # position t is that of the token before the one it scores
+    carries = hidden[0].grad.abs().sum(-1) > 0
     assert torch.equal(carries[:, 2:], r.mask) and not carries[:, :2].any()
     assert (logp[~r.mask] == 0).all()
 
@@ -216,7 +252,8 @@ def test_tokens_after_the_end_change_no_logprob():
 def test_mixed_masks_score_only_the_tokens_they_name():
     model = random_gpt()
     mask = torch.tensor([[True, False, True], [False, False, True]])
-    r = Rollout(random_ids(2, 5), torch.ones(2, 5, dtype=torch.bool), mask, logp=None, entropy=None, ended=None)
+    whole = torch.ones(2, 5, dtype=torch.bool)
+    r = Rollout(random_ids(2, 5), whole, mask, logp=None, entropy=None, ended=None)
     logp = completion_logprobs(model, r)
     for i in range(2):
         expected = logits_by_hand(model, r.tokens[i].tolist()).log_softmax(-1)
@@ -224,6 +261,22 @@ def test_mixed_masks_score_only_the_tokens_they_name():
             want = float(expected[1 + t, r.tokens[i, 2 + t]]) if mask[i, t] else 0.0
             assert float(logp[i, t]) == pytest.approx(want, abs=1e-5)
 
+
+def test_padding_that_rows_share_is_left_out():
+    model = random_gpt(9)
+    r = generate(model, [[3, 1, 4, 1], [5], [2]], 6, 12, eos=8, seed=3)
+    whole, widths = completion_logprobs(model, r), []
+    hook = model.register_forward_hook(lambda module, inputs, out: widths.append(out.shape[1]))
+    for row in range(18):
+        part = completion_logprobs(model, r[row:row + 1])
+        assert part.shape == (1, r.mask.shape[1]) and torch.allclose(part[0], whole[row], atol=1e-5)
+        assert widths[-1] == int(r.attention_mask[row, :4].sum() + r.mask[row].sum()) - 1
+    hook.remove()
+    assert len(set(widths)) > 3
+
+
+# ------------------------------------------------------------------------------------------------
+# LoRA
 
 def test_new_adapter_changes_nothing():
     model, idx = random_gpt(), random_ids(2, 7)
@@ -250,7 +303,8 @@ def test_merging_keeps_the_function_and_unmerging_restores_the_weights():
             module.merge()
     assert all(module.merged for module in adapters)
     torch.testing.assert_close(adapted(idx), before, rtol=0, atol=1e-5)
-    assert (adapted.h[0].attn.c_attn.base.weight - weights["h.0.attn.c_attn.base.weight"]).abs().max() > 0.01
+    name = "h.0.attn.c_attn.base.weight"
+    assert (adapted.get_parameter(name) - weights[name]).abs().max() > 0.01
     for _ in range(2):
         for module in adapters:
             module.merge(False)
@@ -263,7 +317,8 @@ def test_only_adapters_get_gradients():
     adapted.lm_head(adapted(random_ids(2, 7))).square().sum().backward()
     for name, p in adapted.named_parameters():
         is_adapter = name.endswith(("A.weight", "B.weight"))
-        assert p.requires_grad == is_adapter and (p.grad is not None and bool(p.grad.any())) == is_adapter, name
+        has_gradient = p.grad is not None and bool(p.grad.any())
+        assert p.requires_grad == has_gradient == is_adapter, name
 
 
 @pytest.mark.parametrize("layers, ends", [
@@ -278,7 +333,7 @@ def test_layers_says_where_the_adapters_go(layers, ends):
 
 @pytest.mark.parametrize("rank, layers", [
     (0, LORA_LAYERS), (-1, LORA_LAYERS), (2, ("lm_head",)), (2, ("c_attn", "q")), (2, ())])
-def test_impossible_adapter_is_bad_input(rank, layers):
+def test_impossible_adapter_is_refused(rank, layers):
     with pytest.raises(ValueError, match=f"lora_rank = {rank}, lora_layers = "):
         add_lora(random_gpt(), rank, 4, layers)
 
@@ -297,16 +352,3 @@ def test_adapted_model_samples_from_what_it_scores():
     adapted = with_lora(random_gpt())
     r = generate(adapted, PROMPTS, 2, 6, eos=49, seed=0)
     torch.testing.assert_close(completion_logprobs(adapted, r), r.logp, rtol=0, atol=1e-5)
-
-
-def test_padding_that_rows_share_is_left_out():
-    model = random_gpt(9)
-    r = generate(model, [[3, 1, 4, 1], [5], [2]], 6, 12, eos=8, seed=3)
-    whole, widths = completion_logprobs(model, r), []
-    hook = model.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
-    for row in range(18):
-        part = completion_logprobs(model, r[row:row + 1])
-        assert part.shape == (1, r.mask.shape[1]) and torch.allclose(part[0], whole[row], atol=1e-5)
-        assert widths[-1] == int(r.attention_mask[row, :4].sum() + r.mask[row].sum()) - 1
-    hook.remove()
-    assert len(set(widths)) > 3

@@ -11,8 +11,8 @@ from run.script import BadInput, hash_of, interrupts, run_script, seed_for
 
 def test_a_seed_is_stable_and_depends_on_every_argument():
     assert seed_for(1, "rollout", 0) == 29435854404557282
-    cases = [(), (1,), (2,), ("1",), (1, 2), (2, 1), (12,), (1, "rollout", 0), (1, "rollout", 1), (1, "rows", 0),
-             (2, "rollout", 0)]
+    cases = [(), (1,), (2,), ("1",), (1, 2), (2, 1), (12,), (1, "rollout", 0), (1, "rollout", 1),
+             (1, "rows", 0), (2, "rollout", 0)]
     seeds = [seed_for(*case) for case in cases]
     assert len(set(seeds)) == len(cases)
     for seed in seeds:
@@ -42,7 +42,8 @@ def test_first_signal_asks_and_the_second_interrupts(number):
 
 
 @pytest.mark.parametrize("error, code, text", [
-    (BadInput("x = 1: no"), 2, "error: x = 1: no\n"), (KeyboardInterrupt("saved"), 130, "interrupted: saved\n")])
+    (BadInput("x = 1: no"), 2, "error: x = 1: no\n"),
+    (KeyboardInterrupt("saved"), 130, "interrupted: saved\n")])
 def test_run_script_turns_errors_into_exit_codes(error, code, text, capsys):
     def main(argv):
         raise error
