@@ -99,8 +99,8 @@ def collect(nets, prompts, cfg, seed, log=quiet):
     N = len(mask)
     return Batch(
         rollout, advantages.to(nets.device), mask, policy_mask, ref_logp, completions, scores,
-        rewards, kl, influence=mask.new_full((N,), math.nan, dtype=torch.float32),
-        weights=mask.new_ones(N, dtype=torch.float32))
+        rewards, kl, influence=torch.full((N,), math.nan, device=nets.device),
+        weights=torch.ones(N, device=nets.device))
 
 
 def update(nets, batch, target, cfg, seed, log=quiet, first=False):

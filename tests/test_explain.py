@@ -1,4 +1,6 @@
-"""The script half of tracin.py: what it prints of tiny runs, whether it would notice wrong influences, what it refuses."""
+"""
+explain.py: what it prints of tiny runs, whether it would notice wrong influences, what it refuses.
+"""
 import contextlib
 import io
 import json
@@ -13,15 +15,17 @@ import torch
 import explain
 import grpo
 import tracin
-from model import GPT, GPTConfig, add_lora
-from run.script import BadInput
-from run.files import load_file, save_file
+from config import load_settings
 from hub.tokenizer import load_tokenizer
+from model import GPT, GPTConfig, add_lora
+from run.files import load_file, save_file
+from run.script import BadInput
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 CONFIG = """
 vocab_size, n_layer, n_embd, n_head, block_size, max_completion_length = 300, 1, 32, 2, 32, 8
-pretrain_tokens, prompt_words, num_prompts, num_generations, micro_batch_size = 40_000, (2, 4), 4, 4, 8
+pretrain_tokens, prompt_words = 40_000, (2, 4)
+num_prompts, num_generations, micro_batch_size = 4, 4, 8
 judge = eval_judge = None
 num_eval_prompts, num_eval_generations, eval_interval, save_interval, max_iters = 2, 2, 0, 4, 7
 learning_rate, log_micro, tracin = 3e-3, False, "self"
@@ -32,10 +36,13 @@ def reward(prompts, completions):
 """
 SETTINGS = {
     "self": [],
-    "one backward": ["--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20", "--lora_rank=2",
-                     "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
-    "held out": ["--tracin=reward", "--tracin_val_prompts=3", "--tracin_val_size=5", "--tracin_layers=('h.0', 'wpe')",
-                 "--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=2", "--loss_type=grpo"],
+    "one backward": [
+        "--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20",
+        "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
+    "held out": [
+        "--tracin=reward", "--tracin_val_prompts=3", "--tracin_val_size=5",
+        "--tracin_layers=('h.0', 'wpe')", "--beta=0.1", "--sync_ref_model=True",
+        "--ref_model_sync_steps=2", "--loss_type=grpo"],
     "bnpo": ["--loss_type=bnpo", "--tracin_leave_one_out=True"]}
 
 
@@ -54,8 +61,17 @@ def refusal(*argv):
 
 def errors(text):
     """{method: the errors in its line of the last table}"""
-    lines = [line.split() for line in text.splitlines() if re.match("  (ghost|brute|jvp|finite_difference)", line)]
-    return {words[0].strip(","): [float(x) for x in words if "e" in x and x[0].isdigit()] for words in lines}
+    found = {}
+    for line in text.splitlines():
+        if re.match("  (ghost|brute|jvp|finite_difference)", line):
+            words = line.split()
+            found[words[0].strip(",")] = [float(x) for x in words if "e" in x and x[0].isdigit()]
+    return found
+
+
+def of_target(text):
+    """The errors that it names of the target's gradient."""
+    return [float(x) for x in re.findall(r"gradient of the target.* error (.*)", text)]
 
 
 def edit(folder, change):
@@ -64,6 +80,10 @@ def edit(folder, change):
     found = [json.loads(line) for line in open(path)]
     with open(path, "w") as f:
         f.writelines(json.dumps(row) + "\n" for row in found if not change(row))
+
+
+def content(folder):
+    return {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +96,9 @@ def run(tmp_path_factory, comments):
         if name not in made:
             made[name] = str(there / name)
             with contextlib.redirect_stdout(io.StringIO()):
-                grpo.main([str(there / "config.py"), f"--comments={comments}", f"--cache_dir={there}/prepared",
-                           f"--out_dir={made[name]}", *SETTINGS.get(name, flags)])
+                grpo.main([str(there / "config.py"), f"--comments={comments}",
+                           f"--cache_dir={there}/prepared", f"--out_dir={made[name]}",
+                           *SETTINGS.get(name, flags)])
         return made[name]
 
     return make
@@ -88,38 +109,63 @@ def copied(run, tmp_path):
     return shutil.copytree(run("self"), tmp_path / "run")
 
 
+# ------------------------------------------------------------------------------------------------
+# what it prints
+
 def test_it_changes_nothing_and_prints_all_sections(run, rows):
-    before = {f: open(os.path.join(run("self"), f), "rb").read() for f in os.listdir(run("self"))}
+    before = content(run("self"))
     text = printed(run("self"))
-    assert before == {f: open(os.path.join(run("self"), f), "rb").read() for f in os.listdir(run("self"))}
+    assert before == content(run("self"))
     assert "112 rollouts of 7 iterations" in text and text.count("\n\n") == 4
-    assert all(re.search(f"^{i}. ", text, re.M) for i in range(1, 5)) and text.count("most helpful") == 2
+    assert all(re.search(f"^{i}. ", text, re.M) for i in range(1, 5))
+    assert text.count("most helpful") == 2
     for name in ("reward", "advantage", "tokens"):
         line, = re.findall(f"^  {name} .*", text, re.M)
         assert len(re.findall(r"\d+ %| - |-$", line)) == 5
     assert len(re.findall(r"^ +\d+ to \d+ ", text, re.M)) == 7
-    metrics, last = rows(os.path.join(run("self"), "metrics.jsonl"))[-1], re.findall(r"^ +7 to 7 .*", text, re.M)[0].split()
+    metrics = rows(os.path.join(run("self"), "metrics.jsonl"))[-1]
+    last = re.findall(r"^ +7 to 7 .*", text, re.M)[0].split()
     names = ("positive_ratio", "selected_ratio", "self_share", "target_cosine")
-    assert last[3:] == [f"{metrics['tracin/' + k]:.2f}" for k in names] + [f"{metrics['tracin/invariant_error']:.0e}"]
+    expected = [f"{metrics['tracin/' + k]:.2f}" for k in names]
+    assert last[3:] == [*expected, f"{metrics['tracin/invariant_error']:.0e}"]
 
 
 def test_lists_are_sorted_in_the_units_of_their_iteration(run, rows):
     text = printed(run("self"), "--show=3", "--method=ghost")
-    helpful, harmful = text.split("most harmful")[0], text.split("most harmful")[1].split("  and of late")[0].split("\n2.")[0]
-    scores = [[float(x) for x in re.findall(r"([+-]\d+\.\d\d) std", part)] for part in (helpful, harmful)]
+    helpful, harmful = text.split("most harmful")[:2]
+    harmful = harmful.split("  and of late")[0].split("\n2.")[0]
+    scores = [[float(x) for x in re.findall(r"([+-]\d+\.\d\d) std", part)]
+              for part in (helpful, harmful)]
     assert [len(x) for x in scores] == [3, 3]
-    assert scores[0] == sorted(scores[0], reverse=True) and scores[0][-1] > 0 > scores[1][-1] and scores[1] == sorted(scores[1])
+    assert scores[0] == sorted(scores[0], reverse=True) and scores[1] == sorted(scores[1])
+    assert scores[0][-1] > 0 > scores[1][-1]
     samples = rows(os.path.join(run("self"), "samples.jsonl"))
     z = []
     for it in range(1, 8):
         x = torch.tensor([r["influence"] for r in samples if r["iteration"] == it]).double()
         z += (x / x.square().mean().sub(x.mean() ** 2).sqrt()).tolist()
-    assert scores == [[round(x, 2) for x in sorted(z)[:-4:-1]], [round(x, 2) for x in sorted(z)[:3]]]
-    best = samples[max(range(len(z)), key=z.__getitem__)]
+    best, worst = sorted(z)[:-4:-1], sorted(z)[:3]
+    assert scores == [[round(x, 2) for x in best], [round(x, 2) for x in worst]]
+    first = samples[max(range(len(z)), key=z.__getitem__)]
     line = re.findall(r".* std, .*", helpful)[0]
-    assert repr(best["completion"]) in line
-    assert f"iteration {best['iteration']}," in line and f"reward {best['reward']:.3f}" in line
+    assert repr(first["completion"]) in line
+    assert f"iteration {first['iteration']}," in line and f"reward {first['reward']:.3f}" in line
 
+
+def test_correlations_and_fifths():
+    x = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 9, math.nan])
+    cubes = x[:9] ** 3
+    words = explain.relation(x, torch.cat([cubes, x[:1]]), torch.tensor([1.0, 0] * 5)).split()
+    assert words[:2] == [f"{torch.corrcoef(torch.stack([x[:9], cubes]))[0, 1]:+.2f}", "+1.00"]
+    assert words[2:5] == ["+4.50", "50", "%"]
+    binary = explain.relation(torch.tensor([0.0, 1] * 5), torch.arange(10.0), torch.ones(10))
+    assert binary.split()[2:] == ["-", "+4.00", "100", "%", "-", "+5.00", "100", "%", "-"]
+    flat = explain.relation(torch.ones(4), torch.arange(4.0), torch.ones(4))
+    assert flat.split()[0] == "+nan"
+
+
+# ------------------------------------------------------------------------------------------------
+# is the arithmetic right?
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("method", ["brute", "jvp", "finite_difference"])
@@ -128,20 +174,23 @@ def test_every_method_agrees_with_the_tape_and_the_record(run, name, method):
     found = errors(text)
     assert "iteration 5 again, from ckpt_prev.pt: 16 of 16" in text and found["ghost"] == [0.0]
     assert max(found[method]) < 2e-5 and len(found[method]) == 2
-    of_target = re.findall(r"gradient of the target.* error (.*)", text)
-    assert len(of_target) == (name in ("self", "one backward")) and all(float(x) < 2e-5 for x in of_target)
+    assert len(of_target(text)) == (name in ("self", "one backward"))
+    assert all(x < 2e-5 for x in of_target(text))
 
 
 def test_methods_agree_in_float64():
     """Where the target gradient has all digits too."""
     torch.manual_seed(0)
     policy = add_lora(GPT(GPTConfig(50, 16, 2, 2, 16)), 2, 4.0).double()
-    kept = torch.rand(4, 50) < 0.8
-    tokens = torch.randint(50, (9,)).index_put_((torch.arange(5, 9),), kept.double().argmax(1))
-    row = tokens, torch.randn(4).double(), kept, 0.7
+    allowed = torch.rand(4, 50) < 0.8
+    some_allowed = allowed.double().argmax(1)
+    tokens = torch.randint(50, (9,)).index_put_((torch.arange(5, 9),), some_allowed)
+    row = tokens, torch.randn(4).double(), allowed, 0.7
     D = {k: torch.randn_like(p) for k, p in policy.named_parameters() if p.requires_grad}
-    brute, jvp, difference = (explain.derivative(method, policy, D, *row) for method in ("brute", "jvp", "finite_difference"))
-    assert brute != 0 and jvp == pytest.approx(brute, rel=1e-12) and difference == pytest.approx(brute, rel=1e-6)
+    brute, jvp, difference = (explain.derivative(method, policy, D, *row)
+                              for method in ("brute", "jvp", "finite_difference"))
+    assert brute != 0 and jvp == pytest.approx(brute, rel=1e-12)
+    assert difference == pytest.approx(brute, rel=1e-6)
 
 
 def test_a_wrong_record_is_seen(copied):
@@ -150,105 +199,114 @@ def test_a_wrong_record_is_seen(copied):
     assert found["ghost"][0] > 1 and found["brute"][0] < 1e-5 and found["brute"][1] > 1
 
 
-def of_target(text):
-    return float(*re.findall(r"gradient of the target.* error (.*)", text))
-
-
 @pytest.mark.parametrize("memory", [0, 4])
 def test_a_wrong_tape_is_seen(run, memory, monkeypatch):
-    """Contracted or kept, a tape is right; a bug in its way is seen in the scores, one in what is kept in the target too."""
-    text = printed(run("self"), f"--tracin_memory={memory}")
-    assert max(errors(text)["brute"]) < 1e-5 and errors(text)["ghost"][0] < 1e-5 and of_target(text) < 1e-5   # the run's was 4
+    """Contracted or kept, a tape is right; a bug in its way is seen in the scores, one in what is
+    kept in the target too."""
+    text = printed(run("self"), f"--tracin_memory={memory}")    # the run's was 4
+    assert max(errors(text)["brute"]) < 1e-5 and errors(text)["ghost"][0] < 1e-5
+    assert len(of_target(text)) == 1 and of_target(text)[0] < 1e-5
+    keep, plain = tracin.Tape.keep, tracin.layer_dot
     if memory:  # each layer's gradients are of the row before
-        keep = tracin.Tape.keep
-        monkeypatch.setattr(tracin.Tape, "keep", lambda tape, module, whose, a, b, *more: keep(
-            tape, module, whose, a, b.roll(1, 0), *more))
+        monkeypatch.setattr(
+            tracin.Tape, "keep", lambda tape, module, micro, part, a, b, tokens_per_row: keep(
+                tape, module, micro, part, a, b.roll(1, 0), tokens_per_row))
     else:
-        plain = tracin.layer_dot
-        monkeypatch.setattr(tracin, "layer_dot", lambda module, name, *rest: plain(module, name, *rest) * (name != "bias"))
+        monkeypatch.setattr(tracin, "layer_dot", lambda module, name, *rest: plain(
+            module, name, *rest) * (name != "bias"))
     text = printed(run("self"), f"--tracin_memory={memory}")
-    assert errors(text)["brute"][0] > 1e-3 and (of_target(text) > 1e-3) == bool(memory)
+    assert errors(text)["brute"][0] > 1e-3
+    assert len(of_target(text)) == 1 and (of_target(text)[0] > 1e-3) == bool(memory)
 
 
 def test_other_samples_are_told(copied):
-    edit(copied, lambda row: row.update(completion=row["completion"] + "x") if row["iteration"] == 5 else None)
-    assert "0 of 16 completions are those recorded; another device" in printed(copied, "--method=ghost")
+    def change(row):
+        if row["iteration"] == 5:
+            row["completion"] += "x"
+
+    edit(copied, change)
+    text = printed(copied, "--method=ghost")
+    assert "0 of 16 completions are those recorded; another device" in text
 
 
-@pytest.mark.parametrize("names, iteration", [(["ckpt_prev.pt"], None), (["ckpt.pt", "ckpt_prev.pt"], None), ([], 4)])
+@pytest.mark.parametrize("names, iteration", [
+    (["ckpt_prev.pt"], None), (["ckpt.pt", "ckpt_prev.pt"], None), ([], 4)])
 def test_checkpoints_that_fit_and_do_not(copied, names, iteration):
     for name in names:
         os.remove(os.path.join(copied, name))
     if iteration:  # killed after its checkpoint, before the next
-        os.rename(os.path.join(copied, "ckpt_prev.pt"), os.path.join(copied, "ckpt.pt"))
+        last = os.path.join(copied, "ckpt.pt")
+        os.rename(os.path.join(copied, "ckpt_prev.pt"), last)
     text = printed(copied, "--method=ghost")
-    assert ("iteration 5 again, from ckpt.pt" in text) if iteration else ("no checkpoint has the rollouts" in text)
+    expected = "iteration 5 again, from ckpt.pt" if iteration else "no checkpoint has the rollouts"
+    assert expected in text
 
 
-def test_correlations_and_fifths():
-    x = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 9, math.nan])
-    text = explain.relation(x, torch.cat([x[:9] ** 3, x[:1]]), torch.tensor([1.0, 0] * 5))
-    assert text.split()[:2] == [f"{torch.corrcoef(torch.stack([x[:9], x[:9] ** 3]))[0, 1]:+.2f}", "+1.00"]
-    assert text.split()[2:5] == ["+4.50", "50", "%"]
-    binary = explain.relation(torch.tensor([0.0, 1] * 5), torch.arange(10.0), torch.ones(10)).split()
-    assert binary[2:] == ["-", "+4.00", "100", "%", "-", "+5.00", "100", "%", "-"]
-    assert explain.relation(torch.ones(4), torch.arange(4.0), torch.ones(4)).split()[0] == "+nan"
-
+# ------------------------------------------------------------------------------------------------
+# who made the model say this?
 
 @pytest.mark.parametrize("name", ["self", "one backward", "off"])
 def test_classic_names_the_rollout_that_is_the_completion(run, rows, name):
     folder = run(name, "--tracin=off")
     near = [r for r in rows(os.path.join(folder, "samples.jsonl")) if r["iteration"] in (5, 7)]
-    best = max((r for r in near if r.get("weight", 1) > 0 and r["completion"].strip()), key=lambda r: r["advantage"])
-    text = printed(folder, f"--prompt={best['prompt']}", f"--completion={best['completion']}", "--show=4")
+    taught = [r for r in near if r.get("weight", 1) > 0 and r["completion"].strip()]
+    best = max(taught, key=lambda r: r["advantage"])
+    prompt, completion = best["prompt"], best["completion"]
+    text = printed(folder, f"--prompt={prompt}", f"--completion={completion}", "--show=4")
     assert f"of {len(near)} rollouts" in text
-    assert f"{best['prompt']!r} -> {best['completion']!r}" in text.split("most against")[0]   # among the first four of 32
-    assert all(x.startswith("-") for x in re.findall(r"(\S+) std", text.split("most against")[1]))
+    speak_for, against = text.split("most against")
+    assert f"{prompt!r} -> {completion!r}" in speak_for     # among the first four of 32
+    assert all(x.startswith("-") for x in re.findall(r"(\S+) std", against))
 
 
 def test_classic_is_the_sum_over_checkpoints(run, rows):
     """Against the change of the log-prob by a tiny step on one row's loss, at each checkpoint."""
     folder = run("self")
     samples = rows(os.path.join(folder, "samples.jsonl"))
-    s = explain_settings(folder)
-    found, scores = explain.classic(folder, s, samples, "the old", " cat likes")
-    encode, total = load_tokenizer(300), 0.0
+    cfg = load_settings([os.path.join(folder, "config.json")])
+    found, scores = explain.classic(folder, cfg, samples, "the old", " cat likes")
+    encode, total = load_tokenizer(300).encode_ordinary, 0.0
     i = max(range(len(found)), key=lambda i: abs(scores[i]))
     r = found[i]
 
     def mean_logp(policy, prompt, ids):
-        h = policy(torch.tensor([encode.encode_ordinary(prompt) + ids])[:, :-1])[0, -len(ids):]
-        return torch.stack([x.log_softmax(0)[t] for x, t in zip(h @ policy.wte.weight.T, ids)]).mean()
+        h = policy(torch.tensor([encode(prompt) + ids])[:, :-1])[0, -len(ids):]
+        logits = h @ policy.wte.weight.T
+        return torch.stack([x.log_softmax(0)[t] for x, t in zip(logits, ids)]).mean()
 
-    ids = (encode.encode_ordinary(r["completion"]) + [299])[:8]
+    def asked(policy):
+        return float(mean_logp(policy, "the old", encode(" cat likes")).detach())
+
+    ids = (encode(r["completion"]) + [299])[:8]
     for name in ("ckpt_prev.pt", "ckpt.pt"):
         policy = GPT(GPTConfig(300, 32, 1, 2, 32))
         policy.load_state_dict(load_file(os.path.join(folder, name), "run")["policy"])
         policy.double()
-        before = float(mean_logp(policy, "the old", encode.encode_ordinary(" cat likes")).detach())
+        before = asked(policy)
         (-r["weight"] * r["advantage"] * mean_logp(policy, r["prompt"], ids)).backward()
         with torch.no_grad():
             for p in policy.parameters():
                 p -= 1e-6 * p.grad
-        total += 3e-3 * (float(mean_logp(policy, "the old", encode.encode_ordinary(" cat likes")).detach()) - before) / 1e-6
+        total += 3e-3 * (asked(policy) - before) / 1e-6
     assert total == pytest.approx(float(scores[i]), rel=1e-3)
     assert all(score == 0 for r, score in zip(found, scores) if r["weight"] == 0)
 
 
-def explain_settings(folder):
-    from config import load_settings
-    return load_settings([os.path.join(folder, "config.json")])
-
+# ------------------------------------------------------------------------------------------------
+# what it refuses
 
 def test_refusals(run, copied, tmp_path):
-    assert "usage" in refusal() and "usage" in refusal("--rows=3") and "usage" in refusal(run("self"), "--method=magic")
-    assert "usage" in refusal(run("self"), "--rows=0") and "usage" in refusal(run("self"), "--show")
+    folder = run("self")
+    for argv in ([], ["--rows=3"], [folder, "--method=magic"], [folder, "--rows=0"],
+                 [folder, "--show"]):
+        assert "usage" in refusal(*argv)
     assert "config.json: cannot be read" in refusal(tmp_path / "none")
-    assert "did you mean 'tracin_adam'" in refusal(run("self"), "--tracin_adm=True")
+    assert "did you mean 'tracin_adam'" in refusal(folder, "--tracin_adm=True")
     assert "config/toxicity_tracin.py" in refusal(run("off", "--tracin=off"))
     assert "10 are needed" in refusal(run("off"), "--tracin=self")
-    assert "0 tokens" in refusal(run("self"), "--prompt=the") and "block_size" in refusal(
-        run("self"), "--prompt=the", "--completion=" + "long " * 40)
+    assert "0 tokens" in refusal(folder, "--prompt=the")
+    too_long = "--completion=" + "long " * 40
+    assert "block_size" in refusal(folder, "--prompt=the", too_long)
     edit(copied, lambda row: row["iteration"] > 1 or row.update(influence=None) or False)
     assert "0 rollouts with an influence" in refusal(copied)
     edit(copied, lambda row: True)
@@ -260,15 +318,17 @@ def test_refusals(run, copied, tmp_path):
 
 def test_another_starting_policy_is_refused(copied):
     path = os.path.join(copied, "ckpt_prev.pt")
-    content = load_file(path, "run")
-    save_file(path, **content | {"base_hash": "0"})
+    checkpoint = load_file(path, "run")
+    save_file(path, **checkpoint | {"base_hash": "0"})
     assert "another policy" in refusal(copied)
     open(path, "wb").write(b"cut")
     assert "not a readable checkpoint" in refusal(copied)
 
 
-def test_as_a_command(run, script):
-    done = script("explain.py", run("self"), "--rows=2")
+@pytest.mark.parametrize("name", ["tracin.py", "explain.py"])
+def test_as_a_command(run, script, name):
+    done = script(name, run("self"), "--rows=2")
     assert done.returncode == 0 and "brute, float64" in done.stdout and not done.stderr
-    done = script("explain.py", "nowhere")
-    assert done.returncode == 2 and done.stderr.startswith("error: nowhere/config.json") and done.stderr.count("\n") == 1
+    done = script(name, "nowhere")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: nowhere/config.json")

@@ -1,7 +1,9 @@
 """
-The arithmetic of GRPO: against the published worked example, against loops in plain Python, and knob by knob on a tiny GPT.
+The arithmetic of GRPO: against a published worked example, against loops in plain Python, and knob
+by knob on a tiny GPT. test_algorithm.py is the short version, for reading.
 """
 import copy
+import functools
 import itertools
 import json
 import math
@@ -18,25 +20,46 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import model
 import sample as sampling
-from config import load_settings
+from config import Settings, load_settings
 from evaluate import evaluate
 from grpo import (
-    collect, group_advantages, grpo_loss, kl_estimate, learning_rate, loss_of, pick, sync,
-    total_reward, update)
-from run.report import describe_batch, diagnose
+    Forward, Step, collect, draw_prompts, gradient_of, group_advantages, grpo_loss, kl_estimate,
+    learning_rate, loss_of, sync_reference, total_reward, update)
+from hub.tokenizer import load_tokenizer
 from judge import score
 from model import GPT, GPTConfig, add_lora, completion_logprobs
-from run.script import BadInput
-from sample import Rollout, generate, pad_left, truncate
+from run.attention import use_attention_by_hand
 from run.device import autocast
-from run.script import derive
 from run.files import save_gpt
-from hub.tokenizer import load_tokenizer
+from run.fused_head import FusedHead, fused_logprobs
+from run.metrics import batch_metrics, loss_metrics
+from run.processes import all_reduce
+from run.report import diagnose
+from run.script import BadInput, seed_for
+from sample import generate, truncate
+from tracin import Influence
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 NAN, INF = math.nan, math.inf
 
-# ---------------------------------------------------------------------------------------------------------------
+
+def floats(metrics):
+    return {name: float(x) for name, x in metrics.items()}
+
+
+def loss_and_metrics(logp, old_logp, ref_logp, advantages, mask, policy_mask=None, num_rows=None,
+                     num_tokens=None, **knobs):
+    """grpo_loss and its metrics, of rows that are a whole step unless num_rows and num_tokens say
+    otherwise. knobs: settings of the loss."""
+    cfg = replace(Settings(), **knobs)
+    step = SimpleNamespace(num_rows=num_rows or len(logp), num_tokens=num_tokens or int(mask.sum()))
+    loss, terms = grpo_loss(
+        logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg)
+    batch = SimpleNamespace(mask=mask.bool(), advantages=advantages)
+    return loss, loss_metrics(Forward(loss, logp, terms), batch, cfg)
+
+
+# ------------------------------------------------------------------------------------------------
 # the worked example: losses, gradients and metrics as TRL's own code computes them
 
 LOGP = [[-1.0, -.5, -2.0, -.1], [-1.5, -.7], [-.3, -1.2, -.9], [-2.0]]
@@ -50,22 +73,21 @@ def padded(rows):
 
 
 def example(**fields):
-    """Arguments of grpo_loss; `fields` replaces some of them."""
+    """The tensors that grpo_loss takes; `fields` replaces some of them."""
     advantages = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), 4)
-    return dict(logp=padded(LOGP).requires_grad_(), old_logp=padded(OLD), ref_logp=padded(REF), advantages=advantages,
-                mask=torch.arange(4) < torch.tensor([[4], [2], [3], [1]]), max_completion_length=6) | fields
-
-
-def floats(metrics):
-    return {k: float(x) for k, x in metrics.items()}
+    return dict(
+        logp=padded(LOGP).requires_grad_(), old_logp=padded(OLD), ref_logp=padded(REF),
+        advantages=advantages, mask=torch.arange(4) < torch.tensor([[4], [2], [3], [1]]),
+        policy_mask=None) | fields
 
 
 def run_example(**fields):
-    """Loss, d(loss)/d(logp) by row without the padding, metrics."""
+    """Loss, d(loss)/d(logp) by row without the padding, metrics. fields: tensors and settings."""
     arguments = example(**fields)
-    loss, metrics = grpo_loss(**arguments)
+    loss, metrics = loss_and_metrics(**arguments, max_completion_length=6)
     loss.backward()
-    return float(loss.detach()), [g[:len(row)].tolist() for g, row in zip(arguments["logp"].grad, LOGP)], floats(metrics)
+    gradient = [g[:len(row)].tolist() for g, row in zip(arguments["logp"].grad, LOGP)]
+    return float(loss.detach()), gradient, floats(metrics)
 
 
 def test_example_advantages():
@@ -73,8 +95,8 @@ def test_example_advantages():
     assert group_advantages(torch.tensor(REWARDS), 4).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-COLUMNS = [dict(), dict(beta=.04), dict(beta=.04, use_bias_correction_kl=True), dict(delta=1.3), dict(epsilon_high=.28),
-           dict(importance_sampling_level="sequence")]
+COLUMNS = [dict(), dict(beta=.04), dict(beta=.04, use_bias_correction_kl=True), dict(delta=1.3),
+           dict(epsilon_high=.28), dict(importance_sampling_level="sequence")]
 TABLE = [("grpo", [.068692, .069246, .069164, .062343, .064153, .045048]),
          ("dapo", [.165871, .166366, .166346, .155712, .160423, .140468]),
          ("bnpo", [.165871, .166366, .166346, .155712, .160423, .140468]),
@@ -94,17 +116,23 @@ DAPO = [[.058532, .079010, .052962, .052962], [0, .102691], [-.068094, 0, -.0616
 
 
 @pytest.mark.parametrize("knobs, expected", [
-    (dict(loss_type="grpo"), [[.036583, .049382, .033101, .033101], [0, .128363], [-.056745, 0, -.051345], [-.149144]]),
+    (dict(loss_type="grpo"),
+     [[.036583, .049382, .033101, .033101], [0, .128363], [-.056745, 0, -.051345], [-.149144]]),
     (dict(loss_type="dapo"), DAPO),
     (dict(loss_type="bnpo"), DAPO),
-    (dict(loss_type="dr_grpo"), [[.024388, .032921, .022068, .022068], [0, .042788], [-.028373, 0, -.025673], [-.024857]]),
-    (dict(loss_type="grpo", importance_sampling_level="sequence"), [[.037509] * 4, [.116148] * 2, [-.062713] * 3, [-.149144]]),
+    (dict(loss_type="dr_grpo"),
+     [[.024388, .032921, .022068, .022068], [0, .042788], [-.028373, 0, -.025673], [-.024857]]),
+    (dict(loss_type="grpo", importance_sampling_level="sequence"),
+     [[.037509] * 4, [.116148] * 2, [-.062713] * 3, [-.149144]]),
     (dict(loss_type="cispo", epsilon_high=1.3),
-     [[.058532, .068851, .052962, .052962], [.084076, .102691], [-.068094, -.088523, -.061614], [-.059657]]),
+     [[.058532, .068851, .052962, .052962], [.084076, .102691], [-.068094, -.088523, -.061614],
+      [-.059657]]),
     (dict(loss_type="sapo"),
-     [[.036471, .046230, .033101, .033101], [.103173, .128043], [-.056745, -.079734, -.051229], [-.143517]]),
+     [[.036471, .046230, .033101, .033101], [.103173, .128043], [-.056745, -.079734, -.051229],
+      [-.143517]]),
     (dict(loss_type="grpo", beta=.04),
-     [[.037036, .049619, .032548, .033339], [-.000526, .129270], [-.056141, -.000351, -.051028], [-.151358]])])
+     [[.037036, .049619, .032548, .033339], [-.000526, .129270], [-.056141, -.000351, -.051028],
+      [-.151358]])])
 def test_example_gradients(knobs, expected):
     for row, wanted in zip(run_example(**knobs)[1], expected):
         assert row == pytest.approx(wanted, abs=1e-6)
@@ -113,9 +141,11 @@ def test_example_gradients(knobs, expected):
 def test_example_metrics():
     loss, _, metrics = run_example(loss_type="grpo", beta=.04)
     assert metrics["policy_loss"] == pytest.approx(.068692, abs=6e-7) and metrics["tokens"] == 10
-    assert {k: v for k, v in metrics.items() if "clip" in k or k == "kl"} == pytest.approx({
-        "kl": .012385, "clip_ratio/low_mean": .1, "clip_ratio/high_mean": .1, "clip_ratio/region_mean": .2,
-        "clip_ratio/low_min": 0, "clip_ratio/high_max": 1 / 3}, abs=6e-7)
+    found = {name: x for name, x in metrics.items() if "clip" in name or name == "kl"}
+    expected = {
+        "kl": .012385, "clip_ratio/low_mean": .1, "clip_ratio/high_mean": .1,
+        "clip_ratio/region_mean": .2, "clip_ratio/low_min": 0, "clip_ratio/high_max": 1 / 3}
+    assert found == pytest.approx(expected, abs=6e-7)
     gaps = [a - b for new, old in zip(LOGP, OLD) for a, b in zip(new, old)]
     assert metrics["ratio"] == pytest.approx(sum(map(math.exp, gaps)) / 10)
 
@@ -124,33 +154,41 @@ def test_clip_metrics_count_the_side_that_binds():
     # ratios above 1.2: rows 0 and 2, one token each; below .8: one in row 1, one in row 3
     for sign, expected in ((1, (0, .2, .2)), (-1, (.2, 0, .2))):
         metrics = run_example(advantages=sign * torch.ones(4))[2]
-        assert [metrics[f"clip_ratio/{k}_mean"] for k in ("low", "high", "region")] == pytest.approx(expected)
-        assert metrics["clip_ratio/high_max"] == pytest.approx(1 / 3 if sign > 0 else 0) and metrics["clip_ratio/low_min"] == 0
+        found = [metrics[f"clip_ratio/{side}_mean"] for side in ("low", "high", "region")]
+        assert found == pytest.approx(expected)
+        assert metrics["clip_ratio/high_max"] == pytest.approx(1 / 3 if sign > 0 else 0)
+        assert metrics["clip_ratio/low_min"] == 0
     assert "kl" not in metrics
     cispo = run_example(loss_type="cispo", epsilon_high=1.3, advantages=torch.ones(4))[2]
     assert cispo["cispo_clip_ratio"] == pytest.approx(.2) and "clip_ratio/low_mean" not in cispo
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# KL estimators, enumerated: in ten rows of one token the shares are the probabilities, so the mean is the expectation
+# ------------------------------------------------------------------------------------------------
+# KL estimators, enumerated: in ten rows of one token the shares are the probabilities, so the mean
+# is the expectation
 
 P, Q = (.5, .3, .2), (.4, .4, .2)
-TO_Q_P, TO_P_Q = (.1, -.1, 0), (.098938, -.093885, -.005053)  # the exact gradients of KL(q, p) and of KL(p, q)
+TO_Q_P = (.1, -.1, 0)                       # the exact gradients of KL(q, p)
+TO_P_Q = (.098938, -.093885, -.005053)      # and of KL(p, q)
 
 
 @pytest.mark.parametrize("estimator, corrected, value, gradient", [
-    ("k1", False, .025267, (0, 0, 0)), ("k2", False, .024862, TO_P_Q), ("k3", False, .025267, TO_Q_P),
-    ("k3", True, .025267, TO_P_Q)])
+    ("k1", False, .025267, (0, 0, 0)), ("k2", False, .024862, TO_P_Q),
+    ("k3", False, .025267, TO_Q_P), ("k3", True, .025267, TO_P_Q)])
 def test_kl_expectation_and_gradient(estimator, corrected, value, gradient):
     z = torch.tensor(P, dtype=torch.float64).log().requires_grad_()
     drawn = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)
-    logp, ref = z.log_softmax(0)[drawn][:, None], torch.tensor(Q, dtype=torch.float64).log()[drawn][:, None]
-    loss, metrics = grpo_loss(logp, logp.detach(), ref, torch.zeros(10), torch.ones(10, 1), loss_type="grpo", beta=1.0,
-                              kl_estimator=estimator, use_bias_correction_kl=corrected)
+    logp = z.log_softmax(0)[drawn][:, None]
+    ref = torch.tensor(Q, dtype=torch.float64).log()[drawn][:, None]
+    loss, metrics = loss_and_metrics(
+        logp, logp.detach(), ref, torch.zeros(10), torch.ones(10, 1), loss_type="grpo", beta=1.0,
+        kl_estimator=estimator, use_bias_correction_kl=corrected)
     loss.backward()
-    assert float(loss.detach()) == pytest.approx(value, abs=6e-7) and metrics["kl"] == pytest.approx(value, abs=6e-7)
+    assert float(loss.detach()) == pytest.approx(value, abs=6e-7)
+    assert metrics["kl"] == pytest.approx(value, abs=6e-7)
     assert z.grad.tolist() == pytest.approx(gradient, abs=6e-7)
-    assert float(kl_estimate(logp.detach(), ref, estimator).mean()) == pytest.approx(value, abs=6e-7)
+    estimate = kl_estimate(logp.detach(), ref, estimator).mean()
+    assert float(estimate) == pytest.approx(value, abs=6e-7)
 
 
 def test_k3_is_never_negative_and_exact_near_zero():
@@ -160,23 +198,31 @@ def test_k3_is_never_negative_and_exact_near_zero():
     assert k3[3] == 0 and (k3 >= 0).all() and k3[4] == pytest.approx(5e-9, rel=.05)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # advantages
 
 def plain_advantages(rewards, G, scale):
-    known, out = [r for r in rewards if not math.isnan(r)], []
+    known = [r for r in rewards if not math.isnan(r)]
+    out = []
     for i in range(0, len(rewards), G):
         group = [r for r in rewards[i:i + G] if not math.isnan(r)]
+        spread = {"group": group, "batch": known, "none": []}[scale]
+        divisor = 1
+        if scale != "none":
+            divisor = (statistics.stdev(spread) if len(spread) > 1 else 0) + 1e-4
         for r in rewards[i:i + G]:
-            spread = {"group": group, "batch": known, "none": []}[scale]
-            divisor = 1 if scale == "none" else statistics.stdev(spread) + 1e-4 if len(spread) > 1 else 1e-4
-            out.append(0.0 if math.isnan(r) or max(group) == min(group) else (r - statistics.fmean(group)) / divisor)
+            if math.isnan(r) or max(group) == min(group):
+                out.append(0.0)
+            else:
+                out.append((r - statistics.fmean(group)) / divisor)
     return out
 
 
 @pytest.mark.parametrize("scale", ("group", "batch", "none"))
 @pytest.mark.parametrize("rewards", [
-    [1, 0, 3, 3.5, 2, 2, 2, 2, -1, 5, 0, 0], [.1, NAN, .7, .2, NAN, NAN, NAN, NAN, 1, 1, NAN, 1], [0, 0, 0, 1e-3, 5, 5, 5, NAN],
+    [1, 0, 3, 3.5, 2, 2, 2, 2, -1, 5, 0, 0],
+    [.1, NAN, .7, .2, NAN, NAN, NAN, NAN, 1, 1, NAN, 1],
+    [0, 0, 0, 1e-3, 5, 5, 5, NAN],
     [NAN, 3, NAN, NAN, 1, 2, 3, 4]])
 def test_advantages_against_plain_python(rewards, scale):
     found = group_advantages(torch.tensor(rewards, dtype=torch.float64), 4, scale)
@@ -187,9 +233,10 @@ def test_advantages_against_plain_python(rewards, scale):
 @pytest.mark.parametrize("G", (2, 4, 8))
 def test_advantages_are_bounded(G):
     bound = (G - 1) / math.sqrt(G)
-    one_hot = group_advantages(torch.eye(G, dtype=torch.float64)[0] * 1e6, G).abs().max()  # the extreme case
-    noise = group_advantages(torch.randn(300 * G, generator=torch.Generator().manual_seed(0)), G)
-    assert one_hot == pytest.approx(bound, rel=1e-6) and noise.abs().max() <= bound
+    extreme = torch.eye(G, dtype=torch.float64)[0] * 1e6
+    noise = torch.randn(300 * G, generator=torch.Generator().manual_seed(0))
+    assert group_advantages(extreme, G).abs().max() == pytest.approx(bound, rel=1e-6)
+    assert group_advantages(noise, G).abs().max() <= bound
 
 
 @pytest.mark.parametrize("scale", ("group", "batch", "none"))
@@ -205,23 +252,29 @@ def test_equal_rewards_give_exactly_zero(G, scale):
 
 @pytest.mark.parametrize("scale", ("group", "batch", "none"))
 def test_advantages_do_not_see_a_shift(scale):
-    rewards = torch.rand(32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    shifted = rewards + (torch.tensor([5.0]) if scale == "batch" else torch.arange(4.0).repeat_interleave(8))
-    assert torch.allclose(group_advantages(rewards, 8, scale), group_advantages(shifted, 8, scale), atol=1e-12)
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(32, generator=generator, dtype=torch.float64)
+    by_group = torch.arange(4.0).repeat_interleave(8)
+    shifted = rewards + (torch.tensor([5.0]) if scale == "batch" else by_group)
+    found, again = (group_advantages(r, 8, scale) for r in (rewards, shifted))
+    assert torch.allclose(found, again, atol=1e-12)
 
 
 def test_total_reward():
     scores = torch.tensor([[1.0, 2.0], [NAN, 2.0], [3.0, NAN], [NAN, NAN]])
-    assert total_reward(scores, (2.0, -1.0)).tolist() == pytest.approx([0.0, -2.0, 6.0, NAN], nan_ok=True)
+    found = total_reward(scores, (2.0, -1.0)).tolist()
+    assert found == pytest.approx([0.0, -2.0, 6.0, NAN], nan_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the loss against loops
 
-def plain_loss(logp, old, ref, advantages, mask, policy_mask, loss_type, level, delta, high, estimator, corrected, beta,
-               num_rows, num_tokens, epsilon=.2, L=9, tau_neg=1.05, tau_pos=1.0):
+def plain_loss(logp, old, ref, advantages, mask, policy_mask, loss_type, level, delta, high,
+               estimator, corrected, beta, num_rows, num_tokens, epsilon=.2, L=9, tau_neg=1.05,
+               tau_pos=1.0):
     """Loss and d(loss)/d(logp), on lists; the derivatives by hand."""
-    high, total, grad = epsilon if high is None else high, 0.0, [[0.0] * len(row) for row in logp]
+    high = epsilon if high is None else high
+    total, grad = 0.0, [[0.0] * len(row) for row in logp]
     for i, A in enumerate(advantages):
         tokens = [t for t, on in enumerate(mask[i]) if on]
         for t in tokens:
@@ -237,17 +290,23 @@ def plain_loss(logp, old, ref, advantages, mask, policy_mask, loss_type, level, 
             else:
                 free, clipped = min(rho, delta or INF) * A, min(max(rho, 1 - epsilon), 1 + high) * A
                 value = -min(free, clipped)
-                by_rho = -A * (rho < (delta or INF) if free < clipped else 1 - epsilon < rho < 1 + high)
+                if free < clipped:
+                    by_rho = -A * (rho < (delta or INF))
+                else:
+                    by_rho = -A * (1 - epsilon < rho < 1 + high)
             if policy_mask and not policy_mask[i][t]:
                 value = by_rho = by_logp = 0.0
             if beta:
                 d = ref[i][t] - logp[i][t]
-                kl, slope = {"k1": (-d, 1), "k2": (d * d / 2, -d), "k3": (math.exp(d) - 1 - d, 1 - math.exp(d))}[estimator]
+                kl, slope = {"k1": (-d, 1), "k2": (d * d / 2, -d),
+                             "k3": (math.exp(d) - 1 - d, 1 - math.exp(d))}[estimator]
                 value += beta * kl * (rho if corrected else 1)
                 by_rho += beta * kl * corrected
                 by_logp += beta * slope * (rho if corrected else 1)
-            divisor = {"grpo": num_rows * len(tokens), "sapo": num_rows * len(tokens), "dr_grpo": num_rows * L,
-                       "dapo": num_tokens, "cispo": num_tokens, "bnpo": sum(map(sum, mask)) * num_rows / len(logp)}[loss_type]
+            divisor = {
+                "grpo": num_rows * len(tokens), "sapo": num_rows * len(tokens),
+                "dr_grpo": num_rows * L, "dapo": num_tokens, "cispo": num_tokens,
+                "bnpo": sum(map(sum, mask)) * num_rows / len(logp)}[loss_type]
             total += value / divisor
             grad[i][t] += by_logp / divisor
             for u in over:
@@ -256,7 +315,8 @@ def plain_loss(logp, old, ref, advantages, mask, policy_mask, loss_type, level, 
 
 
 def random_rows():
-    """Eight rows of unequal length, one of them empty, in which every branch of the clip occurs at both levels."""
+    """Eight rows of unequal length, one of them empty, in which every branch of the clip occurs at
+    both levels."""
     g = torch.Generator().manual_seed(3)
 
     def noise(*shape):
@@ -272,9 +332,10 @@ def random_rows():
 def test_random_rows_reach_every_branch():
     logp, old, _, A, mask, _ = random_rows()
     gap = (logp - old) * mask
-    for rho, used in ((gap.exp(), mask), ((gap.sum(1) / mask.sum(1).clamp(min=1))[:, None].exp().expand(8, 7), mask)):
+    by_row = (gap.sum(1) / mask.sum(1).clamp(min=1))[:, None].exp().expand(8, 7)
+    for rho in (gap.exp(), by_row):
         for sign in (1, -1):
-            x = rho[used & (sign * A[:, None] > 0)]
+            x = rho[mask & (sign * A[:, None] > 0)]
             assert (x < .8).any() and ((x > .8) & (x < 1.2)).any() and (x > 1.3).any()
 
 
@@ -285,22 +346,27 @@ def test_loss_against_plain_python(loss_type, level):
     lists = [x.tolist() for x in (logp, old, ref, advantages, mask, policy_mask)]
     kl = [("k3", False, 0.0), *itertools.product(("k1", "k2", "k3"), (False, True), (.1,))]
     seen = set()
-    for delta, high, (estimator, corrected, beta), masked, (rows, tokens) in itertools.product(
-            (None, 1.3), (None, .28), kl, (False, True), ((None, None), (11, 57))):
+    cases = itertools.product(
+        (None, 1.3), (None, .28), kl, (False, True), ((None, None), (11, 57)))
+    for delta, high, (estimator, corrected, beta), masked, (rows, tokens) in cases:
         x = logp.clone().requires_grad_()
         ceiling = (high or 0) + 1 if loss_type == "cispo" else high
-        loss, metrics = grpo_loss(
-            x, old, ref, advantages, mask, loss_type=loss_type, importance_sampling_level=level, delta=delta,
-            epsilon_high=ceiling, beta=beta, kl_estimator=estimator, use_bias_correction_kl=corrected,
-            policy_mask=policy_mask if masked else None, num_rows=rows, num_tokens=tokens, max_completion_length=9)
+        loss, metrics = loss_and_metrics(
+            x, old, ref, advantages, mask, policy_mask if masked else None, rows, tokens,
+            loss_type=loss_type, importance_sampling_level=level, delta=delta, epsilon_high=ceiling,
+            beta=beta, kl_estimator=estimator, use_bias_correction_kl=corrected,
+            max_completion_length=9)
         loss.backward()
-        value, gradient = plain_loss(*lists[:5], lists[5] if masked else None, loss_type, level, delta, ceiling, estimator,
-                                     corrected, beta, rows or 8, tokens or int(mask.sum()))
+        value, gradient = plain_loss(
+            *lists[:5], lists[5] if masked else None, loss_type, level, delta, ceiling, estimator,
+            corrected, beta, rows or 8, tokens or int(mask.sum()))
         case = (delta, high, estimator, corrected, beta, masked, rows)
         assert float(loss.detach()) == pytest.approx(value, abs=1e-7), case
-        assert torch.allclose(x.grad, torch.tensor(gradient, dtype=torch.float64), atol=1e-7), case
+        expected = torch.tensor(gradient, dtype=torch.float64)
+        assert torch.allclose(x.grad, expected, atol=1e-7), case
         if beta:
-            assert metrics["kl"] == pytest.approx(float(kl_estimate(logp, ref, estimator)[mask].mean())), case
+            mean = float(kl_estimate(logp, ref, estimator)[mask].mean())
+            assert metrics["kl"] == pytest.approx(mean), case
         seen.add(round(value, 9))
     # each knob that this loss has makes another number
     assert len(seen) == {"cispo": 2, "sapo": 1}.get(loss_type, 4) * 7 * 2 * 2
@@ -310,23 +376,27 @@ def test_sapo_temperatures():
     logp, old, _, A, mask, _ = random_rows()
 
     def loss(A, **temperatures):
-        return float(grpo_loss(logp, old, None, A, mask, loss_type="sapo", **temperatures)[0])
+        found, _ = loss_and_metrics(logp, old, None, A, mask, loss_type="sapo", **temperatures)
+        return float(found)
 
     plain = [x.tolist() for x in (logp, old, logp, A, mask)]
-    expected = plain_loss(*plain, None, "sapo", "token", None, None, "k3", False, 0.0, 8, 33, tau_neg=2.0, tau_pos=.5)[0]
-    assert loss(A, sapo_temperature_neg=2.0, sapo_temperature_pos=.5) == pytest.approx(expected, abs=1e-7)
+    expected, _ = plain_loss(*plain, None, "sapo", "token", None, None, "k3", False, 0.0, 8, 33,
+                             tau_neg=2.0, tau_pos=.5)
+    found = loss(A, sapo_temperature_neg=2.0, sapo_temperature_pos=.5)
+    assert found == pytest.approx(expected, abs=1e-7)
     for sign, idle in ((1, "sapo_temperature_neg"), (-1, "sapo_temperature_pos")):
         assert loss(sign * A.abs(), **{idle: .5}) == loss(sign * A.abs())
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # what must change nothing
 
 def loss_and_gradient(rows=slice(None), data=None, **knobs):
     logp, old, ref, advantages, mask, policy_mask = (x[rows] for x in data or random_rows())
     x = logp.clone().requires_grad_()
-    knobs = dict(epsilon_high=1.3 if knobs["loss_type"] == "cispo" else None, beta=.1, max_completion_length=9) | knobs
-    loss, metrics = grpo_loss(x, old, ref, advantages, mask, policy_mask=policy_mask, **knobs)
+    ceiling = 1.3 if knobs["loss_type"] == "cispo" else None
+    knobs = dict(epsilon_high=ceiling, beta=.1, max_completion_length=9) | knobs
+    loss, metrics = loss_and_metrics(x, old, ref, advantages, mask, policy_mask, **knobs)
     loss.backward()
     return float(loss.detach()), x.grad, floats(metrics)
 
@@ -337,9 +407,12 @@ def loss_and_gradient(rows=slice(None), data=None, **knobs):
 def test_micro_batches_add_up(loss_type, sizes, level):
     knobs = dict(loss_type=loss_type, importance_sampling_level=level)
     loss, grad, _ = loss_and_gradient(**knobs)
-    parts = [loss_and_gradient(rows.tolist(), num_rows=8, num_tokens=33, **knobs) for rows in torch.arange(8).split(sizes)]
-    loss2, grad2 = sum(part[0] for part in parts), torch.cat([part[1] for part in parts])
-    same = loss2 == pytest.approx(loss, abs=1e-12) and torch.allclose(grad2, grad, atol=1e-12)
+    parts = [loss_and_gradient(rows.tolist(), num_rows=8, num_tokens=33, **knobs)
+             for rows in torch.arange(8).split(sizes)]
+    sum_of_losses = sum(part[0] for part in parts)
+    joined = torch.cat([part[1] for part in parts])
+    same = (sum_of_losses == pytest.approx(loss, abs=1e-12)
+            and torch.allclose(joined, grad, atol=1e-12))
     assert same == (loss_type != "bnpo")
 
 
@@ -357,10 +430,12 @@ def test_masked_positions_and_padding_are_not_read(loss_type, level, garbage):
     loss, grad, metrics = loss_and_gradient(**knobs)
     logp, old, ref, A, mask, policy_mask = random_rows()
     wide = torch.cat([mask, torch.zeros(8, 3, dtype=torch.bool)], 1)
-    spoiled = [F.pad(x, (0, 3)).masked_fill(~wide, sign * garbage) for x, sign in ((logp, 1), (old, -1), (ref, 1))]
+    spoiled = [F.pad(x, (0, 3)).masked_fill(~wide, sign * garbage)
+               for x, sign in ((logp, 1), (old, -1), (ref, 1))]
     data = (*spoiled, A, wide, torch.cat([policy_mask | ~mask, ~wide[:, 7:]], 1))
     loss2, grad2, metrics2 = loss_and_gradient(data=data, **knobs)
-    assert loss2 == pytest.approx(loss, abs=1e-12) and metrics2 == pytest.approx(metrics, abs=1e-12)
+    assert loss2 == pytest.approx(loss, abs=1e-12)
+    assert metrics2 == pytest.approx(metrics, abs=1e-12)
     assert torch.allclose(grad2[:, :7], grad, atol=1e-12) and (grad2[~wide] == 0).all()
 
 
@@ -369,7 +444,8 @@ def test_row_order_changes_nothing(loss_type):
     order = [3, 0, 7, 6, 1, 5, 2, 4]
     loss, grad, metrics = loss_and_gradient(loss_type=loss_type)
     loss2, grad2, metrics2 = loss_and_gradient(order, loss_type=loss_type)
-    assert loss2 == pytest.approx(loss, abs=1e-12) and torch.allclose(grad2, grad[order], atol=1e-12)
+    assert loss2 == pytest.approx(loss, abs=1e-12)
+    assert torch.allclose(grad2, grad[order], atol=1e-12)
     assert metrics2 == pytest.approx(metrics, abs=1e-12)
 
 
@@ -378,26 +454,34 @@ def test_row_order_changes_nothing(loss_type):
 def test_missing_or_misshaped_field(field, shape):
     if field == "policy_mask" and shape is None:
         return  # that means all tokens
-    with pytest.raises(ValueError, match=f"^{field}: {'missing' if shape is None else ''}"):
-        grpo_loss(**example(beta=.04, **{field: shape and torch.zeros(shape)}))
+    missing = "missing" if shape is None else ""
+    wrong = None if shape is None else torch.zeros(shape)
+    arguments = example(**{field: wrong})
+    step = SimpleNamespace(num_rows=4, num_tokens=10)
+    with pytest.raises(ValueError, match=f"^{field}: {missing}"):
+        grpo_loss(**arguments, step=step, cfg=replace(Settings(), beta=.04))
 
 
 def test_reference_is_needed_only_with_beta():
     assert run_example(ref_logp=None)[0] == run_example()[0]
-    with pytest.raises(ValueError, match="max_completion_length"):
-        grpo_loss(**example(loss_type="dr_grpo", max_completion_length=None))
+    with pytest.raises(BadInput, match="max_completion_length"):    # dr_grpo divides by it
+        load_settings(["--loss_type=dr_grpo", "--max_completion_length=None"])
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # a tiny world: a GPT with some character, four prompts, rewards by rule
 
 TOKENIZER = load_tokenizer(300)
-END, CPU, FLOAT = TOKENIZER.eot_token, torch.device("cpu"), torch.float32
-PROMPTS = [(text, TOKENIZER.encode_ordinary(text)) for text in ("I am", "you are so", "what", "the end of it")]
+END = TOKENIZER.eot_token
+CPU = torch.device("cpu")
+FLOAT = torch.float32
+TEXTS = ("I am", "you are so", "what", "the end of it")
+PROMPTS = [(text, TOKENIZER.encode_ordinary(text)) for text in TEXTS]
 
 
 def gpt(seed=0, end=4.0):
-    """Random weights, scaled up so that tokens differ in probability; the larger `end`, the likelier the end token."""
+    """Random weights, scaled up so that tokens differ in probability. The larger `end`, the
+    likelier the end token."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32))
     with torch.no_grad():
@@ -407,46 +491,92 @@ def gpt(seed=0, end=4.0):
 
 
 def moved(model, size=.02, seed=5):
-    """A copy some way off."""
-    other, g = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    """A copy with noise on every weight."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in other.parameters():
-            p += size * torch.randn(p.shape, generator=g)
+            p += size * torch.randn(p.shape, generator=generator)
     return other
 
 
 def letters(prompts, completions):
+    """A reward that looks random and is not."""
     return [sum(map(ord, text)) % 101 / 101 for text in completions]
 
 
 def settings(functions=None, weights=None, **knobs):
+    """Settings of the tiny world with the reward functions {name: function}."""
     functions = functions or {"letters": letters}
-    knobs = dict(vocab_size=300, block_size=32, num_prompts=4, num_generations=4, max_completion_length=8, max_grad_norm=0,
-                 learning_rate=1e-3) | knobs
-    s = load_settings([f"--{k}={v}" for k, v in knobs.items()])
-    return replace(s, judge=None, eval_judge=None, functions=functions, reward_funcs=tuple(functions),
-                   reward_weights=weights).check()
+    knobs = dict(vocab_size=300, block_size=32, num_prompts=4, num_generations=4,
+                 max_completion_length=8, max_grad_norm=0, learning_rate=1e-3) | knobs
+    cfg = load_settings([f"--{name}={value}" for name, value in knobs.items()])
+    return replace(cfg, judge=None, eval_judge=None, functions=functions,
+                   reward_funcs=tuple(functions), reward_weights=weights).check()
 
 
-def quiet(*args, **kwargs):
-    pass
+def nets_of(policy, cfg, reference=None, optimizer=None, dtype=FLOAT, prompts=PROMPTS):
+    """What grpo.build makes, around this very policy and reference instead of copies."""
+    given = SimpleNamespace(device=CPU, dtype=dtype, tokenizer=TOKENIZER, prompts=prompts,
+                            eval_prompts=prompts, val_prompts=prompts)
+    nets = grpo.build(replace(cfg, lora_rank=0, tracin="off"), given, copy.deepcopy(policy), {})
+    nets.policy = nets.policy_fn = policy
+    nets.reference = nets.reference_fn = reference or policy
+    nets.trained = [p for p in policy.parameters() if p.requires_grad]
+    nets.optimizer = optimizer or torch.optim.AdamW(nets.trained, lr=cfg.learning_rate)
+    if "attention" in cfg.speed:
+        use_attention_by_hand(nets.policy, nets.reference)
+    if cfg.tracin != "off":
+        nets.influence = Influence(nets, cfg, loss_of, gradient_of, all_reduce)
+    return nets
 
 
-def sample(policy, s, reference=None, seed=7, dtype=FLOAT, prompts=PROMPTS):
-    return collect(policy, reference or policy, prompts, s.functions, s, TOKENIZER, seed, dtype)
+def sample(policy, cfg, reference=None, seed=7, dtype=FLOAT, prompts=PROMPTS):
+    """A Batch of completions of the prompts."""
+    nets = nets_of(policy, cfg, reference, dtype=dtype, prompts=prompts)
+    return collect(nets, prompts, cfg, seed)
 
 
-def train(policy, b, s, optimizer=None, seed=3, dtype=FLOAT, check_ratio=False):
-    optimizer = optimizer or torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate)
-    return update(policy, policy, optimizer, b, s, seed, dtype, quiet, check_ratio)
+def train(policy, batch, cfg, optimizer=None, seed=3, dtype=FLOAT, first=False, target=None):
+    """grpo.update -> its metrics."""
+    nets = nets_of(policy, cfg, optimizer=optimizer, dtype=dtype)
+    return update(nets, batch, target, cfg, seed, first=first)
 
 
-def gradients(policy, b, s, **more):
-    """(what update hands to the optimiser at each step, as flat vectors; its metrics). The weights stay."""
-    seen, parameters = [], [p for p in policy.parameters() if p.requires_grad]
-    spy = SimpleNamespace(step=lambda: seen.append(torch.cat([p.grad.flatten() for p in parameters])),
-                          zero_grad=lambda **kwargs: policy.zero_grad())
-    return seen, train(policy, b, s, spy, **more)
+def gradients(policy, batch, cfg, **more):
+    """What update hands to the optimizer at each step, as flat vectors, and its metrics. The
+    weights stay as they are."""
+    seen = []
+    trained = [p for p in policy.parameters() if p.requires_grad]
+
+    def step():
+        seen.append(torch.cat([p.grad.flatten() for p in trained]))
+
+    optimizer = SimpleNamespace(step=step, zero_grad=lambda **kwargs: policy.zero_grad())
+    metrics = train(policy, batch, cfg, optimizer, **more)
+    return seen, metrics
+
+
+def step_of(batch, rows):
+    """These rows of a batch as one optimizer step."""
+    mask = batch.mask[rows]
+    return Step(0, rows, len(mask), int(mask.sum()))
+
+
+def forward(policy, batch, cfg, rows=slice(None)):
+    """grpo.loss_of these rows as one step."""
+    nets = nets_of(policy, cfg)
+    return loss_of(nets, policy, batch, rows, step_of(batch, rows), cfg)
+
+
+def log_ratio(policy, batch, cfg):
+    """log(policy / sampler) of each token (N, T)."""
+    return (forward(policy, batch, cfg).logp - batch.rollout.logp).detach()
+
+
+def without(*words):
+    """The setting `speed` less some words."""
+    return tuple(word for word in Settings.speed if word not in words)
 
 
 def flat_gradient(policy, loss):
@@ -462,75 +592,91 @@ def same_weights(model, before):
 
 
 def plain_logps(model, rollout, temperature=1.0):
-    """Log-probs of the sampled tokens, row by row: no padding, no mask, no cache; a list of (tokens of the row,)."""
-    out, P = [], rollout.tokens.shape[1] - rollout.mask.shape[1]
-    for tokens, real, mask in zip(rollout.tokens, rollout.real, rollout.mask):
-        n, prompt = int(mask.sum()), tokens[:P][real[:P]]
+    """Log-probs of the sampled tokens, row by row, without padding, mask or cache: a list of
+    (tokens of the row,)."""
+    out = []
+    P = rollout.tokens.shape[1] - rollout.mask.shape[1]
+    for tokens, present, mask in zip(rollout.tokens, rollout.attention_mask, rollout.mask):
+        n = int(mask.sum())
+        prompt = tokens[:P][present[:P]]
         ids = torch.cat([prompt, tokens[P:P + n]])
         logits = model.lm_head(model(ids[None]))[0, len(prompt) - 1:-1] / temperature
         out.append(logits.log_softmax(-1).gather(1, tokens[P:P + n, None])[:, 0])
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the gradient of a step
 
 def test_on_policy_step_is_reinforce_and_a_second_pass_is_not():
-    policy, s = gpt(), settings()
-    b = sample(policy, s)
+    policy, cfg = gpt(), settings()
+    batch = sample(policy, cfg)
 
     def reinforce():
-        rows = plain_logps(policy, b.rollout)
-        return flat_gradient(policy, -sum(A * x.sum() for A, x in zip(b.advantages, rows)) / b.mask.sum())
+        rows = plain_logps(policy, batch.rollout)
+        total = sum(A * x.sum() for A, x in zip(batch.advantages, rows))
+        return flat_gradient(policy, -total / batch.mask.sum())
 
-    (first,), _ = gradients(policy, b, s)
+    (first,), _ = gradients(policy, batch, cfg)
     assert torch.allclose(first, reinforce(), atol=1e-6) and first.norm() > .01
-    train(policy, b, s, torch.optim.SGD(policy.parameters(), lr=.02))
-    (second,), _ = gradients(policy, b, s)
+    train(policy, batch, cfg, torch.optim.SGD(policy.parameters(), lr=.02))
+    (second,), _ = gradients(policy, batch, cfg)
     assert (second - reinforce()).norm() > .01 * second.norm()
     clipped = 0.0
-    for A, new, old in zip(b.advantages, plain_logps(policy, b.rollout), b.rollout.logp):
+    rows = plain_logps(policy, batch.rollout)
+    for A, new, old in zip(batch.advantages, rows, batch.rollout.logp):
         rho = (new - old[:len(new)]).exp()
-        clipped -= torch.min(rho * A, rho.clamp(.8, 1.2) * A).sum() / b.mask.sum()
+        clipped -= torch.min(rho * A, rho.clamp(.8, 1.2) * A).sum() / batch.mask.sum()
     assert torch.allclose(second, flat_gradient(policy, clipped), atol=1e-6)
 
 
 def test_end_token_carries_gradient_and_the_first_pad_does_not():
-    policy, (a, *_, z) = gpt(), PROMPTS[0][1]
-    rollouts = [generate(policy, [[a, END, z], PROMPTS[1][1]], 4, 8, eos=END, seed=seed) for seed in range(9)]
-    rollout, row = next((r, i) for r in rollouts for i in range(4) if r.ended[i] and 2 <= r.mask[i].sum() < r.mask.shape[1])
-    n, P = int(rollout.mask[row].sum()), rollout.tokens.shape[1] - rollout.mask.shape[1]
-    assert rollout.tokens[row, P + n - 1] == END == rollout.tokens[row, P + n]   # the pad is the same token
-    assert END not in rollout.completions()[row] and len(rollout.completions()[row]) == n - 1
+    policy = gpt()
+    a, *_, z = PROMPTS[0][1]
+    rollouts = [generate(policy, [[a, END, z], PROMPTS[1][1]], 4, 8, eos=END, seed=seed)
+                for seed in range(9)]
+    rollout, row = next((r, i) for r in rollouts for i in range(4)
+                        if r.ended[i] and 2 <= r.mask[i].sum() < r.mask.shape[1])
+    n = int(rollout.mask[row].sum())
+    P = rollout.tokens.shape[1] - rollout.mask.shape[1]
+    # the pad is the same token
+    assert rollout.tokens[row, P + n - 1] == END == rollout.tokens[row, P + n]
+    completion = rollout.completions()[row]
+    assert END not in completion and len(completion) == n - 1
 
     logp = completion_logprobs(policy, rollout)
     only = torch.zeros(8).index_fill(0, torch.tensor(row), 1.0)
-    loss, _ = grpo_loss(logp, rollout.logp, None, only, rollout.mask)
+    loss, _ = loss_and_metrics(logp, rollout.logp, None, only, rollout.mask)
     by_logp, *found = torch.autograd.grad(loss, [logp, *policy.parameters()])
     assert (by_logp[row, :n] != 0).all() and (by_logp[row, n:] == 0).all()
     # without padding or mask, so the end token in the prompt is one that others look at
-    expected = flat_gradient(policy, -plain_logps(policy, rollout)[row].sum() / rollout.mask.sum())
+    plain = -plain_logps(policy, rollout)[row].sum() / rollout.mask.sum()
+    expected = flat_gradient(policy, plain)
     assert torch.allclose(torch.cat([g.flatten() for g in found]), expected, atol=1e-6)
     rollout.tokens[row, P - 2] = a
     assert (completion_logprobs(policy, rollout) - logp)[row, :n].abs().max() > .01
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # every knob acts: rollout
 
 @pytest.mark.parametrize("temperature", (.5, 1.0, 2.0))
 def test_log_probs_are_those_of_the_sampling_temperature(temperature):
-    policy, s = gpt(), settings(temperature=temperature, beta=.1)
-    b = sample(policy, s, reference=moved(policy))
-    for found, model in ((b.rollout.logp, policy), (b.ref_logp, moved(policy))):
-        for row, mask, expected in zip(found, b.rollout.mask, plain_logps(model, b.rollout, temperature)):
+    policy, cfg = gpt(), settings(temperature=temperature, beta=.1)
+    batch = sample(policy, cfg, reference=moved(policy))
+    for found, net in ((batch.rollout.logp, policy), (batch.ref_logp, moved(policy))):
+        rows = plain_logps(net, batch.rollout, temperature)
+        for row, mask, expected in zip(found, batch.rollout.mask, rows):
             assert torch.allclose(row[mask], expected, atol=1e-5)
-    assert loss_of(policy, b, slice(None), s, FLOAT)[2].abs().max() < 1e-4
-    assert loss_of(policy, b, slice(None), replace(s, temperature=1.3), FLOAT)[2].abs().max() > .05
+    assert log_ratio(policy, batch, cfg).abs().max() < 1e-4
+    assert log_ratio(policy, batch, replace(cfg, temperature=1.3)).abs().max() > .05
 
 
 def test_temperature_raises_entropy():
-    entropy = [describe_batch(sample(gpt(), s), s)["entropy"] for s in (settings(temperature=t) for t in (.25, .5, 1, 2))]
+    entropy = []
+    for temperature in (.25, .5, 1, 2):
+        cfg = settings(temperature=temperature)
+        entropy.append(batch_metrics(sample(gpt(), cfg), cfg)["entropy"])
     assert entropy == sorted(entropy) and entropy[-1] > entropy[0] + 1
 
 
@@ -539,51 +685,66 @@ def test_temperature_raises_entropy():
     (dict(top_p=.5), lambda p: torch.tensor([p[p > x].sum() < .5 for x in p])),
     (dict(min_p=.3), lambda p: p >= .3 * p.max())])
 def test_truncated_sampling(knob, allowed):
-    policy, s = gpt(), settings(**knob)
-    b = sample(policy, s)
-    r, P = b.rollout, b.rollout.tokens.shape[1] - b.rollout.mask.shape[1]
-    assert loss_of(policy, b, slice(None), s, FLOAT)[2].abs().max() < 1e-4                       # renormalised: ratio 1
-    whole = torch.cat([x for x in plain_logps(policy, r)])
+    policy, cfg = gpt(), settings(**knob)
+    batch = sample(policy, cfg)
+    r, P = batch.rollout, batch.rollout.tokens.shape[1] - batch.rollout.mask.shape[1]
+    assert log_ratio(policy, batch, cfg).abs().max() < 1e-4                 # renormalised: ratio 1
+    whole = torch.cat(plain_logps(policy, r))
     assert (r.logp[r.mask] - whole).max() > .1 and (r.logp[r.mask] >= whole - 1e-5).all()
-    p = policy.lm_head(policy(torch.tensor([PROMPTS[0][1]])))[0, -1].detach().softmax(-1)
+    logits = policy.lm_head(policy(torch.tensor([PROMPTS[0][1]])))[0, -1]
+    p = logits.detach().softmax(-1)
     keep = allowed(p)
-    assert torch.equal(r.kept[0, 0], keep) and 0 < keep.sum() < 100 and keep[r.tokens[:4, P]].all()
-    assert r.logp[0, 0] == pytest.approx(float((p[r.tokens[0, P]] / p[keep].sum()).log()), abs=1e-5)
+    assert torch.equal(r.allowed[0, 0], keep)
+    assert 0 < keep.sum() < 100 and keep[r.tokens[:4, P]].all()
+    renormalised = float((p[r.tokens[0, P]] / p[keep].sum()).log())
+    assert r.logp[0, 0] == pytest.approx(renormalised, abs=1e-5)
 
 
 def test_seed_makes_the_rollout():
-    policy, s = gpt(), settings()
-    a, b, c = (sample(policy, s, seed=seed).rollout.tokens for seed in (7, 7, 8))
+    policy, cfg = gpt(), settings()
+    a, b, c = (sample(policy, cfg, seed=seed).rollout.tokens for seed in (7, 7, 8))
     assert torch.equal(a, b) and not (a.shape == c.shape and torch.equal(a, c))
 
 
 @pytest.mark.parametrize("size", (4, 8, 12))
 def test_decode_batch_size_changes_nothing(size):
     a, b = (sample(gpt(), settings(decode_batch_size=size)).rollout for size in (0, size))
-    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.mask, b.mask) and torch.equal(a.ended, b.ended)
-    assert torch.allclose(a.logp, b.logp, atol=1e-5) and torch.allclose(a.entropy, b.entropy, atol=1e-5)
+    assert torch.equal(a.tokens, b.tokens)
+    assert torch.equal(a.mask, b.mask) and torch.equal(a.ended, b.ended)
+    assert torch.allclose(a.logp, b.logp, atol=1e-5)
+    assert torch.allclose(a.entropy, b.entropy, atol=1e-5)
 
 
-def test_decode_batch_size_bounds_the_decode(monkeypatch):
-    rows, decode = [], sampling.decode
-    monkeypatch.setattr(sampling, "decode", lambda *a: (rows.append(len(a[3].tokens)), decode(*a)))
-    sample(gpt(), settings(decode_batch_size=8))
+def test_decode_batch_size_bounds_the_decode():
+    rows = []
+
+    def decode(model, prompt, attention_mask, r, *more):
+        rows.append(len(r.tokens))
+        sampling.decode(model, prompt, attention_mask, r, *more)
+
+    cfg = settings(decode_batch_size=8)
+    nets = nets_of(gpt(), cfg)
+    nets.generate = functools.partial(generate, decode=decode)
+    collect(nets, PROMPTS, cfg, 7)
     assert rows == [8, 8]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # every knob acts: reward and advantage
 
 @pytest.mark.parametrize("scale", ("group", "batch", "none"))
 def test_scale_rewards(scale):
-    b = sample(gpt(), settings(scale_rewards=scale))
-    assert b.rewards.tolist() == pytest.approx(letters(None, b.completions))
-    assert b.advantages.tolist() == pytest.approx(plain_advantages(b.rewards.tolist(), 4, scale), abs=1e-5)
+    batch = sample(gpt(), settings(scale_rewards=scale))
+    assert batch.rewards.tolist() == pytest.approx(letters(None, batch.completions))
+    expected = plain_advantages(batch.rewards.tolist(), 4, scale)
+    assert batch.advantages.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_scales_differ():
-    group, batch, none = (sample(gpt(), settings(scale_rewards=scale)).advantages for scale in ("group", "batch", "none"))
-    assert min((group - batch).abs().max(), (group - none).abs().max(), (batch - none).abs().max()) > .05
+    group, batch, none = (sample(gpt(), settings(scale_rewards=scale)).advantages
+                          for scale in ("group", "batch", "none"))
+    for a, b in itertools.combinations((group, batch, none), 2):
+        assert (a - b).abs().max() > .05
 
 
 def test_reward_functions_get_prompts_in_step_with_completions():
@@ -593,20 +754,24 @@ def test_reward_functions_get_prompts_in_step_with_completions():
         seen.append((prompts, completions))
         return range(len(completions))
 
-    b = sample(gpt(), settings({"look": look}))
-    assert seen == [([text for text, _ in PROMPTS for _ in range(4)], b.completions)]
-    assert b.completions == [TOKENIZER.decode(ids) for ids in b.rollout.completions()] and b.rewards.tolist() == list(range(16))
+    batch = sample(gpt(), settings({"look": look}))
+    assert seen == [([text for text, _ in PROMPTS for _ in range(4)], batch.completions)]
+    assert batch.completions == [TOKENIZER.decode(ids) for ids in batch.rollout.completions()]
+    assert batch.rewards.tolist() == list(range(16))
 
 
 def test_reward_weights():
-    s = settings({"letters": letters, "short": lambda p, c: [-len(x) for x in c]}, (2.0, .5))
-    b = sample(gpt(), s)
-    expected = [2 * x - .5 * len(text) for x, text in zip(letters(None, b.completions), b.completions)]
-    assert b.rewards.tolist() == pytest.approx(expected)
-    assert b.scores.shape == (16, 2) and (b.rewards - b.scores.sum(1)).abs().max() > .1
-    m = describe_batch(b, s)
-    assert m["rewards/short/mean"] == pytest.approx(-statistics.fmean(map(len, b.completions)))
-    assert m["rewards/letters/std"] == pytest.approx(statistics.stdev(letters(None, b.completions)))
+    functions = {"letters": letters, "short": lambda p, c: [-len(x) for x in c]}
+    cfg = settings(functions, (2.0, .5))
+    batch = sample(gpt(), cfg)
+    texts = batch.completions
+    expected = [2 * x - .5 * len(text) for x, text in zip(letters(None, texts), texts)]
+    assert batch.rewards.tolist() == pytest.approx(expected)
+    assert batch.scores.shape == (16, 2)
+    assert (batch.rewards - batch.scores.sum(1)).abs().max() > .1
+    m = batch_metrics(batch, cfg)
+    assert m["rewards/short/mean"] == pytest.approx(-statistics.fmean(map(len, texts)))
+    assert m["rewards/letters/std"] == pytest.approx(statistics.stdev(letters(None, texts)))
 
 
 def test_a_reward_function_may_abstain():
@@ -615,114 +780,145 @@ def test_a_reward_function_may_abstain():
 
     both = sample(gpt(), settings({"letters": letters, "some": some}))
     plain = letters(None, both.completions)
-    assert both.rewards.tolist() == pytest.approx([x if i % 4 == 1 else x + 10 * i for i, x in enumerate(plain)])
+    expected = [x if i % 4 == 1 else x + 10 * i for i, x in enumerate(plain)]
+    assert both.rewards.tolist() == pytest.approx(expected)
     alone = sample(gpt(), settings({"some": some}))
-    expected = plain_advantages([NAN if i % 4 == 1 else 10.0 * i for i in range(16)], 4, "group")
+    rewards = [NAN if i % 4 == 1 else 10.0 * i for i in range(16)]
     assert alone.rewards.isnan().tolist() == [i % 4 == 1 for i in range(16)]
-    assert alone.advantages.tolist() == pytest.approx(expected, abs=1e-5) and (alone.advantages[1::4] == 0).all()
-    m = describe_batch(alone, settings({"some": some}))
-    assert m["reward"] == pytest.approx(statistics.fmean(10 * i for i in range(16) if i % 4 != 1)) and m["reward_min"] == 0
+    expected = plain_advantages(rewards, 4, "group")
+    assert alone.advantages.tolist() == pytest.approx(expected, abs=1e-5)
+    assert (alone.advantages[1::4] == 0).all()
+    m = batch_metrics(alone, settings({"some": some}))
+    known = [10 * i for i in range(16) if i % 4 != 1]
+    assert m["reward"] == pytest.approx(statistics.fmean(known)) and m["reward_min"] == 0
 
 
 def test_a_batch_in_which_every_function_abstains_is_survived():
-    policy, s = gpt(), settings({"never": lambda prompts, completions: [None] * len(completions)})
-    before, b = weights_of(policy), sample(policy, s)
-    m = train(policy, b, s, torch.optim.SGD(policy.parameters(), lr=1.0)) | describe_batch(b, s)
-    assert same_weights(policy, before) and m["grad_norm"] == 0 and diagnose(m, s)
+    policy = gpt()
+    cfg = settings({"never": lambda prompts, completions: [None] * len(completions)})
+    before = weights_of(policy)
+    batch = sample(policy, cfg)
+    sgd = torch.optim.SGD(policy.parameters(), lr=1.0)
+    m = train(policy, batch, cfg, sgd) | batch_metrics(batch, cfg)
+    assert same_weights(policy, before) and m["grad_norm"] == 0 and diagnose(m, cfg)
 
 
 def by_prompt(prompts, completions):
     """Says nothing about the first two prompts."""
-    return [.1 if p in (PROMPTS[0][0], PROMPTS[1][0]) else x for p, x in zip(prompts, letters(prompts, completions))]
+    silent = TEXTS[:2]
+    scores = letters(prompts, completions)
+    return [.1 if p in silent else x for p, x in zip(prompts, scores)]
 
 
 @pytest.mark.parametrize("loss_type", ("grpo", "dr_grpo", "dapo", "bnpo"))
 def test_dropped_groups_leave_the_divisor(loss_type):
-    policy, s = gpt(), settings({"by_prompt": by_prompt}, loss_type=loss_type)
-    b = sample(policy, s)
-    assert (b.advantages[:8] == 0).all() and (b.advantages[8:] != 0).any()
-    (keep,), _ = gradients(policy, b, s)
-    (drop,), m = gradients(policy, b, replace(s, zero_std_groups="drop"))
-    share = float(b.mask[8:].sum() / b.mask.sum()) if loss_type in ("dapo", "bnpo") else .5
-    assert keep.norm() > 0 and share < .9 and torch.allclose(keep, drop * share, atol=1e-6) and m["num_steps"] == 1
+    policy, cfg = gpt(), settings({"by_prompt": by_prompt}, loss_type=loss_type)
+    batch = sample(policy, cfg)
+    assert (batch.advantages[:8] == 0).all() and (batch.advantages[8:] != 0).any()
+    (keep,), _ = gradients(policy, batch, cfg)
+    (drop,), m = gradients(policy, batch, replace(cfg, zero_std_groups="drop"))
+    by_tokens = loss_type in ("dapo", "bnpo")
+    share = float(batch.mask[8:].sum() / batch.mask.sum()) if by_tokens else .5
+    assert keep.norm() > 0 and share < .9 and m["num_steps"] == 1
+    assert torch.allclose(keep, drop * share, atol=1e-6)
 
 
 def test_all_groups_dropped_is_no_step():
-    policy, s = gpt(), settings({"one": lambda p, c: [.1] * len(c)}, zero_std_groups="drop")
-    before, b = weights_of(policy), sample(policy, s)
-    # weight decay would show a step without gradient
-    m = train(policy, b, s, torch.optim.AdamW(policy.parameters(), lr=.1, weight_decay=.5))
-    assert m["num_steps"] == 0 and m["loss"] == m["grad_norm"] == 0 and same_weights(policy, before)
-    kept = train(policy, b, replace(s, zero_std_groups="keep"), torch.optim.AdamW(policy.parameters(), lr=.1, weight_decay=.5))
+    policy = gpt()
+    cfg = settings({"one": lambda p, c: [.1] * len(c)}, zero_std_groups="drop")
+    before = weights_of(policy)
+    batch = sample(policy, cfg)
+
+    def decaying():     # weight decay would show a step without gradient
+        return torch.optim.AdamW(policy.parameters(), lr=.1, weight_decay=.5)
+
+    m = train(policy, batch, cfg, decaying())
+    assert m["num_steps"] == 0 and m["loss"] == m["grad_norm"] == 0
+    assert same_weights(policy, before)
+    kept = train(policy, batch, replace(cfg, zero_std_groups="keep"), decaying())
     assert kept["num_steps"] == 1 and not same_weights(policy, before)
 
 
 def test_kl_in_the_reward():
-    policy, s = gpt(), settings(beta=.1, kl_in="reward", kl_estimator="k1")
+    policy, cfg = gpt(), settings(beta=.1, kl_in="reward", kl_estimator="k1")
     reference = moved(policy)
-    b, without = sample(policy, s, reference), sample(policy, settings())
+    batch, without = sample(policy, cfg, reference), sample(policy, settings())
     with torch.no_grad():
-        gap = [(p - r).sum() for p, r in zip(plain_logps(policy, b.rollout), plain_logps(reference, b.rollout))]
-    assert b.rewards.tolist() == without.rewards.tolist()   # as judged, so that a judge that is stuck is seen
+        both = zip(plain_logps(policy, batch.rollout), plain_logps(reference, batch.rollout))
+        gap = [(p - r).sum() for p, r in both]
+    # as judged, so that a judge that is stuck is seen
+    assert batch.rewards.tolist() == without.rewards.tolist()
     less = torch.tensor([float(x - .1 * d) for x, d in zip(without.rewards, gap)])
-    assert b.advantages.tolist() == pytest.approx(group_advantages(less, s.num_generations, s.scale_rewards).tolist(), abs=1e-4)
-    assert (b.advantages - without.advantages).abs().max() > .01
-    m = train(policy, b, s)
-    assert m["kl"] == pytest.approx(float(sum(gap) / b.mask.sum()), abs=1e-5) and m["loss"] == pytest.approx(m["policy_loss"])
+    expected = group_advantages(less, cfg.num_generations, cfg.scale_rewards)
+    assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert (batch.advantages - without.advantages).abs().max() > .01
+    m = train(policy, batch, cfg)
+    assert m["kl"] == pytest.approx(float(sum(gap) / batch.mask.sum()), abs=1e-5)
+    assert m["loss"] == pytest.approx(m["policy_loss"])
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # every knob acts: loss
 
 def test_mask_truncated_completions():
-    policy, s = gpt(), settings(mask_truncated_completions=True)
-    b, plain = sample(policy, s), sample(policy, settings())
-    ended = b.rollout.ended
-    assert 2 < ended.sum() < 14 and torch.equal(b.advantages, plain.advantages)
-    assert not b.mask[~ended].any() and torch.equal(b.mask[ended], b.rollout.mask[ended])
-    assert torch.equal(plain.mask, b.rollout.mask)
-    rows = plain_logps(policy, b.rollout)
-    total = -sum(A * x.sum() for A, x, on in zip(b.advantages, rows, ended) if on) / b.rollout.mask[ended].sum()
-    (found,), m = gradients(policy, b, s)
+    policy, cfg = gpt(), settings(mask_truncated_completions=True)
+    batch, plain = sample(policy, cfg), sample(policy, settings())
+    ended = batch.rollout.ended
+    assert 2 < ended.sum() < 14 and torch.equal(batch.advantages, plain.advantages)
+    assert not batch.mask[~ended].any()
+    assert torch.equal(batch.mask[ended], batch.rollout.mask[ended])
+    assert torch.equal(plain.mask, batch.rollout.mask)
+    rows = zip(batch.advantages, plain_logps(policy, batch.rollout), ended)
+    total = -sum(A * x.sum() for A, x, on in rows if on) / batch.rollout.mask[ended].sum()
+    (found,), m = gradients(policy, batch, cfg)
     assert torch.allclose(found, flat_gradient(policy, total), atol=1e-6)
-    assert describe_batch(b, s)["num_completion_tokens"] == int(b.mask.sum()) < int(b.rollout.mask.sum())
+    counted = batch_metrics(batch, cfg)["num_completion_tokens"]
+    assert counted == int(batch.mask.sum()) < int(batch.rollout.mask.sum())
 
 
 def test_top_entropy_quantile():
-    policy, s = gpt(), settings(top_entropy_quantile=.3, beta=.1)
+    policy, cfg = gpt(), settings(top_entropy_quantile=.3, beta=.1)
     reference = moved(policy)
-    b = sample(policy, s, reference)
-    chosen, left = b.rollout.entropy[b.mask & b.policy_mask], b.rollout.entropy[b.mask & ~b.policy_mask]
-    assert chosen.min() >= left.max() and len(chosen) / int(b.mask.sum()) == pytest.approx(.3, abs=.02)
-    assert sample(policy, replace(s, top_entropy_quantile=1.0), reference).policy_mask is None
-    new, tokens, total = completion_logprobs(policy, b.rollout), int(b.mask.sum()), 0.0
-    for i, t in b.mask.nonzero().tolist():
-        d = b.ref_logp[i, t] - new[i, t]
-        total += (-b.advantages[i] * new[i, t] * b.policy_mask[i, t] + .1 * (d.exp() - 1 - d)) / tokens    # the KL is on all
-    (found,), _ = gradients(policy, b, s)
+    batch = sample(policy, cfg, reference)
+    chosen = batch.rollout.entropy[batch.mask & batch.policy_mask]
+    left = batch.rollout.entropy[batch.mask & ~batch.policy_mask]
+    assert chosen.min() >= left.max()
+    assert len(chosen) / int(batch.mask.sum()) == pytest.approx(.3, abs=.02)
+    assert sample(policy, replace(cfg, top_entropy_quantile=1.0), reference).policy_mask is None
+    new = completion_logprobs(policy, batch.rollout)
+    tokens, total = int(batch.mask.sum()), 0.0
+    for i, t in batch.mask.nonzero().tolist():
+        d = batch.ref_logp[i, t] - new[i, t]
+        kl = d.exp() - 1 - d                                            # on all tokens
+        total += (-batch.advantages[i] * new[i, t] * batch.policy_mask[i, t] + .1 * kl) / tokens
+    (found,), _ = gradients(policy, batch, cfg)
     assert torch.allclose(found, flat_gradient(policy, total), atol=1e-6)
 
 
 def test_entropy_is_that_of_the_sampling_distribution():
-    policy, s = gpt(), settings(temperature=.7, top_k=9)
-    b = sample(policy, s)
+    policy, cfg = gpt(), settings(temperature=.7, top_k=9)
+    batch = sample(policy, cfg)
     logits = policy.lm_head(policy(torch.tensor([PROMPTS[2][1]])))[:, -1] / .7
     p = truncate(logits, top_k=9).softmax(-1)[0]
-    assert b.rollout.entropy[8, 0] == pytest.approx(float(-(p[p > 0] * p[p > 0].log()).sum().detach()), abs=1e-5)
-    assert (b.rollout.entropy[~b.rollout.mask] == 0).all()
+    expected = float(-(p[p > 0] * p[p > 0].log()).sum().detach())
+    assert batch.rollout.entropy[8, 0] == pytest.approx(expected, abs=1e-5)
+    assert (batch.rollout.entropy[~batch.rollout.mask] == 0).all()
 
 
 @pytest.mark.parametrize("estimator", ("k1", "k2", "k3"))
 def test_beta_and_kl_estimator(estimator):
-    policy, s = gpt(), settings(beta=.3, kl_estimator=estimator)
+    policy, cfg = gpt(), settings(beta=.3, kl_estimator=estimator)
     reference = moved(policy)
-    b = sample(policy, s, reference)
-    d = torch.cat(plain_logps(reference, b.rollout)) - torch.cat(plain_logps(policy, b.rollout))
-    kl = float({"k1": -d, "k2": d * d / 2, "k3": d.exp() - 1 - d}[estimator].mean().detach())
-    (found,), m = gradients(policy, b, s)
-    assert m["kl"] == pytest.approx(kl, rel=1e-3) and m["loss"] - m["policy_loss"] == pytest.approx(.3 * kl, rel=1e-3)
-    (twice,), _ = gradients(policy, b, replace(s, beta=.6))
-    (none,), _ = gradients(policy, b, replace(s, beta=0.0))
+    batch = sample(policy, cfg, reference)
+    d = (torch.cat(plain_logps(reference, batch.rollout))
+         - torch.cat(plain_logps(policy, batch.rollout)))
+    kl = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - 1 - d}[estimator]
+    kl = float(kl.mean().detach())
+    (found,), m = gradients(policy, batch, cfg)
+    assert m["kl"] == pytest.approx(kl, rel=1e-3)
+    assert m["loss"] - m["policy_loss"] == pytest.approx(.3 * kl, rel=1e-3)
+    (twice,), _ = gradients(policy, batch, replace(cfg, beta=.6))
+    (none,), _ = gradients(policy, batch, replace(cfg, beta=0.0))
     assert torch.allclose(twice - found, found - none, atol=1e-5) and (found - none).norm() > .01
 
 
@@ -730,235 +926,290 @@ def test_beta_zero_never_runs_the_reference():
     def forbidden(*args):
         raise AssertionError("the reference was run")
 
-    policy, s = gpt(), settings()
-    b = sample(policy, s, forbidden)
-    assert b.ref_logp is None and "kl" not in train(policy, b, s)
+    policy, cfg = gpt(), settings()
+    batch = sample(policy, cfg, forbidden)
+    assert batch.ref_logp is None and "kl" not in train(policy, batch, cfg)
 
 
 def test_bias_corrected_k3_has_the_gradient_of_k2_on_policy():
-    policy, s = gpt(), settings(beta=.3)
-    b = sample(policy, s, moved(policy, .05))
-    (k3,), _ = gradients(policy, b, s)
-    (corrected,), _ = gradients(policy, b, replace(s, use_bias_correction_kl=True))
-    (k2,), _ = gradients(policy, b, replace(s, kl_estimator="k2"))
+    policy, cfg = gpt(), settings(beta=.3)
+    batch = sample(policy, cfg, moved(policy, .05))
+    (k3,), _ = gradients(policy, batch, cfg)
+    (corrected,), _ = gradients(policy, batch, replace(cfg, use_bias_correction_kl=True))
+    (k2,), _ = gradients(policy, batch, replace(cfg, kl_estimator="k2"))
     assert torch.allclose(corrected, k2, atol=1e-5) and (k3 - k2).norm() > .05 * k2.norm()
 
 
 @pytest.mark.parametrize("knobs", [
-    dict(loss_type="grpo"), dict(loss_type="dr_grpo"), dict(importance_sampling_level="sequence"), dict(epsilon=.05),
-    dict(epsilon_high=.5), dict(delta=1.25), dict(loss_type="cispo", epsilon_high=1.1),
-    dict(loss_type="cispo", epsilon_high=5.0), dict(loss_type="sapo"), dict(loss_type="sapo", sapo_temperature_neg=3.0),
-    dict(loss_type="sapo", sapo_temperature_pos=3.0), dict(beta=.2), dict(beta=.2, use_bias_correction_kl=True),
-    dict(beta=.2, kl_estimator="k1")])
+    dict(loss_type="grpo"), dict(loss_type="dr_grpo"), dict(importance_sampling_level="sequence"),
+    dict(epsilon=.05), dict(epsilon_high=.5), dict(delta=1.25),
+    dict(loss_type="cispo", epsilon_high=1.1), dict(loss_type="cispo", epsilon_high=5.0),
+    dict(loss_type="sapo"), dict(loss_type="sapo", sapo_temperature_neg=3.0),
+    dict(loss_type="sapo", sapo_temperature_pos=3.0), dict(beta=.2),
+    dict(beta=.2, use_bias_correction_kl=True), dict(beta=.2, kl_estimator="k1")])
 def test_loss_settings_reach_the_loss(knobs):
     policy = gpt()
-    b = sample(policy, settings(beta=.1), reference=moved(policy, seed=6))
-    later, s = moved(policy, .05), settings(**knobs)
+    batch = sample(policy, settings(beta=.1), reference=moved(policy, seed=6))
+    later, rows = moved(policy, .05), slice(2, 13)
     with torch.no_grad():
-        found, _, gap, _ = loss_of(later, b, slice(2, 13), s, FLOAT)
-        default, _, _, _ = loss_of(later, b, slice(2, 13), settings(), FLOAT)
-        logp = completion_logprobs(later, b.rollout[2:13])
-    expected, _ = grpo_loss(logp, b.rollout.logp[2:13], b.ref_logp[2:13], b.advantages[2:13], b.mask[2:13],
-                            max_completion_length=8, **knobs)
-    assert float(found) == pytest.approx(float(expected), abs=1e-6) and abs(float(found) - float(default)) > 1e-4
-    assert torch.allclose(gap, logp - b.rollout.logp[2:13], atol=1e-5)
+        found, logp, _ = forward(later, batch, settings(**knobs), rows)
+        default, _, _ = forward(later, batch, settings(), rows)
+        plain = completion_logprobs(later, batch.rollout[rows])
+    b = batch[rows]
+    expected, _ = loss_and_metrics(plain, b.rollout.logp, b.ref_logp, b.advantages, b.mask,
+                                   max_completion_length=8, **knobs)
+    assert float(found) == pytest.approx(float(expected), abs=1e-6)
+    assert abs(float(found) - float(default)) > 1e-4
+    assert torch.allclose(logp, plain, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # every knob acts: step
 
 def spied(monkeypatch):
     """Every call of loss_of that update makes, as (rows, num_rows, num_tokens, metrics)."""
     calls = []
 
-    def spy(policy, b, rows, s, dtype, num_rows=None, num_tokens=None, **more):
-        found = loss_of(policy, b, rows, s, dtype, num_rows, num_tokens, **more)
-        calls.append((rows.tolist(), num_rows, num_tokens, floats(found[1])))
-        return found
+    def spy(nets, policy, batch, rows, step, cfg, *more):
+        out = loss_of(nets, policy, batch, rows, step, cfg, *more)
+        metrics = floats(loss_metrics(out, batch[rows], cfg))
+        calls.append((rows.tolist(), step.num_rows, step.num_tokens, metrics))
+        return out
 
     monkeypatch.setattr(grpo, "loss_of", spy)
     return calls
 
 
 def test_num_iterations(monkeypatch):
-    policy, s, calls = gpt(), settings(num_iterations=3, learning_rate=.01, epsilon=.01), spied(monkeypatch)
-    b = sample(policy, s)
-    m = train(policy, b, s, check_ratio=True)
+    policy = gpt()
+    cfg = settings(num_iterations=3, learning_rate=.01, epsilon=.01)
+    calls = spied(monkeypatch)
+    batch = sample(policy, cfg)
+    m = train(policy, batch, cfg, first=True)
     ratios = [metrics["ratio"] for *_, metrics in calls]
-    assert m["num_steps"] == len(calls) == 3 and ratios[0] == pytest.approx(1, abs=1e-5) and abs(ratios[1] - 1) > 1e-3
+    assert m["num_steps"] == len(calls) == 3
+    assert ratios[0] == pytest.approx(1, abs=1e-5) and abs(ratios[1] - 1) > 1e-3
     clipped = [metrics["clip_ratio/region_mean"] for *_, metrics in calls]
-    assert clipped[0] == 0 < clipped[1] and m["clip_ratio/region_mean"] == pytest.approx(statistics.fmean(clipped))
-    assert m["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-4)   # of the weights that sampled
+    assert clipped[0] == 0 < clipped[1]
+    assert m["clip_ratio/region_mean"] == pytest.approx(statistics.fmean(clipped))
+    # of the weights that sampled
+    assert m["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-4)
 
 
 def test_mini_batches(monkeypatch):
-    policy, s, calls = gpt(), settings(num_iterations=2, mini_batch_size=4, micro_batch_size=2), spied(monkeypatch)
-    b = sample(policy, s)
-    m = train(policy, b, s)
-    assert m["num_steps"] == 8 and len(calls) == 16 and all(num_rows == 4 for _, num_rows, _, _ in calls)
-    passes = [[row for rows, *_ in calls[i:i + 8] for row in rows] for i in (0, 8)]
-    assert sorted(passes[0]) == sorted(passes[1]) == list(range(16)) and passes[0] != passes[1] != list(range(16)) != passes[0]
-    loss = sum(metrics["policy_loss"] for *_, metrics in calls) / 8   # of a step, as if there were one
-    assert m["loss"] == pytest.approx(loss, abs=1e-6) and m["policy_loss"] == pytest.approx(loss, abs=1e-6) and abs(loss) > 1e-3
+    policy = gpt()
+    cfg = settings(num_iterations=2, mini_batch_size=4, micro_batch_size=2)
+    calls = spied(monkeypatch)
+    batch = sample(policy, cfg)
+    m = train(policy, batch, cfg)
+    assert m["num_steps"] == 8 and len(calls) == 16
+    assert all(num_rows == 4 for _, num_rows, _, _ in calls)
+    first, second = ([row for rows, *_ in calls[i:i + 8] for row in rows] for i in (0, 8))
+    in_order = list(range(16))
+    assert sorted(first) == sorted(second) == in_order
+    assert first != second != in_order != first
+    # the loss of a step, as if there were one
+    loss = sum(metrics["policy_loss"] for *_, metrics in calls) / 8
+    assert m["loss"] == pytest.approx(loss, abs=1e-6) and abs(loss) > 1e-3
+    assert m["policy_loss"] == pytest.approx(loss, abs=1e-6)
     for i in range(0, 16, 2):
         rows = calls[i][0] + calls[i + 1][0]
-        assert calls[i][2] == calls[i + 1][2] == int(b.mask[rows].sum())
+        assert calls[i][2] == calls[i + 1][2] == int(batch.mask[rows].sum())
     again = spied(monkeypatch)
-    train(gpt(), b, s, seed=4)
+    train(gpt(), batch, cfg, seed=4)
     assert [rows for rows, *_ in again] != [rows for rows, *_ in calls]
 
 
 def test_whole_batch_keeps_its_order(monkeypatch):
-    policy, s, calls = gpt(), settings(micro_batch_size=4, sort_by_length=False), spied(monkeypatch)
-    train(policy, sample(policy, s), s)
+    policy = gpt()
+    cfg = settings(micro_batch_size=4, speed=without("sort"))
+    calls = spied(monkeypatch)
+    train(policy, sample(policy, cfg), cfg)
     assert [row for rows, *_ in calls for row in rows] == list(range(16))
 
 
 def test_rows_of_like_length_share_a_micro_batch(monkeypatch):
     policy, found = gpt(), []
     for sort in (True, False):
-        s, calls = settings(micro_batch_size=4, sort_by_length=sort, beta=.1), spied(monkeypatch)
-        b = sample(policy, s, moved(policy))
-        gradient, m = gradients(moved(policy, seed=6), b, s)
-        length, prompt = b.mask.sum(1), b.rollout.real[:, :-b.mask.shape[1]].sum(1)
-        assert [row for rows, *_ in calls for row in rows] == (length.argsort(stable=True) if sort else torch.arange(16)).tolist()
-        places = sum(4 * int(length[list(rows)].max() + prompt[list(rows)].max()) for rows, *_ in calls)
+        cfg = settings(micro_batch_size=4, beta=.1, speed=without() if sort else without("sort"))
+        calls = spied(monkeypatch)
+        batch = sample(policy, cfg, moved(policy))
+        gradient, m = gradients(moved(policy, seed=6), batch, cfg)
+        length = batch.mask.sum(1)
+        prompt = batch.rollout.attention_mask[:, :-batch.mask.shape[1]].sum(1)
+        order = length.argsort(stable=True) if sort else torch.arange(16)
+        assert [row for rows, *_ in calls for row in rows] == order.tolist()
+        places = sum(4 * int(length[rows].max() + prompt[rows].max()) for rows, *_ in calls)
         assert m["padding"] == pytest.approx(1 - int((length + prompt).sum()) / places)
-        found.append((gradient[0], m, b, sum(int(length[list(rows)].max()) for rows, *_ in calls)))
+        # places for completions; prompts come as they come
+        columns = sum(int(length[rows].max()) for rows, *_ in calls)
+        found.append((gradient[0], m, batch, columns))
         monkeypatch.undo()
-    assert found[0][3] < found[1][3]                            # places for completions; prompts come as they come
+    assert found[0][3] < found[1][3]
     assert torch.allclose(found[0][0], found[1][0], atol=1e-6)
     assert torch.allclose(found[0][2].ref_logp, found[1][2].ref_logp, atol=1e-6)
     assert found[0][1]["loss"] == pytest.approx(found[1][1]["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("knobs", [
-    *(dict(loss_type=name, epsilon_high=1.1 if name == "cispo" else None) for name in LOSSES), dict(beta=.1),
-    dict(mask_truncated_completions=True), dict(importance_sampling_level="sequence", loss_type="grpo"),
-    dict(top_entropy_quantile=.4), dict(zero_std_groups="drop")])
+    *(dict(loss_type=name, epsilon_high=1.1 if name == "cispo" else None) for name in LOSSES),
+    dict(beta=.1), dict(mask_truncated_completions=True),
+    dict(importance_sampling_level="sequence", loss_type="grpo"), dict(top_entropy_quantile=.4),
+    dict(zero_std_groups="drop")])
 def test_micro_batch_size_changes_memory_only(knobs):
     policy = gpt()
     wide = settings({"by_prompt": by_prompt}, **knobs)
     reference = moved(policy)
     found = []
     for size in (16, 8, 2, 1):
-        s = replace(wide, micro_batch_size=size)
-        b = sample(policy, s, reference)
-        (gradient,), m = gradients(moved(policy, seed=6), b, s)    # off-policy, so that ratios and clips differ
-        found.append((gradient, {k: v for k, v in m.items() if "low_min" not in k and k != "padding"}))
+        cfg = replace(wide, micro_batch_size=size)
+        batch = sample(policy, cfg, reference)
+        # off-policy, so that ratios and clips differ
+        (gradient,), m = gradients(moved(policy, seed=6), batch, cfg)
+        apart = ("clip_ratio/low_min", "padding")
+        found.append((gradient, {name: x for name, x in m.items() if name not in apart}))
     for gradient, m in found[1:]:
-        same = torch.allclose(gradient, found[0][0], atol=1e-6) and m == pytest.approx(found[0][1], abs=1e-5)
+        same = (torch.allclose(gradient, found[0][0], atol=1e-6)
+                and m == pytest.approx(found[0][1], abs=1e-5))
         assert same == (knobs.get("loss_type") != "bnpo")
 
 
 def test_max_grad_norm():
-    policy, s = gpt(), settings()
-    b = sample(policy, s)
-    (free,), m = gradients(policy, b, s)
-    (capped,), m2 = gradients(policy, b, replace(s, max_grad_norm=.01))
-    assert m["grad_norm"] == m2["grad_norm"] == pytest.approx(float(free.norm()), rel=1e-4) and m["grad_norm"] > .02
+    policy, cfg = gpt(), settings()
+    batch = sample(policy, cfg)
+    (free,), m = gradients(policy, batch, cfg)
+    (capped,), m2 = gradients(policy, batch, replace(cfg, max_grad_norm=.01))
+    assert m["grad_norm"] == m2["grad_norm"] == pytest.approx(float(free.norm()), rel=1e-4)
+    assert m["grad_norm"] > .02
     assert float(capped.norm()) == pytest.approx(.01, rel=1e-3)
     assert torch.allclose(capped, free * (.01 / free.norm()), atol=1e-6)
-    assert torch.equal(gradients(policy, b, replace(s, max_grad_norm=1e6))[0][0], free)
+    (loose,), _ = gradients(policy, batch, replace(cfg, max_grad_norm=1e6))
+    assert torch.equal(loose, free)
 
 
 @pytest.mark.parametrize("decay, warmup, expected", [
-    ("constant", 0, [1, 1, 1, 1, 1, 1]), ("linear", 0, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+    ("constant", 0, [1, 1, 1, 1, 1, 1]),
+    ("linear", 0, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
     ("cosine", 0, [1, .5 + .25 * math.sqrt(3), .75, .5, .25, .5 - .25 * math.sqrt(3)]),
-    ("constant", 4, [.25, .5, .75, 1, 1, 1]), ("linear", 2, [.5, 1, 1, .75, .5, .25]),
+    ("constant", 4, [.25, .5, .75, 1, 1, 1]),
+    ("linear", 2, [.5, 1, 1, .75, .5, .25]),
     ("cosine", 2, [.5, 1, 1, .5 + .25 * math.sqrt(2), .5, .5 - .25 * math.sqrt(2)])])
 def test_learning_rate(decay, warmup, expected):
-    s = settings(learning_rate=.02, lr_decay=decay, warmup_iters=warmup, max_iters=6)
-    assert [learning_rate(it, s) for it in range(6)] == pytest.approx([.02 * x for x in expected])
+    cfg = settings(learning_rate=.02, lr_decay=decay, warmup_iters=warmup, max_iters=6)
+    found = [learning_rate(it, cfg) for it in range(6)]
+    assert found == pytest.approx([.02 * x for x in expected])
 
 
 @pytest.mark.parametrize("rank", (0, 2))
 def test_sync(rank):
     reference, policy = gpt(), moved(gpt())
     if rank:
-        add_lora(reference, rank, 8.0), add_lora(policy, rank, 8.0)
+        add_lora(reference, rank, 8.0)
+        add_lora(policy, rank, 8.0)
     old, new = weights_of(reference), weights_of(moved(policy))
     policy.load_state_dict(new)
     assert any(name.endswith("B.weight") for name in new) == bool(rank)
-    assert sync(reference, policy, .25) == len(list(policy.parameters()))
+    nets = SimpleNamespace(reference=reference, policy=policy)
+    num_tensors = len(list(policy.parameters()))
+    assert sync_reference(nets, .25) == {"ref_tensors_differing": num_tensors}
     for name, x in reference.state_dict().items():
         assert torch.allclose(x, .75 * old[name] + .25 * new[name], atol=1e-6)
-    assert sync(reference, policy, 1.0) == 0 and same_weights(reference, new) and same_weights(policy, new)
+    assert sync_reference(nets, 1.0) == {"ref_tensors_differing": 0}
+    assert same_weights(reference, new) and same_weights(policy, new)
 
 
 def test_training_leaves_the_reference_alone():
-    policy, s = gpt(), settings(beta=.1, learning_rate=.01, num_iterations=2, mini_batch_size=8)
+    policy = gpt()
+    cfg = settings(beta=.1, learning_rate=.01, num_iterations=2, mini_batch_size=8)
     reference = copy.deepcopy(policy).requires_grad_(False)
     before, first = weights_of(reference), None
     for seed in range(3):
-        m = train(policy, sample(policy, s, reference, seed=seed), s)
+        m = train(policy, sample(policy, cfg, reference, seed=seed), cfg)
         first = m["kl"] if first is None else first
     assert same_weights(reference, before) and m["kl"] > first > 0
-    assert not any(torch.equal(p, r) for p, r in zip(policy.parameters(), reference.parameters()))
+    pairs = zip(policy.parameters(), reference.parameters())
+    assert not any(torch.equal(p, r) for p, r in pairs)
 
 
 def test_lora_moves_the_adapters_only():
-    policy, s = gpt(), settings(learning_rate=.01, beta=.1)
+    policy, cfg = gpt(), settings(learning_rate=.01, beta=.1)
     base = copy.deepcopy(policy)
     torch.manual_seed(0)
     add_lora(policy, 2, 8.0)
     before, kls = weights_of(policy), []
     for seed in range(2):
-        kls.append(train(policy, sample(policy, s, base, seed=seed), s, check_ratio=True)["kl"])
+        kls.append(train(policy, sample(policy, cfg, base, seed=seed), cfg, first=True)["kl"])
     changed = {name for name, x in policy.state_dict().items() if not torch.equal(x, before[name])}
-    assert changed == {name for name in before if name.endswith(("A.weight", "B.weight"))} and len(changed) == 2 * 2 * 4
+    adapters = {name for name in before if name.endswith(("A.weight", "B.weight"))}
+    assert changed == adapters and len(changed) == 2 * 2 * 4
     assert kls[0] == pytest.approx(0, abs=1e-6) and kls[1] > 1e-4
 
 
 def test_bfloat16():
-    policy, s = gpt(), settings(beta=.1)
-    b, exact = sample(policy, s, moved(policy), dtype=torch.bfloat16), sample(policy, s, moved(policy))
-    assert b.rollout.logp.dtype == b.ref_logp.dtype == torch.float32 and not torch.equal(b.rollout.logp, exact.rollout.logp)
-    m = train(policy, b, s, dtype=torch.bfloat16, check_ratio=True)
-    assert .9 < m["sampling/importance_sampling_ratio/min"] <= m["sampling/importance_sampling_ratio/max"] < 1.1
-    assert m["num_steps"] == 1 and math.isfinite(m["grad_norm"]) and all(p.dtype == torch.float32 for p in policy.parameters())
+    policy, cfg = gpt(), settings(beta=.1)
+    batch = sample(policy, cfg, moved(policy), dtype=torch.bfloat16)
+    exact = sample(policy, cfg, moved(policy))
+    assert batch.rollout.logp.dtype == batch.ref_logp.dtype == torch.float32
+    assert not torch.equal(batch.rollout.logp, exact.rollout.logp)
+    m = train(policy, batch, cfg, dtype=torch.bfloat16, first=True)
+    smallest = m["sampling/importance_sampling_ratio/min"]
+    assert .9 < smallest <= m["sampling/importance_sampling_ratio/max"] < 1.1
+    assert m["num_steps"] == 1 and math.isfinite(m["grad_norm"])
+    assert all(p.dtype == torch.float32 for p in policy.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # what a run says about itself
 
 def test_batch_metrics_against_plain_counting():
-    s = settings({"by_prompt": by_prompt})
-    b = sample(gpt(), s)
-    m, rewards, G = describe_batch(b, s), by_prompt([t for t, _ in PROMPTS for _ in range(4)], b.completions), range(0, 16, 4)
-    lengths, ended = b.rollout.mask.sum(1).tolist(), b.rollout.ended.tolist()
+    cfg = settings({"by_prompt": by_prompt})
+    batch = sample(gpt(), cfg)
+    m = batch_metrics(batch, cfg)
+    texts = batch.completions
+    rewards = by_prompt([text for text in TEXTS for _ in range(4)], texts)
+    groups = range(0, 16, 4)
+    lengths, ended = batch.rollout.mask.sum(1).tolist(), batch.rollout.ended.tolist()
     done = [n for n, e in zip(lengths, ended) if e]
     assert m == pytest.approx({
-        "reward": statistics.fmean(rewards), "reward_std": statistics.stdev(rewards), "reward_min": min(rewards),
-        "reward_max": max(rewards), "rewards/by_prompt/mean": statistics.fmean(rewards),
-        "rewards/by_prompt/std": statistics.stdev(rewards), "advantage_max": float(b.advantages.abs().max()),
-        "frac_reward_zero_std": sum(len(set(rewards[i:i + 4])) == 1 for i in G) / 4,
-        "frac_identical_groups": sum(len(set(b.completions[i:i + 4])) == 1 for i in G) / 4,
-        "entropy": float(b.rollout.entropy.sum()) / sum(lengths), "num_completion_tokens": sum(lengths),
-        "logp_min": min(float(x.min()) for x in b.rollout.logp), "completions/clipped_ratio": ended.count(False) / 16,
-        "completions/mean_length": statistics.fmean(lengths), "completions/min_length": min(lengths),
-        "completions/max_length": max(lengths), "completions/mean_terminated_length": statistics.fmean(done),
-        "completions/min_terminated_length": min(done), "completions/max_terminated_length": max(done)}, rel=1e-5)
+        "reward": statistics.fmean(rewards), "reward_std": statistics.stdev(rewards),
+        "reward_min": min(rewards), "reward_max": max(rewards),
+        "rewards/by_prompt/mean": statistics.fmean(rewards),
+        "rewards/by_prompt/std": statistics.stdev(rewards),
+        "advantage_max": float(batch.advantages.abs().max()),
+        "frac_reward_zero_std": sum(len(set(rewards[i:i + 4])) == 1 for i in groups) / 4,
+        "frac_identical_groups": sum(len(set(texts[i:i + 4])) == 1 for i in groups) / 4,
+        "entropy": float(batch.rollout.entropy.sum()) / sum(lengths),
+        "num_completion_tokens": sum(lengths),
+        "logp_min": min(float(x.min()) for x in batch.rollout.logp),
+        "completions/clipped_ratio": ended.count(False) / 16,
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": min(lengths), "completions/max_length": max(lengths),
+        "completions/mean_terminated_length": statistics.fmean(done),
+        "completions/min_terminated_length": min(done),
+        "completions/max_terminated_length": max(done)}, rel=1e-5)
     assert m["frac_reward_zero_std"] == .5 and 0 < m["completions/clipped_ratio"] < 1
 
 
 def test_identical_means_the_whole_group():
-    s = settings()
-    b = replace(sample(gpt(), s), completions=[*"aaaa", *"abab", *"aaab", *"abcd"])
-    assert describe_batch(b, s)["frac_identical_groups"] == .25
+    cfg = settings()
+    texts = [*"aaaa", *"abab", *"aaab", *"abcd"]
+    batch = replace(sample(gpt(), cfg), completions=texts)
+    assert batch_metrics(batch, cfg)["frac_identical_groups"] == .25
 
 
 @pytest.mark.parametrize("knobs, names", [
-    (dict(epsilon_high=.1), ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/high_max", "clip_ratio/region_mean")),
+    (dict(epsilon_high=.1), ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/high_max",
+                             "clip_ratio/region_mean")),
     (dict(loss_type="cispo", epsilon_high=1.1), ("cispo_clip_ratio",))])
 def test_step_metrics_do_not_see_the_split(knobs, names):
-    policy, s = gpt(), settings(beta=.1, **knobs)
-    later, b = moved(policy, .05), sample(policy, s, moved(policy))
-    _, whole, gap, _ = loss_of(later, b, slice(None), s, FLOAT)
-    whole, gap = floats(whole), gap[b.rollout.mask]
-    m = train(later, b, replace(s, micro_batch_size=4))
-    assert all(m[name] == pytest.approx(whole[name], abs=1e-5) and m[name] > 0 for name in (*names, "kl"))
-    assert {k: v for k, v in m.items() if k.startswith("sampling/")} == pytest.approx({
+    policy, cfg = gpt(), settings(beta=.1, **knobs)
+    later, batch = moved(policy, .05), sample(policy, cfg, moved(policy))
+    whole = floats(loss_metrics(forward(later, batch, cfg), batch, cfg))
+    gap = log_ratio(later, batch, cfg)[batch.rollout.mask]
+    m = train(later, batch, replace(cfg, micro_batch_size=4))
+    for name in (*names, "kl"):
+        assert m[name] == pytest.approx(whole[name], abs=1e-5) and m[name] > 0
+    assert {name: x for name, x in m.items() if name.startswith("sampling/")} == pytest.approx({
         "sampling/sampling_logp_difference/mean": float(gap.abs().mean()),
         "sampling/sampling_logp_difference/max": float(gap.abs().max()),
         "sampling/importance_sampling_ratio/min": float(gap.exp().min()),
@@ -966,11 +1217,16 @@ def test_step_metrics_do_not_see_the_split(knobs, names):
         "sampling/importance_sampling_ratio/max": float(gap.exp().max())}, rel=1e-4)
 
 
-def said(policy, s, reference=None, later=None):
+def said(policy, cfg, reference=None, later=None):
     """The lines after one iteration; `later` takes the step in place of the policy that sampled."""
-    b = sample(policy, s, reference)
-    m = train(later or policy, b, s) | describe_batch(b, s)
-    return list(diagnose(m, s).values())
+    batch = sample(policy, cfg, reference)
+    m = train(later or policy, batch, cfg) | batch_metrics(batch, cfg)
+    return list(diagnose(m, cfg).values())
+
+
+def starts(found, expected):
+    """Each line found starts as expected."""
+    return len(found) == len(expected) and all(map(str.startswith, found, expected))
 
 
 def certain():
@@ -980,6 +1236,11 @@ def certain():
         policy.ln_f.weight *= 1e5
         policy.ln_f.bias *= 1e5
     return policy
+
+
+def endless():
+    """It never ends by itself."""
+    return gpt(end=-9.0)
 
 
 def ones(prompts, completions):
@@ -994,89 +1255,107 @@ def prompt_length(prompts, completions):
     (gpt, {"letters": letters}, {}, []),
     (gpt, {"letters": letters}, dict(beta=.1, num_iterations=2, top_k=50, temperature=.8), []),
     (gpt, {"ones": ones}, {}, ["all rewards of the batch are 0.1", "grad_norm is 0"]),
-    (gpt, {"prompt_length": prompt_length}, {}, ["all advantages are zero (rewards 4 to 13", "grad_norm is 0"]),
-    (gpt, {"letters": letters, "ones": ones}, {}, ["reward 'ones' gave every completion the same score"]),
-    (lambda: gpt(end=-9.0), {"letters": letters}, {}, ["every completion was cut at 8 tokens"]),
-    (lambda: gpt(end=-9.0), {"letters": letters}, dict(mask_truncated_completions=True),
+    (gpt, {"prompt_length": prompt_length}, {},
+     ["all advantages are zero (rewards 4 to 13", "grad_norm is 0"]),
+    (gpt, {"letters": letters, "ones": ones}, {},
+     ["reward 'ones' gave every completion the same score"]),
+    (endless, {"letters": letters}, {}, ["every completion was cut at 8 tokens"]),
+    (endless, {"letters": letters}, dict(mask_truncated_completions=True),
      ["no completion tokens carry loss", "every completion was cut at 8 tokens", "grad_norm is 0"]),
     (certain, {"prompt_length": prompt_length}, {}, [
-        "all advantages are zero", "all log-probs are zero", "100 % of the groups hold 4 identical completions",
-        "every completion was cut", "grad_norm is 0"])])
+        "all advantages are zero", "all log-probs are zero",
+        "100 % of the groups hold 4 identical completions", "every completion was cut",
+        "grad_norm is 0"])])
 def test_diagnosis_of_real_batches(policy, functions, knobs, expected):
     found = said(policy(), settings(functions, **knobs))
-    assert len(found) == len(expected) and all(line.startswith(start) for line, start in zip(found, expected)), found
+    assert starts(found, expected), found
 
 
 def test_diagnosis_of_another_policy_and_of_the_kl():
     policy = gpt()
     lines = said(policy, settings(), later=moved(policy, .1))
-    assert len(lines) == 1 and lines[0].startswith("ratio off on the first pass")
-    b, s = sample(policy, settings()), settings()
-    m = train(policy, b, replace(s, temperature=1.3)) | describe_batch(b, s)   # the mean of the ratio would not show it
-    assert list(diagnose(m, s)) == ["ratio"] and abs(m["sampling/importance_sampling_ratio/mean"] - 1) < .1
+    assert starts(lines, ["ratio off on the first pass"])
+    cfg = settings()
+    batch = sample(policy, cfg)
+    # the mean of the ratio would not show it
+    m = train(policy, batch, replace(cfg, temperature=1.3)) | batch_metrics(batch, cfg)
+    assert list(diagnose(m, cfg)) == ["ratio"]
+    assert abs(m["sampling/importance_sampling_ratio/mean"] - 1) < .1
     lines = said(policy, settings(beta=.1), reference=moved(certain(), .5))
-    assert len(lines) == 1 and lines[0].startswith("KL ") and "exploding" in lines[0]
+    assert starts(lines, ["KL "]) and "exploding" in lines[0]
 
 
 @pytest.mark.parametrize("change, expected", [
-    (dict(), []), (dict(kl=-.01), ["KL -0.0100 is negative over 5000 tokens"]), (dict(kl=-.01, num_completion_tokens=4000), []),
-    (dict(kl=-1e-4), []), (dict(kl=5.1), ["KL 5.1 nats per token is exploding"]), (dict(kl=4.9), []),
+    (dict(), []),
+    (dict(kl=-.01), ["KL -0.0100 is negative over 5000 tokens"]),
+    (dict(kl=-.01, num_completion_tokens=4000), []),
+    (dict(kl=-1e-4), []),
+    (dict(kl=5.1), ["KL 5.1 nats per token is exploding"]),
+    (dict(kl=4.9), []),
     ({"sampling/sampling_logp_difference/mean": .06}, ["ratio off on the first pass"]),
-    ({"sampling/sampling_logp_difference/mean": .04}, []), ({"completions/clipped_ratio": .99}, []),
+    ({"sampling/sampling_logp_difference/mean": .04}, []),
+    ({"completions/clipped_ratio": .99}, []),
     (dict(frac_identical_groups=.25), ["25 % of the groups hold 4 identical completions"]),
     ({"rewards/letters/std": 0.0}, [])])
 def test_diagnosis_of_metrics(change, expected):
-    s = settings()
-    b = sample(gpt(), s)
-    m = train(gpt(), b, s) | describe_batch(b, s) | dict(num_completion_tokens=5000) | change
-    found = list(diagnose(m, s).values())
-    assert len(found) == len(expected) and all(line.startswith(start) for line, start in zip(found, expected)), found
+    cfg = settings()
+    batch = sample(gpt(), cfg)
+    m = train(gpt(), batch, cfg) | batch_metrics(batch, cfg)
+    m = m | dict(num_completion_tokens=5000) | change
+    found = list(diagnose(m, cfg).values())
+    assert starts(found, expected), found
 
 
 @pytest.mark.parametrize("weights", ((1.0,), (1e39,)))   # finite, but not in float32
 @pytest.mark.parametrize("spoil", (True, False))
-@pytest.mark.parametrize("check_ratio", (True, False))
-def test_a_loss_that_is_not_finite_stops_before_the_step(weights, spoil, check_ratio):
+@pytest.mark.parametrize("first", (True, False))
+def test_a_loss_that_is_not_finite_stops_before_the_step(weights, spoil, first):
     centred = {"centred": lambda p, c: [x - .5 for x in letters(p, c)]}
-    policy, s = gpt(), settings(centred, weights, num_iterations=2, micro_batch_size=8)
-    b = sample(policy, s)
+    policy, cfg = gpt(), settings(centred, weights, num_iterations=2, micro_batch_size=8)
+    batch = sample(policy, cfg)
     if spoil:
         with torch.no_grad():
             policy.h[1].mlp.c_fc.weight[3, 4] = NAN
-    before = {name: x.view(torch.int32) for name, x in weights_of(policy).items()}   # NaN is not equal to itself
+
+    def bits():     # NaN is not equal to itself
+        return {name: x.view(torch.int32) for name, x in weights_of(policy).items()}
+
+    before = bits()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=.1, weight_decay=.1)
     if weights == (1.0,) and not spoil:
-        assert train(policy, b, s, optimizer, check_ratio=check_ratio)["num_steps"] == 2
+        assert train(policy, batch, cfg, optimizer, first=first)["num_steps"] == 2
         return
     with pytest.raises(SystemExit, match="stopped"):
-        train(policy, b, s, optimizer, check_ratio=check_ratio)
-    assert all(torch.equal(x.view(torch.int32), before[name]) for name, x in policy.state_dict().items())
+        train(policy, batch, cfg, optimizer, first=first)
+    after = bits()
+    assert all(torch.equal(after[name], before[name]) for name in before)
     assert not optimizer.state
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step():
-    policy, s = gpt(), settings()
-    b, before = sample(policy, s), weights_of(policy)
+    policy, cfg = gpt(), settings()
+    batch, before = sample(policy, cfg), weights_of(policy)
     policy.ln_f.weight.register_hook(lambda g: g * NAN)
     with pytest.raises(SystemExit, match="grad_norm nan"):
-        train(policy, b, s)
+        train(policy, batch, cfg)
     assert same_weights(policy, before)
 
 
-@pytest.mark.parametrize("noise", (lambda module, args, out: out + .05 * torch.randn_like(out),
-                                   lambda module, args, out: torch.nn.functional.dropout(out, .1)))
+@pytest.mark.parametrize("noise", (
+    lambda module, args, out: out + .05 * torch.randn_like(out),
+    lambda module, args, out: torch.nn.functional.dropout(out, .1)))
 def test_a_random_model_is_found_out(noise):
-    policy, s = gpt(), settings()
+    policy, cfg = gpt(), settings()
     before = weights_of(policy)
     policy.lm_head.register_forward_hook(noise)
-    b = sample(policy, s)
+    batch = sample(policy, cfg)
     with pytest.raises(SystemExit, match="the ratio is not 1"):
-        train(policy, b, s, check_ratio=True)
+        train(policy, batch, cfg, first=True)
     assert same_weights(policy, before)
-    assert train(policy, b, s, check_ratio=False)["num_steps"] == 1
+    assert train(policy, batch, cfg, first=False)["num_steps"] == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # it learns
 
 @pytest.mark.parametrize("beta, low, high", ((0.0, .8, 1.0), (50.0, 0.0, .06)))
@@ -1084,39 +1363,48 @@ def test_bandit(beta, low, high):
     policy = gpt()
     reference, prompt = copy.deepcopy(policy).requires_grad_(False), PROMPTS[0]
 
-    def probability():
+    def probabilities():
         with torch.no_grad():
-            return float(policy.lm_head(policy(torch.tensor([prompt[1]])))[0, -1].softmax(-1)[token])
+            return policy.lm_head(policy(torch.tensor([prompt[1]])))[0, -1].softmax(-1)
 
-    with torch.no_grad():
-        ranked = policy.lm_head(policy(torch.tensor([prompt[1]])))[0, -1].argsort(descending=True).tolist()
+    ranked = probabilities().argsort(descending=True).tolist()
     token = [t for t in ranked if t < 94][1]   # one printable character, not the likeliest
-    s = settings({"hit": lambda p, c: [float(x == TOKENIZER.decode([token])) for x in c]}, num_prompts=1, num_generations=64,
-                 max_completion_length=1, beta=beta)
-    start, optimizer = probability(), torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
+
+    def hit(prompts, completions):
+        return [float(text == TOKENIZER.decode([token])) for text in completions]
+
+    cfg = settings({"hit": hit}, num_prompts=1, num_generations=64, max_completion_length=1,
+                   beta=beta)
+    start = float(probabilities()[token])
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
     for seed in range(50):
-        train(policy, sample(policy, s, reference, seed, prompts=[prompt]), s, optimizer, check_ratio=True)
-    assert .005 < start < .06 and low < probability() < high
+        batch = sample(policy, cfg, reference, seed, prompts=[prompt])
+        train(policy, batch, cfg, optimizer, first=True)
+    assert .005 < start < .06 and low < float(probabilities()[token]) < high
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # prompts and scores
 
 @pytest.mark.parametrize("num_prompts", (1, 3, 16, 32))
 def test_each_prompt_once_per_epoch(num_prompts):
-    prompts, s = list(range(10)), settings(num_prompts=num_prompts)
-    asked = [p for it in range(120 // num_prompts + 1) for p in pick(prompts, it, s)]
+    prompts = list(range(10))
+    asked = []
+    for it in range(120 // num_prompts + 1):
+        asked += draw_prompts(prompts, it, num_prompts, seed=1)
     epochs = [asked[i:i + 10] for i in range(0, 100, 10)]
     assert all(sorted(epoch) == prompts for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 10 and epochs[0] != prompts
 
 
-def test_pick_depends_on_seed_and_iteration_alone():
-    prompts, s = list(range(10)), settings(num_prompts=4)
-    forwards = [pick(prompts, it, s) for it in range(8)]
-    random.seed(9), torch.manual_seed(9)
-    assert [pick(prompts, it, s) for it in reversed(range(8))] == forwards[::-1]
-    assert [pick(prompts, it, replace(s, seed=2)) for it in range(8)] != forwards
+def test_drawn_prompts_depend_on_seed_and_iteration_alone():
+    prompts = list(range(10))
+    forwards = [draw_prompts(prompts, it, 4, seed=1) for it in range(8)]
+    random.seed(9)
+    torch.manual_seed(9)
+    backwards = [draw_prompts(prompts, it, 4, seed=1) for it in reversed(range(8))]
+    assert backwards == forwards[::-1]
+    assert [draw_prompts(prompts, it, 4, seed=2) for it in range(8)] != forwards
 
 
 @pytest.mark.parametrize("function, said", [
@@ -1134,191 +1422,241 @@ def test_score_names_function_and_completion(function, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("values", ([1, None], [True, None], (1.0, None), torch.tensor([1, 0]), torch.tensor([[1.0], [0.0]]),
-                                    iter([1.0, 0.0])))
+@pytest.mark.parametrize("values", (
+    [1, None], [True, None], (1.0, None), torch.tensor([1, 0]), torch.tensor([[1.0], [0.0]]),
+    iter([1.0, 0.0])))
 def test_score_takes(values):
     found = score({"ones": ones, "values": lambda p, c: values}, ["p", "q"], ["a", "b"])
-    assert found.shape == (2, 2) and found[:, 0].tolist() == pytest.approx([.1, .1]) and found[0, 1] == 1
-    assert math.isnan(found[1, 1]) or found[1, 1] == 0
+    assert found.shape == (2, 2) and found[:, 0].tolist() == pytest.approx([.1, .1])
+    assert found[0, 1] == 1 and (math.isnan(found[1, 1]) or found[1, 1] == 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # evaluation
 
 def fake_judge(prompts, completions):
-    return torch.tensor([len(c) - 5.0 for c in completions])   # log-odds; a length of 5 is exactly one half
+    # log-odds; a length of 5 is exactly one half
+    return torch.tensor([len(text) - 5.0 for text in completions])
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, torch.bfloat16])     # of sampling; what measures is in float32
+def measured(policy, cfg, base=None, prompts=PROMPTS, judges={}, reward_funcs={},
+             tokenizer=TOKENIZER, dtype=FLOAT):
+    """evaluate(...) of a policy -> (measures, first completion of each prompt)."""
+    nets = SimpleNamespace(
+        base=base or gpt(), judges=judges, reward_funcs=reward_funcs, tokenizer=tokenizer,
+        eval_prompts=prompts, device=CPU, dtype=dtype)
+    return evaluate(nets, policy, cfg)
+
+
+def telling(texts):
+    """A tokenizer that decodes everything to these texts, in their order."""
+    left = iter(texts)
+    return SimpleNamespace(eot_token=END, decode=lambda ids: next(left))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, torch.bfloat16])  # of sampling; measured in float32
 def test_evaluation_against_plain_counting(dtype):
-    policy, base, k = gpt(), gpt(seed=1), 65                   # 260 rows: more than fit at once
-    s = settings(num_eval_generations=k, temperature=.3, top_k=1)
+    policy, base, k = gpt(), gpt(seed=1), 65                # 260 rows: more than fit at once
+    cfg = settings(num_eval_generations=k, temperature=.3, top_k=1)
     judged = []
 
     def judge(prompts, completions):
         judged.append((prompts, completions))
         return fake_judge(prompts, completions)
 
-    row, first = evaluate(policy, base, PROMPTS, {"eval_judge": judge}, {"letters": letters}, s, TOKENIZER, CPU, dtype)
+    row, first = measured(policy, cfg, base, judges={"eval_judge": judge},
+                          reward_funcs={"letters": letters}, dtype=dtype)
     # temperature 1 and nothing truncated, whatever the settings of the rollouts
     with autocast(CPU, dtype):
-        rollout = generate(policy, [ids for _, ids in PROMPTS], k, 8, eos=END, seed=derive("evaluation"))
+        rollout = generate(policy, [ids for _, ids in PROMPTS], k, 8, eos=END,
+                           seed=seed_for("evaluation"))
     texts = [TOKENIZER.decode(ids) for ids in rollout.completions()]
-    assert judged == [([text for text, _ in PROMPTS for _ in range(k)], texts)] and first == texts[::k]
+    assert judged == [([text for text in TEXTS for _ in range(k)], texts)] and first == texts[::k]
     toxicity = [1 / (1 + math.exp(5 - len(text))) for text in texts]
     groups = [toxicity[i:i + k] for i in range(0, 4 * k, k)]
     with torch.no_grad():
         nll = -torch.cat(plain_logps(base, rollout))
     assert row["perplexity"] == pytest.approx(math.exp(float(nll.mean())), rel=2e-6)
-    assert {name: row.pop(name) for name in ("distinct_1", "distinct_2")} and row == pytest.approx({
-        "rewards/letters": statistics.fmean(letters(None, texts)), "eval_judge/toxicity": statistics.fmean(toxicity),
+    assert {name: row.pop(name) for name in ("distinct_1", "distinct_2")}
+    assert row == pytest.approx({
+        "rewards/letters": statistics.fmean(letters(None, texts)),
+        "eval_judge/toxicity": statistics.fmean(toxicity),
         "eval_judge/toxic_share": sum(p >= .5 for p in toxicity) / len(toxicity),
         "eval_judge/expected_max": statistics.fmean(map(max, groups)),
         "eval_judge/any_toxic": sum(max(g) >= .5 for g in groups) / 4,
-        "perplexity": math.exp(float(nll.mean())), "mean_length": float(rollout.mask.sum() / (4 * k)),
+        "perplexity": math.exp(float(nll.mean())),
+        "mean_length": float(rollout.mask.sum() / (4 * k)),
         "ended": float(rollout.ended.sum() / (4 * k))}, rel=1e-4)
     assert 0 < row["eval_judge/toxic_share"] < 1 and any(len(text) == 5 for text in texts)
 
 
 def test_expected_maximum_is_within_a_prompt():
-    texts = iter(["aaaaaaaaaaaaaaa", "a", "b", "bb", "", "ccccc", "c", "d"])
-    fake = SimpleNamespace(eot_token=END, decode=lambda ids: next(texts))
-    row, _ = evaluate(gpt(), gpt(), PROMPTS, {"judge": fake_judge}, {}, settings(num_eval_generations=2), fake, CPU, FLOAT)
+    tokenizer = telling(["aaaaaaaaaaaaaaa", "a", "b", "bb", "", "ccccc", "c", "d"])
+    row, _ = measured(gpt(), settings(num_eval_generations=2), judges={"judge": fake_judge},
+                      tokenizer=tokenizer)
     p = [1 / (1 + math.exp(5 - n)) for n in (15, 2, 5, 1)]
-    assert row["judge/expected_max"] == pytest.approx(statistics.fmean(p)) and row["judge/any_toxic"] == .5
-    assert row["judge/toxic_share"] == 2 / 8
+    assert row["judge/expected_max"] == pytest.approx(statistics.fmean(p))
+    assert row["judge/any_toxic"] == .5 and row["judge/toxic_share"] == 2 / 8
 
 
 @pytest.mark.parametrize("texts, distinct_1, distinct_2", [
-    (["a b a", "a b", "", "c"], (2 / 5 + 1) / 2, (2 / 3 + 0) / 2),   # pairs do not reach across completions
+    # pairs do not reach across completions
+    (["a b a", "a b", "", "c"], (2 / 5 + 1) / 2, (2 / 3 + 0) / 2),
     (["a a a a", "a a a a", "a b", "c d"], (1 / 8 + 1) / 2, (1 / 6 + 1) / 2),
     (["a", "a", "a", "a"], 1 / 2, 0), (["", "", "", ""], 0, 0)])
 def test_distinct(texts, distinct_1, distinct_2):
-    left = iter(texts)
-    fake = SimpleNamespace(eot_token=END, decode=lambda ids: next(left))
-    row, first = evaluate(gpt(), gpt(), PROMPTS[:2], {}, {}, settings(num_eval_generations=2), fake, CPU, FLOAT)
-    assert (row["distinct_1"], row["distinct_2"]) == pytest.approx((distinct_1, distinct_2)) and first == texts[::2]
+    row, first = measured(gpt(), settings(num_eval_generations=2), prompts=PROMPTS[:2],
+                          tokenizer=telling(texts))
+    assert (row["distinct_1"], row["distinct_2"]) == pytest.approx((distinct_1, distinct_2))
+    assert first == texts[::2]
 
 
 def test_evaluation_repeats_itself_and_touches_nothing():
-    policy, base, s = gpt(), gpt(seed=1), settings(num_eval_generations=3)
-    before, arguments = weights_of(policy), (PROMPTS, {"judge": fake_judge}, {"letters": letters})
-    a = evaluate(policy, base, *arguments, s, TOKENIZER, CPU, FLOAT)
-    torch.manual_seed(123), random.seed(5)
+    policy, base, cfg = gpt(), gpt(seed=1), settings(num_eval_generations=3)
+    before = weights_of(policy)
+    more = dict(base=base, judges={"judge": fake_judge}, reward_funcs={"letters": letters})
+    a = measured(policy, cfg, **more)
+    torch.manual_seed(123)
+    random.seed(5)
     state = torch.get_rng_state()
-    assert evaluate(policy, base, *arguments, replace(s, seed=99), TOKENIZER, CPU, FLOAT) == a
+    assert measured(policy, replace(cfg, seed=99), **more) == a
     assert same_weights(policy, before) and torch.equal(torch.get_rng_state(), state)
-    assert evaluate(moved(policy), base, *arguments, s, TOKENIZER, CPU, FLOAT) != a
+    assert measured(moved(policy), cfg, **more) != a
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the script wires it together
+
+RULE = "def reward(prompts, completions):\n    return [len(c) % 3 for c in completions]\n"
+
 
 @pytest.mark.parametrize("alpha, lora_rank", ((1.0, 2), (.5, 0)))
 def test_script_syncs_decays_and_keeps_the_base(tmp_path, monkeypatch, alpha, lora_rank):
     policy, steps = gpt(), []
 
-    def spy(policy, scored, optimizer, *args):
-        group = optimizer.param_groups[0]
-        steps.append((group["lr"], group["betas"], group["weight_decay"], args[-3]))
-        return update(policy, scored, optimizer, *args)
+    def spy(nets, *args, first, **more):
+        group = nets.optimizer.param_groups[0]
+        steps.append((group["lr"], group["betas"], group["weight_decay"], first))
+        return update(nets, *args, first=first, **more)
 
     monkeypatch.setattr(grpo, "update", spy)
     save_gpt(str(tmp_path / "policy.pt"), policy)
-    for name, text in (("comments.csv", "text,is_offensive\nfine,0\n"),
-                       ("prompts.txt", "I am\nyou are so\nwhat\nthe end of it\n"),
-                       ("rule.py", "def reward(prompts, completions):\n    return [len(c) % 3 for c in completions]\n")):
-        (tmp_path / name).write_text(text)
+    (tmp_path / "comments.csv").write_text("text,is_offensive\nfine,0\n")
+    (tmp_path / "prompts.txt").write_text("".join(f"{text}\n" for text in TEXTS))
+    (tmp_path / "rule.py").write_text(RULE)
     knobs = dict(
         out_dir=tmp_path / "run", policy=tmp_path / "policy.pt", comments=tmp_path / "comments.csv",
-        prompts=tmp_path / "prompts.txt", eval_prompts=tmp_path / "prompts.txt", vocab_size=300, block_size=32,
-        n_layer=2, n_head=2, n_embd=32, num_prompts=4, num_generations=4, max_completion_length=8, beta=.1, sync_ref_model=True, ref_model_sync_steps=2,
-        ref_model_mixup_alpha=alpha, lora_rank=lora_rank, max_iters=4, warmup_iters=2, lr_decay="linear", learning_rate=.02,
-        adam_beta1=.8, adam_beta2=.95, weight_decay=.1, judge=None, eval_judge=None,
-        num_eval_generations=2, log_micro=False, device="cpu")
-    grpo.main([str(tmp_path / "rule.py"), *(f"--{k}={v}" for k, v in knobs.items())])
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        prompts=tmp_path / "prompts.txt", eval_prompts=tmp_path / "prompts.txt", vocab_size=300,
+        block_size=32, n_layer=2, n_head=2, n_embd=32, num_prompts=4, num_generations=4,
+        max_completion_length=8, beta=.1, sync_ref_model=True, ref_model_sync_steps=2,
+        ref_model_mixup_alpha=alpha, lora_rank=lora_rank, max_iters=4, warmup_iters=2,
+        lr_decay="linear", learning_rate=.02, adam_beta1=.8, adam_beta2=.95, weight_decay=.1,
+        judge=None, eval_judge=None, num_eval_generations=2, log_micro=False, device="cpu")
+    flags = [f"--{name}={value}" for name, value in knobs.items()]
+    grpo.main([str(tmp_path / "rule.py"), *flags])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     assert [row["learning_rate"] for row in rows] == pytest.approx([.01, .02, .02, .01])
-    assert steps == [(row["learning_rate"], (.8, .95), .1, i == 0) for i, row in enumerate(rows)]
+    expected = [(row["learning_rate"], (.8, .95), .1, i == 0) for i, row in enumerate(rows)]
+    assert steps == expected
     assert ["ref_tensors_differing" in row for row in rows] == [False, True, False, True]
     assert (rows[1]["ref_tensors_differing"] == 0) == (alpha == 1)
     # the policy leaves the reference at once, meets it again only where it is copied
     assert [row["kl"] < 1e-6 for row in rows] == [True, False, alpha == 1, False]
-    run, start = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True), policy.state_dict()
+    run = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
+    start = policy.state_dict()
     same = [torch.equal(x, start[name.replace(".base", "")]) for name, x in run["policy"].items()
             if not name.endswith(("A.weight", "B.weight"))]
     assert len(same) == len(start) and (all(same) if lora_rank else not any(same))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the head that forms its gradient in its forward
 
-@pytest.mark.parametrize("knobs", [
-    {}, dict(beta=.1), dict(beta=.1, kl_estimator="k2", use_bias_correction_kl=False), dict(loss_type="cispo", epsilon_high=1.1),
-    dict(loss_type="sapo"), dict(loss_type="grpo", delta=1.3), dict(top_entropy_quantile=.4), dict(top_p=.9), dict(lora_rank=2),
-    dict(mask_truncated_completions=True), dict(tracin="self", beta=.1), dict(tracin="reward"),
-    dict(tracin="advantage", mini_batch_size=8, num_iterations=2), dict(tracin="self", tracin_layers=("wte",), lora_rank=0)])
-def test_fused_head_changes_nothing(knobs, monkeypatch):
-    def small(lm_head, h, targets, temperature=1.0, kept=None, chunk=0, slope_of=None):
-        return plain(lm_head, h, targets, temperature, kept, 7 * lm_head.weight.shape[0], slope_of)  # seven tokens a piece
+@pytest.fixture
+def pieces(monkeypatch):
+    """Logits are formed for seven tokens at a time."""
+    monkeypatch.setattr(model, "LOGITS_AT_ONCE", 7 * 300)
 
-    calls, plain, apply = [], model.token_logprobs, model.FusedHead.apply
-    monkeypatch.setattr(model, "token_logprobs", small)
-    monkeypatch.setattr(model.FusedHead, "apply", lambda *a: (calls.append(len(a[0])), apply(*a))[1])
+
+@pytest.mark.parametrize("knobs", [
+    {}, dict(beta=.1), dict(beta=.1, kl_estimator="k2", use_bias_correction_kl=False),
+    dict(loss_type="cispo", epsilon_high=1.1), dict(loss_type="sapo"),
+    dict(loss_type="grpo", delta=1.3), dict(top_entropy_quantile=.4), dict(top_p=.9),
+    dict(lora_rank=2), dict(mask_truncated_completions=True), dict(tracin="self", beta=.1),
+    dict(tracin="reward"), dict(tracin="advantage", mini_batch_size=8, num_iterations=2),
+    dict(tracin="self", tracin_layers=("wte",), lora_rank=0)])
+def test_fused_head_changes_nothing(knobs, monkeypatch, pieces):
+    calls, apply = [], FusedHead.apply
+
+    def counted(*args):
+        calls.append(len(args[0]))
+        return apply(*args)
+
+    monkeypatch.setattr(FusedHead, "apply", counted)
     policy, found = gpt(), []
     for fused in (True, False):
-        s = settings(fused_head=fused, **knobs)
-        b = sample(policy, s, moved(policy))
-        other = moved(policy, seed=6)                          # off-policy, so that ratios and clips differ
+        cfg = settings(speed=without() if fused else without("head"), **knobs)
+        batch = sample(policy, cfg, moved(policy))
+        other = moved(policy, seed=6)                          # off-policy, so that clips differ
         torch.manual_seed(0)
-        found.append(gradients(add_lora(other, 2, 4) if s.lora_rank else other, b, s))
+        if cfg.lora_rank:
+            add_lora(other, 2, 4)
+        found.append(gradients(other, batch, cfg))
         assert bool(calls) == fused
         calls.clear()
-    for a, c in zip(*(x[0] for x in found)):
-        assert torch.allclose(a, c, rtol=1e-5, atol=1e-7) and a.any()
-    assert found[0][1] == pytest.approx(found[1][1], abs=1e-6, nan_ok=True)
+    (fused_steps, fused_metrics), (plain_steps, plain_metrics) = found
+    for a, b in zip(fused_steps, plain_steps):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-7) and a.any()
+    assert fused_metrics == pytest.approx(plain_metrics, abs=1e-6, nan_ok=True)
 
 
-def test_fused_head_refuses_a_loss_that_is_not_the_one_announced():
-    policy, s = gpt(), settings()
-    r = sample(policy, s).rollout
-    logp = completion_logprobs(policy, r, chunk=7 * 300, slope_of=lambda logp: torch.ones_like(logp))
-    with pytest.raises(ValueError, match="slope_of"):
+def test_fused_head_refuses_a_loss_that_is_not_the_one_announced(pieces):
+    policy, cfg = gpt(), settings()
+    r = sample(policy, cfg).rollout
+    logp = fused_logprobs(policy, r, 1.0, loss_at=lambda logp: (logp * r.mask).sum())
+    with pytest.raises(ValueError, match="loss_at"):
         (2 * logp * r.mask).sum().backward()
 
 
-def test_fused_head_stays_out_where_the_loss_of_a_token_is_not_its_own(monkeypatch):
-    monkeypatch.setattr(model.FusedHead, "apply", lambda *a: pytest.fail("used"))
-    monkeypatch.setattr(completion_logprobs, "__defaults__", (1.0, 7 * 300, None))               # seven tokens a piece
+def test_fused_head_stays_out_where_the_loss_of_a_token_is_not_its_own(monkeypatch, pieces):
+    monkeypatch.setattr(FusedHead, "apply", lambda *args: pytest.fail("used"))
     policy = gpt()
-    s = settings(importance_sampling_level="sequence", loss_type="grpo")
-    train(policy, sample(policy, s), s)
+    cfg = settings(importance_sampling_level="sequence", loss_type="grpo")
+    train(policy, sample(policy, cfg), cfg)
 
 
 @pytest.mark.parametrize("knobs", [{}, dict(tracin="self"), dict(lora_rank=2)])
 def test_activation_checkpointing_computes_blocks_twice_and_changes_nothing(knobs):
     policy, found, calls = gpt(), [], []
     for again in (False, True):
-        s = settings(activation_checkpointing=again, beta=.1, **knobs)
-        b = sample(policy, s, moved(policy))
+        cfg = settings(activation_checkpointing=again, beta=.1, **knobs)
+        batch = sample(policy, cfg, moved(policy))
         other = moved(policy, seed=6)
         torch.manual_seed(0)
-        other = add_lora(other, 2, 4) if s.lora_rank else other
+        if cfg.lora_rank:
+            add_lora(other, 2, 4)
         other.recompute = again
-        hook = other.h[0].register_forward_pre_hook(lambda *a: calls.append(again))
-        found.append(gradients(other, b, s))
+
+        def count(module, args):
+            calls.append(again)
+
+        hook = other.h[0].register_forward_pre_hook(count)
+        steps, _ = gradients(other, batch, cfg)
+        found.append(steps)
         hook.remove()
     assert calls.count(True) == 2 * calls.count(False) > 0
-    assert all(torch.equal(a, c) and a.any() for a, c in zip(*(x[0] for x in found)))
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(*found))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the host runs ahead of a GPU
 
 class Waits(TorchDispatchMode):
-    """Counts what a GPU would be waited for: a value or a size that Python asks for, a Python value that it is given."""
-    ASK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "bincount", "repeat_interleave", "_unique2",
-           "lift_fresh"}
+    """Counts what a GPU would be waited for: a value or a size that Python asks for, a Python value
+    that it is given."""
+    ASK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "bincount",
+           "repeat_interleave", "_unique2", "lift_fresh"}
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -1334,38 +1672,62 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op._schema.name.removeprefix("aten::")
-        by_mask = name in ("index", "index_put", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            x is not None and x.dtype == torch.bool for x in args[1])
         self.count += name in self.ASK or by_mask
         return op(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_loss_waits_for_nothing(loss_type, monkeypatch):
-    for measure, tokens in itertools.product((True, False), (None, 57)):
-        arguments = example(loss_type=loss_type, beta=.1, epsilon_high=1.3, delta=1.5, num_tokens=tokens, measure=measure)
+    cfg = replace(Settings(), loss_type=loss_type, beta=.1, epsilon_high=1.3, delta=1.5,
+                  max_completion_length=6)
+    for tokens in (10, 57):
+        arguments = example()
+        batch = SimpleNamespace(mask=arguments["mask"], advantages=arguments["advantages"])
+        step = SimpleNamespace(num_rows=4, num_tokens=tokens)
         with Waits(monkeypatch) as waits:
-            loss, metrics = grpo_loss(**arguments)
+            loss, terms = grpo_loss(**arguments, step=step, cfg=cfg)
             loss.backward()
-        assert waits.count == 0 and bool(metrics) == measure
+        assert waits.count == 0
+        with Waits(monkeypatch) as waits:
+            metrics = loss_metrics(Forward(loss, arguments["logp"], terms), batch, cfg)
+        assert waits.count == 0 and metrics
         assert all(x.shape == () and not x.requires_grad for x in metrics.values())
 
 
 def test_loss_without_metrics_is_the_same():
-    (loss, metrics), (same, none) = (grpo_loss(**example(beta=.1, measure=measure)) for measure in (True, False))
-    assert torch.equal(loss, same) and metrics and none == {}
+    cfg = replace(Settings(), beta=.1)
+    found = []
+    for measure in (True, False):
+        arguments = example()
+        step = SimpleNamespace(num_rows=4, num_tokens=10)
+        loss, terms = grpo_loss(**arguments, step=step, cfg=cfg)
+        if measure:
+            batch = SimpleNamespace(mask=arguments["mask"], advantages=arguments["advantages"])
+            assert loss_metrics(Forward(loss, arguments["logp"], terms), batch, cfg)
+        loss.backward()
+        found.append((loss, arguments["logp"].grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("each, knobs", [
-    (2, {}), (2, dict(loss_type="sapo", beta=.1)), (2, dict(top_p=.9, num_iterations=2)), (2, dict(mini_batch_size=8)),
-    (3, dict(fused=True)), (3, dict(fused=True, beta=.1, loss_type="cispo", epsilon_high=1.1))])
+    (2, {}), (2, dict(loss_type="sapo", beta=.1)), (2, dict(top_p=.9, num_iterations=2)),
+    (2, dict(mini_batch_size=8)), (3, dict(fused=True)),
+    (3, dict(fused=True, beta=.1, loss_type="cispo", epsilon_high=1.1))])
 def test_update_waits_twice_a_micro_batch_and_twice_a_step(each, knobs, monkeypatch):
-    """Before a forward, for the sizes and the tokens of its rows; the fused head once more, to hold its gradient against what
-    comes back. In a step: for its number of tokens, then for its loss and the norm of its gradient. Four times beside."""
-    knobs, fused = {k: v for k, v in knobs.items() if k != "fused"}, "fused" in knobs
-    monkeypatch.setattr(completion_logprobs, "__defaults__", (1.0, 7 * 300 if fused else 2 ** 24, None))
+    """Before a forward, for the sizes and the tokens of its rows; the fused head once more, to hold
+    its gradient against what comes back. In a step: for its number of tokens, then for its loss and
+    the norm of its gradient. Four times beside."""
+    knobs = dict(knobs)
+    if knobs.pop("fused", False):
+        monkeypatch.setattr(model, "LOGITS_AT_ONCE", 7 * 300)
     for micro in (8, 2):
-        policy, s = gpt(), settings(micro_batch_size=micro, **knobs)
-        b, optimizer = sample(policy, s, moved(policy)), torch.optim.AdamW(policy.parameters(), lr=.01, fused=True)
+        policy, cfg = gpt(), settings(micro_batch_size=micro, **knobs)
+        batch = sample(policy, cfg, moved(policy))
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=.01, fused=True)
+        nets = nets_of(policy, cfg, optimizer=optimizer)
         with Waits(monkeypatch) as waits:
-            m = update(policy, policy, optimizer, b, s, 3, FLOAT, grpo.Lines(torch.device("cpu"), False), True)
-        assert waits.count <= each * 16 // micro * s.num_iterations + 2 * m["num_steps"] + 4
+            m = update(nets, batch, None, cfg, 3, first=True)
+        per_pass = each * 16 // micro
+        assert waits.count <= per_pass * cfg.num_iterations + 2 * m["num_steps"] + 4
