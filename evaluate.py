@@ -97,8 +97,7 @@ def toxicity_measures(name, toxicity):
 
 
 def distinct(completions, k, n):
-    """Different n-grams of words over all n-grams, of the k completions of a prompt; the mean over
-    prompts."""
+    """Share of different n-grams among those of a prompt's k completions; mean over prompts."""
     shares = []
     for i in range(0, len(completions), k):
         grams = []
@@ -130,8 +129,7 @@ def print_table(rows):
 
 
 def open_run(folder, flags):
-    """The last checkpoint of a run: (cfg, nets as evaluate needs them, trained policy,
-    iterations)."""
+    """(cfg, nets as evaluate needs them, trained policy, iterations) of a run's last checkpoint."""
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
     path = os.path.join(folder, "ckpt.pt")
     checkpoint = load_file(path, "run")

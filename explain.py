@@ -6,8 +6,7 @@ arithmetic right.
                                          [--show=5]
     python tracin.py out/toxicity_tracin --prompt="You are" --completion=" a good editor"
 
-The second asks which rollouts of the run made the model say this: TracIn over the saved
-checkpoints.
+The second asks which rollouts made the model say this: TracIn over the saved checkpoints.
 """
 import contextlib
 import copy
@@ -38,8 +37,7 @@ METHODS = ("ghost", "brute", "jvp", "finite_difference")
 
 
 def extremes(rows, z, show, names=("helpful", "harmful")):
-    """Lines on the rows of samples.jsonl with the `show` highest z (n,) above 0, then the lowest
-    below."""
+    """Lines on the `show` rows of highest z (n,) above 0, then on those of lowest z below 0."""
     order = z.argsort(descending=True)
     best = order[z[order] > 0][:show]
     worst = order[z[order] < 0].flip(0)[:show]
@@ -96,8 +94,7 @@ OVER_TIME = ("positive_ratio", "selected_ratio", "self_share", "target_cosine", 
 
 
 def history(rows):
-    """Lines: means of tracin/ metrics over up to ten stretches of iterations; of the last the
-    largest."""
+    """Lines: means of tracin/ metrics over ten stretches of iterations; the largest of the last."""
     lines = ["  iterations  " + "".join(f"{name:>16}" for name in OVER_TIME)]
     n = len(rows)
     for j in range(10):
@@ -168,8 +165,7 @@ def row_loss(policy, weights, tokens, slope, allowed, temperature):
 
 
 def derivative(method, policy, D, *row):
-    """<gradient of row_loss, D> for a direction D {name of a parameter: tensor}, in one of three
-    ways."""
+    """<gradient of row_loss, D> for a direction D {name of a parameter: tensor}, by one method."""
     weights = {k: policy.get_parameter(k).detach().requires_grad_(method == "brute") for k in D}
     if method == "brute":
         gradient = torch.autograd.grad(row_loss(policy, weights, *row), list(weights.values()))

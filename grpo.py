@@ -4,10 +4,10 @@ advantage, loss, step.
 
     python grpo.py config/toxicity.py
 
-Start with train() below. Shapes: B prompts, G = num_generations completions of each, N = B * G
-rows, T tokens in the longest completion, K reward functions, n rows of a step or a micro-batch.
-Under torchrun each process handles a share of the rows. Metrics, gradients and files cover all
-rows.
+Start with train() below, then read on. Shapes: B prompts, G = num_generations completions of each,
+N = B * G rows, T tokens in the longest completion, K reward functions, n rows of a step or of a
+micro-batch. Under torchrun each process handles a share of the rows; metrics, gradients and files
+cover all rows.
 
 The arithmetic is TRL's. This file departs from it on purpose where
   - old log-probs are always those recorded while sampling, and log-probs are renormalised over the
@@ -47,10 +47,10 @@ from run.loop import Run
 from run.processes import (all_gather, all_gather_rollout, all_reduce, rank0_first, shard,
                            sum_gradients)
 from run.metrics import Meter
-from run.report import check_influence, quiet
+from run.report import check_tape, quiet
 from run.script import BadInput, run_script, seed_for
 from sample import Rollout, concatenate, decode, generate
-from tracin import Influence, choose_targets, second_half
+from tracin import Influence, choose_targets, halves_apart
 
 # ------------------------------------------------------------------------------------------------
 # the loop
@@ -96,11 +96,8 @@ def collect(nets, prompts, cfg, seed, log=quiet):
     advantages = group_advantages(rewards - penalty, cfg.num_generations, cfg.scale_rewards)
 
     mask, policy_mask = loss_masks(rollout, cfg)                                    # (N, T)
-    N = len(mask)
-    return Batch(
-        rollout, advantages.to(nets.device), mask, policy_mask, ref_logp, completions, scores,
-        rewards, kl, influence=torch.full((N,), math.nan, device=nets.device),
-        weights=torch.ones(N, device=nets.device))
+    return Batch(rollout, advantages.to(nets.device), mask, policy_mask, ref_logp, completions,
+                 scores, rewards, kl)
 
 
 def update(nets, batch, target, cfg, seed, log=quiet, first=False):
@@ -110,14 +107,17 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
     """
     meter = Meter(nets, batch, cfg, log)
     for step in optimizer_steps(batch, cfg, seed):
+        on_policy = meter.begin_step()              # True until the first optimizer step
         influence = nets.influence if step.epoch == 0 else None     # None: off
-        on_policy = meter.begin_step()                              # no step since sampling
+        recording = contextlib.nullcontext()
+        if influence:
+            recording = influence.record(batch, step, on_policy)    # a tape listens
 
         # loss: micro-batch by micro-batch, the gradients add up in .grad
-        with influence.record(batch, step, on_policy) if influence else contextlib.nullcontext():
+        with recording:
             for positions in micro_batches(sort_key(batch, step, cfg), cfg):
                 rows = step.rows[positions]
-                if influence:                                       # a tape records this backward
+                if influence:
                     out = influence.forward_backward(positions)
                 else:
                     out = loss_of(nets, nets.policy_fn, batch, rows, step, cfg)
@@ -125,15 +125,17 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
                 meter.add(rows, out)
         meter.check_ratio(stop=first)
 
-        if influence:                                               # .grad <- the rows that help
-            meter.add_influence(influence.keep_helpful(
-                target, seed_for(seed, "select", meter.num_steps), check=first and on_policy))
+        if influence:
+            select_seed = seed_for(seed, "select", meter.num_steps)
+            check = first and on_policy
+            found = influence.keep_helpful(target, select_seed, check)  # .grad <- rows that help
+            meter.add_influence(found)
             if not batch.weights[step.rows].any():
-                continue                                            # no row helps: no step
+                continue                            # no row helps: no step
         else:
-            sum_gradients(nets.trained)                             # over processes
+            sum_gradients(nets.trained)             # over processes
 
-        # step: meter.add_step ends the run here if the loss or the gradient is not finite
+        # step: add_step ends the run here if the loss or the gradient is not finite
         grad_norm = clip_grad_norm_(nets.trained, cfg.max_grad_norm or math.inf)
         meter.add_step(grad_norm)
         nets.optimizer.step()
@@ -157,8 +159,6 @@ class Batch:
     scores: torch.Tensor = None       # (N, K) by each reward function
     rewards: torch.Tensor = None      # (N,) their weighted sum
     kl: float = None                  # per token, if kl_in = "reward"
-    influence: torch.Tensor = None    # (N,) on the target, set by update
-    weights: torch.Tensor = None      # (N,) in the step, set by update
 
     def __getitem__(self, rows):
         """What the loss needs of these rows."""
@@ -172,14 +172,23 @@ class Batch:
         """Tokens of each completion (N,)."""
         return self.rollout.mask.sum(1)
 
+    @functools.cached_property
+    def influence(self):
+        """(N,) on the target, filled in by tracin.Influence. NaN: not scored."""
+        return torch.full_like(self.advantages, math.nan)
+
+    @functools.cached_property
+    def weights(self):
+        """(N,) of each row in the step, filled in by tracin.Influence. 0: not kept."""
+        return torch.ones_like(self.advantages)
+
     def equal_groups(self, num_generations):
         """(B,) True where a group's rewards are all equal, so that it teaches nothing."""
         return all_equal(self.rewards.view(-1, num_generations))
 
 
 def draw_prompts(prompts, it, num_prompts, seed):
-    """The prompts of iteration it: each of them once in random order, then again in another
-    order."""
+    """Prompts of iteration it: all come once in random order, then again in another order."""
     n = len(prompts)
     drawn, orders = [], {}
     for j in range(it * num_prompts, (it + 1) * num_prompts):
@@ -216,8 +225,7 @@ def score_rows(reward_funcs, prompts, completions, cfg):
 
 
 def total_reward(scores, weights):
-    """scores (N, K) -> weighted sum (N,) over the functions that did not abstain; NaN if all
-    did."""
+    """Weighted sum (N,) of scores (N, K) without NaN, an abstention; NaN if all abstain."""
     total = (scores * torch.tensor(weights)).nansum(1)
     return total.masked_fill(scores.isnan().all(1), math.nan)
 
@@ -227,8 +235,7 @@ def total_reward(scores, weights):
 
 
 def group_advantages(rewards, num_generations, scale_rewards="group"):
-    """rewards (N,), each group in a row -> advantages (N,) = (r - mean of the group) / (std +
-    1e-4).
+    """Advantages (N,) = (r - mean of the group) / (std + 1e-4), of rewards (N,) by group.
 
     The std (n - 1 in the denominator) is that of the `group` or of the whole `batch`; with `none`
     nothing is divided (Dr. GRPO, Liu et al. 2025). NaN marks a completion that no reward function
@@ -253,8 +260,7 @@ def nanstd(r):
 
 
 def all_equal(groups):
-    """groups (B, G) of rewards -> (B,) True where all rewards that are not NaN are the same
-    number."""
+    """(B,) True for groups of rewards (B, G) that are all the same number, NaN left out."""
     return groups.nan_to_num(math.inf).amin(1) >= groups.nan_to_num(-math.inf).amax(1)
 
 
@@ -352,12 +358,12 @@ def importance_ratio(logp, old_logp, mask, cfg):
 def clipped_objective(ratio, logp, advantages, cfg):
     """What the policy maximises, for each token (n, T) or sequence (n, 1).
 
-    grpo, bnpo, dr_grpo, dapo  min(min(ratio, delta) A, clamp(ratio, 1 - epsilon, 1 + epsilon_high) A)
-    cispo                      stop_gradient(min(ratio, epsilon_high)) A logp
-    sapo                       4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
+    grpo, bnpo, dr_grpo, dapo   min(min(ratio, delta) A, clamp(ratio, low, high) A)
+    cispo                       stop_gradient(min(ratio, high)) A logp
+    sapo                        4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
     """
     A = advantages[:, None]                                                         # (n, 1)
-    low, high = cfg.clip_range
+    low, high = cfg.clip_range          # 1 - epsilon, 1 + epsilon_high; cispo: epsilon_high
     if cfg.loss_type == "cispo":
         return ratio.clamp(max=high).detach() * A * logp
     if cfg.loss_type == "sapo":
@@ -410,8 +416,7 @@ def loss_of(nets, policy, batch, rows, step, cfg, one_backward=False, logprobs=N
     """Forward pass of some rows of a batch -> Forward.
 
     one_backward: backward will be called on the sum of the log-probs (see tracin.Influence), and
-    the ratio is taken as exactly 1. logprobs: nets.logprobs, or the plain function that it must
-    equal.
+    the ratio is taken as exactly 1. logprobs: nets.logprobs, or the plain version of it.
     """
     b = batch[rows]
 
@@ -430,11 +435,10 @@ def loss_of(nets, policy, batch, rows, step, cfg, one_backward=False, logprobs=N
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
-    """{parameter: gradient} of the loss of some rows by a plain backward; .grad is empty
-    afterwards.
+    """{parameter: gradient} of the loss of some rows, by a plain backward. Leaves .grad empty.
 
     With coef (N,) it is the gradient of the sum of coef_i * log-prob of completion i instead. key:
-    as of micro_batches. Fast paths stay out of this: it is what they are checked against.
+    see micro_batches. Fast paths stay out of this: it is what they are checked against.
     """
     key = batch.lengths[rows] if key is None else key
     for positions in micro_batches(key, cfg):
@@ -463,8 +467,7 @@ class Step(NamedTuple):
 
 
 def optimizer_steps(batch, cfg, seed):
-    """num_iterations passes over the rows in random mini-batches; a mini-batch without loss is left
-    out."""
+    """num_iterations passes over the rows in mini-batches; those without loss are left out."""
     N = len(batch.mask)
     device = batch.mask.device
     rows = torch.arange(N, device=device)
@@ -486,12 +489,10 @@ def optimizer_steps(batch, cfg, seed):
 
 
 def sort_key(batch, step, cfg):
-    """What a step's rows are sorted by (n,): their length. Where a target has two halves, these
-    stay apart, so that the sum over either reads its own rows only."""
-    key = batch.lengths[step.rows]
+    """What a step's rows are sorted by (n,): their length and, for influence, their half."""
     if cfg.tracin != "off" and step.epoch == 0:
-        key = key + batch.mask.shape[1] * second_half(step.rows, cfg.num_generations)
-    return key
+        return halves_apart(batch, step.rows, cfg.num_generations)
+    return batch.lengths[step.rows]
 
 
 def micro_batches(key, cfg):
@@ -507,8 +508,7 @@ def micro_batches(key, cfg):
 
 
 def learning_rate(it, cfg):
-    """Rate of iteration it: linear warm-up, then constant, or to 0 at max_iters by a line or a
-    cosine."""
+    """Rate of iteration it: linear warm-up, then constant, or to 0 by a line or a cosine."""
     if it < cfg.warmup_iters:
         return cfg.learning_rate * (it + 1) / cfg.warmup_iters
     done = (it - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)
@@ -561,8 +561,7 @@ def collect_target(nets, it, cfg):
 
 
 def read_inputs(cfg):
-    """Everything a user can get wrong is found here, before anything is trained. cfg gets the shape
-    of a policy that is given."""
+    """Finds what a user can get wrong, before anything is trained."""
     device = pick_device(cfg.device)
     try_compile(cfg, device)
     dtype = pick_dtype(cfg.dtype, device)
@@ -587,15 +586,14 @@ def read_inputs(cfg):
 
 
 def prepare(cfg, given, stop=lambda: False):
-    """Makes policy and judges at first use, finds them later, and builds Nets. given:
-    read_inputs()."""
+    """Makes policy and judges at first use, finds them later, and builds Nets."""
     with rank0_first():
         base = given.base or get_policy(cfg, given.splits, given.device, stop)
         judges = get_judges(cfg, given.splits, given.device, stop)
     if any(all_gather([stop()])):
         raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
     nets = build(cfg, given, base, judges)
-    check_influence(nets, cfg)
+    check_tape(nets, cfg)
     return nets
 
 

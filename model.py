@@ -53,8 +53,7 @@ def norm(config):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions: turns channels i and i + hs / 2 of x (B, T, nh, hs) by their position's
-    angle.
+    """Turns channels i and i + hs / 2 of x (B, T, nh, hs) by the angle of their position.
 
     cos and sin (B, T, 1, hs / 2).
     """
@@ -238,8 +237,7 @@ class GPT(nn.Module):
         return x, (angles.cos(), angles.sin())
 
     def new_cache(self, B, S):
-        """Empty cache (n_layer, 2, B, nkv, S, hs) for the keys and values of B rows of S
-        positions."""
+        """Empty cache (n_layer, 2, B, nkv, S, hs) of keys and values, for B rows of S positions."""
         attn = self.h[0].attn
         w = self.h[0].ln_1.weight
         dtype = w.dtype
@@ -328,8 +326,7 @@ LORA_LAYERS = ("c_attn", "c_proj", "c_fc")
 
 
 class LoRA(nn.Module):
-    """A Linear with a low-rank update beside it. B starts at zero: a new adapter changes
-    nothing."""
+    """A Linear with a low-rank update beside it. B starts at 0: a new adapter changes nothing."""
 
     def __init__(self, base, rank, alpha):
         super().__init__()
@@ -348,8 +345,7 @@ class LoRA(nn.Module):
 
     @torch.no_grad()
     def merge(self, on=True):
-        """Folds the update into W (on) or takes it out again, for a model that leaves without
-        adapters."""
+        """Folds the update into W (on) or takes it out again."""
         if on != self.merged:
             sign = 1 if on else -1
             self.base.weight += sign * self.scale * self.B.weight @ self.A.weight
@@ -357,8 +353,7 @@ class LoRA(nn.Module):
 
 
 def add_lora(model, rank, alpha, layers=LORA_LAYERS):
-    """Freezes the model and adapts every Linear whose own name is in `layers`. Returns the
-    model."""
+    """Freezes the model and adapts its Linears whose own name is in `layers`. Returns the model."""
     if rank < 1 or not layers or not set(layers) <= set(LORA_LAYERS):
         raise ValueError(
             f"lora_rank = {rank}, lora_layers = {layers}: rank from 1, layers out of {LORA_LAYERS}")

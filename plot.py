@@ -114,7 +114,7 @@ def look():
         yield
 
 
-def draw(runs, panels):
+def draw_figure(runs, panels):
     """Returns the Figure of some panels. runs: {name: curves}; panels: names in PANELS."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -198,7 +198,7 @@ def main(argv):
     runs = dict(zip(short_names(folders), map(read_run, folders)))
     panels = choose_panels(options.get("--panels"), runs)
     with look():
-        write(draw(runs, panels), path)
+        write(draw_figure(runs, panels), path)
     print(path)
 
 

@@ -48,8 +48,7 @@ class Rollout:
 
 
 def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=None):
-    """Rows to be filled for prompts (B, P). vocab_size: how many tokens `allowed` has; None:
-    none."""
+    """Rows to fill for prompts (B, P). vocab_size: the size of `allowed`, or None for none."""
     N = len(prompt) * num_generations
     device = prompt.device
     sampled = torch.full((N, T), eos, device=device)
@@ -105,8 +104,7 @@ def concatenate(rollouts, eos):
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn. Truncation: top-k, then top-p, then min-p; the defaults keep all
-    tokens."""
+    """How tokens are drawn. Truncation goes top-k, top-p, min-p; the defaults keep all tokens."""
     eos: int
     temperature: float = 1.0
     top_k: int = 0
@@ -151,8 +149,7 @@ def draw(probs, u):
 def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     """Draws token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
 
-    column: where token t stands in r.tokens. t and column may be tensors (1,). noise (N, T)
-    uniform.
+    column: where token t stands in r.tokens. t and column may be tensors (1,). noise (N, T).
     """
     logits = lm_head(h).float() / sampling.temperature                              # (n, V)
     if r.allowed is not None:
@@ -217,7 +214,7 @@ def decode(model, prompt, attention_mask, r, noise, sampling, drop=True):
 
 def drop_finished(rows, cache, ended):
     """rows (n,) and their cache without those that ended: each gives its place to a later one that
-    runs."""
+    still runs."""
     running = ~ended[rows]
     n = int(running.sum())
     if n in (0, len(rows)):
@@ -265,8 +262,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
 
 
 def pad_left(rows):
-    """Lists of ids -> tokens (B, P) and attention_mask (B, P), padded on the left to the
-    longest."""
+    """Lists of ids -> tokens (B, P) and attention_mask (B, P), padded on the left."""
     P = max(map(len, rows))
     tokens = torch.tensor([[0] * (P - len(ids)) + list(ids) for ids in rows])
     mask = torch.tensor([[False] * (P - len(ids)) + [True] * len(ids) for ids in rows])

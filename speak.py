@@ -23,8 +23,7 @@ USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--before=T
 
 @torch.no_grad()
 def speak(nets, policy, cfg, prompt, num):
-    """num completions of a prompt: [(completion, {name: score})], the same ones for the same
-    prompt."""
+    """[(completion, {name: score})] for a prompt, always the same ones."""
     ids = nets.tokenizer.encode_ordinary(prompt)
     most = cfg.block_size - cfg.max_completion_length
     if not 1 <= len(ids) <= most:

@@ -55,8 +55,7 @@ class Influence:
     # record
 
     def record(self, batch, step, on_policy):
-        """The tape to enter for the rows of a step (grpo.Step). on_policy: no step was taken since
-        the batch was sampled."""
+        """The tape, to record the rows of a step with. on_policy: no step since sampling."""
         self.batch = batch
         self.step = step
         self.one_backward = on_policy and serves_both(self.cfg, batch)
@@ -67,11 +66,10 @@ class Influence:
         return self.tape.numbered(n)
 
     def forward_backward(self, positions):
-        """Forward and recorded backward of some rows, by their positions in the step ->
-        grpo.Forward.
+        """Forward and recorded backward of some rows, by their positions in the step.
 
         With one_backward a row's loss and its part in the target are both multiples of its summed
-        log-prob: that one is recorded and serves both.
+        log-prob: that one is recorded and serves both. Returns a grpo.Forward.
         """
         nets, batch = self.nets, self.batch
         rows = self.step.rows[positions]
@@ -89,9 +87,8 @@ class Influence:
     def keep_helpful(self, target, seed, check):
         """.grad <- the gradient of the recorded rows that help the target -> metrics.
 
-        target: (Batch, its rows that are the target), or None for the step's own rows. Sets the
-        scores and weights of the step's rows in the batch. check: hold the scores against a plain
-        backward.
+        target: (Batch, its rows that are the target), or None for the step's own rows. check: hold
+        the scores against a plain backward. Fills in batch.influence and batch.weights.
         """
         cfg, rows = self.cfg, self.step.rows
         generator = torch.Generator().manual_seed(seed)
@@ -187,8 +184,7 @@ class Influence:
                       target_metrics)
 
     def scored_part(self, target_grad, scale):
-        """The target's gradient over cfg.tracin_layers, scaled like AdamW's step where asked
-        for."""
+        """The target's gradient over cfg.tracin_layers, scaled as AdamW would if asked for."""
         G = {}
         for p, g in target_grad.items():
             name = self.tape.names[p]
@@ -262,8 +258,7 @@ def serves_both(cfg, batch):
 
 def second_half(rows, num_generations):
     """(n,) True for the rows of the later half of the prompts. Advantages of a group sum to 0, so
-    two halves of a group would not be independent; where there is only one prompt it is every other
-    row."""
+    halves of a group would not be independent. Of a single prompt it is every other row."""
     prompts = rows // num_generations
     distinct = prompts.unique()
     if len(distinct) > 1:
@@ -406,8 +401,7 @@ def halves_metrics(halves, names):
 
 
 def std(x):
-    """Standard deviation of the values that are not NaN; exactly 0.0 if they are all the same
-    number."""
+    """Standard deviation, NaN left out; exactly 0.0 if all values are the same number."""
     x = x[~x.isnan()]
     if len(x) < 2 or x.min() == x.max():
         return 0.0
@@ -541,8 +535,7 @@ class Tape:
         self.went_back = False
 
     def check_all_read(self):
-        """ValueError unless every layer that saw tokens in a line saw all: else rows were mixed
-        up."""
+        """ValueError unless every layer that saw tokens in a line saw all of them."""
         if not self.micro_batches or self.micro_batches[-1].tokens is None:
             return
         micro = self.micro_batches[-1]
@@ -678,8 +671,7 @@ class Tape:
         return self.counted if self.total is None else self.total
 
     def gradient(self, weights=None):
-        """sum_i weights_i g_i as {parameter: tensor}; weights (n,), None: all 1. Rows of weight 0
-        cost nothing."""
+        """sum_i weights_i g_i as {parameter: tensor}, with weights (n,) or None: all 1."""
         return self.gradients([weights])[0]
 
     def gradients(self, weights):
@@ -712,8 +704,7 @@ class Tape:
         return totals
 
     def dot(self, G):
-        """<g_i, G> for every row (n,). G: {parameter: tensor}; parameters that it leaves out do not
-        count."""
+        """<g_i, G> for every row (n,), over the parameters of G {parameter: tensor}."""
         p = next(iter(self.names))
         scores = torch.zeros(self.n, dtype=torch.float64, device=p.device)
         for module, numbers, a, b in self.records:
@@ -772,8 +763,7 @@ class Tape:
                 found.index_add_(0, places, torch.stack(products).double())
 
     def per_row(self, p, rows, find=None):
-        """The gradients (len(rows), *p.shape) of one parameter for rows recorded here (numbers,
-        ascending)."""
+        """The gradients (len(rows), *p.shape) of one parameter, for rows recorded here."""
         find = find or self.finder(rows)
         total = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
         for module, numbers, a, b in self.records:
@@ -809,8 +799,7 @@ REENTRANT = "tokens in a line, computed again in a backward"
 
 
 def trained_layers(model):
-    """{module: name} of the layers with trained parameters. ValueError for a kind that is not
-    known."""
+    """{module: name} of the layers with trained parameters. ValueError for an unknown kind."""
     layers = {}
     for name, module in model.named_modules():
         if not any(p.requires_grad for p in module.parameters(recurse=False)):

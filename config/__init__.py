@@ -6,8 +6,8 @@ Every setting, documented once, and the reader of config files and flags.
 A config file is Python that assigns names of Settings. `from config.toxicity import *` builds on
 another file. Names that begin with an underscore and imported modules are the file's own business.
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
-override the file. The config.json of a run is a config too: it holds the text of the config file,
-which is run.
+override the file. The config.json of a run is a config too: it holds the config file's text, and
+that text is run.
 """
 import ast
 import dataclasses
@@ -267,8 +267,7 @@ def assign(cfg, name, value, source):
 
 
 def read_config(path):
-    """({setting: value}, {name: function}, text) of a config file: Python, or the config.json of a
-    run."""
+    """({setting: value}, {name: function}, text) of a config file, or of a run's config.json."""
     try:
         if path.endswith(".json"):
             return read_run_config(path)

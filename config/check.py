@@ -43,8 +43,7 @@ ABOVE_0 = ("temperature", "learning_rate", "top_p", "top_entropy_quantile")
 
 
 def check(cfg):
-    """Raises BadInput for the first setting that cannot work. Fills in what None and True stand
-    for."""
+    """Raises BadInput for the first setting that cannot work. Fills in None and True."""
     check_values(cfg)
     check_rows(cfg)
     check_parts(cfg)

@@ -1,2 +1,1 @@
-"""What any run needs and no paper mentions: processes, devices, files, checkpoints, lines,
-metrics."""
+"""What any run needs and no paper mentions: processes, devices, files, lines, metrics."""

@@ -11,8 +11,7 @@ from model import Attention, attend
 
 
 def attend_by_hand(q, k, v, mask, causal, scale):
-    """model.attend for q (B, nh, T, hs) and k, v (B, nkv, S, hs). The mask may be numbers to
-    add."""
+    """model.attend for q (B, nh, T, hs), k and v (B, nkv, S, hs). mask may be numbers to add."""
     B, nh, T, hs = q.shape
     nkv, S = k.shape[1:3]
     longest = 128 if q.dtype == torch.bfloat16 else 1

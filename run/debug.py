@@ -1,5 +1,4 @@
-"""One GRPO step from fixed seeds, taken apart: every phase with its numbers, and the red flags
-found."""
+"""One GRPO step from fixed seeds, taken apart: every phase with its numbers, and red flags."""
 import math
 from types import SimpleNamespace
 
@@ -98,8 +97,7 @@ def print_loss(nets, cfg, batch, step, loss_of):
 
 
 def print_step(nets, cfg, batch, step, loss_of):
-    """Norms of the gradients and an optimizer step -> (grad_norm, metrics of some rows
-    afterwards)."""
+    """Gradient norms and an optimizer step -> (grad_norm, metrics of some rows afterwards)."""
     for name, p in nets.policy.named_parameters():
         if p.requires_grad:
             print(f"  {name:28} {p.grad.norm():.3e}")

@@ -177,8 +177,7 @@ def new_buffers(r, prefix, width):
 
 
 def with_copies_of_linears(model, dtype):
-    """A copy of the model that shares all parameters but those of Linears, and pairs (copy,
-    original)."""
+    """A copy of the model that shares all but its Linears' weights, and pairs (copy, original)."""
     twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     pairs = []
     for module in twin.modules():

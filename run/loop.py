@@ -1,6 +1,5 @@
 """
-A run around its loop: folder, logs, checkpoints, evaluations, signals. grpo.train has the loop
-itself.
+A run around its loop: folder, logs, checkpoints, evaluations, signals. The loop is grpo.train.
 """
 import contextlib
 import os

@@ -1,8 +1,8 @@
 """
 The numbers of an iteration. docs/metrics.md says what each of them means.
 
-Those of the update are tensors until its end, so that a GPU is waited for once and not at each of
-them.
+Those of the update are tensors until its end, so that a GPU is waited for once and not for each
+of them.
 """
 import math
 

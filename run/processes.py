@@ -28,8 +28,8 @@ def shard(n, group=1):
 
 @contextlib.contextmanager
 def or_peer_is_gone():
-    """Ends this process when another one is gone. It waits a second, so that torchrun blames the
-    other."""
+    """Ends this process when another one is gone. It waits a second first, so that torchrun blames
+    the other one."""
     try:
         yield
     except RuntimeError as e:

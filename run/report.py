@@ -78,8 +78,7 @@ def print_iteration(m, tokens, seconds_left):
 
 
 def print_warnings(m, cfg, dtype, warned):
-    """The troubles of an iteration, each kind at most every ten iterations: `warned` remembers
-    when."""
+    """Troubles of an iteration, each kind at most every ten iterations; `warned` remembers when."""
     it = m["iteration"]
     if abs(m["loss"]) < 5e-5 and m["grad_norm"] > 0 and "zero" not in warned:
         warned["zero"] = it
@@ -191,9 +190,8 @@ def diagnose_influence(m, cfg, dtype):
 # influence before the run: what it costs, and whether it fits
 
 
-def check_influence(nets, cfg):
-    """Says what the settings of influence ask for. BadInput for layers or memory that are not
-    there."""
+def check_tape(nets, cfg):
+    """Says what influence will cost. BadInput for layers or memory that are not there."""
     trained = [name for name, p in nets.policy.named_parameters() if p.requires_grad]
     for part in cfg.tracin_layers:
         if not any(part in name for name in trained):
@@ -222,8 +220,7 @@ def check_influence(nets, cfg):
 
 
 def describe_cost(cfg, num_weights, memory, fewest):
-    """One line: what an iteration costs beyond plain GRPO. memory: GB, of all processes
-    together."""
+    """One line: what an iteration costs beyond plain GRPO. memory: GB, over all processes."""
     N = cfg.num_prompts * cfg.num_generations
     rows = cfg.mini_batch_size or N
     size = gigabytes(rows * num_weights)

@@ -18,8 +18,7 @@ class BadInput(ValueError):
 
 def run_script(main):
     """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one
-    line), 130 interrupted. Under torchrun a process names itself and its machine in its last
-    line."""
+    line), 130 interrupted. Under torchrun the last line names the process and its machine."""
     if dist.is_available() and dist.is_torchelastic_launched():
         dist.init_process_group()  # gloo for tensors on the CPU, nccl for those on GPUs
     rank, size = rank_and_size()

@@ -61,7 +61,7 @@ def figure_of(*folders, panels=None):
     runs = dict(zip(plot.short_names(folders), map(plot.read_run, folders)))
     panels = plot.choose_panels(panels, runs)
     with plot.look():
-        figure = plot.draw(runs, panels)
+        figure = plot.draw_figure(runs, panels)
     assert len(figure.axes) == len(panels), "each panel has its own axes, and there are no others"
     return figure, dict(zip(panels, figure.axes))
 
