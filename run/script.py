@@ -16,6 +16,15 @@ class BadInput(ValueError):
     """Something the user can mend. The message is one line: the name, the value, the way out. Scripts exit with 2."""
 
 
+@contextlib.contextmanager
+def optional(requirements):
+    """Around the import of an optional package: without it, one line says what to install."""
+    try:
+        yield
+    except ImportError as e:
+        raise BadInput(f"{e}; this needs optional packages: pip install -r {requirements}") from e
+
+
 def derive(*what):
     """A seed for one purpose: every random draw depends on settings and iteration alone, never on what was drawn before."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7], "big")
