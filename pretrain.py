@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from config import Settings, load_settings
-from hub.fetch import read_gguf
+import hub.policy
 from data.comments import get_splits
+from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.script import BadInput
 from run.device import autocast, fast_dtype, pick_device
@@ -20,8 +21,6 @@ from sample import generate
 from run.script import interrupts, run_script
 from run.files import load_file, load_gpt, save_gpt
 from run.fit import fit
-from hub.tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
-from hub.weights import load_pretrained, locate
 
 
 def token_stream(tokenizer, texts, seed, limit):
@@ -64,7 +63,7 @@ def load_policy(settings):
     said is said to be left aside; a .pt file must have theirs, since the tokenizer is chosen by it, else BadInput."""
     if settings.policy == "train":
         return None
-    model = load_pretrained(settings.policy)[0] if is_published(settings) else load_gpt(settings.policy)
+    model = hub.policy.load(settings.policy)[0] if is_published(settings) else load_gpt(settings.policy)
     aside = [f"{name} = {getattr(settings, name)}" for name in SHAPE
              if getattr(settings, name) not in (getattr(Settings, name), getattr(model.config, name))]
     if aside and is_published(settings):
@@ -85,11 +84,7 @@ def get_tokenizer(settings):
     first vocab_size tokens. BadInput when it gives ids that the model does not have."""
     if not is_published(settings):
         return load_tokenizer(settings.vocab_size)
-    path = locate(settings.policy)
-    if path.endswith(".gguf"):
-        tokenizer = gguf_tokenizer(read_gguf(path)[0], path)
-    else:
-        tokenizer = read_tokenizer(path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
+    tokenizer = hub.policy.tokenizer_of(hub.policy.locate(settings.policy))
     largest = max(i for i in (tokenizer.eot_token, *tokenizer.ids) if i is not None)
     if largest >= settings.vocab_size:
         raise BadInput(f"{settings.policy}: its tokenizer gives ids up to {largest}, the model has {settings.vocab_size} tokens: "
@@ -154,7 +149,7 @@ def policy_of(path, run):
         model = GPT(GPTConfig(*(s[k] for k in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"))))
         source = load_tokenizer(s["vocab_size"])
     else:
-        model, source = load_run(s["policy"]) if s["policy"].endswith(".pt") else load_pretrained(s["policy"])
+        model, source = load_run(s["policy"]) if s["policy"].endswith(".pt") else hub.policy.load(s["policy"])
     if s["lora_rank"]:
         add_lora(model, s["lora_rank"], s["lora_alpha"], s["lora_layers"])
     try:

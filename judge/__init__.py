@@ -4,7 +4,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 from judge.roberta import load_roberta
 from judge.scorer import Scorer, check_finite, encode, log_odds
 from run.device import autocast

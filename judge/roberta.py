@@ -8,10 +8,12 @@ import os
 import torch
 from torch.nn import functional as F
 
-from hub.fetch import fetch, load_tensors
+from hub.fetch import fetch
+from hub.tensors import load_tensors
+from hub.tokenizer import read_tokenizer
 from judge.scorer import check_finite, log_odds
+from run.files import read_json
 from run.script import BadInput
-from hub.tokenizer import read_json, read_tokenizer
 
 TOXIC = ("hate", "toxic", "toxicity")  # labels that need not be pointed out
 CONFIG = dict(vocab_size=50265, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,

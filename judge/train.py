@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from config import load_settings
 from data.comments import get_splits
+from data.tokenizer import load_tokenizer
 from judge import load_judge
 from judge.scorer import Scorer, encode, log_odds, pad_right, save_judge
 from run.script import BadInput
@@ -22,7 +23,6 @@ from run.device import autocast, fast_dtype, pick_device
 from run.script import interrupts, run_script
 from run.files import load_file
 from run.fit import fit
-from hub.tokenizer import load_tokenizer
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 

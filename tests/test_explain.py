@@ -16,7 +16,7 @@ import tracin
 from model import GPT, GPTConfig, add_lora
 from run.script import BadInput
 from run.files import load_file, save_file
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 CONFIG = """

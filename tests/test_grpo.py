@@ -31,7 +31,7 @@ from sample import Rollout, generate, pad_left, truncate
 from run.device import autocast
 from run.script import derive
 from run.files import save_gpt
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 NAN, INF = math.nan, math.inf
