@@ -1,11 +1,15 @@
-# GPT-2 made less toxic on one GPU: RealToxicityPrompts, a published hate-speech classifier as reward, another toxicity
-# classifier as judge that training never sees. python grpo.py config/toxicity_gpt2.py
-# Fetched at first use: gpt2 0.5 GB, the two judges 0.5 GB each, the prompts 0.07 GB.
+# GPT-2 made less toxic on one GPU. The prompts are RealToxicityPrompts, the reward is a published
+# hate-speech classifier, and the judge that training never sees is another toxicity classifier.
+#     pip install -r requirements-hub.txt
+#     python grpo.py config/toxicity_gpt2.py
+# The first start downloads 0.5 GB of gpt2, 0.5 GB for each judge and 0.07 GB of prompts into the
+# cache of huggingface_hub (HF_HOME says where). See docs/published-models.md.
 out_dir = "out/toxicity_gpt2"
 policy = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl, distilgpt2
 judge = "facebook/roberta-hate-speech-dynabench-r4-target"
 judge_label = "hate"
-eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2"  # there its weights are safetensors; its main branch has a pickle only
+# the weights of this pull request are safetensors; the main branch has a pickle only
+eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2"
 eval_judge_label = "toxicity"
 prompts = "datasets/allenai/real-toxicity-prompts/prompts.jsonl"
 prompt_field = "prompt.text"

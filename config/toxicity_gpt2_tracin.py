@@ -1,4 +1,6 @@
-# toxicity_gpt2.py, learning only from the rollouts that lower the target's loss: python grpo.py config/toxicity_gpt2_tracin.py
+# toxicity_gpt2.py, learning only from the rollouts that lower the target's loss.
+#     pip install -r requirements-hub.txt
+#     python grpo.py config/toxicity_gpt2_tracin.py
 from config.toxicity_gpt2 import *
 
 out_dir = "out/toxicity_gpt2_tracin"

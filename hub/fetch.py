@@ -40,24 +40,29 @@ def fetch(name, files=None):
     """
     name = os.fspath(name)
     if os.path.isdir(name):
-        missing = missing_files(name, files or ["config.json"])
-        if missing:
-            raise BadInput(f"{name}: {missing} missing in this folder")
-        has_pickle = os.path.exists(os.path.join(name, PICKLE))
-        if files is None and not has_weights(name):
-            raise BadInput(f"{name}: {why_no_weights(has_pickle)}")
+        check_folder(name, files)
         return name
     repo = parse_name(name)
-    if files is not None:
+    if files is None:
+        folder = download_model(name, repo)
+    else:
         check_file_names(name, files)
         folder = download(name, repo, files)
-    else:
-        folder = download_model(name, repo)
     missing = missing_files(folder, files or ["config.json"])
     if missing:
         raise BadInput(f"{name}: {missing} not found at revision {repo['revision']}; look at the "
                        "name, the revision and the list of its files")
     return folder
+
+
+def check_folder(folder, files):
+    """Raises BadInput when a local folder lacks one of the files, or any weights."""
+    missing = missing_files(folder, files or ["config.json"])
+    if missing:
+        raise BadInput(f"{folder}: {missing} missing in this folder")
+    if files is None and not has_weights(folder):
+        has_pickle = not missing_files(folder, [PICKLE])
+        raise BadInput(f"{folder}: {why_no_weights(has_pickle)}")
 
 
 def parse_name(name):
@@ -95,7 +100,7 @@ def download_model(name, repo):
     """The folder with a model's files, the shards of large ones included."""
     folder = download(name, repo, MODEL_FILES)
     if not has_weights(folder):
-        raise BadInput(f"{name}: {why_no_weights(has_pickle(name, repo))}")
+        raise BadInput(f"{name}: {why_no_weights(is_pickled(name, repo))}")
     if missing_files(folder, [WEIGHTS]):
         shards = sorted(set(read_index(folder).values()))
         commit = os.path.basename(folder)  # of the index: the branch may have moved since
@@ -108,7 +113,7 @@ def download_model(name, repo):
 
 def download(name, repo, files):
     """The folder in the cache with those of the files that exist. Raises BadInput."""
-    with optional("requirements-hub.txt"):
+    with optional("-r requirements-hub.txt"):
         from huggingface_hub import snapshot_download
     try:
         exactly = [glob.escape(file) for file in files]
@@ -117,8 +122,8 @@ def download(name, repo, files):
         raise BadInput(f"{name}: {explain(e)}") from e
 
 
-def has_pickle(name, repo):
-    """True when a published model has weights as a pickle."""
+def is_pickled(name, repo):
+    """True when a published model has its weights as a pickle."""
     from huggingface_hub import HfApi
 
     try:
@@ -129,7 +134,7 @@ def has_pickle(name, repo):
 
 def explain(error):
     """Why a download failed and the way out, for any error that huggingface_hub raises."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # "not in the cache" hides why the network did not help
@@ -138,17 +143,21 @@ def explain(error):
     if isinstance(error, errors.GatedRepoError):
         return f"a gated model: ask for access on its page, then {LOG_IN}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return "there is no such revision"
+        return "there is no such revision; look at its branches and tags"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
-        return f"no such model or data set, or a private one ({status}); for your own, {LOG_IN}"
+        return ("no such folder here, and on the hub no such model or data set, or a private one "
+                f"({status}); for your own, {LOG_IN}")
     if status is not None:
         return f"the server answered {status}; try again later, or {ELSEWHERE}"
     if isinstance(error, OSError) and error.errno is not None:
-        return (f"could not be written to the cache ({error.strerror}: {error.filename}); make "
+        return (f"{error.filename or 'the cache'} could not be written ({error.strerror}); make "
                 "room, or set HF_HOME to another folder")
     why = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {why}; no network? {ELSEWHERE}"
+    if isinstance(error, errors.HFValidationError):
+        return why
+    return (f"{type(error).__name__}: {why}; no network to {constants.ENDPOINT}? If so, "
+            f"{ELSEWHERE}")
 
 
 def main(argv):

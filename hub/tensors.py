@@ -40,7 +40,7 @@ def reading(path, kind):
 
 def read_safetensors(path):
     """{name: tensor} of one file, on the CPU. The numbers stay in the file until they are used."""
-    with optional("requirements-hub.txt"):
+    with optional("-r requirements-hub.txt"):
         from safetensors.torch import load_file
     with reading(path, "safetensors"):
         tensors = load_file(path)
@@ -115,7 +115,7 @@ def save_tensors(path, tensors):
 
     No two tensors may share memory. BadInput when the file cannot be written.
     """
-    with optional("requirements-hub.txt"):
+    with optional("-r requirements-hub.txt"):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     check_dtypes(path, tensors)
@@ -133,8 +133,8 @@ def save_tensors(path, tensors):
 # --------------------------------------------------------------------------------------------------
 # GGUF, llama.cpp's format
 
-# more of these than any model has. A file with more is made to fill the memory
-MAX_ENTRIES = 2 ** 16    # of the metadata, and tensors
+# no model has more than these; a file that says so is made to fill the memory
+MAX_ENTRIES = 2 ** 16    # of the metadata; also tensors
 MAX_TEXTS = 2 ** 21      # in the arrays of the metadata: tokens and merges
 
 
@@ -180,9 +180,10 @@ def open_gguf(path):
     """The package's reader on a file, held against the length of the file.
 
     By itself GGUFReader trusts the counts in the file: it loops beyond the end, and tensors may
-    lie on top of each other.
+    lie on top of each other. The methods here are its private ones, so the version is pinned, and
+    the tests break if another version goes around them.
     """
-    with optional("requirements-hub.txt"):
+    with optional("-r requirements-hub.txt"):
         from gguf import GGUFReader, GGUFValueType
 
     class BoundedReader(GGUFReader):

@@ -17,12 +17,12 @@ class BadInput(ValueError):
 
 
 @contextlib.contextmanager
-def optional(requirements):
+def optional(packages):
     """Around the import of an optional package: without it, one line says what to install."""
     try:
         yield
     except ImportError as e:
-        raise BadInput(f"{e}; this needs optional packages: pip install -r {requirements}") from e
+        raise BadInput(f"{e}; this needs an optional package: pip install {packages}") from e
 
 
 def derive(*what):

@@ -269,6 +269,9 @@ def test_gpt2_without_prefix_with_buffers_and_a_head_that_repeats_the_embedding(
     headed = tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
     model = hub.policy.load(write(tmp_path / "c", GPT2, headed))[0]
     assert torch.equal(logits(model, idx), expected) and model.config.tied
+    rounded = tensors["transformer.wte.weight"].bfloat16()
+    halves = tensors | {"transformer.wte.weight": rounded, "lm_head.weight": rounded.float()}  # alike in two precisions
+    assert hub.policy.load(write(tmp_path / "e", GPT2, halves))[0].config.tied
     other = tensors | {"lm_head.weight": 2 * tensors["transformer.wte.weight"]}  # says tied, and is not
     model = hub.policy.load(write(tmp_path / "d", GPT2, other))[0]
     torch.testing.assert_close(logits(model, idx), 2 * expected)
@@ -345,6 +348,16 @@ def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
     assert torch.equal(logits(a, idx), logits(b, idx))
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 16), (5,)])
+def test_gguf_tensors_of_odd_shapes_are_named(name, shape, tmp_path):
+    tensors = make_tensors(LLAMA) | {name: torch.zeros(shape)}
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, tensors, "qwen2")  # which leaves the order of rows alone
+    data = (tmp_path / "m.gguf").read_bytes().replace(b"qwen2", b"llama")
+    (tmp_path / "m.gguf").write_bytes(data)
+    assert path in refusal(hub.policy.load, path)
+
+
 @pytest.mark.parametrize("kind, changes, says", [
     ("gemma", {}, r"architecture \['gemma'\]"), ("gpt2", {}, "n_positions"),
     ("llama", {"llama.rope.scaling.type": "yarn"}, "rope_type = 'yarn' is not supported"),
@@ -362,6 +375,8 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (GPT2, dict(architectures=["GPT2Model"]), "GPT2Model.* none that a policy can have"),
     (GPT2, dict(architectures=["GPT2ForSequenceClassification"]), "GPT2ForSequenceClassification"),
     (GPT2, dict(architectures=None, model_type="bert"), "architecture"),
+    (GPT2, dict(architectures=None, model_type=["gpt2"]), "architecture"), (GPT2, dict(architectures=3), "architecture 3"),
+    (QWEN3, dict(layer_types=["full_attention", 3, "x"]), "config.json"), (LLAMA, dict(rope_scaling="x"), "config.json"),
     (GPT2, dict(activation_function="relu"), "activation_function = 'relu' is not supported, only 'gelu_new'"),
     (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True is not supported"),
     (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),

@@ -91,7 +91,8 @@ def test_reads_what_the_file_says(tmp_path):
 
 
 def test_round_trip_of_every_dtype(tmp_path):
-    x = bits(0, (), (0,), (3,), (5, 7), (2, 0, 3), (1, 2, 3, 1)) | {"transposed": torch.randn(3, 4).T}
+    x = bits(0, (), (0,), (3,), (5, 7), (2, 0, 3), (1, 2, 3, 1))
+    x["transposed"] = torch.randn(3, 4).T
     path = str(tmp_path / "new" / "x.safetensors")
     save_tensors(path, x)
     assert same(load_tensors(path), x)
@@ -150,7 +151,7 @@ DEFECTS = {
     "text": (pack({"a": entry(offsets=("0", 8))}, bytes(8)), "invalid JSON"),
     "begin a fraction": (pack({"a": entry(offsets=(0.0, 8))}, bytes(8)), "0.0"),
     "begin false": (pack({"a": entry(offsets=(False, 8))}, bytes(8)), "false"),
-    "backwards": (pack({"a": entry(shape=(0,), offsets=(8, 8))}, bytes(8)), "offset for tensor `a`"),
+    "backwards": (pack({"a": entry(shape=(0,), offsets=(8, 8))}, bytes(8)), "tensor `a`"),
     "size": (pack({"a": entry(shape=(3,))}, bytes(8)), "invalid shape"),
     "overflow": (pack({"a": entry(shape=(2 ** 40, 2 ** 40))}, bytes(8)), "not a readable"),
     "gap": (pack({"a": entry(offsets=(1, 9))}, bytes(9)), "offset for tensor `a`"),
@@ -184,8 +185,8 @@ def test_shards(tmp_path):
     assert same(load(), x)
     index.write_text(json.dumps({"weight_map": where | {"lo\nst": two}}))
     refused(tmp_path, "'lo\\nst'", call=load)
-    bad_names = ("../model.safetensors", "/etc/passwd", "..\\x.safetensors", "pytorch_model.bin", 3, "..")
-    for name in bad_names:
+    for name in ("../model.safetensors", "/etc/passwd", "..\\x.safetensors", "pytorch_model.bin", 3,
+                 ".."):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         refused(index, str(name).replace("\\", "\\\\"), call=load)
     for text in ("{}", '{"weight_map": []}', '{"weight_map": {}}', "nonsense", ""):
@@ -204,7 +205,7 @@ def text(s):
 
 
 def gguf(values=(), tensors=(), version=3, alignment=32, counts=None):
-    """A GGUF file: values (key, type, bytes), tensors (name, shape in torch's order, type, bytes)."""
+    """A GGUF file: values (key, type, bytes), tensors (name, torch's shape, type, bytes)."""
     n = counts or (len(tensors), len(values))
     head = b"GGUF" + struct.pack("<IQQ", version, *n)
     head += b"".join(text(k) + struct.pack("<I", t) + v for k, t, v in values)
@@ -224,10 +225,12 @@ def array(kind, n, data):
 VALUES = [
     ("u8", 0, b"\xff", 255), ("i8", 1, b"\xff", -1), ("u16", 2, b"\xff\xff", 65535),
     ("i16", 3, b"\xfe\xff", -2), ("u32", 4, b"\xff" * 4, 2 ** 32 - 1), ("i32", 5, b"\xff" * 4, -1),
-    ("f32", 6, struct.pack("<f", 0.5), 0.5), ("bool", 7, b"\x01", True), ("text", 8, text("né"), "né"),
+    ("f32", 6, struct.pack("<f", 0.5), 0.5), ("bool", 7, b"\x01", True),
+    ("text", 8, text("né"), "né"),
     ("u64", 10, b"\xff" * 8, 2 ** 64 - 1), ("i64", 11, b"\xff" * 8, -1),
     ("f64", 12, struct.pack("<d", 0.1), 0.1), ("empty", 9, array(4, 0, b""), []),
-    ("no texts", 9, array(8, 0, b""), []), ("ints", 9, array(3, 3, struct.pack("<3h", 1, -2, 3)), [1, -2, 3]),
+    ("no texts", 9, array(8, 0, b""), []),
+    ("ints", 9, array(3, 3, struct.pack("<3h", 1, -2, 3)), [1, -2, 3]),
     ("bools", 9, array(7, 2, b"\x00\x01"), [False, True]),
     ("texts", 9, array(8, 3, text("a") + text("") + text("né")), ["a", "", "né"])]
 
@@ -247,13 +250,16 @@ def quantised(seed, blocks=6):
                     values.append(np.float32(int(raw[j]) - 256 * (raw[j] > 127)) * d[0])
                     continue
                 code = int(raw[j] % 16 if j < 16 else raw[j - 16] // 16)
-                value = np.float32(code - 8) * d[0] if kind == "Q4_0" else np.float32(code) * d[0] + d[1]
-                values.append(value)
+                if kind == "Q4_0":
+                    values.append(np.float32(code - 8) * d[0])
+                else:
+                    values.append(np.float32(code) * d[0] + d[1])
         made[kind] = number, data, values
     floats = rng.normal(size=32 * blocks).astype(np.float32)
     floats[0] = np.nan
     made["F32"] = 0, floats.tobytes(), floats
-    made["F16"] = 1, floats.astype(np.float16).tobytes(), floats.astype(np.float16).astype(np.float32)
+    halves = floats.astype(np.float16)
+    made["F16"] = 1, halves.tobytes(), halves.astype(np.float32)
     cut = (floats.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16 is the upper half
     made["BF16"] = 30, cut.tobytes(), (cut.astype(np.uint32) << 16).view(np.float32)
     return made
@@ -271,11 +277,13 @@ def test_reads_gguf(tmp_path, version, alignment, askew):
     metadata, x = read_gguf(tmp_path / "x")
     assert metadata == gguf_metadata(tmp_path / "x")
     assert metadata.pop("general.alignment", 32) == alignment and metadata.pop("x" * askew) is True
-    assert metadata == {key: value for key, _, _, value in VALUES} and type(metadata["bool"]) is bool
+    assert metadata == {key: value for key, _, _, value in VALUES}
+    assert type(metadata["bool"]) is bool
     assert list(x) == [*made, "scalar"] and x.pop("scalar").item() == 2
     for kind, (_, _, want) in made.items():
         assert x[kind].dtype == torch.float32 and x[kind].shape == (2, 3, 32)
-        np.testing.assert_array_equal(x[kind].numpy().ravel(), np.array(want, np.float32), err_msg=kind)
+        want = np.array(want, np.float32)
+        np.testing.assert_array_equal(x[kind].numpy().ravel(), want, err_msg=kind)
 
 
 def test_a_tensor_is_no_view_of_the_file(tmp_path):
@@ -285,12 +293,12 @@ def test_a_tensor_is_no_view_of_the_file(tmp_path):
     assert (tmp_path / "x").read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ2_XXS",
-                                  "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "MXFP4"])
+@pytest.mark.parametrize("kind", [
+    "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ2_XXS", "IQ3_S", "IQ4_NL",
+    "IQ4_XS", "TQ1_0", "MXFP4"])
 def test_quantisations_that_the_package_knows(tmp_path, kind):
     number = gguf_package.GGMLQuantizationType[kind]
-    _, block_bytes = gguf_package.GGML_QUANT_SIZES[number]
-    block, _ = gguf_package.GGML_QUANT_SIZES[number]
+    block, block_bytes = gguf_package.GGML_QUANT_SIZES[number]
     data = np.random.default_rng(0).integers(0, 60, (3, 2 * block_bytes), dtype=np.uint8)
     (tmp_path / "x").write_bytes(gguf((), [("t", (3, 2 * block), int(number), data.tobytes())]))
     x = read_gguf(tmp_path / "x")[1]["t"]
@@ -303,30 +311,36 @@ GGUF_DEFECTS = {
     "empty": (b"", "empty file"), "magic": (b"GGML" + bytes(40), "magic"),
     "version": (gguf(version=1), "version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "values": (gguf(counts=(0, 2 ** 64 - 1)), "18446744073709551615 metadata entries: more than 65536"),
-    "tensors": (gguf(counts=(2 ** 64 - 1, 0)), "18446744073709551615 tensors: more than 65536"),
-    "some values": (gguf(counts=(0, 9)), "cut short"), "some tensors": (gguf(counts=(9, 0)), "cut short"),
+    "values": (gguf(counts=(0, 2 ** 64 - 1)), "18446744073709551615 metadata entries: more than"),
+    "tensors": (gguf(counts=(2 ** 64 - 1, 0)), "18446744073709551615 tensors: more than"),
+    "some values": (gguf(counts=(0, 9)), "cut short"),
+    "some tensors": (gguf(counts=(9, 0)), "cut short"),
     "text": (gguf([("k", 8, struct.pack("<Q", 2 ** 63))]), "9223372036854775808 more"),
     "longest text": (gguf([("k", 8, struct.pack("<Q", 2 ** 64 - 8))]), "18446744073709551608 more"),
-    "key": (gguf([(b"\xff", 7, b"\x01")]), "utf-8"), "text of a value": (gguf([("k", 8, text(b"\xff"))]), "utf-8"),
+    "key": (gguf([(b"\xff", 7, b"\x01")]), "utf-8"),
+    "text of a value": (gguf([("k", 8, text(b"\xff"))]), "utf-8"),
     "key twice": (gguf([("kk", 7, b"\x01")] * 2), "Duplicate kk"),
     "key of the header": (gguf([("GGUF.version", 7, b"\x01")]), "Duplicate GGUF.version"),
-    "value type": (gguf([("k", 99, b"")]), "99"), "array type": (gguf([("k", 9, array(99, 1, b""))]), "type 99"),
+    "value type": (gguf([("k", 99, b"")]), "99"),
+    "array type": (gguf([("k", 9, array(99, 1, b""))]), "type 99"),
     "array": (gguf([("k", 9, array(4, 2 ** 62, b""))]), "cut short"),
-    "array of text": (gguf([("k", 9, array(8, 2 ** 62, b""))]), "4611686018427387904 texts: more than"),
+    "array of text": (gguf([("k", 9, array(8, 2 ** 62, b""))]), "4611686018427387904 texts"),
     "short array of text": (gguf([("k", 9, array(8, 2, text("a")))]), "cut short"),
-    "texts of several arrays": (gguf([("k", 9, array(8, 1, text("a"))), ("l", 9, array(8, 2 ** 21, b""))]),
-                                "2097153 texts"),
+    "texts of several arrays": (
+        gguf([("k", 9, array(8, 1, text("a"))), ("l", 9, array(8, 2 ** 21, b""))]),
+        "2097153 texts"),
     "array of arrays": (gguf([("k", 9, array(9, 1, array(9, 1, bytes(99))))]), "array of type 9"),
     "alignment 0": (gguf([("general.alignment", 4, bytes(4))], [F32]), "alignment"),
-    "alignment 24": (gguf([("general.alignment", 4, struct.pack("<I", 24))], [F32]), "power of two"),
-    "alignment 2 ** 31": (gguf([("general.alignment", 4, struct.pack("<I", 2 ** 31))], [F32]), "cut short"),
+    "alignment 24": (
+        gguf([("general.alignment", 4, struct.pack("<I", 24))], [F32]), "power of two"),
+    "alignment 2 ** 31": (
+        gguf([("general.alignment", 4, struct.pack("<I", 2 ** 31))], [F32]), "cut short"),
     "alignment text": (gguf([("general.alignment", 8, text("x\ny"))], [F32]), "general.alignment"),
     "tensor twice": (gguf((), [F32, F32]), "duplicated tensor with name t"),
     "tensor name": (gguf((), [(b"\xff", *F32[1:])]), "utf-8"),
     "tensor type": (gguf((), [("t", (4,), 26, bytes(16))]), "'t' has type I32"),
     "tensor type 77": (gguf((), [("t", (4,), 77, bytes(16))]), "77"),
-    "dimensions": (gguf((), [("t", (1,) * 5, 0, bytes(4))]), "'t' of [1, 1, 1, 1, 1] F32: impossible shape"),
+    "dimensions": (gguf((), [("t", (1,) * 5, 0, bytes(4))]), "[1, 1, 1, 1, 1] F32: impossible"),
     "huge": (gguf((), [("t", (2 ** 40, 2 ** 40), 0, bytes(4))]), "impossible shape"),
     "wraps to nothing": (gguf((), [("t", (2 ** 32, 2 ** 32), 0, bytes(4))]), "impossible shape"),
     "huge and empty": (gguf((), [("t", (0, 2 ** 40, 2 ** 40), 0, bytes(4))]), "impossible shape"),
@@ -396,8 +410,8 @@ def mutate(rng, data):
             digits = [i for i in range(8, head) if 48 <= data[i] <= 57] or [at]
             i = rng.choice(digits)
             data[i:i + 1] = rng.choice((
-                b"-1", b"0", b"99999999999", b"1e9", b"1e400", b"null", b"[]", b"{}", b"true", b'"0"',
-                b"18446744073709551616", b"9" * 400, b"1.0", b"NaN"))
+                b"-1", b"0", b"99999999999", b"1e9", b"1e400", b"null", b"[]", b"{}", b"true",
+                b'"0"', b"18446744073709551616", b"9" * 400, b"1.0", b"NaN"))
         else:
             begin = rng.randrange(head)
             data[at:at] = data[begin:begin + rng.randrange(1, 200)]
@@ -435,7 +449,8 @@ class Scratch:
             found = read(self.path)
         except BadInput as e:
             line = str(e)
-            assert line.startswith(self.path) and len(line.splitlines()) == 1 and len(line) < 1000, line
+            assert line.startswith(self.path), line
+            assert len(line.splitlines()) == 1 and len(line) < 1000, line
             assert "allocate" not in line and "MemoryError" not in line, line
         except BaseException as e:
             raise AssertionError(f"{what}: {type(e).__name__}: {e}") from e
@@ -481,7 +496,8 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path, kind, little_memory):
         whole = len(data.rstrip(b"\xee"))  # padding may be missing
         assert scratch.outcome(data, read, "the whole file")
         for n in range(whole):
-            assert not scratch.outcome(data[:n], read, f"cut at byte {n}"), f"read when cut at byte {n}"
+            was_read = scratch.outcome(data[:n], read, f"cut at byte {n}")
+            assert not was_read, f"read when cut at byte {n}"
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
@@ -491,7 +507,8 @@ def test_a_huge_number_anywhere_does_no_harm(tmp_path, kind, number, little_memo
     read, files = small_files(kind, tmp_path)
     for data in files:
         for at in range(min(len(data) - 8, 1200)):
-            scratch.outcome(data[:at] + struct.pack("<Q", number) + data[at + 8:], read, f"at byte {at}")
+            changed = data[:at] + struct.pack("<Q", number) + data[at + 8:]
+            scratch.outcome(changed, read, f"at byte {at}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -512,8 +529,8 @@ def test_equal_to_the_packages_own_reading_of_smollm2():
 
 
 @pytest.mark.parametrize("package, call", [
-    ("safetensors", lambda path: load_tensors(path)), ("safetensors", lambda path: save_tensors(path, {})),
-    ("gguf", lambda path: read_gguf(path)), ("gguf", lambda path: gguf_metadata(path))])
+    ("safetensors", load_tensors), ("safetensors", lambda path: save_tensors(path, {})),
+    ("gguf", read_gguf), ("gguf", gguf_metadata)])
 def test_a_package_that_is_missing_is_named_with_the_command(tmp_path, monkeypatch, package, call):
     for name in list(sys.modules):
         if name == package or name.startswith(package + "."):

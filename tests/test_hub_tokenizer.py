@@ -219,6 +219,7 @@ def test_a_tokenizer_json_that_is_not_understood_is_named(name, tmp_path):
     (dict(tokenizer_json="[1]"), "no JSON object"), (dict(tokenizer_json='{"a": "' + chr(0xdc80)), "tokenizer.json"),
     (dict(tokenizer_json="[" * 100_000), "tokenizer.json"), (dict(tokenizer_json=whole("gpt2")), "no end token"),
     (dict(tokenizer_json=whole("gpt2"), config_json=dict(eos_token_id=10 ** 9)), "end token 1000000000"),
+    (dict(tokenizer_json=whole("gpt2"), config_json=dict(eos_token_id=[])), "IndexError"),
     (dict(tokenizer_json=whole("gpt2"), tokenizer_config_json=dict(eos_token="<none>")), "end token '<none>'"),
     (dict(tokenizer_json=whole("gpt2"), tokenizer_config_json=dict(eos_token="</s>", add_prefix_space=True)), "add_prefix_space"),
     (dict(vocab_json=learned("gpt2")[0], merges_txt="t h\n", config_json=dict(model_type="qwen2", eos_token_id=2)), "'qwen2'"),

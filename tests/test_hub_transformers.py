@@ -87,7 +87,9 @@ def test_logits_greedy_tokens_and_exports_equal_those_of_transformers(name, tmp_
     model = theirs(name)
     model.save_pretrained(tmp_path / "in")
     ours = hub.policy.load(tmp_path / "in")[0]
-    assert differ(ours, model) < 1e-5
+    difference = differ(ours, model)
+    print(f"\n{name}: largest difference {difference:.1e}")
+    assert difference < 1e-5
 
     prompts = rows(2, (9, 4, 1))
     tokens, real = pad_left(prompts)
@@ -173,8 +175,9 @@ def test_smollm2_from_the_gguf_file_equals_transformers_own_reading_of_it(tmp_pa
     assert fast.decode(drawn.completions()[0]) == " Paris."
     tokens, real = pad_left(prompts)
     with torch.no_grad():
-        expected = logits_of(model, tokens, real)[real]
-        torch.testing.assert_close(ours.lm_head(ours(tokens, real))[real], expected, rtol=0, atol=1e-3)
+        expected, found = logits_of(model, tokens, real)[real], ours.lm_head(ours(tokens, real))[real]
+        print(f"\nSmolLM2: largest difference {(found - expected).abs().max():.1e}")
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
         export(ours, tmp_path / "out", path)
         back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
         torch.testing.assert_close(logits_of(back, tokens, real)[real], expected, rtol=0, atol=1e-3)

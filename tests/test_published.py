@@ -378,7 +378,7 @@ def test_config_fetches_what_it_names_once(config, server, world, tmp_path):  # 
     server.cache = tmp_path / "empty"
     server.use(DEAD)
     message = refusal(grpo.main, [*flags, f"--out_dir={tmp_path}/c"])
-    assert message.startswith("gpt2: " if config == "toxicity_gpt2" else policy) and "no network?" in message
+    assert message.startswith("gpt2: " if config == "toxicity_gpt2" else policy) and "no network" in message
     assert not (tmp_path / "c").exists()
 
 
