@@ -154,9 +154,9 @@ def fill(config, names, tensors, transposed, path):
     left_over = {name: x for name, x in tensors.items() if not name.endswith(BUFFERS)}
     wrong += [f"{name} {tuple(x.shape)} has no place" for name, x in left_over.items()]
     if wrong:
+        first = " ".join("; ".join(wrong[:3]).split())  # names in the file may hold newlines
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise BadInput(f"{path}: the tensors are not those of the model: "
-                       f"{'; '.join(wrong[:3])}{more}")
+        raise BadInput(f"{path}: the tensors are not those of the model: {first[:600]}{more}")
     if config.tied:
         state["lm_head.weight"] = state["wte.weight"]
     model.load_state_dict(state, assign=True)

@@ -416,10 +416,13 @@ def test_missing_extra_and_odd_tensors_are_named_with_the_shape_they_should_have
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(10, 17)
     tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(16, 10, dtype=torch.int8)
     tensors["score.weight"] = torch.zeros(2, 16)
+    tensors["a name\nof two lines"] = torch.zeros(1)
     message = refusal(hub.policy.load, write(tmp_path / "m", LLAMA, tensors))
     for part in ("self_attn.k_proj.weight must be (8, 16), is missing", "1.mlp.up_proj.weight must be (10, 16), is (10, 17)",
-                 "down_proj.weight must be (16, 10), is (16, 10) torch.int8", "and 1 more"):
+                 "down_proj.weight must be (16, 10), is (16, 10) torch.int8", "and 2 more"):
         assert part in message
+    odd = make_tensors(LLAMA) | {"a name\nof two lines" + "x" * 1000: torch.zeros(1)}
+    assert "a name of two lines" in refusal(hub.policy.load, write(tmp_path / "n", LLAMA, odd))
 
 
 def test_what_is_no_published_model_is_named(tmp_path, monkeypatch):
