@@ -54,7 +54,7 @@ from sample import Rollout, generate
 from run.script import derive, run_script
 from run.device import memory, pick_device, pick_dtype
 from pretrain import get_tokenizer, load_policy
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 from tracin import Tape, choose_targets, filter_rows, select
 
 # ---------------------------------------------------------------------------------------------------------------

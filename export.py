@@ -4,7 +4,7 @@
 """
 import os
 
-from hub.weights import export
+from hub.export import export
 from pretrain import load_run
 from run.script import BadInput, run_script
 

@@ -15,11 +15,10 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
+import hub.policy
 from config import Settings, load_settings
 from data.comments import get_splits
-from hub.fetch import read_gguf
-from hub.tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
-from hub.weights import load_pretrained, locate
+from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.attention import use_attention_by_hand
 from run.device import autocast, fast_dtype, pick_device
@@ -64,7 +63,7 @@ def load_policy(cfg):
     if cfg.policy == "train":
         return None
     if is_published(cfg):
-        policy, _ = load_pretrained(cfg.policy)
+        policy, _ = hub.policy.load(cfg.policy)
         adopt_shape(cfg, policy.config)
     else:
         policy = load_gpt(cfg.policy)
@@ -127,12 +126,7 @@ def get_tokenizer(cfg):
     """
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
-    path = locate(cfg.policy)
-    if path.endswith(".gguf"):
-        tokenizer = gguf_tokenizer(read_gguf(path)[0], path)
-    else:
-        folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
-        tokenizer = read_tokenizer(folder)
+    tokenizer = hub.policy.tokenizer_of(hub.policy.locate(cfg.policy))
     largest = max(i for i in (tokenizer.eot_token, *tokenizer.ids) if i is not None)
     if largest >= cfg.vocab_size:
         raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {largest}, the model has "
@@ -165,7 +159,7 @@ def policy_of(path, run):
         policy = new_policy(cfg)
         source = load_tokenizer(cfg.vocab_size)
     elif is_published(cfg):
-        policy, source = load_pretrained(cfg.policy)
+        policy, source = hub.policy.load(cfg.policy)
     else:
         policy, source = load_run(cfg.policy)
     if cfg.lora_rank:

@@ -1,13 +1,14 @@
-# Make GPT-2 less toxic on one GPU. The prompts are those of RealToxicityPrompts, a published
-# hate-speech classifier gives the reward, and another toxicity classifier, which training never
-# sees, judges the evaluation.
+# GPT-2 made less toxic on one GPU. The prompts are RealToxicityPrompts, the reward is a published
+# hate-speech classifier, and the judge that training never sees is another toxicity classifier.
+#     pip install -r requirements-hub.txt
 #     python grpo.py config/toxicity_gpt2.py
-# Downloads at first use: gpt2 0.5 GB, the two judges 0.5 GB each, the prompts 0.07 GB.
+# The first start downloads 0.5 GB of gpt2, 0.5 GB for each judge and 0.07 GB of prompts into the
+# cache of huggingface_hub (HF_HOME says where). See docs/published-models.md.
 out_dir = "out/toxicity_gpt2"
 policy = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl, distilgpt2
 judge = "facebook/roberta-hate-speech-dynabench-r4-target"
 judge_label = "hate"
-# this revision has its weights as safetensors, the main branch as a pickle only
+# the weights of this pull request are safetensors; the main branch has a pickle only
 eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2"
 eval_judge_label = "toxicity"
 prompts = "datasets/allenai/real-toxicity-prompts/prompts.jsonl"
@@ -15,12 +16,9 @@ prompt_field = "prompt.text"
 min_prompt_toxicity = 0.3
 max_prompt_tokens = 24
 
-# Memory, by calculation: about 6 GB, so 24 GB are plenty.
-#   2.5 GB   weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB
-#   1 GB     judges
-#   0.55 GB  the decoder: keys and values of 128 rows, and the weights in bfloat16
-#   1.5 GB   what the backward pass of 64 rows of 54 tokens keeps
-#   0.06 GB  logits, 64 MB at a time
+# Memory, counted: weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB; judges 1 GB; keys and values of 128
+# rows 0.3 GB and weights in bfloat16 0.25 GB, which the decoder holds; what the backward of 64 rows of 54 tokens keeps, 1.5 GB;
+# logits 64 MB at a time: 6 GB, so 24 GB are plenty.
 num_prompts = 16
 num_generations = 8
 max_completion_length = 30

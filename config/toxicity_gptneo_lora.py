@@ -1,5 +1,6 @@
-# The setting of the papers on influence in RLHF: GPT-Neo with LoRA of rank 16 and alpha 32, 256
-# rollouts of 30 tokens, learning rate 1e-5, KL coefficient 0.04.
+# The setting of the papers on influence in RLHF: GPT-Neo with LoRA of rank 16 and alpha 32,
+# 256 rollouts of 30 tokens, learning rate 1e-5, KL 0.04.
+#     pip install -r requirements-hub.txt
 #     python grpo.py config/toxicity_gptneo_lora.py [--policy=EleutherAI/gpt-neo-2.7B]
 from config.toxicity_gpt2 import *
 
@@ -11,7 +12,6 @@ num_prompts = 32
 max_completion_length = 30
 learning_rate = 1e-5
 beta = 0.04
-
 tracin = "reward"
 kl_in = "reward"
 kl_estimator = "k1"

@@ -11,9 +11,11 @@ import os
 import torch
 from torch.nn import functional as F
 
-from hub.fetch import fetch, load_tensors
-from hub.tokenizer import read_json, read_tokenizer
+from hub.fetch import fetch
+from hub.tensors import load_tensors
+from hub.tokenizer import read_tokenizer
 from judge.scorer import check_finite, log_odds
+from run.files import read_json
 from run.script import BadInput
 
 TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is given

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 import torch.nn as nn
 
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 from model import GPT
 from run.files import load_file, load_weights, save_file
 from run.script import BadInput

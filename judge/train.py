@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from config import load_settings
 from data.comments import get_splits
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 from judge import load_judge
 from judge.scorer import Scorer, encode, log_odds, pad_right, save_judge
 from model import GPTConfig

@@ -1,7 +1,9 @@
 """Files: written to a temporary name and renamed, read without running what is in them."""
+import contextlib
 import csv
 import json
 import os
+import shutil
 import zipfile
 from dataclasses import asdict
 
@@ -19,24 +21,74 @@ def find_below(folder, name):
     raise BadInput(f"{name} is missing below {folder}: reinstall the package")
 
 
-def save_file(path, kind, **content):
-    """Write a checkpoint of this kind ("policy", "judge", "run", ...). A reader sees the old file
-    or the new, never half. BadInput when the disk is full or may not be written."""
+@contextlib.contextmanager
+def replacing(path):
+    """Yields a temporary name. The file or folder made there takes the name `path` at the end.
+
+    A reader sees the old one or the new one, never half. BadInput when it cannot be written.
+    """
     tmp = f"{path}.{os.getpid()}.tmp"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(tmp, "wb") as f:
-            torch.save({"kind": kind, **content}, f)
-            f.flush()
-            os.fsync(f.fileno())
+        yield tmp
+        flush_to_disk(tmp)
         os.replace(tmp, path)
-    except (OSError, RuntimeError) as e:  # torch's writer turns the first into the second
-        reason = next((x.strerror or str(x) for x in (e, e.__context__) if isinstance(x, OSError)), str(e).splitlines()[0])
-        raise BadInput(f"{path}: could not be written ({reason}); make room, or choose another "
-                       "folder. What was saved before stands") from e
+    except OSError as e:
+        raise BadInput(f"{path}: could not be written ({e.strerror or e}); make room, or choose "
+                       "another folder. What was saved before is still there") from e
     finally:
-        if os.path.exists(tmp):
+        if os.path.isdir(tmp):
+            shutil.rmtree(tmp, ignore_errors=True)
+        elif os.path.lexists(tmp):
             os.remove(tmp)
+
+
+def flush_to_disk(path):
+    """Waits until the file or folder is on the disk, so that a crash cannot leave it empty."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path, missing=None):
+    """The object in a JSON file, or `missing`, if given, when there is no such file.
+
+    BadInput names a file that is not there, not readable or holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as f:
+            content = json.load(f)
+    except FileNotFoundError as e:
+        if missing is not None:
+            return missing
+        raise BadInput(f"{path}: no such file") from e
+    except (OSError, ValueError, RecursionError) as e:
+        raise BadInput(f"{path}: cannot be read as JSON ({e})") from e
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: holds no JSON object")
+    return content
+
+
+def write_json(path, content):
+    """Write an object as a JSON file, which appears whole or not at all."""
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+        json.dump(content, f, indent=2, ensure_ascii=False)
+
+
+def save_file(path, kind, **content):
+    """Write a checkpoint of this kind ("policy", "judge", "run", ...), whole or not at all.
+
+    BadInput when the disk is full or may not be written.
+    """
+    with replacing(path) as tmp, open(tmp, "wb") as f:
+        try:
+            torch.save({"kind": kind, **content}, f)
+        except RuntimeError as e:  # torch's writer hides the OSError behind one of these
+            if isinstance(e.__context__, OSError):
+                raise e.__context__
+            raise OSError(str(e).splitlines()[0]) from e
 
 
 def load_file(path, kind):

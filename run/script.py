@@ -16,6 +16,15 @@ class BadInput(ValueError):
     """Something the user can mend. The message is one line: the name, the value and the fix."""
 
 
+@contextlib.contextmanager
+def optional(packages):
+    """Around the import of an optional package: without it, one line says what to install."""
+    try:
+        yield
+    except ImportError as e:
+        raise BadInput(f"{e}; this needs an optional package: pip install {packages}") from e
+
+
 def run_script(main):
     """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one
     line), 130 interrupted. Under torchrun the last line names the process and its machine."""

@@ -321,7 +321,7 @@ assert state() == before
 
 
 def test_importing_has_no_side_effect(tmp_path):
-    files = [f for folder in ("", "judge", "config") for f in glob.glob(os.path.join(ROOT, folder, "*.py"))]
+    files = [f for folder in ("", "judge", "config", "data", "hub", "run") for f in glob.glob(os.path.join(ROOT, folder, "*.py"))]
     names = sorted({os.path.relpath(f, ROOT)[:-3].replace(os.sep, ".").removesuffix(".__init__") for f in files})
     assert {"grpo", "model", "judge.train", "config.toxicity"} <= set(names)
     env = dict(os.environ, PYTHONPATH=ROOT, PYTHONDONTWRITEBYTECODE="1")

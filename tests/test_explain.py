@@ -16,7 +16,7 @@ import explain
 import grpo
 import tracin
 from config import load_settings
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.files import load_file, save_file
 from run.script import BadInput

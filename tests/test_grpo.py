@@ -25,7 +25,7 @@ from evaluate import evaluate
 from grpo import (
     Forward, Step, collect, draw_prompts, gradient_of, group_advantages, grpo_loss, kl_estimate,
     learning_rate, loss_of, sync_reference, total_reward, update)
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 from judge import score
 from model import GPT, GPTConfig, add_lora, completion_logprobs
 from run.attention import use_attention_by_hand

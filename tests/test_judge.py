@@ -24,7 +24,7 @@ from model import GPTConfig
 from run.script import hash_of
 from run.files import load_file, load_gpt, save_file
 from pretrain import get_policy, trainable
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 

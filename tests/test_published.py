@@ -20,18 +20,20 @@ import grpo
 import judge.train
 import pretrain
 import export as export_script
-import hub.weights as weights
+import hub.policy
 from config import Settings, load_settings
-from hub.fetch import read_safetensors, write_safetensors
 from data.prompts import load_prompts
+from data.tokenizer import GPT2_PATTERN, load_tokenizer
+from hub.export import export
+from hub.tensors import load_tensors, save_tensors
+from hub.tokenizer import read_tokenizer
 from judge.roberta import load_roberta, shapes
 from model import GPT, GPTConfig
 from run.script import derive
 from run.files import load_file
-from test_fetch import hub  # noqa: F401  the server on the loopback
+from test_hub_fetch import DEAD, hub as server  # noqa: F401  on the loopback
 from test_runs import assert_same_run, refusal
-from test_weights import write_gguf
-from hub.tokenizer import GPT2_PATTERN, load_tokenizer, read_tokenizer
+from test_hub_policy import write_gguf
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = ["--max_completion_length=6", "--num_prompts=2", "--num_generations=4", "--micro_batch_size=4", "--num_eval_prompts=3",
@@ -60,7 +62,7 @@ def get(folder, name):
 def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), vocab=300, seed=0):
     """As openai-community/gpt2 is published: vocab.json and merges.txt, the end token named in config.json alone."""
     torch.manual_seed(seed)
-    weights.export(GPT(config), folder, load_tokenizer(vocab))
+    export(GPT(config), folder, load_tokenizer(vocab))
     put(folder, tokenizer=None, generation_config=None, tokenizer_config=dict(model_max_length=config.block_size))
     return folder
 
@@ -70,7 +72,7 @@ def make_chat(folder, config=QWEN3, seed=0):
     come first, as SmolLM2 has them, so that no id is GPT-2's."""
     ranks = {token: rank + 3 for token, rank in load_tokenizer(300)._mergeable_ranks.items()}
     torch.manual_seed(seed)
-    weights.export(GPT(config), folder, tiktoken.Encoding("chat", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={
+    export(GPT(config), folder, tiktoken.Encoding("chat", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={
         "<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}))
     put(folder, tokenizer_config=get(folder, "tokenizer_config.json") | dict(eos_token="<|im_end|>"))
     for name in ("vocab.json", "merges.txt"):
@@ -91,7 +93,7 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
     put(folder, config=c, vocab={token: i for i, token in enumerate(tokens)}, tokenizer_config=dict(model_max_length=64),
         special_tokens_map=dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>"))
     g = torch.Generator().manual_seed(seed)
-    write_safetensors(os.path.join(folder, "model.safetensors"), {
+    save_tensors(os.path.join(folder, "model.safetensors"), {
         name: torch.randn(shape, generator=g) * 0.5 + ("LayerNorm.weight" in name)
         for name, shape in shapes(c, len(labels)).items()})
     return folder
@@ -168,7 +170,7 @@ def finished(world, tmp_path_factory):
 def test_run_is_what_the_files_say(kind, finished, world, rows):
     about = get(finished(kind).dir, "config.json")["settings"]
     folder = getattr(world, kind.split()[0])
-    shape = weights.load_pretrained(folder)[0].config
+    shape = hub.policy.load(folder)[0].config
     assert {k: about[k] for k in pretrain.SHAPE} == {k: getattr(shape, k) for k in pretrain.SHAPE} and about["policy"] == folder
     samples = rows(os.path.join(finished(kind).dir, "samples.jsonl"))
     texts = {json.loads(line)["prompt"]["text"] for line in open(world.prompts)}
@@ -208,7 +210,7 @@ def test_export_is_the_runs_policy(kind, finished, world, tmp_path):
     run(export_script.main, finished(kind).dir, tmp_path / "whole")
     policy = pretrain.policy_of("", load_file(finished(kind).dir + "/ckpt.pt", "run"))[0]
     folder, idx = getattr(world, kind.split()[0]), torch.tensor([[7, 280, 3, 299, 44, 45]])
-    models = [policy, weights.load_pretrained(tmp_path / "whole")[0], weights.load_pretrained(folder)[0]]
+    models = [policy, hub.policy.load(tmp_path / "whole")[0], hub.policy.load(folder)[0]]
     with torch.no_grad():
         mine, exported, base = (m.lm_head(m(idx)) for m in models)
     torch.testing.assert_close(exported, mine, rtol=0, atol=1e-5)
@@ -220,7 +222,7 @@ def test_export_is_the_runs_policy(kind, finished, world, tmp_path):
     if "lora" in kind:
         run(export_script.main, finished(kind).dir, tmp_path / "adapter", "--adapter=some/base")
         assert get(tmp_path / "adapter", "adapter_config.json")["base_model_name_or_path"] == "some/base"
-        tensors = read_safetensors(str(tmp_path / "adapter" / "adapter_model.safetensors"))
+        tensors = load_tensors(str(tmp_path / "adapter" / "adapter_model.safetensors"))
         assert any(torch.equal(x, policy.h[0].attn.c_proj.A.weight) for x in tensors.values())
 
 
@@ -280,7 +282,7 @@ def test_gguf_as_policy(world, tmp_path, rows):
     folder = make_chat(str(tmp_path / "llama"), GPTConfig(**{**vars(QWEN3), "qk_norm": False, "n_embd": 24}))
     vocabulary, merges = (get(folder, "tokenizer.json")["model"][key] for key in ("vocab", "merges"))
     c = get(folder, "config.json")
-    path = write_gguf(tmp_path / "m.gguf", c, read_safetensors(folder + "/model.safetensors"), "llama", **{
+    path = write_gguf(tmp_path / "m.gguf", c, load_tensors(folder + "/model.safetensors"), "llama", **{
         "llama.context_length": 64, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.get)})
     for name, policy in (("a", folder), ("b", path)):
@@ -290,7 +292,7 @@ def test_gguf_as_policy(world, tmp_path, rows):
     assert "error" in run(explain.main, tmp_path / "b") and "perplexity" in run(evaluate.main, tmp_path / "b")
     run(export_script.main, tmp_path / "b", tmp_path / "export")
     policy = pretrain.load_run(str(tmp_path / "b"))[0]
-    assert torch.equal(weights.load_pretrained(tmp_path / "export")[0].h[1].attn.c_attn.weight, policy.h[1].attn.c_attn.weight)
+    assert torch.equal(hub.policy.load(tmp_path / "export")[0].h[1].attn.c_attn.weight, policy.h[1].attn.c_attn.weight)
     assert read_tokenizer(str(tmp_path / "export")).eot_token == 2
 
 
@@ -304,8 +306,8 @@ def test_a_bare_safetensors_file(world, tmp_path, monkeypatch):
 def test_padding_of_the_vocabulary_is_sampled_and_counts_and_only_the_end_token_ends(world, tmp_path, rows):
     """A policy that gives each of its 320 ids the same chance."""
     folder = shutil.copytree(world.chat, tmp_path / "uniform")
-    tensors = read_safetensors(str(folder / "model.safetensors"))
-    write_safetensors(str(tmp_path / "new"), tensors | {"model.norm.weight": torch.zeros(18)})
+    tensors = load_tensors(str(folder / "model.safetensors"))
+    save_tensors(str(tmp_path / "new"), tensors | {"model.norm.weight": torch.zeros(18)})
     os.replace(tmp_path / "new", folder / "model.safetensors")
     run(grpo.main, *world.flags, f"--policy={folder}", f"--out_dir={tmp_path}/run", "--max_iters=1", "--max_completion_length=30",
         "--num_generations=16", "--micro_batch_size=32", "--num_eval_generations=40", "--max_prompt_tokens=30")
@@ -325,7 +327,7 @@ def test_adapters_share_the_frozen_weights(world, tmp_path, monkeypatch):
     (plain, base, lora, other) = (*seen[0], *seen[-1])
     assert plain.wte.weight is not base.wte.weight and not torch.equal(plain.wte.weight, base.wte.weight)
     assert lora.wte.weight is other.wte.weight and lora.h[0].mlp.c_fc.base.weight is other.h[0].mlp.c_fc.weight
-    fresh = weights.load_pretrained(world.gpt2)[0]
+    fresh = hub.policy.load(world.gpt2)[0]
     assert all(torch.equal(p, q) and not p.requires_grad for p, q in zip(other.parameters(), fresh.parameters()))
 
 
@@ -349,37 +351,35 @@ def test_config_runs_on_folders(config, world, tmp_path, rows):
         assert (s.num_prompts * s.num_generations, s.max_completion_length) == (256, 30)
 
 
-def serve(hub, name, folder):
-    for file in os.listdir(folder):
-        with open(os.path.join(folder, file), "rb") as f:
-            hub.files[f"/{name}/{file}"] = f.read()
+def files_of(folder):
+    return {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
 
 
 @pytest.mark.parametrize("config", ["toxicity_gpt2", "toxicity_gptneo_lora"])
-def test_config_fetches_what_it_names_once(config, hub, world, tmp_path, monkeypatch):  # noqa: F811
+def test_config_fetches_what_it_names_once(config, server, world, tmp_path):  # noqa: F811
     unbiased = make_roberta(str(tmp_path / "unbiased"), world.gpt2, ("toxicity", "severe_toxicity", "insult"), 3,
                             problem_type="multi_label_classification")
-    hub.files = {}
-    serve(hub, "openai-community/gpt2/resolve/main", world.gpt2)
-    serve(hub, "EleutherAI/gpt-neo-125m/resolve/main", world.neo)
-    serve(hub, "facebook/roberta-hate-speech-dynabench-r4-target/resolve/main", world.hate)
-    serve(hub, "unitary/unbiased-toxic-roberta/resolve/refs%2Fpr%2F2", unbiased)
-    hub.files["/datasets/allenai/real-toxicity-prompts/resolve/main/prompts.jsonl"] = open(world.prompts, "rb").read()
+    policy = "openai-community/gpt2" if config == "toxicity_gpt2" else "EleutherAI/gpt-neo-125m"
+    server.repos = {
+        policy: {"main": files_of(world.gpt2 if config == "toxicity_gpt2" else world.neo)},
+        "facebook/roberta-hate-speech-dynabench-r4-target": {"main": files_of(world.hate)},
+        "unitary/unbiased-toxic-roberta": {"main": {"pytorch_model.bin": b"PK"}, "refs/pr/2": files_of(unbiased)},
+        "datasets/allenai/real-toxicity-prompts": {"main": {"prompts.jsonl": open(world.prompts, "rb").read()}}}
     flags = [f"{ROOT}/config/{config}.py", *TINY, "--max_prompt_tokens=40", f"--cache_dir={tmp_path}/cache"]
     run(grpo.main, *flags, f"--out_dir={tmp_path}/a")
-    assert {path.split("/resolve")[0] for _, path, _ in hub.asked} == {
-        "/facebook/roberta-hate-speech-dynabench-r4-target", "/unitary/unbiased-toxic-roberta",
-        "/datasets/allenai/real-toxicity-prompts",
-        "/openai-community/gpt2" if config == "toxicity_gpt2" else "/EleutherAI/gpt-neo-125m"}
-    hub.asked.clear()
+    assert {path.split("/resolve")[0][1:] for _, path, _ in server.asked if "/resolve/" in path} == server.repos.keys()
+    server.asked.clear()
     run(grpo.main, *flags, f"--out_dir={tmp_path}/b")
-    assert hub.asked == []
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # no network at all
+    assert server.downloads() == []
+    server.use(DEAD)  # no network at all
     run(evaluate.main, tmp_path / "b")
     run(export_script.main, tmp_path / "b", tmp_path / "export")
     assert open(tmp_path / "a" / "samples.jsonl").read() == open(tmp_path / "b" / "samples.jsonl").read()
-    monkeypatch.setenv("GRPO_TRACIN_CACHE", str(tmp_path / "empty"))
-    assert "127.0.0.1:1" in refusal(grpo.main, [*flags, f"--out_dir={tmp_path}/c"]) and not (tmp_path / "c").exists()
+    server.cache = tmp_path / "empty"
+    server.use(DEAD)
+    message = refusal(grpo.main, [*flags, f"--out_dir={tmp_path}/c"])
+    assert message.startswith("gpt2: " if config == "toxicity_gpt2" else policy) and "no network" in message
+    assert not (tmp_path / "c").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -445,21 +445,22 @@ def test_evaluation_prompts_from_a_file_of_their_own(world, tmp_path):
     assert {text for text, _ in held_out + rest} == of[other]
 
 
-def test_datasets(hub, world, tmp_path, monkeypatch):  # noqa: F811
+def test_datasets(server, world, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     content = open(world.prompts, "rb").read()
-    hub.files = {f"/datasets/o/n/resolve/{path}": content for path in (
-        "main/p.jsonl", "main/data/train.v1/p.jsonl", "v1/p.jsonl", "refs%2Fpr%2F1/a/p.jsonl")}
+    server.repos = {"datasets/o/n": {"main": {"p.jsonl": content, "data/train.v1/p.jsonl": content},
+                                     "v1": {"p.jsonl": content}, "refs/pr/1": {"a/p.jsonl": content}}}
     expected = chosen(prompts=world.prompts, prompt_field="prompt.text")
     for path in ("o/n/p.jsonl", "o/n/data/train.v1/p.jsonl", "o/n@v1/p.jsonl", "o/n@refs/pr/1/a/p.jsonl"):
         assert chosen(prompts=f"datasets/{path}", prompt_field="prompt.text") == expected
-        assert len(hub.asked) == 1
-        assert chosen(prompts=f"datasets/{path}", prompt_field="prompt.text") == expected and len(hub.asked) == 1
-        hub.asked.clear()
+        assert len(server.downloads()) == 1
+        server.asked.clear()
+        assert chosen(prompts=f"datasets/{path}", prompt_field="prompt.text") == expected and not server.downloads()
+        server.asked.clear()
     (tmp_path / "datasets" / "mine").mkdir(parents=True)
     for path in ("datasets/mine.jsonl", "datasets/mine/a.jsonl"):  # a folder of that name here
         shutil.copy(world.prompts, path)
-        assert chosen(prompts=path, prompt_field="prompt.text") == expected and hub.asked == []
+        assert chosen(prompts=path, prompt_field="prompt.text") == expected and server.asked == []
 
 
 def test_labels_say_which_is_toxic(world, tmp_path, rows):
@@ -533,8 +534,8 @@ def pickled(source):
 
 def base_roberta(here, world):
     folder = without("hate", "model.safetensors")(here, world)
-    tensors = read_safetensors(os.path.join(world.hate, "model.safetensors"))
-    write_safetensors(str(folder / "model.safetensors"), {k: x for k, x in tensors.items() if not k.startswith("classifier.")})
+    tensors = load_tensors(os.path.join(world.hate, "model.safetensors"))
+    save_tensors(str(folder / "model.safetensors"), {k: x for k, x in tensors.items() if not k.startswith("classifier.")})
     return folder
 
 
@@ -554,7 +555,7 @@ REFUSED = {
     "policy: a pickle": ("policy", pickled("gpt2"), [], "only pytorch_model.bin, a pickle", "save_pretrained"),
     "policy: no tokenizer": ("policy", without("gpt2", "vocab.json"), [], "neither tokenizer.json nor vocab.json"),
     "policy: chat without tokenizer": ("policy", without("chat", "tokenizer.json"), [], "neither tokenizer.json nor vocab.json"),
-    "policy: other layers": ("policy", changed("gpt2", n_layer=1), [], "transformer.h.1.ln_1.weight (16,) has no place"),
+    "policy: other layers": ("policy", changed("gpt2", n_layer=1), [], "transformer.h.1.attn.c_attn.bias (48,) has no place"),
     "policy: no end token": ("policy", changed("gpt2", eos_token_id=None), [], "no end token"),
     "policy: no such folder": ("policy", lambda here, w: here / "nowhere", [], "nowhere", "no such folder, and no published"),
     "policy: another kind of file": ("policy", text("x", "m.bin"), [], "m.bin", "a folder, a .safetensors or a .gguf"),
@@ -592,12 +593,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_is_made(case, world, tmp_path, monkeypatch, hub):  # noqa: F811
+def test_refused_before_anything_is_made(case, world, tmp_path, monkeypatch, server):  # noqa: F811
     setting, make, flags, *needles = REFUSED[case]
     monkeypatch.setattr(grpo, "collect", lambda *a, **k: pytest.fail("a rollout was sampled"))
     message = refusal(grpo.main, [*world.flags, f"--out_dir={tmp_path}/run", f"--{setting}={make(tmp_path, world)}", *flags])
     assert all(needle in message for needle in needles), message
-    assert not (tmp_path / "run").exists() and not hub.asked
+    assert not (tmp_path / "run").exists() and not server.asked
 
 
 def test_settings_about_the_prompts_of_a_file_need_one(world, tmp_path, comments):

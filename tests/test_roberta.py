@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from config import load_settings
-from hub.fetch import write_safetensors
+from hub.tensors import save_tensors
 from judge.roberta import classify, load_roberta, read_roberta
 from judge import load_judge
 from judge.scorer import pad_right
 from judge.train import get_judges
 from run.script import BadInput
-from test_tokenizer import learned
+from test_hub_tokenizer import learned
 
 TEXTS = ["the other theatre", "", "there " * 5, "x", "a b  c\n1 2", "the </s><pad> <s> there", "\U0001f642 don't"]
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def make(tmp_path):
             sizes |= {name + ".weight": (C,), name + ".bias": (C,)}
         g = torch.Generator().manual_seed(seed)
         w = {k: torch.randn(shape, generator=g) * 0.4 + ("LayerNorm.weight" in k) for k, shape in sizes.items()} | (tensors or {})
-        write_safetensors(str(tmp_path / "model.safetensors"), {k: x for k, x in w.items() if x is not None})
+        save_tensors(str(tmp_path / "model.safetensors"), {k: x for k, x in w.items() if x is not None})
         for name, content in (("config.json", config), ("vocab.json", vocabulary)):
             (tmp_path / name).write_text(json.dumps(content))
         (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")

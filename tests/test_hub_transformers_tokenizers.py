@@ -1,4 +1,4 @@
-"""tokenizer.py against transformers and tokenizers, where they are installed: ids equal on hard texts and on real comments."""
+"""hub/tokenizer.py against transformers and tokenizers, where they are installed: ids equal on hard texts and on real comments."""
 import importlib.util
 import json
 import random
@@ -13,10 +13,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Reference  # noqa: E402
 
 from data.comments import load_comments
+from data.tokenizer import GPT2_PATTERN
+from hub.tokenizer import DIGITS_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, gguf_tokenizer, read_tokenizer
 from run.files import find_below
-from hub.tokenizer import (
-    DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, gguf_tokenizer,
-    read_tokenizer)
 
 POOL = "a b'st1 2\n\t\r \u00e9\u00df\u4e2d\U0001f642.!-<|>\u017f\u00bd\u0301\x04\x00\u2028\ufb01\U000f0000  "
 STRESS = ["", "  ", " a  b   c    ", "\n\n\n \n x\n", "a\r\n\r\n b\t\t1 \t 2", "don't I'LL we'VE '\u017f 'S ''s he'd", "   1",

