@@ -20,7 +20,7 @@ import evaluate
 import grpo as trainer
 import judge.train
 import pretrain
-from config import load_settings, public
+from config import load_settings
 from run.script import BadInput
 from run.files import load_file, save_file
 from run.script import run_script
@@ -116,7 +116,8 @@ def test_config_json(finished, tiny):
     assert (about["torch"], about["python"], about["device"]) == (torch.__version__, platform.python_version(), "cpu")
     assert about["source"] is None and {"git", "threads"} <= about.keys()
     flags = [*tiny.flags, f"--out_dir={finished.dir}", "--beta=0.1", "--micro_batch_size=8", "--eval_interval=2"]
-    assert public(load_settings([os.path.join(finished.dir, "config.json")])) == public(load_settings(flags))
+    again = load_settings([os.path.join(finished.dir, "config.json")])
+    assert again.public() == load_settings(flags).public()
 
 
 def test_config_json_holds_the_config_file(six, noise):
