@@ -4,6 +4,7 @@ by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
+import functools
 import math
 import os
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from run.device import autocast, pick_device, pick_dtype
 from run.files import load_file
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.script import BadInput, hash_of, run_script, seed_for
-from sample import concatenate, generate
+from sample import concatenate, decode, generate
 
 AT_ONCE = 256   # completions that are sampled or scored together
 
@@ -72,7 +73,8 @@ def sample_evaluation(nets, policy, cfg):
     with autocast(nets.device, nets.dtype):
         rollout = generate(
             policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"), eos=eos,
-            batch_size=AT_ONCE // k * k or k, part=shard(len(prompts)))
+            batch_size=AT_ONCE // k * k or k, part=shard(len(prompts)),
+            decode=functools.partial(decode, drop="retire" in cfg.speed))
     return concatenate(all_gather_rollout(rollout), eos)
 
 

@@ -466,9 +466,11 @@ class Tape:
         self.total = None
 
     def numbered(self, total):
-        """Rows have numbers 0 .. total - 1, over all processes. rows() is then given the numbers of
-        the rows recorded here, and what the tape returns speaks of all rows, in the order of their
-        numbers. Returns the tape."""
+        """Rows have numbers 0 .. total - 1, over all processes; each is recorded once.
+
+        rows() is then given the numbers of the rows recorded here, and what the tape returns speaks
+        of all rows, in the order of their numbers. The tape stays numbered. Returns the tape.
+        """
         self.total = total
         return self
 

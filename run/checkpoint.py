@@ -20,6 +20,8 @@ from run.processes import rank_and_size
 from run.script import BadInput
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
+NEEDED = ("base_hash", "policy", "optimizer", "random", "logs", "iteration", "num_tokens",
+          "settings", "source")     # in ckpt.pt
 
 
 def claim_folder(cfg):
@@ -155,6 +157,9 @@ def resume(folder, nets, cfg, base_hash):
 
 def load_checkpoint(content, path, nets, cfg, base_hash):
     """Loads the content of a checkpoint into policy, optimizer and reference."""
+    missing = [name for name in NEEDED if name not in content]
+    if missing:
+        raise BadInput(f"{path}: does not fit these settings (it has no {', '.join(missing)})")
     if content["base_hash"] != base_hash:
         raise BadInput(f"{path}: this run began from another policy than the settings name now")
     try:
@@ -172,8 +177,6 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
 
 def check_logs(content, path, folder):
     """The logs may be longer than the checkpoint says, not shorter."""
-    if "logs" not in content or "random" not in content:
-        raise BadInput(f"{path}: does not fit these settings (no logs or random state in it)")
     for name, size in content["logs"].items():
         log = os.path.join(folder, name)
         if not os.path.exists(log) or os.path.getsize(log) < size:

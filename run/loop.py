@@ -20,7 +20,7 @@ class Run:
         with Run(cfg, evaluate, print_table) as run:
             ...
             run.begin(nets)
-            for it in run.iterations(nets):
+            for it in run.iterations():
                 log = run.step_log()
                 ...
                 run.record(it, prompts, batch, metrics, log)

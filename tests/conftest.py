@@ -1,4 +1,5 @@
-"""A tiny world, prepared once per session: made-up comments, a policy and two judges that know nothing else."""
+"""A tiny world, prepared once per session: made-up comments, a policy and two judges that know
+nothing else."""
 import csv
 import io
 import json
@@ -14,14 +15,16 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-torch.set_num_threads(1)  # tiny tensors; and the scripts that tests start must compute the same digits
+torch.set_num_threads(1)  # tiny tensors; and scripts that tests start must compute the same digits
 
-TINY = ["--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=32", "--max_completion_length=8",
-        "--pretrain_tokens=40000", "--judge_tokens=32000", "--judge_vocab_size=2048", "--num_prompts=4", "--num_generations=4",
-        "--num_eval_prompts=4", "--num_eval_generations=3", "--prompt_words=(2, 4)"]
-WORDS = [group.split() for group in ("a the my your", "green small quiet warm old", "garden river cat kettle window",
-                                     "likes sees finds paints hears", "the this our", "bright round soft",
-                                     "train song book lamp cake")]
+TINY = ["--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=32",
+        "--max_completion_length=8", "--pretrain_tokens=40000", "--judge_tokens=32000",
+        "--judge_vocab_size=2048", "--num_prompts=4", "--num_generations=4", "--num_eval_prompts=4",
+        "--num_eval_generations=3", "--prompt_words=(2, 4)"]
+WORDS = [group.split() for group in (
+    "a the my your", "green small quiet warm old", "garden river cat kettle window",
+    "likes sees finds paints hears", "the this our", "bright round soft",
+    "train song book lamp cake")]
 
 
 def sentence(rng, toxic):
@@ -54,12 +57,16 @@ def comments(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def script():
-    """Start a script of the repository as a user would: script("grpo.py", "--flag=1").returncode, .stdout, .stderr."""
+    """Starts a script of the repository as a user would: script("grpo.py", "--flag=1") ->
+    .returncode, .stdout, .stderr. A name without .py is a module, started in the repository."""
     def start(name, *argv, wait=True):
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-        command = [os.path.join(ROOT, name)] if name.endswith(".py") else ["-m", name]
-        process = subprocess.Popen([sys.executable, *command, *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   text=True, env=env, cwd=None if name.endswith(".py") else ROOT)
+        command, folder = ["-m", name], ROOT
+        if name.endswith(".py"):
+            command, folder = [os.path.join(ROOT, name)], None
+        process = subprocess.Popen(
+            [sys.executable, *command, *map(str, argv)], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
         if not wait:
             return process
         out, err = process.communicate(timeout=120)
@@ -70,13 +77,15 @@ def script():
 
 @pytest.fixture(scope="session")
 def tiny(comments, script, tmp_path_factory):
-    """.flags for every script; .policy and .judge, files; .pretrain and .train, how the two scripts that made them ended."""
+    """.flags for every script; .policy and .judge, files; .pretrain and .train, how the two scripts
+    that made them ended."""
     cache = tmp_path_factory.mktemp("prepared")
-    flags = [*TINY, f"--comments={comments}", f"--cache_dir={cache}", "--save_interval=2", "--max_iters=3",
-             "--eval_interval=3"]
+    flags = [*TINY, f"--comments={comments}", f"--cache_dir={cache}", "--save_interval=2",
+             "--max_iters=3", "--eval_interval=3"]
     made = SimpleNamespace(flags=flags, cache=str(cache), pretrain=script("pretrain.py", *flags),
                            train=script("judge.train", *flags))
-    made.policy, made.judge = (str(next(cache.glob(f"{name}-*.pt"))) for name in ("policy", "judge_a"))
+    made.policy = str(next(cache.glob("policy-*.pt")))
+    made.judge = str(next(cache.glob("judge_a-*.pt")))
     return made
 
 

@@ -136,27 +136,31 @@ def test_judges_attend_by_hand_too():
 # ------------------------------------------------------------------------------------------------
 # the fused head
 
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_gpu)])
 HEADS = dict(tied={}, untied=dict(tied=False), **{k: v for k, v in SHAPES.items() if k != "gpt2"})
 
 
-def policy_and_rollout(head, truncation):
+def policy_and_rollout(head, truncation, device="cpu"):
     """The rollout is of another policy."""
     model = random_gpt(11, **HEADS[head])
     r = generate(model, [[3, 1, 4], [5], [2, 2, 7, 8]], 4, 8, eos=7, seed=2, **truncation)
     model = random_gpt(11, seed=1, **HEADS[head])
-    return with_lora(model) if head == "lora" else model, r
+    model = with_lora(model) if head == "lora" else model
+    return model.to(device), r.map(lambda x: x.to(device))
 
 
 def loss_at(logp):
     """Each token's part depends on its own log-prob alone, and not linearly."""
-    weights = torch.linspace(-1, 1, logp.numel()).view_as(logp)
+    weights = torch.linspace(-1, 1, logp.numel(), device=logp.device).view_as(logp)
     return (weights * (logp + 0.3 * logp.sin())).sum()
 
 
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Three tokens a piece of the head. Returns the sizes that the fused head was given."""
-    monkeypatch.setattr("model.LOGITS_AT_ONCE", 3 * 11)
+    monkeypatch.setattr("model.piece_size", lambda lm_head, h: 3)
+    monkeypatch.setattr("run.fused_head.piece_size", lambda lm_head, h: 3)
     sizes, apply = [], FusedHead.apply
 
     def noted(h, *rest):
@@ -167,15 +171,16 @@ def small_pieces(monkeypatch):
     return sizes
 
 
+@every_device
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("truncation", [{}, dict(top_p=0.8)])
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_fused_head_has_the_values_and_gradients_of_the_plain_one(
-        head, truncation, dtype, bound, small_pieces):
-    model, r = policy_and_rollout(head, truncation)
+        head, truncation, dtype, bound, device, small_pieces):
+    model, r = policy_and_rollout(head, truncation, device)
     found = []
     for f, more in ((completion_logprobs, ()), (fused_logprobs, (loss_at,))):
-        with autocast("cpu", dtype):
+        with autocast(device, dtype):
             logp = f(model, r, 0.7, *more)
         loss_at(logp).backward()
         found.append([logp.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
@@ -190,8 +195,10 @@ def test_fused_head_has_the_values_and_gradients_of_the_plain_one(
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("truncation", [{}, dict(top_p=0.8)])
 @pytest.mark.parametrize("memory", [0, 2 ** 30])
-def test_fused_head_is_recorded_as_the_plain_one_is(head, truncation, memory, small_pieces):
-    model, r = policy_and_rollout(head, truncation)
+@every_device
+def test_fused_head_is_recorded_as_the_plain_one_is(
+        head, truncation, memory, device, small_pieces):
+    model, r = policy_and_rollout(head, truncation, device)
     n = len(r.mask)
     tapes = []
     for f, more in ((completion_logprobs, ()), (fused_logprobs, (loss_at,))):
@@ -202,7 +209,7 @@ def test_fused_head_is_recorded_as_the_plain_one_is(head, truncation, memory, sm
                 loss_at(f(model, part, 0.7, *more)).backward()
         tapes.append(tape)
     assert sum(small_pieces) == int(r.mask.sum())
-    w = torch.linspace(-1, 1, n)
+    w = torch.linspace(-1, 1, n, device=device)
     G, H = (tape.gradient(w) for tape in tapes)
     scores = [tape.dot(G) for tape in tapes]
     for plain, fused in (scores, *((G[p], H[p]) for p in G)):

@@ -1,4 +1,5 @@
-"""Whole runs on a tiny model: what they print and leave behind, how they go on after an interruption, what they refuse."""
+"""Whole runs on a tiny model: what they print and leave behind, how they go on after an
+interruption, what they refuse."""
 import contextlib
 import io
 import json
@@ -20,10 +21,10 @@ import evaluate
 import grpo as trainer
 import judge.train
 import pretrain
-from config import load_settings, public
-from run.script import BadInput
+import run.loop
+from config import MERGED, load_settings
 from run.files import load_file, save_file
-from run.script import run_script
+from run.script import BadInput, run_script
 
 NOISE = """
 import os, random, time
@@ -35,14 +36,16 @@ def noise(prompts, completions):
     time.sleep(float(os.environ.get("SLOW", 0)))
     return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completions]
 """
+FINISHED = ["--beta=0.1", "--micro_batch_size=8", "--eval_interval=2"]
 SIX = ["--max_iters=6", "--eval_interval=3", "--save_interval=2"]
 
 
 @pytest.fixture(scope="session")
 def finished(grpo, tmp_path_factory):
-    """A run of three iterations in two micro-steps each: .dir and .text, what it printed. Only for reading."""
+    """A run of three iterations in two micro-batches each: .dir and .text, what it printed. Only
+    for reading."""
     where = str(tmp_path_factory.mktemp("finished") / "run")
-    return SimpleNamespace(dir=where, text=grpo(where, "--beta=0.1", "--micro_batch_size=8", "--eval_interval=2"))
+    return SimpleNamespace(dir=where, text=grpo(where, *FINISHED))
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +71,8 @@ def copy_of_six(six, tmp_path):
 
 def snapshot(folder):
     """{path: bytes} of all files below a folder."""
-    return {os.path.join(d, f): open(os.path.join(d, f), "rb").read() for d, _, files in os.walk(folder) for f in files}
+    paths = [os.path.join(d, name) for d, _, names in os.walk(folder) for name in names]
+    return {path: open(path, "rb").read() for path in paths}
 
 
 def refusal(call, *args):
@@ -90,33 +94,37 @@ def same(a, b):
 
 
 def assert_same_run(one, other, rows, also=()):
-    """All but times; `also`: "random", the states of the global generators, for a reward that seeds and uses them."""
+    """All but times; `also`: "random", the states of the global generators, for a reward that seeds
+    and uses them."""
     a, b = (load_file(os.path.join(d, "ckpt.pt"), "run") for d in (one, other))
     for key in ("iteration", "policy", "reference", "optimizer", "num_tokens", "base_hash", *also):
         assert same(a[key], b[key]), key
     # a run checks the invariant against an ordinary backward where it starts: another rounding
-    a, b = ([{k: v for k, v in row.items() if k not in ("step_time", "tracin/invariant_error")} for row in rows(os.path.join(d, "metrics.jsonl"))]
-            for d in (one, other))
+    apart = ("step_time", "tracin/invariant_error")
+    a, b = ([{k: v for k, v in row.items() if k not in apart}
+             for row in rows(os.path.join(d, "metrics.jsonl"))] for d in (one, other))
     assert a == b
     for name in ("samples.jsonl", "eval.jsonl"):
         a, b = (open(os.path.join(d, name), "rb").read() for d in (one, other))
         assert a == b and a, name
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # what a run leaves behind
 
 def test_a_run_leaves_its_files(finished):
-    assert sorted(os.listdir(finished.dir)) == ["ckpt.pt", "ckpt_prev.pt", "config.json", "eval.jsonl", "metrics.jsonl",
-                                                "samples.jsonl"]
+    assert sorted(os.listdir(finished.dir)) == [
+        "ckpt.pt", "ckpt_prev.pt", "config.json", "eval.jsonl", "metrics.jsonl", "samples.jsonl"]
 
 
 def test_config_json(finished, tiny):
     about = json.load(open(os.path.join(finished.dir, "config.json")))
-    assert (about["torch"], about["python"], about["device"]) == (torch.__version__, platform.python_version(), "cpu")
+    made_by = about["torch"], about["python"], about["device"]
+    assert made_by == (torch.__version__, platform.python_version(), "cpu")
     assert about["source"] is None and {"git", "threads"} <= about.keys()
-    flags = [*tiny.flags, f"--out_dir={finished.dir}", "--beta=0.1", "--micro_batch_size=8", "--eval_interval=2"]
-    assert public(load_settings([os.path.join(finished.dir, "config.json")])) == public(load_settings(flags))
+    flags = [*tiny.flags, f"--out_dir={finished.dir}", *FINISHED]
+    again = load_settings([os.path.join(finished.dir, "config.json")])
+    assert again.public() == load_settings(flags).public()
 
 
 def test_config_json_holds_the_config_file(six, noise):
@@ -128,11 +136,14 @@ def test_metrics(finished, rows):
     found = rows(os.path.join(finished.dir, "metrics.jsonl"))
     assert [row["iteration"] for row in found] == [1, 2, 3]
     for row in found:
-        assert {"loss", "policy_loss", "kl", "grad_norm", "reward", "reward_std", "rewards/judge/mean", "entropy", "num_tokens",
-                "learning_rate", "step_time", "frac_reward_zero_std", "completions/clipped_ratio", "clip_ratio/region_mean",
+        assert {"loss", "policy_loss", "kl", "grad_norm", "reward", "reward_std",
+                "rewards/judge/mean", "entropy", "num_tokens", "learning_rate", "step_time",
+                "frac_reward_zero_std", "completions/clipped_ratio", "clip_ratio/region_mean",
                 "sampling/importance_sampling_ratio/mean"} <= row.keys()
-        assert all(isinstance(x, (int, float)) and math.isfinite(x) for x in row.values() if x is not None)
-        assert row["grad_norm"] > 0 and abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 1e-4
+        known = [x for x in row.values() if x is not None]
+        assert all(isinstance(x, (int, float)) and math.isfinite(x) for x in known)
+        assert abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 1e-4
+        assert row["grad_norm"] > 0
     tokens = [row["num_tokens"] for row in found]
     assert tokens == sorted(tokens) and tokens[0] > 0
 
@@ -140,10 +151,12 @@ def test_metrics(finished, rows):
 def test_samples(finished, rows):
     found = rows(os.path.join(finished.dir, "samples.jsonl"))
     assert [row["iteration"] for row in found] == [i for i in (1, 2, 3) for _ in range(16)]
-    assert all(row.keys() == {"iteration", "prompt", "completion", "reward", "advantage"} for row in found)
+    fields = {"iteration", "prompt", "completion", "reward", "advantage"}
+    assert all(row.keys() == fields for row in found)
     for start in range(0, len(found), 4):
         group = found[start:start + 4]
-        assert len({row["prompt"] for row in group}) == 1 and abs(sum(row["advantage"] for row in group)) < 1e-4
+        assert len({row["prompt"] for row in group}) == 1
+        assert abs(sum(row["advantage"] for row in group)) < 1e-4
     for row in rows(os.path.join(finished.dir, "metrics.jsonl")):
         rewards = [x["reward"] for x in found if x["iteration"] == row["iteration"]]
         assert abs(sum(rewards) / 16 - row["reward"]) < 1e-5
@@ -153,29 +166,32 @@ def test_evaluations(finished, rows):
     found = rows(os.path.join(finished.dir, "eval.jsonl"))
     assert [row["iteration"] for row in found] == [0, 2, 3]
     for row in found:
-        assert {"rewards/judge", "judge/toxicity", "eval_judge/toxicity", "eval_judge/expected_max", "perplexity",
-                "distinct_2", "mean_length", "ended"} <= row.keys()
+        assert {"rewards/judge", "judge/toxicity", "eval_judge/toxicity", "eval_judge/expected_max",
+                "perplexity", "distinct_2", "mean_length", "ended"} <= row.keys()
         assert len(row["samples"]) == 4
     assert [x["prompt"] for x in found[0]["samples"]] == [x["prompt"] for x in found[2]["samples"]]
 
 
 def test_no_iterations(grpo, rows, tmp_path):
     text = grpo(tmp_path / "run", "--max_iters=0")
-    assert [row["iteration"] for row in rows(tmp_path / "run" / "eval.jsonl")] == [0] and "after/before" in text
+    assert [row["iteration"] for row in rows(tmp_path / "run" / "eval.jsonl")] == [0]
+    assert "after/before" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # what a run prints
 
 MEM, T = r"mem=\d+ ?MB", r"time=\d+\.\d{3}s"
-SHAPES = [rf"\[Micro 0\] 1\. Iteration start: {MEM}, time=0\.000s",
-          rf"\[Micro 0\] 2\. Samples generated \(16 rows for all micro-batches\): {MEM}, {T}",
-          rf"\[Micro 0\] 3\. Samples scored: {MEM}, {T}, rewards=-?\d+\.\d{{4}}±\d+\.\d{{4}}",
-          *[rf"\[Micro {i}\] 4\. Loss computed: {MEM}, {T}, pg_loss=-?\d+\.\d{{6}}, kl=-?\d+\.\d{{6}}, total=-?\d+\.\d{{6}}"
-            for i in (0, 1)],
-          rf"5\. Optimizer step finished: {MEM}, (step=\d+\.\d{{3}}s, )?{T} total",
-          r"iter \d+: loss -?\d+\.\d+ \(main -?\d+\.\d+, kl -?\d+\.\d+\), reward -?\d+\.\d+, kl -?\d+\.\d+, "
-          r"grad_norm \d+\.\d+, \d+ tok/s, time \d+\.\d\dms, eta \d+m\d\ds"]
+NUMBER = r"-?\d+\.\d{6}"
+SHAPES = [
+    rf"\[Micro 0\] 1\. Iteration start: {MEM}, time=0\.000s",
+    rf"\[Micro 0\] 2\. Samples generated \(16 rows for all micro-batches\): {MEM}, {T}",
+    rf"\[Micro 0\] 3\. Samples scored: {MEM}, {T}, rewards=-?\d+\.\d{{4}}±\d+\.\d{{4}}",
+    *[rf"\[Micro {i}\] 4\. Loss computed: {MEM}, {T}, pg_loss={NUMBER}, kl={NUMBER}, total={NUMBER}"
+      for i in (0, 1)],
+    rf"5\. Optimizer step finished: {MEM}, (step=\d+\.\d{{3}}s, )?{T} total",
+    r"iter \d+: loss -?\d+\.\d+ \(main -?\d+\.\d+, kl -?\d+\.\d+\), reward -?\d+\.\d+, "
+    r"kl -?\d+\.\d+, grad_norm \d+\.\d+, \d+ tok/s, time \d+\.\d\dms, eta \d+m\d\ds"]
 
 
 def test_log_lines(finished):
@@ -199,12 +215,14 @@ def test_times_add_up(finished):
 
 def test_one_micro_batch_needs_no_note(grpo, tmp_path):
     text = grpo(tmp_path / "run", "--max_iters=1")
-    assert re.search(rf"^\[Micro 0\] 2\. Samples generated: {MEM}, {T}$", text, re.M) and "[Micro 1]" not in text
+    assert re.search(rf"^\[Micro 0\] 2\. Samples generated: {MEM}, {T}$", text, re.M)
+    assert "[Micro 1]" not in text
 
 
 def test_log_micro_off_changes_the_lines_alone(grpo, finished, rows, tmp_path):
-    text = grpo(tmp_path / "run", "--beta=0.1", "--micro_batch_size=8", "--eval_interval=2", "--log_micro=False")
-    assert "[Micro" not in text and "5. Optimizer" not in text and text.count("\niter ") == 3
+    text = grpo(tmp_path / "run", *FINISHED, "--log_micro=False")
+    assert "[Micro" not in text and "5. Optimizer" not in text
+    assert text.count("\niter ") == 3
     assert_same_run(finished.dir, tmp_path / "run", rows)
 
 
@@ -221,7 +239,7 @@ def test_settings_are_printed(finished):
     assert "beta=0.1" in line and "n_layer=1" in line
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # a second start
 
 def test_a_second_start_leaves_the_first_run_alone(grpo, tmp_path):
@@ -229,7 +247,8 @@ def test_a_second_start_leaves_the_first_run_alone(grpo, tmp_path):
     grpo(where, "--max_iters=1")
     before = snapshot(where)
     text = grpo(where, "--max_iters=1")
-    assert f"{where} holds an earlier run" in text and f"{where}-2" in text and "--resume=True" in text
+    assert f"{where} holds an earlier run" in text
+    assert f"{where}-2" in text and "--resume=True" in text
     assert snapshot(where) == before and (tmp_path / "run-2" / "ckpt.pt").exists()
     grpo(where, "--max_iters=0")
     assert (tmp_path / "run-3" / "ckpt.pt").exists()
@@ -245,10 +264,11 @@ def test_the_folder_of_a_foreign_project_is_left_alone(grpo, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("years of work")
     grpo(tmp_path / "run", "--max_iters=0")
-    assert os.listdir(tmp_path / "run") == ["thesis.txt"] and (tmp_path / "run-2" / "ckpt.pt").exists()
+    assert os.listdir(tmp_path / "run") == ["thesis.txt"]
+    assert (tmp_path / "run-2" / "ckpt.pt").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # going on
 
 class Crash(Exception):
@@ -257,7 +277,7 @@ class Crash(Exception):
 
 @pytest.fixture
 def crash(monkeypatch, grpo):
-    """crash(iteration, out_dir, ...) runs grpo and dies in that iteration, as if the machine had."""
+    """crash(iteration, out_dir, ...) runs grpo and dies in that iteration, as the machine might."""
     def start(iteration, *argv):
         update, calls = trainer.update, []
 
@@ -276,7 +296,8 @@ def crash(monkeypatch, grpo):
 
 
 def signalled(script, flags, where, number):
-    """Send a signal to a run of six iterations once three are logged. Returns the process, ended, and its stderr."""
+    """Sends a signal to a run of six iterations once three are logged -> the process, ended, and
+    its stderr."""
     process = script("grpo.py", *flags, f"--out_dir={where}", *SIX, wait=False)
     deadline, log = time.time() + 60, os.path.join(where, "metrics.jsonl")
     while not (os.path.exists(log) and open(log).read().count("\n") >= 3):
@@ -288,34 +309,41 @@ def signalled(script, flags, where, number):
     return process, err
 
 
-def test_killed_and_resumed_is_as_if_nothing_had_been(script, tiny, noise, six, grpo, rows, tmp_path, monkeypatch):
+def test_killed_and_resumed_is_as_if_nothing_had_been(
+        script, tiny, noise, six, grpo, rows, tmp_path, monkeypatch):
     where = tmp_path / "run"
     monkeypatch.setenv("SLOW", "0.1")
     process, _ = signalled(script, [*tiny.flags, noise], where, signal.SIGKILL)
     monkeypatch.delenv("SLOW")
-    assert process.returncode == -signal.SIGKILL and load_file(str(where / "ckpt.pt"), "run")["iteration"] in (2, 4)
+    assert process.returncode == -signal.SIGKILL
+    assert load_file(str(where / "ckpt.pt"), "run")["iteration"] in (2, 4)
     text = grpo(where, noise, *SIX, "--resume=True")
     assert f"resumed {where}/ckpt.pt after" in text and "iter 6:" in text and "iter 1:" not in text
     assert_same_run(six, where, rows, ["random"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_saves_and_says_how_to_go_on(number, script, tiny, noise, six, grpo, rows, tmp_path, monkeypatch):
+def test_interrupted_saves_and_says_how_to_go_on(
+        number, script, tiny, noise, six, rows, tmp_path, monkeypatch):
     where = tmp_path / "run"
     monkeypatch.setenv("SLOW", "0.1")
     process, err = signalled(script, [*tiny.flags, noise], where, number)
     monkeypatch.delenv("SLOW")
     iteration = load_file(str(where / "ckpt.pt"), "run")["iteration"]
     assert process.returncode == 130 and iteration == len(rows(where / "metrics.jsonl"))
-    assert err == f"interrupted: saved after iteration {iteration}; go on with: python grpo.py {where}/config.json --resume=True\n"
+    assert err == (f"interrupted: saved after iteration {iteration}; go on with: python grpo.py "
+                   f"{where}/config.json --resume=True\n")
     trainer.main([f"{where}/config.json", "--resume=True"])  # as told
     assert_same_run(six, where, rows, ["random"])
 
 
 @pytest.mark.parametrize("flags", [
-    ("--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=2"), ("--beta=0.1", "--lora_rank=2"),
-    ("--beta=0.1", "--lora_rank=2", "--sync_ref_model=True", "--ref_model_sync_steps=2", "--ref_model_mixup_alpha=1"),
-    ("--num_iterations=2", "--mini_batch_size=8", "--lr_decay=cosine", "--warmup_iters=2", "--top_k=20", "--weight_decay=0.1"),
+    ("--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=2"),
+    ("--beta=0.1", "--lora_rank=2"),
+    ("--beta=0.1", "--lora_rank=2", "--sync_ref_model=True", "--ref_model_sync_steps=2",
+     "--ref_model_mixup_alpha=1"),
+    ("--num_iterations=2", "--mini_batch_size=8", "--lr_decay=cosine", "--warmup_iters=2",
+     "--top_k=20", "--weight_decay=0.1"),
     ("--tracin=reward", "--tracin_adam=True", "--beta=0.1", "--tracin_val_prompts=2")],
     ids=["sync", "lora", "lora-sync", "steps", "tracin"])
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, rows, tmp_path):
@@ -329,7 +357,7 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, rows,
 
 
 def test_crashed_in_the_first_iteration(crash, grpo, finished, rows, tmp_path):
-    argv = (tmp_path / "run", "--beta=0.1", "--micro_batch_size=8", "--eval_interval=2")
+    argv = (tmp_path / "run", *FINISHED)
     crash(1, *argv)
     grpo(*argv, "--resume=True")
     assert_same_run(finished.dir, tmp_path / "run", rows)
@@ -377,8 +405,39 @@ def test_config_json_of_a_run_resumes_it(crash, noise, six, grpo, rows, tmp_path
     assert_same_run(six, tmp_path / "run", rows, ["random"])
 
 
+def as_older(settings):
+    """Settings as runs wrote them when four words of speed were settings of their own."""
+    older = {name: word in settings["speed"] for name, word in MERGED.items()}
+    return {name: value for name, value in settings.items() if name != "speed"} | older
+
+
+def test_an_older_run_is_resumed_with_the_speed_it_had(crash, grpo, rows, tmp_path, capsys):
+    argv = (*SIX, "--speed=('attention', 'graphs')")
+    grpo(tmp_path / "whole", *argv)
+    parts = tmp_path / "parts"
+    crash(4, parts, *argv)
+    about = json.loads((parts / "config.json").read_text())
+    about["settings"] = as_older(about["settings"])
+    assert about["settings"]["fused_head"] is False and about["settings"]["cuda_graphs"] is True
+    (parts / "config.json").write_text(json.dumps(about))
+    checkpoint = load_file(str(parts / "ckpt.pt"), "run")
+    checkpoint["settings"] = as_older(checkpoint["settings"])
+    save_file(str(parts / "ckpt.pt"), **checkpoint)
+
+    trainer.main([f"{parts}/config.json", "--resume=True"])
+    said = capsys.readouterr().out
+    assert f"resumed {parts}/ckpt.pt after 2 iterations" in said
+    assert "resumed with another" not in said, "a setting changed on the way"
+    assert "speed=('attention', 'graphs')" in said, "the words of speed are not those it had"
+    assert_same_run(tmp_path / "whole", parts, rows)
+    evaluate.main([str(parts)])
+    first, *_, last = rows(parts / "eval.jsonl")
+    assert_table_is(capsys.readouterr().out, first, last)
+
+
 def test_changed_settings_are_named_on_resume(copy_of_six, noise, grpo):
-    assert "learning_rate: 0.0001 -> 0.001" in grpo(copy_of_six, noise, *SIX, "--learning_rate=1e-3", "--resume=True")
+    text = grpo(copy_of_six, noise, *SIX, "--learning_rate=1e-3", "--resume=True")
+    assert "learning_rate: 0.0001 -> 0.001" in text
 
 
 def test_resume_where_nothing_is_starts_and_says_so(grpo, tmp_path):
@@ -391,7 +450,8 @@ def shorten(path):
 
 
 @pytest.mark.parametrize("damage, part", [
-    (lambda path, tiny: shorten(path), "cut short"), (lambda path, tiny: os.truncate(path, 0), "not a readable checkpoint"),
+    (lambda path, tiny: shorten(path), "cut short"),
+    (lambda path, tiny: os.truncate(path, 0), "not a readable checkpoint"),
     (lambda path, tiny: shutil.copy(tiny.policy, path), "'policy'"),
     (lambda path, tiny: shutil.copy(__file__, path), "not a readable"),
     (lambda path, tiny: torch.save({"kind": "run"}, path), "base_hash"),
@@ -410,14 +470,16 @@ def test_a_bad_checkpoint_is_refused(damage, part, copy_of_six, tiny, noise, grp
 def test_a_missing_log_is_refused(name, copy_of_six, noise, grpo):
     os.remove(copy_of_six / name)
     before = snapshot(copy_of_six)
-    assert name in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True") and snapshot(copy_of_six) == before
+    assert name in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True")
+    assert snapshot(copy_of_six) == before
 
 
 def test_missing_checkpoints_do_not_cost_the_logs(copy_of_six, noise, grpo):
     for name in ("ckpt.pt", "ckpt_prev.pt"):
         os.remove(copy_of_six / name)
     before = snapshot(copy_of_six)
-    assert "ckpt.pt" in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True") and snapshot(copy_of_six) == before
+    assert "ckpt.pt" in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True")
+    assert snapshot(copy_of_six) == before
 
 
 def test_another_starting_policy_is_refused(copy_of_six, tiny, noise, grpo, tmp_path):
@@ -425,11 +487,13 @@ def test_another_starting_policy_is_refused(copy_of_six, tiny, noise, grpo, tmp_
     content["model"]["ln_f.bias"] += 1
     save_file(str(tmp_path / "other.pt"), **content)
     before = snapshot(copy_of_six)
-    message = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", f"--policy={tmp_path / 'other.pt'}")
+    other = f"--policy={tmp_path / 'other.pt'}"
+    message = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", other)
     assert "another policy" in message and snapshot(copy_of_six) == before
 
 
-@pytest.mark.parametrize("flags", [("--lora_rank=2",), ("--beta=0.1", "--sync_ref_model=True")], ids=["lora", "sync"])
+@pytest.mark.parametrize("flags", [
+    ("--lora_rank=2",), ("--beta=0.1", "--sync_ref_model=True")], ids=["lora", "sync"])
 def test_settings_that_do_not_fit_the_checkpoint_are_refused(flags, copy_of_six, noise, grpo):
     before = snapshot(copy_of_six)
     message = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", *flags)
@@ -437,63 +501,77 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(flags, copy_of_six,
 
 
 @pytest.mark.parametrize("calls", range(6))
-def test_a_signal_at_any_moment_is_not_promised_more_than_was_saved(calls, grpo, tmp_path, monkeypatch):
+def test_a_signal_at_any_moment_is_not_promised_more_than_was_saved(
+        calls, grpo, tmp_path, monkeypatch):
     asked = iter(range(100))
-    monkeypatch.setattr(trainer, "interrupts", lambda: contextlib.nullcontext(lambda: next(asked) >= calls))
+
+    def interrupts():
+        return contextlib.nullcontext(lambda: next(asked) >= calls)
+
+    monkeypatch.setattr(run.loop, "interrupts", interrupts)
     with pytest.raises(KeyboardInterrupt) as caught:
         grpo(tmp_path / "run", "--max_iters=9", "--save_interval=5", "--eval_interval=0")
+    checkpoint = tmp_path / "run" / "ckpt.pt"
     if calls == 0:  # before the first iteration
-        assert "policy and judges are saved" in str(caught.value) and not (tmp_path / "run" / "ckpt.pt").exists()
+        assert "policy and judges are saved" in str(caught.value) and not checkpoint.exists()
     else:
-        assert f"iteration {load_file(str(tmp_path / 'run' / 'ckpt.pt'), 'run')['iteration']};" in str(caught.value)
+        saved = load_file(str(checkpoint), "run")["iteration"]
+        assert f"iteration {saved};" in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # one step taken apart
 
-@pytest.mark.parametrize("flags", [(), ("--beta=0.1", "--lora_rank=2", "--micro_batch_size=2", "--num_prompts=1",
-                                        "--max_grad_norm=0")], ids=["plain", "more"])
+@pytest.mark.parametrize("flags", [(), (
+    "--beta=0.1", "--lora_rank=2", "--micro_batch_size=2", "--num_prompts=1", "--max_grad_norm=0")],
+    ids=["plain", "more"])
 def test_debug_step_prints_seven_phases_and_writes_nothing(flags, grpo, tiny, tmp_path):
     before = snapshot(tiny.cache)
     text = grpo(tmp_path / "run", "--debug_step=True", *flags)
     assert re.findall(r"^--- (\d)\. ", text, re.M) == list("1234567")
-    assert not re.search(r"\bnan\b", text) and snapshot(tiny.cache) == before and not os.listdir(tmp_path)
+    assert not re.search(r"\bnan\b", text)
+    assert snapshot(tiny.cache) == before and not os.listdir(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # prompts
 
 @pytest.mark.parametrize("name, text", [
-    ("a.txt", "the green cat\nmy small river\n"), ("a.csv", "text\nthe green cat\nmy small river\n"),
+    ("a.txt", "the green cat\nmy small river\n"),
+    ("a.csv", "text\nthe green cat\nmy small river\n"),
     ("a.jsonl", '{"text": "the green cat"}\n{"text": "my small river"}\n')])
 def test_prompts_from_a_file(name, text, grpo, rows, tmp_path):
     (tmp_path / name).write_text(text)
     (tmp_path / "eval.txt").write_text("our warm kettle\nthe old train")
-    grpo(tmp_path / "run", f"--prompts={tmp_path / name}", f"--eval_prompts={tmp_path / 'eval.txt'}", "--max_iters=1")
+    grpo(tmp_path / "run", "--max_iters=1", f"--prompts={tmp_path / name}",
+         f"--eval_prompts={tmp_path / 'eval.txt'}")
     asked = [row["prompt"] for row in rows(tmp_path / "run" / "samples.jsonl")]
     assert sorted(asked) == 8 * ["my small river"] + 8 * ["the green cat"]
     shown = [x["prompt"] for x in rows(tmp_path / "run" / "eval.jsonl")[0]["samples"]]
     assert shown == ["our warm kettle", "the old train"]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # refused: in one line, with exit code 2, before any training, and nothing is overwritten
 
 @pytest.fixture
 def fresh(tiny, tmp_path, monkeypatch):
     """Start grpo.py with nothing prepared yet; training anything fails the test."""
     for module in ("pretrain", "judge.train"):
-        monkeypatch.setattr(sys.modules[module], "fit", lambda *a, **k: pytest.fail("trained before it looked"))
+        monkeypatch.setattr(sys.modules[module], "fit",
+                            lambda *args, **more: pytest.fail("trained before it looked"))
 
     def start(*argv):
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer.main([*tiny.flags, f"--cache_dir={tmp_path / 'cache'}", f"--out_dir={tmp_path / 'run'}", *argv])
+            trainer.main([*tiny.flags, f"--cache_dir={tmp_path / 'cache'}",
+                          f"--out_dir={tmp_path / 'run'}", *argv])
 
     return start
 
 
 @pytest.mark.parametrize("name, text, part", [
-    ("none.txt", None, "none.txt"), ("a.txt", "", "no prompts"), ("a.txt", "one\n\ntwo\n", "prompt 2"),
+    ("none.txt", None, "none.txt"), ("a.txt", "", "no prompts"),
+    ("a.txt", "one\n\ntwo\n", "prompt 2"),
     ("a.txt", "one\n" + "x" * 100, "1 to 24"), ("a.csv", "words\nx\n", "row 1")])
 def test_bad_prompts(name, text, part, fresh, tmp_path):
     if text is not None:
@@ -503,17 +581,20 @@ def test_bad_prompts(name, text, part, fresh, tmp_path):
 
 
 @pytest.mark.parametrize("flag, part", [
-    ("--comments=nowhere.csv", "nowhere.csv"), ("--text_field=words", "'words'"), ("--device=quantum", "'auto'"),
-    ("--policy=nowhere.pt", "nowhere.pt"), ("--judge=nowhere.pt", "nowhere.pt"), ("--eval_judge=nowhere.pt", "nowhere.pt"),
-    ("--vocab_size=100", "257"), ("--judge_vocab_size=100", "257"), ("--judge_vocab_size=60000", "50257"),
-    ("--max_completion_length=32", "block_size"), ("--n_head=5", "n_head = 5"), ("--prompt_words=(30, 40)", "prompts")])
+    ("--comments=nowhere.csv", "nowhere.csv"), ("--text_field=words", "'words'"),
+    ("--device=quantum", "'auto'"), ("--policy=nowhere.pt", "nowhere.pt"),
+    ("--judge=nowhere.pt", "nowhere.pt"), ("--eval_judge=nowhere.pt", "nowhere.pt"),
+    ("--vocab_size=100", "257"), ("--judge_vocab_size=100", "257"),
+    ("--judge_vocab_size=60000", "50257"), ("--max_completion_length=32", "block_size"),
+    ("--n_head=5", "n_head = 5"), ("--prompt_words=(30, 40)", "prompts")])
 def test_bad_settings(flag, part, fresh):
     assert part in refusal(fresh, flag)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has cuda")
 def test_a_device_that_is_not_there(fresh):
-    assert "device = 'cuda'" in refusal(fresh, "--device=cuda") and "'auto'" in refusal(fresh, "--device=cuda")
+    message = refusal(fresh, "--device=cuda")
+    assert "device = 'cuda'" in message and "'auto'" in message
 
 
 def test_lora_layers_that_are_none(fresh):
@@ -549,41 +630,55 @@ def test_a_folder_that_cannot_be_written(fresh, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def reward_file(folder, body):
+    """A config file with the reward of this body."""
+    path = folder / "reward.py"
+    path.write_text(f"def reward(prompts, completions):\n    {body}\n")
+    return path
+
+
 @pytest.mark.parametrize("body, part", [
     ("return [1.0]", "1 numbers for"), ("return [1.0] * (len(completions) + 1)", "numbers for"),
-    ("return [float('nan')] * len(completions)", "nan"), ("return ['good'] * len(completions)", "'good'"), ("pass", "None")])
+    ("return [float('nan')] * len(completions)", "nan"),
+    ("return ['good'] * len(completions)", "'good'"), ("pass", "None")])
 def test_a_bad_reward(body, part, grpo, tmp_path):
-    (tmp_path / "c.py").write_text(f"def reward(prompts, completions):\n    {body}\n")
-    message = refusal(grpo, tmp_path / "run", tmp_path / "c.py")
-    assert "'reward'" in message and part in message and not (tmp_path / "run").exists()   # found before anything is trained
+    message = refusal(grpo, tmp_path / "run", reward_file(tmp_path, body))
+    assert "'reward'" in message and part in message
+    assert not (tmp_path / "run").exists()   # found before anything is trained
 
 
 def test_a_reward_that_always_abstains_does_not_crash(grpo, tmp_path):
-    (tmp_path / "c.py").write_text("def reward(prompts, completions):\n    return [None] * len(completions)\n")
+    never = reward_file(tmp_path, "return [None] * len(completions)")
     try:
-        assert "WARNING" in grpo(tmp_path / "run", tmp_path / "c.py", "--max_iters=1")
+        assert "WARNING" in grpo(tmp_path / "run", never, "--max_iters=1")
     except BadInput as e:
         assert "reward" in str(e)
 
 
 def test_a_reward_that_sometimes_abstains(grpo, rows, tmp_path):
-    (tmp_path / "c.py").write_text("def reward(prompts, completions):\n    return [None, *range(1, len(completions))]\n")
-    grpo(tmp_path / "run", tmp_path / "c.py", "--max_iters=2", "--judge=None")
+    sometimes = reward_file(tmp_path, "return [None, *range(1, len(completions))]")
+    grpo(tmp_path / "run", sometimes, "--max_iters=2", "--judge=None")
     found = rows(tmp_path / "run" / "samples.jsonl")
-    assert [row["reward"] for row in found] == 2 * [None, *range(1, 16)] and found[0]["advantage"] == 0
+    assert [row["reward"] for row in found] == 2 * [None, *range(1, 16)]
+    assert found[0]["advantage"] == 0
 
 
 @pytest.mark.parametrize("main, argv, part", [
-    (trainer.main, ["{tmp}/nan.py"], "'reward'"), (pretrain.main, ["--device=quantum"], "device"),
-    (judge.train.main, ["--comments=nowhere.csv"], "nowhere.csv"), (evaluate.main, ["nowhere"], "nowhere")])
+    (trainer.main, ["{tmp}/reward.py"], "'reward'"),
+    (pretrain.main, ["--device=quantum"], "device"),
+    (judge.train.main, ["--comments=nowhere.csv"], "nowhere.csv"),
+    (evaluate.main, ["nowhere"], "nowhere")])
 def test_exit_code_2_and_one_line(main, argv, part, tiny, tmp_path, monkeypatch, capsys):
-    (tmp_path / "nan.py").write_text("def reward(prompts, completions):\n    return [float('nan')] * len(completions)\n")
-    argv, flags = [a.format(tmp=tmp_path) for a in argv], [*tiny.flags, f"--out_dir={tmp_path / 'run'}"]
-    monkeypatch.setattr(sys, "argv", ["x.py", *(argv + flags if main is evaluate.main else flags + argv)])
+    reward_file(tmp_path, "return [float('nan')] * len(completions)")
+    argv = [a.format(tmp=tmp_path) for a in argv]
+    flags = [*tiny.flags, f"--out_dir={tmp_path / 'run'}"]
+    argv = argv + flags if main is evaluate.main else flags + argv
+    monkeypatch.setattr(sys, "argv", ["x.py", *argv])
     with pytest.raises(SystemExit) as caught:
         run_script(main)
     err = capsys.readouterr().err
-    assert caught.value.code == 2 and err.startswith("error: ") and part in err and err.count("\n") == 1
+    assert caught.value.code == 2 and err.count("\n") == 1
+    assert err.startswith("error: ") and part in err
 
 
 def test_exit_code_2_of_a_script(script):
@@ -592,7 +687,7 @@ def test_exit_code_2_of_a_script(script):
     assert done.stderr == "error: --bata=1: there is no setting 'bata'; did you mean 'beta'?\n"
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # evaluate.py
 
 def columns(text):
@@ -603,7 +698,8 @@ def columns(text):
 
 def assert_table_is(text, first, last):
     numbers = [k for k in last if isinstance(last[k], float)]
-    assert columns(text) == {k: (round(first[k], 4), round(last[k], 4)) for k in numbers} and len(numbers) > 10
+    assert columns(text) == {k: (round(first[k], 4), round(last[k], 4)) for k in numbers}
+    assert len(numbers) > 10
 
 
 def test_evaluate_reproduces_the_last_evaluation(finished, script, rows):
@@ -612,13 +708,15 @@ def test_evaluate_reproduces_the_last_evaluation(finished, script, rows):
     assert (done.returncode, done.stderr) == (0, "")
     first, *_, last = rows(os.path.join(finished.dir, "eval.jsonl"))
     assert_table_is(done.stdout, first, last)
-    assert all(f"before: {a['completion']!r}" in done.stdout and f"after:  {b['completion']!r}" in done.stdout
-               for a, b in zip(first["samples"], last["samples"]))
+    for a, b in zip(first["samples"], last["samples"]):
+        assert f"before: {a['completion']!r}" in done.stdout
+        assert f"after:  {b['completion']!r}" in done.stdout
     assert snapshot(finished.dir) == before
 
 
-@pytest.mark.parametrize("flags", [("--lora_rank=2",), ("--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=1")],
-                         ids=["lora", "sync"])
+@pytest.mark.parametrize("flags", [
+    ("--lora_rank=2",), ("--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=1")],
+    ids=["lora", "sync"])
 def test_evaluate_in_other_modes(flags, grpo, rows, tmp_path, capsys):
     grpo(tmp_path / "run", "--max_iters=2", "--learning_rate=1e-2", *flags)
     evaluate.main([str(tmp_path / "run")])
@@ -634,7 +732,8 @@ def test_evaluate_with_the_reward_of_the_config_file(six, rows, capsys):
 
 @pytest.mark.parametrize("argv", [(), ("--seed=1",), ("nowhere",)])
 def test_evaluate_asks_which_run(argv):
-    assert ("nowhere" if argv == ("nowhere",) else "which run") in refusal(evaluate.main, list(argv))
+    expected = "nowhere" if argv == ("nowhere",) else "which run"
+    assert expected in refusal(evaluate.main, list(argv))
 
 
 def test_evaluate_a_run_without_a_checkpoint(copy_of_six):
@@ -646,12 +745,12 @@ def test_evaluate_with_settings_that_do_not_fit(copy_of_six):
     assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), "--lora_rank=2"])
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # options that need more than this machine
 
 @pytest.mark.parametrize("parts, names", [
-    (False, []), (True, ["GPT", "GPT", "Scorer", "decode_step"]), (("generate",), ["decode_step"]), (("judge",), ["Scorer"]),
-    (("reference",), ["GPT"]), (("update",), ["GPT"])])
+    (False, []), (True, ["GPT", "GPT", "Scorer", "decode_step"]), (("generate",), ["decode_step"]),
+    (("judge",), ["Scorer"]), (("reference",), ["GPT"]), (("update",), ["GPT"])])
 def test_each_part_is_compiled_when_it_is_asked_for(parts, names, grpo, tmp_path, monkeypatch):
     used = []
 
@@ -668,7 +767,8 @@ def test_each_part_is_compiled_when_it_is_asked_for(parts, names, grpo, tmp_path
 
     monkeypatch.setattr(torch, "compile", compile)
     grpo(tmp_path / "a", "--max_iters=1", "--beta=0.1", f"--compile={parts}")
-    assert sorted(name for name, _ in used if name != "<lambda>") == names and all(calls for _, calls in used)
+    assert sorted(name for name, _ in used if name != "<lambda>") == names
+    assert all(calls for _, calls in used)
 
 
 def test_what_cannot_be_compiled_is_said_before_anything_is_trained(tmp_path, monkeypatch):
@@ -677,8 +777,8 @@ def test_what_cannot_be_compiled_is_said_before_anything_is_trained(tmp_path, mo
 
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(trainer, "get_policy", lambda *args: pytest.fail("trained"))
-    assert "torch cannot compile on this machine (no C++ compiler); leave it ()" in refusal(
-        trainer.main, [f"--out_dir={tmp_path}/a", "--compile=True"])
+    message = refusal(trainer.main, [f"--out_dir={tmp_path}/a", "--compile=True"])
+    assert "torch cannot compile on this machine (no C++ compiler); set compile = ()" in message
 
 
 def test_a_part_that_this_run_has_not_is_named(grpo, tmp_path, monkeypatch):
@@ -698,7 +798,8 @@ def test_wandb_gets_the_metrics(grpo, rows, tmp_path, monkeypatch):
     assert begun[0]["project"] == "toys" and begun[0]["config"]["num_prompts"] == 4
     assert [step for step, _ in logged] == sorted(step for step, _ in logged)
     metrics = [row for _, row in logged if "loss" in row]
-    assert [m["reward"] for m in metrics] == [row["reward"] for row in rows(tmp_path / "run" / "metrics.jsonl")]
+    written = rows(tmp_path / "run" / "metrics.jsonl")
+    assert [m["reward"] for m in metrics] == [row["reward"] for row in written]
     assert [step for step, row in logged if "eval/perplexity" in row] == [0, 2]
 
 
@@ -708,11 +809,12 @@ def test_wandb_is_not_imported_without_a_project(grpo, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [
-    ("--dtype=bfloat16",), ("--max_completion_length=1",), ("--num_prompts=90", "--num_generations=2", "--micro_batch_size=60"),
+    ("--dtype=bfloat16",), ("--max_completion_length=1",),
+    ("--num_prompts=90", "--num_generations=2", "--micro_batch_size=60"),
     ("--mask_truncated_completions=True",), ("--judge=None", "--eval_judge=None", "{ones}")],
     ids=["bfloat16", "one-token", "many-prompts", "masked", "no-judge"])
 def test_odd_corners(flags, grpo, rows, tmp_path):
-    (tmp_path / "ones.py").write_text("def reward(prompts, completions):\n    return [1] * len(completions)\n")
-    text = grpo(tmp_path / "run", "--max_iters=2", *(f.replace("{ones}", str(tmp_path / "ones.py")) for f in flags))
+    ones = str(reward_file(tmp_path, "return [1] * len(completions)"))
+    text = grpo(tmp_path / "run", "--max_iters=2", *(f.replace("{ones}", ones) for f in flags))
     assert len(rows(tmp_path / "run" / "metrics.jsonl")) == 2 and "after/before" in text
     assert "{ones}" not in flags or "all rewards of the batch are 1" in text

@@ -81,6 +81,8 @@ def text_loss(model, value, rows, left=0, right=0, at_once=2 ** 24, line="rows")
     tokens = torch.tensor([[3] * (P - len(p)) + p + c + [5] * (T - len(c)) for p, c, _ in rows])
     attention_mask = torch.arange(P + T) >= torch.tensor([[P - len(p)] for p, _, _ in rows])
     mask = torch.arange(T) < torch.tensor([[len(c)] for _, c, _ in rows])               # (n, T)
+    device = model.wte.weight.device
+    tokens, attention_mask, mask = (x.to(device) for x in (tokens, attention_mask, mask))
     targets, (t, i) = tokens[:, P:], mask.T.nonzero().T
     if line == "rows":
         i, t = mask.nonzero().T
@@ -588,7 +590,7 @@ def record_numbered(model, micro_batches, way):
     with new_tape(model, way).numbered(8) as tape:
         for numbers in micro_batches:
             _, owners, losses = text_loss(model, None, [texts()[i] for i in numbers])
-            tape.rows(torch.tensor(numbers), owners)
+            tape.rows(torch.tensor(numbers, device=model.wte.weight.device), owners)
             losses().sum().backward()
     return tape
 
@@ -636,6 +638,21 @@ def test_rows_by_number_over_all_processes(name, processes, way):
         assert error(norms, J[few].square().sum(1)) < 1e-10
     for norms in over_processes(tapes, lambda tape: tape.norms(few, adam)):
         assert error(norms, (J[few].square() * flat(adam, case.model)).sum(1)) < 1e-10
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", ["gpt", "lora"])
+@every_way
+def test_cuda_answers_are_those_of_the_cpu(name, way):
+    model, J = CASES[name](torch.float64).model.cuda(), brute(name)
+    tape = record_numbered(model, PROCESSES[1][0], way)
+    w, adam = noise(8, seed=9), noise(J.shape[1], seed=12).square() + 0.1
+    G = tape.gradient(w.cuda())
+    v = flat(G, model)
+    assert error(v.cpu(), w @ J) < 1e-10 and error(tape.dot(G).cpu(), J @ v.cpu()) < 1e-10
+    few, scale = [0, 2, 3, 7], unflat(adam.cuda(), model)
+    assert error(tape.norms(few), J[few].square().sum(1)) < 1e-10
+    assert error(tape.norms(few, scale), (J[few].square() * adam).sum(1)) < 1e-10
 
 
 @every_way
