@@ -1,32 +1,46 @@
-"""What an iteration costs and where its time goes. Times are medians of --repeat rounds after one that does not count.
-
-    python bench.py config/toxicity.py --max_completion_length=64     iterations of a config, phase by phase
-    python bench.py levers config/toxicity.py                         what each speed setting buys there
-    python bench.py tracin                                            what influence costs
-    python bench.py trl                                               against TRL's GRPOTrainer, where trl is installed
-    python bench.py gpt2                                              GPT-2 124M on a GPU, beside what is aimed at
-
-The first two take every setting of grpo.py, the first --picture=FILE too (stacked bars, where matplotlib is installed). They run
-grpo.py's own functions on random weights of the config's shape, so that they need no training, or on the files that the config
-names. The first holds each phase against the least that it must compute or move and what this machine can compute and move,
-measured beside it. The second turns one setting at a time the other way and tells the phase that it concerns (update: the
-policy's forward and backward), in turns with the settings as they are.
-
-tracin: one iteration's update, the same rollouts each way, interleaved; ratios to plain GRPO are what counts.
-  plain       forward, backward
-  kept        forward, backward under a tape, target, scores, checks, the gradient of the selected rows, as grpo.py does them
-              for tracin = "self" (targets that are no multiple of the loss cost one more forward and backward)
-  contracted  the same with tracin_memory = 0
-  two passes  a tape for the scores only, then forward and backward again for the kept rows
-  brute       one backward for every row, then forward and backward of half of them; without the inner products
-
-gpt2: random weights, 16 prompts x 8, 32 + 128 tokens, none ends by itself, and a judge of the same shape that reads them.
-Phase by phase without influence and with it, in turns; then the case of `trl` at this shape, whose reward is a cheap rule;
-then a summary. Takes the settings too, for less: --num_prompts=1 --n_layer=2 ...
 """
-import contextlib
+Measures what an iteration costs and where its time goes.
+
+    python bench.py config/toxicity.py --max_completion_length=64     an iteration, phase by phase
+    python bench.py levers config/toxicity.py     what each setting for speed buys there
+    python bench.py tracin                        what influence costs
+    python bench.py trl                           against TRL's GRPOTrainer, where trl is installed
+    python bench.py gpt2                          GPT-2 124M on a GPU, beside what it aims at
+
+Times are medians of --repeat rounds (5). A round before them warms up and does not count. The bench
+calls grpo.py's own functions. A policy or judge that the settings would train has random weights of
+its shape here, so nothing has to be trained first.
+
+CONFIG takes every setting of grpo.py, and --picture=FILE draws stacked bars (needs matplotlib). The
+table holds each phase against its floor: the least that it must compute and move, at the rates of this
+machine, which are measured beside it. `policy backward` includes the loss and its metrics, `optimiser`
+includes the clipping of the gradient.
+
+levers turns one setting the other way at a time and times the phase that it concerns, alternating with
+the settings as they are. `update` is the policy's forward and backward.
+
+tracin times the update of one iteration on the same rollouts in several ways, which alternate. The
+ratios to plain GRPO are what counts. --device=NAME picks the device.
+  plain       forward, backward
+  kept        forward, recorded backward, target, scores, checks, the gradient of the selected rows, as
+              grpo.py does them for tracin = "self" (a target that is no multiple of the loss costs one
+              more forward and backward)
+  contracted  the same with tracin_memory = 0
+  two passes  a recorded backward for the scores only, then forward and backward of the kept rows
+  brute       one backward for each row, then forward and backward of half of them, without the inner
+              products
+
+trl runs whole iterations of three cases. --case=ends|fixed|vocabulary|gpt2 picks one, --device=NAME
+the device.
+
+gpt2 has random weights, 16 prompts x 8, 32 + 128 tokens of which none ends by itself, and a judge of
+the policy's shape. It prints an iteration phase by phase, without and with influence in alternation,
+then the case gpt2 of trl, whose reward is a cheap rule, then a summary. Settings make it smaller:
+--num_prompts=1 --n_layer=2 ...
+"""
 import copy
 import ctypes
+import functools
 import gc
 import math
 import os
@@ -36,374 +50,191 @@ import tempfile
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
-import grpo
-from config import PARTS, Settings, load_settings
-from judge import load_judge, reward_functions, scorer
-from data.comments import get_splits
-from data.prompts import load_prompts
-from judge.train import SHAPE
-from model import GPT, GPTConfig, add_lora, completion_logprobs
-from run.script import BadInput
-from run.decoder import Decoder
-from sample import Rollout, generate
-from run.script import derive, run_script
-from run.device import memory, pick_device, pick_dtype
-from pretrain import get_tokenizer, load_policy
+from config import Settings, load_settings
+from config.check import PARTS, SPEED
+from grpo import (Batch, Nets, build, collect, collect_target, draw_prompts, gradient_of, loss_of,
+                  micro_batches, optimizer_steps, read_inputs, sample_groups, sort_key, update)
 from data.tokenizer import load_tokenizer
-from tracin import Tape, choose_targets, filter_rows, select
+from judge import load_judge, scorer
+from judge.train import SHAPE as JUDGE_SHAPE
+from model import GPTConfig
+from pretrain import new_policy
+from run.decoder import Buffers, Decoder
+from run.device import memory, pick_device, pick_dtype
+from run.processes import all_reduce
+from run.report import quiet
+from run.script import BadInput, run_script, seed_for
+from sample import Rollout
+from tracin import Influence, Tape, select, serves_both
 
-# ---------------------------------------------------------------------------------------------------------------
-# what influence costs
-
-SHAPES = {  # model, rows = prompts x group, prompt and completion tokens, rows in a micro-batch
-    "toxicity, V 1024, 256 rows of 10 + 32": (GPTConfig(1024, 64, 4, 4, 256), 32, 10, 32, 64),
-    "6 x 384, V 50257, 16 rows of 32 + 128": (GPTConfig(50257, 160, 6, 6, 384), 2, 32, 128, 8),
-}
-
-
-def tracin(device, repeat):
-    for name, (config, num_prompts, P, T, micro) in SHAPES.items():
-        torch.manual_seed(0)
-        policy = GPT(config).to(device)
-        prompts = torch.randint(config.vocab_size - 1, (num_prompts, P)).tolist()
-        N = 8 * num_prompts
-        coefficients = torch.randn(N, device=device) / (N * T)
-
-        def rollout():
-            return generate(policy, prompts, 8, T, eos=config.vocab_size - 1, seed=0)
-
-        r = rollout()
-
-        def backward(rows, tape=None):
-            for part in rows.split(micro):
-                if tape:
-                    tape.rows(len(part), r.mask[part].nonzero()[:, 0])
-                slope = (coefficients[part, None] * r.mask[part])
-                (slope * completion_logprobs(policy, r[part], slope_of=lambda logp: slope)).sum().backward()
-
-        everything = torch.arange(N, device=device)
-
-        def one_pass(tape, update=True):
-            with tape:
-                backward(everything, tape)
-            if not update:
-                return select(tape.dot(tape.gradient()), "positive")[0].nonzero()[:, 0]
-            ones, half = torch.ones(N, device=device), (everything * 2 // N).float()
-            halves = tape.gradients([1 - half, half])
-            total = {p: g + halves[1][p] for p, g in halves[0].items()}
-            for p, g in filter_rows(tape, ones, halves, ones, ones, None, Settings(tracin="self"), 0, total)[2].items():
-                p.grad = g
-
-        def brute():
-            for i in range(N):
-                backward(everything[i:i + 1])
-                policy.zero_grad(set_to_none=True)
-            backward(everything[:N // 2])
-
-        kept, contracted = Tape(policy, memory=4 * 2 ** 30), Tape(policy)
-        ways = {"generate": rollout, "plain": lambda: backward(everything), "kept": lambda: one_pass(kept),
-                "contracted": lambda: one_pass(contracted),
-                "two passes": lambda: backward(one_pass(kept, update=False)), "brute": brute}
-        seconds = {way: [] for way in ways}
-        for round in range(repeat + 1):  # the first warms up
-            for way, run in ways.items():
-                if way == "brute" and round > 1:
-                    continue
-                began = time.time()
-                run()
-                wait(device)
-                if round:
-                    seconds[way].append(time.time() - began)
-                policy.zero_grad(set_to_none=True)
-        median = {way: statistics.median(x) for way, x in seconds.items()}
-        print(f"\n{name}: {sum(p.numel() for p in policy.parameters()) / 1e6:.1f} M weights, {device}, "
-              f"{torch.get_num_threads()} threads, medians of {repeat} (brute: 1)")
-        print(f"{'':12}{'seconds':>10}{'min':>8}{'max':>8}{'update':>10}{'update + generate':>20}")
-        for way, x in seconds.items():
-            if way != "generate":
-                print(f"{way:12}{median[way]:10.2f}{min(x):8.2f}{max(x):8.2f}{median[way] / median['plain']:9.2f}x"
-                      f"{(median[way] + median['generate']) / (median['plain'] + median['generate']):19.2f}x")
+# ------------------------------------------------------------------------------------------------
+# what is measured: iterations of grpo.py, on Nets of the bench's own
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# iterations of a config
-
-PHASES = ("generate", "judge", "reference", "policy forward", "policy backward", "influence", "optimiser", "the rest")
-UPDATE = ("policy forward", "policy backward")
-
-
-def rig(s, policy, tokenizer, prompts, val_prompts=(), judge=lambda: None):
-    """The loop of grpo.py under these settings, with a copy of the policy, an optimiser, a recorder and a decoder of its own.
-    run(it) is iteration `it`, without its log -> (Batch, held-out Batch of the target or None); held() the bytes that it keeps
-    beside weights and optimiser from one iteration to the next. judge() makes a judge."""
-    if s.tracin != "off" and s.tracin_val_prompts and not val_prompts:
-        raise BadInput(f"tracin_val_prompts = {s.tracin_val_prompts}: no held-out prompts are left; lower num_eval_prompts")
-    device, reference = policy.wte.weight.device, policy.requires_grad_(False)
-    dtype, policy = pick_dtype(s.dtype, device), copy.deepcopy(policy).requires_grad_(True)
-    if s.lora_rank:
-        torch.manual_seed(derive(s.seed, "lora"))
-        add_lora(policy, s.lora_rank, s.lora_alpha, s.lora_layers)
-    policy.recompute, judges = s.activation_checkpointing, {"judge": judge()}
-    decoder, (scored, reference) = grpo.make_decoder(policy, s, dtype), grpo.compile_parts(policy, reference, judges, s)
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=s.learning_rate, fused=True,
-                                  betas=(s.adam_beta1, s.adam_beta2), weight_decay=s.weight_decay)
-    reward_funcs = reward_functions(s, judges, device, dtype)
-    recorder = Tape(policy, memory=s.tracin_memory * 2 ** 30) if s.tracin != "off" else None
-
-    def collect(prompts, purpose, it):
-        return grpo.collect(policy, reference, prompts, reward_funcs, s, tokenizer, derive(s.seed, purpose, it), dtype,
-                            decoder=decoder)
-
-    def run(it):
-        batch, target, held_out = collect(grpo.pick(prompts, it, s), "rollout", it), None, None
-        if recorder and s.tracin_val_prompts:
-            target = collect(grpo.pick(val_prompts, it, replace(s, num_prompts=s.tracin_val_prompts)), "target", it)
-            held_out = target, choose_targets(target.rewards, s.tracin_val_size, s.tracin_val_select,
-                                              torch.Generator().manual_seed(derive(s.seed, "chosen", it))).to(device)
-        grpo.update(policy, scored, optimizer, batch, s, derive(s.seed, "rows", it), dtype, lambda *a, **k: None, False, held_out,
-                    recorder)
-        return batch, target
-
-    def held():
-        pool = decoder and decoder.pool  # of the graphs, which the allocator does not count as in use
-        return sum((storages([decoder, recorder]) | dict.fromkeys(storages(list(policy.parameters())), 0)).values()) + sum(
-            x["total_size"] for x in (torch.cuda.memory_snapshot() if pool else ()) if tuple(x["segment_pool_id"]) == tuple(pool))
-
-    return SimpleNamespace(s=s, device=device, dtype=dtype, policy=policy, optimizer=optimizer, run=run, held=held)
+def inputs_of(cfg):
+    """grpo.read_inputs, with a policy of random weights where the settings would train one."""
+    cfg.eval_judge = None       # nothing is evaluated here
+    given = read_inputs(cfg)
+    torch.manual_seed(cfg.prepare_seed)
+    given.base = (given.base or new_policy(cfg)).to(given.device)
+    return given
 
 
-def storages(x):
-    """{address: bytes} of the tensors inside x."""
-    if isinstance(x, torch.Tensor):
-        return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}
-    inside = vars(x) if isinstance(x, (Decoder, Rollout, Tape)) else x
-    inside = inside.values() if isinstance(inside, dict) else inside if isinstance(inside, (list, tuple)) else ()
-    return {address: size for y in inside for address, size in storages(y).items()}
+def inputs_from(cfg, device, base, tokenizer, prompts):
+    """The same for a policy and prompts that are made here. Held-out prompts are the same prompts."""
+    return SimpleNamespace(
+        device=device, dtype=pick_dtype(cfg.dtype, device), base=base.to(device), tokenizer=tokenizer,
+        prompts=prompts, eval_prompts=[], val_prompts=prompts)
 
 
-def ready(s, **given):
-    """A rig that has run iteration 0, in which everything is compiled, captured and filled for the first time."""
-    r = rig(s, **given)
-    try:
-        r.run(0)
-    except torch._dynamo.exc.BackendCompilerFailed as e:
-        reason = str(e).strip().splitlines()[0]
-        raise BadInput(f"compile = {s.compile}: torch cannot compile on this machine ({reason}); leave it ()") from e
-    return r
+def random_prompts(cfg, length=32):
+    generator = torch.Generator().manual_seed(1)
+    shape = (cfg.num_prompts, length)
+    rows = torch.randint(cfg.vocab_size - 1, shape, generator=generator).tolist()
+    return [(words(ids), ids) for ids in rows]
 
 
-def in_turns(rigs, repeat):
-    """Iterations 1 to `repeat` of each of {way: rig}, in turns, on the same prompts and noise -> {way: [what was measured]}."""
-    rounds = {way: [] for way in rigs}
-    for it in range(1, repeat + 1):
-        for way in random.Random(it).sample(list(rigs), len(rigs)):  # what comes before leaves its traces in caches and memory
-            r = rigs[way]
-            seconds, judged, watch = dict.fromkeys(PHASES, 0.0), [], stopwatch(r.device, r.held())
-            with timed(r.device, seconds, r.optimizer, judged):
-                b, target = r.run(it)
-            wall, cpu, peak = watch()
-            seconds |= {"the rest": wall - sum(seconds.values()), "all": wall}
-            P = b.rollout.tokens.shape[1] - b.mask.shape[1]
-            rounds[way].append(SimpleNamespace(
-                seconds=seconds, cpu=cpu, peak=peak, least=count(r.policy, b, target, r.s, r.dtype, judged),
-                shape=(len(b.mask), P, b.mask.shape[1]),
-                padding=1 - float((b.rollout.real[:, :P].sum() + b.rollout.mask.sum()) / b.rollout.tokens.numel())))
-    return rounds
+def words(ids):
+    """The text of made-up tokens."""
+    return " ".join(f"t{i}" for i in ids)
 
 
-def median(rounds, *phases):
-    """Median over the rounds of the seconds of these phases together."""
-    return statistics.median(sum(x.seconds[phase] for phase in phases) for x in rounds)
+def word_tokenizer(vocab_size):
+    """Turns ids into such text. The last one is the end token."""
+    return SimpleNamespace(eot_token=vocab_size - 1, decode=words)
 
 
-def material(s):
-    """What rigs of these settings, changed in what is for speed only, have in common."""
-    torch.manual_seed(s.prepare_seed)
-    policy = load_policy(s) or GPT(GPTConfig(s.vocab_size, s.block_size, s.n_layer, s.n_head, s.n_embd))  # a published one brings
-    tokenizer, device = get_tokenizer(s), pick_device(s.device)                                      # its shape and tokenizer
-    prompts, _, val_prompts = load_prompts(s, tokenizer, get_splits(s))
-    return dict(policy=policy.to(device).eval(), tokenizer=tokenizer, prompts=prompts, val_prompts=val_prompts,
-                judge=lambda: judge_of(s, device))
+def own_nets(cfg, given, judge_shape=JUDGE_SHAPE):
+    """grpo.Nets that share nothing with other Nets but the frozen base weights."""
+    judges = {}
+    if "judge" in cfg.reward_funcs:
+        judges["judge"] = judge_of(cfg, given.device, judge_shape)
+    base = copy.deepcopy(given.base, {id(p): p for p in given.base.parameters()})
+    return build(cfg, given, base, judges)
 
 
-def judge_of(s, device, shape=SHAPE):
-    """The judge that the settings name, else one of random weights in this shape; None without."""
-    if s.judge != "train":
-        return s.judge and load_judge(s.judge, device, s.judge_label)
-    torch.manual_seed(s.prepare_seed)
-    tokenizer, model = load_tokenizer(s.judge_vocab_size), scorer.Scorer(GPTConfig(s.judge_vocab_size, **shape)).to(device)
+def judge_of(cfg, device, shape):
+    """The judge that the settings name; for "train" one of this shape with random weights."""
+    if cfg.judge != "train":
+        return load_judge(cfg.judge, device, cfg.judge_label)
+    torch.manual_seed(cfg.prepare_seed)
+    tokenizer = load_tokenizer(cfg.judge_vocab_size)
+    model = scorer.Scorer(GPTConfig(cfg.judge_vocab_size, **shape)).to(device)
 
     def judge(prompts, completions):
-        return scorer.log_odds(judge.model, scorer.encode(tokenizer, completions, shape["block_size"]), device)
+        rows = scorer.encode(tokenizer, completions, shape["block_size"])
+        return scorer.log_odds(judge.model, rows, device)
 
     judge.model = model.eval().requires_grad_(False)
     return judge
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# phase by phase
+def iteration(nets, cfg, it, log=quiet):
+    """Iteration `it` of grpo.train -> its Batch and the held-out Batch of the target, or None."""
+    prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
+    batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), log)
+    target = collect_target(nets, it, cfg)
+    update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), log)
+    return batch, target[0] if target else None
 
 
-def phases(s, repeat, picture=None):
-    """Time iterations of the settings and print the table."""
-    if picture:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as e:
-            raise BadInput(f"picture = {picture!r}: pip install matplotlib, or leave it out") from e
-    r = ready(s, **material(s))
-    measured, floors = table(r, in_turns({"": r}, repeat)[""], ceilings(r.device, r.dtype))
-    if picture:
-        axes = (figure := Figure(figsize=(6, 5), layout="constrained")).subplots()
-        bottom = [0.0, 0.0]
-        for phase in PHASES:
-            heights = [measured[phase], floors[phase]]
-            axes.bar(["measured", "floor"], heights, bottom=bottom, label=phase)
-            bottom = [x + y for x, y in zip(bottom, heights)]
-        axes.set_ylabel("seconds per iteration")
-        axes.legend()
-        figure.savefig(picture + ".tmp", format=os.path.splitext(picture)[1][1:] or "png")
-        os.replace(picture + ".tmp", picture)
+# ------------------------------------------------------------------------------------------------
+# clocks
+
+PHASES = ("generate", "judge", "reference", "policy forward", "policy backward", "influence",
+          "optimiser", "the rest")
+UPDATE = ("policy forward", "policy backward")
 
 
-def headline(r, rounds, repeat):
-    (N, P, T), weights = rounds[-1].shape, sum(p.numel() for p in r.policy.parameters())
-    return (f"{N} rows of up to {P} + {T} tokens, {weights / 1e6:.1f} M weights, {r.device}, {r.dtype}, "
-            f"{torch.get_num_threads()} threads; medians of {repeat}")
+class Clock:
+    """Times the phases of iterations. It wraps the functions that `nets` holds, and it is the log of
+    grpo.collect and grpo.update, which tell it where a backward ends.
 
+    Each boundary waits for the device and gives the seconds since the boundary before to one phase,
+    so every second counts once. What a phase calls is part of that phase.
+    """
 
-def table(r, rounds, most):
-    """Print the rounds of a rig phase by phase, most = ceilings(...) -> seconds and floors {phase: seconds}."""
-    (matrix, copies), measured, floors = most, {}, {}
-    print(headline(r, rounds, len(rounds)))
-    print(f"ceilings, measured now: {matrix / 1e12:.3g} TFLOP/s (a large matrix product), {copies / 1e9:.3g} GB/s (a large copy)")
-    print(f"{'':17}{'seconds':>9}{'share':>7}{'tokens/s':>10}{'TFLOP/s':>9}{'GB/s':>8}{'floor, s':>10}{'x floor':>9}")
-    for phase in (*PHASES, "all"):
-        seconds = median(rounds, phase)
-        tokens, flops, moved, floor = (statistics.median(x) for x in zip(*(
-            (t, f, m, max(f / matrix, m / copies)) for t, f, m in (x.least.get(phase, (0, 0, 0)) for x in rounds))))
-        if phase == "all":
-            floor, tokens = sum(floors.values()), statistics.median(x.least["generate"][0] for x in rounds)
-        else:
-            measured[phase], floors[phase] = seconds, floor
-        if seconds > 0 and (floor or phase in ("all", "the rest")):
-            print(f"{phase:17}{seconds:9.3f}{100 * seconds / median(rounds, 'all'):6.1f}%"
-                  + (f"{tokens / seconds:10.0f}" if tokens else " " * 10)
-                  + (f"{flops / seconds / 1e12:9.3g}{moved / seconds / 1e9:8.3g}" if floor and phase != "all" else " " * 17)
-                  + (f"{floor:10.3f}{seconds / floor:8.1f}x" if floor else ""))
-    cpu = statistics.median(x.cpu for x in rounds)
-    print(f"padding: {100 * rounds[-1].padding:.1f} % of rows x width; CPU time {cpu:.3f} s; "
-          f"peak memory {max(x.peak for x in rounds) / 2 ** 20:.0f} MB above weights and optimiser")
-    return measured, floors
+    def __init__(self, nets):
+        self.device = nets.device
+        self.inside = False     # a phase, whose end is the next boundary
+        generate = nets.generate.func
+        nets.generate = functools.partial(self.timed("generate", generate), **nets.generate.keywords)
+        nets.reward_funcs = {name: self.timed("judge", f) for name, f in nets.reward_funcs.items()}
+        nets.logprobs = self.timed_logprobs(nets.logprobs)
+        if nets.influence:
+            nets.influence.keep_helpful = self.timed("influence", nets.influence.keep_helpful)
+        nets.optimizer.register_step_post_hook(lambda *args: self.lap("optimiser"))
+        judge = nets.judges.get("judge")
+        if isinstance(getattr(judge, "model", None), nn.Module):
+            judge.model = self.noted(judge.model)
+        self.begin()
 
+    def begin(self):
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.judged = []        # (weights, attention mask) of each forward of the judge
+        self.last = self.now()
 
-@contextlib.contextmanager
-def timed(device, spent, optimizer, judged):
-    """Within this block the functions that make up an iteration add their seconds to spent {phase: seconds}; what one of them
-    calls counts as its own. The gradients of single rollouts, which a tape forms as they come by, are in the backward.
-    judged: gets (weights, tokens) of what the judge reads."""
-    inside = []
+    def now(self):
+        wait(self.device)
+        return time.perf_counter()
 
-    def clocked(phase, plain):
+    def lap(self, phase):
+        """The time since the last boundary belongs to this phase."""
+        if self.inside:
+            return
+        now = self.now()
+        self.seconds[phase] += now - self.last
+        self.last = now
+
+    def timed(self, phase, function):
+        """The function as a phase of its own."""
         def run(*args, **kwargs):
-            if inside:
-                return plain(*args, **kwargs)
-            inside.append(phase)
-            wait(device)
-            began = time.perf_counter()
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                wait(device)
-                name = "reference" if phase == "policy forward" and not torch.is_grad_enabled() else phase
-                spent[name] += time.perf_counter() - began
-                inside.pop()
+            if self.inside:
+                return function(*args, **kwargs)
+            self.lap("the rest")
+            self.inside = True
+            result = function(*args, **kwargs)
+            self.inside = False
+            self.lap(phase)
+            return result
+
         return run
 
-    def noted(model, rows, *args, plain=scorer.log_odds, **kwargs):
-        judged.append((linear_weights(model), sum(map(len, rows))))
-        return plain(model, rows, *args, **kwargs)
+    def timed_logprobs(self, logprobs):
+        """With gradients it is the policy's forward, without them the reference's."""
+        reference = self.timed("reference", logprobs)
+        forward = self.timed("policy forward", logprobs)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(scorer, "log_odds", noted))
-        for phase, owner, name in (
-                ("generate", grpo, "generate"), ("judge", grpo, "score"), ("policy forward", grpo, "completion_logprobs"),
-                ("policy backward", torch.Tensor, "backward"), ("policy backward", torch.autograd, "grad"),
-                ("influence", grpo, "keep_helpful"), ("optimiser", torch.nn.utils, "clip_grad_norm_"),
-                ("optimiser", optimizer, "step")):
-            stack.enter_context(mock.patch.object(owner, name, clocked(phase, getattr(owner, name))))
-        yield
+        def run(*args):
+            return forward(*args) if torch.is_grad_enabled() else reference(*args)
 
+        return run
 
-def linear_weights(model):
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    def noted(self, model):
+        """The judge's model. What it reads is noted."""
+        weights = linear_weights(model)
 
+        def run(idx, attention_mask):
+            self.judged.append((weights, attention_mask))
+            return model(idx, attention_mask)
 
-def count(policy, b, target, s, dtype, judged):
-    """The least that a phase must do, of real tokens only -> {phase: (tokens, FLOPs, bytes)}.
+        return run
 
-    A weight costs 2 FLOPs per token forward and 4 backward, a pair of positions 4 per channel and layer (scores and mix; a
-    causal row of n has n (n + 1) / 2 pairs), twice that backward. Left out: norms, softmax, attention in the judge, and bytes
-    that a large enough cache would keep. target: the held-out Batch, if there is one.
-    """
-    attn, head = policy.h[0].attn, policy.lm_head.weight.numel()
-    trunk, pair = linear_weights(policy) - head, 4 * len(policy.h) * attn.n_head * attn.hs
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    learned = min(1.0, trained / (trunk + head))  # less with LoRA
-    key_value = 2 * len(policy.h) * attn.n_kv_head * attn.hs * dtype.itemsize            # bytes of one position
+    # the log of an iteration
 
-    def pairs(x):
-        return float((x * (x + 1) / 2).sum())
+    def generated(self, num_rows):
+        pass
 
-    def of_batch(b):
-        p = b.rollout.real[:, :-b.mask.shape[1]].sum(1).double()                         # (N,) prompt tokens
-        n, once = b.rollout.mask.sum(1).double(), p[::s.num_generations]                 # (N,) completion tokens; (B,)
-        new, fed = float(n.sum()), float((p + n - 1).sum())                              # the last token is never read
-        forward = 2 * trunk * fed + 2 * head * new + pair * pairs(p + n - 1)
-        decoded = pairs(p + n - 1) - pairs(p)
-        generate = (2 * trunk * (float(once.sum()) + new - len(n)) + 2 * head * new + pair * (pairs(once) + decoded),
-                    (trunk + head) * dtype.itemsize * float(n.max()) + key_value * decoded)  # all weights for every step
-        return new, fed, forward, generate, len(n)
+    def scored(self, rewards):
+        pass
 
-    batches = [of_batch(x) for x in (b, target) if x]
-    new, fed, forward, _, rows = batches[0]
-    epochs, steps = s.num_iterations, max(1, rows // (s.mini_batch_size or rows))
-    counts = {
-        "generate": (sum(x[0] for x in batches), sum(x[3][0] for x in batches), sum(x[3][1] for x in batches)),
-        "judge": (sum(t for _, t in judged), sum(2 * w * t for w, t in judged), sum(4 * w for w, _ in judged)),
-        "policy forward": (epochs * fed, epochs * forward, 0),
-        "policy backward": (epochs * fed, epochs * (1 + learned) * forward, 0),
-        "optimiser": (0, 0, 32 * trained * epochs * steps)}  # weight, gradient and two moments of 4 bytes, read and written
-    if s.beta:
-        counts["reference"] = sum(x[1] for x in batches), sum(x[2] for x in batches), 0
-    if s.tracin != "off":  # a product as large as the weights' gradient, or the rollouts' gradients read once
-        serves = target is None and (s.tracin == "self" or grpo.one_backward(s, b))  # the batch's own backward
-        again = 0 if serves else (2 + learned) * batches[-1][2]
-        scores = 2 * learned * (trunk * fed + head * new), 4 * rows * trained
-        counts["influence"] = (fed, again, scores[1]) if 10 * scores[1] < scores[0] else (fed, again + scores[0], 0)
-    return counts
-
-
-def ceilings(device, dtype, seconds=1.0):
-    """(FLOP/s of a large matrix product in dtype, bytes/s of a large copy, read and written), medians."""
-    n, size = (8192, 2 ** 30) if device.type == "cuda" else (2048, 2 ** 28)
-    a, x = torch.randn(n, n, device=device).to(dtype), torch.ones(size // 4, device=device)
-    y, found = torch.empty_like(x), []
-    for work, amount in ((lambda: a @ a, 2 * n ** 3), (lambda: y.copy_(x), 2 * size)):
-        spent = []
-        while len(spent) < 4 or sum(spent) < seconds:
-            wait(device)
-            began = time.perf_counter()
-            work()
-            wait(device)
-            spent.append(time.perf_counter() - began)
-        found.append(amount / statistics.median(spent[1:]))
-    return found
+    def loss(self, metrics):
+        self.lap("policy backward")
 
 
 def wait(device):
@@ -411,78 +242,562 @@ def wait(device):
         torch.cuda.synchronize(device)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# what each speed setting buys
+def stopwatch(device, held=0):
+    """Starts now. Called, it gives seconds, CPU seconds of this process, and the most bytes in use above
+    those in use at the start. `held` of the bytes at the start count as well."""
+    gc.collect()
+    if device.type == "cuda":
+        wait(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as f:
+            f.write("5")        # the high-water mark starts again from what is in use now
+    rest = memory(device) - held
+    wall = time.perf_counter()
+    cpu = time.process_time()
+
+    def read():
+        wait(device)
+        return time.perf_counter() - wall, time.process_time() - cpu, most_memory(device) - rest
+
+    return read
 
 
-def variants(s, device):
-    """{what is changed: (the phases that it concerns, Settings)}, one setting turned the other way in each."""
-    changes = [(UPDATE, name, not getattr(s, name)) for name in ("fused_head", "sort_by_length", "activation_checkpointing")]
-    changes += [(("generate",), name, not getattr(s, name)) for name in ("retire_rows", "cuda_graphs")]
-    possible = {"generate": True, "judge": "judge" in s.reward_funcs and s.judge != "profanity-check", "reference": s.beta > 0,
-                "update": s.tracin == "off" or s.num_iterations > 1}  # what influence records is never compiled
-    changes += [(UPDATE if part == "update" else (part,), "compile", tuple(x for x in PARTS if (x in s.compile) != (x == part)))
-                for part in PARTS if possible[part]]
-    if s.tracin != "off":
-        changes += [((*UPDATE, "influence"), "tracin_memory", 0.0 if s.tracin_memory else Settings.tracin_memory),
-                    ((*UPDATE, "influence"), "tracin", "off")]
-    return {f"{name} = {value!r}": (phases, replace(s, **{name: value})) for phases, name, value in changes
-            if name != "cuda_graphs" or device.type == "cuda"}
+def most_memory(device):
+    """The most bytes in use since the last stopwatch started."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with open("/proc/self/status") as f:
+        line = next(line for line in f if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
 
 
-def levers(s, repeat):
-    """Time the settings as they are and every variant of them, in turns, and print what each makes of its phase."""
-    given = material(s)
-    as_set = ready(s, **given)
-    changed, every = variants(s, as_set.device), in_turns({"": as_set}, 1)[""]
-    wide = max(map(len, ("as set", *changed)))
-    print(f"{headline(as_set, every, repeat)} (min, max), each in turns with the settings as they are; x: times those")
-    print(f"{'':{wide}}  {'phase':18}{'seconds':>9}{'as set':>9}{'x':>7}{'whole iteration':>24}{'x':>7}{'peak MB':>9}")
+def held(nets):
+    """Bytes that decoder and influence keep from one iteration to the next."""
+    decoder = nets.generate.keywords["decode"]
+    weights = storages(list(nets.policy.parameters()))
+    found = storages([decoder, nets.influence])
+    total = sum(size for address, size in found.items() if address not in weights)
+    pool = getattr(decoder, "pool", None)
+    if pool:        # of CUDA graphs, which the allocator does not count as in use
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == tuple(pool):
+                total += segment["total_size"]
+    return total
 
-    def row(way, phases, x, base):
-        now, was = median(x, *phases), median(base, *phases)
-        print(f"{way:{wide}}  {' + '.join(phases).replace(' + '.join(UPDATE), 'update'):18}{now:9.3f}{was:9.3f}{now / was:7.2f}"
-              f"{spread([y.seconds['all'] for y in x], 3):>24}{median(x, 'all') / median(base, 'all'):7.2f}"
-              f"{max(y.peak for y in x) / 2 ** 20:9.0f}", flush=True)
 
-    for way, (phases, t) in changed.items():  # two rigs at a time: each may hold gigabytes
+def storages(x):
+    """{address: bytes} of the tensors inside x."""
+    if isinstance(x, torch.Tensor):
+        storage = x.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    if isinstance(x, (Batch, Buffers, Decoder, Influence, Rollout, Tape)):
+        x = vars(x)
+    if isinstance(x, dict):
+        x = list(x.values())
+    found = {}
+    if isinstance(x, (list, tuple)):
+        for y in x:
+            found |= storages(y)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# rounds
+
+
+class Job(NamedTuple):
+    cfg: Settings
+    nets: Nets
+    clock: Clock
+
+
+def ready(cfg, given, judge_shape=JUDGE_SHAPE):
+    """A Job that has run iteration 0, in which everything is compiled, captured and filled."""
+    gc.collect()    # Nets refer to themselves in a circle, and those before may hold gigabytes
+    nets = own_nets(cfg, given, judge_shape)
+    job = Job(cfg, nets, Clock(nets))
+    try:
+        iteration(nets, cfg, 0, job.clock)
+    except torch._dynamo.exc.BackendCompilerFailed as e:
+        reason = str(e).strip().splitlines()[0]
+        raise BadInput(
+            f"compile = {cfg.compile}: torch cannot compile on this machine ({reason}); "
+            "set compile = ()") from e
+    return job
+
+
+def in_turns(jobs, repeat):
+    """Iterations 1 to `repeat` of each of {name: Job}, alternating, on the same prompts and noise.
+
+    Returns {name: [what was measured]}.
+    """
+    rounds = {name: [] for name in jobs}
+    for it in range(1, repeat + 1):
+        # what runs before leaves its traces in caches and memory, so the order is drawn
+        for name in random.Random(it).sample(list(jobs), len(jobs)):
+            rounds[name].append(measure(jobs[name], it))
+    return rounds
+
+
+def measure(job, it):
+    cfg, nets, clock = job
+    watch = stopwatch(nets.device, held(nets))
+    clock.begin()
+    batch, target = iteration(nets, cfg, it, clock)
+    clock.lap("the rest")
+    _, cpu, peak = watch()
+    rollout = batch.rollout
+    N, T = batch.mask.shape
+    P = rollout.tokens.shape[1] - T
+    used = int(rollout.attention_mask[:, :P].sum() + rollout.mask.sum())
+    return SimpleNamespace(
+        seconds=clock.seconds | {"all": sum(clock.seconds.values())}, cpu=cpu, peak=peak,
+        least=count(nets, cfg, batch, target, clock.judged), shape=(N, P, T),
+        padding=1 - used / rollout.tokens.numel())
+
+
+def median(rounds, *phases):
+    """Median over the rounds of the seconds of these phases together."""
+    return statistics.median(sum(x.seconds[phase] for phase in phases) for x in rounds)
+
+
+def spread(x, digits=2):
+    return f"{statistics.median(x):.{digits}f} ({min(x):.{digits}f}, {max(x):.{digits}f})"
+
+
+# ------------------------------------------------------------------------------------------------
+# phase by phase
+
+
+def phases(cfg, repeat, picture=None):
+    """Times iterations of the settings and prints the table."""
+    if picture:
+        import_figure(picture)      # an error comes before the work
+    job = ready(cfg, inputs_of(cfg))
+    rounds = in_turns({"": job}, repeat)[""]
+    measured, floors = table(job, rounds, ceilings(job.nets.device, job.nets.dtype))
+    if picture:
+        draw(measured, floors, picture)
+
+
+def headline(nets, rounds, repeat):
+    N, P, T = rounds[-1].shape
+    num_weights = sum(p.numel() for p in nets.policy.parameters())
+    return (f"{N} rows of up to {P} + {T} tokens, {num_weights / 1e6:.1f} M weights, {nets.device}, "
+            f"{nets.dtype}, {torch.get_num_threads()} threads; medians of {repeat}")
+
+
+def table(job, rounds, rates):
+    """Prints the rounds of a job phase by phase -> seconds and floors, {phase: seconds} each.
+
+    rates: from ceilings().
+    """
+    matrix, copies = rates
+    print(headline(job.nets, rounds, len(rounds)))
+    print(f"ceilings, measured now: {matrix / 1e12:.3g} TFLOP/s (a large matrix product), "
+          f"{copies / 1e9:.3g} GB/s (a large copy)")
+    print(f"{'':17}{'seconds':>9}{'share':>7}{'tokens/s':>10}{'TFLOP/s':>9}{'GB/s':>8}"
+          f"{'floor, s':>10}{'x floor':>9}")
+    whole = median(rounds, "all")
+    measured, floors = {}, {}
+    for phase in PHASES:
+        least = [x.least.get(phase, (0, 0, 0)) for x in rounds]
+        tokens, flops, moved = (statistics.median(x) for x in zip(*least))
+        floors[phase] = statistics.median(max(f / matrix, m / copies) for _, f, m in least)
+        measured[phase] = median(rounds, phase)
+        if measured[phase] > 0:
+            print_row(phase, measured[phase], whole, tokens, flops, moved, floors[phase])
+    sampled = statistics.median(x.least["generate"][0] for x in rounds)
+    print_row("all", whole, whole, sampled, 0, 0, sum(floors.values()))
+    cpu = statistics.median(x.cpu for x in rounds)
+    peak = max(x.peak for x in rounds)
+    print(f"padding: {100 * rounds[-1].padding:.1f} % of rows x width; CPU time {cpu:.3f} s; "
+          f"peak memory {peak / 2 ** 20:.0f} MB above weights and optimiser")
+    return measured, floors
+
+
+def print_row(name, seconds, whole, tokens, flops, moved, floor):
+    """A row of the table; a cell is empty where its number is 0."""
+    row = f"{name:17}{seconds:9.3f}{100 * seconds / whole:6.1f}%"
+    row += f"{tokens / seconds:10.0f}" if tokens else " " * 10
+    if flops or moved:
+        row += f"{flops / seconds / 1e12:9.3g}{moved / seconds / 1e9:8.3g}"
+    else:
+        row += " " * 17
+    if floor:
+        row += f"{floor:10.3f}{seconds / floor:8.1f}x"
+    print(row)
+
+
+def import_figure(picture):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise BadInput(f"picture = {picture!r}: pip install matplotlib, or leave it out") from e
+    return Figure
+
+
+def draw(measured, floors, path):
+    """Stacked bars of the phases."""
+    figure = import_figure(path)(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
+    bottom = [0.0, 0.0]
+    for phase in PHASES:
+        heights = [measured[phase], floors[phase]]
+        axes.bar(["measured", "floor"], heights, bottom=bottom, label=phase)
+        bottom = [x + y for x, y in zip(bottom, heights)]
+    axes.set_ylabel("seconds per iteration")
+    axes.legend()
+    figure.savefig(path + ".tmp", format=os.path.splitext(path)[1][1:] or "png")
+    os.replace(path + ".tmp", path)
+
+
+# ------------------------------------------------------------------------------------------------
+# the least that a phase must do
+
+
+def count(nets, cfg, batch, target, judged):
+    """The least that each phase must do for the tokens that are not padding.
+
+    Returns {phase: (tokens, FLOPs, bytes)}. target: the held-out Batch, or None. judged: from Clock.
+    A weight costs 2 FLOPs per token forward and 4 backward. A pair of positions costs 4 per channel
+    and layer (scores and mix), twice that backward; a causal row of n tokens has n (n + 1) / 2 pairs.
+    Left out: norms, softmax, attention in the judge, and bytes that a large enough cache would keep.
+    """
+    works = [work_of(nets, b, cfg.num_generations) for b in (batch, target) if b]
+    own = works[0]
+    head, trunk = head_and_trunk(nets.policy)
+    trained = sum(p.numel() for p in nets.trained)
+    learned = min(1.0, trained / (trunk + head))        # less with LoRA
+    epochs = cfg.num_iterations
+    steps = epochs * max(1, own.rows // (cfg.mini_batch_size or own.rows))
+    judged = [(weights, int(mask.sum())) for weights, mask in judged]
+    counts = {
+        "generate": (sum(w.new for w in works), sum(w.decode for w in works),
+                     sum(w.decode_bytes for w in works)),
+        "judge": (sum(n for _, n in judged), sum(2 * w * n for w, n in judged),
+                  sum(4 * w for w, _ in judged)),
+        "policy forward": (epochs * own.read, epochs * own.forward, 0),
+        "policy backward": (epochs * own.read, epochs * (1 + learned) * own.forward, 0),
+        # weight, gradient and two moments of 4 bytes, read and written
+        "optimiser": (0, 0, 32 * trained * steps)}
+    if cfg.beta:
+        counts["reference"] = sum(w.read for w in works), sum(w.forward for w in works), 0
+    if cfg.tracin != "off":
+        on_own_batch = target is None and (cfg.tracin == "self" or serves_both(cfg, batch))
+        again = 0 if on_own_batch else (2 + learned) * works[-1].forward    # the target's own pass
+        # a product as large as the weights' gradient, or the rows' gradients read once
+        flops = 2 * learned * (trunk * own.read + head * own.new)
+        moved = 4 * own.rows * trained
+        if 10 * moved < flops:
+            counts["influence"] = own.read, again, moved
+        else:
+            counts["influence"] = own.read, again + flops, 0
+    return counts
+
+
+def work_of(nets, batch, num_generations):
+    """The forward pass and the decoding of a batch: tokens, FLOPs and bytes."""
+    attn = nets.policy.h[0].attn
+    head, trunk = head_and_trunk(nets.policy)
+    n_layer = len(nets.policy.h)
+    pair = 4 * n_layer * attn.n_head * attn.hs
+    key_value = 2 * n_layer * attn.n_kv_head * attn.hs * nets.dtype.itemsize    # bytes of a position
+
+    T = batch.mask.shape[1]
+    prompt = batch.rollout.attention_mask[:, :-T].sum(1).double()               # (N,) tokens
+    completion = batch.rollout.mask.sum(1).double()                             # (N,)
+    row = prompt + completion - 1                       # (N,) the last token is never read
+    once = prompt[::num_generations]                    # (B,) a prompt is computed once for its group
+    N = len(row)
+    new = float(completion.sum())
+    read = float(row.sum())
+    decoded = causal_pairs(row) - causal_pairs(prompt)
+    prompts_and_steps = float(once.sum()) + new - N
+    weights = (trunk + head) * nets.dtype.itemsize      # read at every step
+    return SimpleNamespace(
+        rows=N, new=new, read=read,
+        forward=2 * trunk * read + 2 * head * new + pair * causal_pairs(row),
+        decode=2 * trunk * prompts_and_steps + 2 * head * new + pair * (causal_pairs(once) + decoded),
+        decode_bytes=weights * float(completion.max()) + key_value * decoded)
+
+
+def causal_pairs(n):
+    """Pairs of positions in rows of n (N,) tokens."""
+    return float((n * (n + 1) / 2).sum())
+
+
+def head_and_trunk(policy):
+    """Numbers of weights that a token is multiplied with: in the vocabulary head, and before it."""
+    head = policy.lm_head.weight.numel()
+    return head, linear_weights(policy) - head
+
+
+def linear_weights(model):
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def ceilings(device, dtype, seconds=1.0):
+    """(FLOP/s of a large matrix product in dtype, bytes/s of a large copy, read and written), medians."""
+    on_gpu = device.type == "cuda"
+    n = 8192 if on_gpu else 2048
+    size = 2 ** 30 if on_gpu else 2 ** 28
+    a = torch.randn(n, n, device=device).to(dtype)
+    x = torch.ones(size // 4, device=device)
+    y = torch.empty_like(x)
+    product = seconds_of(lambda: a @ a, device, seconds)
+    copying = seconds_of(lambda: y.copy_(x), device, seconds)
+    return 2 * n ** 3 / product, 2 * size / copying
+
+
+def seconds_of(work, device, seconds):
+    """Median time of work() over about so many seconds, at least three times after one to warm up."""
+    spent = []
+    while len(spent) < 4 or sum(spent) < seconds:
+        spent.append(time_of(work, device))
+    return statistics.median(spent[1:])
+
+
+def time_of(work, device):
+    wait(device)
+    began = time.perf_counter()
+    work()
+    wait(device)
+    return time.perf_counter() - began
+
+
+# ------------------------------------------------------------------------------------------------
+# what each setting for speed buys
+
+
+def variants(cfg, device):
+    """{what is changed: (phases that it concerns, Settings)}, one setting turned the other way in each."""
+    on_gpu = device.type == "cuda"
+    concerned = {"graphs": ("generate",), "head": UPDATE, "retire": ("generate",), "sort": UPDATE}
+    half = pick_dtype(cfg.dtype, device) == torch.bfloat16
+    concerned["attention"] = ("generate", *UPDATE) if half else ("generate",)
+    elsewhere = "attention" if on_gpu else "graphs"     # does nothing on this device
+    found = {}
+    for word in SPEED:
+        if word != elsewhere:
+            change = "without" if word in cfg.speed else "with"
+            turned = replace(cfg, speed=toggled(cfg.speed, word, SPEED))
+            found[f"speed {change} {word!r}"] = concerned[word], turned
+
+    changes = [("activation_checkpointing", not cfg.activation_checkpointing, UPDATE)]
+    possible = {
+        "generate": True,
+        "judge": "judge" in cfg.reward_funcs and cfg.judge != "profanity-check",
+        "reference": cfg.beta > 0,
+        "update": cfg.tracin == "off" or cfg.num_iterations > 1}    # no recorded pass is compiled
+    for part in PARTS:
+        if possible[part]:
+            concerns = UPDATE if part == "update" else (part,)
+            changes.append(("compile", toggled(cfg.compile, part, PARTS), concerns))
+    if cfg.tracin != "off":
+        other_memory = 0.0 if cfg.tracin_memory else Settings.tracin_memory
+        changes.append(("tracin_memory", other_memory, (*UPDATE, "influence")))
+        changes.append(("tracin", "off", (*UPDATE, "influence")))
+    for name, value, concerns in changes:
+        found[f"{name} = {value!r}"] = concerns, replace(cfg, **{name: value})
+    return found
+
+
+def toggled(words, word, order):
+    """The tuple of words with this one added, or without it."""
+    return tuple(w for w in order if (w in words) != (w == word))
+
+
+def levers(cfg, repeat):
+    """Times every variant of the settings, each alternating with the settings as they are."""
+    given = inputs_of(cfg)
+    as_set = ready(cfg, given)
+    changed = variants(cfg, given.device)
+    every = in_turns({"": as_set}, 1)[""]       # rounds of the settings as they are
+    width = max(map(len, changed))
+    print(f"{headline(as_set.nets, every, repeat)} (min, max), each alternating with the settings as "
+          "they are; x: times those")
+    print(f"{'':{width}}  {'phase':18}{'seconds':>9}{'as set':>9}{'x':>7}{'whole iteration':>24}{'x':>7}"
+          f"{'peak MB':>9}")
+    for label, (concerned, turned) in changed.items():  # two at a time: each may hold gigabytes
         try:
-            base, x = in_turns({"as set": as_set, way: ready(t, **given)}, repeat).values()
+            jobs = {"as set": as_set, "turned": ready(turned, given)}
         except BadInput as e:
             print(f"left out: {e}")
             continue
-        every += base
-        row(way, phases, x, base)
-    row("as set", ("all",), every, every)
+        rounds = in_turns(jobs, repeat)
+        every += rounds["as set"]
+        print_lever(f"{label:{width}}", concerned, rounds["turned"], rounds["as set"])
+        del jobs
+    print_lever(f"{'as set':{width}}", ("all",), every, every)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+def print_lever(label, concerned, rounds, base):
+    now = median(rounds, *concerned)
+    was = median(base, *concerned)
+    whole = [x.seconds["all"] for x in rounds]
+    peak = max(x.peak for x in rounds) / 2 ** 20
+    phase = " + ".join(concerned).replace(" + ".join(UPDATE), "update")
+    print(f"{label}  {phase:18}{now:9.3f}{was:9.3f}{now / was:7.2f}{spread(whole, 3):>24}"
+          f"{median(rounds, 'all') / median(base, 'all'):7.2f}{peak:9.0f}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# what influence costs
+
+SHAPES = {  # settings, tokens of a prompt
+    "toxicity, V 1024, 256 rows of 10 + 32": (
+        dict(vocab_size=1024, block_size=64, n_layer=4, n_head=4, n_embd=256, num_prompts=32,
+             max_completion_length=32, micro_batch_size=64), 10),
+    "6 x 384, V 50257, 16 rows of 32 + 128": (
+        dict(vocab_size=50257, block_size=160, n_layer=6, n_head=6, n_embd=384, num_prompts=2,
+             max_completion_length=128, micro_batch_size=8), 32),
+}
+
+
+def influence_costs(device, repeat):
+    for name, (shape, length) in SHAPES.items():
+        cfg = Settings(
+            **shape, dtype="float32", tracin="self", tracin_memory=4.0, reward_funcs=("random",),
+            reward_weights=(1.0,), functions={"random": random_reward})
+        torch.manual_seed(0)
+        given = inputs_from(cfg, device, new_policy(cfg), word_tokenizer(cfg.vocab_size),
+                            random_prompts(cfg, length))
+        nets = own_nets(cfg, given)
+        seconds = time_ways(ways_to_update(nets, cfg), nets, repeat)
+        num_weights = sum(p.numel() for p in nets.trained)
+        print(f"\n{name}: {num_weights / 1e6:.1f} M weights, {device}, {torch.get_num_threads()} threads, "
+              f"medians of {repeat} (brute: 1)")
+        print_ways(seconds)
+
+
+def random_reward(prompts, completions):
+    return torch.randn(len(completions)).tolist()
+
+
+def ways_to_update(nets, cfg):
+    """{way: function} that leave the gradient of an update in .grad; and generate, which samples."""
+    batch = collect(nets, nets.prompts, cfg, seed=0)
+    step, = optimizer_steps(batch, cfg, seed=0)
+    contracting = Influence(nets, replace(cfg, tracin_memory=0.0), loss_of, gradient_of, all_reduce)
+
+    def backward(rows):
+        for positions in micro_batches(batch.lengths[rows], cfg):
+            loss_of(nets, nets.policy_fn, batch, rows[positions], step, cfg).loss.backward()
+
+    def record(influence):
+        with influence.record(batch, step, on_policy=True):
+            for positions in micro_batches(sort_key(batch, step, cfg), cfg):
+                influence.forward_backward(positions)
+
+    def one_pass(influence):
+        record(influence)
+        influence.keep_helpful(None, seed=0, check=False)
+
+    def two_passes():
+        record(nets.influence)
+        tape = nets.influence.tape
+        keep, _ = select(tape.dot(tape.gradient()), "positive")
+        backward(step.rows[keep])
+
+    def brute():
+        for row in step.rows.split(1):
+            backward(row)
+            nets.policy.zero_grad(set_to_none=True)
+        backward(step.rows[:len(step.rows) // 2])
+
+    return {
+        "generate": lambda: sample_groups(nets, nets.prompts, cfg, seed=0),
+        "plain": lambda: backward(step.rows),
+        "kept": lambda: one_pass(nets.influence),
+        "contracted": lambda: one_pass(contracting),
+        "two passes": two_passes,
+        "brute": brute}
+
+
+def time_ways(ways, nets, repeat):
+    """Runs the ways in alternation -> {way: [seconds]}. The first round warms up."""
+    seconds = {way: [] for way in ways}
+    for number in range(repeat + 1):
+        for way, run in ways.items():
+            if way == "brute" and number > 1:
+                continue
+            spent = time_of(run, nets.device)
+            if number > 0:
+                seconds[way].append(spent)
+            nets.policy.zero_grad(set_to_none=True)
+    return seconds
+
+
+def print_ways(seconds):
+    medians = {way: statistics.median(x) for way, x in seconds.items()}
+    generate = medians["generate"]
+    plain = medians["plain"]
+    print(f"{'':12}{'seconds':>10}{'min':>8}{'max':>8}{'update':>10}{'update + generate':>20}")
+    for way, x in seconds.items():
+        if way != "generate":
+            whole = (medians[way] + generate) / (plain + generate)
+            print(f"{way:12}{medians[way]:10.2f}{min(x):8.2f}{max(x):8.2f}{medians[way] / plain:9.2f}x"
+                  f"{whole:19.2f}x")
+
+
+# ------------------------------------------------------------------------------------------------
 # against TRL
 
-GPT2 = dict(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, judge_vocab_size=50257, num_prompts=16,
-            max_completion_length=128, micro_batch_size=64, learning_rate=1e-6, tracin="self")
-SMALL = GPT2 | dict(vocab_size=512, block_size=160, n_layer=6, n_head=6, n_embd=384, micro_batch_size=8)
+GPT2 = dict(
+    vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, judge_vocab_size=50257,
+    num_prompts=16, max_completion_length=128, micro_batch_size=64, learning_rate=1e-6, tracin="self")
+SMALL = GPT2 | dict(
+    vocab_size=512, block_size=160, n_layer=6, n_head=6, n_embd=384, micro_batch_size=8)
 CASES = {  # settings, mean length of a completion before the cut or None: no end
     "ends": (SMALL, 55),
     "fixed": (SMALL, None),
     "vocabulary": (SMALL | dict(vocab_size=50257, num_prompts=4), None),
-    "gpt2": (GPT2, None),  # only when it is asked for
+    "gpt2": (GPT2, None),   # only when it is asked for
 }
 
 
-def random_prompts(s):
-    ids = torch.randint(s.vocab_size - 1, (s.num_prompts, 32), generator=torch.Generator().manual_seed(1)).tolist()
-    return [(" ".join(f"t{i}" for i in row), row) for row in ids]
+def against_trl(cfg, ends, device, repeat):
+    """Times whole iterations of GRPO: TRL's, ours, and ours with influence as in cfg.
 
-
-def against_trl(s, ends, device, repeat):
-    """Whole iterations of GRPO: TRL's, ours, and ours with influence as in s -> {way: (seconds for 1000 tokens, peak bytes)}.
-
-    The same weights, prompts, lengths, reward, loss (dapo), micro-batches, optimiser and number of updates, in turns in one
-    process. TRL with its defaults, but all rows in one call of generate, no gradient checkpointing, nothing logged or saved.
-    Completions that end by themselves do so at random: the bias of the last LayerNorm gives the end token about the same
-    probability everywhere.
+    Returns {way: (seconds for 1000 tokens, peak bytes)}. Weights, prompts, lengths, reward, loss
+    (dapo), micro-batches, optimizer and number of updates are the same. The three alternate in one
+    process. TRL has its defaults, but all rows in one call of generate, no gradient checkpointing,
+    nothing logged or saved. ends: see policy_that_ends.
     """
+    lib = import_trl()
+    lengths = []    # sampled tokens of each of TRL's iterations
+
+    def rule(prompts, completions, completion_ids=None, **rest):
+        if completion_ids is not None:  # TRL tells their lengths here
+            lengths.append(sum(map(len, completion_ids)))
+        return [text.count("1") / max(1, len(text)) for text in completions]
+
+    cfg = replace(
+        cfg, functions={"rule": rule}, reward_funcs=("rule",), reward_weights=(1.0,), beta=0.0,
+        adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0)
+    plain = replace(cfg, tracin="off")
+    given = inputs_from(cfg, device, policy_that_ends(cfg, ends), word_tokenizer(cfg.vocab_size),
+                        random_prompts(cfg))
+    theirs = to_transformers(given.base, lib.transformers).to(device)
+    check_logits(given.base, theirs, given.prompts)
+    ours = {"ours": (own_nets(plain, given), plain), "ours, influence": (own_nets(cfg, given), cfg)}
+
+    times = {way: [] for way in ("TRL", *ours)}     # (seconds, CPU seconds, peak bytes, tokens)
+    turns = turns_of(lib.transformers, ours, device, lengths, times)
+    run_trainer(lib, theirs, rule, given, cfg, repeat, turns)
+    upto = "up to " if ends else ""
+    print(f"\n{cfg.n_layer} x {cfg.n_embd}, V {cfg.vocab_size}, {cfg.num_prompts} prompts x "
+          f"{cfg.num_generations}, 32 + {upto}{cfg.max_completion_length} tokens, micro-batches of "
+          f"{micro_batch_of(cfg)}; TRL {lib.trl.__version__}, torch {torch.__version__}, {device}, "
+          f"{given.dtype}, {torch.get_num_threads()} threads; medians of {repeat} (min, max)")
+    return print_race(times)
+
+
+def import_trl():
+    """The packages that TRL's side needs."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import datasets
@@ -490,79 +805,97 @@ def against_trl(s, ends, device, repeat):
         import transformers
         import trl
     except ImportError as e:
-        raise BadInput(f"python bench.py trl needs {e.name}: pip install trl==1.16.0, in an environment of its own") from e
+        raise BadInput(f"python bench.py trl needs {e.name}: pip install trl==1.16.0, in an environment "
+                       "of its own") from e
     transformers.logging.set_verbosity_error()
+    return SimpleNamespace(datasets=datasets, tokenizers=tokenizers, transformers=transformers, trl=trl)
 
-    def rule(prompts, completions, completion_ids=None, **rest):
-        if completion_ids is not None:  # TRL tells their lengths here
-            seen.append(sum(map(len, completion_ids)))
-        return [text.count("1") / max(1, len(text)) for text in completions]
 
-    s = replace(s, judge=None, functions={"rule": rule}, reward_funcs=("rule",), reward_weights=(1.0,), beta=0.0,
-                adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0)
-    V, N, dtype, prompts = s.vocab_size, s.num_prompts * s.num_generations, pick_dtype(s.dtype, device), random_prompts(s)
-    micro, policy, seen = min(s.micro_batch_size, N), policy_that_ends(s, ends).to(device), []
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{i}": i for i in range(V)}, unk_token="t0"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=f"t{V - 1}", pad_token=f"t{V - 1}")
-    hf = to_transformers(policy, transformers).to(device)
-    x = torch.tensor([ids for _, ids in prompts], device=device)
+def check_logits(policy, theirs, prompts):
+    x = torch.tensor([ids for _, ids in prompts], device=policy.wte.weight.device)
     with torch.no_grad():
-        off = float((hf(x).logits - policy.lm_head(policy(x))).abs().max())
-    assert off < 1e-3, f"the two models differ by {off} in a logit"
-    words = SimpleNamespace(eot_token=V - 1, decode=lambda ids: " ".join(f"t{i}" for i in ids))
-    ours = {way: rig(t, policy, words, prompts)
-            for way, t in (("ours", replace(s, tracin="off")), ("ours, influence", s))}
-    times = {way: [] for way in ("TRL", *ours)}
+        error = float((theirs(x).logits - policy.lm_head(policy(x))).abs().max())
+    assert error < 1e-3, f"the two models differ by {error} in a logit"
 
+
+def turns_of(transformers, ours, device, lengths, times):
+    """A callback that runs an iteration of each of ours after each of TRL's and fills `times`."""
     class Turns(transformers.TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
             self.watch = stopwatch(device)
 
         def on_step_end(self, args, state, control, **kwargs):
-            times["TRL"].append((*self.watch(), seen[-1]))
-            for way, r in ours.items():
-                watch = stopwatch(device, r.held())
-                b, _ = r.run(state.global_step)
-                times[way].append((*watch(), int(b.mask.sum())))
-                del b
+            times["TRL"].append((*self.watch(), lengths[-1]))
+            for way, (nets, cfg) in ours.items():
+                times[way].append(time_iteration(nets, cfg, state.global_step))
             self.watch = stopwatch(device)
 
+    return Turns()
+
+
+def time_iteration(nets, cfg, it):
+    watch = stopwatch(nets.device, held(nets))
+    batch, _ = iteration(nets, cfg, it)
+    return *watch(), int(batch.mask.sum())
+
+
+def micro_batch_of(cfg):
+    return min(cfg.micro_batch_size, cfg.num_prompts * cfg.num_generations)
+
+
+def run_trainer(lib, policy, rule, given, cfg, repeat, turns):
+    """TRL's own loop. A first iteration warms up."""
+    rows = cfg.num_prompts * cfg.num_generations
+    micro = micro_batch_of(cfg)
+    texts = lib.datasets.Dataset.from_dict({"prompt": [text for text, _ in given.prompts]})
     with tempfile.TemporaryDirectory() as folder:
-        args = trl.GRPOConfig(
-            output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=micro, gradient_accumulation_steps=N // micro,
-            generation_batch_size=N, num_generations=s.num_generations, max_completion_length=s.max_completion_length,
-            gradient_checkpointing=False, beta=0.0,
-            learning_rate=s.learning_rate, lr_scheduler_type="constant", logging_strategy="no", save_strategy="no",
-            report_to=[], disable_tqdm=True, use_cpu=device.type == "cpu", bf16=dtype == torch.bfloat16)
-        trl.GRPOTrainer(hf, rule, args, datasets.Dataset.from_dict({"prompt": [text for text, _ in prompts]}),
-                        processing_class=tokenizer, callbacks=[Turns()]).train()
-    print(f"\n{s.n_layer} x {s.n_embd}, V {V}, {s.num_prompts} prompts x {s.num_generations}, 32 + "
-          f"{'up to ' if ends else ''}{s.max_completion_length} tokens, micro-batches of {micro}; TRL {trl.__version__}, torch "
-          f"{torch.__version__}, {device}, {dtype}, {torch.get_num_threads()} threads; medians of {repeat} (min, max)")
-    print(f"{'':18}{'s/iteration':>22}{'CPU s':>8}{'tokens':>8}{'s/1000 tokens':>22}{'CPU s':>8}{'TRL / this':>12}{'CPU':>7}"
-          f"{'peak MB':>9}")
-    each, found = {}, {}
+        args = lib.trl.GRPOConfig(
+            output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=micro,
+            gradient_accumulation_steps=rows // micro, generation_batch_size=rows,
+            num_generations=cfg.num_generations, max_completion_length=cfg.max_completion_length,
+            gradient_checkpointing=False, beta=0.0, learning_rate=cfg.learning_rate,
+            lr_scheduler_type="constant", logging_strategy="no", save_strategy="no", report_to=[],
+            disable_tqdm=True, use_cpu=given.device.type == "cpu", bf16=given.dtype == torch.bfloat16)
+        trainer = lib.trl.GRPOTrainer(
+            policy, rule, args, texts, processing_class=to_tokenizer(cfg.vocab_size, lib),
+            callbacks=[turns])
+        trainer.train()
+
+
+def print_race(times):
+    """Prints {way: [(seconds, CPU seconds, peak bytes, tokens)]}, the first of which warmed up."""
+    print(f"{'':18}{'s/iteration':>22}{'CPU s':>8}{'tokens':>8}{'s/1000 tokens':>22}{'CPU s':>8}"
+          f"{'TRL / this':>12}{'CPU':>7}{'peak MB':>9}")
+    found = {}
     for way, rows in times.items():
-        wall, cpu, peak, tokens = zip(*rows[1:])  # the first warms up
-        each[way] = [[1000 * t / n for t, n in zip(x, tokens)] for x in (wall, cpu)]
-        ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(each["TRL"], each[way])]
+        wall, cpu, peak, tokens = zip(*rows[1:])
+        wall_each = [1000 * t / n for t, n in zip(wall, tokens)]
+        cpu_each = [1000 * t / n for t, n in zip(cpu, tokens)]
+        medians = statistics.median(wall_each), statistics.median(cpu_each)
+        if way == "TRL":
+            theirs = medians
         print(f"{way:18}{spread(wall):>22}{statistics.median(cpu):8.2f}{statistics.median(tokens):8.0f}"
-              f"{spread(each[way][0]):>22}{statistics.median(each[way][1]):8.2f}{ratios[0]:11.2f}x{ratios[1]:6.2f}x"
-              f"{max(peak) / 2 ** 20:9.0f}")
-        found[way] = statistics.median(each[way][0]), max(peak)
+              f"{spread(wall_each):>22}{medians[1]:8.2f}{theirs[0] / medians[0]:11.2f}x"
+              f"{theirs[1] / medians[1]:6.2f}x{max(peak) / 2 ** 20:9.0f}")
+        found[way] = medians[0], max(peak)
     return found
 
 
-def policy_that_ends(s, mean):
-    """A random GPT whose end token, the last one, has probability 1 / mean everywhere (None: none to speak of)."""
+def policy_that_ends(cfg, mean):
+    """A random GPT whose end token, the last one, has probability 1 / mean everywhere (None: none to
+    speak of), so that completions end by themselves at random.
+
+    The bias of the last LayerNorm does it.
+    """
     torch.manual_seed(0)
-    policy = GPT(GPTConfig(s.vocab_size, s.block_size, s.n_layer, s.n_head, s.n_embd)).eval()
+    policy = new_policy(cfg).eval()
     with torch.no_grad():
-        bias = torch.randn(s.n_embd)
+        bias = torch.randn(cfg.n_embd)
         bias *= 20 / bias.norm()
-        policy.ln_f.bias.copy_(bias)  # seen by the end token's row, which lies along it; the others hardly notice
-        others = policy.lm_head(torch.randn(1000, s.n_embd) + bias)[:, :-1].logsumexp(-1).mean()
+        # the end token's row lies along the bias and sees it; the others hardly notice
+        policy.ln_f.bias.copy_(bias)
+        states = torch.randn(1000, cfg.n_embd) + bias
+        others = policy.lm_head(states)[:, :-1].logsumexp(-1).mean()
         logit = float(others) - math.log(mean - 1) if mean else -30.0
         policy.wte.weight[-1] = logit * bias / 400
     return policy
@@ -571,107 +904,151 @@ def policy_that_ends(s, mean):
 def to_transformers(policy, transformers):
     """The same weights as a GPT2LMHeadModel."""
     c = policy.config
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=c.vocab_size - 1, eos_token_id=c.vocab_size - 1))
-    state = {f"transformer.{k}": v.T if v.dim() == 2 and k.startswith("h.") else v for k, v in policy.state_dict().items()}
-    hf.load_state_dict({k: v for k, v in state.items() if "lm_head" not in k}, strict=False)
-    hf.tie_weights()
-    return hf
+    end = c.vocab_size - 1
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer,
+        n_head=c.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end,
+        eos_token_id=end))
+    state = {}
+    for name, x in policy.state_dict().items():
+        if name == "lm_head.weight":    # tied
+            continue
+        is_linear = x.dim() == 2 and name.startswith("h.")
+        state[f"transformer.{name}"] = x.T if is_linear else x
+    theirs.load_state_dict(state, strict=False)
+    theirs.tie_weights()
+    return theirs
 
 
-def stopwatch(device, held=0):
-    """Starts now; called, it gives (seconds, CPU seconds of this process, most bytes in use above those at the start). Of the
-    bytes in use at the start `held` count all the same."""
-    gc.collect()
-    if device.type == "cuda":
-        wait(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        ctypes.CDLL(None).malloc_trim(0)
-        with open("/proc/self/clear_refs", "w") as f:
-            f.write("5")  # the high-water mark starts again from what is in use now
-    rest, wall, cpu = memory(device) - held, time.perf_counter(), time.process_time()
-
-    def read():
-        wait(device)
-        spent = time.perf_counter() - wall, time.process_time() - cpu
-        if device.type == "cuda":
-            return *spent, torch.cuda.max_memory_allocated(device) - rest
-        with open("/proc/self/status") as f:
-            return *spent, next(int(line.split()[1]) for line in f if line.startswith("VmHWM")) * 1024 - rest
-
-    return read
+def to_tokenizer(vocab_size, lib):
+    """word_tokenizer as transformers has it."""
+    vocabulary = {words([i]): i for i in range(vocab_size)}
+    plain = lib.tokenizers.Tokenizer(
+        lib.tokenizers.models.WordLevel(vocabulary, unk_token=words([0])))
+    plain.pre_tokenizer = lib.tokenizers.pre_tokenizers.WhitespaceSplit()
+    end = words([vocab_size - 1])
+    return lib.transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token=end, pad_token=end)
 
 
-def spread(x, digits=2):
-    return f"{statistics.median(x):.{digits}f} ({min(x):.{digits}f}, {max(x):.{digits}f})"
-
-
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # GPT-2 124M on one GPU
 
 
-def gpt2(s, repeat):
-    """Iterations of random weights with a judge of their shape, plain and with influence in turns; TRL beside them; and what
-    came of it beside what is aimed at."""
-    device, (N, T) = pick_device(s.device), (s.num_prompts * s.num_generations, s.max_completion_length)
-    shape = dict(n_layer=s.n_layer, n_head=s.n_head, n_embd=s.n_embd, block_size=T + 1, causal=False)
-    given = dict(policy=policy_that_ends(s, None).to(device), tokenizer=load_tokenizer(s.vocab_size), prompts=random_prompts(s),
-                 judge=lambda: judge_of(s, device, shape))
-    rigs = {"plain": ready(replace(s, tracin="off"), **given), f"tracin = {s.tracin!r}": ready(s, **given)}
-    rounds, most = in_turns(rigs, repeat), ceilings(device, rigs["plain"].dtype)
-    for way, r in rigs.items():
-        print(f"{way}, micro-batches of {s.micro_batch_size}: ", end="")
-        table(r, rounds[way], most)
+def gpt2(cfg, repeat):
+    """Iterations of random weights with a judge of their shape, plain and with influence; TRL beside
+    them; and a summary beside what is aimed at."""
+    device = pick_device(cfg.device)
+    T = cfg.max_completion_length
+    judge_shape = dict(n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=T + 1,
+                       causal=False)
+    given = inputs_from(cfg, device, policy_that_ends(cfg, None), load_tokenizer(cfg.vocab_size),
+                        random_prompts(cfg))
+    jobs = {
+        "plain": ready(replace(cfg, tracin="off"), given, judge_shape),
+        f"tracin = {cfg.tracin!r}": ready(cfg, given, judge_shape)}
+    rounds = in_turns(jobs, repeat)
+    rates = ceilings(device, given.dtype)
+    for way, job in jobs.items():
+        print(f"{way}, micro-batches of {cfg.micro_batch_size}: ", end="")
+        table(job, rounds[way], rates)
         print()
-    plain, influence = rounds.values()
-    update, flops = median(plain, *UPDATE), sum(plain[0].least[phase][1] for phase in UPDATE)
-    peak, more = (max(x.peak for x in way) / 2 ** 20 for way in (plain, influence))
-    lines = [(f"all of generate / {T} tokens, ms", 1000 * median(plain, "generate") / T, "0.35 (floor 0.17)"),
-             ("policy forward + backward, ms", 1000 * update, "38"),
-             ("their share of the matrix rate, %", 100 * flops / update / most[0], "48"),
-             ("whole iteration with the judge, ms", 1000 * median(plain, "all"), "110 (floor 46)"),
-             ("influence / plain, whole iteration", median(influence, "all") / median(plain, "all"), "at most 1.12"),
-             ("peak memory, plain, MB", peak, ""), ("peak memory, influence, MB", more, "")]
-    del rigs, given, r  # TRL's turn
+    lines = summary(*rounds.values(), T, rates)
+
+    del jobs, job, given    # TRL's turn
+    gc.collect()
     try:
-        found = against_trl(s, None, device, repeat)
-        (theirs, theirs_peak), (ours, ours_peak) = found["TRL"], found["ours"]
-        lines += [("TRL / this, whole iteration", theirs / ours, "at least 8"),
-                  ("this / TRL, peak memory", ours_peak / theirs_peak, "at most 0.5")]
+        lines += summary_of_race(against_trl(cfg, None, device, repeat))
     except BadInput as e:
         if not isinstance(e.__cause__, ImportError):
             raise
         print(f"against TRL: no row ({e})")
     print(f"\n{'':36}{'here':>12}   aim on an H200, at GPT-2's shape")
     for what, number, aim in lines:
-        print(f"{what:36}{number:12.{0 if number > 1000 else 1 if number >= 20 else 2}f}   {aim}".rstrip())
+        digits = 2
+        if number >= 20:
+            digits = 1
+        if number > 1000:
+            digits = 0
+        print(f"{what:36}{number:12.{digits}f}   {aim}".rstrip())
+
+
+def summary(plain, influence, T, rates):
+    """Lines (what, number, aim) of the rounds without and with influence."""
+    matrix, _ = rates
+    update_seconds = median(plain, *UPDATE)
+    flops = sum(plain[0].least[phase][1] for phase in UPDATE)
+    whole = median(plain, "all")
+    peaks = [max(x.peak for x in rounds) / 2 ** 20 for rounds in (plain, influence)]
+    return [
+        (f"all of generate / {T} tokens, ms", 1000 * median(plain, "generate") / T,
+         "0.35 (floor 0.17)"),
+        ("policy forward + backward, ms", 1000 * update_seconds, "38"),
+        ("their share of the matrix rate, %", 100 * flops / update_seconds / matrix, "48"),
+        ("whole iteration with the judge, ms", 1000 * whole, "110 (floor 46)"),
+        ("influence / plain, whole iteration", median(influence, "all") / whole, "at most 1.12"),
+        ("peak memory, plain, MB", peaks[0], ""),
+        ("peak memory, influence, MB", peaks[1], "")]
+
+
+def summary_of_race(found):
+    """The same of what against_trl returns."""
+    theirs, their_peak = found["TRL"]
+    ours, our_peak = found["ours"]
+    return [
+        ("TRL / this, whole iteration", theirs / ours, "at least 8"),
+        ("this / TRL, peak memory", our_peak / their_peak, "at most 0.5")]
+
+
+# ------------------------------------------------------------------------------------------------
+# the command
+
+OPTIONS = {"levers": (), "gpt2": (), "tracin": ("device",), "trl": ("device", "case")}
 
 
 def main(argv):
-    own = {"levers": (), "gpt2": (), "tracin": ("device",), "trl": ("device", "case")}
-    mode, argv = (argv[0], argv[1:]) if argv and argv[0] in own else ("phases", argv)
-    flags = tuple(f"--{name}=" for name in ("repeat", *own.get(mode, ("picture",))))
-    mine = dict(arg[2:].split("=", 1) for arg in argv if arg.startswith(flags))
-    rest, repeat = [arg for arg in argv if not arg.startswith(flags)], mine.get("repeat", "5")
+    mode = "phases"
+    if argv and argv[0] in OPTIONS:
+        mode, *argv = argv
+    own, rest = split_flags(argv, ("repeat", *OPTIONS.get(mode, ("picture",))))
+    repeat = own.get("repeat", "5")
     if not repeat.isdigit() or int(repeat) < 1:
         raise BadInput(f"repeat = {repeat!r}: must be a whole number from 1")
-    if "device" in own.get(mode, ()) and (rest or mine.get("case", "ends") not in CASES):
-        raise BadInput(f"usage: python bench.py {mode} [--repeat=5] [--device=auto]"
-                       + (f" [--case={'|'.join(CASES)}]" if mode == "trl" else ""))
-    repeat, device = int(repeat), mine.get("device", "auto")
-    if mode == "tracin":
-        tracin(pick_device(device), repeat)
-    elif mode == "trl":
-        for name in [mine["case"]] if "case" in mine else list(CASES)[:3]:
-            against_trl(Settings(**CASES[name][0]), CASES[name][1], pick_device(device), repeat)
-    elif mode == "gpt2":
+    repeat = int(repeat)
+    if mode == "gpt2":
         gpt2(load_settings([f"--{name}={value}" for name, value in GPT2.items()] + rest), repeat)
     elif mode == "levers":
         levers(load_settings(rest), repeat)
+    elif mode == "phases":
+        phases(load_settings(rest), repeat, own.get("picture"))
     else:
-        phases(load_settings(rest), repeat, mine.get("picture"))
+        without_config(mode, own, rest, repeat)
+
+
+def without_config(mode, own, rest, repeat):
+    """tracin and trl, which take no settings."""
+    if rest or own.get("case", "ends") not in CASES:
+        cases = f" [--case={'|'.join(CASES)}]" if mode == "trl" else ""
+        raise BadInput(f"usage: python bench.py {mode} [--repeat=5] [--device=auto]{cases}")
+    device = pick_device(own.get("device", "auto"))
+    if mode == "tracin":
+        influence_costs(device, repeat)
+        return
+    for name in [own["case"]] if "case" in own else ("ends", "fixed", "vocabulary"):
+        settings, ends = CASES[name]
+        against_trl(Settings(**settings), ends, device, repeat)
+
+
+def split_flags(argv, names):
+    """argv -> {name: text} of the flags with these names, and all other arguments."""
+    own, rest = {}, []
+    for arg in argv:
+        name, equals, value = arg.partition("=")
+        if equals and name in [f"--{n}" for n in names]:
+            own[name[2:]] = value
+        else:
+            rest.append(arg)
+    return own, rest
 
 
 if __name__ == "__main__":
