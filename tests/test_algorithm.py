@@ -1,0 +1,343 @@
+"""
+Is this GRPO? The tests to read first, and to run after every change to the algorithm:
+
+    python -m pytest tests/test_algorithm.py        # a few seconds
+
+Each looks for one classic mistake and fails with a sentence that names it. The other files test the
+same code in depth. The world: a GPT with 12 tokens and random weights. Token 0 ends a completion.
+A text is its tokens in words, "3 1 4".
+"""
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from config import Settings
+from grpo import (
+    Step, build, collect, group_advantages, grpo_loss, kl_estimate, loss_of, update)
+from model import GPT, GPTConfig, completion_logprobs
+
+END = 0
+PROMPTS = [("2 3", [2, 3]), ("5 1 4 1", [5, 1, 4, 1])]      # the first is padded by two
+TOKENIZER = SimpleNamespace(eot_token=END, decode=lambda ids: " ".join(map(str, ids)))
+
+
+def gpt():
+    """Weights large enough that tokens differ in probability."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16))
+    return shaken(model, 0.2)
+
+
+def shaken(model, size):
+    with torch.no_grad():
+        for p in model.parameters():
+            p += size * torch.randn_like(p)
+    return model
+
+
+def mean_token(prompts, completions):
+    """A reward that differs between completions, and by hundreds between prompts."""
+    rewards = []
+    for prompt, text in zip(prompts, completions):
+        tokens = [int(word) for word in text.split()]
+        rewards.append(100.0 * len(prompt) + sum(tokens) / (len(tokens) + 1))
+    return rewards
+
+
+def settings(reward=mean_token, **knobs):
+    knobs = dict(num_generations=6, max_completion_length=5) | knobs
+    return replace(
+        Settings(), judge=None, eval_judge=None, functions={"reward": reward}, max_grad_norm=0.0,
+        num_prompts=len(PROMPTS), **knobs).check()
+
+
+def world(cfg):
+    """What grpo.py works with, and a batch. The optimizer is SGD, so that a step goes straight down
+    the gradient."""
+    given = SimpleNamespace(
+        device=torch.device("cpu"), dtype=torch.float32, tokenizer=TOKENIZER, prompts=PROMPTS,
+        eval_prompts=PROMPTS, val_prompts=[])
+    nets = build(cfg, given, base=gpt(), judges={})
+    nets.optimizer = torch.optim.SGD(nets.trained, lr=0.01)
+    return nets, collect(nets, PROMPTS, cfg, seed=1)
+
+
+def forward(nets, batch, cfg):
+    """loss_of the whole batch as one step."""
+    rows = torch.arange(len(batch.mask))
+    step = Step(epoch=0, rows=rows, num_rows=len(rows), num_tokens=int(batch.mask.sum()))
+    return loss_of(nets, nets.policy, batch, rows, step, cfg)
+
+
+def loss_by_hand(logp, old_logp, advantages, mask, rows=slice(None), **knobs):
+    """grpo_loss of small lists -> the loss and its gradient with respect to logp. rows: those of
+    the step that are in this micro-batch."""
+    logp, old_logp, advantages = (torch.tensor(x) for x in (logp, old_logp, advantages))
+    mask = torch.tensor(mask, dtype=torch.bool)
+    step = SimpleNamespace(num_rows=len(mask), num_tokens=int(mask.sum()))
+    logp = logp[rows].requires_grad_()
+    loss, _ = grpo_loss(logp, old_logp[rows], None, advantages[rows], mask[rows], None, step,
+                        replace(Settings(), **knobs))
+    loss.backward()
+    return float(loss.detach()), logp.grad
+
+
+# ------------------------------------------------------------------------------------------------
+# the sign of the advantage
+
+def test_a_step_makes_the_better_completion_likelier():
+    cfg = settings(num_generations=2)
+    nets, batch = world(cfg)
+    before = completion_logprobs(nets.policy, batch.rollout).sum(1).detach()        # (N,)
+    update(nets, batch, None, cfg, seed=1)
+    after = completion_logprobs(nets.policy, batch.rollout).sum(1).detach()
+    for i, rewards in enumerate(batch.rewards.view(-1, 2)):
+        better, worse = (after - before)[2 * i:2 * i + 2][rewards.argsort(descending=True)].tolist()
+        assert better > 0 > worse, (
+            f"a step on two completions of prompt {i} changed the log-prob of the better one by "
+            f"{better:+.4f} and of the worse one by {worse:+.4f}: the first must rise, the second "
+            "must fall. Is the sign of the advantage or of the loss wrong, or the baseline not the "
+            "mean of the group?")
+
+
+def test_the_advantage_is_the_reward_less_the_mean_of_the_group():
+    rewards = torch.tensor([1.0, 2.0, 6.0])
+    found = group_advantages(rewards, 3, scale_rewards="none").tolist()
+    assert found == pytest.approx([-2, -1, 3]), (
+        f"rewards 1, 2, 6 of a group give the advantages {found}; less their mean 3 they are -2, "
+        "-1, 3")
+    std = 7 ** 0.5      # (4 + 1 + 9) / (3 - 1)
+    expected = [x / (std + 1e-4) for x in (-2, -1, 3)]
+    found = group_advantages(rewards, 3, scale_rewards="group").tolist()
+    assert found == pytest.approx(expected, rel=1e-5), (
+        f"rewards 1, 2, 6 of a group give the scaled advantages {found}; by hand, over the "
+        f"standard deviation {std:.4f} (n - 1), they are {expected}")
+
+
+# ------------------------------------------------------------------------------------------------
+# the sign of the KL
+
+@pytest.mark.parametrize("estimator, value, slope", [
+    ("k1", 1.0, 1.0), ("k2", 0.5, 1.0), ("k3", 0.3679, 0.6321)])    # k3: e^-1 and 1 - e^-1
+def test_the_kl_by_hand(estimator, value, slope):
+    logp = torch.tensor(-1.0, requires_grad=True)
+    kl = kl_estimate(logp, torch.tensor(-2.0), estimator)
+    kl.backward()
+    found, found_slope = float(kl.detach()), float(logp.grad)
+    assert found == pytest.approx(value, abs=1e-4), (
+        f"{estimator} of a token with log-prob -1 under the policy and -2 under the reference is "
+        f"{found:.4f}, by hand {value}. Are policy and reference exchanged?")
+    assert found_slope == pytest.approx(slope, abs=1e-4), (
+        f"the gradient of {estimator}, where the policy's log-prob is above the reference's, is "
+        f"{found_slope:+.4f}, by hand {slope:+.4f}: descent must lower the log-prob")
+
+
+def kl_to_reference(nets):
+    """KL(policy, reference), exact, of the first token after each prompt."""
+    total = 0.0
+    for _, ids in PROMPTS:
+        p, q = (net.lm_head(net(torch.tensor([ids])))[0, -1].log_softmax(-1).detach()
+                for net in (nets.policy, nets.reference))
+        total += float((p.exp() * (p - q)).sum())
+    return total
+
+
+def test_a_large_beta_pulls_the_policy_back_to_the_reference():
+    def equal(prompts, completions):    # all advantages are 0: only the KL acts
+        return [1.0] * len(completions)
+
+    cfg = settings(equal, beta=5.0, num_generations=64)
+    nets, _ = world(cfg)
+    shaken(nets.policy, 0.05)
+    before = kl_to_reference(nets)
+    update(nets, collect(nets, PROMPTS, cfg, seed=1), None, cfg, seed=1)
+    after = kl_to_reference(nets)
+    assert after < 0.9 * before, (
+        f"a step with beta = 5 and equal rewards took KL(policy, reference) from {before:.4f} to "
+        f"{after:.4f}: it must fall. Is the KL subtracted from the loss, or left out of it, or are "
+        "the reference's log-probs not the reference's?")
+
+
+# ------------------------------------------------------------------------------------------------
+# groups
+
+def test_each_completion_is_compared_with_those_of_its_own_prompt():
+    asked = []
+
+    def reward(prompts, completions):
+        asked.extend(prompts)
+        return mean_token(prompts, completions)
+
+    _, batch = world(settings(reward, scale_rewards="none"))
+    P = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
+    for i, text in enumerate(asked):
+        present = batch.rollout.attention_mask[i, :P]
+        found = TOKENIZER.decode(batch.rollout.tokens[i, :P][present].tolist())
+        assert found == text, (
+            f"row {i} was sampled after the prompt {found!r} but judged as an answer to {text!r}")
+    rewards, advantages = batch.rewards.tolist(), batch.advantages.tolist()
+    for i, text in enumerate(asked):
+        own = [r for r, other in zip(rewards, asked) if other == text]
+        expected = rewards[i] - sum(own) / len(own)
+        assert advantages[i] == pytest.approx(expected, abs=1e-3), (
+            f"row {i} has the advantage {advantages[i]:.3f}; its reward less the mean of the "
+            f"{len(own)} completions of its own prompt {text!r} is {expected:.3f}. Are the groups "
+            "mixed up?")
+
+
+# ------------------------------------------------------------------------------------------------
+# masks
+
+@pytest.mark.parametrize("speed", ((), Settings.speed))     # plain and fast code
+def test_a_completion_is_its_tokens_up_to_and_with_the_end_token(speed):
+    _, batch = world(settings(speed=speed))
+    T = batch.mask.shape[1]
+    lengths = set()
+    for i, ids in enumerate(batch.rollout.tokens[:, -T:].tolist()):
+        length = ids.index(END) + 1 if END in ids else T
+        expected = [int(t < length) for t in range(T)]
+        found = batch.mask[i].int().tolist()
+        assert found == expected, (
+            f"the loss mask of row {i}, tokens {ids}, is {found}; it must be {expected}: 1 up to "
+            "the first end token (0) and on it, 0 after it")
+        lengths.add(length)
+    assert len(lengths) > 2, f"choose another seed: all completions have lengths {lengths}"
+
+
+@pytest.mark.parametrize("speed", ((), Settings.speed))
+def test_exactly_the_tokens_of_a_completion_carry_gradient(speed):
+    cfg = settings(speed=speed)
+    nets, batch = world(cfg)
+    out = forward(nets, batch, cfg)
+    gradient, = torch.autograd.grad(out.loss, out.logp)                             # (N, T)
+    for i, length in enumerate(batch.rollout.mask.sum(1).tolist()):
+        own, later = gradient[i, :length].tolist(), gradient[i, length:].tolist()
+        assert all(own), (
+            f"row {i} has {length} tokens and the gradients {own}: before the first step none may "
+            "be 0, that of the end token neither")
+        assert not any(later), (
+            f"row {i} ends after {length} tokens, yet the positions after it have the gradients "
+            f"{later}: they must carry no loss")
+
+
+def test_padding_is_not_read():
+    cfg = settings()
+    nets, batch = world(cfg)
+
+    def loss_and_gradient():
+        nets.policy.zero_grad()
+        out = forward(nets, batch, cfg)
+        out.loss.backward()
+        return float(out.loss.detach()), torch.cat([p.grad.flatten() for p in nets.trained])
+
+    loss, gradient = loss_and_gradient()
+    P = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
+    after_the_end = F.pad(~batch.mask, (P, 0), value=False)
+    for where, padding in (("before the prompts", ~batch.rollout.attention_mask),
+                           ("after the completions", after_the_end)):
+        assert padding.any(), f"choose another seed: there is no padding {where}"
+        batch.rollout.tokens[padding] = 7
+        new_loss, new_gradient = loss_and_gradient()
+        gap = float((new_gradient - gradient).abs().max())
+        assert abs(new_loss - loss) < 1e-6 and gap < 1e-6, (
+            f"other ids in the padding {where} changed the loss by {new_loss - loss:.2e} and the "
+            f"gradient by up to {gap:.2e}: nothing may read them")
+
+
+# ------------------------------------------------------------------------------------------------
+# alignment
+
+@pytest.mark.parametrize("temperature", (1.0, 0.6))
+def test_each_log_prob_is_of_its_token_given_the_tokens_before_it(temperature):
+    cfg = settings(temperature=temperature)
+    nets, batch = world(cfg)
+    r, T = batch.rollout, batch.mask.shape[1]
+    trainer = completion_logprobs(nets.policy, r, temperature).detach()
+    for i, ids in enumerate(r.tokens):
+        prompt = ids[:-T][r.attention_mask[i, :-T]].tolist()
+        completion = ids[-T:][r.mask[i]].tolist()
+        for t, token in enumerate(completion):
+            before = prompt + completion[:t]        # one row: no padding, no cache
+            logits = nets.policy.lm_head(nets.policy(torch.tensor([before])))[0, -1] / temperature
+            expected = float(logits.log_softmax(-1)[token].detach())
+            for name, logp in (("sampler", r.logp), ("trainer", trainer)):
+                found = float(logp[i, t])
+                assert found == pytest.approx(expected, abs=1e-4), (
+                    f"the {name}'s log-prob at position {t} of row {i} is {found:.4f}; that of "
+                    f"token {token} after {before} at temperature {temperature} is {expected:.4f}. "
+                    "Is it of another position, is padding read, or is the temperature another?")
+
+
+# ------------------------------------------------------------------------------------------------
+# the ratio and its clip
+
+@pytest.mark.parametrize("knobs", (
+    dict(temperature=1.0), dict(temperature=0.6), dict(top_k=4), dict(top_p=0.7),
+    dict(importance_sampling_level="sequence")))
+def test_the_ratio_is_1_on_the_first_pass(knobs):
+    cfg = settings(**knobs)
+    nets, batch = world(cfg)
+    worst = float((forward(nets, batch, cfg).terms.ratio - 1).abs().max())
+    assert worst < 1e-4, (
+        f"with {knobs} the policy that sampled the batch has a ratio up to {worst:.4f} off 1: the "
+        "log-probs in the loss are not of the distribution that the tokens were drawn from")
+
+
+def test_the_ratio_compares_with_the_policy_that_sampled():
+    cfg = settings()
+    nets, batch = world(cfg)
+    update(nets, batch, None, cfg, seed=1)
+    out = forward(nets, batch, cfg)
+    expected = (out.logp.detach() - batch.rollout.logp)[batch.mask].exp()
+    found = out.terms.ratio[batch.mask]
+    gap, moved = float((found - expected).abs().max()), float((expected - 1).abs().max())
+    assert moved > 0.01 and gap < 1e-5, (
+        f"after a step the probability of a sampled token has changed by up to {100 * moved:.1f} "
+        f"%, and the ratio in the loss is up to {gap:.4f} off that: it must compare the policy with "
+        "the log-probs recorded while sampling, on every pass")
+
+
+@pytest.mark.parametrize("ratio, advantage, moves", [
+    (1.1, 1, True), (0.9, -1, True),        # within the clip every token moves
+    (1.5, 1, False), (0.5, -1, False),      # one that has moved far enough is left alone
+    (0.5, 1, True), (1.5, -1, True),        # one that has moved the wrong way comes back
+    (1.25, 1, True), (0.75, -1, False)])    # the bounds are 1 - 0.2 and 1 + 0.3
+@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo"))
+def test_the_clip_acts_on_the_right_side(loss_type, ratio, advantage, moves):
+    logp = float(torch.tensor(ratio).log())
+    _, gradient = loss_by_hand([[logp]], [[0.0]], [float(advantage)], [[1]], loss_type=loss_type,
+                               epsilon=0.2, epsilon_high=0.3)
+    push = 0.0 - float(gradient)
+    wanted = "not move it"
+    if moves:
+        wanted = "raise it" if advantage > 0 else "lower it"
+    assert (push != 0) == moves and push * advantage >= 0, (
+        f"{loss_type} with the clip [0.8, 1.3]: descent pushes the log-prob of a token with ratio "
+        f"{ratio} and advantage {advantage} by {push:+.4f}; it must {wanted}")
+
+
+# ------------------------------------------------------------------------------------------------
+# divisors
+
+@pytest.mark.parametrize("loss_type, expected", [
+    ("grpo", -1.5),         # (2 / 1 + 3 / 3) / 2: mean over the tokens of a row, then over rows
+    ("dapo", -1.25),        # (2 + 3) / 4: mean over the tokens of the step
+    ("bnpo", -1.25),        # the same where the step is one micro-batch
+    ("dr_grpo", -0.5)])     # (2 + 3) / (2 * 5): rows times max_completion_length
+def test_divisors_by_hand(loss_type, expected):
+    example = "a row of 1 token with advantage 2 and a row of 3 tokens with advantage 1"
+    logp = [[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
+    arguments = (logp, logp, [2.0, 1.0], [[1, 0, 0], [1, 1, 1]])    # ratio 1: a loss of -advantage
+    knobs = dict(loss_type=loss_type, max_completion_length=5)
+    loss, _ = loss_by_hand(*arguments, **knobs)
+    assert loss == pytest.approx(expected), (
+        f"the {loss_type} loss of {example} is {loss:.4f}, by hand {expected}. Is it divided by "
+        "something else?")
+    if loss_type != "bnpo":     # which depends on micro-batches
+        parts = [loss_by_hand(*arguments, rows=[i], **knobs)[0] for i in (0, 1)]
+        assert sum(parts) == pytest.approx(expected), (
+            f"the {loss_type} losses of {example}, each row in a micro-batch of its own, are "
+            f"{parts}: they must add up to {expected}")
