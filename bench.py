@@ -379,7 +379,7 @@ def phases(cfg, repeat, picture=None):
     rounds = in_turns({"": job}, repeat)[""]
     measured, floors = table(job, rounds, ceilings(job.nets.device, job.nets.dtype))
     if picture:
-        draw(measured, floors, picture)
+        draw_bars(measured, floors, picture)
 
 
 def headline(nets, rounds, repeat):
@@ -439,7 +439,7 @@ def import_figure(picture):
     return Figure
 
 
-def draw(measured, floors, path):
+def draw_bars(measured, floors, path):
     """Stacked bars of the phases."""
     figure = import_figure(path)(figsize=(6, 5), layout="constrained")
     axes = figure.subplots()

@@ -1,6 +1,8 @@
-"""Writes a run's policy (or the one in a .pt file) as a folder that transformers, TRL and vLLM open.
+"""Writes the policy of a run, or of a .pt file, as a folder that transformers, TRL and vLLM open.
 
-    python export.py out/toxicity exported [--dtype=bfloat16] [--adapter=gpt2]
+    python export.py out/toxicity my-model [--dtype=bfloat16] [--adapter=gpt2]
+
+LoRA is merged into the weights. With --adapter=BASE_MODEL it is left as an adapter that peft opens.
 """
 import os
 
@@ -13,7 +15,8 @@ def main(argv):
     options = dict(arg[2:].split("=", 1) for arg in argv if arg.startswith("--") and "=" in arg)
     paths = [arg for arg in argv if not arg.startswith("--")]
     if len(paths) != 2 or len(argv) != 2 + len(options) or not set(options) <= {"dtype", "adapter"}:
-        raise BadInput("python export.py RUN_OR_PT FOLDER [--dtype=float32|bfloat16|float16] [--adapter=BASE_MODEL]")
+        raise BadInput("usage: python export.py RUN_OR_PT FOLDER "
+                       "[--dtype=float32|bfloat16|float16] [--adapter=BASE_MODEL]")
     model, source = load_run(paths[0])
     export(model, paths[1], source, **options)
     print(f"{paths[1]}: {', '.join(sorted(os.listdir(paths[1])))}")

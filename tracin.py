@@ -123,15 +123,23 @@ class Influence:
         cfg = self.cfg
         t, rows = target or (self.batch, self.step.rows)
         rewards = t.rewards.to(rows.device)
-        coef = None                                     # (n,) of the target's log-probs
-        if cfg.tracin != "self":
-            coef = target_coefficients(cfg.tracin, rewards[rows], t.advantages[rows])
         first = ~second_half(rows, cfg.num_generations)
-        if target is None and (self.one_backward or coef is None):
-            self_coef = self.loss_coef if coef is None else coef
+        if cfg.tracin == "self":    # the target is the loss
+            coef = None
+        else:                       # the target is sum_i coef_i * log-prob of completion i
+            coef = target_coefficients(cfg.tracin, rewards[rows], t.advantages[rows])   # (n,)
+
+        if target is not None:              # another batch
+            self_coef = torch.zeros_like(self.loss_coef)
+            halves = self.plain_halves(t, rows, first, coef)
+        elif cfg.tracin == "self":          # the recorded loss itself
+            self_coef = self.loss_coef
             halves = self.tape.gradients([self_coef * first, self_coef * ~first])
-        else:
-            self_coef = None if target is None else torch.zeros_like(self.loss_coef)
+        elif self.one_backward:             # the recorded log-probs, with other coefficients
+            self_coef = coef
+            halves = self.tape.gradients([self_coef * first, self_coef * ~first])
+        else:                               # the same rows, but not what was recorded of them
+            self_coef = None
             halves = self.plain_halves(t, rows, first, coef)
 
         weight = -t.advantages[rows] / len(rows) if coef is None else coef
@@ -199,26 +207,29 @@ class Influence:
         rows = torch.arange(n)
         if not self.cfg.tracin_leave_one_out:
             rows = torch.randperm(n, generator=generator)[:4].sort().values
-        if self_coef is None:
+        if self_coef is None:   # not before the draw: what is drawn later must not depend on this
             return None, math.nan
         rows = rows.tolist()
-        own = (self.loss_coef * self_coef)[rows]
-        if own.any():
-            own = own * self.tape.norms(rows, scale, G).to(scores)
-        return own, float(own.sum() / scores[rows].abs().sum().clamp(min=1e-30))
+        own_terms = (self.loss_coef * self_coef)[rows]              # 0 for another batch
+        if own_terms.any():
+            own_terms = own_terms * self.tape.norms(rows, scale, G).to(scores)
+        return own_terms, float(own_terms.sum() / scores[rows].abs().sum().clamp(min=1e-30))
 
     # select, step
 
     def kept_gradient(self, keep, batch_grad, G):
-        """The gradient of the rows kept, and of all rows (the latter over the parameters of G only,
-        unless it was known before)."""
+        """The gradient of the rows kept, and of all rows: batch_grad if it is known, else over the
+        parameters of G only.
+
+        With batch_grad the tape is asked for the fewer rows, those kept or those dropped.
+        """
         coef = self.loss_coef
         if batch_grad is None:
             kept, dropped = self.tape.gradients([coef * keep, coef * ~keep])
             return kept, {p: kept[p] + dropped[p] for p in G}
         if 2 * int(keep.sum()) <= len(keep):
             return self.tape.gradient(coef * keep), batch_grad
-        dropped = self.tape.gradient(coef * ~keep)      # fewer rows
+        dropped = self.tape.gradient(coef * ~keep)
         return {p: batch_grad[p] - g for p, g in dropped.items()}, batch_grad
 
     def normalizer(self, keep):
@@ -561,11 +572,13 @@ class Tape:
             out, a = run_detached(module, x)
             micro, part = self.owner(module, x)
             if not x.requires_grad and isinstance(module, (nn.Linear, nn.Embedding)):
-                a = a.clone()           # the caller may use that memory again
-            if not out.requires_grad:   # a leaf, whose .grad would add up in the memory of b
+                a = a.clone()   # autograd does not guard this input: its memory may be used again
+            if not out.requires_grad:
+                # the first layer: on detached weights nothing before it needs a gradient, so its
+                # output starts the graph. Autograd would add up a .grad there, in the memory of b
                 out.requires_grad_()
                 out.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
-                out = out.clone()
+                out = out.clone()   # whose hook sees b before it reaches the leaf
             tokens = out.shape[:-1].numel()
 
             def hook(b):
@@ -602,18 +615,22 @@ class Tape:
         is_lookup = type(module) is nn.Embedding
         in_a_line = x.dim() == (1 if is_lookup else 2)
         if in_a_line and micro.tokens is not None and not is_lookup:
-            if in_backward:
-                return micro, REENTRANT
-            start = micro.seen.get(module, 0) % max(1, len(micro.tokens))
-            micro.seen[module] = start + len(x)
-            self.check_count(module, start + len(x))
-            return micro, slice(start, start + len(x))
+            return micro, REENTRANT if in_backward else self.next_slice(module, len(x))
         if len(x) != len(micro.numbers) or (in_a_line and is_lookup):
             raise ValueError(
                 f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the "
                 f"{len(micro.numbers)} rows is whose; look positions up per row, and give rows() "
                 "the owner of flattened tokens")
         return micro, None
+
+    def next_slice(self, module, count):
+        """The next `count` tokens of the line, as a layer is given them piece by piece. After the
+        last one a layer that is used twice begins again."""
+        micro = self.micro_batches[-1]
+        start = micro.seen.get(module, 0) % max(1, len(micro.tokens))
+        micro.seen[module] = start + count
+        self.check_count(module, start + count)
+        return slice(start, start + count)
 
     def add(self, module, micro, part, a, b, tokens):
         """Keeps what was recorded of a layer: the gradient of each row, or a and b."""
@@ -631,24 +648,26 @@ class Tape:
         new = {p for p in params.values() if (p, micro.index) not in self.kept}
         n = len(micro.numbers)
         size = sum(n * p.numel() * p.element_size() for p in new)
+        # the gradient of a lookup is sparse, unless the matrix is the head's too and kept already
         is_lookup = isinstance(module, nn.Embedding)
-        short = isinstance(module, nn.Linear) and tokens_per_row < self.fewest
-        # the gradient of a lookup is sparse, unless the matrix is the head's too
-        if size > self.room or new and (is_lookup or short):
+        is_short = isinstance(module, nn.Linear) and tokens_per_row < self.fewest
+        does_not_fit = size > self.room
+        does_not_pay = bool(new) and (is_lookup or is_short)
+        if does_not_fit or does_not_pay:
             return False
         self.room -= size
         for name, p in params.items():
             g = self.buffer(p, micro)
-            first = p in new
+            first = p in new        # what the memory holds before does not count
+            in_rows = b.dim() == 3 and not is_lookup    # row i of a and b is row i of g
             matrix = isinstance(module, nn.Linear) and name == "weight"
-            if b.dim() == 3 and matrix and b.dtype == g.dtype:
-                g.baddbmm_(b.mT, a, beta=0 if first else 1)
-            elif b.dim() == 3 and not is_lookup:    # row i of a and b is row i of g
-                if first:
-                    g.copy_(gradient_of_rows(module, name, a, b))
-                else:
-                    g.add_(gradient_of_rows(module, name, a, b))
-            else:
+            if in_rows and matrix and b.dtype == g.dtype:
+                g.baddbmm_(b.mT, a, beta=0 if first else 1)     # in place: no copy of a large g
+            elif in_rows and first:
+                g.copy_(gradient_of_rows(module, name, a, b))
+            elif in_rows:
+                g.add_(gradient_of_rows(module, name, a, b))
+            else:                   # tokens in a line, or ids: entry by entry
                 if first:
                     g.zero_()
                 owner = torch.arange(n, device=b.device) if part is None else micro.tokens[part]
@@ -679,7 +698,9 @@ class Tape:
     def gradients(self, weights):
         """The gradients for several weights, in a list."""
         totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
-        rows_on = {}    # entries with a weight: the same for all layers, and asking waits for a GPU
+        # which entries have a weight is the same for all layers of a micro-batch, and asking waits
+        # for a GPU. (The records keep `numbers` alive, so that its id stays its own.)
+        rows_on = {}
         for module, numbers, a, b in self.records:
             for k, (weight, total) in enumerate(zip(weights, totals)):
                 x, y = a, b
@@ -713,7 +734,7 @@ class Tape:
             for name, p in module.named_parameters(recurse=False):
                 if p in G:
                     scores.index_add_(0, numbers, layer_dot(module, name, a, b, G[p]).to(scores))
-        own = {}        # {micro-batch: scores (n,) of its rows}
+        own = {}        # {micro-batch: scores (n,) of its rows}, on top of what was contracted
         for (p, index), g in self.kept.items():
             if p not in G:
                 continue

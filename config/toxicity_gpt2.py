@@ -8,7 +8,7 @@ out_dir = "out/toxicity_gpt2"
 policy = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl, distilgpt2
 judge = "facebook/roberta-hate-speech-dynabench-r4-target"
 judge_label = "hate"
-# the weights of this pull request are safetensors; the main branch has a pickle only
+# this revision has its weights as safetensors; the main branch has a pickle only
 eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2"
 eval_judge_label = "toxicity"
 prompts = "datasets/allenai/real-toxicity-prompts/prompts.jsonl"
@@ -16,9 +16,12 @@ prompt_field = "prompt.text"
 min_prompt_toxicity = 0.3
 max_prompt_tokens = 24
 
-# Memory, counted: weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB; judges 1 GB; keys and values of 128
-# rows 0.3 GB and weights in bfloat16 0.25 GB, which the decoder holds; what the backward of 64 rows of 54 tokens keeps, 1.5 GB;
-# logits 64 MB at a time: 6 GB, so 24 GB are plenty.
+# Memory, by calculation: about 6 GB, so 24 GB are plenty.
+#   2.5 GB   weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB
+#   1 GB     judges
+#   0.55 GB  the decoder: keys and values of 128 rows, and the weights in bfloat16
+#   1.5 GB   what the backward pass of 64 rows of 54 tokens keeps
+#   0.06 GB  logits, 64 MB at a time
 num_prompts = 16
 num_generations = 8
 max_completion_length = 30

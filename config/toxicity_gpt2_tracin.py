@@ -5,5 +5,8 @@ from config.toxicity_gpt2 import *
 
 out_dir = "out/toxicity_gpt2_tracin"
 tracin = "reward"
-kl_in = "reward"  # a row's loss is then a multiple of its log-prob, and one backward serves target, scores and step
+
+# The loss of a rollout is then a multiple of its log-prob, so one backward pass serves the target,
+# the scores and the step.
+kl_in = "reward"
 kl_estimator = "k1"

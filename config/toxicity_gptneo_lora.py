@@ -12,6 +12,7 @@ num_prompts = 32
 max_completion_length = 30
 learning_rate = 1e-5
 beta = 0.04
+
 tracin = "reward"
 kl_in = "reward"
 kl_estimator = "k1"

