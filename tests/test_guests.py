@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-import torch.nn as nn
 
-from by_hand import PROMPTS, SHAPES, random_gpt, random_ids, with_lora
+from by_hand import PROMPTS, SHAPES, random_gpt, with_lora
 from judge.scorer import Scorer
 from model import GPTConfig, attend, completion_logprobs
 from run.attention import attend_by_hand, use_attention_by_hand
