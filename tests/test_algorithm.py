@@ -295,9 +295,9 @@ def test_the_ratio_compares_with_the_policy_that_sampled():
     found = out.terms.ratio[batch.mask]
     gap, moved = float((found - expected).abs().max()), float((expected - 1).abs().max())
     assert moved > 0.01 and gap < 1e-5, (
-        f"after a step the probability of a sampled token has changed by up to {100 * moved:.1f} "
-        f"%, and the ratio in the loss is up to {gap:.4f} off that: it must compare the policy with "
-        "the log-probs recorded while sampling, on every pass")
+        f"after a step a sampled token's probability has changed by up to {100 * moved:.1f} %, and "
+        f"the ratio in the loss is up to {gap:.4f} off that: it must compare the policy with the "
+        "log-probs recorded while sampling, on every pass")
 
 
 @pytest.mark.parametrize("ratio, advantage, moves", [

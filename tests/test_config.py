@@ -393,13 +393,14 @@ def old_config_json(folder, **settings):
 @pytest.mark.parametrize("name, word", MERGED.items())
 def test_an_older_config_json_means_what_it_meant(name, word, tmp_path):
     on = dict.fromkeys(MERGED, True)
-    assert load_settings([old_config_json(tmp_path, **on)]).speed == Settings.speed
-    off = load_settings([old_config_json(tmp_path, **on | {name: False})])
-    assert off.speed == without(word)
-    all_off = load_settings([old_config_json(tmp_path, **dict.fromkeys(MERGED, False))])
-    assert all_off.speed == ("attention",)
-    given = load_settings([old_config_json(tmp_path, **on), f"--speed={without(word)}"])
-    assert given.speed == without(word)
+    for settings, flags, expected in (
+            (on, [], Settings.speed), (on | {name: False}, [], without(word)),
+            (dict.fromkeys(MERGED, False), [], ("attention",)),
+            (on, [f"--speed={without(word)}"], without(word))):
+        found = load_settings([old_config_json(tmp_path, **settings), *flags]).speed
+        assert found == expected, (
+            f"a config.json with {settings} and the flags {flags} gave speed = {found} in place of "
+            f"{expected}")
 
 
 # ------------------------------------------------------------------------------------------------

