@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 import grpo
 from config import Settings, load_settings
+from hub.tokenizer import load_tokenizer
 from judge import scorer
 from run.script import BadInput
 
@@ -96,6 +97,19 @@ def test_bytes_of_a_decode_are_weights_at_every_step_and_the_cache_so_far():
     cache = sum(2 * 2 * 64 * (3 + t) for n in lengths for t in range(1, n))
     found = bench.count(nets, cfg, batch, None, [])
     assert found["generate"][2] == 4 * (weights * max(lengths) + cache)
+
+
+def test_what_the_judge_reads_is_counted():
+    cfg = Settings(**TINY)
+    given = inputs(cfg, bench.policy_that_ends(cfg, 20), [("", [1, 2, 3])] * 4)
+    nets = bench.own_nets(cfg, given)
+    weights = bench.linear_weights(nets.judges["judge"].model)
+    clock = bench.Clock(nets)
+    batch, _ = bench.iteration(nets, cfg, 0, clock)
+    rows = scorer.encode(load_tokenizer(300), batch.completions, bench.JUDGE_SHAPE["block_size"])
+    tokens = sum(map(len, rows))
+    found = bench.count(nets, cfg, batch, None, clock.judged)
+    assert found["judge"] == (tokens, 2 * weights * tokens, 4 * weights)
 
 
 def test_ceilings_are_rates_of_this_machine():
@@ -247,7 +261,7 @@ HELD_OUT = ["--tracin=reward", "--beta=0.1", "--tracin_val_prompts=2", "--num_it
 def test_the_table_names_the_phases_that_run_and_their_times_add_up(knobs, shown, run):
     def functions():
         return (grpo.generate, grpo.completion_logprobs, torch.Tensor.backward, torch.autograd.grad,
-                scorer.log_odds, grpo.clip_grad_norm_, torch.optim.AdamW.step)
+                scorer.log_odds, grpo.clip_grad_norm_)
 
     before = functions()
     found, lines = run("--repeat=1", *knobs)
@@ -267,7 +281,8 @@ def test_a_judge_whose_work_is_not_counted_has_its_seconds_and_no_floor(capsys, 
     config.write_text("def reward(prompts, completions):\n    return [len(x) for x in completions]\n")
     tiny = {k: v for k, v in TINY.items() if not k.startswith("reward")}
     flags = [f"--{k}={v!r}" for k, v in tiny.items()]
-    bench.main([str(config), "--repeat=1", *flags, f"--comments={comments}", "--device=cpu"])
+    flags += [f"--comments={comments}", "--device=cpu", "--eval_judge=nowhere.pt"]  # not asked for
+    bench.main([str(config), "--repeat=1", *flags])
     row, = [line for line in capsys.readouterr().out.splitlines() if line.startswith("judge")]
     assert len(row.split()) == 3 and row.endswith("%" + " " * 27)
 
@@ -552,8 +567,9 @@ def test_a_case_of_trl_runs_at_another_shape(capsys):
 
 
 def test_the_race_is_per_token_and_its_first_round_does_not_count(capsys):
-    times = {"TRL": [(9, 9, 9, 1), (4.0, 3.0, 2 ** 21, 500), (4.0, 3.0, 2 ** 20, 500)],
-             "ours": [(9, 9, 9, 1), (1.0, 1.0, 2 ** 20, 250), (1.0, 1.0, 2 ** 20, 250)]}
+    first = (9.0, 9.0, 2 ** 30, 1)
+    times = {"TRL": [first, (4.0, 3.0, 2 ** 21, 500), (4.0, 3.0, 2 ** 20, 500)],
+             "ours": [first, (1.0, 1.0, 2 ** 20, 250), (1.0, 1.0, 2 ** 20, 250)]}
     assert bench.print_race(times) == {"TRL": (8.0, 2 ** 21), "ours": (4.0, 2 ** 20)}
     rows = {line[:18].strip(): line[18:].split() for line in capsys.readouterr().out.splitlines()}
     assert rows["TRL"][-3:] == ["1.00x", "1.00x", "2"]
