@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 import grpo
 from config import Settings, load_settings
-from hub.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer
 from judge import scorer
 from run.script import BadInput
 
