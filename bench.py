@@ -580,8 +580,8 @@ def variants(cfg, device):
     in each."""
     on_gpu = device.type == "cuda"
     concerned = {"graphs": ("generate",), "head": UPDATE, "retire": ("generate",), "sort": UPDATE}
-    half = pick_dtype(cfg.dtype, device) == torch.bfloat16
-    concerned["attention"] = ("generate", *UPDATE) if half else ("generate",)
+    in_bfloat16 = pick_dtype(cfg.dtype, device) == torch.bfloat16
+    concerned["attention"] = ("generate", *UPDATE) if in_bfloat16 else ("generate",)
     elsewhere = "attention" if on_gpu else "graphs"     # does nothing on this device
     found = {}
     for word in SPEED:
@@ -682,7 +682,7 @@ def random_reward(prompts, completions):
 
 
 def ways_to_update(nets, cfg):
-    """{way: function that leaves the gradient of an update in .grad}; "generate" samples instead."""
+    """{way: function that leaves an update's gradient in .grad}; "generate" samples instead."""
     batch = collect(nets, nets.prompts, cfg, seed=0)
     step, = optimizer_steps(batch, cfg, seed=0)
     contracting = Influence(nets, replace(cfg, tracin_memory=0.0), loss_of, gradient_of, all_reduce)
