@@ -12,31 +12,31 @@ calls grpo.py's own functions. A policy or judge that the settings would train h
 its shape here, so nothing has to be trained first.
 
 CONFIG takes every setting of grpo.py, and --picture=FILE draws stacked bars (needs matplotlib). The
-table holds each phase against its floor: the least that it must compute and move, at the rates of this
-machine, which are measured beside it. `policy backward` includes the loss and its metrics, `optimiser`
-includes the clipping of the gradient.
+table holds each phase against its floor: the least that it must compute and move, at the rates of
+this machine, which are measured beside it. `policy backward` includes the loss and its metrics,
+`optimiser` includes the clipping of the gradient.
 
-levers turns one setting the other way at a time and times the phase that it concerns, alternating with
-the settings as they are. `update` is the policy's forward and backward.
+levers turns one setting the other way at a time and times the phase that it concerns, alternating
+with the settings as they are. `update` is the policy's forward and backward.
 
 tracin times the update of one iteration on the same rollouts in several ways, which alternate. The
 ratios to plain GRPO are what counts. --device=NAME picks the device.
   plain       forward, backward
-  kept        forward, recorded backward, target, scores, checks, the gradient of the selected rows, as
-              grpo.py does them for tracin = "self" (a target that is no multiple of the loss costs one
-              more forward and backward)
+  kept        forward, recorded backward, target, scores, checks, the gradient of the selected rows,
+              as grpo.py does them for tracin = "self" (a target that is no multiple of the loss
+              costs one more forward and backward)
   contracted  the same with tracin_memory = 0
   two passes  a recorded backward for the scores only, then forward and backward of the kept rows
-  brute       one backward for each row, then forward and backward of half of them, without the inner
-              products
+  brute       one backward for each row, then forward and backward of half of them, without the
+              inner products
 
 trl runs whole iterations of three cases. --case=ends|fixed|vocabulary|gpt2 picks one, --device=NAME
 the device.
 
-gpt2 has random weights, 16 prompts x 8, 32 + 128 tokens of which none ends by itself, and a judge of
-the policy's shape. It prints an iteration phase by phase, without and with influence in alternation,
-then the case gpt2 of trl, whose reward is a cheap rule, then a summary. Settings make it smaller:
---num_prompts=1 --n_layer=2 ...
+gpt2 has random weights, 16 prompts x 8, 32 + 128 tokens of which none ends by itself, and a judge
+of the policy's shape. It prints an iteration phase by phase, without and with influence in
+alternation, then the case gpt2 of trl, whose reward is a cheap rule, then a summary. Settings make
+it smaller: --num_prompts=1 --n_layer=2 ...
 """
 import copy
 import ctypes
@@ -86,10 +86,10 @@ def inputs_of(cfg):
 
 
 def inputs_from(cfg, device, base, tokenizer, prompts):
-    """The same for a policy and prompts that are made here. Held-out prompts are the same prompts."""
+    """The same for a policy and prompts that are made here. The held-out prompts are these too."""
     return SimpleNamespace(
-        device=device, dtype=pick_dtype(cfg.dtype, device), base=base.to(device), tokenizer=tokenizer,
-        prompts=prompts, eval_prompts=[], val_prompts=prompts)
+        device=device, dtype=pick_dtype(cfg.dtype, device), base=base.to(device),
+        tokenizer=tokenizer, prompts=prompts, eval_prompts=[], val_prompts=prompts)
 
 
 def random_prompts(cfg, length=32):
@@ -152,8 +152,8 @@ UPDATE = ("policy forward", "policy backward")
 
 
 class Clock:
-    """Times the phases of iterations. It wraps the functions that `nets` holds, and it is the log of
-    grpo.collect and grpo.update, which tell it where a backward ends.
+    """Times the phases of iterations. It wraps the functions that `nets` holds, and it is the log
+    of grpo.collect and grpo.update, which tell it where a backward ends.
 
     Each boundary waits for the device and gives the seconds since the boundary before to one phase,
     so every second counts once. What a phase calls is part of that phase.
@@ -162,8 +162,8 @@ class Clock:
     def __init__(self, nets):
         self.device = nets.device
         self.inside = False     # a phase, whose end is the next boundary
-        generate = nets.generate.func
-        nets.generate = functools.partial(self.timed("generate", generate), **nets.generate.keywords)
+        generate = self.timed("generate", nets.generate.func)
+        nets.generate = functools.partial(generate, **nets.generate.keywords)
         nets.reward_funcs = {name: self.timed("judge", f) for name, f in nets.reward_funcs.items()}
         nets.logprobs = self.timed_logprobs(nets.logprobs)
         if nets.influence:
@@ -243,8 +243,8 @@ def wait(device):
 
 
 def stopwatch(device, held=0):
-    """Starts now. Called, it gives seconds, CPU seconds of this process, and the most bytes in use above
-    those in use at the start. `held` of the bytes at the start count as well."""
+    """Starts now. Called, it gives seconds, CPU seconds of this process, and the most bytes in use
+    above those in use at the start. `held` of the bytes at the start count as well."""
     gc.collect()
     if device.type == "cuda":
         wait(device)
@@ -385,8 +385,8 @@ def phases(cfg, repeat, picture=None):
 def headline(nets, rounds, repeat):
     N, P, T = rounds[-1].shape
     num_weights = sum(p.numel() for p in nets.policy.parameters())
-    return (f"{N} rows of up to {P} + {T} tokens, {num_weights / 1e6:.1f} M weights, {nets.device}, "
-            f"{nets.dtype}, {torch.get_num_threads()} threads; medians of {repeat}")
+    return (f"{N} rows of up to {P} + {T} tokens, {num_weights / 1e6:.1f} M weights, "
+            f"{nets.device}, {nets.dtype}, {torch.get_num_threads()} threads; medians of {repeat}")
 
 
 def table(job, rounds, rates):
@@ -461,10 +461,11 @@ def draw_bars(measured, floors, path):
 def count(nets, cfg, batch, target, judged):
     """The least that each phase must do for the tokens that are not padding.
 
-    Returns {phase: (tokens, FLOPs, bytes)}. target: the held-out Batch, or None. judged: from Clock.
+    Returns {phase: (tokens, FLOPs, bytes)}. target: the held-out Batch, or None. judged: a Clock's.
     A weight costs 2 FLOPs per token forward and 4 backward. A pair of positions costs 4 per channel
-    and layer (scores and mix), twice that backward; a causal row of n tokens has n (n + 1) / 2 pairs.
-    Left out: norms, softmax, attention in the judge, and bytes that a large enough cache would keep.
+    and layer (scores and mix), twice that backward; a causal row of n tokens has n (n + 1) / 2
+    pairs. Left out: norms, softmax, attention in the judge, and bytes that a large enough cache
+    would keep.
     """
     works = [work_of(nets, b, cfg.num_generations) for b in (batch, target) if b]
     own = works[0]
@@ -504,23 +505,24 @@ def work_of(nets, batch, num_generations):
     head, trunk = head_and_trunk(nets.policy)
     n_layer = len(nets.policy.h)
     pair = 4 * n_layer * attn.n_head * attn.hs
-    key_value = 2 * n_layer * attn.n_kv_head * attn.hs * nets.dtype.itemsize    # bytes of a position
+    key_value = 2 * n_layer * attn.n_kv_head * attn.hs * nets.dtype.itemsize    # bytes per token
 
     T = batch.mask.shape[1]
     prompt = batch.rollout.attention_mask[:, :-T].sum(1).double()               # (N,) tokens
     completion = batch.rollout.mask.sum(1).double()                             # (N,)
     row = prompt + completion - 1                       # (N,) the last token is never read
-    once = prompt[::num_generations]                    # (B,) a prompt is computed once for its group
+    once = prompt[::num_generations]                    # (B,) a group's prompt is computed once
     N = len(row)
     new = float(completion.sum())
     read = float(row.sum())
     decoded = causal_pairs(row) - causal_pairs(prompt)
+    pairs = causal_pairs(once) + decoded
     prompts_and_steps = float(once.sum()) + new - N
     weights = (trunk + head) * nets.dtype.itemsize      # read at every step
     return SimpleNamespace(
         rows=N, new=new, read=read,
         forward=2 * trunk * read + 2 * head * new + pair * causal_pairs(row),
-        decode=2 * trunk * prompts_and_steps + 2 * head * new + pair * (causal_pairs(once) + decoded),
+        decode=2 * trunk * prompts_and_steps + 2 * head * new + pair * pairs,
         decode_bytes=weights * float(completion.max()) + key_value * decoded)
 
 
@@ -540,7 +542,8 @@ def linear_weights(model):
 
 
 def ceilings(device, dtype, seconds=1.0):
-    """(FLOP/s of a large matrix product in dtype, bytes/s of a large copy, read and written), medians."""
+    """Medians of FLOP/s of a large matrix product in dtype, and of bytes/s, read and written, of a
+    large copy."""
     on_gpu = device.type == "cuda"
     n = 8192 if on_gpu else 2048
     size = 2 ** 30 if on_gpu else 2 ** 28
@@ -553,7 +556,7 @@ def ceilings(device, dtype, seconds=1.0):
 
 
 def seconds_of(work, device, seconds):
-    """Median time of work() over about so many seconds, at least three times after one to warm up."""
+    """Median time of work(), which runs for so long, at least three times after one to warm up."""
     spent = []
     while len(spent) < 4 or sum(spent) < seconds:
         spent.append(time_of(work, device))
@@ -573,11 +576,12 @@ def time_of(work, device):
 
 
 def variants(cfg, device):
-    """{what is changed: (phases that it concerns, Settings)}, one setting turned the other way in each."""
+    """{what is changed: (phases that it concerns, Settings)}, with one setting turned the other way
+    in each."""
     on_gpu = device.type == "cuda"
     concerned = {"graphs": ("generate",), "head": UPDATE, "retire": ("generate",), "sort": UPDATE}
-    half = pick_dtype(cfg.dtype, device) == torch.bfloat16
-    concerned["attention"] = ("generate", *UPDATE) if half else ("generate",)
+    in_bfloat16 = pick_dtype(cfg.dtype, device) == torch.bfloat16
+    concerned["attention"] = ("generate", *UPDATE) if in_bfloat16 else ("generate",)
     elsewhere = "attention" if on_gpu else "graphs"     # does nothing on this device
     found = {}
     for word in SPEED:
@@ -617,10 +621,10 @@ def levers(cfg, repeat):
     changed = variants(cfg, given.device)
     every = in_turns({"": as_set}, 1)[""]       # rounds of the settings as they are
     width = max(map(len, changed))
-    print(f"{headline(as_set.nets, every, repeat)} (min, max), each alternating with the settings as "
-          "they are; x: times those")
-    print(f"{'':{width}}  {'phase':18}{'seconds':>9}{'as set':>9}{'x':>7}{'whole iteration':>24}{'x':>7}"
-          f"{'peak MB':>9}")
+    print(f"{headline(as_set.nets, every, repeat)} (min, max), each alternating with the settings "
+          "as they are; x: times those")
+    print(f"{'':{width}}  {'phase':18}{'seconds':>9}{'as set':>9}{'x':>7}{'whole iteration':>24}"
+          f"{'x':>7}{'peak MB':>9}")
     for label, (concerned, turned) in changed.items():  # two at a time: each may hold gigabytes
         try:
             jobs = {"as set": as_set, "turned": ready(turned, given)}
@@ -668,8 +672,8 @@ def influence_costs(device, repeat):
         nets = own_nets(cfg, given)
         seconds = time_ways(ways_to_update(nets, cfg), nets, repeat)
         num_weights = sum(p.numel() for p in nets.trained)
-        print(f"\n{name}: {num_weights / 1e6:.1f} M weights, {device}, {torch.get_num_threads()} threads, "
-              f"medians of {repeat} (brute: 1)")
+        print(f"\n{name}: {num_weights / 1e6:.1f} M weights, {device}, "
+              f"{torch.get_num_threads()} threads, medians of {repeat} (brute: 1)")
         print_ways(seconds)
 
 
@@ -678,7 +682,7 @@ def random_reward(prompts, completions):
 
 
 def ways_to_update(nets, cfg):
-    """{way: function} that leave the gradient of an update in .grad; and generate, which samples."""
+    """{way: function that leaves an update's gradient in .grad}; "generate" samples instead."""
     batch = collect(nets, nets.prompts, cfg, seed=0)
     step, = optimizer_steps(batch, cfg, seed=0)
     contracting = Influence(nets, replace(cfg, tracin_memory=0.0), loss_of, gradient_of, all_reduce)
@@ -739,8 +743,8 @@ def print_ways(seconds):
     for way, x in seconds.items():
         if way != "generate":
             whole = (medians[way] + generate) / (plain + generate)
-            print(f"{way:12}{medians[way]:10.2f}{min(x):8.2f}{max(x):8.2f}{medians[way] / plain:9.2f}x"
-                  f"{whole:19.2f}x")
+            print(f"{way:12}{medians[way]:10.2f}{min(x):8.2f}{max(x):8.2f}"
+                  f"{medians[way] / plain:9.2f}x{whole:19.2f}x")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -748,7 +752,8 @@ def print_ways(seconds):
 
 GPT2 = dict(
     vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, judge_vocab_size=50257,
-    num_prompts=16, max_completion_length=128, micro_batch_size=64, learning_rate=1e-6, tracin="self")
+    num_prompts=16, max_completion_length=128, micro_batch_size=64, learning_rate=1e-6,
+    tracin="self")
 SMALL = GPT2 | dict(
     vocab_size=512, block_size=160, n_layer=6, n_head=6, n_embd=384, micro_batch_size=8)
 CASES = {  # settings, mean length of a completion before the cut or None: no end
@@ -805,10 +810,11 @@ def import_trl():
         import transformers
         import trl
     except ImportError as e:
-        raise BadInput(f"python bench.py trl needs {e.name}: pip install trl==1.16.0, in an environment "
-                       "of its own") from e
+        raise BadInput(f"python bench.py trl needs {e.name}: pip install trl==1.16.0, in an "
+                       "environment of its own") from e
     transformers.logging.set_verbosity_error()
-    return SimpleNamespace(datasets=datasets, tokenizers=tokenizers, transformers=transformers, trl=trl)
+    return SimpleNamespace(
+        datasets=datasets, tokenizers=tokenizers, transformers=transformers, trl=trl)
 
 
 def check_logits(policy, theirs, prompts):
@@ -855,7 +861,8 @@ def run_trainer(lib, policy, rule, given, cfg, repeat, turns):
             num_generations=cfg.num_generations, max_completion_length=cfg.max_completion_length,
             gradient_checkpointing=False, beta=0.0, learning_rate=cfg.learning_rate,
             lr_scheduler_type="constant", logging_strategy="no", save_strategy="no", report_to=[],
-            disable_tqdm=True, use_cpu=given.device.type == "cpu", bf16=given.dtype == torch.bfloat16)
+            disable_tqdm=True, use_cpu=given.device.type == "cpu",
+            bf16=given.dtype == torch.bfloat16)
         trainer = lib.trl.GRPOTrainer(
             policy, rule, args, texts, processing_class=to_tokenizer(cfg.vocab_size, lib),
             callbacks=[turns])
@@ -874,16 +881,17 @@ def print_race(times):
         medians = statistics.median(wall_each), statistics.median(cpu_each)
         if way == "TRL":
             theirs = medians
-        print(f"{way:18}{spread(wall):>22}{statistics.median(cpu):8.2f}{statistics.median(tokens):8.0f}"
-              f"{spread(wall_each):>22}{medians[1]:8.2f}{theirs[0] / medians[0]:11.2f}x"
-              f"{theirs[1] / medians[1]:6.2f}x{max(peak) / 2 ** 20:9.0f}")
+        print(f"{way:18}{spread(wall):>22}{statistics.median(cpu):8.2f}"
+              f"{statistics.median(tokens):8.0f}{spread(wall_each):>22}{medians[1]:8.2f}"
+              f"{theirs[0] / medians[0]:11.2f}x{theirs[1] / medians[1]:6.2f}x"
+              f"{max(peak) / 2 ** 20:9.0f}")
         found[way] = medians[0], max(peak)
     return found
 
 
 def policy_that_ends(cfg, mean):
-    """A random GPT whose end token, the last one, has probability 1 / mean everywhere (None: none to
-    speak of), so that completions end by themselves at random.
+    """A random GPT whose end token, the last one, has probability 1 / mean everywhere (None: none
+    to speak of), so that completions end by themselves at random.
 
     The bias of the last LayerNorm does it.
     """
@@ -936,8 +944,8 @@ def to_tokenizer(vocab_size, lib):
 
 
 def gpt2(cfg, repeat):
-    """Iterations of random weights with a judge of their shape, plain and with influence; TRL beside
-    them; and a summary beside what is aimed at."""
+    """Times iterations of random weights with a judge of their shape, plain and with influence,
+    then TRL, and prints a summary beside what is aimed at."""
     device = pick_device(cfg.device)
     T = cfg.max_completion_length
     judge_shape = dict(n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=T + 1,

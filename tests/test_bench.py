@@ -50,7 +50,8 @@ def test_counted_flops_are_those_that_torch_counts(ends, monkeypatch):
     cfg = Settings(**TINY | RULE | dict(max_completion_length=16, beta=0.1, micro_batch_size=16))
     seeds = [torch.Generator().manual_seed(i) for i in range(4)]
     prompts = [("", torch.randint(299, (5,), generator=seed).tolist()) for seed in seeds]
-    nets = bench.own_nets(cfg, inputs(cfg, bench.policy_that_ends(cfg, 10 if ends else None), prompts))
+    policy = bench.policy_that_ends(cfg, 10 if ends else None)
+    nets = bench.own_nets(cfg, inputs(cfg, policy, prompts))
     done = {}
 
     def counted(name, plain):
@@ -150,7 +151,7 @@ def test_a_phase_has_what_it_calls_and_not_what_another_calls(monkeypatch):
 
 
 def test_every_second_of_an_iteration_belongs_to_one_phase(monkeypatch):
-    """On a clock that the work moves: by 1, 10, 100, ... for each phase, and between them by 0.25."""
+    """On a clock that the work moves: by 1, 10, 100, ... in each phase, by 0.25 between them."""
     now = [0.0]
 
     def works(seconds):
@@ -186,8 +187,8 @@ def test_every_second_of_an_iteration_belongs_to_one_phase(monkeypatch):
     between()
     clock.lap("the rest")
     assert clock.seconds == {
-        "generate": 1, "judge": 30, "reference": 100, "policy forward": 200, "policy backward": 2000,
-        "influence": 10000, "optimiser": 5, "the rest": 1.25}
+        "generate": 1, "judge": 30, "reference": 100, "policy forward": 200,
+        "policy backward": 2000, "influence": 10000, "optimiser": 5, "the rest": 1.25}
     assert sum(clock.seconds.values()) == now[0]
     clock.begin()
     assert not any(clock.seconds.values())
@@ -219,7 +220,7 @@ def test_what_decoder_and_influence_keep_counts_as_memory_of_the_iteration(monke
 
 
 def test_nets_of_the_bench_share_nothing_that_a_setting_changes():
-    """The attention by hand that one of them uses must not be in the others, nor weights that move."""
+    """The attention by hand that one of them uses must not be in the others, nor moving weights."""
     cfg = Settings(**TINY | RULE | dict(beta=0.1))
     given = inputs(cfg, bench.policy_that_ends(cfg, None), [("", [1, 2, 3])] * 4)
     before = [p.clone() for p in given.base.parameters()]
@@ -278,7 +279,7 @@ def test_the_table_names_the_phases_that_run_and_their_times_add_up(knobs, shown
 
 def test_a_judge_whose_work_is_not_counted_has_its_seconds_and_no_floor(capsys, tmp_path, comments):
     config = tmp_path / "rule.py"
-    config.write_text("def reward(prompts, completions):\n    return [len(x) for x in completions]\n")
+    config.write_text("def reward(prompts, completions):\n    return list(map(len, completions))\n")
     tiny = {k: v for k, v in TINY.items() if not k.startswith("reward")}
     flags = [f"--{k}={v!r}" for k, v in tiny.items()]
     flags += [f"--comments={comments}", "--device=cpu", "--eval_judge=nowhere.pt"]  # not asked for
@@ -375,7 +376,7 @@ def test_each_lever_is_one_setting_changed_and_its_number_is_of_its_phase(tracin
     base = float(rows["as set"][-5])
     for way, (phase, times) in levers.items():
         found = rows[way]
-        (seconds, was, x), (whole, low, high, whole_x, peak) = found[-8:-5], found[-5:]
+        (seconds, was, x), (whole, low, _, whole_x, _) = found[-8:-5], found[-5:]
         assert " ".join(found[:-8]) == phase
         assert float(seconds) == pytest.approx(float(was) * float(x), rel=0.01)
         assert low[1:-1] == whole
@@ -423,7 +424,8 @@ def test_where_nothing_can_be_compiled_its_rows_say_so_and_other_errors_are_not_
     _, lines = run("levers", "--repeat=1")
     assert [line for line in lines if "compile" in line] == [
         f"left out: compile = ('{part}',): torch cannot compile on this machine "
-        "(backend='<lambda>' raised:); set compile = ()" for part in ("generate", "judge", "update")]
+        "(backend='<lambda>' raised:); set compile = ()"
+        for part in ("generate", "judge", "update")]
     assert any("without 'sort'" in line for line in lines)
     with pytest.raises(BadInput, match="compile = .*'update'.*: torch cannot compile"):
         run("--repeat=1", "--compile=True")
@@ -455,8 +457,8 @@ def test_the_ways_to_an_update_that_keep_the_same_rows_end_at_the_same_gradient(
     size = float(gradients["plain"].abs().max())
     for way in ("contracted", "two passes"):
         torch.testing.assert_close(gradients[way], gradients["kept"], rtol=0, atol=1e-5 * size)
-    assert (gradients["kept"] - gradients["plain"]).abs().max() > 1e-2 * size   # some rows are left out
-    assert (gradients["brute"] - gradients["plain"]).abs().max() > 1e-2 * size
+    for way in ("kept", "brute"):       # which leave rows out
+        assert (gradients[way] - gradients["plain"]).abs().max() > 1e-2 * size
 
 
 def test_tracin_prints_each_way_beside_plain(capsys, monkeypatch):
