@@ -165,7 +165,8 @@ def test_json_comes_back_and_a_full_disk_keeps_the_old_file(tmp_path):
 
 
 @pytest.mark.parametrize("data, says", [
-    (b"{", "cannot be read as JSON"), (b"", "cannot be read as JSON"), (b"[1]", "holds no JSON object"),
+    (b"{", "cannot be read as JSON"), (b"", "cannot be read as JSON"),
+    (b"[1]", "holds no JSON object"),
     (b"null", "holds no JSON object"), (b'{"a": "\xff"}', "cannot be read as JSON"),
     (b'{"a":' + b"[" * 100_000, "cannot be read as JSON")])
 def test_what_is_no_object_is_named(tmp_path, data, says):
