@@ -56,7 +56,7 @@ import torch
 import torch.nn as nn
 
 from config import Settings, load_settings
-from config.check import PARTS, SPEED
+from config.check import PARTS
 from grpo import (Batch, Nets, build, collect, collect_target, draw_prompts, gradient_of, loss_of,
                   micro_batches, optimizer_steps, read_inputs, sample_groups, sort_key, update)
 from data.tokenizer import load_tokenizer
@@ -584,10 +584,10 @@ def variants(cfg, device):
     concerned["attention"] = ("generate", *UPDATE) if in_bfloat16 else ("generate",)
     elsewhere = "attention" if on_gpu else "graphs"     # does nothing on this device
     found = {}
-    for word in SPEED:
+    for word in Settings.speed:
         if word != elsewhere:
             change = "without" if word in cfg.speed else "with"
-            turned = replace(cfg, speed=toggled(cfg.speed, word, SPEED))
+            turned = replace(cfg, speed=toggled(cfg.speed, word, Settings.speed))
             found[f"speed {change} {word!r}"] = concerned[word], turned
 
     changes = [("activation_checkpointing", not cfg.activation_checkpointing, UPDATE)]
@@ -948,6 +948,9 @@ def gpt2(cfg, repeat):
     then TRL, and prints a summary beside what is aimed at."""
     device = pick_device(cfg.device)
     T = cfg.max_completion_length
+    if 32 + T > cfg.block_size:
+        raise BadInput(f"max_completion_length = {T}: prompts have 32 tokens here, and block_size "
+                       f"is {cfg.block_size}")
     judge_shape = dict(n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=T + 1,
                        causal=False)
     given = inputs_from(cfg, device, policy_that_ends(cfg, None), load_tokenizer(cfg.vocab_size),

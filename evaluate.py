@@ -19,6 +19,7 @@ from judge.train import get_judges
 from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
 from run.attention import use_attention_by_hand
+from run.checkpoint import OTHER_POLICY
 from run.device import autocast, pick_device, pick_dtype
 from run.files import load_file
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
@@ -142,7 +143,7 @@ def open_run(folder, flags):
     tokenizer = get_tokenizer(cfg)
     _, eval_prompts, _ = load_prompts(cfg, tokenizer, splits)
     if hash_of(base) != checkpoint["base_hash"]:
-        raise BadInput(f"{path}: this run began from another policy than the settings name now")
+        raise BadInput(OTHER_POLICY.format(path))
     with rank0_first():
         judges = get_judges(cfg, splits, device)
     if "attention" in cfg.speed:

@@ -14,7 +14,8 @@ from run.script import BadInput, run_script
 def main(argv):
     options = dict(arg[2:].split("=", 1) for arg in argv if arg.startswith("--") and "=" in arg)
     paths = [arg for arg in argv if not arg.startswith("--")]
-    if len(paths) != 2 or len(argv) != 2 + len(options) or not set(options) <= {"dtype", "adapter"}:
+    known = set(options) <= {"dtype", "adapter"} and all(options.values())
+    if len(paths) != 2 or len(argv) != 2 + len(options) or not known:
         raise BadInput("usage: python export.py RUN_OR_PT FOLDER "
                        "[--dtype=float32|bfloat16|float16] [--adapter=BASE_MODEL]")
     model, source = load_run(paths[0])

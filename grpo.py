@@ -16,7 +16,8 @@ The arithmetic is TRL's. This file departs from it on purpose where
     depend on micro-batches;
   - with mini-batches, dapo and cispo divide by the tokens of the mini-batch, so that a step keeps
     its size;
-  - a group whose rewards are all equal gets advantages of exactly 0.
+  - a group whose rewards (less the KL, if kl_in = "reward") are all equal gets advantages of
+    exactly 0.
 Left out: a critic, tools, several turns.
 """
 import contextlib
@@ -67,7 +68,7 @@ def train(nets, cfg, run):
         batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), log)
 
         # loss and step; with influence, only from the rows that help a target
-        target = collect_target(nets, it, cfg)
+        target = collect_target(nets, it, cfg)      # None: influence needs no rollout of its own
         metrics = update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), log,
                          first=it == run.start)
         log.stepped()
@@ -103,17 +104,20 @@ def collect(nets, prompts, cfg, seed, log=quiet):
 def update(nets, batch, target, cfg, seed, log=quiet, first=False):
     """num_iterations passes over the batch, an optimizer step per mini-batch -> metrics.
 
-    target: from collect_target. first: check that the trainer's log-probs are the sampler's.
+    target: of influence. first: of the run: it stops if the trainer's log-probs are not the
+    sampler's, and influence is held against a plain backward.
     """
     meter = Meter(nets, batch, cfg, log)
+    steps_taken = 0
     for step in optimizer_steps(batch, cfg, seed):
-        on_policy = meter.begin_step()              # True until the first optimizer step
+        meter.begin_step()
+        on_policy = steps_taken == 0        # the policy is still the one that sampled
         influence = nets.influence if step.epoch == 0 else None     # None: off
         recording = contextlib.nullcontext()
         if influence:
-            recording = influence.record(batch, step, on_policy)    # a tape listens
+            recording = influence.record(batch, step, on_policy)    # the tape replaces .grad
 
-        # loss: micro-batch by micro-batch, the gradients add up in .grad
+        # loss: micro-batch by micro-batch, the gradients add up in .grad or on the tape
         with recording:
             for positions in micro_batches(sort_key(batch, step, cfg), cfg):
                 rows = step.rows[positions]
@@ -123,10 +127,11 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
                     out = loss_of(nets, nets.policy_fn, batch, rows, step, cfg)
                     out.loss.backward()
                 meter.add(rows, out)
-        meter.check_ratio(stop=first)
+        if on_policy:
+            meter.check_ratio(stop=first)
 
         if influence:
-            select_seed = seed_for(seed, "select", meter.num_steps)
+            select_seed = seed_for(seed, "select", steps_taken)
             check = first and on_policy
             found = influence.keep_helpful(target, select_seed, check)  # .grad <- rows that help
             meter.add_influence(found)
@@ -140,6 +145,7 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
         meter.add_step(grad_norm)
         nets.optimizer.step()
         nets.optimizer.zero_grad(set_to_none=True)
+        steps_taken += 1
     return meter.metrics()
 
 
@@ -156,8 +162,8 @@ class Batch:
     policy_mask: torch.Tensor = None  # (N, T) those that carry the policy gradient; None: all
     ref_logp: torch.Tensor = None     # (N, T) None at beta 0
     completions: list = None          # N texts
-    scores: torch.Tensor = None       # (N, K) by each reward function
-    rewards: torch.Tensor = None      # (N,) their weighted sum
+    scores: torch.Tensor = None       # (N, K) by each reward function, on the CPU
+    rewards: torch.Tensor = None      # (N,) their weighted sum, on the CPU
     kl: float = None                  # per token, if kl_in = "reward"
 
     def __getitem__(self, rows):
@@ -179,7 +185,8 @@ class Batch:
 
     @functools.cached_property
     def weights(self):
-        """(N,) of each row in the step, filled in by tracin.Influence. 0: not kept."""
+        """(N,) filled in by tracin.Influence: 0 for a row that it left out of the step. The loss
+        does not read them."""
         return torch.ones_like(self.advantages)
 
     def equal_groups(self, num_generations):
@@ -260,15 +267,19 @@ def nanstd(r):
 
 
 def all_equal(groups):
-    """(B,) True for groups of rewards (B, G) that are all the same number, NaN left out."""
+    """(B,) True for groups of rewards (B, G) that are all the same number, or all NaN."""
     return groups.nan_to_num(math.inf).amin(1) >= groups.nan_to_num(-math.inf).amax(1)
+
+
+# ------------------------------------------------------------------------------------------------
+# reference and masks
 
 
 def reference_logprobs(nets, rollout, cfg):
     """Log-probs (N, T) of the sampled tokens under the reference."""
     ref_logp = torch.zeros_like(rollout.logp)
     with autocast(nets.device, nets.dtype):
-        for rows in micro_batches(rollout.mask.sum(1), cfg):
+        for rows in micro_batches(rollout.mask.sum(1), cfg):    # of this process
             ref_logp[rows] = nets.logprobs(nets.reference_fn, rollout[rows], cfg.temperature)
     all_reduce([ref_logp])
     return ref_logp
@@ -298,6 +309,15 @@ def loss_masks(rollout, cfg):
 
 # ------------------------------------------------------------------------------------------------
 # loss
+
+
+class Step(NamedTuple):
+    """An optimizer step: its rows of the batch and what its loss is divided by, which is of all
+    micro-batches, so that their losses add up."""
+    epoch: int
+    rows: torch.Tensor          # (n,)
+    num_rows: int
+    num_tokens: int
 
 
 class LossTerms(NamedTuple):
@@ -361,6 +381,9 @@ def clipped_objective(ratio, logp, advantages, cfg):
     grpo, bnpo, dr_grpo, dapo   min(min(ratio, delta) A, clamp(ratio, low, high) A)
     cispo                       stop_gradient(min(ratio, high)) A logp
     sapo                        4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
+
+    At ratio 1 the gradient of each is a number per row times that of logp: tracin.serves_both
+    builds on that.
     """
     A = advantages[:, None]                                                         # (n, 1)
     low, high = cfg.clip_range          # 1 - epsilon, 1 + epsilon_high; cispo: epsilon_high
@@ -400,7 +423,9 @@ def aggregate(x, mask, step, cfg):
         return x.sum() / (step.num_rows * cfg.max_completion_length)
     if cfg.loss_type == "bnpo":
         return x.sum() / mask.sum().clamp(min=1) * (len(x) / step.num_rows)
-    return x.sum() / max(step.num_tokens, 1)
+    if cfg.loss_type in ("dapo", "cispo"):
+        return x.sum() / max(step.num_tokens, 1)
+    raise ValueError(f"loss_type {cfg.loss_type!r}: what is it divided by?")
 
 
 def check_shapes(logp, **fields):
@@ -412,25 +437,26 @@ def check_shapes(logp, **fields):
             raise ValueError(f"{name}: {found}, must be {shape} to go with logp")
 
 
-def loss_of(nets, policy, batch, rows, step, cfg, one_backward=False, logprobs=None):
+def loss_of(nets, policy, batch, rows, step, cfg, backward_on_logp=False, logprobs=None):
     """Forward pass of some rows of a batch -> Forward.
 
-    one_backward: backward will be called on the sum of the log-probs (see tracin.Influence), and
-    the ratio is taken as exactly 1. logprobs: nets.logprobs, or the plain version of it.
+    backward_on_logp: the caller will call backward on the sum of the log-probs and not on the loss
+    (see tracin.Influence); the ratio is taken as exactly 1. logprobs: nets.logprobs, or the plain
+    version of it.
     """
     b = batch[rows]
 
-    def loss_at(logp):
-        old_logp = logp.detach() if one_backward else b.rollout.logp
+    def loss_and_terms(logp):
+        old_logp = logp.detach() if backward_on_logp else b.rollout.logp
         return grpo_loss(logp, old_logp, b.ref_logp, b.advantages, b.mask, b.policy_mask, step, cfg)
 
-    def backward_from(logp):    # told beforehand, a large head can form its gradient at once
-        return (logp * b.mask).sum() if one_backward else loss_at(logp)[0]
+    def backward_from(logp):    # the fused head asks for it in the forward, to form gradients there
+        return (logp * b.mask).sum() if backward_on_logp else loss_and_terms(logp)[0]
 
     logprobs = logprobs or nets.logprobs
     with autocast(nets.device, nets.dtype):
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from)          # (n, T)
-    loss, terms = loss_at(logp)
+    loss, terms = loss_and_terms(logp)
     return Forward(loss, logp, terms, b)
 
 
@@ -438,7 +464,8 @@ def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
     """{parameter: gradient} of the loss of some rows, by a plain backward. Leaves .grad empty.
 
     With coef (N,) it is the gradient of the sum of coef_i * log-prob of completion i instead. key:
-    see micro_batches. Fast paths stay out of this: it is what they are checked against.
+    see micro_batches. Only influence needs this. Fast paths stay out of it: it is what they are
+    checked against.
     """
     key = batch.lengths[rows] if key is None else key
     for positions in micro_batches(key, cfg):
@@ -456,14 +483,6 @@ def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
 
 # ------------------------------------------------------------------------------------------------
 # step
-
-
-class Step(NamedTuple):
-    """An optimizer step: its rows of the batch and what its loss is divided by."""
-    epoch: int
-    rows: torch.Tensor          # (n,)
-    num_rows: int
-    num_tokens: int
 
 
 def optimizer_steps(batch, cfg, seed):
@@ -489,7 +508,7 @@ def optimizer_steps(batch, cfg, seed):
 
 
 def sort_key(batch, step, cfg):
-    """What a step's rows are sorted by (n,): their length and, for influence, their half."""
+    """What a step's rows are sorted by (n,): their length; with influence, by halves before."""
     if cfg.tracin != "off" and step.epoch == 0:
         return halves_apart(batch, step.rows, cfg.num_generations)
     return batch.lengths[step.rows]
@@ -542,8 +561,13 @@ def sync_reference(nets, alpha):
 # influence: the target's rows
 
 
+class Target(NamedTuple):
+    batch: Batch
+    rows: torch.Tensor      # (m,) those of its rows that are the target
+
+
 def collect_target(nets, it, cfg):
-    """Held-out rollouts as the target of influence -> (Batch, its rows that are the target (m,)).
+    """A rollout of held-out prompts -> Target of influence.
 
     None where the target is the batch itself, or influence is off.
     """
@@ -553,7 +577,7 @@ def collect_target(nets, it, cfg):
     batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "target", it))
     generator = torch.Generator().manual_seed(seed_for(cfg.seed, "chosen", it))
     rows = choose_targets(batch.rewards, cfg.tracin_val_size, cfg.tracin_val_select, generator)
-    return batch, rows.to(nets.device)
+    return Target(batch, rows.to(nets.device))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -615,8 +639,8 @@ class Nets:
     dtype: torch.dtype            # of the forward passes
     generate: Any                 # sample.generate, or one that decodes faster
     logprobs: Any                 # model.completion_logprobs, or the fused head
-    policy_fn: Any                # the policy and
-    reference_fn: Any             # the reference, compiled where cfg.compile says so
+    policy_fn: Any                # the policy, compiled where cfg.compile says so (which a tape
+    reference_fn: Any             # could not see into); the reference likewise
     influence: Any = None         # tracin.Influence, or None
 
 
@@ -629,7 +653,7 @@ def build(cfg, given, base, judges):
     policy.recompute = cfg.activation_checkpointing
     reference = copy.deepcopy(policy).requires_grad_(False) if cfg.sync_ref_model else base
     trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(      # tracin.adam_scale reads its state
         trained, lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2),
         weight_decay=cfg.weight_decay, fused=True)
 

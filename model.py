@@ -253,11 +253,11 @@ class GPT(nn.Module):
 LOGITS_AT_ONCE = 2 ** 24  # on a GPU 8 times that: it has the memory, and waits at every piece
 
 
-def completion_logprobs(model, rollout, temperature=1.0, loss_at=None):
+def completion_logprobs(model, rollout, temperature=1.0, backward_from=None):
     """Log-probs (N, T) of a rollout's sampled tokens under `model`, in float32; 0 where masked.
 
-    `loss_at` is not needed here. It is for the drop-in of run/fused_head.py, which has to know the
-    loss that these log-probs will enter.
+    backward_from is not needed here. It is for the drop-in of run/fused_head.py, which has to know
+    what backward will be called on, as a function of these log-probs.
     """
     h, targets, allowed, where = completion_states(model, rollout)
     logp = token_logprobs(model.lm_head, h, targets, temperature, allowed)          # (M,)

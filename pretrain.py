@@ -263,13 +263,18 @@ def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
 
 def main(argv):
     cfg = load_settings(argv)
-    with interrupts() as stop:
-        policy = get_policy(cfg, get_splits(cfg), pick_device(cfg.device), stop)
-    if "attention" in cfg.speed:
-        use_attention_by_hand(policy)
+    given = load_policy(cfg)
     tokenizer = get_tokenizer(cfg)
     prompts = ["I think that the", "Please do not", "You are a"]
     ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    room = cfg.block_size - cfg.max_completion_length
+    if max(map(len, ids)) > room:
+        raise BadInput(f"max_completion_length = {cfg.max_completion_length}: with block_size = "
+                       f"{cfg.block_size} it leaves {room} tokens for a prompt")
+    with interrupts() as stop:
+        policy = given or get_policy(cfg, get_splits(cfg), pick_device(cfg.device), stop)
+    if "attention" in cfg.speed:
+        use_attention_by_hand(policy)
     rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=tokenizer.eot_token,
                        seed=cfg.seed)
     for i, completion in enumerate(rollout.completions()):

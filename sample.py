@@ -3,7 +3,7 @@ Sampling completions with a KV cache. Needs nothing of the project but model.py.
 
     python sample.py out/toxicity --prompt="You are"        # lets a trained policy speak
 
-In the order of the file: the rollout, sampling from logits, generate, decode.
+In the order of the file: the rollout, sampling from logits, decode, generate.
 Shapes: B prompts of width P (left-padded), N = B * num_generations sampled rows, T sampled tokens,
 V = vocab_size, n rows still running.
 """
@@ -253,10 +253,10 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
 
     vocab_size = model.config.vocab_size if sampling.truncates else None
     r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.eos, vocab_size)
-    step = max(1, batch_size // G) if batch_size else max(1, len(prompt))
-    for b in range(0, len(prompt), step):
-        some = slice(b, b + step)
-        rows = slice(b * G, (b + step) * G)
+    at_once = max(1, batch_size // G) if batch_size else max(1, len(prompt))    # prompts
+    for b in range(0, len(prompt), at_once):
+        some = slice(b, b + at_once)
+        rows = slice(b * G, (b + at_once) * G)      # views of r, filled in place
         decode(model, prompt[some], attention_mask[some], r[rows], noise[rows], sampling)
     return trim(r)
 

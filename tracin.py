@@ -10,12 +10,13 @@ together are not in I_i.
 Every layer with parameters is linear in them, out = layer(a; theta). With b the gradient of out,
   - the score of row i against a target gradient G is <b_i, layer(a_i; G)>, over layers and tokens;
   - a weighted gradient sum_i w_i g_i is the layer's own backward with b_i scaled by w_i.
-A tape keeps a and b of every layer during one backward, and everything follows from these two. A
+A tape records a and b of every layer during one backward, and everything follows from these two. A
 tied matrix is used twice, against one total G, which holds the cross terms.
 
 In the order of the file: Influence, which grpo.update uses (record, target, score, select, step);
 pure functions of target and selection; the Tape, which works on models of your own; the rules of a
-layer. This file needs nothing but torch. n rows of a step, N rows of a batch, M tokens in a line.
+layer. This file needs nothing but torch. Shapes: N rows of a batch, n of a step or a micro-batch,
+M tokens of several rows, flattened. G is a gradient {parameter: tensor}, mostly the target's.
 
     python tracin.py out/toxicity_tracin        # explains a run: which rollouts helped, which hurt
 """
@@ -36,12 +37,17 @@ from torch.nn import functional as F
 class Influence:
     """Learns an optimizer step from the rows that lower a target's loss.
 
-        with influence.record(batch, step, on_policy):          # a tape listens
+        with influence.record(batch, step, on_policy):          # the tape replaces .grad
             for positions in ...:
                 influence.forward_backward(positions)
         metrics = influence.keep_helpful(target, seed, check)   # target, score, select, step
 
     nets, loss_of, gradient_of: of grpo.py. all_reduce(tensors) sums in place over the processes.
+
+    With r_i what the tape records of row i, its loss or its summed log-prob,
+        grad L_i      = loss_coef_i grad r_i
+        grad L_target = sum_j self_coef_j grad r_j      if the target is made of the same rows
+        I_i's own part, from row i being in the target, = loss_coef_i self_coef_i |grad r_i|^2
     """
 
     def __init__(self, nets, cfg, loss_of, gradient_of, all_reduce):
@@ -59,8 +65,7 @@ class Influence:
         self.batch = batch
         self.step = step
         self.one_backward = on_policy and serves_both(self.cfg, batch)
-        # the loss of row i is loss_coef[i] times what the tape records of it
-        n = len(step.rows)
+        n = len(step.rows)      # a row's number on the tape is its position in the step
         fill = 0.0 if self.one_backward else 1.0
         self.loss_coef = torch.full((n,), fill, device=step.rows.device)
         return self.tape.numbered(n)
@@ -73,7 +78,8 @@ class Influence:
         """
         nets, batch = self.nets, self.batch
         rows = self.step.rows[positions]
-        self.tape.rows(positions, tokens=batch.rollout.mask[rows].nonzero()[:, 0])
+        row_of_token = batch.rollout.mask[rows].nonzero()[:, 0]     # (M,) the head sees them flat
+        self.tape.rows(positions, tokens=row_of_token)
         out = self.loss_of(nets, nets.policy, batch, rows, self.step, self.cfg, self.one_backward)
         if not self.one_backward:
             out.loss.backward()
@@ -96,7 +102,7 @@ class Influence:
         true_grad = self.plain_gradient() if check else None
 
         keep, fallback = select(found.scores, cfg.tracin_select, cfg.tracin_fraction, generator)
-        kept_grad, batch_grad = self.kept_gradient(keep, found.batch_grad, found.G)
+        kept_grad, batch_grad = self.row_grads_gradient(keep, found.batch_grad, found.G)
         factor = self.normalizer(keep)
         any_kept = bool(keep.any())
         for p, g in kept_grad.items():
@@ -106,20 +112,20 @@ class Influence:
         self.batch.influence[rows] = found.scores
         self.batch.weights[rows] = keep.to(found.scores) * factor
 
+        # the scores of all rows add up to <gradient of the step, target's gradient>
         error = invariant_error(found.raw_scores, true_grad or batch_grad, found.G)
         metrics = score_metrics(found.scores, keep, fallback)
         metrics["tracin/self_share"] = found.self_share
         metrics["tracin/invariant_error"] = error
         metrics |= halves_metrics(found.halves, self.tape.names) | found.target_metrics
-        metrics["tracin/kept_gradients"] = self.share_kept()
+        metrics["tracin/kept_gradients"] = self.share_stored()
         return metrics
 
     # target
 
     def target_gradient(self, target):
         """The target's gradient in two halves, since their cosine tells signal from noise;
-        self_coef (n,), the multiple of row i's record that is in the target (0: another batch,
-        None: unknown); and metrics."""
+        self_coef (n,), 0 if the target is another batch, None if it is unknown; and metrics."""
         cfg = self.cfg
         t, rows = target or (self.batch, self.step.rows)
         rewards = t.rewards.to(rows.device)
@@ -241,12 +247,12 @@ class Influence:
             units = self.batch.mask[self.step.rows].sum(1)
         return float(units.sum() / (units * keep).sum().clamp(min=1))
 
-    def share_kept(self):
-        """Share of rows x weights whose gradients the tape has kept; the rest was contracted."""
-        kept = sum(g.numel() for g in self.tape.kept.values())
-        kept = torch.tensor(float(kept), dtype=torch.float64)
-        self.all_reduce([kept])
-        return float(kept) / (len(self.loss_coef) * sum(p.numel() for p in self.tape.names))
+    def share_stored(self):
+        """Share of rows x weights whose gradients the tape stored; the rest was contracted."""
+        stored = sum(g.numel() for g in self.tape.row_grads.values())
+        stored = torch.tensor(float(stored), dtype=torch.float64)
+        self.all_reduce([stored])
+        return float(stored) / (len(self.loss_coef) * sum(p.numel() for p in self.tape.names))
 
 
 class Scored(NamedTuple):
@@ -255,7 +261,7 @@ class Scored(NamedTuple):
     G: dict                     # what rows were scored against: {parameter: tensor}
     scale: dict                 # what the target's gradient was scaled with, with tracin_adam
     halves: list                # the target's gradient in two parts
-    self_coef: torch.Tensor     # (n,) see target_gradient
+    self_coef: torch.Tensor     # (n,) see Influence; 0: another batch, None: unknown
     self_share: float
     batch_grad: dict            # the gradient of all rows, or None if it was not needed
     target_metrics: dict
@@ -278,7 +284,7 @@ def second_half(rows, num_generations):
 
 
 def halves_apart(batch, rows, num_generations):
-    """Key (n,) that sorts rows by half, then by length, so that a sum over one half of the kept
+    """Key (n,) that sorts rows by half, then by length, so that a sum over one half of the stored
     gradients reads nothing of the other."""
     width = batch.mask.shape[1]
     return batch.lengths[rows] + width * second_half(rows, num_generations)
@@ -301,6 +307,8 @@ def target_coefficients(target, rewards, advantages):
         return -(rewards - rewards.mean()) / spread / n
     if target == "advantage":
         return -advantages / n
+    if target != "contrastive":
+        raise ValueError(f"no target is called {target!r}")
     best = rewards.argsort(descending=True)[:n // 2].cpu()
     good = torch.zeros(n, dtype=torch.bool).index_fill_(0, best, True)
     return torch.where(good, -1.0, 1.0).to(rewards.device) / n
@@ -316,15 +324,19 @@ def choose_targets(rewards, size, how, generator):
         return torch.randperm(n, generator=generator)[:size]
     if how == "balanced":
         return torch.cat([order[:size - size // 2], order[n - size // 2:]])
-    return order[:size] if how == "best" else order[n - size:]
+    if how == "best":
+        return order[:size]
+    if how == "worst":
+        return order[n - size:]
+    raise ValueError(f"no choice of targets is called {how!r}")
 
 
 def select(influence, how, fraction=0.5, generator=None):
     """influence (n,) -> keep (n,) bool, and True if the fallback was used.
 
-    positive: above 0. When fewer than one in ten of the scores that are not 0 are, the better half
-    of these is kept (the fallback). drop: all but the worst `fraction` of the negative ones. top:
-    the best `fraction`. bottom, random: controls that keep as many as `positive`. all.
+    positive: above 0. If fewer than 10 % of the nonzero scores are positive, the better half of the
+    nonzero ones is kept (the fallback). drop: all but the worst `fraction` of the negative ones.
+    top: the best `fraction`. bottom, random: controls that keep as many as `positive`. all.
     """
     n = len(influence)
     positive = int((influence > 0).sum())
@@ -427,9 +439,9 @@ class MicroBatch(NamedTuple):
     """Rows of one forward and backward."""
     index: int                      # which micro-batch of the recording it is
     numbers: torch.Tensor           # (n,) the rows' numbers
-    tokens: torch.Tensor            # (M,) the row, 0 .. n - 1, of each token in a line; or None
+    tokens: torch.Tensor            # (M,) the row, 0 .. n - 1, of each flattened token; or None
     token_numbers: torch.Tensor     # (M,) the number of that row; or None
-    seen: dict                      # {layer: tokens in a line that it has been given}
+    seen: dict                      # {layer: flattened tokens that it has been given}
 
 
 class Tape:
@@ -445,21 +457,22 @@ class Tape:
         update = tape.gradient(influence > 0)   # the gradient of some rows
 
     Rows are the first dimension of what a layer is given. Where a layer is given the tokens of all
-    rows in one line (M, C), at once or in pieces, rows() is told the row of each token.
+    rows flattened (M, C), at once or in pieces, rows() is told the row of each token.
 
     Inside the block no parameter gets a .grad: the layers run on detached weights, so that the
     backward forms activation gradients only. If a parameter still gets a .grad, it was used outside
     its layer: ValueError names it. Other kinds of layers with parameters raise too. Frozen
     parameters cost nothing.
 
-    memory: bytes that gradients of single rows may take, up to n times the weights. If they fit,
-    the tape computes each row's gradient during the backward, instead of their sum: for long rows
-    this costs no extra arithmetic, and scores and weighted gradients are then a matrix-vector
-    product each. Layers that do not fit, or that have fewer than `fewest` tokens a row, keep a and
-    b. (Kept gradients cost their traffic, 4 bytes x weights, written once and read three times. a
-    and b cost two more products of 2 x tokens x weights. On a CPU the two are even near 24 tokens,
-    on a GPU near 500.) A tape that is used again uses the same memory again, since fresh pages cost
-    time.
+    What is recorded of a layer is one of two things:
+      stored       the gradient of each row, formed during the backward in place of their sum. A
+                   score or a weighted gradient is then a matrix-vector product.
+      contracted   a and b, later multiplied with G: two more products of 2 x tokens x weights.
+    Storing costs no extra arithmetic for long rows, but its traffic: 4 bytes x weights a row, once
+    written and read three times. The two are even near 24 tokens a row on a CPU, near 500 on a GPU:
+    a layer with fewer than `fewest` is contracted, and so is one that does not fit into `memory`
+    bytes (all rows need n times the weights). A tape that is used again uses the same memory again,
+    since fresh pages cost time.
 
     all_reduce(tensors) sums in place over processes that record a part of the rows each; see
     numbered().
@@ -473,7 +486,7 @@ class Tape:
         self.fewest = fewest
         self.all_reduce = all_reduce
         self.layers = trained_layers(model)     # {module: name}
-        self.pool = {}                          # memory of kept gradients, used again
+        self.pool = {}                          # memory of stored gradients, used again
         self.total = None
 
     def numbered(self, total):
@@ -486,8 +499,8 @@ class Tape:
         return self
 
     def __enter__(self):
-        self.records = []           # (module, numbers of its first dimension, a, b)
-        self.kept = {}              # {(parameter, micro-batch): gradients (n, *shape)}
+        self.records = []           # contracted: (module, numbers of its first dimension, a, b)
+        self.row_grads = {}         # stored: {(parameter, micro-batch): (n, *shape)}
         self.micro_batches = []
         self.room = self.memory
         self.counted = 0            # rows recorded so far
@@ -520,10 +533,11 @@ class Tape:
     def give_back_memory(self):
         """Forgets the buffers that this recording did not use and, where that leaves more than
         `memory`, those that are longer than needed."""
-        self.pool = {key: self.pool[key] for key in self.kept}
+        self.pool = {key: self.pool[key] for key in self.row_grads}
         size = sum(g.numel() * g.element_size() for g in self.pool.values())
         if size > self.memory:
-            self.pool = {key: g for key, g in self.pool.items() if len(g) == len(self.kept[key])}
+            self.pool = {key: g for key, g in self.pool.items()
+                         if len(g) == len(self.row_grads[key])}
 
     # recording
 
@@ -531,7 +545,7 @@ class Tape:
         """What follows is a forward and backward of new rows.
 
         which: how many, or, after numbered(), their numbers (n,). tokens (M,): the row, 0 to n - 1,
-        of each of M tokens in a line.
+        of each of M flattened tokens.
         """
         self.check_all_read()
         device = next(iter(self.names)).device
@@ -548,7 +562,7 @@ class Tape:
         self.went_back = False
 
     def check_all_read(self):
-        """ValueError unless every layer that saw tokens in a line saw all of them."""
+        """ValueError unless every layer that saw flattened tokens saw all of them."""
         if not self.micro_batches or self.micro_batches[-1].tokens is None:
             return
         micro = self.micro_batches[-1]
@@ -584,7 +598,7 @@ class Tape:
             def hook(b):
                 if part is REENTRANT:
                     raise ValueError(
-                        f"{self.layers[module]}: tokens in a line under a reentrant checkpoint, "
+                        f"{self.layers[module]}: flattened tokens under a reentrant checkpoint, "
                         "where the tape cannot tell which rows they are of; set "
                         "use_reentrant=False")
                 self.add(module, micro, part, a, b.detach(), tokens)
@@ -602,7 +616,7 @@ class Tape:
 
     def owner(self, module, x):
         """Whose rows x holds: the micro-batch, and None if row i of x is row i of it, or the slice
-        of its tokens in a line."""
+        of its flattened tokens."""
         if not self.micro_batches:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
         micro = self.micro_batches[-1]
@@ -613,10 +627,10 @@ class Tape:
                 f"{self.pending} calls of rows(): of which rows? Go backward after each forward, "
                 "or set use_reentrant=False")
         is_lookup = type(module) is nn.Embedding
-        in_a_line = x.dim() == (1 if is_lookup else 2)
-        if in_a_line and micro.tokens is not None and not is_lookup:
+        flattened = x.dim() == (1 if is_lookup else 2)
+        if flattened and micro.tokens is not None and not is_lookup:
             return micro, REENTRANT if in_backward else self.next_slice(module, len(x))
-        if len(x) != len(micro.numbers) or (in_a_line and is_lookup):
+        if len(x) != len(micro.numbers) or (flattened and is_lookup):
             raise ValueError(
                 f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the "
                 f"{len(micro.numbers)} rows is whose; look positions up per row, and give rows() "
@@ -624,7 +638,7 @@ class Tape:
         return micro, None
 
     def next_slice(self, module, count):
-        """The next `count` tokens of the line, as a layer is given them piece by piece. After the
+        """The next `count` flattened tokens, as a layer is given them piece by piece. After the
         last one a layer that is used twice begins again."""
         micro = self.micro_batches[-1]
         start = micro.seen.get(module, 0) % max(1, len(micro.tokens))
@@ -633,22 +647,22 @@ class Tape:
         return slice(start, start + count)
 
     def add(self, module, micro, part, a, b, tokens):
-        """Keeps what was recorded of a layer: the gradient of each row, or a and b."""
+        """Records a layer: the gradient of each row, or a and b."""
         self.went_back = True
         if len(micro.numbers) == 0:
             return
         all_tokens = tokens if part is None else len(micro.tokens)  # a head in pieces has as many
-        if not self.keep(module, micro, part, a, b, all_tokens / len(micro.numbers)):
+        if not self.store(module, micro, part, a, b, all_tokens / len(micro.numbers)):
             numbers = micro.numbers if part is None else micro.token_numbers[part]
             self.records.append((module, numbers, a, b))
 
-    def keep(self, module, micro, part, a, b, tokens_per_row):
-        """Adds a layer's gradients to self.kept, row by row. False if a and b are better kept."""
+    def store(self, module, micro, part, a, b, tokens_per_row):
+        """Adds a layer's gradients to row_grads. False if a and b are to be recorded instead."""
         params = {name: p for name, p in module.named_parameters(recurse=False) if p in self.names}
-        new = {p for p in params.values() if (p, micro.index) not in self.kept}
+        new = {p for p in params.values() if (p, micro.index) not in self.row_grads}
         n = len(micro.numbers)
         size = sum(n * p.numel() * p.element_size() for p in new)
-        # the gradient of a lookup is sparse, unless the matrix is the head's too and kept already
+        # the gradient of a lookup is sparse, unless the matrix is the head's too and stored already
         is_lookup = isinstance(module, nn.Embedding)
         is_short = isinstance(module, nn.Linear) and tokens_per_row < self.fewest
         does_not_fit = size > self.room
@@ -667,7 +681,7 @@ class Tape:
                 g.copy_(gradient_of_rows(module, name, a, b))
             elif in_rows:
                 g.add_(gradient_of_rows(module, name, a, b))
-            else:                   # tokens in a line, or ids: entry by entry
+            else:                   # flattened tokens, or ids: entry by entry
                 if first:
                     g.zero_()
                 owner = torch.arange(n, device=b.device) if part is None else micro.tokens[part]
@@ -675,14 +689,14 @@ class Tape:
         return True
 
     def buffer(self, p, micro):
-        """Memory (n, *shape) for the gradients of a parameter, kept from now on."""
+        """Memory (n, *shape) for the stored gradients of a parameter."""
         key = (p, micro.index)
         n = len(micro.numbers)
-        if key not in self.kept:
+        if key not in self.row_grads:
             if len(self.pool.get(key, ())) < n:
                 self.pool[key] = torch.empty(n, *p.shape, dtype=p.dtype, device=p.device)
-            self.kept[key] = self.pool[key][:n]
-        return self.kept[key]
+            self.row_grads[key] = self.pool[key][:n]
+        return self.row_grads[key]
 
     # what follows from the records
 
@@ -713,7 +727,7 @@ class Tape:
                     if p in total:
                         total[p] += parameter_gradient(module, name, x, y).to(p.dtype)
         spans_on = {}
-        for (p, index), g in self.kept.items():
+        for (p, index), g in self.row_grads.items():
             for k, (weight, total) in enumerate(zip(weights, totals)):
                 w = g.new_ones(len(g))
                 if weight is not None:
@@ -734,18 +748,18 @@ class Tape:
             for name, p in module.named_parameters(recurse=False):
                 if p in G:
                     scores.index_add_(0, numbers, layer_dot(module, name, a, b, G[p]).to(scores))
-        own = {}        # {micro-batch: scores (n,) of its rows}, on top of what was contracted
-        for (p, index), g in self.kept.items():
+        of_stored = {}  # {micro-batch: scores (n,) of its rows}, on top of the contracted ones
+        for (p, index), g in self.row_grads.items():
             if p not in G:
                 continue
-            if index not in own:
-                own[index] = scores[self.micro_batches[index].numbers]
+            if index not in of_stored:
+                of_stored[index] = scores[self.micro_batches[index].numbers]
             # a CPU adds a long product up in one line, which costs float32 its digits
             width = p.numel() if p.is_cuda else 32768
             parts = zip(g.flatten(1).split(width, 1), G[p].to(g).flatten().split(width))
             for part, target in parts:
-                own[index] += part @ target
-        for index, rows in own.items():
+                of_stored[index] += part @ target
+        for index, rows in of_stored.items():
             scores[self.micro_batches[index].numbers] = rows
         scores = scores.to(torch.promote_types(p.dtype, torch.float32))
         self.all_reduce([scores])
@@ -761,10 +775,10 @@ class Tape:
         for p in self.names if parameters is None else parameters:
             weight = scale[p].flatten() if p in scale else None
             uses = [record for record in self.records if uses_parameter(record[0], p)]
-            kept = [(index, g) for (q, index), g in self.kept.items() if q is p]
-            if kept and not uses:
-                self.add_kept_norms(found, find, kept, weight)
-            elif weight is None and not kept and is_plain_matrix(p, uses):
+            stored = [(index, g) for (q, index), g in self.row_grads.items() if q is p]
+            if stored and not uses:
+                self.add_stored_norms(found, find, stored, weight)
+            elif weight is None and not stored and is_plain_matrix(p, uses):
                 add_gram_norms(found, find, uses)
             else:
                 for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
@@ -775,9 +789,9 @@ class Tape:
         self.all_reduce([found])
         return found
 
-    def add_kept_norms(self, found, find, kept, weight):
-        """found[place of row i] += |g_i|^2 for kept gradients."""
-        for index, g in kept:
+    def add_stored_norms(self, found, find, stored, weight):
+        """found[place of row i] += |g_i|^2 for stored gradients."""
+        for index, g in stored:
             here, places = find(self.micro_batches[index].numbers)
             products = []
             for g_i in (g[i].flatten() for i in here.tolist()):     # one at a time: they are large
@@ -794,7 +808,7 @@ class Tape:
                 if q is p:
                     here, places = find(numbers)
                     add_per_row(total, module, name, a[here], b[here], places)
-        for (q, index), g in self.kept.items():
+        for (q, index), g in self.row_grads.items():
             if q is p:
                 here, places = find(self.micro_batches[index].numbers)
                 total[places] += g[here]
@@ -818,7 +832,7 @@ class Tape:
         return find
 
 
-REENTRANT = "tokens in a line, computed again in a backward"
+REENTRANT = "flattened tokens, computed again in a backward"
 
 
 def trained_layers(model):
@@ -910,7 +924,7 @@ def add_per_row(total, module, name, a, b, row):
     if isinstance(module, nn.Embedding):
         flat = (row.view(-1, *[1] * (a.dim() - 1)) * total.shape[1] + a).flatten()
         total.view(-1, total.shape[2]).index_add_(0, flat, b.flatten(0, -2).to(total.dtype))
-    elif isinstance(module, nn.Linear) and name == "weight" and b.dim() == 2:   # tokens in a line
+    elif isinstance(module, nn.Linear) and name == "weight" and b.dim() == 2:   # flattened
         order = row.argsort(stable=True)
         counts = torch.bincount(row, minlength=len(total)).tolist()
         a, b = (x[order].to(total.dtype).split(counts) for x in (a, b))

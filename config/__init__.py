@@ -37,12 +37,13 @@ class Settings:
     # torch.compile: True, or some of generate, judge, reference, update (`bench.py levers` says
     # what each buys). The pass that influence records is never compiled
     compile: bool | tuple = ()
-    # fast paths with the same results; leave one out and its plain version runs:
+    # fast paths with the same results (but sort changes bnpo); leave one out and its plain version
+    # runs:
     #   attention  on a CPU: attention written out for one position and for short bfloat16 rows
     #   graphs     on a GPU: each decoding step is one CUDA graph, whose buffers are kept
     #   head       the gradient of a large vocabulary is formed in the forward pass
     #   retire     finished rows leave the batch while sampling
-    #   sort       rows of like length share a micro-batch (this does change bnpo)
+    #   sort       rows of like length share a micro-batch
     speed: tuple = ("attention", "graphs", "head", "retire", "sort")
     resume: bool = False              # go on from out_dir/ckpt.pt
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
@@ -260,6 +261,8 @@ def assign(cfg, name, value, source):
         value = float(value)
     if tuple in types and type(value) is list:
         value = tuple(value)
+    if tuple in types and type(value) is str:
+        value = (value,)        # --speed=head
     if type(value) not in types:
         wanted = " or ".join("None" if t is type(None) else t.__name__ for t in types)
         raise BadInput(f"{source}: {name} = {value!r} must be {wanted}, not {type(value).__name__}")
@@ -309,7 +312,7 @@ def split_names(names):
 def with_speed(settings):
     """Settings of a run, perhaps an older one that had a setting for each word of speed."""
     off = [word for name, word in MERGED.items() if settings.get(name) is False]
-    settings = {name: value for name, value in settings.items() if name not in MERGED}
-    if off:
-        settings["speed"] = tuple(word for word in Settings.speed if word not in off)
-    return settings
+    new = {name: value for name, value in settings.items() if name not in MERGED}
+    if len(new) < len(settings):
+        new["speed"] = tuple(word for word in Settings.speed if word not in off)
+    return new

@@ -1,12 +1,11 @@
 """What cannot work, refused in one line: the setting, its value, the fix."""
 import math
 
+from model import LORA_LAYERS
 from run.script import BadInput
 
 INF = float("inf")
 PARTS = ("generate", "judge", "reference", "update")                # of compile
-SPEED = ("attention", "graphs", "head", "retire", "sort")
-LORA_LAYERS = ("c_attn", "c_proj", "c_fc")
 CHOICES = {
     "dtype": ("auto", "fast", "float32", "bfloat16"),
     "scale_rewards": ("group", "batch", "none"),
@@ -94,11 +93,12 @@ def check_parts(cfg):
     if cfg.compile is True:
         cfg.compile = PARTS
     cfg.compile = cfg.compile or ()
-    if not set(cfg.compile) <= set(PARTS):
+    all_words = type(cfg).speed
+    if not all(part in PARTS for part in cfg.compile):
         raise BadInput(f"compile = {cfg.compile}: True, False, or some of {PARTS}")
-    if not set(cfg.speed) <= set(SPEED):
-        raise BadInput(f"speed = {cfg.speed}: must be some of {SPEED}")
-    if not cfg.lora_layers or not set(cfg.lora_layers) <= set(LORA_LAYERS):
+    if not all(word in all_words for word in cfg.speed):
+        raise BadInput(f"speed = {cfg.speed}: must be some of {all_words}")
+    if not cfg.lora_layers or not all(layer in LORA_LAYERS for layer in cfg.lora_layers):
         raise BadInput(f"lora_layers = {cfg.lora_layers}: must be some of {LORA_LAYERS}")
     if cfg.n_embd % cfg.n_head and cfg.policy == "train":  # a published model may differ
         raise BadInput(f"n_embd = {cfg.n_embd} is not a multiple of n_head = {cfg.n_head}")
@@ -148,7 +148,7 @@ def check_rewards(cfg):
     if cfg.reward_funcs is None:
         cfg.reward_funcs = ("reward",) if "reward" in cfg.functions else ("judge",)
     for name in cfg.reward_funcs:
-        if name != "judge" and name not in cfg.functions:
+        if name != "judge" and name not in list(cfg.functions):
             raise BadInput(
                 f"reward_funcs names {name!r}: neither 'judge' nor a function of the config file; "
                 f"it defines {sorted(cfg.functions) or 'none'}")

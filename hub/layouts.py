@@ -209,10 +209,13 @@ def read_local_layers(kind, content, n_layer):
     if kind != "gpt_neo":
         return ()
     layers = []
+    most = min(n_layer, 1000)
     for kinds, times in content["attention_types"]:
-        layers += kinds * min(times, 1000)  # a hostile file may say 10 ** 12
-    if not set(layers) <= {"global", "local"} or len(layers) != min(n_layer, 1000):
-        raise ValueError(f"attention_types = {content['attention_types']}")
+        if len(kinds) * times > most - len(layers):     # a hostile file may say 10 ** 12
+            raise ValueError("attention_types is of more layers than num_layers")
+        layers += kinds * times
+    if not set(layers) <= {"global", "local"} or len(layers) != most:
+        raise ValueError(f"attention_types = {str(content['attention_types'])[:200]}")
     return tuple(i for i, layer in enumerate(layers) if layer == "local")
 
 

@@ -8,6 +8,7 @@ first in the list of merges is joined, again and again. tiktoken does both. Its 
 and then the merges in order; the vocabulary says which id a rank has. Nothing here puts a token
 before or after a text, and no text becomes a special token, whatever it says.
 """
+import contextlib
 import json
 import os
 import unicodedata
@@ -71,7 +72,9 @@ class Tokenizer:
     def encode_ordinary(self, text):
         if self.nfc:
             text = unicodedata.normalize("NFC", text)
-        ids = [self.ids[rank] for rank in self.core.encode_ordinary(text)]
+        with no_panic(self.core.name):
+            ranks = self.core.encode_ordinary(text)
+        ids = [self.ids[rank] for rank in ranks]
         return [i for i in ids if i is not None]
 
     def encode_ordinary_batch(self, texts, num_threads=2):
@@ -121,13 +124,30 @@ def check_ids(source, vocabulary, token_of, eos):
 
 def make_core(source, pattern, ranks):
     """tiktoken.Encoding of a pattern and {bytes: rank}. BadInput for a pattern that loses text."""
+    short = repr(pattern)[:200]
     try:
         core = tiktoken.Encoding(source, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     except ValueError as e:
-        raise BadInput(f"{source}: the regular expression {pattern!r} is not one ({e})") from e
-    if core.decode(core.encode_ordinary(PROBE)) != PROBE:
-        raise BadInput(f"{source}: the regular expression {pattern!r} leaves parts of a text out")
+        why = str(e)[:200]
+        raise BadInput(f"{source}: the regular expression {short} is not one ({why})") from e
+    with no_panic(source):
+        ids = core.encode_ordinary(PROBE)
+    if core.decode(ids) != PROBE:
+        raise BadInput(f"{source}: the regular expression {short} leaves parts of a text out")
     return core
+
+
+@contextlib.contextmanager
+def no_panic(source):
+    """BadInput in place of a panic of tiktoken, which is no Exception: a regular expression may be
+    one that backtracks without end."""
+    try:
+        yield
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        why = str(e)[:200]
+        raise BadInput(f"{source}: its regular expression cannot cut a text ({why})") from e
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,7 +156,7 @@ def make_core(source, pattern, ranks):
 def read_tokenizer(folder):
     """Tokenizer of a published model: tokenizer.json, or vocab.json and merges.txt, in `folder`.
 
-    The end token is what tokenizer_config.json names, else config.json, else
+    The end token is what tokenizer_config.json names, else special_tokens_map.json, config.json or
     generation_config.json. RoBERTa's <s> and <pad> are .bos_token and .pad_token. Raises BadInput
     for files that are missing, broken or not byte-level BPE as known here.
     """

@@ -15,10 +15,13 @@ import subprocess
 import numpy as np
 import torch
 
+from config import with_speed
 from run.files import load_file, save_file
 from run.processes import rank_and_size
 from run.script import BadInput
 
+OTHER_POLICY = ("{}: this run began from another policy than the settings name now (a published "
+                "one may have changed: name its commit, policy = 'NAME@COMMIT')")
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 NEEDED = ("base_hash", "policy", "optimizer", "random", "logs", "iteration", "num_tokens",
           "settings", "source")     # in ckpt.pt
@@ -161,7 +164,7 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
     if missing:
         raise BadInput(f"{path}: does not fit these settings (it has no {', '.join(missing)})")
     if content["base_hash"] != base_hash:
-        raise BadInput(f"{path}: this run began from another policy than the settings name now")
+        raise BadInput(OTHER_POLICY.format(path))
     try:
         nets.policy.load_state_dict(content["policy"])
         nets.optimizer.load_state_dict(content["optimizer"])
@@ -185,8 +188,9 @@ def check_logs(content, path, folder):
 
 
 def say_what_differs(content, cfg):
+    before = with_speed(content["settings"])
     for name, new in cfg.public().items():
-        old = content["settings"].get(name, new)
+        old = before.get(name, new)
         if old != new and name not in ("resume", "max_iters"):
             print(f"resumed with another {name}: {old!r} -> {new!r}")
     if content["source"] != cfg.source:

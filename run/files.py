@@ -52,6 +52,14 @@ def flush_to_disk(path):
         os.close(descriptor)
 
 
+def once(pairs):
+    """The dict of a JSON object. ValueError for a name that stands twice in it."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return content
+
+
 def read_json(path, missing=None):
     """The object in a JSON file, or `missing`, if given, when there is no such file.
 
@@ -59,7 +67,7 @@ def read_json(path, missing=None):
     """
     try:
         with open(path, encoding="utf-8") as f:
-            content = json.load(f)
+            content = json.load(f, object_pairs_hook=once)
     except FileNotFoundError as e:
         if missing is not None:
             return missing
@@ -127,7 +135,7 @@ def load_weights(path, content, make):
     try:
         model = make(GPTConfig(**content["config"]))
         model.load_state_dict(content["model"])
-    except (KeyError, TypeError, RuntimeError) as e:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as e:
         raise BadInput(f"{path}: weights and shape do not fit ({str(e).splitlines()[0]})") from e
     return model
 

@@ -14,12 +14,12 @@ import torch
 from model import completion_logprobs, completion_states, piece_size, token_logprobs
 
 
-def fused_logprobs(model, rollout, temperature, loss_at=None):
-    """model.completion_logprobs for a caller that will call backward on loss_at(log-probs (N, T)).
+def fused_logprobs(model, rollout, temperature, backward_from=None):
+    """model.completion_logprobs for a caller who will call backward on backward_from(logp (N, T)).
 
-    It is the plain function without loss_at, without gradients, and where the logits are few.
+    It is the plain function without backward_from, without gradients, and where logits are few.
     """
-    if loss_at is None or not torch.is_grad_enabled():
+    if backward_from is None or not torch.is_grad_enabled():
         return completion_logprobs(model, rollout, temperature)
     h, targets, allowed, where = completion_states(model, rollout)
     row, column = where                                                             # (M,) each
@@ -30,7 +30,7 @@ def fused_logprobs(model, rollout, temperature, loss_at=None):
         all_logp = rollout.logp.index_put(here, logp)   # what the other tokens have does not matter
         with torch.enable_grad():
             all_logp.requires_grad_()
-            slopes, = torch.autograd.grad(loss_at(all_logp), all_logp)              # (N, T)
+            slopes, = torch.autograd.grad(backward_from(all_logp), all_logp)              # (N, T)
         return slopes[here]
 
     size = piece_size(model.lm_head, h)
@@ -82,6 +82,6 @@ class FusedHead(torch.autograd.Function):
         dh, dw, slopes = ctx.saved_tensors
         # NaN is left for the update to report
         if not torch.allclose(gradient, slopes, rtol=1e-4, atol=1e-12, equal_nan=True):
-            raise ValueError("loss_at is not the loss that backward was called on, or a token's "
+            raise ValueError("backward_from is not what backward was called on, or a token's "
                              "loss depends on other tokens: set speed without 'head'")
         return dh, dw, None, None, None, None, None, None

@@ -27,16 +27,10 @@ class Meter:
         self.influence = []
         self.logp_diff = batch.rollout.logp.new_zeros(0)    # trainer less sampler, first pass
 
-    @property
-    def num_steps(self):
-        return len(self.steps)
-
     def begin_step(self):
-        """True while the policy is still the one that sampled the batch."""
         self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.mask.device)
         self.rows = []
         self.log_ratios = []
-        return self.num_steps == 0
 
     @torch.no_grad()
     def add(self, rows, out):
@@ -54,8 +48,6 @@ class Meter:
     def check_ratio(self, stop):
         """Before the first step trainer and sampler are the same weights: their log-probs must
         agree. stop: end the run if they do not."""
-        if self.num_steps > 0:
-            return
         log_ratio = self.logp_diff[:0]
         if self.rows:
             mask = self.batch.rollout.mask[torch.cat(self.rows)]

@@ -43,7 +43,7 @@ for memory in (0, 2 ** 20):
     assert torch.allclose(tape.norms(range(6)), alone.square().sum(1))
     some = torch.cat([g.flatten() for g in tape.gradient(weights).values()])
     assert torch.allclose(some, weights @ alone)
-    assert bool(tape.kept) == bool(memory)
+    assert bool(tape.row_grads) == bool(memory)
 """
 
 MODEL = """

@@ -478,6 +478,11 @@ GPT2 = ["gpt2", "--repeat=1", "--num_prompts=1", "--max_completion_length=8", "-
         "--n_embd=64", "--n_head=2", "--vocab_size=300", "--device=cpu"]
 
 
+def test_gpt2_refuses_completions_that_leave_no_room_for_its_prompts():
+    with pytest.raises(BadInput, match="max_completion_length = 128: prompts have 32 tokens"):
+        bench.main([*GPT2, "--block_size=64", "--max_completion_length=128"])
+
+
 @pytest.mark.parametrize("trl", [False, True])
 def test_gpt2_prints_each_number_that_is_aimed_at(trl, capsys, monkeypatch):
     asked, read = [], set()

@@ -79,6 +79,17 @@ def test_broken_file_is_bad_input(tmp_path):
         load_file(str(tmp_path), "policy")
 
 
+@pytest.mark.parametrize("change", [
+    dict(n_head=3), dict(n_head=0), dict(n_layer=5), dict(n_embd=16), dict(no_such_field=1)])
+def test_a_shape_that_does_not_fit_its_weights_is_bad_input(change, tmp_path):
+    path = str(tmp_path / "p.pt")
+    model = random_gpt()
+    config = vars(model.config) | change
+    save_file(path, "policy", config=config, model=model.state_dict())
+    with pytest.raises(BadInput, match="p.pt: weights and shape do not fit"):
+        load_gpt(path)
+
+
 def test_file_of_another_kind_is_bad_input(tmp_path):
     path = str(tmp_path / "other.pt")
     save_file(path, "judge", x=1)
@@ -168,7 +179,8 @@ def test_json_comes_back_and_a_full_disk_keeps_the_old_file(tmp_path):
     (b"{", "cannot be read as JSON"), (b"", "cannot be read as JSON"),
     (b"[1]", "holds no JSON object"),
     (b"null", "holds no JSON object"), (b'{"a": "\xff"}', "cannot be read as JSON"),
-    (b'{"a":' + b"[" * 100_000, "cannot be read as JSON")])
+    (b'{"a":' + b"[" * 100_000, "cannot be read as JSON"),
+    (b'{"n": {"a": 1, "a": 2}}', "cannot be read as JSON (a name stands twice")])
 def test_what_is_no_object_is_named(tmp_path, data, says):
     path = tmp_path / "x.json"
     path.write_bytes(data)

@@ -229,5 +229,5 @@ def test_fused_head_is_the_plain_one_where_it_has_nothing_to_gain(monkeypatch):
 
 def test_fused_head_refuses_a_loss_that_is_not_the_one_announced(small_pieces):
     model, r = policy_and_rollout("tied", {})
-    with pytest.raises(ValueError, match="loss_at is not the loss that backward was called on"):
+    with pytest.raises(ValueError, match="backward_from is not what backward was called on"):
         (2 * loss_at(fused_logprobs(model, r, 0.7, loss_at))).backward()

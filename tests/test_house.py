@@ -48,14 +48,23 @@ def test_imports_run_in_no_circle():
 @pytest.mark.parametrize("module", ["model", "sample", "tracin"])
 def test_the_method_can_be_copied_out(module):
     needs = NEEDS[module]
-    assert not needs, f"{module}.py imports {needs} of the project, so it cannot be copied out alone"
+    assert not needs, (
+        f"{module}.py imports {needs} of the project, so it cannot be copied out alone")
 
 
-def test_run_does_not_know_the_method():
+def test_run_imports_nothing_of_the_rooms_above_it():
     below = ("run", "model", "sample", "tracin", "config")
     for module in (m for m in TREES if m.split(".")[0] == "run"):
         above = {m for m in NEEDS[module] if m.split(".")[0] not in below}
         assert not above, f"{module} imports {above}: run/ is for what any run needs"
+
+
+def test_grpo_takes_from_run_only_what_the_loop_names():
+    known = {f"run.{name}" for name in (
+        "attention", "compiled", "debug", "device", "fused_head", "loop", "metrics", "processes",
+        "report", "script")}
+    new = {m for m in NEEDS["grpo"] if m.startswith("run.")} - known
+    assert not new, f"grpo.py imports {new}: does a reader of GRPO have to know it?"
 
 
 @pytest.mark.parametrize("module", sorted(TREES))

@@ -14,7 +14,8 @@ from hub.tensors import gguf_metadata, load_tensors
 from hub.tokenizer import gguf_tokenizer, read_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.files import load_gpt
-from test_hub_policy import LAYOUTS, LLAMA, every_layout, ids_of, logits, make_tensors, refusal, write, write_gguf
+from test_hub_policy import (LAYOUTS, LLAMA, every_layout, ids_of, logits, make_tensors, refusal,
+                             write, write_gguf)
 
 TOKENIZER = {"tokenizer.json": "{}", "vocab.json": "{}",
              "generation_config.json": '{"eos_token_id": 3}', "other.txt": ""}
@@ -186,6 +187,8 @@ def test_command_exports_a_run_and_a_policy_file(tiny, grpo, tmp_path, capsys):
     assert "model.safetensors" in capsys.readouterr().out
     grpo(tmp_path / "run", "--max_iters=1", "--lora_rank=2", "--learning_rate=0.01")
     export_script.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype=float32"])
+    assert "usage: python export.py" in refusal(
+        export_script.main, [str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter="])
     export_script.main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter=base"])
     merged = hub.policy.load(tmp_path / "merged")[0]
     adapter = load_tensors(tmp_path / "adapter" / "adapter_model.safetensors")

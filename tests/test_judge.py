@@ -22,6 +22,7 @@ from judge import as_reward, load_judge, reward_functions, score
 from judge.scorer import Scorer, encode, log_odds, pad_right
 from judge.train import auc, get_judges, length_batches
 from model import GPTConfig
+import pretrain
 from pretrain import get_policy, trainable
 from run.files import load_file, load_gpt, save_file
 from run.script import BadInput, hash_of
@@ -479,6 +480,13 @@ def test_pretraining_ends_with_samples(tiny):
     assert (tiny.pretrain.returncode, tiny.pretrain.stderr) == (0, "")
     assert "nats per token" in tiny.pretrain.stdout
     assert tiny.pretrain.stdout.count("Please do not|") == 3
+
+
+def test_pretraining_finds_room_for_a_prompt_before_it_begins(tiny, tmp_path):
+    flags = [*tiny.flags, "--block_size=9", f"--cache_dir={tmp_path}"]
+    with pytest.raises(BadInput, match="max_completion_length = 8: with block_size = 9"):
+        pretrain.main(flags)
+    assert not os.listdir(tmp_path), "a policy was pre-trained first"
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -1,4 +1,5 @@
-"""Whole runs on published models: tiny folders in exactly their layouts, through the scripts that a user starts."""
+"""Whole runs on published models: tiny folders in exactly their layouts, through the scripts that a
+user starts."""
 import contextlib
 import importlib.util
 import io
@@ -63,7 +64,8 @@ def get(folder, name):
 
 
 def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), vocab=300, seed=0):
-    """As openai-community/gpt2 is published: vocab.json and merges.txt, the end token named in config.json alone."""
+    """As openai-community/gpt2 is published: vocab.json and merges.txt, the end token named in
+    config.json alone."""
     torch.manual_seed(seed)
     export(GPT(config), folder, load_tokenizer(vocab))
     put(folder, tokenizer=None, generation_config=None,
@@ -72,8 +74,8 @@ def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), vocab=300, seed=0):
 
 
 def make_chat(folder, config=QWEN3, seed=0):
-    """As Qwen/Qwen3-0.6B: tokenizer.json, the end token of its chats, a vocabulary padded beyond the tokenizer's. Special tokens
-    come first, as SmolLM2 has them, so that no id is GPT-2's."""
+    """As Qwen/Qwen3-0.6B: tokenizer.json, the end token of its chats, a vocabulary padded beyond
+    the tokenizer's. Special tokens come first, as SmolLM2 has them, so that no id is GPT-2's."""
     ranks = {token: rank + 3 for token, rank in load_tokenizer(300)._mergeable_ranks.items()}
     torch.manual_seed(seed)
     export(GPT(config), folder, tiktoken.Encoding("chat", pat_str=GPT2_PATTERN,
@@ -87,7 +89,8 @@ def make_chat(folder, config=QWEN3, seed=0):
 
 
 def make_roberta(folder, gpt2, labels, seed, **changes):
-    """As facebook/roberta-hate-speech-dynabench-r4-target: its own numbers for the tokens that GPT-2 has."""
+    """As facebook/roberta-hate-speech-dynabench-r4-target: its own numbers for the tokens that
+    GPT-2 has."""
     vocabulary = get(gpt2, "vocab.json")
     tokens = ["<s>", "<pad>", "</s>", "<unk>"] + sorted(vocabulary.keys() - {"<|endoftext|>"}) + [
         "<mask>"]
@@ -110,7 +113,8 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
 
 
 def make_prompts(path, count=60, seed=0):
-    """As allenai/real-toxicity-prompts: a row has a prompt and a continuation, each with its scores, now and then null."""
+    """As allenai/real-toxicity-prompts: a row has a prompt and a continuation, each with its
+    scores, now and then null."""
     rng = random.Random(seed)
     words = "the a cat river runs sees it's old and, we \u201cnever\u201d".split()
     with open(path, "w", encoding="utf-8") as f:
@@ -179,7 +183,7 @@ def finished(world, tmp_path_factory):
     return get
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # whole runs
 
 @every_run
@@ -382,7 +386,7 @@ def test_adapters_share_the_frozen_weights(world, tmp_path, monkeypatch):
                for p, q in zip(other.parameters(), fresh.parameters()))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the published configs; names on a server
 
 def policy_for(config, world):
@@ -445,7 +449,7 @@ def test_config_fetches_what_it_names_once(config, server, world, tmp_path):  # 
     assert not (tmp_path / "c").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # prompts of a file; judges' labels
 
 def chosen(tokenizer=load_tokenizer(300), **settings):
@@ -488,7 +492,8 @@ def test_max_prompt_tokens_leaves_out_what_is_longer_and_says_how_many(world, ca
         assert sorted(found) == sorted(text for text, n in zip(texts, lengths) if n <= limit)
         left, said = sum(n > limit for n in lengths), capsys.readouterr().out
         assert 0 < left < 60
-        assert f": {left} of 60 prompts are empty or longer than {limit} tokens and are left out" in said
+        told = f": {left} of 60 prompts are empty or longer than {limit} tokens and are left out"
+        assert told in said
     chosen(prompts=world.prompts, prompt_field="prompt.text", max_prompt_tokens=58)
     assert capsys.readouterr().out == ""
 
@@ -587,7 +592,7 @@ def test_comments_are_read_where_something_needs_them(world, tmp_path, comments,
     run(grpo.main, *world.flags, "--eval_judge=None", f"--out_dir={tmp_path}/c", "--max_iters=1")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # what cannot be, in one line and before anything is made
 
 def without(source, *names):

@@ -1,4 +1,5 @@
-"""judge/roberta.py on tiny checkpoints in the published layout, against the network written out in float64."""
+"""judge/roberta.py on tiny checkpoints in the published layout, against the network written out in
+float64."""
 import json
 import math
 import sys
@@ -23,7 +24,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def make(tmp_path):
-    """make(labels=[...], tensors={...}, **config) -> folder of a random classifier in which no tensor is at its initial value."""
+    """make(labels=[...], tensors={...}, **config) -> folder of a random classifier in which no
+    tensor is at its initial value."""
     def folder(labels=("nothate", "hate"), tensors=None, seed=0, **changes):
         vocabulary, merges = learned("gpt2")
         C, wide, layers = 24, 40, 2
@@ -157,7 +159,8 @@ def test_long_texts_are_cut_and_it_is_said_once(make, capsys):
     assert capsys.readouterr().out == ""
     odds = judge(["p"] * 3, ["1" * 23, "2" * 300, "x"])
     judge(["p"], ["3" * 300])
-    assert capsys.readouterr().out == f"judge {folder}: 2 of 3 texts are longer than 24 tokens and are cut there (said once)\n"
+    told = "2 of 3 texts are longer than 24 tokens and are cut there (said once)"
+    assert capsys.readouterr().out == f"judge {folder}: {told}\n"
     ids = tokenizer.encode_ordinary("2" * 300)
     assert len(ids) > 22
     z = logits_by_hand(w, c, [0, *ids[:22], 2])
@@ -239,7 +242,7 @@ def test_the_settings_name_the_judges_and_their_labels(make):
         assert torch.equal(judges[role]([], TEXTS), load_roberta(folder, "cpu", label)([], TEXTS))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # against transformers, where it is installed
 
 @pytest.mark.parametrize("shape", [
@@ -248,8 +251,8 @@ def test_the_settings_name_the_judges_and_their_labels(make):
     dict(pad_token_id=4, layer_norm_eps=1e-12),
     dict(hidden_size=64, num_attention_heads=8, num_hidden_layers=5)])
 def test_logits_equal_those_of_transformers(shape, make):
-    transformers = pytest.importorskip("transformers",
-                                       reason="the comparison needs transformers: pip install transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="the comparison needs transformers: pip install transformers")
     folder = make()  # its tokenizer stays
     torch.manual_seed(0)
     config = transformers.RobertaConfig(**dict(
@@ -276,7 +279,7 @@ def test_logits_equal_those_of_transformers(shape, make):
     print(f"largest difference {(found - expected).abs().max():.1e}")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the package alt-profanity-check
 
 def test_profanity_check_gives_log_odds(monkeypatch):

@@ -41,7 +41,7 @@ def doubles_stay(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# models and the losses of their rows: .micro [(n, owners of tokens in a line, function -> (n,))]
+# models and the losses of their rows: .micro [(n, owners of flattened tokens, function -> (n,))]
 # for the tape, .alone [function -> ()] by hand
 
 def noise(*shape, seed=0):
@@ -274,7 +274,7 @@ def record(case, way="contracted", tape=None):
 def ways_of(tape):
     """{parameter: {"kept", "contracted"}}: how its uses are there. An embedding that is nothing
     else is never kept."""
-    found = {p: {"kept"} for p, _ in tape.kept}
+    found = {p: {"kept"} for p, _ in tape.row_grads}
     for module, *_ in tape.records:
         for p in module.parameters(recurse=False):
             if p in tape.names and (not isinstance(module, nn.Embedding) or p in found):
@@ -340,7 +340,7 @@ def test_the_ways_are_what_they_are_called(name, dtype, way):
         assert {"kept", "contracted"} in found.values()
     else:
         assert found and all(ways == {way} for ways in found.values())
-    held = sum(g.numel() * g.element_size() for g in tape.kept.values())
+    held = sum(g.numel() * g.element_size() for g in tape.row_grads.values())
     assert held <= tape.memory and (way != "mixed" or held > 0.4 * tape.memory)
 
 
@@ -407,14 +407,14 @@ def test_what_is_frozen_costs_nothing(way):
     adapters = {name.split(".")[-1] for name in recorded_layers(tape)}
     assert adapters == (set() if way == "kept" else {"A", "B"})
     # 3 micro-batches, 8 adapters of 2 layers
-    assert len(tape.records) + len(tape.kept) == 3 * 2 * 8 and len(tape.names) == 2 * 8
+    assert len(tape.records) + len(tape.row_grads) == 3 * 2 * 8 and len(tape.names) == 2 * 8
     case = text_case(gpt())
     # the token embedding, which is the head too, and a bias are left
     frozen = list(case.model.parameters())[1:-1]
     for p in frozen:
         p.requires_grad_(False)
     tape, J = record(case, way), by_hand(case)
-    known = [*tape.names, *tape.gradient(), *(p for p, _ in tape.kept)]
+    known = [*tape.names, *tape.gradient(), *(p for p, _ in tape.row_grads)]
     assert not any(p is q for p in frozen for q in known)
     layers = dict(contracted={"wte", "lm_head", "ln_f"}, mixed={"wte", "lm_head"}, kept=set())
     assert recorded_layers(tape) == layers[way]
@@ -569,7 +569,7 @@ def test_bfloat16_keeps_signs_and_ranks(way, shape):
         scores.append([tape.dot(target), tape.dot(tape.gradient()), tape.norms(range(48))])
     assert way == "kept" or any(b.dtype == torch.bfloat16 for *_, b in tape.records)
     if way != "contracted":
-        assert tape.kept and all(g.dtype == torch.float32 for g in tape.kept.values())
+        assert tape.row_grads and all(g.dtype == torch.float32 for g in tape.row_grads.values())
     assert scores[1][0].dtype == torch.float32
     assert scores[0][2][:8].ne(scores[1][2][:8]).all()
     for exact, rough in zip(*scores):
@@ -799,21 +799,21 @@ def test_a_planted_bug_in_what_is_kept_breaks_the_invariant(bug, monkeypatch):
             b = b.roll(1, 0)
         if bug == "twice as large" and module is blocks[0].mlp.c_fc:
             b = 2 * b
-        if bug == "no second use" and (module.weight, micro.index) in tape.kept:
+        if bug == "no second use" and (module.weight, micro.index) in tape.row_grads:
             return True
-        before = len(tape.kept)
+        before = len(tape.row_grads)
         done = keep(tape, module, micro, part, a, b, tokens_per_row)
         if bug == "a layer is forgotten" and module is blocks[1].attn.c_attn:
-            tape.kept.pop((module.weight, micro.index), None)
-        if bug == "no other micro-batch" and len(tape.kept) > before:
+            tape.row_grads.pop((module.weight, micro.index), None)
+        if bug == "no other micro-batch" and len(tape.row_grads) > before:
             for p in module.parameters(recurse=False):
-                tape.kept = {(q, i): g for (q, i), g in tape.kept.items()
+                tape.row_grads = {(q, i): g for (q, i), g in tape.row_grads.items()
                              if q is not p or i == micro.index}
         return done
 
     def stale(tape):
         enter(tape)
-        tape.kept = {(p, i): g for (p, i), g in tape.pool.items() if len(g) == (3, 1, 4)[i]}
+        tape.row_grads = {(p, i): g for (p, i), g in tape.pool.items() if len(g) == (3, 1, 4)[i]}
         return tape
 
     monkeypatch.setattr(Tape, "keep", wrong)
@@ -826,7 +826,7 @@ def test_a_planted_bug_in_what_is_kept_breaks_the_invariant(bug, monkeypatch):
 # the memory for gradients of rows
 
 def sized(tape):
-    return sum(g.numel() * g.element_size() for g in tape.kept.values())
+    return sum(g.numel() * g.element_size() for g in tape.row_grads.values())
 
 
 # (seed of the rows, sizes of the micro-batches): fewer rows and more, and the first again
@@ -847,7 +847,7 @@ def test_a_tape_that_is_used_again_is_as_a_new_one(name, way):
             buffer.fill_(torch.nan)
         record(batch, tape=tape)
         fresh, w = record(batch, way), noise(n, seed=seed)
-        assert tape.n == n and tape.kept.keys() == fresh.kept.keys()
+        assert tape.n == n and tape.row_grads.keys() == fresh.row_grads.keys()
         assert sized(tape) <= tape.memory
         for G, H in zip(tape.gradients([None, w, w > 0]), fresh.gradients([None, w, w > 0])):
             assert all(torch.equal(G[p], H[p]) for p in H)
@@ -855,9 +855,9 @@ def test_a_tape_that_is_used_again_is_as_a_new_one(name, way):
         assert torch.equal(tape.norms(range(n)), fresh.norms(range(n)))
         pool = {key: (len(g), g.data_ptr()) for key, g in tape.pool.items()}
         for key in before:
-            if key in tape.kept and len(tape.kept[key]) <= before[key][0]:
+            if key in tape.row_grads and len(tape.row_grads[key]) <= before[key][0]:
                 assert pool.get(key, before[key]) == before[key]
-        assert all(g.data_ptr() == pool[key][1] for key, g in tape.kept.items() if key in pool)
+        assert all(g.data_ptr() == pool[key][1] for key, g in tape.row_grads.items() if key in pool)
         before = pool
     J = brute(name)     # of seed 1
     assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
@@ -869,11 +869,11 @@ def test_memory_is_respected_and_used(name, share):
     case, kept, J = recorded(name, way="kept")
     tape = Tape(case.model, memory=share * sized(kept), fewest=0)
     # weight and bias are one
-    biggest = max(g.numel() * g.element_size() for g in kept.kept.values()) * 2
+    biggest = max(g.numel() * g.element_size() for g in kept.row_grads.values()) * 2
     for _ in range(2):  # what one recording leaves does not count against the next
         record(case, tape=tape)
         assert share * sized(kept) - biggest <= sized(tape) <= share * sized(kept)
-        assert (len(tape.kept) == len(kept.kept)) == (share == 1)
+        assert (len(tape.row_grads) == len(kept.row_grads)) == (share == 1)
         assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
     less = Tape(case.model, memory=sized(kept) - 1, fewest=0)
     assert sized(record(case, tape=less)) < sized(kept)
@@ -908,11 +908,12 @@ def test_short_rows_are_not_kept(at_once):
 
     for fewest in (0, head, head + 0.1, width, width + 0.1):
         tape = record(case, tape=Tape(case.model, memory=1e9, fewest=fewest))
-        kept = {name for m, name in tape.layers.items() if any(p is m.weight for p, _ in tape.kept)}
+        kept = {name for m, name in tape.layers.items()
+                if any(p is m.weight for p, _ in tape.row_grads)}
         assert kept == {name for name in tape.layers.values() if is_kept(name, fewest)}
         assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
     default = record(case, tape=Tape(case.model, memory=1e9))
-    assert default.fewest == 24 and all(p.dim() == 1 for p, _ in default.kept)      # a CPU
+    assert default.fewest == 24 and all(p.dim() == 1 for p, _ in default.row_grads)      # a CPU
 
 
 @pytest.mark.parametrize("shared", ["layer", "weight"])
@@ -952,7 +953,7 @@ def test_an_embedding_is_kept_with_its_head_only():
         tape = record(case, tape=Tape(case.model, memory=1e9, fewest=fewest))
         J, kept = by_hand(case), tied and not fewest
         assert lookups(tape) == ({"wpe"} if kept else {"wpe", "wte"})
-        assert any(p is case.model.wte.weight for p, _ in tape.kept) == kept
+        assert any(p is case.model.wte.weight for p, _ in tape.row_grads) == kept
         assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
 
 
@@ -1021,8 +1022,8 @@ def test_a_gradient_that_is_there_already_is_named():
 
 @pytest.mark.parametrize("B, T, owners", [
     (2, 5, None), (4, 4, None), (2, 5, [0, 0, 0, 1, 1]), (2, 5, [0, 0, 0, 1, 1, 1])],
-    ids=["plain", "as many as rows", "as many as tokens in a line",
-         "fewer than tokens in a line"])
+    ids=["plain", "as many as rows", "as many as flattened tokens",
+         "fewer than flattened tokens"])
 def test_positions_shared_between_rows_are_refused(B, T, owners):
     model = nn.ModuleDict({"wte": nn.Embedding(V, 4), "wpe": nn.Embedding(8, 4)})
     with pytest.raises(ValueError, match="wpe"):
@@ -1059,7 +1060,7 @@ def test_scores_of_large_matrices_keep_their_digits():
     with Tape(model, memory=2 ** 30) as tape:
         tape.rows(16)
         (model(x) * y).sum().backward()
-    assert len(tape.kept) == 2
+    assert len(tape.row_grads) == 2
     G = tape.gradient(torch.arange(16) < 4)
-    exact = sum(tape.kept[p, 0].double().flatten(1) @ G[p].double().flatten() for p in G)
+    exact = sum(tape.row_grads[p, 0].double().flatten(1) @ G[p].double().flatten() for p in G)
     assert float((tape.dot(G) - exact).abs().max() / exact.abs().max()) < 5e-7
