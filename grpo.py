@@ -286,10 +286,8 @@ def reference_logprobs(nets, rollout, cfg):
 
 
 def kl_penalty(rollout, ref_logp, cfg):
-    """beta * KL of each completion (N,), to be taken off its reward, and the KL per token.
-
-    0 and None unless kl_in = "reward".
-    """
+    """beta * KL of each completion (N,), to be taken off its reward, and the KL per token; 0.0 and
+    None unless kl_in = "reward"."""
     if not cfg.beta or cfg.kl_in != "reward":
         return 0.0, None
     kl = kl_estimate(rollout.logp, ref_logp, cfg.kl_estimator) * rollout.mask       # (N, T)
@@ -486,7 +484,11 @@ def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
 
 
 def optimizer_steps(batch, cfg, seed):
-    """num_iterations passes over the rows in mini-batches; those without loss are left out."""
+    """num_iterations passes over the rows in mini-batches; those without loss are left out.
+
+    A generator on purpose: in the first pass influence fills in batch.weights, by which the later
+    ones go.
+    """
     N = len(batch.mask)
     device = batch.mask.device
     rows = torch.arange(N, device=device)

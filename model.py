@@ -9,6 +9,7 @@ Shapes: B rows, T positions, C = n_embd channels, V = vocab_size. Attention has 
 channels for queries, nkv heads for keys and values, and S key positions.
 Left out: dropout (whatever is scored must be scored without it), beam search, paged caches.
 """
+import functools
 import math
 from dataclasses import dataclass
 
@@ -64,15 +65,25 @@ def rotate(x, cos, sin):
 def attend(q, k, v, mask, causal, scale):
     """softmax(scale * q k^T) v with q (B, nh, T, hs) and k, v (B, nkv, S, hs) -> (B, nh, T, hs).
 
-    mask (B, 1, T, S) is True where a query sees a key. scale None: 1 / sqrt(hs).
+    mask (B, 1, T, S) is True where a query sees a key, or numbers to add. scale None: 1 / sqrt(hs).
+    On a CPU run/attention.py puts its own function in place of this one, if speed says so.
     """
     grouped = k.shape[1] < q.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
+def extend(cache, start, k, v):
+    """Writes keys and values (B, nkv, T, hs) of positions start .. start + T - 1 into a layer's
+    cache (2, B, nkv, S, hs) -> those of all positions up to there, (2, B, nkv, start + T, hs)."""
+    end = start + k.shape[2]
+    cache[0, :, :, start:end] = k
+    cache[1, :, :, start:end] = v
+    return cache[:, :, :, :end].to(k.dtype)
+
+
 class Attention(nn.Module):
-    attend = staticmethod(attend)  # run/attention.py may put an equal one here that is faster
+    attend = staticmethod(attend)
 
     def __init__(self, config):
         super().__init__()
@@ -109,13 +120,11 @@ class Attention(nn.Module):
         B, _, T, _ = y.shape
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
-    def forward(self, x, mask, cache, start, rope):
+    def forward(self, x, mask, extend_cache, rope):
         T = x.shape[1]
         q, k, v = self.qkv(x, rope)
-        if cache is not None:  # (2, B, nkv, S, hs): write these T positions, read all up to here
-            cache[0, :, :, start:start + T] = k
-            cache[1, :, :, start:start + T] = v
-            k, v = cache[:, :, :, :start + T].to(q.dtype)
+        if extend_cache is not None:
+            k, v = extend_cache(k, v)
         # a plain bool: torch.compile would break the graph at the symbol that `T > 1` is
         causal = True if self.causal and mask is None and T > 1 else False
         return self.project(self.attend(q, k, v, mask, causal, self.scale))
@@ -144,8 +153,8 @@ class Block(nn.Module):
         self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, mask, cache, start, rope):
-        x = x + self.attn(self.ln_1(x), mask, cache, start, rope)
+    def forward(self, x, mask, extend_cache, rope):
+        x = x + self.attn(self.ln_1(x), mask, extend_cache, rope)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -189,12 +198,19 @@ class GPT(nn.Module):
         stand on the left or on the right. cache: from new_cache, filled up to position `start`.
         """
         pos, mask, local_mask = self.positions_and_masks(idx, attention_mask, start)
+        extend_caches = [None] * len(self.h)
+        if cache is not None:
+            extend_caches = [functools.partial(extend, cache[i], start) for i in range(len(cache))]
+        return self.blocks(idx, pos, mask, local_mask, extend_caches)
+
+    def blocks(self, idx, pos, mask, local_mask, extend_caches):
+        """Token ids idx (B, T) -> hidden states (B, T, C). extend_caches: for each block None, or a
+        function that stores new keys and values and returns all that are to be seen."""
         x, rope = self.embed(idx, pos)
-        recompute = self.recompute and cache is None and torch.is_grad_enabled()
+        recompute = self.recompute and extend_caches[0] is None and torch.is_grad_enabled()
         for i, block in enumerate(self.h):
             block_mask = local_mask if i in self.config.local_layers else mask
-            block_cache = None if cache is None else cache[i]
-            inputs = (x, block_mask, block_cache, start, rope)
+            inputs = (x, block_mask, extend_caches[i], rope)
             if recompute:
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -76,6 +76,7 @@ def main(argv):
         else:
             flags.append(arg)
     num = int(own["num"]) if own["num"].isdecimal() else 0
+    own["before"] = own["before"].title()
     if not argv or argv[0].startswith("--") or num < 1 or own["before"] not in ("True", "False"):
         raise BadInput(USAGE)
     cfg, nets, policy, iteration = open_run(argv[0], flags)

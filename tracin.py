@@ -15,8 +15,10 @@ tied matrix is used twice, against one total G, which holds the cross terms.
 
 In the order of the file: Influence, which grpo.update uses (record, target, score, select, step);
 pure functions of target and selection; the Tape, which works on models of your own; the rules of a
-layer. This file needs nothing but torch. Shapes: N rows of a batch, n of a step or a micro-batch,
-M tokens of several rows, flattened. G is a gradient {parameter: tensor}, mostly the target's.
+layer. The file imports nothing but torch; Tape works by itself, Influence with grpo.py.
+
+Shapes: N rows of a batch, n of a step or a micro-batch, M tokens of several rows, flattened. G is a
+gradient {parameter: tensor}, mostly the target's.
 
     python tracin.py out/toxicity_tracin        # explains a run: which rollouts helped, which hurt
 """
@@ -102,7 +104,7 @@ class Influence:
         true_grad = self.plain_gradient() if check else None
 
         keep, fallback = select(found.scores, cfg.tracin_select, cfg.tracin_fraction, generator)
-        kept_grad, batch_grad = self.row_grads_gradient(keep, found.batch_grad, found.G)
+        kept_grad, batch_grad = self.kept_gradient(keep, found.batch_grad, found.G)
         factor = self.normalizer(keep)
         any_kept = bool(keep.any())
         for p, g in kept_grad.items():
@@ -670,22 +672,9 @@ class Tape:
         if does_not_fit or does_not_pay:
             return False
         self.room -= size
+        owner = None if part is None else micro.tokens[part]
         for name, p in params.items():
-            g = self.buffer(p, micro)
-            first = p in new        # what the memory holds before does not count
-            in_rows = b.dim() == 3 and not is_lookup    # row i of a and b is row i of g
-            matrix = isinstance(module, nn.Linear) and name == "weight"
-            if in_rows and matrix and b.dtype == g.dtype:
-                g.baddbmm_(b.mT, a, beta=0 if first else 1)     # in place: no copy of a large g
-            elif in_rows and first:
-                g.copy_(gradient_of_rows(module, name, a, b))
-            elif in_rows:
-                g.add_(gradient_of_rows(module, name, a, b))
-            else:                   # flattened tokens, or ids: entry by entry
-                if first:
-                    g.zero_()
-                owner = torch.arange(n, device=b.device) if part is None else micro.tokens[part]
-                add_per_row(g, module, name, a, b, owner)
+            add_gradients(self.buffer(p, micro), p in new, module, name, a, b, owner)
         return True
 
     def buffer(self, p, micro):
@@ -908,6 +897,28 @@ def parameter_gradient(module, name, a, b):
     if isinstance(module, nn.Linear):
         return flat_b.T @ a.flatten(0, -2)
     return (flat_b * a.flatten(0, -2)).sum(0)
+
+
+def add_gradients(g, first, module, name, a, b, owner):
+    """Adds the gradients of one parameter to g (n, *shape), row by row.
+
+    first: what the memory of g holds does not count. owner: the row of each entry of the first
+    dimension of a and b; None: entry i is of row i.
+    """
+    in_rows = b.dim() == 3 and not isinstance(module, nn.Embedding)
+    is_matrix = isinstance(module, nn.Linear) and name == "weight"
+    if in_rows and is_matrix and b.dtype == g.dtype:
+        g.baddbmm_(b.mT, a, beta=0 if first else 1)     # in place: no copy of a large g
+    elif in_rows and first:
+        g.copy_(gradient_of_rows(module, name, a, b))
+    elif in_rows:
+        g.add_(gradient_of_rows(module, name, a, b))
+    else:                       # flattened tokens, or ids: entry by entry
+        if first:
+            g.zero_()
+        if owner is None:
+            owner = torch.arange(len(g), device=b.device)
+        add_per_row(g, module, name, a, b, owner)
 
 
 def gradient_of_rows(module, name, a, b):

@@ -176,6 +176,12 @@ class Settings:
         return self.beta > 0 and self.kl_in == "loss"
 
     @property
+    def multiple_of_logp(self):
+        """True if a row's loss in the first pass is a number times its log-prob."""
+        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
+        return one_step and not self.kl_in_loss and self.top_entropy_quantile == 1
+
+    @property
     def clip_range(self):
         """Bounds of the ratio. For cispo the upper one is epsilon_high itself."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high

@@ -121,11 +121,8 @@ def check_loss(cfg):
 
 
 def check_influence(cfg):
-    N = cfg.num_prompts * cfg.num_generations
-    one_backward = not cfg.kl_in_loss and cfg.top_entropy_quantile == 1 and (
-        cfg.mini_batch_size or N) == N
     own_batch = cfg.tracin not in ("off", "self") and not cfg.tracin_val_prompts
-    if cfg.tracin_leave_one_out and own_batch and not one_backward:
+    if cfg.tracin_leave_one_out and own_batch and not cfg.multiple_of_logp:
         raise BadInput(
             "tracin_leave_one_out = True: a rollout's own part is not known when its loss is not a "
             "multiple of its log-prob; set kl_in = 'reward' (kl_estimator k1) or beta = 0, and "

@@ -8,6 +8,7 @@ import math
 import torch
 
 from model import Attention, attend
+from run.script import BadInput
 
 
 def attend_by_hand(q, k, v, mask, causal, scale):
@@ -34,9 +35,23 @@ def attend_by_hand(q, k, v, mask, causal, scale):
     return (weights.view(B, nkv, -1, S) @ v).view(B, nh, T, hs)
 
 
+def check_equal():
+    """BadInput unless the two compute the same: somebody may have changed only one."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 5, 8, generator=generator, dtype=torch.float32)
+    cases = (torch.float32, 1, False, 1e-5), (torch.bfloat16, 5, True, 0.1)
+    for dtype, T, causal, bound in cases:
+        given = (q[:, :, :T].to(dtype), k.to(dtype), v.to(dtype), None, causal, None)
+        gap = (attend_by_hand(*given) - attend(*given)).abs().max()
+        if not gap < bound:
+            raise BadInput("speed: run/attention.py computes something else than attend in "
+                           "model.py; change both, or leave 'attention' out")
+
+
 def use_attention_by_hand(*models):
     """Every attention layer of these models computes by hand where that is faster. Judges hold
     their model in an attribute, if they have one at all."""
+    check_equal()
     for model in models:
         model = getattr(model, "model", model)
         if isinstance(model, torch.nn.Module):

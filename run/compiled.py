@@ -39,7 +39,7 @@ def compile_parts(nets, cfg):
 
 
 def make_decoder(policy, cfg, dtype):
-    """The Decoder that samples the rollouts; None where plain decoding is faster."""
+    """The Decoder that samples the rollouts; None if neither graphs nor compile ask for it."""
     graphs = "graphs" in cfg.speed and policy.wte.weight.is_cuda
     compile = "generate" in cfg.compile
     if not graphs and not compile:

@@ -8,6 +8,7 @@ torch.compile compiles it once. `"graphs" not in cfg.speed` and no "generate" in
 this file off.
 """
 import copy
+import functools
 import math
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Decoder:
     next multiple of `bucket` positions, and the rows that run are halved when half of them have
     ended: one graph for each pair of the two. In bfloat16 (under autocast) the Linear weights are
     copies, so that no step casts them; each call refreshes them. Raises BadInput for graphs without
-    a GPU.
+    a GPU, ValueError when it is called for another model.
     """
 
     def __init__(self, model, dtype=torch.float32, compile=False, graphs=True, drop=True,
@@ -37,6 +38,7 @@ class Decoder:
         if graphs and device.type != "cuda":
             raise BadInput(f"speed: the model is on {device}, which has no CUDA graphs; leave out "
                            "'graphs'")
+        self.original = model
         self.model, self.copies = model, []
         if dtype == torch.bfloat16:
             self.model, self.copies = with_copies_of_linears(model, dtype)
@@ -51,6 +53,8 @@ class Decoder:
     @torch.no_grad()
     def __call__(self, model, prompt, attention_mask, r, noise, sampling):
         """Fills the rows r with completions of prompts (B, P), as sample.decode does."""
+        if model is not self.original:
+            raise ValueError("a Decoder samples from the model that it was made for")
         N, T = r.mask.shape
         P = prompt.shape[1]
         for mine, p in self.copies:
@@ -213,16 +217,14 @@ def step_states(model, idx, attention_mask, cache, at):
     near = seen & (key > at - config.window) if windowed else seen
     mask, local_mask = (as_numbers(m, cache.dtype) for m in (seen, near))
 
-    x, rope = model.embed(idx, pos)
-    for i, block in enumerate(model.h):
-        q, k, v = block.attn.qkv(block.ln_1(x), rope)
-        new = torch.stack([k, v]).to(cache.dtype)                               # (2, n, nkv, 1, hs)
-        k, v = cache[i].index_copy_(3, at, new).to(q.dtype)                     # (n, nkv, S, hs)
-        block_mask = local_mask if i in config.local_layers else mask
-        y = block.attn.attend(q, k, v, block_mask, False, block.attn.scale)
-        x = x + block.attn.project(y)
-        x = x + block.mlp(block.ln_2(x))
-    return model.ln_f(x)
+    extend_caches = [functools.partial(extend_at, cache[i], at) for i in range(len(cache))]
+    return model.blocks(idx, pos, mask, local_mask, extend_caches)
+
+
+def extend_at(cache, at, k, v):
+    """model.extend for the one position `at`, a tensor (1,) -> all S positions of the cache."""
+    new = torch.stack([k, v]).to(cache.dtype)                                   # (2, n, nkv, 1, hs)
+    return cache.index_copy_(3, at, new).to(k.dtype)                            # (2, n, nkv, S, hs)
 
 
 def as_numbers(mask, dtype):

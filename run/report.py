@@ -198,7 +198,7 @@ def check_tape(nets, cfg):
             raise BadInput(
                 f"tracin_layers: {part!r} is in the name of no trained parameter; there are "
                 f"{', '.join(trained[:3])}, ...")
-    if cfg.tracin == "off":
+    if cfg.tracin == "off" or cfg.debug_step:   # which does not record
         return
     tape = nets.influence.tape
     num_weights = sum(p.numel() for p in nets.trained)
@@ -232,8 +232,7 @@ def describe_cost(cfg, num_weights, memory, fewest):
         cost = (f"{n} held-out rollouts are sampled and scored, {min(cfg.tracin_val_size or n, n)} "
                 "of them go forward and backward for the target; 1 forward and 1 backward of the "
                 "batch for scores and step")
-    elif cfg.tracin == "self" or not (
-            cfg.kl_in_loss or cfg.top_entropy_quantile < 1 or cfg.mini_batch_size):
+    elif cfg.tracin == "self" or cfg.multiple_of_logp:
         cost = "1 forward and 1 backward serve target, scores and step"
     else:
         cost = ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its "

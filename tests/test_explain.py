@@ -206,10 +206,10 @@ def test_a_wrong_tape_is_seen(run, memory, monkeypatch):
     text = printed(run("self"), f"--tracin_memory={memory}")    # the run's was 4
     assert max(errors(text)["brute"]) < 1e-5 and errors(text)["ghost"][0] < 1e-5
     assert len(of_target(text)) == 1 and of_target(text)[0] < 1e-5
-    keep, plain = tracin.Tape.keep, tracin.layer_dot
+    keep, plain = tracin.Tape.store, tracin.layer_dot
     if memory:  # each layer's gradients are of the row before
         monkeypatch.setattr(
-            tracin.Tape, "keep", lambda tape, module, micro, part, a, b, tokens_per_row: keep(
+            tracin.Tape, "store", lambda tape, module, micro, part, a, b, tokens_per_row: keep(
                 tape, module, micro, part, a, b.roll(1, 0), tokens_per_row))
     else:
         monkeypatch.setattr(tracin, "layer_dot", lambda module, name, *rest: plain(

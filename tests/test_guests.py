@@ -3,6 +3,7 @@ The fast paths of run/ against the plain functions of model.py that they stand i
 hand and the fused head. The decoder has test_decoder.py.
 """
 import copy
+import functools
 import math
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 
 from by_hand import PROMPTS, SHAPES, random_gpt, with_lora
 from judge.scorer import Scorer
-from model import GPTConfig, attend, completion_logprobs
+from model import Block, GPTConfig, attend, completion_logprobs
 from run.attention import attend_by_hand, use_attention_by_hand
+from run.decoder import Decoder
 from run.device import autocast
 from run.fused_head import FusedHead, fused_logprobs
+from run.script import BadInput
 from sample import generate
 from tracin import Tape
 
@@ -231,3 +234,46 @@ def test_fused_head_refuses_a_loss_that_is_not_the_one_announced(small_pieces):
     model, r = policy_and_rollout("tied", {})
     with pytest.raises(ValueError, match="backward_from is not what backward was called on"):
         (2 * loss_at(fused_logprobs(model, r, 0.7, loss_at))).backward()
+
+
+# ------------------------------------------------------------------------------------------------
+# who changes the model changes all of it
+
+
+@pytest.mark.parametrize("change", [lambda *x: 2 * attend(*x), lambda *x: attend(*x) * math.nan,
+                                    lambda q, k, v, mask, causal, scale: attend(
+                                        q, k, v, mask, False, scale)])
+def test_an_attention_that_only_one_file_computes_is_refused(change, monkeypatch):
+    monkeypatch.setattr("run.attention.attend", change)
+    with pytest.raises(BadInput, match="change both, or leave 'attention' out"):
+        use_attention_by_hand(random_gpt())
+
+
+def test_attention_that_is_equal_is_taken():
+    model = random_gpt()
+    use_attention_by_hand(model)
+    assert all(block.attn.attend is attend_by_hand for block in model.h)
+
+
+def test_a_changed_block_is_what_the_decoder_samples_from(monkeypatch):
+    def halved(block, x, *more):
+        x = x + 0.5 * block.attn(block.ln_1(x), *more)
+        return x + 0.5 * block.mlp(block.ln_2(x))
+
+    model = random_gpt()
+    prompts = [[3, 1, 4], [5]]
+    plain = functools.partial(generate, model, prompts, 4, 10, seed=2, eos=0)
+    before = plain()
+    monkeypatch.setattr(Block, "forward", halved)
+    expected = plain()
+    found = plain(decode=Decoder(model, graphs=False))
+    assert not torch.equal(before.tokens, expected.tokens), "the change changed nothing"
+    assert torch.equal(found.tokens, expected.tokens), \
+        "the decoder samples from another network than model.py has"
+    torch.testing.assert_close(found.logp, expected.logp)
+
+
+def test_a_decoder_of_another_model_is_refused():
+    decoder = Decoder(random_gpt(), graphs=False)
+    with pytest.raises(ValueError, match="the model that it was made for"):
+        generate(random_gpt(seed=1), [[3]], 2, 4, seed=0, eos=0, decode=decoder)

@@ -9,6 +9,7 @@ import speak
 from evaluate import open_run
 from run.script import BadInput
 
+EXPLANATION = "the judges' numbers are probabilities of toxic; other rewards are as they are\n"
 LINE = re.compile(r"^ +(\d\.\d{3}) +(\d\.\d{3})  ('.*'|\".*\")$")
 
 
@@ -22,14 +23,18 @@ def run(grpo, tmp_path_factory):
 
 @pytest.fixture
 def say(run, capsys):
-    """say("--num=2") -> the lines printed after the first, which explains the numbers."""
+    """say("--num=2") -> the lines printed after the one that explains the numbers."""
     def start(*argv):
         capsys.readouterr()
         speak.main([run, *argv])
-        first, *lines = capsys.readouterr().out.splitlines()
-        assert "probabilities of toxic" in first, f"the numbers are not explained: {first!r}"
-        return lines
+        return after_explanation(capsys.readouterr().out)
     return start
+
+
+def after_explanation(text):
+    before, explanation, after = text.partition(EXPLANATION)
+    assert explanation, f"the numbers are not explained: {text!r}"
+    return after.splitlines()
 
 
 def spoken(lines):
@@ -98,9 +103,11 @@ def test_a_reward_of_the_config_is_shown_beside_the_judges(grpo, tiny, tmp_path,
     grpo(tmp_path / "run", str(config), "--eval_judge=None", "--max_iters=1")
     capsys.readouterr()
     speak.main([str(tmp_path / "run"), "--prompt=my kettle", "--num=2"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split()[0] == "length", f"without a judge the reward is the column: {lines[2]}"
-    for line in lines[3:]:
+    lines = after_explanation(capsys.readouterr().out)
+    names = lines[1].split()
+    assert names[:2] == ["judge", "length"], f"the reward is a column beside the judge: {names}"
+    for line in lines[2:]:
+        line = line.strip().split(None, 1)[1]
         number, text = line.split(None, 1)
         assert float(number) == len(eval(text)), f"not the length of its completion: {line}"
 
@@ -132,6 +139,6 @@ def test_sample_py_is_the_command(run, script):
     assert done.returncode == 0, done.stderr
     assert len(spoken(done.stdout.splitlines())) == 2, done.stdout
     missing = script("sample.py", run + "-not", "--prompt=a")
-    assert missing.returncode == 1
+    assert missing.returncode == 2
     assert missing.stderr.startswith("error: "), f"not one line: {missing.stderr}"
     assert missing.stderr.count("\n") == 1, f"not one line: {missing.stderr}"

@@ -788,7 +788,7 @@ def test_a_planted_bug_breaks_the_invariant(bug, monkeypatch):
     "tokens first", "b of another row", "twice as large", "no second use", "no other micro-batch",
     "a layer is forgotten", "on top of the iteration before"])
 def test_a_planted_bug_in_what_is_kept_breaks_the_invariant(bug, monkeypatch):
-    case, keep, enter = text_case(gpt(), sizes=(3, 1, 4), line=""), Tape.keep, Tape.__enter__
+    case, keep, enter = text_case(gpt(), sizes=(3, 1, 4), line=""), Tape.store, Tape.__enter__
     tape, blocks = new_tape(case.model, "kept"), case.model.h
     assert gap(record(case, tape=tape), case) < 1e-12
 
@@ -816,7 +816,7 @@ def test_a_planted_bug_in_what_is_kept_breaks_the_invariant(bug, monkeypatch):
         tape.row_grads = {(p, i): g for (p, i), g in tape.pool.items() if len(g) == (3, 1, 4)[i]}
         return tape
 
-    monkeypatch.setattr(Tape, "keep", wrong)
+    monkeypatch.setattr(Tape, "store", wrong)
     if bug == "on top of the iteration before":
         monkeypatch.setattr(Tape, "__enter__", stale)
     assert gap(record(case, tape=tape), case) > 1e-3  # where a run begins to complain
