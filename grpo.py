@@ -68,7 +68,7 @@ def train(nets, cfg, run):
         batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), log)
 
         # loss and step; with influence, only from the rows that help a target
-        target = collect_target(nets, it, cfg)      # None: influence needs no rollout of its own
+        target = collect_target(nets, it, cfg)      # None: off, or the batch itself
         metrics = update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), log,
                          first=it == run.start)
         log.stepped()
@@ -104,8 +104,9 @@ def collect(nets, prompts, cfg, seed, log=quiet):
 def update(nets, batch, target, cfg, seed, log=quiet, first=False):
     """num_iterations passes over the batch, an optimizer step per mini-batch -> metrics.
 
-    target: of influence. first: of the run: it stops if the trainer's log-probs are not the
-    sampler's, and influence is held against a plain backward.
+    target: what influence scores rows against; None: the batch itself. first: the first iteration
+    of a run, which stops if the trainer's log-probs are not the sampler's, and which checks
+    influence against a plain backward.
     """
     meter = Meter(nets, batch, cfg, log)
     steps_taken = 0
@@ -115,9 +116,10 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
         influence = nets.influence if step.epoch == 0 else None     # None: off
         recording = contextlib.nullcontext()
         if influence:
-            recording = influence.record(batch, step, on_policy)    # the tape replaces .grad
+            recording = influence.record(batch, step, on_policy)
 
-        # loss: micro-batch by micro-batch, the gradients add up in .grad or on the tape
+        # loss: micro-batch by micro-batch, the gradients add up in .grad. With influence a tape
+        # keeps them row by row instead, and .grad stays empty until keep_helpful
         with recording:
             for positions in micro_batches(sort_key(batch, step, cfg), cfg):
                 rows = step.rows[positions]
@@ -138,7 +140,7 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
             if not batch.weights[step.rows].any():
                 continue                            # no row helps: no step
         else:
-            sum_gradients(nets.trained)             # over processes
+            sum_gradients(nets.trained)     # over processes; the tape has done so
 
         # step: add_step ends the run here if the loss or the gradient is not finite
         grad_norm = clip_grad_norm_(nets.trained, cfg.max_grad_norm or math.inf)
@@ -190,7 +192,7 @@ class Batch:
         return torch.ones_like(self.advantages)
 
     def equal_groups(self, num_generations):
-        """(B,) True where a group's rewards are all equal, so that it teaches nothing."""
+        """(B,) True where a group's rewards are all equal: without a KL it teaches nothing."""
         return all_equal(self.rewards.view(-1, num_generations))
 
 
@@ -267,7 +269,8 @@ def nanstd(r):
 
 
 def all_equal(groups):
-    """(B,) True for groups of rewards (B, G) that are all the same number, or all NaN."""
+    """(B,) True for groups of rewards (B, G) that are all the same number, NaN left out."""
+    # NaN is never the least or the greatest; >= holds for a group of NaN alone
     return groups.nan_to_num(math.inf).amin(1) >= groups.nan_to_num(-math.inf).amax(1)
 
 
@@ -295,7 +298,8 @@ def kl_penalty(rollout, ref_logp, cfg):
 
 
 def loss_masks(rollout, cfg):
-    """Tokens that carry loss (N, T) and those of them that carry the policy gradient; None: all."""
+    """Tokens that carry loss (N, T), and which of them carry the policy gradient (N, T), or None
+    for all."""
     mask = rollout.mask
     if cfg.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
@@ -310,8 +314,11 @@ def loss_masks(rollout, cfg):
 
 
 class Step(NamedTuple):
-    """An optimizer step: its rows of the batch and what its loss is divided by, which is of all
-    micro-batches, so that their losses add up."""
+    """An optimizer step: its rows of the batch, and what its loss is divided by.
+
+    The divisors are of the whole step, so that the losses of micro-batches add up. They count rows
+    that influence left out too, unless tracin_normalizer = "kept".
+    """
     epoch: int
     rows: torch.Tensor          # (n,)
     num_rows: int
@@ -347,6 +354,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg
     logp = logp.masked_fill(~mask, 0)
     old_logp = old_logp.masked_fill(~mask, 0)
 
+    # what is (n, 1), at sequence level, goes to every token of its row
     ratio = importance_ratio(logp, old_logp, mask, cfg)                 # (n, T), or (n, 1)
     objective = clipped_objective(ratio, logp, advantages, cfg)         # (n, T), or (n, 1)
     if policy_mask is not None:
@@ -380,8 +388,8 @@ def clipped_objective(ratio, logp, advantages, cfg):
     cispo                       stop_gradient(min(ratio, high)) A logp
     sapo                        4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
 
-    At ratio 1 the gradient of each is a number per row times that of logp: tracin.serves_both
-    builds on that.
+    At ratio 1 the gradient of each of these is a number per row times that of logp:
+    tracin.serves_both builds on that.
     """
     A = advantages[:, None]                                                         # (n, 1)
     low, high = cfg.clip_range          # 1 - epsilon, 1 + epsilon_high; cispo: epsilon_high
@@ -420,7 +428,8 @@ def aggregate(x, mask, step, cfg):
     if cfg.loss_type == "dr_grpo":
         return x.sum() / (step.num_rows * cfg.max_completion_length)
     if cfg.loss_type == "bnpo":
-        return x.sum() / mask.sum().clamp(min=1) * (len(x) / step.num_rows)
+        share = len(x) / step.num_rows
+        return x.sum() / mask.sum().clamp(min=1) * share
     if cfg.loss_type in ("dapo", "cispo"):
         return x.sum() / max(step.num_tokens, 1)
     raise ValueError(f"loss_type {cfg.loss_type!r}: what is it divided by?")
@@ -435,21 +444,23 @@ def check_shapes(logp, **fields):
             raise ValueError(f"{name}: {found}, must be {shape} to go with logp")
 
 
-def loss_of(nets, policy, batch, rows, step, cfg, backward_on_logp=False, logprobs=None):
+def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=None):
     """Forward pass of some rows of a batch -> Forward.
 
-    backward_on_logp: the caller will call backward on the sum of the log-probs and not on the loss
-    (see tracin.Influence); the ratio is taken as exactly 1. logprobs: nets.logprobs, or the plain
+    record_logp: backward will be called on the sum of the log-probs and not on the loss (see
+    tracin.Influence); the ratio is taken as exactly 1. logprobs: nets.logprobs, or the plain
     version of it.
     """
     b = batch[rows]
 
     def loss_and_terms(logp):
-        old_logp = logp.detach() if backward_on_logp else b.rollout.logp
+        old_logp = logp.detach() if record_logp else b.rollout.logp
         return grpo_loss(logp, old_logp, b.ref_logp, b.advantages, b.mask, b.policy_mask, step, cfg)
 
-    def backward_from(logp):    # the fused head asks for it in the forward, to form gradients there
-        return (logp * b.mask).sum() if backward_on_logp else loss_and_terms(logp)[0]
+    # what backward() will start from. The plain head ignores it. The fused head keeps no logits, so
+    # it asks for this in the forward, forms its gradients there and hands them out in the backward
+    def backward_from(logp):
+        return (logp * b.mask).sum() if record_logp else loss_and_terms(logp)[0]
 
     logprobs = logprobs or nets.logprobs
     with autocast(nets.device, nets.dtype):
@@ -503,6 +514,7 @@ def optimizer_steps(batch, cfg, seed):
             all_rows = mini
             if epoch > 0 and cfg.tracin != "off":   # those that influence kept in the first pass
                 mini = mini[batch.weights[mini] > 0]
+            # what the loss is divided by; in the first pass Influence.normalizer sees to that
             counted = mini if cfg.tracin_normalizer == "kept" else all_rows
             num_tokens = int(batch.mask[counted].sum())
             if num_tokens > 0 and len(mini) > 0:
@@ -510,7 +522,8 @@ def optimizer_steps(batch, cfg, seed):
 
 
 def sort_key(batch, step, cfg):
-    """What a step's rows are sorted by (n,): their length; with influence, by halves before."""
+    """What a step's rows are sorted by (n,), for speed: their length. With influence, first which
+    half of the target they are in (tracin.second_half), then their length."""
     if cfg.tracin != "off" and step.epoch == 0:
         return halves_apart(batch, step.rows, cfg.num_generations)
     return batch.lengths[step.rows]
@@ -605,7 +618,7 @@ def read_inputs(cfg):
     texts = [text for text, _ in eval_prompts[:8]]
     own_rewards = {name: cfg.functions[name] for name in cfg.reward_funcs if name != "judge"}
     if own_rewards:
-        score(own_rewards, texts, texts)
+        score(own_rewards, texts, texts)    # a trial, with prompts in place of completions
     return SimpleNamespace(
         device=device, dtype=dtype, base=base, splits=splits, tokenizer=tokenizer,
         prompts=prompts, eval_prompts=eval_prompts, val_prompts=val_prompts)
@@ -641,8 +654,8 @@ class Nets:
     dtype: torch.dtype            # of the forward passes
     generate: Any                 # sample.generate, or one that decodes faster
     logprobs: Any                 # model.completion_logprobs, or the fused head
-    policy_fn: Any                # the policy, compiled where cfg.compile says so (which a tape
-    reference_fn: Any             # could not see into); the reference likewise
+    policy_fn: Any                # the policy, compiled if cfg.compile says so (never for a tape)
+    reference_fn: Any             # the reference, likewise
     influence: Any = None         # tracin.Influence, or None
 
 
@@ -673,6 +686,7 @@ def build(cfg, given, base, judges):
         policy_fn=policy, reference_fn=reference)
     compile_parts(nets, cfg)
     if cfg.tracin != "off":
+        # functions are handed in: tracin.py imports nothing of the project
         nets.influence = Influence(nets, cfg, loss_of, gradient_of, all_reduce)
     return nets
 

@@ -68,7 +68,7 @@ class Influence:
         self.step = step
         self.one_backward = on_policy and serves_both(self.cfg, batch)
         n = len(step.rows)      # a row's number on the tape is its position in the step
-        fill = 0.0 if self.one_backward else 1.0
+        fill = 0.0 if self.one_backward else 1.0    # 0: forward_backward fills it in
         self.loss_coef = torch.full((n,), fill, device=step.rows.device)
         return self.tape.numbered(n)
 
@@ -80,7 +80,8 @@ class Influence:
         """
         nets, batch = self.nets, self.batch
         rows = self.step.rows[positions]
-        row_of_token = batch.rollout.mask[rows].nonzero()[:, 0]     # (M,) the head sees them flat
+        # the head is given sampled tokens only, flattened: which of these rows each is of (M,)
+        row_of_token = batch.rollout.mask[rows].nonzero()[:, 0]
         self.tape.rows(positions, tokens=row_of_token)
         out = self.loss_of(nets, nets.policy, batch, rows, self.step, self.cfg, self.one_backward)
         if not self.one_backward:
@@ -131,25 +132,26 @@ class Influence:
         cfg = self.cfg
         t, rows = target or (self.batch, self.step.rows)
         rewards = t.rewards.to(rows.device)
-        first = ~second_half(rows, cfg.num_generations)
+        in_first = ~second_half(rows, cfg.num_generations)                          # (m,)
         if cfg.tracin == "self":    # the target is the loss
             coef = None
         else:                       # the target is sum_i coef_i * log-prob of completion i
-            coef = target_coefficients(cfg.tracin, rewards[rows], t.advantages[rows])   # (n,)
+            coef = target_coefficients(cfg.tracin, rewards[rows], t.advantages[rows])   # (m,)
 
         if target is not None:              # another batch
             self_coef = torch.zeros_like(self.loss_coef)
-            halves = self.plain_halves(t, rows, first, coef)
+            halves = self.plain_halves(t, rows, in_first, coef)
         elif cfg.tracin == "self":          # the recorded loss itself
             self_coef = self.loss_coef
-            halves = self.tape.gradients([self_coef * first, self_coef * ~first])
+            halves = self.tape.gradients([self_coef * in_first, self_coef * ~in_first])
         elif self.one_backward:             # the recorded log-probs, with other coefficients
             self_coef = coef
-            halves = self.tape.gradients([self_coef * first, self_coef * ~first])
+            halves = self.tape.gradients([self_coef * in_first, self_coef * ~in_first])
         else:                               # the same rows, but not what was recorded of them
             self_coef = None
-            halves = self.plain_halves(t, rows, first, coef)
+            halves = self.plain_halves(t, rows, in_first, coef)
 
+        # the number that is logged; for "self" it stands in for the loss
         weight = -t.advantages[rows] / len(rows) if coef is None else coef
         loss = (weight * (t.rollout.logp * t.mask)[rows].sum(1)).sum()
         return halves, self_coef, {
@@ -159,19 +161,20 @@ class Influence:
             "tracin/target_advantage_min": float(t.advantages[rows].min()),
             "tracin/target_advantage_max": float(t.advantages[rows].max())}
 
-    def plain_halves(self, batch, rows, first, coef):
+    def plain_halves(self, batch, rows, in_first, coef):
         """The target's two halves by forwards and backwards of their own."""
         num_tokens = int(batch.mask[rows].sum())
         step = self.step._replace(rows=rows, num_rows=len(rows), num_tokens=num_tokens)
         all_coef = None
         if coef is not None:
             all_coef = coef.new_zeros(len(batch.mask)).index_copy(0, rows, coef)    # (N,)
-        parts = rows[first], rows[~first]
+        parts = rows[in_first], rows[~in_first]
         return [self.gradient_of(self.nets, batch, part, step, self.cfg, coef=all_coef)
                 for part in parts]
 
     def plain_gradient(self):
         """The gradient of the step's loss, in which the tape had no part."""
+        # in the micro-batches that were recorded, since bnpo depends on them
         key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
         return self.gradient_of(self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
 
@@ -210,7 +213,8 @@ class Influence:
 
     def self_influence(self, scores, self_coef, scale, G, generator):
         """What the scores of some rows owe to these rows' own part in the target, and its share of
-        their absolute scores. All rows with tracin_leave_one_out, else four, as a measure."""
+        their absolute scores. All rows with tracin_leave_one_out, else four, as a measure. None
+        where self_coef is unknown, which config/check.py refuses with tracin_leave_one_out."""
         n = len(scores)
         rows = torch.arange(n)
         if not self.cfg.tracin_leave_one_out:
@@ -220,7 +224,7 @@ class Influence:
         rows = rows.tolist()
         own_terms = (self.loss_coef * self_coef)[rows]              # 0 for another batch
         if own_terms.any():
-            own_terms = own_terms * self.tape.norms(rows, scale, G).to(scores)
+            own_terms = own_terms * self.tape.squared_norms(rows, scale, G).to(scores)
         return own_terms, float(own_terms.sum() / scores[rows].abs().sum().clamp(min=1e-30))
 
     # select, step
@@ -241,7 +245,8 @@ class Influence:
         return {p: batch_grad[p] - g for p, g in dropped.items()}, batch_grad
 
     def normalizer(self, keep):
-        """Factor on the gradient: 1, or what makes the loss a mean over the rows kept."""
+        """Factor on the gradient: 1, or what makes the loss a mean over the rows kept (over their
+        tokens, if loss_type divides by tokens)."""
         if self.cfg.tracin_normalizer == "all":
             return 1.0
         units = torch.ones_like(self.loss_coef)     # (n,) what the loss is divided by, row by row
@@ -299,7 +304,7 @@ def halves_apart(batch, rows, num_generations):
 def target_coefficients(target, rewards, advantages):
     """coef (n,): the target's loss is sum_i coef_i * log-prob of completion i, of n rollouts.
 
-    reward: -(reward normalised over the batch) / n. advantage: -advantage / n. contrastive: -1 / n
+    reward: -(reward normalised over these n) / n. advantage: -advantage / n. contrastive: -1 / n
     for the better half by reward, +1 / n for the other.
     """
     n = len(rewards)
@@ -754,7 +759,7 @@ class Tape:
         self.all_reduce([scores])
         return scores
 
-    def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
+    def squared_norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
         """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; without scale
         it is ||g_i||^2. At most about `memory` numbers of per-row gradients exist at a time."""
         rows = torch.as_tensor(rows)
