@@ -224,7 +224,7 @@ class Influence:
         rows = rows.tolist()
         own_terms = (self.loss_coef * self_coef)[rows]              # 0 for another batch
         if own_terms.any():
-            own_terms = own_terms * self.tape.squared_norms(rows, scale, G).to(scores)
+            own_terms = own_terms * self.tape.norms(rows, scale, G).to(scores)
         return own_terms, float(own_terms.sum() / scores[rows].abs().sum().clamp(min=1e-30))
 
     # select, step
@@ -759,7 +759,7 @@ class Tape:
         self.all_reduce([scores])
         return scores
 
-    def squared_norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
+    def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
         """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; without scale
         it is ||g_i||^2. At most about `memory` numbers of per-row gradients exist at a time."""
         rows = torch.as_tensor(rows)

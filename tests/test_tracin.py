@@ -381,14 +381,14 @@ def test_norms_and_leave_one_out(name, dtype, way):
     case, tape, J = recorded(name, dtype, way)
     adam, part = noise(J.shape[1], seed=12).square() + 0.1, trained(case.model)[:2]
     squares, size = J.square(), sum(p.numel() for p in part)
-    assert error(tape.squared_norms(range(8)), squares.sum(1)) < TOLERANCE[dtype]
-    scaled = tape.squared_norms([1, 6], unflat(adam, case.model))
+    assert error(tape.norms(range(8)), squares.sum(1)) < TOLERANCE[dtype]
+    scaled = tape.norms([1, 6], unflat(adam, case.model))
     assert error(scaled, (squares[[1, 6]] * adam).sum(1)) < TOLERANCE[dtype]
     few = [0, 2, 3, 7]
-    of_part = tape.squared_norms(few, parameters=part, memory=300)
+    of_part = tape.norms(few, parameters=part, memory=300)
     assert error(of_part, squares[few, :size].sum(1)) < TOLERANCE[dtype]
     without = torch.stack([J[i] @ (J.sum(0) - J[i]) for i in range(8)])
-    others = tape.dot(tape.gradient()) - tape.squared_norms(range(8))
+    others = tape.dot(tape.gradient()) - tape.norms(range(8))
     assert error(others, without) < TOLERANCE[dtype]
     parts = [tape.per_row(p, few).flatten(1) for p in trained(case.model)]
     assert error(torch.cat(parts, 1), J[few]) < TOLERANCE[dtype]
@@ -567,7 +567,7 @@ def test_bfloat16_keeps_signs_and_ranks(way, shape):
     for dtype in (torch.float32, torch.bfloat16):
         with autocast("cpu", dtype):
             tape, target = record(case, way), record(held_out, way).gradient()
-        scores.append([tape.dot(target), tape.dot(tape.gradient()), tape.squared_norms(range(48))])
+        scores.append([tape.dot(target), tape.dot(tape.gradient()), tape.norms(range(48))])
     assert way == "kept" or any(b.dtype == torch.bfloat16 for *_, b in tape.records)
     if way != "contracted":
         assert tape.row_grads and all(g.dtype == torch.float32 for g in tape.row_grads.values())
@@ -635,9 +635,9 @@ def test_rows_by_number_over_all_processes(name, processes, way):
     for scores in over_processes(tapes, lambda tape: tape.dot(G)):
         assert error(scores, one.dot(G)) < 1e-12 and error(scores, J @ flat(G, case.model)) < 1e-10
     few, adam = [0, 2, 3, 7], unflat(noise(J.shape[1], seed=12).square() + 0.1, case.model)
-    for norms in over_processes(tapes, lambda tape: tape.squared_norms(few)):
+    for norms in over_processes(tapes, lambda tape: tape.norms(few)):
         assert error(norms, J[few].square().sum(1)) < 1e-10
-    for norms in over_processes(tapes, lambda tape: tape.squared_norms(few, adam)):
+    for norms in over_processes(tapes, lambda tape: tape.norms(few, adam)):
         assert error(norms, (J[few].square() * flat(adam, case.model)).sum(1)) < 1e-10
 
 
@@ -652,8 +652,8 @@ def test_cuda_answers_are_those_of_the_cpu(name, way):
     v = flat(G, model)
     assert error(v.cpu(), w @ J) < 1e-10 and error(tape.dot(G).cpu(), J @ v.cpu()) < 1e-10
     few, scale = [0, 2, 3, 7], unflat(adam.cuda(), model)
-    assert error(tape.squared_norms(few), J[few].square().sum(1)) < 1e-10
-    assert error(tape.squared_norms(few, scale), (J[few].square() * adam).sum(1)) < 1e-10
+    assert error(tape.norms(few), J[few].square().sum(1)) < 1e-10
+    assert error(tape.norms(few, scale), (J[few].square() * adam).sum(1)) < 1e-10
 
 
 @every_way
@@ -682,7 +682,7 @@ def test_recording_leaves_the_model_as_it_was():
                 before = [losses().detach() for _, _, losses in case.micro]
                 tape = record(case)
                 tape.dot(tape.gradient())
-                tape.squared_norms([0])
+                tape.norms([0])
                 assert all(p.grad is None and p.requires_grad for p in model.parameters())
                 assert not touched(model)
                 with Tape(model) as tape:
@@ -853,7 +853,7 @@ def test_a_tape_that_is_used_again_is_as_a_new_one(name, way):
         for G, H in zip(tape.gradients([None, w, w > 0]), fresh.gradients([None, w, w > 0])):
             assert all(torch.equal(G[p], H[p]) for p in H)
         assert torch.equal(tape.dot(G), fresh.dot(G))
-        assert torch.equal(tape.squared_norms(range(n)), fresh.squared_norms(range(n)))
+        assert torch.equal(tape.norms(range(n)), fresh.norms(range(n)))
         pool = {key: (len(g), g.data_ptr()) for key, g in tape.pool.items()}
         for key in before:
             if key in tape.row_grads and len(tape.row_grads[key]) <= before[key][0]:
@@ -945,7 +945,7 @@ def test_a_matrix_of_long_rows_and_short_ones(lengths, shared):
     few = [1, 3, 6]
     parts = torch.cat([tape.per_row(p, few).flatten(1) for p in tape.names], 1)
     assert error(parts, J[few]) < 1e-12
-    assert error(tape.squared_norms(few), J[few].square().sum(1)) < 1e-12
+    assert error(tape.norms(few), J[few].square().sum(1)) < 1e-12
 
 
 def test_an_embedding_is_kept_with_its_head_only():
