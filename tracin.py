@@ -786,9 +786,9 @@ class Tape:
     def add_stored_norms(self, found, find, stored, weight):
         """found[place of row i] += |g_i|^2 for stored gradients."""
         for index, g in stored:
-            here, places = find(self.micro_batches[index].numbers)
+            _, places, entries = find(self.micro_batches[index].numbers)
             products = []
-            for g_i in (g[i].flatten() for i in here.tolist()):     # one at a time: they are large
+            for g_i in (g[i].flatten() for i in entries):       # one at a time: they are large
                 products.append(g_i @ (g_i if weight is None else g_i * weight))
             if products:
                 found.index_add_(0, places, torch.stack(products).double())
@@ -800,17 +800,17 @@ class Tape:
         for module, numbers, a, b in self.records:
             for name, q in module.named_parameters(recurse=False):
                 if q is p:
-                    here, places = find(numbers)
+                    here, places, _ = find(numbers)
                     add_per_row(total, module, name, a[here], b[here], places)
         for (q, index), g in self.row_grads.items():
             if q is p:
-                here, places = find(self.micro_batches[index].numbers)
+                here, places, _ = find(self.micro_batches[index].numbers)
                 total[places] += g[here]
         return total
 
     def finder(self, rows):
-        """A function: numbers (k,) of a record -> its entries that are of these rows, and of which.
-        It remembers the answers, since each waits for a GPU."""
+        """A function: numbers (k,) of a record -> its entries that are of these rows, of which, and
+        the entries as a list. It remembers the answers, since each waits for a GPU."""
         place = torch.full((self.n,), -1)
         place[rows] = torch.arange(len(rows))
         place = place.to(next(iter(self.names)).device)
@@ -820,7 +820,7 @@ class Tape:
             if id(numbers) not in answers:
                 places = place[numbers]
                 here = (places >= 0).nonzero()[:, 0]
-                answers[id(numbers)] = here, places[here]
+                answers[id(numbers)] = here, places[here], here.tolist()
             return answers[id(numbers)]
 
         return find
@@ -984,7 +984,7 @@ def add_gram_norms(found, find, uses):
     """found[place of row i] += |g_i|^2 for a matrix with g_i = sum_t b_t a_t^T, without forming it:
     |g_i|^2 = sum_ts (a_t . a_s) (b_t . b_s)."""
     for _, numbers, a, b in uses:
-        here, places = find(numbers)
+        here, places, _ = find(numbers)
         x, y = a[here], b[here]
         found.index_add_(0, places, ((x @ x.mT) * (y @ y.mT)).double().sum((1, 2)))
 
