@@ -175,7 +175,7 @@ def batch_metrics(batch, cfg):
         known = torch.full((1,), math.nan)
     groups = [batch.completions[i:i + G] for i in range(0, len(batch.completions), G)]
     identical = [len(set(texts)) == 1 for texts in groups]
-    ended = batch.rollout.ended
+    ended = batch.rollout.ended.cpu()       # a GPU is waited for once for each of these two
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
@@ -191,7 +191,7 @@ def batch_metrics(batch, cfg):
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
-    lengths = batch.lengths.float()
+    lengths = batch.lengths.float().cpu()
     terminated = lengths[ended] if ended.any() else torch.zeros(1)
     for kind, x in (("", lengths), ("terminated_", terminated)):
         metrics[f"completions/mean_{kind}length"] = float(x.mean())
