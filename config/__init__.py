@@ -221,7 +221,8 @@ def load_settings(argv):
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, arg)
-    unused = set(cfg.functions) - set(cfg.reward_funcs or ("reward",))
+    used = cfg.reward_funcs or ("reward",)
+    unused = [name for name in cfg.functions if name not in used]
     if unused:
         raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
                        "reward_funcs, call it reward, or start its name with _")

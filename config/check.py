@@ -145,7 +145,7 @@ def check_rewards(cfg):
     if cfg.reward_funcs is None:
         cfg.reward_funcs = ("reward",) if "reward" in cfg.functions else ("judge",)
     for name in cfg.reward_funcs:
-        if name != "judge" and name not in list(cfg.functions):
+        if name != "judge" and name not in list(cfg.functions):     # a list: name may be anything
             raise BadInput(
                 f"reward_funcs names {name!r}: neither 'judge' nor a function of the config file; "
                 f"it defines {sorted(cfg.functions) or 'none'}")

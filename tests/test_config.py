@@ -135,6 +135,12 @@ def test_wrong_type_is_refused(flag, wanted):
     assert flag.split("=")[0][2:] in message and f"must be {wanted}" in message
 
 
+@pytest.mark.parametrize("name", ["compile", "speed", "lora_layers", "reward_funcs"])
+def test_a_tuple_of_odd_things_is_one_line(name):
+    message = refusal(f"--{name}=[['x']]")
+    assert name in message and "['x']" in message, message
+
+
 def test_wrong_type_in_a_file_names_file_value_and_type(write):
     path = write("max_iters = 'ten'")
     assert all(part in refusal(path) for part in (path, "max_iters", "'ten'", "int", "str"))

@@ -22,7 +22,8 @@ import grpo as trainer
 import judge.train
 import pretrain
 import run.loop
-from config import MERGED, load_settings
+from config import MERGED, Settings, load_settings
+from run.checkpoint import say_what_differs
 from run.files import load_file, save_file
 from run.script import BadInput, run_script
 
@@ -435,6 +436,13 @@ def test_an_older_run_is_resumed_with_the_speed_it_had(crash, grpo, rows, tmp_pa
     assert_table_is(capsys.readouterr().out, first, last)
 
 
+def test_a_speed_that_an_older_run_did_not_have_is_named_on_resume(capsys):
+    older = as_older(Settings(speed=("attention", "head", "retire")).public())
+    say_what_differs(dict(settings=older, source=None), Settings())
+    said = capsys.readouterr().out
+    assert "resumed with another speed: ('attention', 'head', 'retire') -> " in said, said
+
+
 def test_changed_settings_are_named_on_resume(copy_of_six, noise, grpo):
     text = grpo(copy_of_six, noise, *SIX, "--learning_rate=1e-3", "--resume=True")
     assert "learning_rate: 0.0001 -> 0.001" in text
@@ -521,6 +529,11 @@ def test_a_signal_at_any_moment_is_not_promised_more_than_was_saved(
 
 # ------------------------------------------------------------------------------------------------
 # one step taken apart
+
+def test_debug_step_asks_for_no_memory_that_only_influence_needs(grpo, tmp_path):
+    text = grpo(tmp_path / "run", "--debug_step=True", "--tracin=self")
+    assert "influence on self" not in text, "it says what a recording costs that it does not make"
+
 
 @pytest.mark.parametrize("flags", [(), (
     "--beta=0.1", "--lora_rank=2", "--micro_batch_size=2", "--num_prompts=1", "--max_grad_norm=0")],
