@@ -86,7 +86,7 @@ def perplexity_under(base, rollout, k):
     for i in range(mine.start, mine.stop, AT_ONCE):
         rows = slice(i, min(i + AT_ONCE, mine.stop))
         logp.append(float(completion_logprobs(base, rollout[rows]).double().sum()))
-    return math.exp(-sum(all_gather(logp)) / int(rollout.mask.sum()))
+    return math.exp(-sum(all_gather(logp)) / int(rollout.chosen.sum()))
 
 
 def toxicity_measures(name, toxicity):

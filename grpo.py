@@ -37,7 +37,7 @@ from data.prompts import load_prompts
 from evaluate import evaluate, print_table
 from judge import load_judge, reward_functions, score
 from judge.train import get_judges
-from model import completion_logprobs
+from model import completion_entropies, completion_logprobs
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
 from run.attention import use_attention_by_hand
 from run.compiled import compile_parts, make_decoder, try_compile
@@ -95,6 +95,8 @@ def collect(nets, prompts, cfg, seed, log=quiet):
     ref_logp = reference_logprobs(nets, rollout, cfg) if cfg.beta else None         # (N, T)
     penalty, kl = kl_penalty(rollout, ref_logp, cfg)      # (N,), 0 unless kl_in = "reward"
     advantages = group_advantages(rewards - penalty, cfg.num_generations, cfg.scale_rewards)
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        advantages = decoupled_advantages(scores, cfg.reward_weights, cfg.num_generations)
 
     mask, policy_mask = loss_masks(rollout, cfg)                                    # (N, T)
     return Batch(rollout, advantages.to(nets.device), mask, policy_mask, ref_logp, completions,
@@ -187,8 +189,8 @@ class Batch:
 
     @functools.cached_property
     def weights(self):
-        """(N,) filled in by tracin.Influence: 0 for a row that it left out of the step. The loss
-        does not read them."""
+        """(N,) factors on the rows' losses, which tracin.Influence fills in during the first pass.
+        """
         return torch.ones_like(self.advantages)
 
     def equal_groups(self, num_generations):
@@ -261,6 +263,14 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
     return advantages.masked_fill(no_lesson, 0).flatten()                           # (N,)
 
 
+def decoupled_advantages(scores, weights, num_generations):
+    """Advantages (N,) from scores (N, K) that are normalised in their group before they are summed,
+    so that none drowns another; the sum is normalised over the batch (GDPO, Liu et al. 2026)."""
+    parts = torch.stack([group_advantages(r, num_generations) for r in scores.T], 1)    # (N, K)
+    r = total_reward(parts.masked_fill(scores.isnan(), math.nan), weights)              # (N,)
+    return ((r - r.nanmean()) / (nanstd(r) + 1e-4)).nan_to_num(0)
+
+
 def nanstd(r):
     """Standard deviation along the last dimension, NaN left out, that dimension kept."""
     n = (~r.isnan()).sum(-1, keepdim=True)
@@ -279,7 +289,7 @@ def all_equal(groups):
 
 
 def reference_logprobs(nets, rollout, cfg):
-    """Log-probs (N, T) of the sampled tokens under the reference."""
+    """Log-probs (N, T) of the chosen tokens under the reference."""
     ref_logp = torch.zeros_like(rollout.logp)
     with autocast(nets.device, nets.dtype):
         for rows in micro_batches(rollout.mask.sum(1), cfg):    # of this process
@@ -293,14 +303,14 @@ def kl_penalty(rollout, ref_logp, cfg):
     None unless kl_in = "reward"."""
     if not cfg.beta or cfg.kl_in != "reward":
         return 0.0, None
-    kl = kl_estimate(rollout.logp, ref_logp, cfg.kl_estimator) * rollout.mask       # (N, T)
-    return cfg.beta * kl.sum(1).cpu(), float(kl.sum() / rollout.mask.sum())
+    kl = kl_estimate(rollout.logp, ref_logp, cfg.kl_estimator) * rollout.chosen     # (N, T)
+    return cfg.beta * kl.sum(1).cpu(), float(kl.sum() / rollout.chosen.sum())
 
 
 def loss_masks(rollout, cfg):
     """Tokens that carry loss (N, T), and which of them carry the policy gradient (N, T), or None
     for all."""
-    mask = rollout.mask
+    mask = rollout.chosen
     if cfg.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
     if cfg.top_entropy_quantile == 1 or not mask.any():
@@ -316,8 +326,7 @@ def loss_masks(rollout, cfg):
 class Step(NamedTuple):
     """An optimizer step: its rows of the batch, and what its loss is divided by.
 
-    The divisors are of the whole step, so that the losses of micro-batches add up. They count rows
-    that influence left out too, unless tracin_normalizer = "kept".
+    The divisors are of the whole step, so that the losses of micro-batches add up.
     """
     epoch: int
     rows: torch.Tensor          # (n,)
@@ -339,15 +348,17 @@ class Forward(NamedTuple):
     batch: Batch                # of these rows
 
 
-def grpo_loss(logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg):
+def grpo_loss(
+        logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg, weights=None):
     """The loss of some rows, a scalar, and its LossTerms.
 
-    logp, old_logp, ref_logp (n, T): log-probs of the sampled tokens under the policy (with
+    logp, old_logp, ref_logp (n, T): log-probs of the chosen tokens under the policy (with
     gradient), under the policy that sampled them, and under the reference (None without a KL).
     advantages (n,). mask (n, T): tokens that carry loss. policy_mask (n, T): those that carry the
     policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
-    micro-batches add up to its loss. Everything stays on the device, so that a GPU is not waited
-    for. Raises ValueError for a field that is missing or of the wrong shape.
+    micro-batches add up to its loss. weights (n,): factors on the rows (None: 1). Everything stays
+    on the device, so that a GPU is not waited for. Raises ValueError for a field that is missing or
+    of the wrong shape.
     """
     check_shapes(logp, old_logp=old_logp, mask=mask, advantages=advantages)
     mask = mask.bool()
@@ -360,14 +371,14 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg
     if policy_mask is not None:
         check_shapes(logp, policy_mask=policy_mask)
         objective = objective * policy_mask
-    policy_loss = aggregate(-objective, mask, step, cfg)                # ()
+    policy_loss = aggregate(-objective, mask, step, cfg, weights)       # ()
     if not cfg.kl_in_loss:
         return policy_loss, LossTerms(policy_loss.detach(), ratio.detach(), None)
 
     check_shapes(logp, ref_logp=ref_logp)
     kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)        # (n, T)
-    weighted_kl = kl * ratio if cfg.use_bias_correction_kl else kl
-    loss = policy_loss + cfg.beta * aggregate(weighted_kl, mask, step, cfg)
+    weighted_kl = kl * ratio if cfg.corrects_kl else kl
+    loss = policy_loss + cfg.beta * aggregate(weighted_kl, mask, step, cfg, weights)
     return loss, LossTerms(policy_loss.detach(), ratio.detach(), kl.detach())
 
 
@@ -413,15 +424,17 @@ def kl_estimate(logp, ref_logp, estimator):
     return torch.expm1(d) - d       # k3
 
 
-def aggregate(x, mask, step, cfg):
+def aggregate(x, mask, step, cfg, weights=None):
     """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by what loss_type says:
 
     grpo, sapo   the tokens of the row, then the rows of the step
     dr_grpo      the rows of the step * max_completion_length
     bnpo         the tokens of these rows: the one type that depends on micro-batches
     dapo, cispo  the tokens of the step
+
+    A new loss_type has its divisor here, and its unit in tracin.Influence.normalizer.
     """
-    x = x * mask
+    x = x * mask if weights is None else x * mask * weights[:, None]
     if cfg.loss_type in ("grpo", "sapo"):
         row_tokens = mask.sum(1).clamp(min=1)                                       # (n,)
         return (x.sum(1) / row_tokens).sum() / step.num_rows
@@ -432,7 +445,7 @@ def aggregate(x, mask, step, cfg):
         return x.sum() / mask.sum().clamp(min=1) * share
     if cfg.loss_type in ("dapo", "cispo"):
         return x.sum() / max(step.num_tokens, 1)
-    raise ValueError(f"loss_type {cfg.loss_type!r}: what is it divided by?")
+    raise ValueError(f"grpo.aggregate: what is loss_type {cfg.loss_type!r} divided by?")
 
 
 def check_shapes(logp, **fields):
@@ -452,10 +465,12 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
     version of it.
     """
     b = batch[rows]
+    weights = batch.weights[rows] if step.epoch > 0 else None   # in the first pass: keep_helpful
 
     def loss_and_terms(logp):
         old_logp = logp.detach() if record_logp else b.rollout.logp
-        return grpo_loss(logp, old_logp, b.ref_logp, b.advantages, b.mask, b.policy_mask, step, cfg)
+        return grpo_loss(
+            logp, old_logp, b.ref_logp, b.advantages, b.mask, b.policy_mask, step, cfg, weights)
 
     # what backward() will start from. The plain head ignores it. The fused head keeps no logits, so
     # it asks for this in the forward, forms its gradients there and hands them out in the backward
@@ -466,7 +481,19 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
     with autocast(nets.device, nets.dtype):
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from)          # (n, T)
     loss, terms = loss_and_terms(logp)
+    if cfg.entropy_coef:
+        loss = loss - cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights)
     return Forward(loss, logp, terms, b)
+
+
+def mean_entropy(nets, policy, b, step, cfg, weights):
+    """Of the tokens with loss, by a forward pass of its own: the share of these rows in the step's
+    mean, whatever loss_type divides by."""
+    with autocast(nets.device, nets.dtype):
+        entropies = completion_entropies(policy, b.rollout, cfg.temperature)        # (n, T)
+    if weights is not None:
+        entropies = entropies * weights[:, None]
+    return (entropies * b.mask).sum() / step.num_tokens
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
@@ -497,8 +524,7 @@ def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
 def optimizer_steps(batch, cfg, seed):
     """num_iterations passes over the rows in mini-batches; those without loss are left out.
 
-    A generator on purpose: in the first pass influence fills in batch.weights, by which the later
-    ones go.
+    A generator on purpose: in the first pass influence fills in batch.weights for the later ones.
     """
     N = len(batch.mask)
     device = batch.mask.device
@@ -511,14 +537,11 @@ def optimizer_steps(batch, cfg, seed):
             generator = torch.Generator().manual_seed(seed_for(seed, epoch))
             rows = rows[torch.randperm(len(rows), generator=generator).to(device)]
         for mini in rows.split(cfg.mini_batch_size or N):
-            all_rows = mini
-            if epoch > 0 and cfg.tracin != "off":   # those that influence kept in the first pass
-                mini = mini[batch.weights[mini] > 0]
-            # what the loss is divided by; in the first pass Influence.normalizer sees to that
-            counted = mini if cfg.tracin_normalizer == "kept" else all_rows
-            num_tokens = int(batch.mask[counted].sum())
-            if num_tokens > 0 and len(mini) > 0:
-                yield Step(epoch, mini, len(counted), num_tokens)
+            num_tokens = int(batch.mask[mini].sum())
+            if epoch > 0 and cfg.tracin != "off" and not batch.weights[mini].any():
+                continue        # influence kept none of them
+            if num_tokens > 0:
+                yield Step(epoch, mini, len(mini), num_tokens)
 
 
 def sort_key(batch, step, cfg):

@@ -32,7 +32,7 @@ def take_apart(nets, cfg, draw_prompts, collect, loss_of, evaluate):
 
     phase("4. loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are "
           "left aside here)")
-    step = SimpleNamespace(num_rows=len(batch.mask), num_tokens=int(batch.mask.sum()))
+    step = SimpleNamespace(epoch=0, num_rows=len(batch.mask), num_tokens=int(batch.mask.sum()))
     ratio = print_loss(nets, cfg, batch, step, loss_of)
 
     phase("5. gradient norms before clipping, and the step")
@@ -84,8 +84,8 @@ def print_loss(nets, cfg, batch, step, loss_of):
         m, = numbers([loss_metrics(out, cfg)])
         policy_loss += m["policy_loss"]
         kl_loss += m["loss"] - m["policy_loss"]
-        mask = batch.rollout.mask[rows]
-        ratios.append((out.logp.detach() - batch.rollout.logp[rows])[mask].exp())
+        chosen = batch.rollout.chosen[rows]
+        ratios.append((out.logp.detach() - batch.rollout.logp[rows])[chosen].exp())
     ratio = torch.cat(ratios)
     share = 100 * abs(kl_loss) / (abs(kl_loss) + abs(policy_loss) + 1e-12)
     print(f"  policy gradient {policy_loss:.6f} + beta * KL {kl_loss:.6f} = loss "
