@@ -14,6 +14,7 @@ import torch
 from config import load_settings
 from data.comments import get_splits
 from data.prompts import load_prompts
+from data.tokenizer import end_tokens
 from judge import as_reward, reward_functions, score
 from judge.train import get_judges
 from model import completion_logprobs
@@ -69,14 +70,13 @@ def evaluate(nets, policy, cfg):
 
 def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
-    eos = nets.tokenizer.eot_token
     prompts = [ids for _, ids in nets.eval_prompts]
     with autocast(nets.device, nets.dtype):
         rollout = generate(
-            policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"), eos=eos,
-            batch_size=AT_ONCE // k * k or k, part=shard(len(prompts)),
-            decode=functools.partial(decode, drop="retire" in cfg.speed))
-    return concatenate(all_gather_rollout(rollout), eos)
+            policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"),
+            eos=end_tokens(nets.tokenizer), batch_size=AT_ONCE // k * k or k,
+            part=shard(len(prompts)), decode=functools.partial(decode, drop="retire" in cfg.speed))
+    return concatenate(all_gather_rollout(rollout), nets.tokenizer.eot_token)
 
 
 def perplexity_under(base, rollout, k):

@@ -9,15 +9,19 @@ N = B * G rows, T tokens in the longest completion, K reward functions, n rows o
 micro-batch. Under torchrun each process handles a share of the rows; metrics, gradients and files
 cover all rows.
 
-The arithmetic is TRL's. This file departs from it on purpose where
-  - old log-probs are always those recorded while sampling, and log-probs are renormalised over the
-    tokens that top-k, top-p and min-p allow, so that the ratio is one of two distributions;
-  - entropies are those of the sampling distribution, over the whole iteration, so that they do not
-    depend on micro-batches;
-  - with mini-batches, dapo and cispo divide by the tokens of the mini-batch, so that a step keeps
-    its size;
-  - a group whose rewards (less the KL, if kl_in = "reward") are all equal gets advantages of
-    exactly 0.
+The arithmetic is TRL's, but for these departures, whose reasons docs/trl.md gives by number:
+   1  old log-probs are always those recorded while sampling
+   2  log-probs are renormalised over the tokens that top-k, top-p and min-p allow
+   3  entropies are those of the sampling distribution, their quantile is the whole iteration's
+   4  with mini-batches dapo and cispo divide by the tokens of the mini-batch
+   5  a group whose rewards are all equal gets advantages of exactly 0
+   6  `kl` is the KL, also where the loss has the KL times the ratio
+   7  metrics are means over the tokens of all micro-batches
+   8  frac_reward_zero_std looks at groups; one with at most one score counts as equal
+   9  the first step of a warm-up has a rate above 0
+  10  ref_model_sync_steps counts iterations
+  11  a mini-batch without a token that carries loss is no step
+  12  entropy_coef takes the mean over all tokens with loss, also with top_entropy_quantile
 Left out: a critic, tools, several turns.
 """
 import contextlib
@@ -34,6 +38,7 @@ from torch.nn.utils import clip_grad_norm_
 from config import load_settings
 from data.comments import get_splits
 from data.prompts import load_prompts
+from data.tokenizer import end_tokens
 from evaluate import evaluate, print_table
 from judge import load_judge, reward_functions, score
 from judge.train import get_judges
@@ -213,14 +218,14 @@ def draw_prompts(prompts, it, num_prompts, seed):
 
 def sample_groups(nets, prompts, cfg, seed):
     """num_generations completions of each prompt -> Rollout of N rows."""
-    eos = nets.tokenizer.eot_token
+    eos = end_tokens(nets.tokenizer)
     with autocast(nets.device, nets.dtype):
         rollout = nets.generate(
             nets.policy, [ids for _, ids in prompts],
             cfg.num_generations, cfg.max_completion_length, seed=seed,
             batch_size=cfg.decode_batch_size, part=shard(len(prompts)), eos=eos,
             temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
-    return concatenate(all_gather_rollout(rollout), eos)
+    return concatenate(all_gather_rollout(rollout), nets.tokenizer.eot_token)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -108,11 +108,15 @@ def concatenate(rollouts, eos):
 
 class Sampling(NamedTuple):
     """How tokens are drawn. Truncation goes top-k, top-p, min-p; the defaults keep all tokens."""
-    eos: int
+    eos: int | tuple        # what ends a completion; the first of several fills what follows it
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    @property
+    def ends(self):
+        return self.eos if isinstance(self.eos, tuple) else (self.eos,)
 
     @property
     def truncates(self):
@@ -172,8 +176,10 @@ def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     r.mask[rows, t] = ~over
     r.logp[rows, t] = logp.masked_fill(over | forced, 0)
     r.entropy[rows, t] = entropy.masked_fill(over | forced, 0)
-    r.tokens[rows, column] = token.masked_fill(over, sampling.eos)
-    r.ended[rows] = over | (token == sampling.eos)
+    r.tokens[rows, column] = token.masked_fill(over, sampling.ends[0])
+    for end in sampling.ends:
+        over = over | (token == end)
+    r.ended[rows] = over
 
 
 # ------------------------------------------------------------------------------------------------
@@ -260,18 +266,18 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     attention_mask = attention_mask[first:end]
 
     vocab_size = model.config.vocab_size if sampling.truncates else None
-    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.eos, vocab_size)
+    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0], vocab_size)
     if forced is not None:
         forced = forced[first * G:end * G].to(device)
         r.chosen = forced < 0
-        r.tokens[:, prompt.shape[1]:] = forced.masked_fill(r.chosen, sampling.eos)
+        r.tokens[:, prompt.shape[1]:] = forced.masked_fill(r.chosen, sampling.ends[0])
     at_once = max(1, batch_size // G) if batch_size else max(1, len(prompt))    # prompts
     for b in range(0, len(prompt), at_once):
         some = slice(b, b + at_once)
         rows = slice(b * G, (b + at_once) * G)      # views of r, filled in place
         decode(model, prompt[some], attention_mask[some], r[rows], noise[rows], sampling)
     r.chosen &= r.mask              # nothing is chosen after the end, and nothing stands there
-    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.mask, sampling.eos)
+    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.mask, sampling.ends[0])
     return trim(r)
 
 

@@ -99,7 +99,7 @@ class Influence:
         target: (Batch, its rows that are the target), or None for the step's own rows. check: hold
         the scores against a plain backward. Fills in batch.influence and batch.weights.
         """
-        cfg, rows = self.cfg, self.step.rows
+        rows = self.step.rows
         generator = torch.Generator().manual_seed(seed)
         found = self.score(target, generator)
         true_grad = self.plain_gradient() if check else None
