@@ -112,8 +112,8 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
     """num_iterations passes over the batch, an optimizer step per mini-batch -> metrics.
 
     target: what influence scores rows against; None: the batch itself. first: the first iteration
-    of a run, which stops if the trainer's log-probs are not the sampler's, and which checks
-    influence against a plain backward.
+    of a run, which stops if the trainer's log-probs are not the sampler's, or if influences do not
+    agree with a plain backward.
     """
     meter = Meter(nets, batch, cfg, log)
     steps_taken = 0

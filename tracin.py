@@ -96,13 +96,14 @@ class Influence:
     def keep_helpful(self, target, seed, check):
         """.grad <- the gradient of the recorded rows that help the target -> metrics.
 
-        target: (Batch, its rows that are the target), or None for the step's own rows. check: hold
-        the scores against a plain backward. Fills in batch.influence and batch.weights.
+        target: (Batch, its rows that are the target), or None for the step's own rows. check: see
+        check_scores. Fills in batch.influence and batch.weights.
         """
         rows = self.step.rows
         generator = torch.Generator().manual_seed(seed)
         found = self.score(target, generator)
-        true_grad = self.plain_gradient() if check else None
+        if check:
+            self.check_scores(found)
 
         weights, fallback = self.weights_of(found.scores, generator)                # (n,)
         kept_grad, batch_grad = self.kept_gradient(weights, found.batch_grad, found.G)
@@ -116,13 +117,28 @@ class Influence:
         self.batch.weights[rows] = weights * factor
 
         # the scores of all rows add up to <gradient of the step, target's gradient>
-        error = invariant_error(found.raw_scores, true_grad or batch_grad, found.G)
+        error = invariant_error(found.raw_scores, batch_grad, found.G)
         metrics = score_metrics(found.scores, weights, fallback)
         metrics["tracin/self_share"] = found.self_share
         metrics["tracin/invariant_error"] = error
         metrics |= halves_metrics(found.halves, self.tape.names) | found.target_metrics
         metrics["tracin/kept_gradients"] = self.share_stored()
         return metrics
+
+    def check_scores(self, found):
+        """Ends the run unless the scores add up to <gradient of the step, target's gradient>, with
+        the first from a plain backward, in which the tape has no part."""
+        # in the micro-batches that were recorded, since bnpo depends on them
+        key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
+        true_grad = self.gradient_of(
+            self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
+        error = invariant_error(found.raw_scores, true_grad, found.G)
+        bound = 5e-2 if self.nets.dtype == torch.bfloat16 else 1e-3
+        if not error <= bound:
+            raise SystemExit(
+                "stopped before the first step: the influences do not add up to the product of "
+                f"ordinary gradients (relative error {error:.1e}, at most {bound:g}); the tape or "
+                "the loss in its units has a bug (or try dtype = 'float32')")
 
     # target
 
@@ -185,12 +201,6 @@ class Influence:
         parts = rows[in_first], rows[~in_first]
         return [self.gradient_of(self.nets, batch, part, step, self.cfg, coef=all_coef)
                 for part in parts]
-
-    def plain_gradient(self):
-        """The gradient of the step's loss, in which the tape had no part."""
-        # in the micro-batches that were recorded, since bnpo depends on them
-        key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
-        return self.gradient_of(self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
 
     # score
 
