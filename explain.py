@@ -113,8 +113,8 @@ def say_shares(z, kept):
     few = max(1, len(z) // 100)
     top = float(share.topk(few).values.sum())
     word = "A few rollouts decide" if top > 0.25 else "Many rollouts count"
-    text = (f"{word}: the {few} of most influence, for or against ({100 * few / len(z):.0f} %), hold "
-            f"{100 * top:.0f} % of it")
+    text = (f"{word}: the {few} of most influence, for or against ({100 * few / len(z):.0f} %), "
+            f"hold {100 * top:.0f} % of it")
     dropped = ~kept
     if dropped.any():
         held = float(share[dropped].sum())
