@@ -837,6 +837,8 @@ def check_exact(model, loss_of, rows, tokens=None, tolerance=0.01):
     loss_of(rows) -> (): the sum of their losses. rows: two or more, in a tensor or a list. tokens:
     see Tape.rows.
     """
+    if len(rows) < 2:
+        raise ValueError(f"{len(rows)} rows: a mean over one is its sum; give two or more")
     with Tape(model) as tape:
         tape.rows(len(rows), tokens)
         loss_of(rows).backward()

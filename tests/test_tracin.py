@@ -1044,6 +1044,12 @@ def test_check_exact_tells_a_sum_over_rows(how, words):
     assert not touched(model) and all(p.grad is None for p in model.parameters())
 
 
+def test_check_exact_needs_two_rows():
+    model, x = net_and_rows()
+    with pytest.raises(ValueError, match="1 rows.* two or more"):
+        tracin.check_exact(model, losses_of(model, "mean over rows"), x[:1])
+
+
 def test_check_exact_of_flattened_tokens():
     """Rows in a list, of unlike lengths; the first has no token with loss."""
     model = gpt()
