@@ -13,6 +13,7 @@ import copy
 import io
 import math
 import os
+import textwrap
 import time
 
 import torch
@@ -36,6 +37,148 @@ METHODS = ("ghost", "brute", "jvp", "finite_difference")
 # what the logs tell
 
 
+def read_log(folder, name, numbers, texts=()):
+    """Rows of a log of a run, without fields that are null. BadInput for what no run writes: a log
+    may have been edited, or come from elsewhere."""
+    path = os.path.join(folder, name)
+    rows = [{k: x for k, x in row.items() if x is not None} for row in read_rows(path)]
+    for i, row in enumerate(rows, 1):
+        odd = [k for k in texts if not is_text(row.get(k))]
+        odd += [k for k in numbers if k in row and not is_number(row[k])]
+        if type(row.get("iteration")) is not int:
+            odd.append("iteration")
+        if odd:
+            found = shorten(repr(row.get(odd[0])))
+            raise BadInput(f"{path}: row {i} has {odd[0]} = {found}, which no run writes")
+    return rows
+
+
+def is_number(x):
+    return type(x) in (int, float) and abs(x) < 1e30
+
+
+def is_text(x):
+    """A lone surrogate has no bytes, and so no tokens."""
+    return type(x) is str and not any("\ud800" <= c <= "\udfff" for c in x)
+
+
+def find_columns(rows, encode):
+    """{name: (n,)} of what rows of samples.jsonl have; NaN where it is unknown."""
+    columns = {}
+    for name in ("reward", "advantage"):
+        values = [row.get(name, math.nan) for row in rows]
+        columns[name] = torch.tensor(values, dtype=torch.float64)
+    columns["|advantage|"] = columns["advantage"].abs()
+    columns["tokens"] = torch.tensor([len(encode(row["completion"])) for row in rows]).double()
+    return columns
+
+
+def own_units(its, influence):
+    """Influence (n,) in the standard deviations of its iteration, since scales drift in a run."""
+    z = influence.clone()
+    for it in its.unique():
+        z[its == it] /= z[its == it].std(correction=0) or 1.0
+    return z
+
+
+def less_mean(its, x):
+    """x (n,) less its mean in the iteration, so that what drifts in a run is not compared."""
+    rest = x.clone()
+    for it in its.unique():
+        rest[its == it] -= x[its == it].nanmean()
+    rounding = 1e-9 * x.nan_to_num().abs().max()
+    return rest.masked_fill(rest.abs() < rounding, 0)
+
+
+def rank_correlation(x, z):
+    """Spearman's, of x and z (n,), NaN in x left out; NaN if there is nothing to compare."""
+    known = ~x.isnan()
+    both = torch.stack([ranks(x[known]), ranks(z[known])])
+    return float(torch.corrcoef(both)[0, 1]) if known.sum() > 1 else math.nan
+
+
+def ranks(x):
+    """Rank of each value; equal values share one, and so stay in one fifth."""
+    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts + 1) / 2)[inverse].double()
+
+
+# in sentences: z (n,) is influence in its own units, columns {name: (n,)} as of find_columns, less
+# their means; each function returns one sentence, or "" where there is nothing to say
+
+
+def say_shares(z, kept):
+    """Do a few rollouts hold the influence, and what did those hold that were dropped?"""
+    share = z.abs() / z.abs().sum().clamp(min=1e-30)
+    few = max(1, len(z) // 100)
+    top = float(share.topk(few).values.sum())
+    word = "A few rollouts decide" if top > 0.25 else "Many rollouts count"
+    text = (f"{word}: the {few} of most influence, for or against ({100 * few / len(z):.0f} %), "
+            f"hold {100 * top:.0f} % of it")
+    dropped = ~kept
+    if dropped.any():
+        held = float(share[dropped].sum())
+        verdict = ", so leaving them out changed little" if held < 0.1 else ""
+        part = float(dropped.double().mean())
+        text += (f"; the {int(dropped.sum())} dropped ({100 * part:.0f} %) held {100 * held:.0f} %"
+                 f"{verdict}")
+    return text + "."
+
+
+def say_target(cosines):
+    """Is the target signal or noise? cosines: of its two halves, by iteration."""
+    if not cosines:
+        return ""
+    mean = sum(cosines) / len(cosines)
+    word = "part signal, part noise"
+    if mean < 0.1:
+        word = "mostly noise, so what is kept is largely chance (more prompts would help)"
+    elif mean > 0.5:
+        word = "mostly signal"
+    third = -(-len(cosines) // 3)
+    first, last = (sum(part) / third for part in (cosines[:third], cosines[-third:]))
+    drift = f", from {first:.2f} early to {last:.2f} late" if abs(first - last) > 0.1 else ""
+    return (f"The target is {word}: the gradients of its two halves have a cosine of {mean:.2f} on "
+            f"average{drift} (0 is noise, 1 is signal).")
+
+
+def say_likeness(z, columns):
+    """Does influence say more than reward and advantage do?"""
+    found = {name: rank_correlation(columns[name], z)
+             for name in ("reward", "advantage", "|advantage|")}
+    found = {name: r for name, r in found.items() if not math.isnan(r)}
+    if not found:
+        return ""
+    like = max(found, key=lambda name: abs(found[name]))
+    word = "says something else than reward and advantage"
+    if abs(found[like]) > 0.8:
+        word = f"says hardly more than {like}"
+    elif abs(found[like]) > 0.4:
+        word = f"goes partly with {like}"
+    numbers = ", ".join(f"{r:+.2f} with {name}" for name, r in found.items())
+    return f"Influence {word}: rank correlation {numbers}."
+
+
+def say_difference(z, columns):
+    """What was different about the helpful? Differences of 0.2 standard deviations and more."""
+    helpful, harmful = z > 0, z < 0
+    if not helpful.any() or not harmful.any():
+        return ""
+    found = []
+    for name, x in columns.items():
+        gap = float(x[helpful].nanmean() - x[harmful].nanmean())
+        spread = float(x[~x.isnan()].std(correction=0))
+        if abs(gap) > 0.2 * spread:
+            more, less = ("more", "fewer") if name == "tokens" else ("higher", "lower")
+            found.append(f"{more if gap > 0 else less} {name} (by {abs(gap):.2g})")
+    if not found:
+        return "The helpful were like the harmful in reward, advantage and length."
+    return f"Compared with the harmful of the same iteration, the helpful had {', '.join(found)}."
+
+
+# in tables
+
+
 def extremes(rows, z, show, names=("helpful", "harmful")):
     """Lines on the `show` rows of highest z (n,) above 0, then on those of lowest z below 0."""
     order = z.argsort(descending=True)
@@ -50,14 +193,10 @@ def extremes(rows, z, show, names=("helpful", "harmful")):
 
 def describe_row(row, z):
     """A row of samples.jsonl in a line; z: its influence in standard deviations."""
-    forms = dict(iteration="", reward=".3f", advantage="+.2f", influence="+.1e", weight=".2g")
-    about = []
-    for name, form in forms.items():
-        if name in row:
-            value = math.nan if row[name] is None else row[name]
-            about.append(f"{name} {value:{form}}")
+    forms = dict(iteration="", reward=".3f", advantage="+.2f", weight=".2g")
+    about = [f"{name} {row[name]:{form}}" for name, form in forms.items() if name in row]
     prompt, completion = shorten(row["prompt"]), shorten(row["completion"])
-    return f"  {z:+7.2f} std, {', '.join(about)}: {prompt!r} -> {completion!r}"
+    return f"  {z:+7.2f}  {', '.join(about)}: {prompt!r} -> {completion!r}"
 
 
 def shorten(text):
@@ -65,29 +204,31 @@ def shorten(text):
 
 
 def relation(x, z, kept):
-    """x, z, kept (n,) -> text: correlations of x and z, then by fifths of x the mean z and the
-    share kept. NaN is skipped."""
+    """x, z, kept (n,) -> text: rank correlation of x and z, then by fifths of x the mean z and the
+    share kept. NaN is skipped; a fifth whose values are all in another one stays blank."""
     known = ~x.isnan()
-    x, z, kept = x[known].double(), z[known].double(), kept[known].double()
-    cells = [f"{correlation(x, z):+10.2f}", f"{correlation(ranks(x), ranks(z)):+10.2f}"]
+    x, z, kept = x[known], z[known], kept[known].double()
+    cells = [f"{rank_correlation(x, z):+10.2f}"]
     fifth = 5 * ranks(x) // len(x)
     for j in range(5):
         here = fifth == j
-        cell = f"{'-':>14}"
+        cell = " " * 14
         if here.any():
             cell = f"{z[here].mean():+8.2f} {100 * kept[here].mean():3.0f} %"
         cells.append(cell)
-    return "".join(cells)
+    return "".join(cells).rstrip()
 
 
-def correlation(x, y):
-    return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
-
-
-def ranks(x):
-    """Rank of each value; equal values share one, and so stay in one fifth."""
-    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts + 1) / 2)[inverse]
+def relations(z, kept, columns):
+    """Lines: a table of relation(), without columns that are all equal."""
+    fifths = "".join(f"{f'fifth {j}':>14}" for j in range(1, 6))
+    lines = [f"  {'':12}{'rank corr':>10}{fifths}"]
+    for name, x in columns.items():
+        if len(x[~x.isnan()].unique()) > 1:
+            lines.append(f"  {name:12}" + relation(x, z, kept))
+        else:
+            lines.append(f"  {name:12} the same in all rollouts of an iteration")
+    return lines
 
 
 OVER_TIME = ("positive_ratio", "selected_ratio", "self_share", "target_cosine", "invariant_error")
@@ -95,33 +236,49 @@ OVER_TIME = ("positive_ratio", "selected_ratio", "self_share", "target_cosine", 
 
 def history(rows):
     """Lines: means of tracin/ metrics over ten stretches of iterations; the largest of the last."""
-    lines = ["  iterations  " + "".join(f"{name:>16}" for name in OVER_TIME)]
+    measured = [name for name in OVER_TIME
+                if any(f"tracin/{name}" in row for row in rows)]
+    if not measured:
+        return ["  metrics.jsonl says nothing of influence"]
+    lines = ["  iterations  " + "".join(f"{name:>16}" for name in measured)]
     n = len(rows)
     for j in range(10):
         part = rows[j * n // 10:(j + 1) * n // 10]
         if not part:
             continue
         cells = ""
-        for name in OVER_TIME:
-            values = [row.get(f"tracin/{name}") for row in part]
-            values = [v for v in values if v is not None] or [math.nan]
-            if name == "invariant_error":
+        for name in measured:
+            values = [row[f"tracin/{name}"] for row in part if f"tracin/{name}" in row]
+            if not values:
+                cells += " " * 16
+            elif name == "invariant_error":
                 cells += f"{max(values):16.0e}"
             else:
                 cells += f"{sum(values) / len(values):16.2f}"
-        lines.append(f"  {part[0]['iteration']:4} to {part[-1]['iteration']:<4}{cells}")
+        lines.append(f"  {part[0]['iteration']:4} to {part[-1]['iteration']:<4}{cells.rstrip()}")
+    if "self_share" not in measured:
+        lines.append("  (self_share is not known for this target)")
     return lines
 
 
-def print_logs(folder, cfg, scored, show):
-    """Sections 1 to 3: the rollouts, influence against the rest, the metrics over time."""
-    its, z, kept = (torch.tensor([row[name] for row in scored]).double()
-                    for name in ("iteration", "influence", "weight"))
-    for it in its.unique():     # scales drift in a run: count in the iteration's own deviations
-        z[its == it] /= z[its == it].std(correction=0) or 1.0
+def print_logs(folder, cfg, scored, metrics, show):
+    """The sentences, then sections 1 to 3: rollouts, influence against the rest, over time."""
+    its, influence, weights = (torch.tensor([row[name] for row in scored], dtype=torch.float64)
+                               for name in ("iteration", "influence", "weight"))
+    z, kept = own_units(its, influence), weights > 0
+    columns = find_columns(scored, get_tokenizer(cfg).encode_ordinary)
+    columns = {name: less_mean(its, x) for name, x in columns.items()}
     num_iterations = len(its.unique())
     print(f"{folder}: {len(scored)} rollouts of {num_iterations} iterations; tracin = "
           f"{cfg.tracin!r}, {cfg.tracin_select} kept")
+    print("Influence is counted in standard deviations of its iteration; above 0 is helpful, below "
+          "it harmful.\n")
+    name = "tracin/target_cosine"
+    cosines = [row[name] for row in metrics if name in row]
+    sentences = [say_shares(z, kept), say_target(cosines), say_likeness(z, columns),
+                 say_difference(z, columns)]
+    for text in filter(None, sentences):
+        print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
 
     print("\n1. Rollouts")
     late = its > its.max() - max(1, num_iterations // 5)
@@ -131,19 +288,12 @@ def print_logs(folder, cfg, scored, show):
     if recent != whole:
         print("\n".join(["  and of late", *recent]))
 
-    print("\n2. Influence against the rest; then its mean and the share kept by fifths, the "
-          "lowest first")
-    fifths = "".join(f"{f'fifth {j}':>14}" for j in range(1, 6))
-    print(f"  {'':12}{'Pearson':>10}{'Spearman':>10}{fifths}")
-    encode = get_tokenizer(cfg).encode_ordinary
-    columns = {name: [math.nan if row[name] is None else row[name] for row in scored]
-               for name in ("reward", "advantage")}
-    columns["tokens"] = [len(encode(row["completion"])) for row in scored]
-    for name, x in columns.items():
-        print(f"  {name:12}" + relation(torch.tensor(x), z, kept > 0))
+    print("\n2. Influence against the rest, each less its mean in the iteration: rank correlation; "
+          "then by\n   fifths, the lowest first, mean influence and share kept")
+    print("\n".join(relations(z, kept, columns)))
 
     print("\n3. Over time")
-    print("\n".join(history(read_rows(os.path.join(folder, "metrics.jsonl")))))
+    print("\n".join(history(metrics)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -248,7 +398,7 @@ def compare(nets, batch, step, target, cfg, recorded, method, count):
         worst = max(error(g, plain[p]) for p, g in scored.G.items())
         print(f"  gradient of the target, tape beside ordinary autograd: error {worst:.1e}")
 
-    record = [recorded[i].get("influence") or 0.0 for i in step.rows.tolist()]
+    record = [recorded[i].get("influence", 0.0) for i in step.rows.tolist()]
     record = torch.tensor(record).double()
     began = time.time()
     influence.tape.dot(scored.G).tolist()
@@ -261,8 +411,14 @@ def compare(nets, batch, step, target, cfg, recorded, method, count):
         return
     chosen = ghost.argsort()[torch.linspace(0, len(ghost) - 1, count).long()].unique()
     found, each = by_method(method, nets, batch, step, cfg, scored, pieces, chosen.tolist())
+    errors = {"the tape": error(ghost[chosen], found),
+              "samples.jsonl": error(record[chosen], found)}
     print(f"  {method + ', float64':27}{len(chosen):9}{each:13.2f}"
-          f"{error(ghost[chosen], found):19.1e}{error(record[chosen], found):18.1e}")
+          f"{errors['the tape']:19.1e}{errors['samples.jsonl']:18.1e}")
+    bound = 5e-2 if nets.dtype == torch.bfloat16 else 1e-3
+    wrong = " and ".join(name for name, x in errors.items() if not x < bound)
+    verdict = f"No: {method} contradicts {wrong}" if wrong else f"Yes: {method} agrees with both"
+    print(f"  {verdict}.")
 
 
 def by_method(method, nets, batch, step, cfg, scored, pieces, chosen):
@@ -338,7 +494,7 @@ def classic(folder, cfg, rows, prompt, completion):
         for i, r in enumerate(rows):
             ids = (encode(r["completion"]) + [tokenizer.eot_token])[:cfg.max_completion_length]
             product = derivative("brute", policy, D, *as_row(encode(r["prompt"]), ids))
-            scores[i] += rate * r.get("weight", 1) * r["advantage"] * product
+            scores[i] += rate * r.get("weight", 1) * r.get("advantage", 0) * product
     return rows, scores
 
 
@@ -356,18 +512,20 @@ def main(argv):
         raise BadInput(USAGE)
     folder, show = argv[0], int(own["show"])
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
-    rows = read_rows(os.path.join(folder, "samples.jsonl"))
+    numbers = ("iteration", "reward", "advantage", "influence", "weight")
+    rows = read_log(folder, "samples.jsonl", numbers, texts=("prompt", "completion"))
     if own["prompt"] or own["completion"]:
         print_culprits(folder, cfg, rows, own["prompt"], own["completion"], show)
         return
     if cfg.tracin == "off":
         raise BadInput(f"{folder}: a run with tracin = 'off' selects nothing; python grpo.py "
                        "config/toxicity_tracin.py does")
-    scored = [row for row in rows if row.get("influence") is not None]
+    scored = [row for row in rows if "influence" in row and "weight" in row]
     if len(scored) < 10:
         raise BadInput(f"{folder}/samples.jsonl: {len(scored)} rollouts with an influence, at "
                        "least 10 are needed")
-    print_logs(folder, cfg, scored, show)
+    metrics = read_log(folder, "metrics.jsonl", [f"tracin/{name}" for name in OVER_TIME])
+    print_logs(folder, cfg, scored, metrics, show)
     check_arithmetic(folder, cfg, rows, own["method"], int(own["rows"]))
 
 

@@ -515,10 +515,11 @@ class Tape:
     """Records a backward over one or several micro-batches, of any model made of Linear, Embedding,
     LayerNorm and RMSNorm.
 
+        check_exact(model, loss_of, rows)       # once: for this model and this loss?
         with Tape(model) as tape:
             for rows in micro_batches:
                 tape.rows(len(rows))
-                loss_of_each(rows).sum().backward()
+                loss_of(rows).backward()        # the sum of the rows' losses, not their mean
         G = tape.gradient()                     # {parameter: tensor}: what .grad would have held
         influence = tape.dot(G)                 # (n,) of each row, in the order recorded
         update = tape.gradient(influence > 0)   # the gradient of some rows
@@ -527,9 +528,10 @@ class Tape:
     rows flattened (M, C), at once or in pieces, rows() is told the row of each token.
 
     Inside the block no parameter gets a .grad: the layers run on detached weights, so that the
-    backward forms activation gradients only. If a parameter still gets a .grad, it was used outside
-    its layer: ValueError names it. Other kinds of layers with parameters raise too. Frozen
-    parameters cost nothing.
+    backward forms activation gradients only. Frozen parameters cost nothing. What the tape cannot
+    do exactly is a ValueError that names it: a parameter used outside its layer, other kinds of
+    layers, other weights in a call (functional_call), hooks on parameters, create_graph=True,
+    reentrant checkpoints.
 
     What is recorded of a layer is one of two things:
       stored       the gradient of each row, formed during the backward in place of their sum. A
@@ -546,15 +548,20 @@ class Tape:
     """
 
     def __init__(self, model, memory=0, fewest=None, all_reduce=lambda tensors: None):
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.model = model
+        self.find_layers()
         if fewest is None:
             fewest = 500 if any(p.is_cuda for p in self.names) else 24
         self.memory = memory
         self.fewest = fewest
         self.all_reduce = all_reduce
-        self.layers = trained_layers(model)     # {module: name}
         self.pool = {}                          # memory of stored gradients, used again
         self.total = None
+
+    def find_layers(self):
+        """Looks up what is trained now."""
+        self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
+        self.layers = trained_layers(self.model)     # {module: name}
 
     def numbered(self, total):
         """Rows have numbers 0 .. total - 1, over all processes; each is recorded once.
@@ -571,12 +578,16 @@ class Tape:
         self.micro_batches = []
         self.room = self.memory
         self.counted = 0            # rows recorded so far
-        self.pending = 0            # calls of rows() since the last backward,
-        self.went_back = False      # and whether there was one since the last call
+        self.find_layers()
+        if not self.names:
+            raise ValueError("no parameter of the model is trained: requires_grad is False in all")
         for p, name in self.names.items():
             if p.grad is not None:
                 raise ValueError(f"{name} has a .grad: zero_grad(set_to_none=True) before "
                                  "recording")
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise ValueError(f"{name} has a hook: it would wait for a .grad, which the tape "
+                                 "does not form; remove it")
         for module, name in self.layers.items():
             if "forward" in vars(module):
                 raise ValueError(f"{name or 'model'}: its forward has been replaced, by another "
@@ -590,12 +601,14 @@ class Tape:
         for module in self.layers:
             del module.forward, module.record_linear
         self.give_back_memory()
-        outside = [name for p, name in self.names.items() if p.grad is not None]
-        if error[0] is None:
-            self.check_all_read()
-            if outside:
-                raise ValueError(f"{outside[0]} is used outside its layer, where the tape cannot "
-                                 "see it")
+        if error[0] is not None:
+            return
+        self.check_all_read()
+        for name, p in self.model.named_parameters():
+            if p.requires_grad != (p in self.names):
+                raise ValueError(f"{name}: its requires_grad was changed while recording")
+            if p in self.names and p.grad is not None:
+                raise ValueError(f"{name} is used outside its layer, where the tape cannot see it")
 
     def give_back_memory(self):
         """Forgets the buffers that this recording did not use and, where that leaves more than
@@ -625,8 +638,6 @@ class Tape:
         index = len(self.micro_batches)
         self.micro_batches.append(MicroBatch(index, which, tokens, token_numbers, {}))
         self.counted += len(which)
-        self.pending = 1 if self.went_back else self.pending + 1
-        self.went_back = False
 
     def check_all_read(self):
         """ValueError unless every layer that saw flattened tokens saw all of them."""
@@ -643,35 +654,35 @@ class Tape:
                 f"{self.layers[module]}: {count} tokens, where rows() was told of {told}")
 
     def recording(self, module):
-        """The module's forward on detached weights. It notes the input a and asks for the gradient
-        b of the output."""
+        """The module's forward on detached weights, which records its input a and the gradient b
+        of its output."""
         plain = module.forward
+        layer = self.layers[module]
+        own = dict(module.named_parameters(recurse=False))
 
         def forward(x):
             if not torch.is_grad_enabled():
                 return plain(x)
-            out, a = run_detached(module, x)
-            micro, part = self.owner(module, x)
-            if not x.requires_grad and isinstance(module, (nn.Linear, nn.Embedding)):
-                a = a.clone()   # autograd does not guard this input: its memory may be used again
-            if not out.requires_grad:
-                # the first layer: on detached weights nothing before it needs a gradient, so its
-                # output starts the graph. Autograd would add up a .grad there, in the memory of b
-                out.requires_grad_()
-                out.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
-                out = out.clone()   # whose hook sees b before it reaches the leaf
-            tokens = out.shape[:-1].numel()
-
-            def hook(b):
-                if part is REENTRANT:
+            for name, p in own.items():
+                if getattr(module, name) is not p:
                     raise ValueError(
-                        f"{self.layers[module]}: flattened tokens under a reentrant checkpoint, "
-                        "where the tape cannot tell which rows they are of; set "
-                        "use_reentrant=False")
-                self.add(module, micro, part, a, b.detach(), tokens)
+                        f"{layer}: its {name} is another tensor than when the recording began; "
+                        "call the model itself, not functional_call")
+            again = torch._C._current_graph_task_id() != -1     # in a backward, by a checkpoint
+            micro, part = (None, None) if again else self.owner(module, x)
+            out, a = run_detached(module, x)
+            tokens = out.shape[:-1].numel()
+            is_own = not x.is_leaf
 
-            out.register_hook(hook)
-            return out
+            def record(a, b):
+                if again:
+                    raise ValueError(
+                        f"{layer}: computed again under a reentrant checkpoint, where the tape "
+                        "cannot tell which rows it is of; set use_reentrant=False")
+                # memory of the caller's, a buffer of inputs for instance, may be used again
+                self.add(module, micro, part, a if is_own else a.clone(), b, tokens)
+
+            return Recorded.apply(out, out.new_empty((), requires_grad=True), a, record)
 
         return forward
 
@@ -687,16 +698,10 @@ class Tape:
         if not self.micro_batches:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
         micro = self.micro_batches[-1]
-        in_backward = torch._C._current_graph_task_id() != -1   # a checkpoint computes again
-        if self.pending > 1 and in_backward:
-            raise ValueError(
-                f"{self.layers[module]}: computed again under a reentrant checkpoint, after "
-                f"{self.pending} calls of rows(): of which rows? Go backward after each forward, "
-                "or set use_reentrant=False")
         is_lookup = type(module) is nn.Embedding
         flattened = x.dim() == (1 if is_lookup else 2)
         if flattened and micro.tokens is not None and not is_lookup:
-            return micro, REENTRANT if in_backward else self.next_slice(module, len(x))
+            return micro, self.next_slice(module, len(x))
         if len(x) != len(micro.numbers) or (flattened and is_lookup):
             raise ValueError(
                 f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the "
@@ -715,7 +720,6 @@ class Tape:
 
     def add(self, module, micro, part, a, b, tokens):
         """Records a layer: the gradient of each row, or a and b."""
-        self.went_back = True
         if len(micro.numbers) == 0:
             return
         all_tokens = tokens if part is None else len(micro.tokens)  # a head in pieces has as many
@@ -886,7 +890,58 @@ class Tape:
         return find
 
 
-REENTRANT = "flattened tokens, computed again in a backward"
+def check_exact(model, loss_of, rows, tokens=None, tolerance=0.01):
+    """ValueError unless one of these rows has the same gradient on a tape, among the others, as
+    autograd gives it alone.
+
+    loss_of(rows) -> (): the sum of their losses. rows: two or more, in a tensor or a list. tokens:
+    see Tape.rows.
+    """
+    if len(rows) < 2:
+        raise ValueError(f"{len(rows)} rows: a mean over one is its sum; give two or more")
+    with Tape(model) as tape:
+        tape.rows(len(rows), tokens)
+        loss_of(rows).backward()
+    i = int(tape.norms(range(len(rows))).argmax())      # another may have no gradient
+    among = torch.cat([tape.per_row(p, [i]).flatten() for p in tape.names]).double()
+    loss = loss_of(rows[i:i + 1])
+    alone = torch.autograd.grad(loss, list(tape.names), materialize_grads=True)
+    alone = torch.cat([g.flatten() for g in alone]).double()
+    scale = float(among @ alone / (alone @ alone))
+    rest = float((among - scale * alone).norm() / among.norm())
+    if not rest < tolerance:
+        raise ValueError(
+            f"row {i} has another gradient among {len(rows)} rows than alone, by {rest:.0%}: do "
+            "rows mix, are they not the first dimension, or is dropout on?")
+    if abs(scale - 1) > tolerance:
+        raise ValueError(
+            f"row {i} has {scale:.3g} times the gradient among {len(rows)} rows that it has alone: "
+            "the loss looks like a mean over rows or tokens; the tape needs their sum")
+
+
+class Recorded(torch.autograd.Function):
+    """The output of a layer, unchanged. Its backward calls record(a, b).
+
+    A node of the graph is given b as the layer would be: after hooks on its output, and operations
+    on it in place. `leaf` () stands in for the parameters: backward() goes there,
+    torch.autograd.grad(loss, x) does not.
+    """
+
+    @staticmethod
+    def forward(ctx, out, leaf, a, record):
+        ctx.mark_dirty(out)         # the same memory
+        ctx.save_for_backward(a)    # so autograd notices if a is changed in place
+        ctx.record = record
+        return out
+
+    @staticmethod
+    def backward(ctx, b):
+        if torch.is_grad_enabled():
+            raise ValueError("create_graph=True: the tape knows no gradient of a gradient")
+        leaf = ctx.next_functions[1][0]
+        if torch._C._will_engine_execute_node(leaf):
+            ctx.record(*ctx.saved_tensors, b)
+        return b, b.new_zeros(()), None, None
 
 
 def trained_layers(model):
@@ -896,7 +951,11 @@ def trained_layers(model):
         if not any(p.requires_grad for p in module.parameters(recurse=False)):
             continue
         known = type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
-        odd = [k for k, _ in module.named_parameters(recurse=False) if k not in ("weight", "bias")]
+        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        odd = [k for k in params if k not in ("weight", "bias")]
+        odd += [f"complex {k}" for k, p in params.items() if p.is_complex()]
+        if len(set(params.values())) < len(params):
+            odd.append("one tensor as weight and bias")
         odd += [k for k in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, k, None)]
         if getattr(module, "padding_idx", None) is not None:
             odd.append("padding_idx")
@@ -929,7 +988,9 @@ def run_detached(module, x):
         return F.embedding(x, weight), x
     if isinstance(module, nn.Linear):
         out = F.linear(x, weight, bias)
-        return out, x.detach().to(out.dtype)
+        a = x.detach().to(out.dtype)
+        # autograd takes some outputs for views, which Recorded cannot change in place
+        return torch.ops.aten._unsafe_view(out, out.shape), a
     shape, eps = module.normalized_shape, module.eps
     if isinstance(module, nn.LayerNorm):
         a = F.layer_norm(x.detach(), shape, eps=eps)

@@ -74,9 +74,9 @@ def of_target(text):
     return [float(x) for x in re.findall(r"gradient of the target.* error (.*)", text)]
 
 
-def edit(folder, change):
-    """change(row) on every row of samples.jsonl, True drops it."""
-    path = os.path.join(folder, "samples.jsonl")
+def edit(folder, change, name="samples.jsonl"):
+    """change(row) on every row of a log, True drops it."""
+    path = os.path.join(folder, name)
     found = [json.loads(line) for line in open(path)]
     with open(path, "w") as f:
         f.writelines(json.dumps(row) + "\n" for row in found if not change(row))
@@ -116,12 +116,16 @@ def test_it_changes_nothing_and_prints_all_sections(run, rows):
     before = content(run("self"))
     text = printed(run("self"))
     assert before == content(run("self"))
-    assert "112 rollouts of 7 iterations" in text and text.count("\n\n") == 4
+    assert "112 rollouts of 7 iterations" in text and text.count("\n\n") == 5
+    head = text.split("\n1. Rollouts")[0]
+    assert [line[:2] for line in head.splitlines()[3:] if line[:2] != "  "] == ["- "] * 4
+    assert " ".join(head.split()).count("standard deviations") == 1
+    assert "nan" not in text and "Yes: brute agrees with both" in text
     assert all(re.search(f"^{i}. ", text, re.M) for i in range(1, 5))
     assert text.count("most helpful") == 2
-    for name in ("reward", "advantage", "tokens"):
-        line, = re.findall(f"^  {name} .*", text, re.M)
-        assert len(re.findall(r"\d+ %| - |-$", line)) == 5
+    for name in ("reward", "advantage", r"\|advantage\|", "tokens"):
+        line, = re.findall(f"^  {name} .*", text.split("\n2. ")[1], re.M)
+        assert 1 <= line.count(" %") <= 5 and " - " not in line
     assert len(re.findall(r"^ +\d+ to \d+ ", text, re.M)) == 7
     metrics = rows(os.path.join(run("self"), "metrics.jsonl"))[-1]
     last = re.findall(r"^ +7 to 7 .*", text, re.M)[0].split()
@@ -134,7 +138,7 @@ def test_lists_are_sorted_in_the_units_of_their_iteration(run, rows):
     text = printed(run("self"), "--show=3", "--method=ghost")
     helpful, harmful = text.split("most harmful")[:2]
     harmful = harmful.split("  and of late")[0].split("\n2.")[0]
-    scores = [[float(x) for x in re.findall(r"([+-]\d+\.\d\d) std", part)]
+    scores = [[float(x) for x in re.findall(r"^ +([+-]\d+\.\d\d)  iteration", part, re.M)]
               for part in (helpful, harmful)]
     assert [len(x) for x in scores] == [3, 3]
     assert scores[0] == sorted(scores[0], reverse=True) and scores[1] == sorted(scores[1])
@@ -147,7 +151,7 @@ def test_lists_are_sorted_in_the_units_of_their_iteration(run, rows):
     best, worst = sorted(z)[:-4:-1], sorted(z)[:3]
     assert scores == [[round(x, 2) for x in best], [round(x, 2) for x in worst]]
     first = samples[max(range(len(z)), key=z.__getitem__)]
-    line = re.findall(r".* std, .*", helpful)[0]
+    line = re.findall(r".*  iteration .*", helpful)[0]
     assert repr(first["completion"]) in line
     assert f"iteration {first['iteration']}," in line and f"reward {first['reward']:.3f}" in line
 
@@ -156,12 +160,99 @@ def test_correlations_and_fifths():
     x = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 9, math.nan])
     cubes = x[:9] ** 3
     words = explain.relation(x, torch.cat([cubes, x[:1]]), torch.tensor([1.0, 0] * 5)).split()
-    assert words[:2] == [f"{torch.corrcoef(torch.stack([x[:9], cubes]))[0, 1]:+.2f}", "+1.00"]
-    assert words[2:5] == ["+4.50", "50", "%"]
+    assert words[:4] == ["+1.00", "+4.50", "50", "%"]
     binary = explain.relation(torch.tensor([0.0, 1] * 5), torch.arange(10.0), torch.ones(10))
-    assert binary.split()[2:] == ["-", "+4.00", "100", "%", "-", "+5.00", "100", "%", "-"]
-    flat = explain.relation(torch.ones(4), torch.arange(4.0), torch.ones(4))
-    assert flat.split()[0] == "+nan"
+    assert binary.split()[1:] == ["+4.00", "100", "%", "+5.00", "100", "%"]
+    assert binary.index("+4.00") == 27 and binary.index("+5.00") == 27 + 2 * 14     # 2nd and 4th
+    unknown = torch.full((4,), math.nan)
+    columns = dict(reward=torch.ones(4), tokens=torch.arange(4.0), advantage=unknown)
+    table = explain.relations(torch.arange(4.0), torch.ones(4), columns)
+    assert [table[i].split(maxsplit=1)[1] for i in (1, 3)] == 2 * [
+        "the same in all rollouts of an iteration"]
+    assert table[2].split()[:2] == ["tokens", "+1.00"]
+
+
+def test_history_leaves_out_what_is_not_known():
+    rows = [{"iteration": i, "tracin/target_cosine": 0.5, "tracin/invariant_error": 1e-7}
+            for i in (1, 2)]
+    del rows[0]["tracin/target_cosine"]
+    lines = explain.history(rows)
+    assert lines[0].split() == ["iterations", "target_cosine", "invariant_error"]
+    assert lines[1].split()[3:] == ["1e-07"] and lines[2].split()[3:] == ["0.50", "1e-07"]
+    assert "self_share is not known" in lines[3]
+
+
+# ------------------------------------------------------------------------------------------------
+# its sentences, where the right one is known
+
+def drawn(n, seed):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_shares_of_a_few_and_of_the_dropped():
+    z = torch.full((200,), 0.5).double()
+    z[100:] = -0.1
+    z[3], z[150] = 30.0, -10.0      # 40 of 99.4
+    held = explain.say_shares(z, z > -0.2)
+    assert held.startswith("A few rollouts decide: the 2 of most influence, for or against (1 %), "
+                           "hold 40 % of it; the 1 dropped (0 %) held 10 %")
+    assert "changed little" not in held
+    z[150] = -0.1
+    held = explain.say_shares(z, z > 0)
+    assert "the 100 dropped (50 %) held 11 %" in held
+    z[100:] = -0.01
+    assert "held 1 %, so leaving them out changed little." in explain.say_shares(z, z > 0)
+    even = explain.say_shares(torch.ones(200), torch.ones(200) > 0)
+    assert even.startswith("Many rollouts count: the 2 ") and even.endswith("hold 1 % of it.")
+
+
+@pytest.mark.parametrize("cosines, words", [
+    ([0.02, -0.03, 0.01, 0.04], "mostly noise, .* cosine of 0.01 on average \\("),
+    ([0.3] * 5, "part signal, part noise: .* 0.30 on average \\("),
+    ([0.8] * 3, "mostly signal"),
+    ([0.1, 0.5, 0.9], "0.50 on average, from 0.10 early to 0.90 late"), ([], "^$")])
+def test_whether_the_target_is_noise(cosines, words):
+    assert re.search(words, explain.say_target(cosines))
+
+
+@pytest.mark.parametrize("plant, words", [
+    (lambda reward, advantage: reward.exp(), "says hardly more than reward: .*1.00 with reward"),
+    (lambda reward, advantage: -reward, "says hardly more than reward: .*-1.00 with reward"),
+    (lambda reward, advantage: advantage + drawn(300, 5), "goes partly with advantage"),
+    (lambda reward, advantage: advantage.abs(), r"says hardly more than \|advantage\|"),
+    (lambda reward, advantage: drawn(300, 6), "says something else than reward and advantage")])
+def test_whether_influence_says_more_than_reward(plant, words):
+    reward, advantage = drawn(300, 1), drawn(300, 2)
+    z = plant(reward, advantage)
+    reward = torch.cat([reward, torch.tensor([math.nan])])
+    advantage, z = (torch.cat([x, torch.zeros(1)]) for x in (advantage, z))
+    columns = {"reward": reward, "advantage": advantage, "|advantage|": advantage.abs(),
+               "tokens": z}     # of which it does not speak
+    found = explain.say_likeness(z, columns)
+    assert re.search(words, found) and "nan" not in found and "tokens" not in found
+    equal = dict.fromkeys(columns, torch.ones(301))
+    assert explain.say_likeness(z, equal) == ""
+
+
+def test_what_was_different_about_the_helpful():
+    """Within an iteration: what rises over a run, influence and reward alike, is no difference."""
+    its = torch.arange(20).repeat_interleave(20)
+    z = torch.where(torch.arange(400) % 20 < its, 1.0, -1.0).double()
+    columns = {"reward": its + 0.1 * drawn(400, 1), "tokens": 20 - 3 * z + drawn(400, 2),
+               "advantage": 0.4 * z + 0.2 * drawn(400, 3), "|advantage|": torch.ones(400).double()}
+    columns = {name: explain.less_mean(its, x) for name, x in columns.items()}
+    found = explain.say_difference(z, columns)
+    words = r"helpful had fewer tokens \(by \d.*\), higher advantage \(by 0.\d+\)\.$"
+    assert re.search(words, found)
+    del columns["tokens"], columns["advantage"]
+    assert "helpful were like the harmful" in explain.say_difference(z, columns)
+    assert explain.say_difference(z.abs(), columns) == ""
+
+
+def test_less_mean_keeps_what_is_equal_equal():
+    its = torch.tensor([1, 1, 1, 2, 2, 2, 2])
+    x = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0, 6.0, math.nan]).double()
+    assert explain.less_mean(its, x)[:6].tolist() == [0, 0, 0, -2, -1, 3]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -195,7 +286,9 @@ def test_methods_agree_in_float64():
 
 def test_a_wrong_record_is_seen(copied):
     edit(copied, lambda row: row.update(influence=-row["influence"]))
-    found = errors(printed(copied))
+    text = printed(copied)
+    found = errors(text)
+    assert "No: brute contradicts samples.jsonl" in text
     assert found["ghost"][0] > 1 and found["brute"][0] < 1e-5 and found["brute"][1] > 1
 
 
@@ -215,7 +308,7 @@ def test_a_wrong_tape_is_seen(run, memory, monkeypatch):
         monkeypatch.setattr(tracin, "layer_dot", lambda module, name, *rest: plain(
             module, name, *rest) * (name != "bias"))
     text = printed(run("self"), f"--tracin_memory={memory}")
-    assert errors(text)["brute"][0] > 1e-3
+    assert errors(text)["brute"][0] > 1e-3 and "No: brute contradicts the tape" in text
     assert len(of_target(text)) == 1 and (of_target(text)[0] > 1e-3) == bool(memory)
 
 
@@ -256,7 +349,7 @@ def test_classic_names_the_rollout_that_is_the_completion(run, rows, name):
     assert f"of {len(near)} rollouts" in text
     speak_for, against = text.split("most against")
     assert f"{prompt!r} -> {completion!r}" in speak_for     # among the first four of 32
-    assert all(x.startswith("-") for x in re.findall(r"(\S+) std", against))
+    assert all(x.startswith("-") for x in re.findall(r"^ +(\S+)  iteration", against, re.M))
 
 
 def test_classic_is_the_sum_over_checkpoints(run, rows):
@@ -314,6 +407,40 @@ def test_refusals(run, copied, tmp_path):
     assert "0 rollouts by" in refusal(copied, "--prompt=a", "--completion=b")
     os.remove(os.path.join(copied, "samples.jsonl"))
     assert "samples.jsonl: cannot be read" in refusal(copied)
+
+
+@pytest.mark.parametrize("name, bad", [
+    ("samples.jsonl", dict(influence="1")), ("samples.jsonl", dict(reward=[0.5])),
+    ("samples.jsonl", dict(advantage=math.nan)), ("samples.jsonl", dict(weight=10 ** 400)),
+    ("samples.jsonl", dict(weight=True)), ("samples.jsonl", dict(iteration=None)),
+    ("samples.jsonl", dict(iteration=1.5)), ("samples.jsonl", dict(prompt=None)),
+    ("samples.jsonl", dict(completion="\ud800")), ("samples.jsonl", dict(completion=7)),
+    ("metrics.jsonl", {"iteration": "1"}), ("metrics.jsonl", {"tracin/target_cosine": "0.5"}),
+    ("metrics.jsonl", {"tracin/invariant_error": {}})])
+def test_rows_that_no_run_writes_are_named(copied, name, bad):
+    edit(copied, lambda row: row["iteration"] == 2 and row.update(bad), name)
+    row = 17 if name == "samples.jsonl" else 2
+    assert re.search(f"{name}: row {row} has {next(iter(bad))} = .*which no run writes",
+                     refusal(copied))
+
+
+def test_fields_that_are_not_there_cost_no_more_than_themselves(copied):
+    def change(row):
+        for field in ("reward", "advantage") if row["iteration"] > 1 else ():
+            del row[field]
+
+    edit(copied, change)
+    text = printed(copied, "--method=ghost")
+    assert "nan" not in text and "rank correlation" in text
+    assert "Which of 32 rollouts" in printed(copied, "--prompt=a", "--completion=b")
+
+    def clear(row):
+        for field in [k for k in row if k.startswith("tracin/")]:
+            del row[field]
+
+    edit(copied, clear, "metrics.jsonl")
+    text = printed(copied, "--method=ghost")
+    assert "The target is" not in text and "metrics.jsonl says nothing of influence" in text
 
 
 def test_another_starting_policy_is_refused(copied):

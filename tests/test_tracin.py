@@ -187,6 +187,35 @@ def inplace():
     return nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
 
 
+def inplace_later():
+    """Autograd gives these outputs as views, in the middle of the network."""
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.ReLU(inplace=True),
+                         nn.Linear(6, 2))
+
+
+class InPlace(nn.Module):
+    """Residuals and positions are added in place, and activations are changed there."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(5, 6)
+        self.wpe = nn.Embedding(3, 6)
+        self.first = nn.Linear(6, 6)
+        self.up = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.rms = nn.RMSNorm(6)
+        self.down = nn.Linear(6, 2, bias=False)
+
+    def forward(self, x):
+        h = self.wte(x)
+        h += self.wpe(torch.arange(3).expand(x.shape))
+        up = self.up(self.first(h.tanh()).relu_())
+        up += h
+        up[:, 1:] *= 2
+        normed = self.norm(up).sigmoid_()
+        return self.down(normed.tanh()).mul_(3) + self.rms(up).sin_().sum(-1, keepdim=True)
+
+
 def normed():
     return nn.Sequential(
         nn.Linear(5, 4), nn.RMSNorm(4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2))
@@ -202,7 +231,6 @@ CASES = {
     "head by time": lambda dtype: text_case(gpt(dtype), line="time"),
     "head in pieces": lambda dtype: text_case(gpt(dtype), at_once=4 * V),
     "checkpointed blocks": lambda dtype: text_case(checkpointed(gpt(dtype), False)),
-    "reentrant blocks": lambda dtype: text_case(checkpointed(gpt(dtype), True)),
     "no bias": lambda dtype: text_case(gpt(dtype, bias=False)),
     "lora": lambda dtype: text_case(perturbed(add_lora(gpt(), 2, 4), dtype, seed=5)),
     "value head": lambda dtype: text_case(
@@ -211,6 +239,10 @@ CASES = {
     "net": lambda dtype: any_case(perturbed(Net(), dtype), noise(8, 5, seed=3).to(dtype)),
     "inplace activation": lambda dtype: any_case(
         perturbed(inplace(), dtype), noise(8, 5).to(dtype)),
+    "inplace activation after a bias": lambda dtype: any_case(
+        perturbed(inplace_later(), dtype), noise(8, 3, 5).to(dtype)),
+    "inplace everywhere": lambda dtype: any_case(
+        perturbed(InPlace(), dtype), torch.arange(24).view(8, 3) % 5),
     "images": lambda dtype: any_case(perturbed(normed(), dtype), noise(8, 3, 2, 5).to(dtype)),
     "llama": lambda dtype: text_case(gpt(dtype, **LLAMA, tied=False)),
     "llama, logits by row": lambda dtype: text_case(
@@ -481,16 +513,20 @@ def test_two_forwards_before_one_backward(way):
     assert error(other.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
 
 
-def test_two_forwards_of_blocks_that_are_computed_again():
-    """Exact, or refused by name: the sum over rows is right in any case, so no invariant can see
-    it."""
-    case, J = text_case(checkpointed(gpt(), True), sizes=(4, 4)), brute("gpt")
-    try:
-        with Tape(case.model) as tape:
-            forwards(tape, case).backward()
-    except ValueError:
-        return
+@every_way
+def test_two_forwards_of_blocks_that_are_computed_again(way):
+    """With other numbers of rows: when a block runs again, rows() has been told of later ones."""
+    case, J = text_case(checkpointed(gpt(), False), sizes=(5, 3)), brute("gpt")
+    with new_tape(case.model, way) as tape:
+        forwards(tape, case).backward()
     assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
+
+
+def test_a_reentrant_checkpoint_is_refused():
+    """Its blocks run in the backward for the first time, perhaps after the next rows()."""
+    case = text_case(checkpointed(gpt(), True))
+    with pytest.raises(ValueError, match="h.1.mlp.*set use_reentrant=False"):
+        record(case)
 
 
 @every_way
@@ -824,6 +860,212 @@ def test_a_planted_bug_in_what_is_kept_breaks_the_invariant(bug, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
+# what models by others do besides layers
+
+class Hooked(nn.Module):
+    """Gradients change on their way: by hooks on outputs, as they are or changed in place, and by
+    one on a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.norm = nn.LayerNorm(6)
+        self.middle = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 2)
+        self.last.register_full_backward_pre_hook(lambda module, grads: (0.7 * grads[0],))
+
+    def forward(self, x):
+        h = self.first(x)
+        h.register_hook(lambda b: 3 * b)
+        h = self.norm(h).tanh()
+        h = self.middle(h).relu_()
+        h.register_hook(lambda b: b.clamp(-0.1, 0.1))
+        h = self.last(h)
+        h.register_hook(lambda b: b * torch.tensor([1.0, -2.0]).to(b))
+        return h
+
+
+class Saliency(nn.Module):
+    """A gradient is asked for in the forward, and is a constant of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        out = self.last(h)
+        s, = torch.autograd.grad(out.sin().sum(), h, retain_graph=True)
+        torch.autograd.backward(out.sum(), inputs=[h], retain_graph=True)
+        return out * s.sum(-1, keepdim=True)
+
+
+@every_way
+@pytest.mark.parametrize("model", [Hooked, Saliency])
+def test_gradients_that_are_changed_or_asked_for_on_the_way(model, way):
+    case = any_case(perturbed(model()), noise(8, 3, 5))
+    tape, J = record(case, way), by_hand(case)
+    assert worst(tape.gradient(), plain(case)) < 1e-10
+    assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
+    assert error(tape.norms(range(8)), J.square().sum(1)) < 1e-10
+
+
+@every_way
+def test_what_is_trained_is_looked_up_when_a_recording_begins(way):
+    case = CASES["net"](torch.float64)
+    case.model.again.requires_grad_(False)
+    tape = new_tape(case.model, way)
+    case.model.requires_grad_(True)
+    case.model.other.requires_grad_(False)
+    record(case, tape=tape)
+    assert worst(tape.gradient(), plain(case)) < 1e-10
+    J = by_hand(case)
+    assert error(tape.dot(tape.gradient()), J @ J.sum(0)) < 1e-10
+
+
+def test_a_leaf_buffer_that_is_used_again():
+    """An input with a gradient of its own, as a soft prompt has: its memory is the caller's."""
+    model, x = perturbed(inplace_later()), noise(8, 3, 5)
+    buffer = torch.empty(4, 3, 5).double().requires_grad_()
+    with Tape(model) as tape:
+        for part in x.split(4):
+            buffer.data.copy_(part)
+            tape.rows(4)
+            model(buffer).sin().sum().backward()
+    assert worst(tape.gradient(), plain(any_case(model, x))) < 1e-12
+
+
+def net_and_rows():
+    return perturbed(inplace_later()), noise(4, 3, 5)
+
+
+def backward_of(model, x, call=None, **how):
+    with Tape(model) as tape:
+        tape.rows(len(x))
+        out = (call or model)(x)
+        out.sin().sum().backward(**how)
+
+
+def test_an_input_that_changes_before_the_backward_is_refused():
+    """As autograd refuses it: the weight's gradient would be of other numbers."""
+    model = nn.ModuleList([nn.Linear(5, 6), nn.Linear(6, 6)]).double()
+
+    def call(x):
+        h = model[0](x)
+        out = model[1](h)
+        h.mul_(2)
+        return out
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward_of(model, noise(4, 3, 5), call)
+    assert not touched(model)
+
+
+def test_other_weights_in_a_call_are_refused():
+    model, x = net_and_rows()
+    others = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="0: its weight is another tensor.*functional_call"):
+        backward_of(model, x, lambda x: functional_call(model, others, x))
+    same = dict(model.named_parameters())
+    backward_of(model, x, lambda x: functional_call(model, same, x))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused(register):
+    model, x = net_and_rows()
+    handle = getattr(model[2].bias, register)(lambda g: None)
+    with pytest.raises(ValueError, match="2.bias has a hook"):
+        backward_of(model, x)
+    handle.remove()
+    backward_of(model, x)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_gradients_are_refused():
+    model, x = net_and_rows()
+    with pytest.raises(ValueError, match="create_graph=True"):
+        backward_of(model, x, create_graph=True)
+
+    def penalised(x):
+        x.requires_grad_()
+        out = model(x)
+        slope, = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.square().sum()
+
+    with pytest.raises(ValueError, match="create_graph=True"):
+        backward_of(model, x, penalised)
+
+
+def test_what_is_frozen_while_recording_is_refused():
+    model, x = net_and_rows()
+
+    def call(x):
+        model[4].requires_grad_(False)
+        return model(x)
+
+    with pytest.raises(ValueError, match="4.weight: its requires_grad was changed"):
+        backward_of(model, x, call)
+
+
+def test_a_model_without_a_trained_parameter_is_refused():
+    model, x = net_and_rows()
+    with pytest.raises(ValueError, match="no parameter of the model is trained"):
+        backward_of(model.requires_grad_(False), x)
+
+
+# ------------------------------------------------------------------------------------------------
+# is it exact for this model and this loss?
+
+def losses_of(model, how):
+    return {
+        "sum": lambda x: model(x).sin().sum(),
+        "mean over rows": lambda x: model(x).sin().sum((1, 2)).mean(),
+        "mean over tokens": lambda x: model(x).sin().mean(),
+        "sum over columns": lambda x: model(x.mT.contiguous().mT).sin().sum(),
+        "rows mix": lambda x: (model(x) - model(x).mean(0)).sin().sum(),
+        "dropout": lambda x: F.dropout(model(x), 0.5).sin().sum()}[how]
+
+
+@pytest.mark.parametrize("how, words", [
+    ("sum", None), ("sum over columns", None),
+    ("mean over rows", r"0.25 times the gradient.* mean over rows"),
+    ("mean over tokens", "0.25 times the gradient.* mean over rows"),
+    ("rows mix", "do rows mix"), ("dropout", "dropout")])
+def test_check_exact_tells_a_sum_over_rows(how, words):
+    torch.manual_seed(0)
+    model, x = net_and_rows()
+    loss_of = losses_of(model, how)
+    if words is None:
+        tracin.check_exact(model, loss_of, x)
+    else:
+        with pytest.raises(ValueError, match=words):
+            tracin.check_exact(model, loss_of, x)
+    assert not touched(model) and all(p.grad is None for p in model.parameters())
+
+
+def test_check_exact_needs_two_rows():
+    model, x = net_and_rows()
+    with pytest.raises(ValueError, match="1 rows.* two or more"):
+        tracin.check_exact(model, losses_of(model, "mean over rows"), x[:1])
+
+
+def test_check_exact_of_flattened_tokens():
+    """Rows in a list, of unlike lengths; the first has no token with loss."""
+    model = gpt()
+    rows = texts(3)
+    rows[0] = (*rows[0][:2], 0.0)
+
+    def loss_of(part, scale=1):
+        return scale * text_loss(model, None, part)[2]().sum()
+
+    owners = text_loss(model, None, rows)[1]
+    tracin.check_exact(model, loss_of, rows, owners)
+    with pytest.raises(ValueError, match="0.333 times the gradient"):
+        tracin.check_exact(model, lambda part: loss_of(part, 1 / len(part)), rows, owners)
+
+
+# ------------------------------------------------------------------------------------------------
 # the memory for gradients of rows
 
 def sized(tape):
@@ -974,6 +1216,12 @@ def test_a_row_of_weight_0_cannot_poison(way, bad):
 # ------------------------------------------------------------------------------------------------
 # errors that name the thing
 
+def shared_bias():
+    norm = nn.LayerNorm(3)
+    norm.bias = norm.weight
+    return norm
+
+
 UNKNOWN = [
     ("Conv1d", lambda: nn.Conv1d(3, 3, 1)),
     ("ParameterList", lambda: nn.ParameterList([torch.ones(1)])),
@@ -985,6 +1233,8 @@ UNKNOWN = [
     ("MultiheadAttention", lambda: nn.MultiheadAttention(4, 2)),
     ("", lambda: nn.utils.spectral_norm(nn.Linear(3, 3))),
     ("LayerNorm", lambda: nn.LayerNorm((2, 3))),
+    ("complex weight", lambda: nn.Linear(3, 3, dtype=torch.complex64)),
+    ("one tensor as weight and bias", shared_bias),
     ("padding_idx", lambda: nn.Embedding(4, 3, padding_idx=2)),
     ("padding_idx", lambda: nn.Embedding(4, 3, padding_idx=0)),
     ("max_norm", lambda: nn.Embedding(4, 3, max_norm=1.0)),
