@@ -265,7 +265,7 @@ def print_logs(folder, cfg, scored, metrics, show):
     """The sentences, then sections 1 to 3: rollouts, influence against the rest, over time."""
     its, influence, weights = (torch.tensor([row[name] for row in scored], dtype=torch.float64)
                                for name in ("iteration", "influence", "weight"))
-    z, kept = own_units(its, influence), weights > 0
+    z, kept = own_units(its, influence), weights != 0
     columns = find_columns(scored, get_tokenizer(cfg).encode_ordinary)
     columns = {name: less_mean(its, x) for name, x in columns.items()}
     num_iterations = len(its.unique())
@@ -394,7 +394,7 @@ def compare(nets, batch, step, target, cfg, recorded, method, count):
     ghost = scored.scores.cpu().double()
     if target is None and cfg.loss_type != "bnpo":      # which depends on how the rows are split
         halves, _, _ = influence.target_gradient((batch, step.rows))
-        plain = {p: (halves[0][p] + halves[1][p]) * scored.scale.get(p, 1) for p in scored.G}
+        plain = {p: sum(half[p] for half in halves) * scored.scale.get(p, 1) for p in scored.G}
         worst = max(error(g, plain[p]) for p, g in scored.G.items())
         print(f"  gradient of the target, tape beside ordinary autograd: error {worst:.1e}")
 
