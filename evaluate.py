@@ -24,6 +24,7 @@ from run.device import autocast, pick_device, pick_dtype
 from run.files import load_file
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.script import BadInput, hash_of, run_script, seed_for
+from run.threads import threads_of, use_threads
 from sample import concatenate, decode, generate
 
 AT_ONCE = 256   # completions that are sampled or scored together
@@ -165,11 +166,12 @@ def main(argv):
         raise BadInput("which run? python evaluate.py out/toxicity [--setting=value ...]")
     cfg, nets, trained, iteration = open_run(argv[0], argv[1:])
     rows = []
-    for done, policy in ((0, nets.base), (iteration, trained)):
-        measures, first = evaluate(nets, policy, cfg)
-        shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
-        samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
-        rows.append(dict(iteration=done, **measures, samples=samples))
+    with use_threads(cfg, nets.device, threads_of(argv[0])):
+        for done, policy in ((0, nets.base), (iteration, trained)):
+            measures, first = evaluate(nets, policy, cfg)
+            shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
+            samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
+            rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)
 
 

@@ -12,6 +12,7 @@ from run.metrics import batch_metrics
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
+from run.threads import Pace, threads_of, use_threads
 
 
 class Run:
@@ -62,6 +63,9 @@ class Run:
                 raise BadInput(
                     f"the processes begin with different weights: out_dir = {self.folder!r} and "
                     f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
+        had = None if done is None else threads_of(self.folder)
+        self.signals.enter_context(use_threads(cfg, nets.device, had))
+        self.pace = Pace("an iteration", nets.device)
         write_run_config(self.folder, cfg, nets.device)
         if self.wandb:
             name = os.path.basename(self.folder)
@@ -108,6 +112,7 @@ class Run:
         each = (time.time() - self.began) / (it + 1 - self.start)
         print_iteration(m, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
+        self.pace.add(seconds)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))
         if self.wandb:
