@@ -169,6 +169,8 @@ class Settings:
     num_eval_prompts: int = 64
     num_eval_generations: int = 25      # per prompt, as in RealToxicityPrompts' expected maximum
     num_shown: int = 4                  # before/after completions printed at the end
+    expect_rise: float = 0.0            # end with a verdict: exit code 1 unless the evaluation's
+                                        # reward rises by at least this; 0: no verdict
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)

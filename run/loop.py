@@ -2,6 +2,7 @@
 A run around its loop: folder, logs, checkpoints, evaluations, signals. The loop is grpo.train.
 """
 import contextlib
+import math
 import os
 import time
 
@@ -134,10 +135,38 @@ class Run:
             self.folder, self.nets, self.cfg, iteration, self.num_tokens, self.base_hash)
 
     def finish(self):
-        """The table of before and after."""
-        if rank_and_size()[0] == 0:
-            self.print_table(read_rows(os.path.join(self.folder, "eval.jsonl")))
+        """The table of before and after, and the verdict where one is expected."""
+        if rank_and_size()[0] > 0:
+            return
+        rows = read_rows(os.path.join(self.folder, "eval.jsonl"))
+        self.print_table(rows)
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
+        if self.cfg.expect_rise:
+            print_verdict(rows, self.cfg)
+
+
+def print_verdict(rows, cfg):
+    """Says whether the reward rose by cfg.expect_rise from the first evaluation to the last. Ends
+    the run with exit code 1 if it did not."""
+    before = reward_of(rows[0], cfg)
+    after = reward_of(rows[-1], cfg)
+    if after - before >= cfg.expect_rise:
+        print(f"verdict: works, the reward rose from {before:.3f} to {after:.3f}")
+        return
+    raise SystemExit(
+        f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
+        f"rise by {cfg.expect_rise:g}. What changed since it did: the loss, the advantage, the "
+        "masks, a setting? `python -m pytest tests/test_algorithm.py` names classic mistakes, "
+        "--debug_step=True prints every number of a step")
+
+
+def reward_of(row, cfg):
+    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing."""
+    total = 0.0
+    for name, weight in zip(cfg.reward_funcs, cfg.reward_weights):
+        found = row[f"rewards/{name}"]
+        total += math.nan if found is None else weight * found
+    return total
 
 
 def sample_rows(it, prompts, batch, cfg):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import grpo as trainer
+from run.loop import print_verdict
 from run.selfcheck import check_method
 from test_algorithm import settings, world
 
@@ -213,3 +214,33 @@ def test_the_run_stops_before_its_first_rollout(
         grpo(tmp_path / "run", "--beta=0.1")
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "it trained, or was about to"
     assert os.listdir(tmp_path / "run") == []
+
+
+# ------------------------------------------------------------------------------------------------
+# the verdict at the end
+
+def test_a_reward_that_does_not_rise_ends_with_exit_code_1(script, tiny, tmp_path):
+    done = script("grpo.py", *tiny.flags, f"--out_dir={tmp_path / 'run'}", "--expect_rise=50",
+                  "--max_iters=1")
+    assert done.returncode == 1
+    assert "verdict: does not work, the reward went from" in done.stderr
+    assert "tests/test_algorithm.py" in done.stderr, "it says nothing of what to look at"
+
+
+def test_a_reward_that_rises_ends_well(grpo, tmp_path):
+    config = tmp_path / "letters.py"
+    config.write_text("def reward(prompts, completions):\n"
+                      "    return [text.count('a') / (1 + len(text)) for text in completions]\n")
+    flags = [config, "--judge=None", "--eval_judge=None", "--max_iters=6", "--learning_rate=0.01"]
+    text = grpo(tmp_path / "run", *flags, "--expect_rise=0.02")
+    assert "verdict: works, the reward rose from" in text.splitlines()[-1]
+    with pytest.raises(SystemExit, match="does not work"):
+        grpo(tmp_path / "other", *flags, "--expect_rise=2", "--num_eval_prompts=2")
+
+
+def test_a_reward_that_is_missing_did_not_rise():
+    cfg = settings()
+    cfg.expect_rise = 0.1
+    rows = [{"rewards/reward": 0.5}, {"rewards/reward": None}]
+    with pytest.raises(SystemExit, match="from 0.500 to nan"):
+        print_verdict(rows, cfg)
