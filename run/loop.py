@@ -9,7 +9,7 @@ import time
 from run.checkpoint import (append_rows, begin_folder, claim_folder, save_checkpoint,
                             write_run_config)
 from run.files import read_rows
-from run.metrics import batch_metrics
+from run.metrics import batch_metrics, rollout_toxicity
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
@@ -109,7 +109,8 @@ class Run:
              "learning_rate": self.nets.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              "epoch": (it + 1) * cfg.num_prompts / len(self.nets.prompts),
-             "step_time": seconds}
+             "step_time": seconds,
+             **rollout_toxicity(it, prompts, batch, self.nets)}
         each = (time.time() - self.began) / (it + 1 - self.start)
         print_iteration(m, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
