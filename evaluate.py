@@ -25,6 +25,7 @@ from run.device import autocast, pick_device, pick_dtype
 from run.files import load_file
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.script import BadInput, hash_of, run_script, seed_for
+from run.threads import threads_of, use_threads
 from sample import concatenate, decode, generate
 
 AT_ONCE = 256   # completions that are sampled or scored together
@@ -44,7 +45,8 @@ def evaluate(nets, policy, cfg):
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
     perplexity = perplexity_under(nets.base, rollout, k)
-    completions = [nets.tokenizer.decode(ids) for ids in rollout.completions()]
+    ids = rollout.completions()
+    completions = [nets.tokenizer.decode(row) for row in ids]
 
     prompts = [text for text, _ in nets.eval_prompts for _ in range(k)]
     mine = shard(len(completions), k)
@@ -61,8 +63,8 @@ def evaluate(nets, policy, cfg):
     for name in nets.judges:
         measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
     measures["perplexity"] = perplexity
-    measures["distinct_1"] = distinct(completions, k, 1)
-    measures["distinct_2"] = distinct(completions, k, 2)
+    measures["distinct_1"] = distinct(ids, k, 1)
+    measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
     return measures, completions[::k]
@@ -100,13 +102,13 @@ def toxicity_measures(name, toxicity):
 
 
 def distinct(completions, k, n):
-    """Share of different n-grams among those of a prompt's k completions; mean over prompts."""
+    """Share of different n-grams of tokens among those of a prompt's k completions, lists of ids;
+    mean over prompts."""
     shares = []
     for i in range(0, len(completions), k):
         grams = []
-        for text in completions[i:i + k]:
-            words = text.split()
-            grams += [tuple(words[j:j + n]) for j in range(len(words) - n + 1)]
+        for ids in completions[i:i + k]:
+            grams += [tuple(ids[j:j + n]) for j in range(len(ids) - n + 1)]
         shares.append(len(set(grams)) / max(len(grams), 1))
     return sum(shares) / len(shares)
 
@@ -165,11 +167,12 @@ def main(argv):
         raise BadInput("which run? python evaluate.py out/toxicity [--setting=value ...]")
     cfg, nets, trained, iteration = open_run(argv[0], argv[1:])
     rows = []
-    for done, policy in ((0, nets.base), (iteration, trained)):
-        measures, first = evaluate(nets, policy, cfg)
-        shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
-        samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
-        rows.append(dict(iteration=done, **measures, samples=samples))
+    with use_threads(cfg, nets.device, threads_of(argv[0])):
+        for done, policy in ((0, nets.base), (iteration, trained)):
+            measures, first = evaluate(nets, policy, cfg)
+            shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
+            samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
+            rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)
 
 

@@ -55,6 +55,7 @@ from run.processes import (all_gather, all_gather_rollout, all_reduce, rank0_fir
 from run.metrics import Meter
 from run.report import check_tape, quiet
 from run.script import BadInput, run_script, seed_for
+from run.selfcheck import check_method
 from sample import Rollout, concatenate, decode, generate
 from tracin import Influence, choose_targets, halves_apart
 
@@ -660,6 +661,7 @@ def prepare(cfg, given, stop=lambda: False):
     if any(all_gather([stop()])):
         raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
     nets = build(cfg, given, base, judges)
+    check_method(nets, cfg, collect, optimizer_steps, loss_of)      # is it still GRPO?
     check_tape(nets, cfg)
     return nets
 

@@ -19,6 +19,7 @@ from run.script import BadInput, run_script
 PANELS = {  # name: title, metric of the solid line, metric of the dashed line
     "reward": ("reward, mean", "reward"),
     "toxicity": ("toxicity, eval judge (dashed: judge)", "eval_judge/toxicity", "judge/toxicity"),
+    "rollouts": ("toxicity of the rollouts, eval judge", "rollouts/toxicity"),
     "kl": ("KL to reference, nats per token", "kl"),
     "entropy": ("entropy, nats per token", "entropy"),
     "length": ("mean length, tokens", "completions/mean_length"),
@@ -57,6 +58,8 @@ def read_run(folder):
     if not os.path.exists(metrics):
         raise BadInput(f"{metrics}: no such file; give the folder of a run, such as out/toxicity")
     curves = read_curves(metrics)
+    if "eval_judge/toxicity" in curves:     # the evaluations have this name too
+        curves["rollouts/toxicity"] = curves.pop("eval_judge/toxicity")
     if os.path.exists(evaluations):
         curves |= read_curves(evaluations)
     if "completions/clipped_ratio" in curves:

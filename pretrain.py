@@ -25,6 +25,7 @@ from run.device import autocast, fast_dtype, pick_device
 from run.files import load_file, load_gpt, save_gpt
 from run.fit import fit
 from run.script import BadInput, seed_for, interrupts, run_script
+from run.threads import use_threads
 from sample import generate
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -50,7 +51,8 @@ def get_policy(cfg, splits, device, stop=lambda: False):
         print(f"policy: {path}")
         return load_gpt(path)
     held_out = [text for text, _ in splits["eval_prompts"]]
-    return pretrain(cfg, path, texts, held_out, num_tokens, device, stop)
+    with use_threads(cfg, device):
+        return pretrain(cfg, path, texts, held_out, num_tokens, device, stop)
 
 
 def load_policy(cfg):

@@ -28,6 +28,9 @@ class Settings:
     out_dir: str = "out/grpo"         # what a run leaves behind
     cache_dir: str = "out/prepared"   # policies and judges made at first use, kept for all runs
     max_iters: int = 100              # each samples num_prompts * num_generations completions
+    # on a CPU; 0: all, or one where that is clearly faster now because another process is busy (or
+    # OMP_NUM_THREADS). Results depend on it; a resumed run keeps its number
+    threads: int = 0
     seed: int = 1                     # of prompts and sampling; the evaluation has its own
     prepare_seed: int = 0             # of the policy and the judges made at first use
     device: str = "auto"              # auto: cuda if there is one, else cpu
@@ -171,6 +174,8 @@ class Settings:
     num_eval_prompts: int = 64
     num_eval_generations: int = 25      # per prompt, as in RealToxicityPrompts' expected maximum
     num_shown: int = 4                  # before/after completions printed at the end
+    expect_rise: float = 0.0            # end with a verdict: exit code 1 unless the evaluation's
+                                        # reward rises by at least this; 0: no verdict
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)

@@ -23,10 +23,11 @@ CHOICES = {
     "tracin_normalizer": ("all", "kept"),
 }
 AT_LEAST = {  # smallest value
-    0: ("max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size", "epsilon",
-        "epsilon_high", "beta", "entropy_coef", "mini_batch_size", "warmup_iters", "max_grad_norm",
-        "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens", "judge_tokens", "num_shown",
-        "weight_decay", "tracin_val_prompts", "tracin_val_size", "tracin_memory"),
+    0: ("threads", "max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size",
+        "epsilon", "epsilon_high", "beta", "entropy_coef", "mini_batch_size", "warmup_iters",
+        "max_grad_norm", "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens",
+        "judge_tokens", "num_shown", "expect_rise", "weight_decay", "tracin_val_prompts",
+        "tracin_val_size", "tracin_memory"),
     1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
         "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
         "vocab_size", "n_layer", "n_head", "n_embd"),

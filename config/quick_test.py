@@ -1,5 +1,5 @@
-# Check that the logic works: a tiny model and a rule as reward, under a minute on two cores. The
-# loss terms must not be zero and the reward must rise. Run it after every change to the algorithm.
+# Check that the logic works: a tiny model and a rule as reward, under a minute on two cores. It
+# ends with a verdict and exit code 0 or 1. Run it after every change to the algorithm.
 #     python grpo.py config/quick_test.py
 out_dir = "out/quick_test"
 n_layer = 2
@@ -18,6 +18,7 @@ judge = None
 eval_judge = None
 num_eval_prompts = 16
 num_eval_generations = 8
+expect_rise = 0.3  # from 0.09; seeds end at 0.83 to 0.92
 
 
 def reward(prompts, completions):

@@ -24,6 +24,7 @@ from run.device import autocast, fast_dtype, pick_device
 from run.files import load_file
 from run.fit import fit
 from run.script import BadInput, interrupts, run_script
+from run.threads import use_threads
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 BATCH_SIZE = 64  # comments
@@ -63,7 +64,8 @@ def prepare_judge(name, cfg, splits, device, stop):
         print(describe(name, load_file(path, "judge")) + f", {path}")
     else:
         held_out = splits["train_prompts"] + splits["eval_prompts"]
-        train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
+        with use_threads(cfg, device):
+            train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
     return path
 
 

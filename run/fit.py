@@ -4,6 +4,7 @@ import os
 import time
 
 from run.files import load_file, save_file
+from run.threads import Pace
 
 PRINT_SECONDS = 10
 SAVE_SECONDS = 20
@@ -28,10 +29,12 @@ def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, s
     about the last 50 steps. Raises KeyboardInterrupt, after saving, once stop() is true.
     """
     start = load_partial(partial, model, optimizers, label, steps)
+    pace = Pace(f"a step of {label}", next(model.parameters()).device, in_a_row=10)
     began = saved = printed = time.time()
     loss_sum = 0.0  # exponential moving average of the loss: loss_sum / weight
     weight = 1e-9
     for step in range(start, steps):
+        step_began = time.time()
         set_rates(optimizers, schedule(step, steps))
         loss = loss_at(step)
         loss.backward()
@@ -42,6 +45,7 @@ def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, s
         loss_sum = 0.98 * loss_sum + 0.02 * loss.detach()
         weight = 0.98 * weight + 0.02
         now = time.time()
+        pace.add(now - step_began)
         if now - printed > PRINT_SECONDS or step + 1 == steps:
             left = (now - began) / (step + 1 - start) * (steps - step - 1)
             print(f"{label}: step {step + 1}/{steps}, loss {float(loss_sum) / weight:.3f}, "

@@ -2,16 +2,18 @@
 A run around its loop: folder, logs, checkpoints, evaluations, signals. The loop is grpo.train.
 """
 import contextlib
+import math
 import os
 import time
 
 from run.checkpoint import (append_rows, begin_folder, claim_folder, save_checkpoint,
                             write_run_config)
 from run.files import read_rows
-from run.metrics import batch_metrics
+from run.metrics import batch_metrics, rollout_toxicity
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
+from run.threads import Pace, threads_of, use_threads
 
 
 class Run:
@@ -62,6 +64,9 @@ class Run:
                 raise BadInput(
                     f"the processes begin with different weights: out_dir = {self.folder!r} and "
                     f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
+        had = None if done is None else threads_of(self.folder)
+        self.signals.enter_context(use_threads(cfg, nets.device, had))
+        self.pace = Pace("an iteration", nets.device)
         write_run_config(self.folder, cfg, nets.device)
         if self.wandb:
             name = os.path.basename(self.folder)
@@ -104,10 +109,12 @@ class Run:
              "learning_rate": self.nets.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              "epoch": (it + 1) * cfg.num_prompts / len(self.nets.prompts),
-             "step_time": seconds}
+             "step_time": seconds,
+             **rollout_toxicity(it, prompts, batch, self.nets)}
         each = (time.time() - self.began) / (it + 1 - self.start)
         print_iteration(m, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
+        self.pace.add(seconds)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))
         if self.wandb:
@@ -129,10 +136,38 @@ class Run:
             self.folder, self.nets, self.cfg, iteration, self.num_tokens, self.base_hash)
 
     def finish(self):
-        """The table of before and after."""
-        if rank_and_size()[0] == 0:
-            self.print_table(read_rows(os.path.join(self.folder, "eval.jsonl")))
+        """The table of before and after, and the verdict where one is expected."""
+        if rank_and_size()[0] > 0:
+            return
+        rows = read_rows(os.path.join(self.folder, "eval.jsonl"))
+        self.print_table(rows)
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
+        if self.cfg.expect_rise:
+            print_verdict(rows, self.cfg)
+
+
+def print_verdict(rows, cfg):
+    """Says whether the reward rose by cfg.expect_rise from the first evaluation to the last. Ends
+    the run with exit code 1 if it did not."""
+    before = reward_of(rows[0], cfg)
+    after = reward_of(rows[-1], cfg)
+    if after - before >= cfg.expect_rise:
+        print(f"verdict: works, the reward rose from {before:.3f} to {after:.3f}")
+        return
+    raise SystemExit(
+        f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
+        f"rise by {cfg.expect_rise:g}. What changed since it did: the loss, the advantage, the "
+        "masks, a setting? `python -m pytest tests/test_algorithm.py` names classic mistakes, "
+        "--debug_step=True prints every number of a step")
+
+
+def reward_of(row, cfg):
+    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing."""
+    total = 0.0
+    for name, weight in zip(cfg.reward_funcs, cfg.reward_weights):
+        found = row[f"rewards/{name}"]
+        total += math.nan if found is None else weight * found
+    return total
 
 
 def sample_rows(it, prompts, batch, cfg):

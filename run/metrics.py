@@ -8,8 +8,11 @@ import math
 
 import torch
 
-from run.processes import all_gather
+from run.processes import all_gather, shard
 from tracin import std
+
+JUDGE_SHARE = 0.02      # of an iteration's cost
+FEWEST_JUDGED = 32      # rows, for a mean that says something
 
 
 class Meter:
@@ -169,6 +172,48 @@ def sampling_metrics(logp_diff):
         "sampling/importance_sampling_ratio/min": logp_diff.min().exp(),
         "sampling/importance_sampling_ratio/mean": logp_diff.exp().mean(),
         "sampling/importance_sampling_ratio/max": logp_diff.max().exp()}])[0]
+
+
+@torch.no_grad()
+def rollout_toxicity(it, prompts, batch, nets):
+    """Mean toxicity of an iteration's rollouts by the eval judge, which training never sees.
+
+    {} without that judge, and where it is not this iteration's turn: see rows_to_judge.
+    """
+    judge = nets.judges.get("eval_judge")
+    if judge is None:
+        return {}
+    N = len(batch.completions)
+    n, every = rows_to_judge(N, weights_of(nets.policy), weights_of(getattr(judge, "model", None)))
+    if it % every:
+        return {}
+    chosen = [i * N // n for i in range(n)][shard(n)]
+    group = N // len(prompts)
+    texts = [prompts[i // group][0] for i in chosen]
+    log_odds = all_gather(judge(texts, [batch.completions[i] for i in chosen]))
+    return {"eval_judge/toxicity": float(torch.sigmoid(log_odds).mean())}
+
+
+def rows_to_judge(N, policy_weights, judge_weights):
+    """(rows of an iteration's N that the eval judge reads, every how many iterations) so that it
+    costs about JUDGE_SHARE of the iteration.
+
+    By arithmetic and not by time, so that a run that goes on has the same metrics. A row costs the
+    judge 2 operations per weight and token, and the policy 8: it samples, goes forward, backward.
+    """
+    budget = N
+    if judge_weights:
+        budget = min(N, JUDGE_SHARE * N * 8 * policy_weights / (2 * judge_weights))
+    n = min(N, max(FEWEST_JUDGED, int(budget)))
+    return n, math.ceil(n / budget)
+
+
+def weights_of(model):
+    """Number of weights but those of embeddings, whose lookup costs nothing. 0 without a model."""
+    if model is None:
+        return 0
+    return sum(p.numel() for m in model.modules() if not isinstance(m, torch.nn.Embedding)
+               for p in m.parameters(recurse=False))
 
 
 def batch_metrics(batch, cfg):

@@ -21,7 +21,7 @@ import grpo
 import model
 import sample as sampling
 from config import Settings, load_settings
-from evaluate import evaluate
+from evaluate import distinct, evaluate
 from grpo import (
     Forward, Step, collect, decoupled_advantages, draw_prompts, gradient_of, group_advantages,
     grpo_loss, kl_estimate, learning_rate, loss_of, sync_reference, total_reward, update)
@@ -1598,16 +1598,35 @@ def test_expected_maximum_is_within_a_prompt():
     assert row["judge/any_toxic"] == .5 and row["judge/toxic_share"] == 2 / 8
 
 
-@pytest.mark.parametrize("texts, distinct_1, distinct_2", [
+@pytest.mark.parametrize("completions, distinct_1, distinct_2", [
     # pairs do not reach across completions
-    (["a b a", "a b", "", "c"], (2 / 5 + 1) / 2, (2 / 3 + 0) / 2),
-    (["a a a a", "a a a a", "a b", "c d"], (1 / 8 + 1) / 2, (1 / 6 + 1) / 2),
-    (["a", "a", "a", "a"], 1 / 2, 0), (["", "", "", ""], 0, 0)])
-def test_distinct(texts, distinct_1, distinct_2):
-    row, first = measured(gpt(), settings(num_eval_generations=2), prompts=PROMPTS[:2],
-                          tokenizer=telling(texts))
-    assert (row["distinct_1"], row["distinct_2"]) == pytest.approx((distinct_1, distinct_2))
-    assert first == texts[::2]
+    ([[1, 2, 1], [1, 2], [], [3]], (2 / 5 + 1) / 2, (2 / 3 + 0) / 2),
+    ([[1, 1, 1, 1], [1, 1, 1, 1], [1, 2], [3, 4]], (1 / 8 + 1) / 2, (1 / 6 + 1) / 2),
+    ([[1], [1], [1], [1]], 1 / 2, 0), ([[], [], [], []], 0, 0)])
+def test_distinct(completions, distinct_1, distinct_2):
+    found = [distinct(completions, 2, n) for n in (1, 2)]
+    assert found == pytest.approx([distinct_1, distinct_2])
+
+
+def test_a_text_that_repeats_itself_without_a_space_is_not_diverse():
+    tokenizer = load_tokenizer(512)
+
+    def pairs(texts):
+        return distinct([tokenizer.encode_ordinary(text) for text in texts], 2, 2)
+
+    collapsed = pairs(["edededededededed", "ededededededed"])
+    usual = pairs(["the cat likes the train", "your river sees our song"])
+    assert collapsed < 0.2 < 0.9 < usual, (collapsed, usual)
+
+
+def test_distinct_counts_the_tokens_of_the_rollout():
+    policy, cfg = gpt(), settings(num_eval_generations=3)
+    row, _ = measured(policy, cfg)
+    rollout = generate(policy, [ids for _, ids in PROMPTS], 3, 8, eos=END,
+                       seed=seed_for("evaluation"))
+    ids = rollout.completions()
+    assert 0 < row["distinct_1"] == distinct(ids, 3, 1) < 1
+    assert row["distinct_2"] == distinct(ids, 3, 2)
 
 
 def test_evaluation_repeats_itself_and_touches_nothing():

@@ -240,9 +240,9 @@ def test_panels_are_those_asked_for_in_that_order(run):
 def test_panels_are_by_default_those_with_data(run, plain):
     usual = ["reward", "kl", "entropy", "length", "ended", "grad_norm", "loss"]
     assert list(figure_of(plain)[1]) == usual
-    here = [panel for panel in plot.PANELS if panel != "rollouts"]
-    assert list(figure_of(run)[1]) == here
-    assert list(figure_of(plain, run)[1]) == list(plot.PANELS)
+    drawn = [panel for panel in plot.PANELS if panel != "rollouts"]
+    assert list(figure_of(run)[1]) == drawn
+    assert list(figure_of(plain, run)[1]) == drawn
 
 
 @needs_matplotlib
@@ -397,3 +397,14 @@ def test_usage_without_arguments(script):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: usage: python plot.py RUN")
     assert done.stderr.count("\n") == 1
+
+
+@needs_matplotlib
+def test_toxicity_of_the_rollouts_has_a_panel_of_its_own(tmp_path):
+    rows = [{"iteration": i, "eval_judge/toxicity": 0.5 / i} for i in (1, 2, 3)]
+    folder = make_run(tmp_path / "both", rows, [eval_row(0), eval_row(3)])
+    _, axes = figure_of(folder)
+    rollouts = lines_of(axes["rollouts"])["both", "rollouts/toxicity"]
+    evaluations = lines_of(axes["toxicity"])["both", "eval_judge/toxicity"]
+    assert [list(x[0]) for x in (rollouts, evaluations)] == [[1, 2, 3], [0, 3]]
+    assert list(rollouts[1]) == [0.5, 0.25, 0.5 / 3]
