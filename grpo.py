@@ -377,14 +377,15 @@ def grpo_loss(
     if policy_mask is not None:
         check_shapes(logp, policy_mask=policy_mask)
         objective = objective * policy_mask
-    policy_loss = aggregate(-objective, mask, step, cfg, weights)       # ()
+    w = 1.0 if weights is None else weights[:, None]                    # (n, 1)
+    policy_loss = aggregate(-objective * w, mask, step, cfg)            # ()
     if not cfg.kl_in_loss:
         return policy_loss, LossTerms(policy_loss.detach(), ratio.detach(), None)
 
     check_shapes(logp, ref_logp=ref_logp)
     kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)        # (n, T)
     weighted_kl = kl * ratio if cfg.corrects_kl else kl
-    loss = policy_loss + cfg.beta * aggregate(weighted_kl, mask, step, cfg, weights)
+    loss = policy_loss + cfg.beta * aggregate(weighted_kl * w, mask, step, cfg)
     return loss, LossTerms(policy_loss.detach(), ratio.detach(), kl.detach())
 
 
@@ -430,7 +431,7 @@ def kl_estimate(logp, ref_logp, estimator):
     return torch.expm1(d) - d       # k3
 
 
-def aggregate(x, mask, step, cfg, weights=None):
+def aggregate(x, mask, step, cfg):
     """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by what loss_type says:
 
     grpo, sapo   the tokens of the row, then the rows of the step
@@ -440,7 +441,7 @@ def aggregate(x, mask, step, cfg, weights=None):
 
     A new loss_type has its divisor here, and its unit in tracin.Influence.normalizer.
     """
-    x = x * mask if weights is None else x * mask * weights[:, None]
+    x = x * mask
     if cfg.loss_type in ("grpo", "sapo"):
         row_tokens = mask.sum(1).clamp(min=1)                                       # (n,)
         return (x.sum(1) / row_tokens).sum() / step.num_rows

@@ -200,7 +200,8 @@ def planted_rollout(padding):
     mask = position < length
     return Rollout(
         tokens=torch.cat([number, sampled], 1), mask=mask, chosen=mask,
-        logp=planted_logp(padding) * mask, attention_mask=torch.ones(N, 1 + T, dtype=torch.bool), entropy=torch.ones(N, T),
+        logp=planted_logp(padding) * mask, entropy=torch.ones(N, T),
+        attention_mask=torch.ones(N, 1 + T, dtype=torch.bool),
         ended=torch.ones(N, dtype=torch.bool))
 
 
