@@ -78,8 +78,12 @@ def folder_of(path):
 def load_gguf(path):
     metadata, tensors = read_gguf(path)
     kind, config = config_from_json(config_of_gguf(metadata, tensors), path)
+    hs = config.head_dim or config.n_embd // config.n_head
+    turned = metadata.get(f"{kind}.rope.dimension_count", hs)
+    if turned != hs:
+        raise BadInput(f"{path}: {kind}.rope.dimension_count = {turned!r:.100}: must be all {hs} "
+                       "channels of a head")
     if kind == "llama":
-        hs = config.head_dim or config.n_embd // config.n_head
         for name, x in tensors.items():
             whole_heads = x.dim() == 2 and len(x) and len(x) % hs == 0
             if whole_heads and re.search(r"attn_[qk]\.weight$", name):
@@ -97,7 +101,6 @@ def config_of_gguf(metadata, tensors):
     epsilon = value("attention.layer_norm_rms_epsilon")
     if isinstance(epsilon, float):  # a float32 in the file
         epsilon = float(f"{epsilon:.6g}")
-    rope_type = value("rope.scaling.type")
     wte = tensors.get("token_embd.weight", torch.empty(0))
     return dict(
         architectures=[ARCHITECTURES.get(str(kind), kind)],
@@ -111,9 +114,19 @@ def config_of_gguf(metadata, tensors):
         max_position_embeddings=value("context_length"),
         rms_norm_eps=epsilon,
         rope_theta=value("rope.freq_base"),
-        rope_type=None if rope_type == "none" else rope_type,
+        rope_scaling=rope_of_gguf(value),
+        is_causal=value("attention.causal"),
         tie_word_embeddings="output.weight" not in tensors,
     )
+
+
+def rope_of_gguf(value):
+    """What a config.json would say under rope_scaling. A factor without a type is a linear one."""
+    kind = value("rope.scaling.type")
+    factor = value("rope.scaling.factor") or value("rope.scale_linear")
+    if kind is None and factor not in (None, 0, 1):
+        kind = "linear"
+    return None if kind in (None, "none") else dict(rope_type=kind)
 
 
 def uninterleave(x, hs):
