@@ -286,10 +286,11 @@ def read_rope_dict(content, rope):
 def rope_number(content, rope, key, default=None):
     """A positive number that stands in `rope`, or beside it in `content`, or in both."""
     values = [part[key] for part in (rope, content) if part.get(key) is not None] or [default]
-    if any(value != values[0] for value in values):
-        raise ValueError(f"{key} = {short(values[0])} contradicts {key} = {short(values[1])}")
-    if type(values[0]) not in (int, float) or not 0 < values[0] < 1e18:
-        raise ValueError(f"{key} = {short(values[0])}")
+    for value in values:
+        if type(value) not in (int, float) or not 0 < value < 1e18:
+            raise ValueError(f"{key} = {short(value)}")
+    if values[0] != values[-1]:
+        raise ValueError(f"{key} = {values[0]} contradicts {key} = {values[-1]}")
     return values[0]
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import tiktoken
 
 from data.tokenizer import GPT2_PATTERN, byte_alphabet, load_tokenizer
+from hub.layouts import short
 from hub.tensors import gguf_metadata
 from run.files import read_json
 from run.script import BadInput, run_script
@@ -108,7 +109,7 @@ def rank_tokens(source, vocabulary, merges):
         token = "".join(pair)
         known = {*pair, token} <= vocabulary.keys()
         if len(pair) != 2 or not known or not set(token) <= BYTE_OF.keys():
-            raise BadInput(f"{source}: merge {number}, {merge!r}, is not of two tokens of the "
+            raise BadInput(f"{source}: merge {number}, {short(merge)}, is not of two tokens of the "
                            "vocabulary to a third")
         tokens[token] = None
     return list(tokens)
@@ -119,21 +120,21 @@ def check_ids(source, vocabulary, token_of, eos):
     if not whole or len(token_of) < len(vocabulary):
         raise BadInput(f"{source}: ids must be whole numbers from 0, each given once")
     if type(eos) is not int or eos not in token_of:
-        raise BadInput(f"{source}: end token {eos!r} is not in the vocabulary")
+        raise BadInput(f"{source}: end token {short(eos)} is not in the vocabulary")
 
 
 def make_core(source, pattern, ranks):
     """tiktoken.Encoding of a pattern and {bytes: rank}. BadInput for a pattern that loses text."""
-    short = repr(pattern)[:200]
     try:
         core = tiktoken.Encoding(source, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     except ValueError as e:
-        why = str(e)[:200]
-        raise BadInput(f"{source}: the regular expression {short} is not one ({why})") from e
+        raise BadInput(f"{source}: the regular expression {short(pattern)} is not one "
+                       f"({str(e)[:200]})") from e
     with no_panic(source):
         ids = core.encode_ordinary(PROBE)
     if core.decode(ids) != PROBE:
-        raise BadInput(f"{source}: the regular expression {short} leaves parts of a text out")
+        raise BadInput(f"{source}: the regular expression {short(pattern)} leaves parts of a text "
+                       "out")
     return core
 
 
@@ -185,9 +186,9 @@ def read_tokenizer(folder):
         return Tokenizer(path, vocabulary, merges, pattern, nfc=nfc, **special)
     except BadInput:
         raise
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
         raise BadInput(f"{path}: not a tokenizer file as published "
-                       f"({type(e).__name__}: {e})") from e
+                       f"({type(e).__name__}: {str(e)[:200]})") from e
 
 
 def read_vocab_and_merges(folder, config):
@@ -200,7 +201,7 @@ def read_vocab_and_merges(folder, config):
     kind = config.get("model_type", "gpt2")
     if kind not in ("gpt2", "gpt_neo", "roberta"):
         raise BadInput(f"{folder}: tokenizer.json is missing, and vocab.json does not say how "
-                       f"{kind!r} cuts text")
+                       f"{short(kind)} cuts text")
     with open(path, encoding="utf-8", newline="\n") as f:
         lines = [line.strip() for line in f]
     return vocabulary, [line for line in lines if line and not line.startswith("#version")]
@@ -269,9 +270,9 @@ def gguf_tokenizer(metadata, source="the GGUF file"):
         return metadata.get(f"tokenizer.ggml.{key}")
 
     model, pre = value("model"), value("pre")
-    if model != "gpt2" or pre not in GGUF_PATTERNS:
-        raise BadInput(f"{source}: tokenizer.ggml.model = {model!r}, pre = {pre!r}: must be "
-                       f"'gpt2' and one of {', '.join(GGUF_PATTERNS)}")
+    if model != "gpt2" or str(pre) not in GGUF_PATTERNS:
+        raise BadInput(f"{source}: tokenizer.ggml.model = {short(model)}, pre = {short(pre)}: "
+                       f"must be 'gpt2' and one of {', '.join(GGUF_PATTERNS)}")
     tokens, merges = value("tokens"), value("merges")
     for texts in (tokens, merges):
         if type(texts) is not list or not all(type(text) is str for text in texts):

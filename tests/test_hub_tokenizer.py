@@ -294,7 +294,8 @@ def test_no_folder_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(model="llama"), dict(pre="tekken"), dict(pre=None), dict(tokens=None), dict(tokens=[1, 2]),
+    dict(model="llama"), dict(pre="tekken"), dict(pre=None), dict(pre=["gpt-2"]),
+    dict(tokens=None), dict(tokens=[1, 2]),
     dict(merges=3),
     dict(merges=["a"]), dict(eos_token_id=None), dict(eos_token_id=99), dict(eos_token_id=[2])])
 def test_gguf_metadata_that_is_not_understood_is_named(changes):

@@ -31,8 +31,8 @@ LLAMA = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, interme
 LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=32.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=30)
 SHAPES = {
-    "llama 3.2": ("Llama", LLAMA | dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
-                                        rope_parameters=LLAMA3)),
+    "llama 3.2": ("Llama", LLAMA | dict(num_key_value_heads=2, head_dim=16,
+                                        tie_word_embeddings=True, rope_parameters=LLAMA3)),
     "qwen2, llama 3's rope": ("Qwen2", LLAMA | dict(num_key_value_heads=2,
                                                     rope_parameters=LLAMA3)),
     "gpt2 by erf": ("GPT2", dict(n_embd=32, n_layer=3, n_head=4, n_positions=64,
