@@ -51,11 +51,13 @@ class Tokenizer:
     vocabulary: {token: id}. merges: "left right" or [left, right], as the files write them.
     Entries that are neither a byte nor made by a merge, such as special tokens, are decoded and
     never encoded. A byte without an entry is left out, and its neighbours are not joined.
-    nfc: text is brought to Unicode's form C first. BadInput names `source`.
+    nfc: text is brought to Unicode's form C first. words: tokens that a whole word becomes, even if
+    no merge makes them (Llama 3's ignore_merges). BadInput names `source`.
     """
 
-    def __init__(self, source, vocabulary, merges, pattern, *, eos, bos=None, pad=None, nfc=False):
-        tokens = rank_tokens(source, vocabulary, merges)
+    def __init__(self, source, vocabulary, merges, pattern, *, eos, bos=None, pad=None, nfc=False,
+                 words=()):
+        tokens = rank_tokens(source, vocabulary, merges, words)
         token_of = {i: token for token, i in vocabulary.items()}
         check_ids(source, vocabulary, token_of, eos)
         ranks = {to_bytes(token): rank for rank, token in enumerate(tokens)}
@@ -98,10 +100,11 @@ def to_bytes(token):
     return token.encode("utf-8", "replace")
 
 
-def rank_tokens(source, vocabulary, merges):
-    """The tokens that encoding can make, by rank: the bytes, then what each merge makes.
+def rank_tokens(source, vocabulary, merges, words):
+    """The tokens that encoding can make, by rank: the bytes, what each merge makes, the words.
 
-    Where two merges make the same token, the first counts.
+    Where two merges make the same token, the first counts. tiktoken would also make a word of two
+    tokens inside a longer one, so a word that is two tokens must be a merge.
     """
     tokens = dict.fromkeys(BYTE_OF)
     for number, merge in enumerate(merges, 1):
@@ -112,6 +115,12 @@ def rank_tokens(source, vocabulary, merges):
             raise BadInput(f"{source}: merge {number}, {short(merge)}, is not of two tokens of the "
                            "vocabulary to a third")
         tokens[token] = None
+    for word in words:
+        halves = ((word[:i], word[i:]) for i in range(1, len(word)))
+        if word not in tokens and any({*pair} <= vocabulary.keys() for pair in halves):
+            raise BadInput(f"{source}: ignore_merges: no merge makes the token {short(word)}, but "
+                           "two tokens could")
+        tokens[word] = None
     return list(tokens)
 
 
@@ -170,11 +179,11 @@ def read_tokenizer(folder):
     try:
         whole = read_json(path, missing={})
         if whole:
-            vocabulary, merges, pattern, nfc = read_whole(path, whole)
+            vocabulary, merges, pattern, nfc, words = read_whole(path, whole)
         else:
             path = os.path.join(folder, "merges.txt")
             vocabulary, merges = read_vocab_and_merges(folder, files["config.json"])
-            pattern, nfc = GPT2_PATTERN, False
+            pattern, nfc, words = GPT2_PATTERN, False, ()
         if files["tokenizer_config.json"].get("add_prefix_space"):
             raise BadInput(f"{folder}: add_prefix_space = true in tokenizer_config.json is not "
                            "supported")
@@ -183,7 +192,7 @@ def read_tokenizer(folder):
         if special["eos"] is None:
             raise BadInput(f"{folder}: no end token; name eos_token in tokenizer_config.json or "
                            "eos_token_id in config.json")
-        return Tokenizer(path, vocabulary, merges, pattern, nfc=nfc, **special)
+        return Tokenizer(path, vocabulary, merges, pattern, nfc=nfc, words=words, **special)
     except BadInput:
         raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
@@ -208,7 +217,7 @@ def read_vocab_and_merges(folder, config):
 
 
 def read_whole(path, content):
-    """(vocabulary, merges, pattern, nfc) of a tokenizer.json. BadInput names what is not known."""
+    """(vocabulary, merges, pattern, nfc, words) of a tokenizer.json. BadInput for what is odd."""
     model = content["model"]
     normalizer = content.get("normalizer")
     added = content.get("added_tokens", [])
@@ -223,9 +232,13 @@ def read_whole(path, content):
             unknown["added token of blanks"] = token["content"]
     if unknown:
         raise BadInput(f"{path}: not byte-level BPE as known here: {str(unknown)[:300]}")
-    vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
+    special = {token["content"]: token["id"] for token in added}
+    words = ()
+    if model.get("ignore_merges"):
+        words = [token for token in model["vocab"]
+                 if token not in special and set(token) <= BYTE_OF.keys()]
     pattern = pattern_of(path, content["pre_tokenizer"])
-    return vocabulary, model["merges"], pattern, normalizer is not None
+    return model["vocab"] | special, model["merges"], pattern, normalizer is not None, words
 
 
 def pattern_of(path, pre):

@@ -374,7 +374,7 @@ def write_gguf(path, c, tensors, kind, **changes):
     """A GGUF file with float32 tensors, the rows of Llama's q and k in llama.cpp's order."""
     nh, nkv = c["num_attention_heads"], c["num_key_value_heads"]
     hs = c.get("head_dim", c["hidden_size"] // nh)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    names = {"rope_freqs": "rope_freqs", "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
              "input_layernorm": "attn_norm",
              "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
              "mlp.gate_proj": "ffn_gate",
@@ -427,6 +427,25 @@ def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
         assert torch.equal(x, b.state_dict()[name]), name
     idx = torch.tensor(ids_of(9))
     assert torch.equal(logits(a, idx), logits(b, idx))
+
+
+def test_gguf_of_llama_3_is_scaled_by_its_table_of_frequencies(tmp_path):
+    c = LLAMA | dict(head_dim=12, rope_theta=500000.0)
+    scaling = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=8192)
+    tensors = make_tensors(c)
+    expected = hub.policy.load(write(tmp_path / "m", c | dict(rope_scaling=scaling)))[0]
+    # waves of 6.3, 56, 499, 4443, 39583 and 352674 positions: one lies between 2048 and 8192
+    smooth = (8192 / 4442.9 - 1) / (4 - 1)
+    table = torch.tensor([1, 1, 1, 1 / ((1 - smooth) / 32 + smooth), 32, 32])
+    path = write_gguf(tmp_path / "m.gguf", c, tensors | {"rope_freqs.weight": table}, "llama")
+    found = hub.policy.load(path)[0]
+    idx = torch.tensor(ids_of(9))
+    assert found.config == expected.config
+    assert torch.equal(logits(found, idx), logits(expected, idx))
+    for odd in (table + torch.eye(6)[3], table[:5], table[:0], table * math.nan, -table):
+        path = write_gguf(tmp_path / "m.gguf", c, tensors | {"rope_freqs.weight": odd}, "llama")
+        assert re.search("rope_freqs.weight|factor = ", refusal(hub.policy.load, path))
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight",
