@@ -217,7 +217,7 @@ def read_vocab_and_merges(folder, config):
 
 
 def read_whole(path, content):
-    """(vocabulary, merges, pattern, nfc, words) of a tokenizer.json. BadInput for what is odd."""
+    """(vocabulary, merges, pattern, nfc, words) of a tokenizer.json. BadInput for others."""
     model = content["model"]
     normalizer = content.get("normalizer")
     added = content.get("added_tokens", [])

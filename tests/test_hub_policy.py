@@ -374,7 +374,8 @@ def write_gguf(path, c, tensors, kind, **changes):
     """A GGUF file with float32 tensors, the rows of Llama's q and k in llama.cpp's order."""
     nh, nkv = c["num_attention_heads"], c["num_key_value_heads"]
     hs = c.get("head_dim", c["hidden_size"] // nh)
-    names = {"rope_freqs": "rope_freqs", "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    names = {"rope_freqs": "rope_freqs", "model.embed_tokens": "token_embd",
+             "model.norm": "output_norm", "lm_head": "output",
              "input_layernorm": "attn_norm",
              "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
              "mlp.gate_proj": "ffn_gate",
