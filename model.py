@@ -38,7 +38,9 @@ class GPTConfig:
     rms: bool = False             # RMSNorm (Zhang and Sennrich 2019) in place of LayerNorm
     norm_eps: float = 1e-5
     rope_base: float = 0.0        # > 0: rotary positions (Su et al. 2021); 0: learned positions
+    rope_scaling: tuple = ()      # the four numbers of scale_frequency (Llama 3.1); (): not scaled
     swiglu: bool = False          # gated MLP (Shazeer 2020); c_fc holds the gate, then its partner
+    exact_gelu: bool = False      # GELU by erf (Hendrycks and Gimpel 2016); False: by tanh, GPT-2's
     qkv_bias: bool | None = None  # bias of c_attn; None: as `bias`. GPT-Neo: False, Qwen2: True
     qk_norm: bool = False         # RMSNorm of each head's queries and keys, before rotation (Qwen3)
     attn_scale: float = 0.0       # factor on q @ k; 0: 1 / sqrt(head_dim). GPT-Neo: 1
@@ -60,6 +62,18 @@ def rotate(x, cos, sin):
     """
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def scale_frequency(frequency, factor, low, high, block_size):
+    """The rotary frequencies (hs / 2,) of a model that saw only block_size positions at first.
+
+    NTK-by-parts (Peng et al. 2023), as in Llama 3.1: a channel that turns `high` times or more
+    within block_size keeps its frequency. One that turns `low` times or less is `factor` times
+    slower. The rest is linear between the two.
+    """
+    turns = block_size * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
 
 
 def attend(q, k, v, mask, causal, scale):
@@ -134,6 +148,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.swiglu = config.swiglu
+        self.gelu = "none" if config.exact_gelu else "tanh"
         inner = config.n_inner or 4 * config.n_embd
         self.c_fc = nn.Linear(config.n_embd, (1 + self.swiglu) * inner, bias=config.bias)
         self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
@@ -142,7 +157,7 @@ class MLP(nn.Module):
         if self.swiglu:
             gate, x = self.c_fc(x).chunk(2, -1)
             return self.c_proj(F.silu(gate) * x)
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))
 
 
 class Block(nn.Module):
@@ -249,6 +264,8 @@ class GPT(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)  # also under autocast
         channel = torch.arange(0, hs, 2, device=idx.device, dtype=dtype)
         frequency = 1 / self.config.rope_base ** (channel / hs)                     # (hs / 2,)
+        if self.config.rope_scaling:
+            frequency = scale_frequency(frequency, *self.config.rope_scaling)
         angles = pos[:, :, None, None] * frequency                              # (B, T, 1, hs / 2)
         return x, (angles.cos(), angles.sin())
 

@@ -117,7 +117,7 @@ FIXED_FIELDS = {
 
 # keys that a config.json may leave out, and what they are then
 DEFAULTS = dict(n_inner=0, layer_norm_epsilon=1e-5, window_size=256, rms_norm_eps=1e-6,
-                rope_theta=1e4, num_key_value_heads=0, head_dim=0, tie_word_embeddings=False)
+                num_key_value_heads=0, head_dim=0, tie_word_embeddings=False)
 DEFAULTS_OF = {
     "gpt2": DEFAULTS | dict(tie_word_embeddings=True),
     "gpt_neo": DEFAULTS | dict(tie_word_embeddings=True, intermediate_size=0),
@@ -126,23 +126,46 @@ DEFAULTS_OF = {
     "qwen3": DEFAULTS | dict(head_dim=128),
 }
 
-# keys that change the arithmetic, and the values that the arithmetic here has
-SUPPORTED = dict(
-    activation_function=("gelu_new", "gelu_pytorch_tanh"),
-    hidden_act=("silu", "swish"),
-    layer_types=("full_attention",),
-    rope_type=("default",),
-    type=("default",),
-    partial_rotary_factor=(1,),
-    quantization_config=(None,),
-    scale_attn_weights=(True,),
-    scale_attn_by_inverse_layer_idx=(False,),
-    reorder_and_upcast_attn=(False,),
-    add_cross_attention=(False,),
-    mlp_bias=(False,),
-    attention_bias=(False,),
-    use_sliding_window=(False,),
+# transformers reads these keys too, and they change the arithmetic: each may be left out, null or
+# one of these values. tests/test_hub_keys.py lists all that transformers reads
+ONLY = dict(
+    is_causal=(True,),
+    is_encoder_decoder=(False,),
+    per_layer_config=({},),
+    pruned_heads=({},),
+    quantization_config=(),
+    compression_config=(),
+    configuration_files=(),   # names of other config files
+    fusion_config=(),
+    transformers_weights=(),  # name of another file with weights
+    sliding_window=(),
+    attention_chunk_size=(),
 )
+ONLY_GPT2 = ONLY | dict(
+    add_cross_attention=(False,),
+    reorder_and_upcast_attn=(False,),
+    scale_attn_by_inverse_layer_idx=(False,),
+    scale_attn_weights=(True,),
+)
+ONLY_ROTARY = ONLY | dict(hidden_act=("silu", "swish"), partial_rotary_factor=(1,))
+ONLY_LLAMA = ONLY_ROTARY | dict(attention_bias=(False,), mlp_bias=(False,))
+ONLY_QWEN2 = ONLY_ROTARY | dict(use_sliding_window=(False,))
+del ONLY_QWEN2["sliding_window"]  # not looked at without use_sliding_window
+ONLY_QWEN3 = ONLY_QWEN2 | dict(attention_bias=(False,))
+ONLY_OF = {"gpt2": ONLY_GPT2, "gpt_neo": ONLY, "llama": ONLY_LLAMA, "qwen2": ONLY_QWEN2,
+           "qwen3": ONLY_QWEN3}
+# other names of the same number, which must not contradict it
+GPT2_ALIASES = dict(hidden_size="n_embd", max_position_embeddings="n_positions",
+                    num_attention_heads="n_head", num_hidden_layers="n_layer")
+NEO_ALIASES = dict(num_attention_heads="num_heads", num_hidden_layers="num_layers")
+ALIASES = {"gpt2": GPT2_ALIASES, "gpt_neo": NEO_ALIASES}
+# fields must be below 2 ** 31, or below this: no file makes a model of ten million layers
+MOST = dict(n_layer=1000, rope_base=1e18)
+
+GELU = ("gelu", "gelu_python")
+GELU_BY_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+# of rope_type = "llama3", in the order of model.scale_frequency
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def config_from_json(content, path):
@@ -152,14 +175,22 @@ def config_from_json(content, path):
     """
     kind = architecture_of(content, path)
     try:
-        content = flatten(content)
-        check_supported(content)
+        check_only(ONLY_OF[kind], content)
+        if kind.startswith("gpt"):
+            more = dict(exact_gelu=read_gelu(content))
+        else:
+            check_layer_types(content)
+            theta, scaling = read_rope(content)
+            more = dict(rope_scaling=scaling)
+            content = content | dict(rope_theta=theta)
         fields = read_fields(kind, content)
-        local = read_local_layers(kind, content, fields["n_layer"])
+        check_aliases(ALIASES.get(kind, {}), content)
+        if kind == "gpt_neo":
+            more["local_layers"] = read_local_layers(content, fields)
         check_heads(fields)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise BadInput(f"{path}: config.json: {e}") from e
-    return kind, GPTConfig(**fields, **FIXED_FIELDS[kind], local_layers=local)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise BadInput(f"{path}: config.json: {str(e)[:300]}") from e
+    return kind, GPTConfig(**fields, **FIXED_FIELDS[kind], **more)
 
 
 def architecture_of(content, path):
@@ -169,26 +200,102 @@ def architecture_of(content, path):
     for kind, name in ARCHITECTURES.items():
         if given == [name]:
             return kind
-    raise BadInput(f"{path}: architecture {given} is none that a policy can have: "
+    raise BadInput(f"{path}: architecture {short(given)} is none that a policy can have: "
                    f"{', '.join(ARCHITECTURES.values())}")
 
 
-def flatten(content):
-    """The content with what it says of rotary positions and of kinds of layers at the top level."""
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}  # transformers 5, 4
-    others = set(content.get("layer_types") or ()) - {"full_attention"}
-    return content | rope | {"layer_types": min(others, default=None)}
+def short(value):
+    """A value of a strange file, for a message of one line."""
+    try:
+        return repr(value)[:100]
+    except RecursionError:
+        return "nested too deep"
 
 
-def check_supported(content):
-    for key, values in SUPPORTED.items():
+def check_only(table, content):
+    """ValueError for a key whose value means other arithmetic than the one here."""
+    for key, values in table.items():
         value = content.get(key)
         if value is not None and value not in values:
-            raise ValueError(f"{key} = {value!r} is not supported, only {values[0]!r}")
+            only = f", only {values[0]!r}" if values else ""
+            raise ValueError(f"{key} = {short(value)} is not supported{only}")
+
+
+def check_aliases(aliases, content):
+    for alias, key in aliases.items():
+        if alias in content and content[alias] != content.get(key):
+            raise ValueError(f"{alias} = {short(content[alias])} contradicts "
+                             f"{key} = {short(content.get(key))}")
+
+
+def read_gelu(content):
+    """Whether the activation is GELU itself, and not its approximation by tanh."""
+    name = content.get("activation_function", "gelu_new")
+    if name not in GELU + GELU_BY_TANH:
+        raise ValueError(f"activation_function = {short(name)} is not supported, only "
+                         f"{', '.join(GELU + GELU_BY_TANH)}")
+    return name in GELU
+
+
+def check_layer_types(content):
+    for kind in content.get("layer_types") or ():
+        if kind != "full_attention":
+            raise ValueError(f"layer_types with {short(kind)} is not supported, only "
+                             "'full_attention'")
+
+
+def read_rope(content):
+    """(rope_theta, the four numbers of rope_type = "llama3" or ()) of a config.json.
+
+    transformers 5 writes rope_parameters; 4 writes rope_scaling beside rope_theta. A file that has
+    both, or that gives one number twice, must not contradict itself: which one counts depends on
+    the version.
+    """
+    found = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        if content.get(name):
+            found[name] = read_rope_dict(content, content[name])
+    if len(set(found.values())) > 1:
+        raise ValueError(f"rope_parameters = {short(content['rope_parameters'])} contradicts "
+                         f"rope_scaling = {short(content['rope_scaling'])}")
+    if not found:
+        return rope_number(content, {}, "rope_theta", 1e4), ()
+    return next(iter(found.values()))
+
+
+def read_rope_dict(content, rope):
+    """The result of `read_rope` for one of its two dicts."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    for key, value in rope.items():
+        if type(value) is dict:
+            raise ValueError(f"{key} in rope_parameters is not supported")
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type = {short(kind)} is not supported, only 'default', 'llama3'")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError("partial_rotary_factor is not supported, only 1")
+    theta = rope_number(content, rope, "rope_theta", 1e4)
+    if kind == "default":
+        return theta, ()
+    scaling = tuple(rope_number(content, rope, key) for key in LLAMA3_KEYS)
+    factor, low, high, positions = scaling
+    if not low < high:
+        raise ValueError(f"low_freq_factor = {low} must be below high_freq_factor = {high}")
+    return theta, scaling
+
+
+def rope_number(content, rope, key, default=None):
+    """A positive number that stands in `rope`, or beside it in `content`, or in both."""
+    values = [part[key] for part in (rope, content) if part.get(key) is not None] or [default]
+    for value in values:
+        if type(value) not in (int, float) or not 0 < value < 1e18:
+            raise ValueError(f"{key} = {short(value)}")
+    if values[0] != values[-1]:
+        raise ValueError(f"{key} = {values[0]} contradicts {key} = {values[-1]}")
+    return values[0]
 
 
 def read_fields(kind, content):
-    """{field of GPTConfig: value}. ValueError for a value of another type, or below its least."""
+    """{field of GPTConfig: value}. ValueError for a value of another type, or beyond its range."""
     defaults = DEFAULTS_OF[kind]
     fields = {}
     for field, key in KEYS[kind].items():
@@ -198,25 +305,29 @@ def read_fields(kind, content):
         wanted = type(getattr(GPTConfig, field))
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         least = 0 if key in defaults else 1
-        if not fits or not least <= value < 2 ** 31:
-            raise ValueError(f"{key} = {value!r}")
+        if not fits or not least <= value < MOST.get(field, 2 ** 31):
+            raise ValueError(f"{key} = {short(value)}")
         fields[field] = value
     return fields
 
 
-def read_local_layers(kind, content, n_layer):
+def read_local_layers(content, fields):
     """Numbers of the layers that see a window only. attention_types is [[kinds, times], ...]."""
-    if kind != "gpt_neo":
-        return ()
+    n_layer = fields["n_layer"]
     layers = []
-    most = min(n_layer, 1000)
     for kinds, times in content["attention_types"]:
-        if len(kinds) * times > most - len(layers):     # a hostile file may say 10 ** 12
+        if len(kinds) * times > n_layer - len(layers):     # a hostile file may say 10 ** 12
             raise ValueError("attention_types is of more layers than num_layers")
         layers += kinds * times
-    if not set(layers) <= {"global", "local"} or len(layers) != most:
-        raise ValueError(f"attention_types = {str(content['attention_types'])[:200]}")
-    return tuple(i for i, layer in enumerate(layers) if layer == "local")
+    if not set(layers) <= {"global", "local"} or len(layers) != n_layer:
+        raise ValueError(f"attention_types = {short(content['attention_types'])}")
+    if content.get("attention_layers") not in (None, layers):
+        raise ValueError(f"attention_layers = {short(content['attention_layers'])} contradicts "
+                         f"attention_types = {short(content['attention_types'])}")
+    local = tuple(i for i, layer in enumerate(layers) if layer == "local")
+    if local and fields["window"] == 0:
+        raise ValueError("window_size = 0")
+    return local
 
 
 def check_heads(fields):
@@ -242,7 +353,10 @@ def config_to_json(config):
     if c.rope_base:
         content["hidden_act"] = "silu"
     else:
-        content["activation_function"] = "gelu_new"
+        content["activation_function"] = "gelu" if c.exact_gelu else "gelu_new"
+    if c.rope_scaling:
+        numbers = dict(zip(LLAMA3_KEYS, c.rope_scaling, strict=True))
+        content["rope_scaling"] = dict(rope_type="llama3") | numbers
     if kind == "gpt_neo":
         kinds = ["local" if i in c.local_layers else "global" for i in range(c.n_layer)]
         content["attention_layers"] = kinds

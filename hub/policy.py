@@ -15,7 +15,7 @@ from hub.layouts import (ARCHITECTURES, BUFFERS, GGUF_NAMES, NAMES, TRANSPOSED, 
                          pieces)
 from hub.tensors import gguf_metadata, load_tensors, read_gguf
 from hub.tokenizer import gguf_tokenizer, read_tokenizer
-from model import GPT
+from model import GPT, scale_frequency
 from run.files import find_below, read_json
 from run.script import BadInput
 
@@ -78,8 +78,13 @@ def folder_of(path):
 def load_gguf(path):
     metadata, tensors = read_gguf(path)
     kind, config = config_from_json(config_of_gguf(metadata, tensors), path)
+    hs = config.head_dim or config.n_embd // config.n_head
+    turned = metadata.get(f"{kind}.rope.dimension_count", hs)
+    if turned != hs:
+        raise BadInput(f"{path}: {kind}.rope.dimension_count = {turned!r:.100}: must be all {hs} "
+                       "channels of a head")
+    check_rope_freqs(config, hs, tensors.pop("rope_freqs.weight", None), path)
     if kind == "llama":
-        hs = config.head_dim or config.n_embd // config.n_head
         for name, x in tensors.items():
             whole_heads = x.dim() == 2 and len(x) and len(x) % hs == 0
             if whole_heads and re.search(r"attn_[qk]\.weight$", name):
@@ -97,7 +102,6 @@ def config_of_gguf(metadata, tensors):
     epsilon = value("attention.layer_norm_rms_epsilon")
     if isinstance(epsilon, float):  # a float32 in the file
         epsilon = float(f"{epsilon:.6g}")
-    rope_type = value("rope.scaling.type")
     wte = tensors.get("token_embd.weight", torch.empty(0))
     return dict(
         architectures=[ARCHITECTURES.get(str(kind), kind)],
@@ -111,9 +115,43 @@ def config_of_gguf(metadata, tensors):
         max_position_embeddings=value("context_length"),
         rms_norm_eps=epsilon,
         rope_theta=value("rope.freq_base"),
-        rope_type=None if rope_type == "none" else rope_type,
+        rope_scaling=rope_of_gguf(value, tensors),
+        is_causal=value("attention.causal"),
         tie_word_embeddings="output.weight" not in tensors,
     )
+
+
+def rope_of_gguf(value, tensors):
+    """What a config.json would say under rope_scaling. A factor without a type is a linear one.
+
+    For Llama 3.1 and later llama.cpp writes no type. It writes rope_freqs.weight (hs / 2,), what
+    each frequency is divided by; all these models have the three other numbers in common.
+    """
+    kind = value("rope.scaling.type")
+    factor = value("rope.scaling.factor") or value("rope.scale_linear")
+    if kind is None and factor not in (None, 0, 1):
+        kind = "linear"
+    if kind not in (None, "none"):
+        return dict(rope_type=kind)
+    divisors = tensors.get("rope_freqs.weight")
+    if divisors is None or not divisors.numel():
+        return None
+    return dict(rope_type="llama3", factor=float(divisors.max()), low_freq_factor=1.0,
+                high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def check_rope_freqs(config, hs, divisors, path):
+    """BadInput unless the config scales rotary frequencies as rope_freqs.weight (hs / 2,) does."""
+    if divisors is None:
+        return
+    frequency = config.rope_base ** (-torch.arange(0, hs, 2) / hs)
+    expected = torch.ones(hs // 2)
+    if config.rope_scaling:
+        expected = frequency / scale_frequency(frequency, *config.rope_scaling)
+    same_shape = divisors.shape == expected.shape
+    if not same_shape or not torch.allclose(divisors, expected, rtol=1e-4):
+        raise BadInput(f"{path}: rope_freqs.weight {tuple(divisors.shape)} does not scale as "
+                       "Llama 3.1 does, which is not supported")
 
 
 def uninterleave(x, hs):

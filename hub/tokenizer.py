@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import tiktoken
 
 from data.tokenizer import GPT2_PATTERN, byte_alphabet, load_tokenizer
+from hub.layouts import short
 from hub.tensors import gguf_metadata
 from run.files import read_json
 from run.script import BadInput, run_script
@@ -50,11 +51,13 @@ class Tokenizer:
     vocabulary: {token: id}. merges: "left right" or [left, right], as the files write them.
     Entries that are neither a byte nor made by a merge, such as special tokens, are decoded and
     never encoded. A byte without an entry is left out, and its neighbours are not joined.
-    nfc: text is brought to Unicode's form C first. BadInput names `source`.
+    nfc: text is brought to Unicode's form C first. words: tokens that a whole word becomes, even if
+    no merge makes them (Llama 3's ignore_merges). BadInput names `source`.
     """
 
-    def __init__(self, source, vocabulary, merges, pattern, *, eos, bos=None, pad=None, nfc=False):
-        tokens = rank_tokens(source, vocabulary, merges)
+    def __init__(self, source, vocabulary, merges, pattern, *, eos, bos=None, pad=None, nfc=False,
+                 words=()):
+        tokens = rank_tokens(source, vocabulary, merges, words)
         token_of = {i: token for token, i in vocabulary.items()}
         check_ids(source, vocabulary, token_of, eos)
         ranks = {to_bytes(token): rank for rank, token in enumerate(tokens)}
@@ -97,10 +100,11 @@ def to_bytes(token):
     return token.encode("utf-8", "replace")
 
 
-def rank_tokens(source, vocabulary, merges):
-    """The tokens that encoding can make, by rank: the bytes, then what each merge makes.
+def rank_tokens(source, vocabulary, merges, words):
+    """The tokens that encoding can make, by rank: the bytes, what each merge makes, the words.
 
-    Where two merges make the same token, the first counts.
+    Where two merges make the same token, the first counts. tiktoken would also make a word of two
+    tokens inside a longer one, so a word that is two tokens must be a merge.
     """
     tokens = dict.fromkeys(BYTE_OF)
     for number, merge in enumerate(merges, 1):
@@ -108,9 +112,15 @@ def rank_tokens(source, vocabulary, merges):
         token = "".join(pair)
         known = {*pair, token} <= vocabulary.keys()
         if len(pair) != 2 or not known or not set(token) <= BYTE_OF.keys():
-            raise BadInput(f"{source}: merge {number}, {merge!r}, is not of two tokens of the "
+            raise BadInput(f"{source}: merge {number}, {short(merge)}, is not of two tokens of the "
                            "vocabulary to a third")
         tokens[token] = None
+    for word in words:
+        halves = ((word[:i], word[i:]) for i in range(1, len(word)))
+        if word not in tokens and any({*pair} <= vocabulary.keys() for pair in halves):
+            raise BadInput(f"{source}: ignore_merges: no merge makes the token {short(word)}, but "
+                           "two tokens could")
+        tokens[word] = None
     return list(tokens)
 
 
@@ -119,21 +129,21 @@ def check_ids(source, vocabulary, token_of, eos):
     if not whole or len(token_of) < len(vocabulary):
         raise BadInput(f"{source}: ids must be whole numbers from 0, each given once")
     if type(eos) is not int or eos not in token_of:
-        raise BadInput(f"{source}: end token {eos!r} is not in the vocabulary")
+        raise BadInput(f"{source}: end token {short(eos)} is not in the vocabulary")
 
 
 def make_core(source, pattern, ranks):
     """tiktoken.Encoding of a pattern and {bytes: rank}. BadInput for a pattern that loses text."""
-    short = repr(pattern)[:200]
     try:
         core = tiktoken.Encoding(source, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     except ValueError as e:
-        why = str(e)[:200]
-        raise BadInput(f"{source}: the regular expression {short} is not one ({why})") from e
+        raise BadInput(f"{source}: the regular expression {short(pattern)} is not one "
+                       f"({str(e)[:200]})") from e
     with no_panic(source):
         ids = core.encode_ordinary(PROBE)
     if core.decode(ids) != PROBE:
-        raise BadInput(f"{source}: the regular expression {short} leaves parts of a text out")
+        raise BadInput(f"{source}: the regular expression {short(pattern)} leaves parts of a text "
+                       "out")
     return core
 
 
@@ -169,11 +179,11 @@ def read_tokenizer(folder):
     try:
         whole = read_json(path, missing={})
         if whole:
-            vocabulary, merges, pattern, nfc = read_whole(path, whole)
+            vocabulary, merges, pattern, nfc, words = read_whole(path, whole)
         else:
             path = os.path.join(folder, "merges.txt")
             vocabulary, merges = read_vocab_and_merges(folder, files["config.json"])
-            pattern, nfc = GPT2_PATTERN, False
+            pattern, nfc, words = GPT2_PATTERN, False, ()
         if files["tokenizer_config.json"].get("add_prefix_space"):
             raise BadInput(f"{folder}: add_prefix_space = true in tokenizer_config.json is not "
                            "supported")
@@ -182,12 +192,12 @@ def read_tokenizer(folder):
         if special["eos"] is None:
             raise BadInput(f"{folder}: no end token; name eos_token in tokenizer_config.json or "
                            "eos_token_id in config.json")
-        return Tokenizer(path, vocabulary, merges, pattern, nfc=nfc, **special)
+        return Tokenizer(path, vocabulary, merges, pattern, nfc=nfc, words=words, **special)
     except BadInput:
         raise
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
         raise BadInput(f"{path}: not a tokenizer file as published "
-                       f"({type(e).__name__}: {e})") from e
+                       f"({type(e).__name__}: {str(e)[:200]})") from e
 
 
 def read_vocab_and_merges(folder, config):
@@ -200,14 +210,14 @@ def read_vocab_and_merges(folder, config):
     kind = config.get("model_type", "gpt2")
     if kind not in ("gpt2", "gpt_neo", "roberta"):
         raise BadInput(f"{folder}: tokenizer.json is missing, and vocab.json does not say how "
-                       f"{kind!r} cuts text")
+                       f"{short(kind)} cuts text")
     with open(path, encoding="utf-8", newline="\n") as f:
         lines = [line.strip() for line in f]
     return vocabulary, [line for line in lines if line and not line.startswith("#version")]
 
 
 def read_whole(path, content):
-    """(vocabulary, merges, pattern, nfc) of a tokenizer.json. BadInput names what is not known."""
+    """(vocabulary, merges, pattern, nfc, words) of a tokenizer.json. BadInput for others."""
     model = content["model"]
     normalizer = content.get("normalizer")
     added = content.get("added_tokens", [])
@@ -222,9 +232,13 @@ def read_whole(path, content):
             unknown["added token of blanks"] = token["content"]
     if unknown:
         raise BadInput(f"{path}: not byte-level BPE as known here: {str(unknown)[:300]}")
-    vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
+    special = {token["content"]: token["id"] for token in added}
+    words = ()
+    if model.get("ignore_merges"):
+        words = [token for token in model["vocab"]
+                 if token not in special and set(token) <= BYTE_OF.keys()]
     pattern = pattern_of(path, content["pre_tokenizer"])
-    return vocabulary, model["merges"], pattern, normalizer is not None
+    return model["vocab"] | special, model["merges"], pattern, normalizer is not None, words
 
 
 def pattern_of(path, pre):
@@ -269,9 +283,9 @@ def gguf_tokenizer(metadata, source="the GGUF file"):
         return metadata.get(f"tokenizer.ggml.{key}")
 
     model, pre = value("model"), value("pre")
-    if model != "gpt2" or pre not in GGUF_PATTERNS:
-        raise BadInput(f"{source}: tokenizer.ggml.model = {model!r}, pre = {pre!r}: must be "
-                       f"'gpt2' and one of {', '.join(GGUF_PATTERNS)}")
+    if model != "gpt2" or str(pre) not in GGUF_PATTERNS:
+        raise BadInput(f"{source}: tokenizer.ggml.model = {short(model)}, pre = {short(pre)}: "
+                       f"must be 'gpt2' and one of {', '.join(GGUF_PATTERNS)}")
     tokens, merges = value("tokens"), value("merges")
     for texts in (tokens, merges):
         if type(texts) is not list or not all(type(text) is str for text in texts):

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from hub.fetch import fetch
+from hub.layouts import ONLY, check_only
 from hub.tensors import load_tensors
 from hub.tokenizer import read_tokenizer
 from judge.scorer import finished, log_odds
@@ -29,6 +30,12 @@ DEFAULTS = {  # of what config.json leaves out
     "type_vocab_size": 2,
     "pad_token_id": 1,
     "layer_norm_eps": 1e-12,
+}
+ONLY_ROBERTA = ONLY | {  # keys that change the arithmetic, and what they may be
+    "add_cross_attention": (False,),
+    "is_causal": (False,),
+    "is_decoder": (False,),
+    "position_embedding_type": ("absolute",),
 }
 UNUSED = (  # tensors of older files
     "roberta.embeddings.position_ids",
@@ -191,6 +198,10 @@ def read_roberta_config(name, folder):
     if kind != ("roberta", "gelu"):
         raise BadInput(f"{name}: model_type and hidden_act in config.json are {kind}: "
                        "a judge must be 'roberta' with 'gelu'")
+    try:
+        check_only(ONLY_ROBERTA, given)
+    except ValueError as e:
+        raise BadInput(f"{name}: config.json: {e}") from e
 
     bad = []
     for key, default in DEFAULTS.items():

@@ -13,9 +13,10 @@ TRUNCATIONS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2),
                dict(top_k=12, top_p=0.8, min_p=0.1)]
 SHAPES = {
     "gpt2": {},
-    "llama": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=2, tied=False, bias=False),
+    "llama": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=2, tied=False, bias=False,
+                  rope_scaling=(8.0, 0.5, 2.0, 16)),
     "qwen3": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=1, qk_norm=True, head_dim=16),
-    "neo": dict(window=4, local_layers=(1,), attn_scale=1.0, qkv_bias=False),
+    "neo": dict(window=4, local_layers=(1,), attn_scale=1.0, qkv_bias=False, exact_gelu=True),
     "lora": {}}
 
 

@@ -37,7 +37,17 @@ QWEN2 = LLAMA | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2",
                      use_sliding_window=False, sliding_window=8)
 QWEN3 = LLAMA | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=6,
                      attention_bias=False)
+# Llama 3.2's scaling for heads of 12 channels: with 24 first positions and rope_theta 50 some of
+# the six frequencies stay, some lie between, and some become 8 times slower
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=2.5,
+              original_max_position_embeddings=24)
 LAYOUTS = {
+    "gpt2 by erf": GPT2 | dict(activation_function="gelu"),
+    "gpt_neo by erf": NEO | dict(activation_function="gelu"),
+    "llama 3.2": LLAMA | dict(head_dim=12, tie_word_embeddings=True, rope_scaling=LLAMA3),
+    "llama 3.2, as transformers 5 writes it": {k: v for k, v in LLAMA.items() if k != "rope_theta"}
+    | dict(head_dim=12, rope_parameters=LLAMA3 | dict(rope_theta=50.0)),
+    "qwen3, scaled": QWEN3 | dict(rope_scaling=LLAMA3),
     "gpt2": GPT2, "gpt2 n_inner untied": GPT2 | dict(n_inner=7, tie_word_embeddings=False,
                                                      layer_norm_epsilon=1e-2),
     "gpt_neo": NEO, "gpt_neo inner": NEO | dict(intermediate_size=9, window_size=1),
@@ -142,14 +152,30 @@ def forward_by_hand(c, tensors, ids):
 
     def turn(x, t):
         half, base = len(x) // 2, (c.get("rope_parameters") or c)["rope_theta"]
-        z = [complex(x[i], x[i + half]) * cmath.exp(1j * t * base ** (-2 * i / len(x)))
+        z = [complex(x[i], x[i + half]) * cmath.exp(1j * t * slower(base ** (-2 * i / len(x))))
              for i in range(half)]
         return [v.real for v in z] + [v.imag for v in z]
+
+    def slower(frequency):
+        """By cases and by wavelengths, as Llama 3.1's own code has it."""
+        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        if rope.get("rope_type") != "llama3":
+            return frequency
+        length, positions = 2 * math.pi / frequency, rope["original_max_position_embeddings"]
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        if length < positions / high:
+            return frequency
+        if length > positions / low:
+            return frequency / rope["factor"]
+        smooth = (positions / length - low) / (high - low)
+        return (1 - smooth) * frequency / rope["factor"] + smooth * frequency
 
     def heads(x, n):
         return [x[i * len(x) // n:(i + 1) * len(x) // n] for i in range(n)]
 
     def gelu(v):
+        if c["activation_function"] == "gelu":
+            return v * (1 + math.erf(v / math.sqrt(2))) / 2
         return 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v ** 3)))
 
     xs = [[a + b for a, b in zip(w[wte][i], w["transformer.wpe.weight"][t])] if gpt else w[wte][i]
@@ -348,7 +374,8 @@ def write_gguf(path, c, tensors, kind, **changes):
     """A GGUF file with float32 tensors, the rows of Llama's q and k in llama.cpp's order."""
     nh, nkv = c["num_attention_heads"], c["num_key_value_heads"]
     hs = c.get("head_dim", c["hidden_size"] // nh)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    names = {"rope_freqs": "rope_freqs", "model.embed_tokens": "token_embd",
+             "model.norm": "output_norm", "lm_head": "output",
              "input_layernorm": "attn_norm",
              "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
              "mlp.gate_proj": "ffn_gate",
@@ -403,6 +430,25 @@ def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
     assert torch.equal(logits(a, idx), logits(b, idx))
 
 
+def test_gguf_of_llama_3_is_scaled_by_its_table_of_frequencies(tmp_path):
+    c = LLAMA | dict(head_dim=12, rope_theta=500000.0)
+    scaling = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=8192)
+    tensors = make_tensors(c)
+    expected = hub.policy.load(write(tmp_path / "m", c | dict(rope_scaling=scaling)))[0]
+    # waves of 6.3, 56, 499, 4443, 39583 and 352674 positions: one lies between 2048 and 8192
+    smooth = (8192 / 4442.9 - 1) / (4 - 1)
+    table = torch.tensor([1, 1, 1, 1 / ((1 - smooth) / 32 + smooth), 32, 32])
+    path = write_gguf(tmp_path / "m.gguf", c, tensors | {"rope_freqs.weight": table}, "llama")
+    found = hub.policy.load(path)[0]
+    idx = torch.tensor(ids_of(9))
+    assert found.config == expected.config
+    assert torch.equal(logits(found, idx), logits(expected, idx))
+    for odd in (table + torch.eye(6)[3], table[:5], table[:0], table * math.nan, -table):
+        path = write_gguf(tmp_path / "m.gguf", c, tensors | {"rope_freqs.weight": odd}, "llama")
+        assert re.search("rope_freqs.weight|factor = ", refusal(hub.policy.load, path))
+
+
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight",
                                   "model.layers.0.self_attn.q_proj.weight"])
 @pytest.mark.parametrize("shape", [(), (0,), (0, 16), (5,)])
@@ -418,7 +464,10 @@ def test_gguf_tensors_of_odd_shapes_are_named(name, shape, tmp_path):
 @pytest.mark.parametrize("kind, changes, says", [
     ("gemma", {}, r"architecture \['gemma'\]"), ("gpt2", {}, "n_positions"),
     ("llama", {"llama.rope.scaling.type": "yarn"}, "rope_type = 'yarn' is not supported"),
-    ("llama", {"llama.block_count": 10 ** 9}, "1000000000 layers"),
+    ("llama", {"llama.block_count": 10 ** 9}, "num_hidden_layers = 1000000000"),
+    ("llama", {"llama.block_count": 999}, "21 tensors for 999 layers"),
+    ("llama", {"llama.rope.scaling.factor": 2.0}, "rope_type = 'linear' is not supported"),
+    ("llama", {"llama.rope.dimension_count": 2}, "rope.dimension_count = 2: must be all 4 "),
     ("llama", {"llama.attention.head_count": 3}, "3 heads of 4 channels, 2 of"),
     ("llama", {"llama.attention.key_length": 3}, "4 heads of 3 channels"),
     ("llama", {"llama.embedding_length": 0}, "hidden_size = 0")])
@@ -437,7 +486,7 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (QWEN3, dict(layer_types=["full_attention", 3, "x"]), "config.json"),
     (LLAMA, dict(rope_scaling="x"), "config.json"),
     (GPT2, dict(activation_function="relu"),
-     "activation_function = 'relu' is not supported, only 'gelu_new'"),
+     "activation_function = 'relu' is not supported, only gelu, gelu_python"),
     (GPT2, dict(scale_attn_by_inverse_layer_idx=True),
      "scale_attn_by_inverse_layer_idx = True is not supported"),
     (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
@@ -448,7 +497,8 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (GPT2, dict(vocab_size=V + 1), r"wte.weight must be \(24, 12\), is \(23, 12\)"),
     (GPT2, dict(n_positions=64), r"wpe.weight must be \(64, 12\), is \(32, 12\)"),
     (GPT2, dict(n_head=5), "n_embd = 12 is not a multiple of n_head = 5"),
-    (GPT2, dict(n_layer=10 ** 8), "100000000 layers"),
+    (GPT2, dict(n_layer=10 ** 8), "n_layer = 100000000"),
+    (GPT2, dict(n_layer=999), "28 tensors for 999 layers"),
     (GPT2, dict(n_layer=3), "transformer.h.2.ln_1.weight must be .* missing; .* and 9 more"),
     (GPT2, dict(n_layer=1),
      r"transformer.h.1.attn.c_attn.weight \(12, 36\) has no place; .* and 9 more"),
@@ -458,9 +508,8 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (NEO, dict(attention_types=None), "config.json"),
     (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
     (NEO, dict(attention_types=[[["global"], 4]]), "attention_types"),
-    (NEO, dict(activation_function="gelu"), "'gelu'"),
-    (LLAMA, dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
-     "rope_type = 'llama3' is not supported, only 'default'"),
+    (NEO, dict(window_size=0), "window_size = 0"),
+    (NEO, dict(activation_function="relu6"), "'relu6'"),
     (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "type = 'linear'"),
     (LLAMA, dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "yarn"),
     (LLAMA, dict(rope_scaling=[1]), "config.json"),
@@ -470,8 +519,8 @@ def test_gguf_of_another_kind_is_one_line(kind, changes, says, tmp_path):
     (LLAMA, dict(num_key_value_heads=3), "4 heads of 4 channels, 3 of"),
     (LLAMA, dict(head_dim=5), "4 heads of 5 channels"),
     (LLAMA, dict(hidden_size=2), "4 heads of 0 channels"),
-    (NEO, dict(num_layers=10 ** 8, attention_types=[[["local"], 1000]]), "100000000 layers"),
-    (NEO, dict(num_layers=10 ** 8, attention_types=[[["local"], 10 ** 12]]), "attention_types"),
+    (NEO, dict(num_layers=999, attention_types=[[["local"], 999]]), "tensors for 999 layers"),
+    (NEO, dict(num_layers=999, attention_types=[[["local"], 10 ** 12]]), "attention_types"),
     (NEO, dict(attention_types=[[["local"] * 10 ** 4, 10 ** 4]] * 9), "attention_types"),
     (LLAMA, dict(architectures=["MistralForCausalLM"], sliding_window=4096), "MistralForCausalLM"),
     (LLAMA, dict(architectures=["LlamaForSequenceClassification"]),

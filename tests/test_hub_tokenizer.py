@@ -151,6 +151,23 @@ def test_published_files_number_tokens_as_the_vocabulary_and_merge_in_the_merges
                          for word in cut("there", form)))) < 5  # the merges are in use
 
 
+@pytest.mark.parametrize("ignore", [True, False])
+def test_llama_3_takes_a_word_of_the_vocabulary_whole_though_no_merge_makes_it(ignore, tmp_path):
+    content = whole("llama3")
+    vocabulary = content["model"]["vocab"]
+    vocabulary["qzjxw"] = 9999
+    content["model"]["ignore_merges"] = ignore
+    files = dict(tokenizer_json=content, config_json=dict(eos_token_id=2))
+    t = read_tokenizer(write(tmp_path, **files))
+    parts = [vocabulary[c] for c in "qzjxw"]
+    assert t.encode_ordinary("qzjxw") == ([9999] if ignore else parts)
+    assert t.encode_ordinary("qzjxwq") == [*parts, vocabulary["q"]]
+    vocabulary |= {"qz": 9997, "jxw": 9998}
+    files["tokenizer_json"] = content
+    if ignore:
+        assert "no merge makes the token 'qz" in refusal(read_tokenizer, write(tmp_path, **files))
+
+
 def test_qwens_text_is_normalised():
     t = write_form(None, "gguf", "qwen2")
     assert t.encode_ordinary("e\u0301") == t.encode_ordinary("\u00e9")
@@ -294,7 +311,8 @@ def test_no_folder_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(model="llama"), dict(pre="tekken"), dict(pre=None), dict(tokens=None), dict(tokens=[1, 2]),
+    dict(model="llama"), dict(pre="tekken"), dict(pre=None), dict(pre=["gpt-2"]),
+    dict(tokens=None), dict(tokens=[1, 2]),
     dict(merges=3),
     dict(merges=["a"]), dict(eos_token_id=None), dict(eos_token_id=99), dict(eos_token_id=[2])])
 def test_gguf_metadata_that_is_not_understood_is_named(changes):

@@ -27,7 +27,19 @@ V, T = 90, 20
 LLAMA = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40,
              max_position_embeddings=64,
              hidden_act="silu")
+# heads of 16 channels: some frequencies stay, some lie between, some become 32 times slower
+LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=32.0, low_freq_factor=1.0,
+              high_freq_factor=4.0, original_max_position_embeddings=30)
 SHAPES = {
+    "llama 3.2": ("Llama", LLAMA | dict(num_key_value_heads=2, head_dim=16,
+                                        tie_word_embeddings=True, rope_parameters=LLAMA3)),
+    "qwen2, llama 3's rope": ("Qwen2", LLAMA | dict(num_key_value_heads=2,
+                                                    rope_parameters=LLAMA3)),
+    "gpt2 by erf": ("GPT2", dict(n_embd=32, n_layer=3, n_head=4, n_positions=64,
+                                 activation_function="gelu")),
+    "gpt_neo by erf": ("GPTNeo", dict(hidden_size=32, num_layers=2, num_heads=4,
+                                      max_position_embeddings=64, activation_function="gelu",
+                                      attention_types=[[["global", "local"], 1]])),
     "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)),
     "gpt2, n_inner, eps, untied": ("GPT2", dict(n_embd=24, n_layer=3, n_head=2, n_positions=64,
                                                 n_inner=40,
@@ -127,7 +139,7 @@ def test_logits_greedy_tokens_and_exports_equal_those_of_transformers(name, tmp_
 
 
 @pytest.mark.parametrize("layers", [("c_attn", "c_proj", "c_fc"), ("c_attn",), ("c_proj", "c_fc")])
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "llama", "llama 3.2", "qwen2", "qwen3"])
 def test_adapter_opens_in_peft_and_merged_export_in_transformers(name, layers, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     theirs(name).save_pretrained(tmp_path / "base")

@@ -100,6 +100,14 @@ def test_tokenizer_json_gives_the_ids_that_tokenizers_gives(form, texts, tmp_pat
     # the reference knows the special tokens as vocabulary only, so that text cannot become one
     # there either
     plain = Reference.from_str(json.dumps(json.loads(t.to_str()) | dict(added_tokens=[])))
+    if form == "llama3":  # a word that no merge makes is a token of its own
+        content = json.loads(t.to_str())
+        content["model"]["ignore_merges"] = True
+        content["model"]["vocab"]["qzjxw"] = 1500
+        t = Reference.from_str(json.dumps(content))
+        plain = Reference.from_str(json.dumps(content | dict(added_tokens=[])))
+        assert plain.encode("qzjxw").ids == [1500]
+        texts = ["qzjxw", "qzjxwa qzjxw", *texts]
     t.add_tokens([AddedToken("<tool>", special=False), AddedToken("<end>", special=True)])
     t.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
