@@ -328,10 +328,10 @@ def read_run_config(path, trust=False):
 
 def check_strange(cfg, used):
     """Raises BadInput where a function of a stranger's config.json is needed."""
-    defined = set(re.findall(r"^(?:async )?def (\w+)", cfg.source, re.M))
-    there = defined.union(cfg.reward_funcs or ()) - {"judge", *cfg.functions}
+    there = [*re.findall(r"^(?:async )?def (\w+)", cfg.source, re.M), *(cfg.reward_funcs or ())]
+    known = ["judge", *cfg.functions]
     for name in used:
-        if name in there:
+        if name in there and name not in known:
             raise BadInput(
                 f"{cfg.strange}: {name!r} is Python of somebody else's run, or of another machine, "
                 "and was not executed: read \"source\" in that file, then add --trust=True")
