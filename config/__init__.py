@@ -12,6 +12,7 @@ is run if this user's own run wrote it, or with --trust=True.
 import ast
 import dataclasses
 import difflib
+import json
 import os
 import re
 import runpy
@@ -19,7 +20,6 @@ import typing
 from dataclasses import dataclass, field
 
 from config.check import check
-from run.files import read_json
 from run.script import BadInput
 from run.trust import is_own
 
@@ -294,12 +294,10 @@ def read_config(path, trust=False):
         with open(path, encoding="utf-8") as f:
             source = f.read()
         names = runpy.run_path(path)
-    except OSError as e:
-        raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
     except BadInput:
         raise
-    except SystemExit as e:
-        raise BadInput(f"{path}: it calls sys.exit({e.code!r}), which would end every run") from e
+    except OSError as e:
+        raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
     except Exception as e:  # whatever a user's file may raise, in one line
         raise BadInput(f"{path}: {type(e).__name__}: {' '.join(str(e).split())}") from e
     values, functions = split_names(names)
@@ -309,15 +307,16 @@ def read_config(path, trust=False):
 def read_run_config(path, trust=False):
     """As read_config, for a config.json. Its functions come from the config file's text inside, if
     this user's key signed it, or with trust; else they are None and the text is not run."""
-    about = read_json(path)
+    with open(path, encoding="utf-8") as f:
+        about = json.load(f)
+    if not isinstance(about, dict) or not isinstance(about.get("settings"), dict):
+        raise BadInput(f"{path}: has no settings, as the config.json of a run has")
     source = about.get("source")
-    settings = about.get("settings")
-    if not isinstance(settings, dict) or not isinstance(source, str | None):
-        raise BadInput(f"{path}: is no config.json of a run: it has no settings")
     flags = ("resume", "trust", "debug_step")   # what a file of others may not ask for
-    values = {name: x for name, x in with_speed(settings).items() if name not in flags}
-    if not source:
-        return values, {}, source
+    settings = with_speed(about["settings"])
+    values = {name: x for name, x in settings.items() if name not in flags}
+    if not source or not isinstance(source, str):
+        return values, {}, None
     if not trust and not is_own(source, about.get("signature")):
         return values, None, source
     names = {}

@@ -104,11 +104,7 @@ def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:
         return []
-    try:
-        values = function(prompts, completions)
-    except SystemExit as e:
-        raise BadInput(f"reward {name!r} calls sys.exit({e.code!r}), which would end the "
-                       "run") from e
+    values = function(prompts, completions)
     try:
         values = [v.item() if hasattr(v, "item") else v for v in values]  # of numpy or torch
     except (TypeError, ValueError, RuntimeError) as e:

@@ -112,7 +112,6 @@ def begin_folder(folder, nets, cfg, base_hash):
         return resume(folder, nets, cfg, base_hash)
     if cfg.resume:
         print(f"{folder}: no checkpoint to resume, starts from the beginning")
-    write_run_config(folder, cfg, nets.device)      # first: it tells whose the logs are
     if rank_and_size()[0] == 0:
         for name in LOGS:  # an earlier start may have been killed before its first checkpoint
             open(os.path.join(folder, name), "w").close()
@@ -130,13 +129,12 @@ def resume(folder, nets, cfg, base_hash):
     check_logs(content, path, folder)
     try:
         set_random_state(content["random"])
-    except (TypeError, ValueError, RuntimeError, OverflowError) as e:
-        raise BadInput(f"{path}: damaged: the states of its random generators ({e})") from e
+    except Exception as e:      # three libraries report it in a dozen ways
+        raise BadInput(f"{path}: damaged: the state of its random generators ({e!r:.99})") from e
     if rank_and_size()[0] == 0:
         for name in LOGS:
             os.truncate(os.path.join(folder, name), content["logs"][name])
     say_what_differs(content, cfg)
-    write_run_config(folder, cfg, nets.device)
     print(f"resumed {path} after {content['iteration']} iterations")
     return content["iteration"], content["num_tokens"]
 
@@ -179,10 +177,18 @@ def random_state():
 
 
 def set_random_state(state):
-    random.setstate(state["python"])
+    """Sets the global generators. ValueError for a state that no generator has."""
     kind, keys, position, *rest = state["numpy"]
-    if not 0 <= position <= 624:        # numpy does not look
-        raise ValueError(f"position {position}")
+    mine = torch.get_rng_state()
+    if len(keys) != 624 or any(type(key) is not int for key in keys):
+        raise ValueError("numpy's has other keys")
+    if type(position) is not int or not 0 <= position <= 624:   # numpy itself does not look
+        raise ValueError("numpy's has another position")
+    if state["torch"].shape != mine.shape or state["torch"].device != mine.device:
+        raise ValueError("torch's has another size")
+    if type(state["python"][2]) not in (float, type(None)):
+        raise ValueError("Python's last number is none")
+    random.setstate(state["python"])
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, *rest))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state["cuda"]:

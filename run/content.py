@@ -1,4 +1,5 @@
 """What is in a checkpoint of a run: whatever a stranger's file holds is named in one line."""
+import json
 import os
 import stat
 
@@ -25,6 +26,12 @@ def is_named(x, fits):
     return isinstance(x, dict) and all(is_text(name) and fits(value) for name, value in x.items())
 
 
+def is_setting(x):
+    """True for a plain value or a flat row of them."""
+    values = x if isinstance(x, (list, tuple)) else [x]
+    return all(isinstance(value, (str, int, float, type(None))) for value in values)
+
+
 def is_optimizer(x):
     """True for the state of AdamW: {"state": {number: {name: tensor}}, "param_groups": [...]}."""
     if not isinstance(x, dict) or not isinstance(x.get("state"), dict):
@@ -41,6 +48,16 @@ def is_random(x):
     return isinstance(x, dict) and x.keys() == names and isinstance(x["cuda"], list)
 
 
+def is_evaluation(row):
+    """True for a row of eval.jsonl, as the table at the end needs it."""
+    if not isinstance(row, dict) or not is_count(row.get("iteration")):
+        return False
+    samples = row.get("samples")
+    return isinstance(samples, list) and all(
+        isinstance(sample, dict) and {"prompt", "completion"} <= sample.keys()
+        for sample in samples)
+
+
 FIELDS = {      # of a checkpoint: what each must be
     "base_hash": is_text,
     "policy": lambda x: is_named(x, is_dense),
@@ -50,7 +67,7 @@ FIELDS = {      # of a checkpoint: what each must be
     "logs": lambda x: is_named(x, is_count) and set(x) == set(LOGS),    # no other file is cut
     "iteration": is_count,
     "num_tokens": is_count,
-    "settings": lambda x: is_named(x, lambda value: True),
+    "settings": lambda x: is_named(x, is_setting),
     "source": lambda x: x is None or is_text(x),
 }
 
@@ -121,7 +138,9 @@ def check_going_on(folder, cfg):
     or with its shape is said before anything is trained."""
     path, content = read_newest(folder)
     before = content["settings"]
-    shape = ["lora_rank", "vocab_size", "block_size", "n_layer", "n_head", "n_embd"]
+    shape = ["lora_rank"]
+    if cfg.policy == "train":   # another one would be trained first
+        shape += ["policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd"]
     if cfg.lora_rank:
         shape.append("lora_layers")
     for name in shape:
@@ -161,8 +180,8 @@ def check_moments(moments, parameters, names=("step", "exp_avg", "exp_avg_sq")):
 
 
 def check_logs(content, path, folder):
-    """The logs may be longer than the checkpoint says, not shorter; and they are files of this
-    folder, not links to others."""
+    """The logs may be longer than the checkpoint says, not shorter; they are files of this folder,
+    not links to others; and the evaluations can be put into a table."""
     for name, size in content["logs"].items():
         log = os.path.join(folder, name)
         if not os.path.lexists(log) or os.path.getsize(log) < size:
@@ -172,3 +191,12 @@ def check_logs(content, path, folder):
             raise BadInput(f"{log}: a link or no file; a run writes only into its own folder")
         if not os.access(log, os.R_OK | os.W_OK):
             raise BadInput(f"{log}: cannot be read and written")
+    log = os.path.join(folder, "eval.jsonl")
+    with open(log, "rb") as f:
+        lines = f.read(content["logs"]["eval.jsonl"]).splitlines()
+    try:
+        rows = [json.loads(line) for line in lines]
+        if not rows or not all(map(is_evaluation, rows)):
+            raise ValueError("a row has other columns")
+    except (ValueError, RecursionError) as e:   # JSON and UTF-8 errors are ValueErrors
+        raise BadInput(f"{log}: damaged: holds no evaluations of a run ({e})") from e

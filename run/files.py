@@ -114,8 +114,10 @@ def load_file(path, kind):
     if reason:
         raise BadInput(f"{path}: damaged, {reason}")
     found = content.get("kind") if isinstance(content, dict) else None
-    if not isinstance(found, str) or found != kind:
-        raise BadInput(f"{path}: holds {found or 'something else'!r} where a checkpoint of kind "
+    if not isinstance(found, str) or not found:
+        found = "something else"
+    if found != kind:
+        raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind "
                        f"{kind!r} is needed")
     return content
 

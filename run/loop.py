@@ -5,7 +5,7 @@ import contextlib
 import os
 import time
 
-from run.checkpoint import append_rows, begin_folder, save_checkpoint
+from run.checkpoint import append_rows, begin_folder, save_checkpoint, write_run_config
 from run.files import read_rows
 from run.folder import claimed_folder
 from run.metrics import batch_metrics
@@ -66,6 +66,7 @@ class Run:
                 raise BadInput(
                     f"the processes begin with different weights: out_dir = {self.folder!r} and "
                     f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
+        write_run_config(self.folder, cfg, nets.device)
         if self.wandb:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
