@@ -159,21 +159,22 @@ def test_runs_started_at_once_get_folders_of_their_own(tmp_path):
     flags = [f"--out_dir={tmp_path}/run", f"--cache_dir={tmp_path}/cache"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     started = [subprocess.Popen([sys.executable, "-c", CLAIM, *flags], **pipes) for _ in range(3)]
-    assert [p.stdout.readline() for p in started] == 3 * ["ready\n"]
-    for p in started:       # now, all at once
-        p.stdin.write("\n")
-        p.stdin.flush()
-    got = []
-    for p in started:
-        line = p.stdout.readline()
-        while not line.startswith(f"{tmp_path}/run") or " " in line:    # a sentence
-            assert line, "a run ended without a folder"
+    try:
+        assert [p.stdout.readline() for p in started] == 3 * ["ready\n"]
+        for p in started:       # now, all at once
+            p.stdin.write("\n")
+            p.stdin.flush()
+        got = []
+        for p in started:
             line = p.stdout.readline()
-        got.append(os.path.basename(line.strip()))
+            while " " in line:      # a sentence
+                line = p.stdout.readline()
+            got.append(os.path.basename(line.strip()))
+    finally:
+        for p in started:
+            p.send_signal(signal.SIGKILL)
+            p.communicate()
     assert sorted(got) == ["run", "run-2", "run-3"]
-    for p in started:
-        p.send_signal(signal.SIGKILL)
-        p.communicate()
     assert claim(load_settings(flags)) == ("run", False), "a dead process still has its folder"
 
 
@@ -183,14 +184,14 @@ def test_runs_started_at_once_get_folders_of_their_own(tmp_path):
 def test_links_are_not_followed(settings, tmp_path):
     mine = tmp_path / "mine.txt"
     for link in (".lock", "metrics.jsonl"):
-        mine.write_text("mine")
+        mine.write_text(1000 * "mine")
         leave(settings(), tmp_path / "run", 2, rows=2)
         if (tmp_path / "run" / link).exists():
             os.remove(tmp_path / "run" / link)
         os.symlink(mine, tmp_path / "run" / link)
         for flags in ((), ("--resume=True",)):
             assert str(tmp_path / "run") in refused(settings(*flags))
-        assert mine.read_text() == "mine", f"a link named {link} was written through"
+        assert mine.read_text() == 1000 * "mine", f"a link named {link} was written through"
         os.remove(tmp_path / "run" / link)
 
 
@@ -305,6 +306,7 @@ def test_a_file_cannot_ask_to_be_trusted(run_with_reward):
     edit(path, signature=None, settings=settings | dict(trust=True, resume=True))
     with pytest.raises(BadInput, match="--trust=True"):
         load_settings([path])
+    assert not load_settings([path, "--reward_funcs=judge"]).resume
     assert not proof.exists()
 
 
