@@ -21,8 +21,8 @@ from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
 from run.attention import use_attention_by_hand
 from run.checkpoint import OTHER_POLICY
+from run.content import check_fit, read_checkpoint
 from run.device import autocast, pick_device, pick_dtype
-from run.files import load_file
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.threads import threads_of, use_threads
@@ -137,7 +137,7 @@ def open_run(folder, flags):
     """(cfg, nets as evaluate needs them, trained policy, iterations) of a run's last checkpoint."""
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
     path = os.path.join(folder, "ckpt.pt")
-    checkpoint = load_file(path, "run")
+    checkpoint = read_checkpoint(path)
     device = pick_device(cfg.device)
     splits = get_splits(cfg)
     with rank0_first():
@@ -151,11 +151,8 @@ def open_run(folder, flags):
     if "attention" in cfg.speed:
         use_attention_by_hand(base, *judges.values())
     policy = trainable(base, cfg)
-    try:
-        policy.load_state_dict(checkpoint["policy"])
-    except RuntimeError as e:
-        reason = str(e).splitlines()[0]
-        raise BadInput(f"{path}: does not fit these settings ({reason})") from e
+    check_fit(path, checkpoint, policy)
+    policy.load_state_dict(checkpoint["policy"])
     nets = SimpleNamespace(
         base=base, judges=judges, reward_funcs=reward_functions(cfg, judges), tokenizer=tokenizer,
         eval_prompts=eval_prompts, device=device, dtype=pick_dtype(cfg.dtype, device))

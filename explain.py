@@ -25,8 +25,9 @@ from grpo import (collect, collect_target, draw_prompts, loss_of, micro_batches,
 from model import completion_logprobs
 from pretrain import get_tokenizer, policy_of
 from run.checkpoint import load_checkpoint, set_random_state
+from run.content import read_checkpoint
 from run.device import pick_device
-from run.files import load_file, read_rows
+from run.files import read_rows
 from run.script import BadInput, hash_of, run_script, seed_for
 
 USAGE = ("usage: python tracin.py out/toxicity_tracin [--method=ghost|brute|jvp|finite_difference] "
@@ -344,7 +345,7 @@ def checkpoints(folder):
     for name in ("ckpt_prev.pt", "ckpt.pt"):
         path = os.path.join(folder, name)
         if os.path.exists(path):
-            yield name, load_file(path, "run")
+            yield name, read_checkpoint(path)
 
 
 def check_arithmetic(folder, cfg, rows, method, count):

@@ -10,7 +10,6 @@ import hashlib
 import os
 import random
 import time
-from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
@@ -21,8 +20,9 @@ from data.comments import get_splits
 from data.tokenizer import end_tokens, load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.attention import use_attention_by_hand
+from run.content import check_fit, read_checkpoint, settings_of
 from run.device import autocast, fast_dtype, pick_device
-from run.files import load_file, load_gpt, save_gpt
+from run.files import load_gpt, save_gpt
 from run.fit import fit
 from run.script import BadInput, seed_for, interrupts, run_script
 from run.threads import use_threads
@@ -146,7 +146,7 @@ def load_run(path):
     The source is the tokenizer itself, or the folder or GGUF file of a published model.
     """
     if os.path.isdir(path):
-        return policy_of(path, load_file(os.path.join(path, "ckpt.pt"), "run"))
+        return policy_of(path, read_checkpoint(os.path.join(path, "ckpt.pt")))
     policy = load_gpt(path)
     return policy, load_tokenizer(policy.config.vocab_size)
 
@@ -156,22 +156,31 @@ def policy_of(path, run):
 
     LoRA adapters are on it. path names the checkpoint in messages.
     """
-    cfg = SimpleNamespace(**run["settings"])
+    cfg = settings_of(run, path)
     if cfg.policy == "train":
-        policy = new_policy(cfg)
+        policy = empty_policy(path, run, cfg)
         source = load_tokenizer(cfg.vocab_size)
     elif is_published(cfg):
         policy, source = hub.policy.load(cfg.policy)
     else:
-        policy, source = load_run(cfg.policy)
+        policy = load_gpt(cfg.policy)
+        source = load_tokenizer(policy.config.vocab_size)
     if cfg.lora_rank:
         policy = trainable(policy, cfg)
-    try:
-        policy.load_state_dict(run["policy"])
-    except RuntimeError as e:
-        reason = str(e).splitlines()[0]
-        raise BadInput(f"{path}: the checkpoint does not fit its settings ({reason})") from e
+    check_fit(path, run, policy)
+    policy.load_state_dict(run["policy"])
     return policy, source
+
+
+def empty_policy(path, run, cfg):
+    """Make a GPT of the shape in a checkpoint's settings, once its weights are known to have it."""
+    sizes = [getattr(cfg, name) for name in SHAPE]
+    if cfg.n_layer > len(run["policy"]) or max(sizes) > 2 ** 24:
+        raise BadInput(f"{path}: does not fit its settings (n_layer = {cfg.n_layer}, n_embd = "
+                       f"{cfg.n_embd})")
+    with torch.device("meta"):      # shapes only: nothing of the claimed size is made
+        check_fit(path, run, trainable(new_policy(cfg), cfg))
+    return new_policy(cfg)
 
 
 # --------------------------------------------------------------------------------------------------

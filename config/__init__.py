@@ -6,20 +6,22 @@ Every setting, documented once, and the reader of config files and flags.
 A config file is Python that assigns names of Settings. `from config.toxicity import *` builds on
 another file. Names that begin with an underscore and imported modules are the file's own business.
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
-override the file. The config.json of a run is a config too: it holds the config file's text, and
-that text is run.
+override the file. The config.json of a run is a config too: it holds the config file's text, which
+is run if this user's own run wrote it, or with --trust=True.
 """
 import ast
 import dataclasses
 import difflib
 import json
 import os
+import re
 import runpy
 import typing
 from dataclasses import dataclass, field
 
 from config.check import check
 from run.script import BadInput
+from run.trust import is_own
 
 
 @dataclass
@@ -48,7 +50,8 @@ class Settings:
     #   retire     finished rows leave the batch while sampling
     #   sort       rows of like length share a micro-batch
     speed: tuple = ("attention", "graphs", "head", "retire", "sort")
-    resume: bool = False              # go on from out_dir/ckpt.pt
+    resume: bool = False              # go on from out_dir/ckpt.pt, with other settings too
+    trust: bool = False               # run the Python in somebody else's config.json
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
     log_micro: bool = True            # numbered lines with memory and time (waits for a GPU)
     wandb_project: str | None = None  # send the metrics there too (pip install wandb)
@@ -180,6 +183,7 @@ class Settings:
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
     source: str | None = field(default=None, repr=False)    # text of the config file
+    strange: str | None = field(default=None, repr=False)   # config.json whose text was not run
 
     @property
     def kl_in_loss(self):
@@ -212,7 +216,7 @@ class Settings:
 
     def public(self):
         """The settings as plain values, for files."""
-        apart = ("functions", "source", "resume", "debug_step")
+        apart = ("functions", "source", "strange", "resume", "trust", "debug_step")
         names = [f.name for f in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in apart}
 
@@ -226,6 +230,7 @@ def load_settings(argv):
     """argv (config files and --key=value, files first) -> checked Settings. Raises BadInput, with
     the nearest valid name for a wrong one."""
     cfg = Settings()
+    trust = any(arg.lower() == "--trust=true" for arg in argv)
     for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
         if arg in ("-h", "--help"):
             raise BadInput("usage: python SCRIPT.py [config/FILE.py] [--setting=value ...]; "
@@ -234,12 +239,17 @@ def load_settings(argv):
             name, value = parse_flag(arg)
             assign(cfg, name, value, arg)
             continue
-        values, functions, source = read_config(arg)
+        values, functions, source = read_config(arg, trust)
+        if functions is None:       # a stranger's, not run
+            cfg.strange = arg
+            functions = {}
         cfg.source = "\n".join(filter(None, (cfg.source, source))) or None
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, arg)
     used = [*(cfg.reward_funcs or ("reward",)), cfg.tracin, cfg.tracin_select]
+    if cfg.strange:
+        check_strange(cfg, used)
     unused = [name for name in cfg.functions if name not in used]
     if unused:
         raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
@@ -250,7 +260,7 @@ def load_settings(argv):
 def types_of(name):
     """The types that a setting may have; () if there is no such setting."""
     hint = typing.get_type_hints(Settings).get(name)
-    if hint is None or name in ("functions", "source"):
+    if hint is None or name in ("functions", "source", "strange"):
         return ()
     return typing.get_args(hint) or (hint,)
 
@@ -294,14 +304,16 @@ def assign(cfg, name, value, source):
     setattr(cfg, name, value)
 
 
-def read_config(path):
+def read_config(path, trust=False):
     """({setting: value}, {name: function}, text) of a config file, or of a run's config.json."""
     try:
         if path.endswith(".json"):
-            return read_run_config(path)
+            return read_run_config(path, trust)
         with open(path, encoding="utf-8") as f:
             source = f.read()
         names = runpy.run_path(path)
+    except BadInput:
+        raise
     except OSError as e:
         raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
     except Exception as e:  # whatever a user's file may raise, in one line
@@ -310,15 +322,36 @@ def read_config(path):
     return values, functions, source
 
 
-def read_run_config(path):
-    """As read_config, for a config.json. Its functions come from the config file's text inside."""
+def read_run_config(path, trust=False):
+    """As read_config, for a config.json. Its functions come from the config file's text inside, if
+    this user's key signed it, or with trust; else they are None and the text is not run."""
     with open(path, encoding="utf-8") as f:
         about = json.load(f)
-    source = about["source"]
+    if not isinstance(about, dict) or not isinstance(about.get("settings"), dict):
+        raise BadInput(f"{path}: has no settings, as the config.json of a run has")
+    source = about.get("source")
+    flags = ("resume", "trust", "debug_step")   # what a file of others may not ask for
+    settings = with_speed(about["settings"])
+    values = {name: x for name, x in settings.items() if name not in flags}
+    if not source or not isinstance(source, str):
+        return values, {}, None
+    if not trust and not is_own(source, about.get("signature")):
+        return values, None, source
     names = {}
-    exec(compile(source or "", path, "exec"), names)
-    values, functions = split_names(names)
-    return with_speed(about.get("settings") or values), functions, source
+    exec(compile(source, path, "exec"), names)
+    _, functions = split_names(names)
+    return values, functions, source
+
+
+def check_strange(cfg, used):
+    """Raises BadInput where a function of a stranger's config.json is needed."""
+    there = [*re.findall(r"^(?:async )?def (\w+)", cfg.source, re.M), *(cfg.reward_funcs or ())]
+    known = ["judge", *cfg.functions]
+    for name in used:
+        if name in there and name not in known:
+            raise BadInput(
+                f"{cfg.strange}: {name!r} is Python of somebody else's run, or of another machine, "
+                "and was not executed: read \"source\" in that file, then add --trust=True")
 
 
 def split_names(names):

@@ -1,5 +1,5 @@
 """
-The folder of a run: claimed, logged to, saved in, gone on from. Only rank 0 writes.
+The folder of a run: logged to, saved in, gone on from. Only rank 0 writes.
 
     config.json    settings, the config file's text, versions: is itself a config
     *.jsonl        metrics of every iteration, its samples, the evaluations
@@ -16,41 +16,15 @@ import numpy as np
 import torch
 
 from config import with_speed
-from run.files import load_file, save_file
+from run.content import (LOGS, check_fit, check_logs, check_moments, newest_checkpoint,
+                         read_newest)
+from run.files import check_tensors, save_file, write_json
 from run.processes import rank_and_size
-from run.script import BadInput
+from run.script import BadInput, uninterrupted
+from run.trust import signature_of
 
 OTHER_POLICY = ("{}: this run began from another policy than the settings name now (a published "
                 "one may have changed: name its commit, policy = 'NAME@COMMIT')")
-LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-NEEDED = ("base_hash", "policy", "optimizer", "random", "logs", "iteration", "num_tokens",
-          "settings", "source")     # in ckpt.pt
-
-
-def claim_folder(cfg):
-    """Creates the folder of the run and returns its name: out_dir, or out_dir-2, -3, ... where an
-    earlier run is. --resume=True goes on in the earlier one."""
-    wanted = cfg.out_dir.rstrip("/") or "/"
-    folder, number = wanted, 1
-    try:
-        while os.path.isdir(folder) and os.listdir(folder) and not cfg.resume:
-            number += 1
-            folder = f"{wanted}-{number}"
-        os.makedirs(folder, exist_ok=True)
-        probe = os.path.join(folder, ".writable")
-        with open(probe, "w"):
-            pass
-        os.remove(probe)
-    except OSError as e:
-        raise BadInput(f"out_dir = {wanted!r}: cannot be written ({e.strerror})") from e
-    try:
-        os.makedirs(cfg.cache_dir, exist_ok=True)
-    except OSError as e:
-        raise BadInput(f"cache_dir = {cfg.cache_dir!r}: cannot be written ({e.strerror})") from e
-    if number > 1:
-        print(f"{wanted} holds an earlier run, which --resume=True goes on with; this one goes to "
-              f"{folder} and goes on with {folder}/config.json --resume=True")
-    return folder
 
 
 def append_rows(folder, name, rows):
@@ -70,13 +44,15 @@ def write_run_config(folder, cfg, device):
     """config.json: settings, the config file's text, versions, device, git revision."""
     if rank_and_size()[0] > 0:
         return
+    signature = None if cfg.strange else signature_of(cfg.source, make=True)
     about = dict(
-        settings=cfg.public(), source=cfg.source, device=str(device), torch=torch.__version__,
-        python=platform.python_version(), git=git_revision(), threads=torch.get_num_threads())
-    tmp = os.path.join(folder, "config.json.tmp")
-    with open(tmp, "w") as f:
-        json.dump(about, f, indent=1)
-    os.replace(tmp, os.path.join(folder, "config.json"))
+        settings=cfg.public(), source=cfg.source, signature=signature, device=str(device),
+        torch=torch.__version__, python=platform.python_version(), git=git_revision(),
+        threads=torch.get_num_threads())
+    if cfg.functions and signature is None:
+        print("note: no key can be kept in the folder that XDG_CACHE_HOME names, or ~/.cache: "
+              f"{folder}/config.json will need --trust=True")
+    write_json(os.path.join(folder, "config.json"), about)
 
 
 def git_revision():
@@ -90,37 +66,50 @@ def git_revision():
 
 
 # ------------------------------------------------------------------------------------------------
-# checkpoints
+# checkpoints: saved
 
 
 def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
-    """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are."""
+    """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. A signal
+    waits until it is there. SystemExit, and nothing is written, if a number is not finite."""
+    reference = nets.reference.state_dict() if cfg.sync_ref_model else None
+    optimizer = nets.optimizer.state_dict()
+    check_saved(iteration, nets.policy.state_dict(), reference or {}, *optimizer["state"].values())
     if rank_and_size()[0] > 0:
         return
     path = os.path.join(folder, "ckpt.pt")
     new = os.path.join(folder, "ckpt_new.pt")
-    save_file(
-        new, "run", iteration=iteration, policy=nets.policy.state_dict(),
-        optimizer=nets.optimizer.state_dict(), num_tokens=num_tokens, base_hash=base_hash,
-        settings=cfg.public(), source=cfg.source,
-        reference=nets.reference.state_dict() if cfg.sync_ref_model else None,
-        random=random_state(),
-        logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
-    if os.path.exists(path):
-        os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
-    os.replace(new, path)
+    with uninterrupted():
+        save_file(
+            new, "run", iteration=iteration, policy=nets.policy.state_dict(),
+            optimizer=optimizer, num_tokens=num_tokens, base_hash=base_hash,
+            settings=cfg.public(), source=cfg.source, reference=reference, random=random_state(),
+            logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
+        if os.path.exists(path):
+            os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
+        os.replace(new, path)
+
+
+def check_saved(iteration, *states):
+    """Ends the run if a tensor of the states {name: tensor} holds a number that is not finite."""
+    for state in states:
+        for name, x in state.items():
+            if torch.is_tensor(x) and not x.isfinite().all():
+                raise SystemExit(
+                    f"stopped: {name} is not finite after iteration {iteration}, which is not "
+                    "saved; the last checkpoint stands. Lower learning_rate or raise beta, then "
+                    "--resume=True")
+
+
+# ------------------------------------------------------------------------------------------------
+# checkpoints: gone on from
 
 
 def begin_folder(folder, nets, cfg, base_hash):
-    """Finds the checkpoint that --resume=True goes on from, or starts new logs. -> (iterations
-    done, tokens seen), or (None, 0) for a run that starts."""
-    names = ("ckpt.pt", "ckpt_prev.pt")
-    if cfg.resume and any(os.path.exists(os.path.join(folder, name)) for name in names):
+    """Goes on from the checkpoint in a claimed folder, or starts new logs. -> (iterations done,
+    tokens seen), or (None, 0) for a run that starts."""
+    if cfg.resume and newest_checkpoint(folder):
         return resume(folder, nets, cfg, base_hash)
-    log = os.path.join(folder, "metrics.jsonl")
-    if os.path.exists(log) and os.path.getsize(log):
-        raise BadInput(f"{log} has rows but there is no ckpt.pt to go on from: choose another "
-                       "out_dir")
     if cfg.resume:
         print(f"{folder}: no checkpoint to resume, starts from the beginning")
     if rank_and_size()[0] == 0:
@@ -135,24 +124,16 @@ def begin_folder(folder, nets, cfg, base_hash):
 
 def resume(folder, nets, cfg, base_hash):
     """Puts everything back as the last checkpoint has it and cuts the logs to match."""
-    path = os.path.join(folder, "ckpt.pt")
-    previous = os.path.join(folder, "ckpt_prev.pt")
-    if not os.path.exists(path):  # killed between the two renames
-        path = previous
+    path, content = read_newest(folder)
+    load_checkpoint(content, path, nets, cfg, base_hash)
+    check_logs(content, path, folder)
     try:
-        content = load_file(path, "run")
-        load_checkpoint(content, path, nets, cfg, base_hash)
-        check_logs(content, path, folder)
-    except BadInput as e:
-        reason = str(e)
-        if path != previous and os.path.exists(previous):
-            reason += (f"; the checkpoint before it is {previous}: rename it to ckpt.pt to go on "
-                       "from there")
-        raise BadInput(reason) from e
-    set_random_state(content["random"])
+        set_random_state(content["random"])
+    except Exception as e:      # three libraries report it in a dozen ways
+        raise BadInput(f"{path}: damaged: the state of its random generators ({e!r:.99})") from e
     if rank_and_size()[0] == 0:
-        for name, size in content["logs"].items():
-            os.truncate(os.path.join(folder, name), size)
+        for name in LOGS:
+            os.truncate(os.path.join(folder, name), content["logs"][name])
     say_what_differs(content, cfg)
     print(f"resumed {path} after {content['iteration']} iterations")
     return content["iteration"], content["num_tokens"]
@@ -160,31 +141,21 @@ def resume(folder, nets, cfg, base_hash):
 
 def load_checkpoint(content, path, nets, cfg, base_hash):
     """Loads the content of a checkpoint into policy, optimizer and reference."""
-    missing = [name for name in NEEDED if name not in content]
-    if missing:
-        raise BadInput(f"{path}: does not fit these settings (it has no {', '.join(missing)})")
     if content["base_hash"] != base_hash:
         raise BadInput(OTHER_POLICY.format(path))
+    moments = content["optimizer"]["state"]
+    check_fit(path, content, nets.policy)
     try:
-        nets.policy.load_state_dict(content["policy"])
-        nets.optimizer.load_state_dict(content["optimizer"])
-        for group in nets.optimizer.param_groups:
-            group["betas"] = (cfg.adam_beta1, cfg.adam_beta2)
-            group["weight_decay"] = cfg.weight_decay
+        check_moments(moments, nets.trained)
         if cfg.sync_ref_model:
-            nets.reference.load_state_dict(content["reference"])
-    except (RuntimeError, KeyError, AttributeError, TypeError, ValueError) as e:
-        reason = str(e).splitlines()[0]
-        raise BadInput(f"{path}: does not fit these settings ({reason})") from e
-
-
-def check_logs(content, path, folder):
-    """The logs may be longer than the checkpoint says, not shorter."""
-    for name, size in content["logs"].items():
-        log = os.path.join(folder, name)
-        if not os.path.exists(log) or os.path.getsize(log) < size:
-            raise BadInput(
-                f"{log}: shorter than when {path} was written; the run cannot go on without gaps")
+            check_tensors(content["reference"], nets.reference.state_dict())
+    except ValueError as e:
+        raise BadInput(f"{path}: does not fit these settings ({e})") from e
+    nets.policy.load_state_dict(content["policy"])
+    groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
+    nets.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    if cfg.sync_ref_model:
+        nets.reference.load_state_dict(content["reference"])
 
 
 def say_what_differs(content, cfg):
@@ -206,9 +177,19 @@ def random_state():
 
 
 def set_random_state(state):
+    """Sets the global generators. ValueError for a state that no generator has."""
+    kind, keys, position, *rest = state["numpy"]
+    mine = torch.get_rng_state()
+    if len(keys) != 624 or any(type(key) is not int for key in keys):
+        raise ValueError("numpy's has other keys")
+    if type(position) is not int or not 0 <= position <= 624:   # numpy itself does not look
+        raise ValueError("numpy's has another position")
+    if state["torch"].shape != mine.shape or state["torch"].device != mine.device:
+        raise ValueError("torch's has another size")
+    if type(state["python"][2]) not in (float, type(None)):
+        raise ValueError("Python's last number is none")
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, *rest))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state["cuda"]:
         torch.cuda.set_rng_state(state["cuda"][0])

@@ -4,13 +4,14 @@ import csv
 import json
 import os
 import shutil
+import typing
 import zipfile
 from dataclasses import asdict
 
 import torch
 
 from model import GPT, GPTConfig
-from run.script import BadInput
+from run.script import BadInput, uninterrupted
 
 
 def find_below(folder, name):
@@ -88,9 +89,9 @@ def write_json(path, content):
 def save_file(path, kind, **content):
     """Write a checkpoint of this kind ("policy", "judge", "run", ...), whole or not at all.
 
-    BadInput when the disk is full or may not be written.
+    BadInput when the disk is full or may not be written. Signals wait until it is written.
     """
-    with replacing(path) as tmp, open(tmp, "wb") as f:
+    with uninterrupted(), replacing(path) as tmp, open(tmp, "wb") as f:
         try:
             torch.save({"kind": kind, **content}, f)
         except RuntimeError as e:  # torch's writer hides the OSError behind one of these
@@ -105,18 +106,54 @@ def load_file(path, kind):
     if not os.path.exists(path):
         raise BadInput(f"{path}: no such file")
     try:
-        damaged = zipfile.ZipFile(path).testzip()  # torch itself does not look at the check sums
-        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+        reason = damage(path)
+        content = None if reason else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
         raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short "
                        f"({type(e).__name__})") from e
-    if damaged:
-        raise BadInput(f"{path}: damaged, a check sum is wrong")
+    if reason:
+        raise BadInput(f"{path}: damaged, {reason}")
     found = content.get("kind") if isinstance(content, dict) else None
+    if not isinstance(found, str) or not found:
+        found = "something else"
     if found != kind:
-        raise BadInput(f"{path}: holds {found or 'something else'!r} where a checkpoint of kind "
+        raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind "
                        f"{kind!r} is needed")
     return content
+
+
+def damage(path):
+    """What is wrong with a .pt file that torch itself does not look at; None: nothing."""
+    with zipfile.ZipFile(path) as z:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in z.infolist()):
+            return "a part of it is compressed"     # and may be far larger than the file
+        return "a check sum is wrong" if z.testzip() else None
+
+
+# --------------------------------------------------------------------------------------------------
+# weights
+
+
+def is_dense(x):
+    """True for an ordinary tensor of floats that holds as many numbers as its shape says."""
+    if type(x) is not torch.Tensor or x.layout != torch.strided or x.device.type != "cpu":
+        return False
+    return x.is_floating_point() and x.numel() * x.element_size() <= x.untyped_storage().nbytes()
+
+
+def check_tensors(found, wanted):
+    """Raises ValueError unless `found` holds finite tensors of the names and shapes of `wanted`."""
+    if not isinstance(found, dict):
+        raise ValueError("there are no tensors")
+    odd = [name for name in (*wanted, *found) if (name in wanted) != (name in found)]
+    if odd:
+        raise ValueError(f"{odd[0]!r} is {'missing' if odd[0] in wanted else 'not of this model'}")
+    for name, x in found.items():
+        if not is_dense(x) or x.shape != wanted[name].shape:
+            shape = tuple(getattr(x, "shape", ()))
+            raise ValueError(f"{name} has shape {shape}, not {tuple(wanted[name].shape)}")
+        if not x.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite")
 
 
 def save_gpt(path, model, **extra):
@@ -133,11 +170,32 @@ def load_gpt(path):
 def load_weights(path, content, make):
     """make(GPTConfig) with the weights in `content`; BadInput when they do not fit."""
     try:
-        model = make(GPTConfig(**content["config"]))
-        model.load_state_dict(content["model"])
+        weights = content["model"]
+        config = shape_of(content["config"], len(weights))
+        with torch.device("meta"):      # shapes only: nothing of the claimed size is made
+            wanted = make(config).state_dict()
+        check_tensors(weights, wanted)
+        model = make(config)
+        model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as e:
         raise BadInput(f"{path}: weights and shape do not fit ({str(e).splitlines()[0]})") from e
     return model
+
+
+def shape_of(fields, num_tensors):
+    """GPTConfig of a file's fields. ValueError for one of another type or out of range."""
+    hints = typing.get_type_hints(GPTConfig)
+    for name, value in fields.items():
+        types = typing.get_args(hints[name]) or (hints[name],)
+        numbers = value if isinstance(value, tuple) else (value or 0,)
+        if type(value) not in types and not (float in types and type(value) is int):
+            raise ValueError(f"{name} = {value!r:.50}")
+        if not all(isinstance(x, int | float) and 0 <= x < 2 ** 31 for x in numbers):
+            raise ValueError(f"{name} = {value!r:.50}")
+    config = GPTConfig(**fields)
+    if not 0 < config.n_layer <= num_tensors:
+        raise ValueError(f"n_layer = {config.n_layer} with {num_tensors} tensors")
+    return config
 
 
 def read_rows(path):

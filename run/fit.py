@@ -3,7 +3,9 @@ import math
 import os
 import time
 
-from run.files import load_file, save_file
+from run.content import check_moments
+from run.files import check_tensors, load_file, save_file
+from run.script import BadInput
 from run.threads import Pace
 
 PRINT_SECONDS = 10
@@ -69,9 +71,16 @@ def load_partial(partial, model, optimizers, label, steps):
     if not os.path.exists(partial):
         return 0
     content = load_file(partial, "partial")
+    try:
+        check_tensors(content["model"], model.state_dict())
+        for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for i, moments in state["state"].items():
+                check_moments({i: moments}, parameters, tuple(moments))
+            optimizer.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise BadInput(f"{partial}: does not fit ({e}): remove it to begin again") from e
     model.load_state_dict(content["model"])
-    for optimizer, state in zip(optimizers, content["optimizers"]):
-        optimizer.load_state_dict(state)
     print(f"{label}: goes on from step {content['step']} of {steps} ({partial})")
     return content["step"]
 

@@ -6,9 +6,9 @@ import math
 import os
 import time
 
-from run.checkpoint import (append_rows, begin_folder, claim_folder, save_checkpoint,
-                            write_run_config)
+from run.checkpoint import append_rows, begin_folder, save_checkpoint, write_run_config
 from run.files import read_rows
+from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
@@ -38,24 +38,28 @@ class Run:
 
     def __enter__(self):
         cfg = self.cfg
+        self.until_end = contextlib.ExitStack()
         if not cfg.debug_step:
-            rank, _ = rank_and_size()
-            cfg.out_dir = all_gather([claim_folder(cfg) if rank == 0 else None])[0]
+            claim = (cfg.out_dir, cfg.resume)
+            if rank_and_size()[0] == 0:
+                claim = self.until_end.enter_context(claimed_folder(cfg))
+            cfg.out_dir, cfg.resume = all_gather([claim])[0]
         self.folder = cfg.out_dir
         default = type(cfg)()
         changed = {k: v for k, v in cfg.public().items() if v != getattr(default, k)}
         print("settings: " + ", ".join(f"{k}={v!r}" for k, v in changed.items()))
-        self.signals = contextlib.ExitStack()
-        self.stopped = self.signals.enter_context(interrupts())
+        self.stopped = self.until_end.enter_context(interrupts())
         return self
 
     def __exit__(self, *error):
-        self.signals.close()
+        self.until_end.close()
 
     def begin(self, nets):
-        """Starts anew, or from the checkpoint of --resume=True."""
+        """Starts anew, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.nets = nets
+        if not all(x.isfinite().all() for x in nets.base.state_dict().values()):
+            raise BadInput(f"policy = {cfg.policy!r}: holds weights that are not finite")
         self.base_hash = hash_of(nets.base)
         done, self.num_tokens = begin_folder(self.folder, nets, cfg, self.base_hash)
         if rank_and_size()[1] > 1:
@@ -65,7 +69,7 @@ class Run:
                     f"the processes begin with different weights: out_dir = {self.folder!r} and "
                     f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
         had = None if done is None else threads_of(self.folder)
-        self.signals.enter_context(use_threads(cfg, nets.device, had))
+        self.until_end.enter_context(use_threads(cfg, nets.device, had))
         self.pace = Pace("an iteration", nets.device)
         write_run_config(self.folder, cfg, nets.device)
         if self.wandb:
@@ -92,7 +96,7 @@ class Run:
                 self.save(done)
             if stopped and not last:
                 raise KeyboardInterrupt(
-                    f"saved after iteration {done}; go on with: "
+                    f"saved after iteration {done}; the same command goes on, or: "
                     f"python grpo.py {self.folder}/config.json --resume=True")
 
     def step_log(self):

@@ -7,6 +7,7 @@ of them.
 import math
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from run.processes import all_gather, shard
 from tracin import std
@@ -19,7 +20,7 @@ class Meter:
     """Collects the metrics of an update: of its micro-batches, its steps and its influence."""
 
     def __init__(self, nets, batch, cfg, log):
-        self.dtype = nets.dtype
+        self.nets = nets
         self.batch = batch
         self.cfg = cfg
         self.log = log
@@ -58,10 +59,12 @@ class Meter:
         self.logp_diff = torch.cat([self.logp_diff, all_gather(log_ratio)])
         if not stop or len(self.logp_diff) == 0:
             return
-        if self.dtype == torch.float32:
+        if self.nets.dtype == torch.float32:
             gap, bound = float(self.logp_diff.abs().max()), 1e-3
         else:
             gap, bound = float(self.logp_diff.abs().mean()), 0.05
+        if not math.isfinite(gap):
+            raise SystemExit(f"stopped before the first step: {self.not_finite()}")
         if gap > bound:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
@@ -72,14 +75,35 @@ class Meter:
         self.influence.append(metrics)
 
     def add_step(self, grad_norm):
-        """Ends the run if the loss or the gradient of the step is not finite."""
-        loss, grad_norm = torch.stack([self.loss, grad_norm]).tolist()
+        """Ends the run if a number that the step depends on is not finite."""
+        moments = [x for state in self.nets.optimizer.state.values() for x in state.values()]
+        largest = get_total_norm([*moments, self.old_logp()], math.inf)
+        together = torch.stack([self.loss, grad_norm, largest.to(self.loss)])
+        loss, grad_norm, largest = together.tolist()
         loss = sum(all_gather([loss]))
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        if not all(map(math.isfinite, (loss, grad_norm, largest))):
             raise SystemExit(
                 f"stopped: loss {loss}, grad_norm {grad_norm}; this step was not taken, the last "
-                "checkpoint stands. Lower learning_rate or raise beta, then --resume=True")
+                f"checkpoint stands. {self.not_finite()}")
         self.steps.append((loss, grad_norm))
+
+    def old_logp(self):
+        """Log-probs of the sampled tokens as they were drawn (N, T), 0 where there is none."""
+        return self.batch.rollout.logp.masked_fill(~self.batch.rollout.mask, 0)
+
+    def not_finite(self):
+        """What is not finite, the cause before its effects, and what to do."""
+        if any(not p.isfinite().all() for p in self.nets.policy.parameters()):
+            return "The policy's weights are not finite: its file or the checkpoint is damaged"
+        states = self.nets.optimizer.state.values()
+        if any(not x.isfinite().all() for state in states for x in state.values()):
+            return "AdamW's moments are not finite: go on from an earlier checkpoint"
+        if self.batch.rewards is not None and self.batch.rewards.isinf().any():
+            return "A reward is too large for float32: let the reward function return less"
+        if not self.old_logp().isfinite().all():
+            return ("A log-prob of the sampled tokens is not finite: raise temperature, or set "
+                    "dtype = 'float32'")
+        return "Lower learning_rate or raise beta, then --resume=True"
 
     def metrics(self):
         """{name: number} of the whole update, over all processes."""

@@ -1,10 +1,12 @@
 """What every command needs: one-line errors, exit codes, signals, seeds."""
 import contextlib
+import ctypes
 import hashlib
 import os
 import signal
 import socket
 import sys
+import threading
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ def run_script(main):
     """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one
     line), 130 interrupted. Under torchrun the last line names the process and its machine."""
     if dist.is_available() and dist.is_torchelastic_launched():
+        end_with_parent()
         dist.init_process_group()  # gloo for tensors on the CPU, nccl for those on GPUs
     rank, size = rank_and_size()
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
@@ -59,13 +62,54 @@ def interrupts():
         if seen:
             raise KeyboardInterrupt("at once; what was saved last stands")
         seen.append(number)
+        say("signal heard: what is being done is finished and saved; a second one ends at once")
 
+    with handled_by(handler):
+        yield lambda: bool(seen)
+
+
+@contextlib.contextmanager
+def uninterrupted():
+    """Within this block SIGINT and SIGTERM wait for its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield                   # signals are the main thread's business
+        return
+    held = []
+
+    def hold(number, frame):
+        held.append(number)
+        say("signal heard: a file is being written, which is finished first")
+
+    with handled_by(hold):
+        yield
+    for number in held:
+        signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def handled_by(handler):
+    """Within this block handler(number, frame) is called at SIGINT and SIGTERM."""
     previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(seen)
+        yield
     finally:
         for s, old_handler in previous.items():
             signal.signal(s, old_handler)
+
+
+def say(line):
+    """Writes a line at once, as a signal handler may: print could be in the middle of another."""
+    if rank_and_size()[0] == 0:
+        with contextlib.suppress(OSError):      # nobody reads
+            os.write(2, f"{line}\n".encode())
+
+
+def end_with_parent():
+    """Asks Linux for a SIGTERM to this process when its parent dies, so that torchrun's processes
+    do not outlive it."""
+    PR_SET_PDEATHSIG = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def seed_for(*purpose):

@@ -45,6 +45,17 @@ def write_comments(path, count, label=lambda i: int(i % 3 == 0), seed=0):
     return str(path)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def key_of_the_tests(tmp_path_factory):
+    """Runs of tests are signed with a key of their own, not with the user's."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    del os.environ["XDG_CACHE_HOME"]
+    if before is not None:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
 @pytest.fixture(scope="session")
 def make_comments():
     return write_comments

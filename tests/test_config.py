@@ -15,7 +15,8 @@ import torch
 from config import MERGED, Settings, load_settings
 from config.check import ABOVE_0, AT_LEAST, BETWEEN, CHOICES
 from conftest import ROOT
-from run.checkpoint import claim_folder, write_run_config
+from run.checkpoint import write_run_config
+from run.folder import claimed_folder
 from run.script import BadInput
 
 TYPES = typing.get_type_hints(Settings)
@@ -345,9 +346,9 @@ def test_config_json_keeps_the_reward_of_every_file(write, tmp_path):
 
 def test_config_json_says_where_the_run_is(tmp_path):
     cfg = load_settings([f"--out_dir={tmp_path}/run"])
-    for _ in range(2):
-        where = claim_folder(cfg)
-        write_run_config(where, replace(cfg, out_dir=where), torch.device("cpu"))
+    for seed in (1, 2):
+        with claimed_folder(replace(cfg, seed=seed)) as (where, _):
+            write_run_config(where, replace(cfg, out_dir=where), torch.device("cpu"))
     assert where == f"{tmp_path}/run-2"
     assert load_settings([f"{where}/config.json"]).out_dir == where
 

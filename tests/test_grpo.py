@@ -617,7 +617,8 @@ def gradients(policy, batch, cfg, **more):
     def step():
         seen.append(torch.cat([p.grad.flatten() for p in trained]))
 
-    optimizer = SimpleNamespace(step=step, zero_grad=lambda **kwargs: policy.zero_grad())
+    optimizer = SimpleNamespace(
+        step=step, state={}, zero_grad=lambda **kwargs: policy.zero_grad())
     metrics = train(policy, batch, cfg, optimizer, **more)
     return seen, metrics
 
@@ -1438,6 +1439,46 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step():
     with pytest.raises(SystemExit, match="grad_norm nan"):
         train(policy, batch, cfg)
     assert same_weights(policy, before)
+
+
+@pytest.mark.parametrize("value", (INF, -INF, NAN))
+@pytest.mark.parametrize("first", (True, False))
+@pytest.mark.parametrize("mini_batch_size", (0, 4))
+def test_an_old_logprob_that_is_not_finite_stops_before_the_step(value, first, mini_batch_size):
+    policy, cfg = gpt(), settings(mini_batch_size=mini_batch_size, micro_batch_size=4)
+    batch, before = sample(policy, cfg), weights_of(policy)
+    batch.advantages[:] = 1.0       # the loss of the row is finite: the ratio to inf is 0
+    batch.rollout.logp[5, 0] = value
+    with pytest.raises(SystemExit, match="stopped.*log-prob of the sampled tokens is not finite"):
+        train(policy, batch, cfg, first=first)
+    assert same_weights(policy, before)
+
+
+@pytest.mark.parametrize("name", ("exp_avg", "exp_avg_sq"))
+@pytest.mark.parametrize("value", (INF, NAN))
+def test_a_moment_that_is_not_finite_stops_before_the_step(name, value):
+    policy, cfg = gpt(), settings()
+    batch = sample(policy, cfg)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=.1, fused=True)
+    train(policy, batch, cfg, optimizer)
+    optimizer.state[policy.ln_f.weight][name][3] = value
+    before = weights_of(policy)
+    with pytest.raises(SystemExit, match="stopped.*AdamW's moments are not finite"):
+        train(policy, batch, cfg, optimizer)
+    assert same_weights(policy, before)
+
+
+def test_the_end_of_a_run_names_its_cause():
+    policy, cfg = gpt(), settings()
+    batch = sample(policy, cfg)
+    batch.rewards[0] = INF
+    batch.advantages[0] = NAN
+    with pytest.raises(SystemExit, match="A reward is too large for float32"):
+        train(policy, batch, cfg)
+    with torch.no_grad():
+        policy.ln_f.weight[0] = NAN
+    with pytest.raises(SystemExit, match="weights are not finite: its file or the checkpoint"):
+        train(policy, batch, cfg)
 
 
 @pytest.mark.parametrize("noise", (

@@ -309,17 +309,22 @@ def signalled(script, flags, where, number):
     return process, err
 
 
-def test_killed_and_resumed_is_as_if_nothing_had_been(
-        script, tiny, noise, six, grpo, rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, said", [
+    ([], "was interrupted here, it goes on"), (["--resume=True"], "resumed")])
+def test_killed_and_started_again_is_as_if_nothing_had_been(
+        flags, said, script, tiny, noise, six, grpo, rows, tmp_path, monkeypatch):
     where = tmp_path / "run"
     monkeypatch.setenv("SLOW", "0.1")
     process, _ = signalled(script, [*tiny.flags, noise], where, signal.SIGKILL)
     monkeypatch.delenv("SLOW")
     assert process.returncode == -signal.SIGKILL
     assert load_file(str(where / "ckpt.pt"), "run")["iteration"] in (2, 4)
-    text = grpo(where, noise, *SIX, "--resume=True")
+    text = grpo(where, noise, *SIX, *flags)
+    assert said in text and not (tmp_path / "run-2").exists()
     assert f"resumed {where}/ckpt.pt after" in text and "iter 6:" in text and "iter 1:" not in text
     assert_same_run(six, where, rows, ["random"])
+    grpo(where, noise, *SIX, "--max_iters=0", *flags)
+    assert (tmp_path / "run-2").exists() == (not flags), "a finished run was gone on with"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -331,8 +336,10 @@ def test_interrupted_saves_and_says_how_to_go_on(
     monkeypatch.delenv("SLOW")
     iteration = load_file(str(where / "ckpt.pt"), "run")["iteration"]
     assert process.returncode == 130 and iteration == len(rows(where / "metrics.jsonl"))
-    assert err == (f"interrupted: saved after iteration {iteration}; go on with: python grpo.py "
-                   f"{where}/config.json --resume=True\n")
+    heard, end = err.splitlines()
+    assert heard.startswith("signal heard: "), heard
+    assert end == (f"interrupted: saved after iteration {iteration}; the same command goes on, or: "
+                   f"python grpo.py {where}/config.json --resume=True")
     trainer.main([f"{where}/config.json", "--resume=True"])  # as told
     assert_same_run(six, where, rows, ["random"])
 
@@ -360,6 +367,20 @@ def test_crashed_in_the_first_iteration(crash, grpo, finished, rows, tmp_path):
     argv = (tmp_path / "run", *FINISHED)
     crash(1, *argv)
     grpo(*argv, "--resume=True")
+    assert_same_run(finished.dir, tmp_path / "run", rows)
+
+
+@pytest.mark.parametrize("part", ["prepare", "evaluate"])
+def test_killed_before_the_first_checkpoint(part, finished, grpo, rows, tmp_path, monkeypatch):
+    def dies(*args):
+        raise Crash
+
+    argv = (tmp_path / "run", *FINISHED)
+    with monkeypatch.context() as m, pytest.raises(Crash):
+        m.setattr(trainer, part, dies)
+        grpo(*argv)
+    assert not (tmp_path / "run" / "ckpt.pt").exists()
+    grpo(*argv)     # the same command
     assert_same_run(finished.dir, tmp_path / "run", rows)
 
 
@@ -628,6 +649,22 @@ def test_a_language_model_as_judge(role, fresh, tiny):
 
 def test_a_judge_as_policy(fresh, tiny):
     assert "'policy' is needed" in refusal(fresh, f"--policy={tiny.judge}")
+
+
+@pytest.mark.parametrize("name", ["out_dir", "cache_dir"])
+def test_a_folder_that_cannot_be_is_found_before_anything_is_trained(name, fresh):
+    assert f"{name} = " in refusal(fresh, f"--{name}={'x' * 300}")
+
+
+def test_a_broken_checkpoint_is_found_before_anything_is_trained(fresh, copy_of_six):
+    shorten(copy_of_six / "ckpt.pt")
+    message = refusal(fresh, "--resume=True")
+    assert "cut short" in message and "rename it to ckpt.pt" in message
+
+
+def test_another_shape_is_found_before_anything_is_trained(fresh, copy_of_six):
+    message = refusal(fresh, "--resume=True", "--n_layer=3")
+    assert "n_layer was 1, not 3" in message and "rename" not in message
 
 
 def test_wandb_that_is_not_installed(fresh, monkeypatch):
