@@ -45,7 +45,8 @@ def evaluate(nets, policy, cfg):
     perplexity = perplexity_under(nets.base, rollout, k)
     completions = [nets.tokenizer.decode(ids) for ids in rollout.completions()]
 
-    prompts = [text for text, _ in nets.eval_prompts for _ in range(k)]
+    asked = [prompt for prompt in nets.eval_prompts for _ in range(k)]
+    prompts = [prompt.text for prompt in asked]
     mine = shard(len(completions), k)
     log_odds = {}
     for name, judge in nets.judges.items():
@@ -55,7 +56,7 @@ def evaluate(nets, policy, cfg):
         if name == "judge":
             rewards = as_reward(log_odds["judge"], cfg.judge_score)
         else:
-            rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
+            rewards = all_gather(score({name: function}, asked[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
     for name in nets.judges:
         measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
@@ -70,7 +71,7 @@ def evaluate(nets, policy, cfg):
 def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
     eos = nets.tokenizer.eot_token
-    prompts = [ids for _, ids in nets.eval_prompts]
+    prompts = [prompt.ids for prompt in nets.eval_prompts]
     with autocast(nets.device, nets.dtype):
         rollout = generate(
             policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"), eos=eos,
@@ -168,7 +169,7 @@ def main(argv):
     for done, policy in ((0, nets.base), (iteration, trained)):
         measures, first = evaluate(nets, policy, cfg)
         shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
-        samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
+        samples = [dict(prompt=prompt.text, completion=completion) for prompt, completion in shown]
         rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)
 

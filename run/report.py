@@ -205,7 +205,7 @@ def check_tape(nets, cfg):
     _, processes = rank_and_size()
     print(describe_cost(cfg, num_weights, cfg.tracin_memory * processes, tape.fewest))
 
-    longest = max(len(ids) for _, ids in nets.prompts) + cfg.max_completion_length
+    longest = max(len(prompt.ids) for prompt in nets.prompts) + cfg.max_completion_length
     if longest <= tape.fewest:  # nothing is kept
         return
     rows = cfg.mini_batch_size or cfg.num_prompts * cfg.num_generations

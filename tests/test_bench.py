@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 import grpo
 from config import Settings, load_settings
+from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import scorer
 from run.script import BadInput
@@ -49,7 +50,7 @@ def test_counted_flops_are_those_that_torch_counts(ends, monkeypatch):
     real tokens only."""
     cfg = Settings(**TINY | RULE | dict(max_completion_length=16, beta=0.1, micro_batch_size=16))
     seeds = [torch.Generator().manual_seed(i) for i in range(4)]
-    prompts = [("", torch.randint(299, (5,), generator=seed).tolist()) for seed in seeds]
+    prompts = [Prompt("", torch.randint(299, (5,), generator=seed).tolist(), {}) for seed in seeds]
     policy = bench.policy_that_ends(cfg, 10 if ends else None)
     nets = bench.own_nets(cfg, inputs(cfg, policy, prompts))
     done = {}

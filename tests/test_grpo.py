@@ -25,6 +25,7 @@ from evaluate import evaluate
 from grpo import (
     Forward, Step, collect, draw_prompts, gradient_of, group_advantages, grpo_loss, kl_estimate,
     learning_rate, loss_of, sync_reference, total_reward, update)
+from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import score
 from model import GPT, GPTConfig, add_lora, completion_logprobs
@@ -476,7 +477,7 @@ END = TOKENIZER.eot_token
 CPU = torch.device("cpu")
 FLOAT = torch.float32
 TEXTS = ("I am", "you are so", "what", "the end of it")
-PROMPTS = [(text, TOKENIZER.encode_ordinary(text)) for text in TEXTS]
+PROMPTS = [Prompt(text, TOKENIZER.encode_ordinary(text), {"text": text}) for text in TEXTS]
 
 
 def gpt(seed=0, end=4.0):
@@ -755,7 +756,7 @@ def test_reward_functions_get_prompts_in_step_with_completions():
         return range(len(completions))
 
     batch = sample(gpt(), settings({"look": look}))
-    assert seen == [([text for text, _ in PROMPTS for _ in range(4)], batch.completions)]
+    assert seen == [([text for text in TEXTS for _ in range(4)], batch.completions)]
     assert batch.completions == [TOKENIZER.decode(ids) for ids in batch.rollout.completions()]
     assert batch.rewards.tolist() == list(range(16))
 
@@ -1418,7 +1419,7 @@ def test_drawn_prompts_depend_on_seed_and_iteration_alone():
     (lambda p, c: 1.0, "returned"), (lambda p, c: torch.tensor(1.0), "returned")])
 def test_score_names_function_and_completion(function, said):
     with pytest.raises(BadInput, match="^reward 'culprit' ") as error:
-        score({"fine": ones, "culprit": function}, ["p", "q"], ["bad", "good"])
+        score({"fine": ones, "culprit": function}, PROMPTS[:2], ["bad", "good"])
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -1426,7 +1427,7 @@ def test_score_names_function_and_completion(function, said):
     [1, None], [True, None], (1.0, None), torch.tensor([1, 0]), torch.tensor([[1.0], [0.0]]),
     iter([1.0, 0.0])))
 def test_score_takes(values):
-    found = score({"ones": ones, "values": lambda p, c: values}, ["p", "q"], ["a", "b"])
+    found = score({"ones": ones, "values": lambda p, c: values}, PROMPTS[:2], ["a", "b"])
     assert found.shape == (2, 2) and found[:, 0].tolist() == pytest.approx([.1, .1])
     assert found[0, 1] == 1 and (math.isnan(found[1, 1]) or found[1, 1] == 0)
 
@@ -1468,7 +1469,7 @@ def test_evaluation_against_plain_counting(dtype):
                           reward_funcs={"letters": letters}, dtype=dtype)
     # temperature 1 and nothing truncated, whatever the settings of the rollouts
     with autocast(CPU, dtype):
-        rollout = generate(policy, [ids for _, ids in PROMPTS], k, 8, eos=END,
+        rollout = generate(policy, [prompt.ids for prompt in PROMPTS], k, 8, eos=END,
                            seed=seed_for("evaluation"))
     texts = [TOKENIZER.decode(ids) for ids in rollout.completions()]
     assert judged == [([text for text in TEXTS for _ in range(k)], texts)] and first == texts[::k]

@@ -564,6 +564,38 @@ def test_prompts_from_a_file(name, text, grpo, rows, tmp_path):
     assert shown == ["our warm kettle", "the old train"]
 
 
+SUMS = "text,answer\n" + "".join(f"sum {i} and {i},{2 * i}\n" for i in range(12))
+BY_ANSWER = """
+def reward(prompts, completions, answer):
+    for prompt, x in zip(prompts, answer):
+        assert prompt == f"sum {int(x) // 2} and {int(x) // 2}", "not the row of this prompt"
+    return [len(text) % 3 + int(x) for text, x in zip(completions, answer)]
+"""
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """Flags of a run whose reward reads the column answer of its prompts' file."""
+    (tmp_path / "sums.csv").write_text(SUMS)
+    (tmp_path / "rule.py").write_text(BY_ANSWER)
+    return [tmp_path / "rule.py", f"--prompts={tmp_path / 'sums.csv'}", "--judge=None",
+            "--eval_judge=None", "--num_prompts=2"]
+
+
+def test_a_reward_reads_a_column_and_the_samples_keep_the_row(sums, grpo, rows, tmp_path):
+    held_out = ("--tracin=reward", "--tracin_val_prompts=1", "--num_eval_prompts=1")
+    grpo(tmp_path / "run", *sums, *held_out, "--max_iters=2")
+    found = rows(tmp_path / "run" / "samples.jsonl")
+    assert len(found) == 2 * 2 * 4
+    for row in found:
+        assert row["row"]["text"] == row["prompt"], "the row of another prompt"
+        assert row["reward"] == len(row["completion"]) % 3 + int(row["row"]["answer"])
+
+
+def test_the_samples_keep_no_row_that_says_nothing_new(six, rows):
+    assert all("row" not in row for row in rows(os.path.join(six, "samples.jsonl")))
+
+
 # ------------------------------------------------------------------------------------------------
 # refused: in one line, with exit code 2, before any training, and nothing is overwritten
 
@@ -653,7 +685,10 @@ def reward_file(folder, body):
 @pytest.mark.parametrize("body, part", [
     ("return [1.0]", "1 numbers for"), ("return [1.0] * (len(completions) + 1)", "numbers for"),
     ("return [float('nan')] * len(completions)", "nan"),
-    ("return ['good'] * len(completions)", "'good'"), ("pass", "None")])
+    ("return ['good'] * len(completions)", "'good'"), ("pass", "None"),
+    ("return [1e300] * len(completions)", "1e+300"),
+    ("return [1 / len(c) for c in completions]", "ZeroDivisionError"),  # a completion may be empty
+    ("raise SystemExit(0)", "SystemExit")])
 def test_a_bad_reward(body, part, grpo, tmp_path):
     message = refusal(grpo, tmp_path / "run", reward_file(tmp_path, body))
     assert "'reward'" in message and part in message
@@ -692,6 +727,15 @@ def test_exit_code_2_and_one_line(main, argv, part, tiny, tmp_path, monkeypatch,
     err = capsys.readouterr().err
     assert caught.value.code == 2 and err.count("\n") == 1
     assert err.startswith("error: ") and part in err
+
+
+def test_a_reward_that_raises_is_one_line_and_its_own_traceback(tiny, tmp_path, script):
+    path = reward_file(tmp_path, "return [1 / len(c) for c in completions]")
+    done = script("grpo.py", path, *tiny.flags, f"--out_dir={tmp_path / 'run'}")
+    first, second, *rest = done.stderr.splitlines()
+    assert done.returncode == 2 and first.startswith("error: reward 'reward' raised Zero")
+    assert second.startswith("Traceback") and str(path) in rest[0], done.stderr
+    assert "grpo.py" not in done.stderr and "judge/" not in done.stderr, done.stderr
 
 
 def test_exit_code_2_of_a_script(script):
