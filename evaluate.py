@@ -4,7 +4,6 @@ by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
-import functools
 import math
 import os
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from run.checkpoint import OTHER_POLICY
 from run.device import autocast, pick_device, pick_dtype
 from run.files import load_file
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
+from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
 from sample import concatenate, decode, generate
 
@@ -72,21 +72,40 @@ def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
     eos = nets.tokenizer.eot_token
     prompts = [prompt.ids for prompt in nets.eval_prompts]
+    part = shard(len(prompts))
     with autocast(nets.device, nets.dtype):
         rollout = generate(
             policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"), eos=eos,
-            batch_size=AT_ONCE // k * k or k, part=shard(len(prompts)),
-            decode=functools.partial(decode, drop="retire" in cfg.speed))
+            batch_size=AT_ONCE // k * k or k, part=part,
+            decode=saying_how_far(len(prompts[part]) * k, drop="retire" in cfg.speed))
     return concatenate(all_gather_rollout(rollout), eos)
+
+
+def saying_how_far(total, **more):
+    """sample.decode, with a line now and then on how many of `total` completions are done."""
+    progress = Progress("evaluation, sampling", "completion", total)
+    done = 0
+
+    def decode_some(*args):
+        nonlocal done
+        decode(*args, **more)
+        done += len(args[3].mask)   # rows of the rollout that is filled
+        if progress.is_due():
+            progress.show(done)
+
+    return decode_some
 
 
 def perplexity_under(base, rollout, k):
     """Perplexity of the completions under the base policy, in float32."""
     mine = shard(len(rollout.ended), k)
     logp = []
+    progress = Progress("evaluation, perplexity", "completion", mine.stop - mine.start)
     for i in range(mine.start, mine.stop, AT_ONCE):
         rows = slice(i, min(i + AT_ONCE, mine.stop))
         logp.append(float(completion_logprobs(base, rollout[rows]).double().sum()))
+        if progress.is_due():
+            progress.show(rows.stop - mine.start)
     return math.exp(-sum(all_gather(logp)) / int(rollout.mask.sum()))
 
 

@@ -106,7 +106,8 @@ class Run:
              "epoch": (it + 1) * cfg.num_prompts / len(self.nets.prompts),
              "step_time": seconds}
         each = (time.time() - self.began) / (it + 1 - self.start)
-        print_iteration(m, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
+        print_iteration(
+            m, cfg.max_iters, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))

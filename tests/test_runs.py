@@ -25,6 +25,7 @@ import run.loop
 from config import MERGED, Settings, load_settings
 from run.checkpoint import say_what_differs
 from run.files import load_file, save_file
+from run.report import Progress, duration
 from run.script import BadInput, run_script
 
 NOISE = """
@@ -191,8 +192,8 @@ SHAPES = [
     *[rf"\[Micro {i}\] 4\. Loss computed: {MEM}, {T}, pg_loss={NUMBER}, kl={NUMBER}, total={NUMBER}"
       for i in (0, 1)],
     rf"5\. Optimizer step finished: {MEM}, (step=\d+\.\d{{3}}s, )?{T} total",
-    r"iter \d+: loss -?\d+\.\d+ \(main -?\d+\.\d+, kl -?\d+\.\d+\), reward -?\d+\.\d+, "
-    r"kl -?\d+\.\d+, grad_norm \d+\.\d+, \d+ tok/s, time \d+\.\d\dms, eta \d+m\d\ds"]
+    r"iter \d/3: loss -?\d+\.\d+ \(main -?\d+\.\d+, kl -?\d+\.\d+\), reward -?\d+\.\d+, "
+    r"grad_norm \d+\.\d+, \d+ tok/s, time (\d\.\d\d|\d\d\.\d|\d{3,})m?s, eta \d+m\d\ds"]
 
 
 def test_log_lines(finished):
@@ -200,6 +201,38 @@ def test_log_lines(finished):
     assert len(lines) == 3 * len(SHAPES)
     for i, line in enumerate(lines):
         assert re.fullmatch(SHAPES[i % len(SHAPES)], line), line
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0.0434, "43.4ms"), (0.43548, "435ms"), (0.9996, "1.00s"), (4.351, "4.35s"), (9.996, "10.0s"),
+    (31.47946, "31.5s"), (105.2, "105s"), (1250.4, "1250s")])
+def test_a_duration_has_three_digits(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_progress_is_a_line_every_while_in_a_file_and_one_line_on_a_terminal(monkeypatch):
+    for is_terminal, between in ((False, ""), (True, "\x1b[A\x1b[K")):
+        out = io.StringIO()
+        out.isatty = lambda: is_terminal
+        monkeypatch.setattr(sys, "stdout", out)
+        progress = Progress("policy", "step", 40, start=10)
+        assert not progress.is_due(), "nothing has taken long yet"
+        progress.last -= 11
+        assert progress.is_due(), "10 seconds without a word"
+        progress.began -= 4
+        progress.show(20, "loss 4.421, ")
+        assert not progress.is_due(), "it was only just said"
+        progress.show(40)
+        expected = ("policy: step 20/40, loss 4.421, 8 s left\n" + between
+                    + "policy: step 40/40, 0 s left\n")
+        assert out.getvalue() == expected, "steps done before the start count for no time"
+
+
+def test_a_long_evaluation_says_how_far_it_is(grpo, monkeypatch, tmp_path):
+    monkeypatch.setattr("run.report.Progress.EVERY", -1)
+    text = grpo(tmp_path / "run", "--max_iters=0")
+    for part in ("sampling", "perplexity"):
+        assert f"evaluation, {part}: completion 12/12, 0 s left\n" in text, text
 
 
 def test_times_add_up(finished):
@@ -319,7 +352,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_been(
     assert process.returncode == -signal.SIGKILL
     assert load_file(str(where / "ckpt.pt"), "run")["iteration"] in (2, 4)
     text = grpo(where, noise, *SIX, "--resume=True")
-    assert f"resumed {where}/ckpt.pt after" in text and "iter 6:" in text and "iter 1:" not in text
+    assert f"resumed {where}/ckpt.pt after" in text and "iter 6/" in text and "iter 1/" not in text
     assert_same_run(six, where, rows, ["random"])
 
 
@@ -450,7 +483,7 @@ def test_changed_settings_are_named_on_resume(copy_of_six, noise, grpo):
 
 def test_resume_where_nothing_is_starts_and_says_so(grpo, tmp_path):
     text = grpo(tmp_path / "run", "--max_iters=1", "--resume=True")
-    assert "no checkpoint to resume" in text and "iter 1:" in text
+    assert "no checkpoint to resume" in text and "iter 1/" in text
 
 
 def shorten(path):
