@@ -24,6 +24,7 @@ import contextlib
 import copy
 import functools
 import math
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -694,7 +695,7 @@ def main(argv):
     with Run(cfg, evaluate, print_table) as run:  # a folder of its own; Ctrl-C saves before it ends
         nets = prepare(cfg, given, run.stopped)
         if cfg.debug_step:
-            take_apart(nets, cfg, draw_prompts, collect, loss_of, evaluate)
+            take_apart(nets, cfg, grpo=sys.modules[__name__])
             return
         run.begin(nets)                 # anew, or from the checkpoint of --resume=True
         train(nets, cfg, run)

@@ -246,7 +246,7 @@ def check_tape(nets, cfg):
             raise BadInput(
                 f"tracin_layers: {part!r} is in the name of no trained parameter; there are "
                 f"{', '.join(trained[:3])}, ...")
-    if cfg.tracin == "off" or cfg.debug_step:   # which does not record
+    if cfg.tracin == "off":
         return
     tape = nets.influence.tape
     num_weights = sum(p.numel() for p in nets.trained)

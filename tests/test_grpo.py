@@ -30,6 +30,7 @@ from data.tokenizer import load_tokenizer
 from judge import score
 from model import GPT, GPTConfig, add_lora, completion_logprobs
 from run.attention import use_attention_by_hand
+from run.debug import row_norms
 from run.device import autocast
 from run.files import save_gpt
 from run.fused_head import FusedHead, fused_logprobs
@@ -1724,3 +1725,16 @@ def test_update_waits_twice_a_micro_batch_and_twice_a_step(each, knobs, monkeypa
             m = update(nets, batch, None, cfg, 3, first=True)
         per_pass = each * 16 // micro
         assert waits.count <= per_pass * cfg.num_iterations + 2 * m["num_steps"] + 4
+
+
+def test_debug_steps_norms_are_those_of_each_rows_gradient():
+    policy, cfg = gpt(), settings(beta=.1)
+    nets = nets_of(policy, cfg, reference=moved(gpt()))
+    batch = collect(nets, PROMPTS, cfg, 7)
+    step = Step(0, torch.arange(16), 16, int(batch.mask.sum()))
+    norms = row_norms(nets, cfg, batch, step, loss_of)
+    for row in step.rows.split(1):
+        gradient = gradient_of(nets, batch, row, step, cfg)
+        norm = sum(g.square().sum() for g in gradient.values()).sqrt()
+        assert float(norms[row]) == pytest.approx(float(norm), rel=1e-5)
+    assert all(p.grad is None for p in policy.parameters()), "the next backward adds to these"

@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import signal
+import statistics
 import sys
 import time
 from importlib.machinery import ModuleSpec
@@ -563,9 +564,53 @@ def test_a_signal_at_any_moment_is_not_promised_more_than_was_saved(
 # ------------------------------------------------------------------------------------------------
 # one step taken apart
 
-def test_debug_step_asks_for_no_memory_that_only_influence_needs(grpo, tmp_path):
-    text = grpo(tmp_path / "run", "--debug_step=True", "--tracin=self")
-    assert "influence on self" not in text, "it says what a recording costs that it does not make"
+def debug_groups(text):
+    """(mean, divisor, rewards, advantages) of each group that is printed."""
+    number = r"-?\d+\.\d+"
+    row = rf"((?:{number} ?)+)"
+    found = re.findall(rf"group \d+: mean ({number}), divisor ({number}), rewards {row}, "
+                       rf"advantages {row}", text)
+    return [(float(mean), float(divisor), *([float(x) for x in xs.split()] for xs in lists))
+            for mean, divisor, *lists in found]
+
+
+@pytest.mark.parametrize("flags", [
+    ("--scale_rewards=group",), ("--scale_rewards=batch",), ("--scale_rewards=none",),
+    ("--scale_rewards=batch", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1")])
+def test_debug_step_prints_what_an_advantage_is_made_of(flags, grpo, tmp_path):
+    text = grpo(tmp_path / "run", "--debug_step=True", *flags)
+    groups = debug_groups(text)
+    assert len(groups) == 4
+    for mean, divisor, rewards, advantages in groups:
+        by_hand = [(r - mean) / divisor for r in rewards]
+        assert by_hand == pytest.approx(advantages, rel=2e-3, abs=2e-3), flags
+    if flags == ("--scale_rewards=batch",):
+        assert f"std of the batch {statistics.stdev(sum((g[2] for g in groups), [])):.3f}" in text
+
+
+def test_debug_step_shows_the_striking_rows_and_why(grpo, tmp_path):
+    text = grpo(tmp_path / "run", "--debug_step=True")
+    rewards = [r for _, _, rs, _ in debug_groups(text) for r in rs]
+    for why, extreme in (("best", max), ("worst", min)):
+        row, reward = re.search(rf"{why} reward: row (\d+), reward (-?\d+\.\d+)", text).groups()
+        assert float(reward) == extreme(rewards) == rewards[int(row)]
+    assert re.search(r"largest gradient, norm \d\.\d+e-\d+: row \d+, ", text)
+
+
+@pytest.mark.parametrize("flags", [("--tracin=self",), (
+    "--tracin=reward", "--tracin_val_prompts=2", "--num_eval_prompts=2", "--tracin_select=top")])
+def test_debug_step_shows_influence(flags, grpo, tmp_path):
+    text = grpo(tmp_path / "run", "--debug_step=True", *flags)
+    assert re.findall(r"^--- (\d)\. ", text, re.M) == list("12345678")
+    error = re.search(r"<G_train, G_target>, .* to (\S+) of the sum of \|influence\|", text)[1]
+    assert float(error) < 1e-4, "the influences do not add up"
+    helpful, harmful = re.search(r"most helpful(.*)most harmful(.*?)---", text, re.S).groups()
+    for part, sign, title in ((helpful, 1, "helpful"), (harmful, -1, "harmful")):
+        found = [sign * float(x) for x in re.findall(r"influence (\S+),", part)]
+        assert found == sorted(found, reverse=True) and all(x > 0 for x in found), title
+        assert len(found) <= 3 and (found or "none" in part)
+    share = re.search(r"(\d+) % are kept", text)[1]
+    assert share == "50" or "top" not in flags[-1]
 
 
 @pytest.mark.parametrize("flags", [(), (
