@@ -241,8 +241,11 @@ def other_parameters(name, signature, args):
     except TypeError:
         raise BadInput(f"reward {name!r} takes {signature}: must take (prompts, completions); rows "
                        "or columns of the prompts' file may follow") from None
-    return [p for p in signature.parameters.values()
-            if p.name not in filled and p.kind is not p.VAR_POSITIONAL]
+    others = [p for p in signature.parameters.values() if p.name not in filled]
+    if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
+        # perhaps a wrapper that hands *args and **kwargs on to a function of two parameters
+        others = [p for p in others if p.kind is p.KEYWORD_ONLY]
+    return others
 
 
 def column(name, parameter, prompts):

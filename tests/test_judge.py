@@ -405,6 +405,13 @@ def test_a_reward_sees_the_row_of_its_prompt(reward):
     assert found.tolist() == [[1], [1]], "rows are not in step with completions"
 
 
+def test_a_wrapper_gets_nothing_that_its_function_may_not_take():
+    def wrapper(*args, **kwargs):
+        return (lambda prompts, completions: [len(c) for c in completions])(*args, **kwargs)
+
+    assert score({"r": wrapper}, ASKED, ["4", "80"]).tolist() == [[1], [2]]
+
+
 @pytest.mark.parametrize("reward, parts", [
     (lambda completion: [1.0], ["takes (completion)", "(prompts, completions)"]),
     (lambda: [1.0], ["takes ()"]),

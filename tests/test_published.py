@@ -299,7 +299,7 @@ def test_debug_step_and_pretrain_and_judge_train_take_published_models(
     world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = run(grpo.main, *flags_of(world, "chat lora tracin"), "--debug_step=True")
-    assert "7. red flags" in text and "h.1.mlp.c_fc.A.weight" in text
+    assert "8. red flags" in text and "h.1.mlp.c_fc.A.weight" in text
     assert run(pretrain.main, *world.flags).count("I think that the|") == 3
     assert run(judge.train.main, *world.flags) == "" and os.listdir(tmp_path) == []
 
