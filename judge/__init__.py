@@ -155,8 +155,11 @@ def shown(value):
 def call(name, function, prompts, completions):
     """Call a reward function. Where it raises, BadInput names an example it raises for.
 
-    The function's own traceback is a note of the BadInput.
+    The function's own traceback is a note of the BadInput. What the judge raises is no fault of a
+    user's function and passes through.
     """
+    if name == "judge":
+        return function([prompt.text for prompt in prompts], completions)
     try:
         return call_plainly(name, function, prompts, completions)
     except BadInput:
