@@ -13,6 +13,7 @@ import torch
 from config import load_settings
 from data.comments import get_splits
 from data.prompts import load_prompts
+from data.tokenizer import end_tokens
 from judge import as_reward, reward_functions, score
 from judge.train import get_judges
 from model import completion_logprobs
@@ -70,15 +71,14 @@ def evaluate(nets, policy, cfg):
 
 def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
-    eos = nets.tokenizer.eot_token
     prompts = [prompt.ids for prompt in nets.eval_prompts]
     part = shard(len(prompts))
     with autocast(nets.device, nets.dtype):
         rollout = generate(
-            policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"), eos=eos,
-            batch_size=AT_ONCE // k * k or k, part=part,
+            policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"),
+            eos=end_tokens(nets.tokenizer), batch_size=AT_ONCE // k * k or k, part=part,
             decode=saying_how_far(len(prompts[part]) * k, drop="retire" in cfg.speed))
-    return concatenate(all_gather_rollout(rollout), eos)
+    return concatenate(all_gather_rollout(rollout), nets.tokenizer.eot_token)
 
 
 def saying_how_far(total, **more):
@@ -106,7 +106,7 @@ def perplexity_under(base, rollout, k):
         logp.append(float(completion_logprobs(base, rollout[rows]).double().sum()))
         if progress.is_due():
             progress.show(rows.stop - mine.start)
-    return math.exp(-sum(all_gather(logp)) / int(rollout.mask.sum()))
+    return math.exp(-sum(all_gather(logp)) / int(rollout.chosen.sum()))
 
 
 def toxicity_measures(name, toxicity):

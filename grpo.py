@@ -9,15 +9,19 @@ N = B * G rows, T tokens in the longest completion, K reward functions, n rows o
 micro-batch. Under torchrun each process handles a share of the rows; metrics, gradients and files
 cover all rows.
 
-The arithmetic is TRL's. This file departs from it on purpose where
-  - old log-probs are always those recorded while sampling, and log-probs are renormalised over the
-    tokens that top-k, top-p and min-p allow, so that the ratio is one of two distributions;
-  - entropies are those of the sampling distribution, over the whole iteration, so that they do not
-    depend on micro-batches;
-  - with mini-batches, dapo and cispo divide by the tokens of the mini-batch, so that a step keeps
-    its size;
-  - a group whose rewards (less the KL, if kl_in = "reward") are all equal gets advantages of
-    exactly 0.
+The arithmetic is TRL's, but for these departures, whose reasons docs/trl.md gives by number:
+   1  old log-probs are always those recorded while sampling
+   2  log-probs are renormalised over the tokens that top-k, top-p and min-p allow
+   3  entropies are those of the sampling distribution, their quantile is the whole iteration's
+   4  with mini-batches dapo and cispo divide by the tokens of the mini-batch
+   5  a group whose rewards are all equal gets advantages of exactly 0
+   6  `kl` is the KL, also where the loss has the KL times the ratio
+   7  metrics are means over the tokens of all micro-batches
+   8  frac_reward_zero_std looks at groups; one with at most one score counts as equal
+   9  the first step of a warm-up has a rate above 0
+  10  ref_model_sync_steps counts iterations
+  11  a mini-batch without a token that carries loss is no step
+  12  entropy_coef takes the mean over all tokens with loss, also with top_entropy_quantile
 Left out: a critic, tools, several turns.
 """
 import contextlib
@@ -35,10 +39,11 @@ from torch.nn.utils import clip_grad_norm_
 from config import load_settings
 from data.comments import get_splits
 from data.prompts import load_prompts
+from data.tokenizer import end_tokens
 from evaluate import evaluate, print_table
 from judge import load_judge, reward_functions, score, try_rewards
 from judge.train import get_judges
-from model import completion_logprobs
+from model import completion_entropies, completion_logprobs
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
 from run.attention import use_attention_by_hand
 from run.compiled import compile_parts, make_decoder, try_compile
@@ -96,6 +101,8 @@ def collect(nets, prompts, cfg, seed, log=quiet):
     ref_logp = reference_logprobs(nets, rollout, cfg) if cfg.beta else None         # (N, T)
     penalty, kl = kl_penalty(rollout, ref_logp, cfg)      # (N,), 0 unless kl_in = "reward"
     advantages = group_advantages(rewards - penalty, cfg.num_generations, cfg.scale_rewards)
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        advantages = decoupled_advantages(scores, cfg.reward_weights, cfg.num_generations)
 
     mask, policy_mask = loss_masks(rollout, cfg)                                    # (N, T)
     return Batch(rollout, advantages.to(nets.device), mask, policy_mask, ref_logp, completions,
@@ -106,8 +113,8 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
     """num_iterations passes over the batch, an optimizer step per mini-batch -> metrics.
 
     target: what influence scores rows against; None: the batch itself. first: the first iteration
-    of a run, which stops if the trainer's log-probs are not the sampler's, and which checks
-    influence against a plain backward.
+    of a run, which stops if the trainer's log-probs are not the sampler's, or if influences do not
+    agree with a plain backward.
     """
     meter = Meter(nets, batch, cfg, log)
     steps_taken = 0
@@ -188,8 +195,8 @@ class Batch:
 
     @functools.cached_property
     def weights(self):
-        """(N,) filled in by tracin.Influence: 0 for a row that it left out of the step. The loss
-        does not read them."""
+        """(N,) factors on the rows' losses, which tracin.Influence fills in during the first pass.
+        """
         return torch.ones_like(self.advantages)
 
     def equal_groups(self, num_generations):
@@ -212,14 +219,14 @@ def draw_prompts(prompts, it, num_prompts, seed):
 
 def sample_groups(nets, prompts, cfg, seed):
     """num_generations completions of each prompt -> Rollout of N rows."""
-    eos = nets.tokenizer.eot_token
+    eos = end_tokens(nets.tokenizer)
     with autocast(nets.device, nets.dtype):
         rollout = nets.generate(
             nets.policy, [prompt.ids for prompt in prompts],
             cfg.num_generations, cfg.max_completion_length, seed=seed,
             batch_size=cfg.decode_batch_size, part=shard(len(prompts)), eos=eos,
             temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
-    return concatenate(all_gather_rollout(rollout), eos)
+    return concatenate(all_gather_rollout(rollout), nets.tokenizer.eot_token)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -262,6 +269,14 @@ def group_advantages(rewards, num_generations, scale_rewards="group"):
     return advantages.masked_fill(no_lesson, 0).flatten()                           # (N,)
 
 
+def decoupled_advantages(scores, weights, num_generations):
+    """Advantages (N,) from scores (N, K) that are normalised in their group before they are summed,
+    so that none drowns another; the sum is normalised over the batch (GDPO, Liu et al. 2026)."""
+    parts = torch.stack([group_advantages(r, num_generations) for r in scores.T], 1)    # (N, K)
+    r = total_reward(parts.masked_fill(scores.isnan(), math.nan), weights)              # (N,)
+    return ((r - r.nanmean()) / (nanstd(r) + 1e-4)).nan_to_num(0)
+
+
 def nanstd(r):
     """Standard deviation along the last dimension, NaN left out, that dimension kept."""
     n = (~r.isnan()).sum(-1, keepdim=True)
@@ -280,7 +295,7 @@ def all_equal(groups):
 
 
 def reference_logprobs(nets, rollout, cfg):
-    """Log-probs (N, T) of the sampled tokens under the reference."""
+    """Log-probs (N, T) of the chosen tokens under the reference."""
     ref_logp = torch.zeros_like(rollout.logp)
     with autocast(nets.device, nets.dtype):
         for rows in micro_batches(rollout.mask.sum(1), cfg):    # of this process
@@ -294,14 +309,14 @@ def kl_penalty(rollout, ref_logp, cfg):
     None unless kl_in = "reward"."""
     if not cfg.beta or cfg.kl_in != "reward":
         return 0.0, None
-    kl = kl_estimate(rollout.logp, ref_logp, cfg.kl_estimator) * rollout.mask       # (N, T)
-    return cfg.beta * kl.sum(1).cpu(), float(kl.sum() / rollout.mask.sum())
+    kl = kl_estimate(rollout.logp, ref_logp, cfg.kl_estimator) * rollout.chosen     # (N, T)
+    return cfg.beta * kl.sum(1).cpu(), float(kl.sum() / rollout.chosen.sum())
 
 
 def loss_masks(rollout, cfg):
     """Tokens that carry loss (N, T), and which of them carry the policy gradient (N, T), or None
     for all."""
-    mask = rollout.mask
+    mask = rollout.chosen
     if cfg.mask_truncated_completions:
         mask = mask & rollout.ended[:, None]
     if cfg.top_entropy_quantile == 1 or not mask.any():
@@ -317,8 +332,7 @@ def loss_masks(rollout, cfg):
 class Step(NamedTuple):
     """An optimizer step: its rows of the batch, and what its loss is divided by.
 
-    The divisors are of the whole step, so that the losses of micro-batches add up. They count rows
-    that influence left out too, unless tracin_normalizer = "kept".
+    The divisors are of the whole step, so that the losses of micro-batches add up.
     """
     epoch: int
     rows: torch.Tensor          # (n,)
@@ -340,15 +354,17 @@ class Forward(NamedTuple):
     batch: Batch                # of these rows
 
 
-def grpo_loss(logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg):
+def grpo_loss(
+        logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg, weights=None):
     """The loss of some rows, a scalar, and its LossTerms.
 
-    logp, old_logp, ref_logp (n, T): log-probs of the sampled tokens under the policy (with
+    logp, old_logp, ref_logp (n, T): log-probs of the chosen tokens under the policy (with
     gradient), under the policy that sampled them, and under the reference (None without a KL).
     advantages (n,). mask (n, T): tokens that carry loss. policy_mask (n, T): those that carry the
     policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
-    micro-batches add up to its loss. Everything stays on the device, so that a GPU is not waited
-    for. Raises ValueError for a field that is missing or of the wrong shape.
+    micro-batches add up to its loss. weights (n,): factors on the rows (None: 1). Everything stays
+    on the device, so that a GPU is not waited for. Raises ValueError for a field that is missing or
+    of the wrong shape.
     """
     check_shapes(logp, old_logp=old_logp, mask=mask, advantages=advantages)
     mask = mask.bool()
@@ -361,14 +377,14 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg
     if policy_mask is not None:
         check_shapes(logp, policy_mask=policy_mask)
         objective = objective * policy_mask
-    policy_loss = aggregate(-objective, mask, step, cfg)                # ()
+    policy_loss = aggregate(-objective, mask, step, cfg, weights)       # ()
     if not cfg.kl_in_loss:
         return policy_loss, LossTerms(policy_loss.detach(), ratio.detach(), None)
 
     check_shapes(logp, ref_logp=ref_logp)
     kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)        # (n, T)
-    weighted_kl = kl * ratio if cfg.use_bias_correction_kl else kl
-    loss = policy_loss + cfg.beta * aggregate(weighted_kl, mask, step, cfg)
+    weighted_kl = kl * ratio if cfg.corrects_kl else kl
+    loss = policy_loss + cfg.beta * aggregate(weighted_kl, mask, step, cfg, weights)
     return loss, LossTerms(policy_loss.detach(), ratio.detach(), kl.detach())
 
 
@@ -414,15 +430,17 @@ def kl_estimate(logp, ref_logp, estimator):
     return torch.expm1(d) - d       # k3
 
 
-def aggregate(x, mask, step, cfg):
+def aggregate(x, mask, step, cfg, weights=None):
     """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by what loss_type says:
 
     grpo, sapo   the tokens of the row, then the rows of the step
     dr_grpo      the rows of the step * max_completion_length
     bnpo         the tokens of these rows: the one type that depends on micro-batches
     dapo, cispo  the tokens of the step
+
+    A new loss_type has its divisor here, and its unit in tracin.Influence.normalizer.
     """
-    x = x * mask
+    x = x * mask if weights is None else x * mask * weights[:, None]
     if cfg.loss_type in ("grpo", "sapo"):
         row_tokens = mask.sum(1).clamp(min=1)                                       # (n,)
         return (x.sum(1) / row_tokens).sum() / step.num_rows
@@ -433,7 +451,7 @@ def aggregate(x, mask, step, cfg):
         return x.sum() / mask.sum().clamp(min=1) * share
     if cfg.loss_type in ("dapo", "cispo"):
         return x.sum() / max(step.num_tokens, 1)
-    raise ValueError(f"loss_type {cfg.loss_type!r}: what is it divided by?")
+    raise ValueError(f"grpo.aggregate: what is loss_type {cfg.loss_type!r} divided by?")
 
 
 def check_shapes(logp, **fields):
@@ -453,10 +471,12 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
     version of it.
     """
     b = batch[rows]
+    weights = batch.weights[rows] if step.epoch > 0 else None   # in the first pass: keep_helpful
 
     def loss_and_terms(logp):
         old_logp = logp.detach() if record_logp else b.rollout.logp
-        return grpo_loss(logp, old_logp, b.ref_logp, b.advantages, b.mask, b.policy_mask, step, cfg)
+        return grpo_loss(
+            logp, old_logp, b.ref_logp, b.advantages, b.mask, b.policy_mask, step, cfg, weights)
 
     # what backward() will start from. The plain head ignores it. The fused head keeps no logits, so
     # it asks for this in the forward, forms its gradients there and hands them out in the backward
@@ -467,7 +487,19 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
     with autocast(nets.device, nets.dtype):
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from)          # (n, T)
     loss, terms = loss_and_terms(logp)
+    if cfg.entropy_coef:
+        loss = loss - cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights)
     return Forward(loss, logp, terms, b)
+
+
+def mean_entropy(nets, policy, b, step, cfg, weights):
+    """Of the tokens with loss, by a forward pass of its own: the share of these rows in the step's
+    mean, whatever loss_type divides by."""
+    with autocast(nets.device, nets.dtype):
+        entropies = completion_entropies(policy, b.rollout, cfg.temperature)        # (n, T)
+    if weights is not None:
+        entropies = entropies * weights[:, None]
+    return (entropies * b.mask).sum() / step.num_tokens
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
@@ -498,8 +530,7 @@ def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
 def optimizer_steps(batch, cfg, seed):
     """num_iterations passes over the rows in mini-batches; those without loss are left out.
 
-    A generator on purpose: in the first pass influence fills in batch.weights, by which the later
-    ones go.
+    A generator on purpose: in the first pass influence fills in batch.weights for the later ones.
     """
     N = len(batch.mask)
     device = batch.mask.device
@@ -512,14 +543,11 @@ def optimizer_steps(batch, cfg, seed):
             generator = torch.Generator().manual_seed(seed_for(seed, epoch))
             rows = rows[torch.randperm(len(rows), generator=generator).to(device)]
         for mini in rows.split(cfg.mini_batch_size or N):
-            all_rows = mini
-            if epoch > 0 and cfg.tracin != "off":   # those that influence kept in the first pass
-                mini = mini[batch.weights[mini] > 0]
-            # what the loss is divided by; in the first pass Influence.normalizer sees to that
-            counted = mini if cfg.tracin_normalizer == "kept" else all_rows
-            num_tokens = int(batch.mask[counted].sum())
-            if num_tokens > 0 and len(mini) > 0:
-                yield Step(epoch, mini, len(counted), num_tokens)
+            num_tokens = int(batch.mask[mini].sum())
+            if epoch > 0 and cfg.tracin != "off" and not batch.weights[mini].any():
+                continue        # influence kept none of them
+            if num_tokens > 0:
+                yield Step(epoch, mini, len(mini), num_tokens)
 
 
 def sort_key(batch, step, cfg):

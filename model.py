@@ -270,7 +270,7 @@ LOGITS_AT_ONCE = 2 ** 24  # on a GPU 8 times that: it has the memory, and waits 
 
 
 def completion_logprobs(model, rollout, temperature=1.0, backward_from=None):
-    """Log-probs (N, T) of a rollout's sampled tokens under `model`, in float32; 0 where masked.
+    """Log-probs (N, T) of the tokens that a policy chose, under `model`, in float32; elsewhere 0.
 
     backward_from is not needed here. It is for the drop-in of run/fused_head.py, which has to know
     what backward will be called on, as a function of these log-probs.
@@ -281,18 +281,18 @@ def completion_logprobs(model, rollout, temperature=1.0, backward_from=None):
 
 
 def completion_states(model, rollout):
-    """What predicts the M sampled tokens of a rollout (sample.Rollout).
+    """What predicts the M chosen tokens of a rollout (sample.Rollout).
 
     Returns hidden states (M, C), the token ids (M,), the tokens that sampling allowed (M, V) or
     None, and where they belong in (N, T): a pair of index tensors (M,).
     Position t predicts token t + 1: the prompt's last position scores the first sampled token.
     """
-    attention_mask, mask = rollout.attention_mask, rollout.mask
-    P = attention_mask.shape[1] - mask.shape[1]
+    attention_mask, chosen = rollout.attention_mask, rollout.chosen
+    P = attention_mask.shape[1] - chosen.shape[1]
     # leave out columns that are padding in all of these rows. The three numbers that this takes are
     # fetched at once, since a GPU is waited for
     first = attention_mask.any(0).long().argmax()
-    T = mask.any(0).cumsum(0).argmax() + 1
+    T = chosen.any(0).cumsum(0).argmax() + 1
     shortest = attention_mask.sum(1).min()
     first, T, shortest = torch.stack([first, T, shortest]).tolist()
 
@@ -300,7 +300,7 @@ def completion_states(model, rollout):
     padded = shortest < attention_mask.shape[1] - first
     input_mask = attention_mask[:, first:P + T - 1] if padded else None
     h = model(tokens[:, :-1].contiguous(), input_mask)[:, -T:]                      # (N, T, C)
-    where = mask.nonzero(as_tuple=True)
+    where = chosen.nonzero(as_tuple=True)
     allowed = None if rollout.allowed is None else rollout.allowed[where]
     return h[where], tokens[:, -T:][where], allowed, where
 
@@ -318,14 +318,34 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
             logits = logits.masked_fill(~allowed, -math.inf)
         return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
+    return in_pieces(piece, lm_head, h, targets, allowed)
+
+
+def completion_entropies(model, rollout, temperature=1.0):
+    """Entropies (N, T), in nats, of the distributions that a rollout's chosen tokens are drawn
+    from, with gradient; elsewhere 0."""
+    def piece(h, allowed):
+        logits = model.lm_head(h).float() / temperature                             # (m, V)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -math.inf)
+        logp = logits.log_softmax(-1)
+        return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0)).sum(-1)       # 0 * -inf is 0
+
+    h, _, allowed, where = completion_states(model, rollout)
+    entropies = in_pieces(piece, model.lm_head, h, allowed)                         # (M,)
+    return torch.zeros(rollout.mask.shape, device=h.device).index_put(where, entropies)
+
+
+def in_pieces(piece, lm_head, h, *more):
+    """piece(h (m, C), ...) -> (m,), of all M rows: at once, or one part of them after the other,
+    whose logits are formed again in the backward."""
     m = piece_size(lm_head, h)
     if len(h) <= m:
-        return piece(h, targets, allowed)
+        return piece(h, *more)
     parts = []
     for i in range(0, len(h), m):
-        rows = slice(i, i + m)
-        some_allowed = None if allowed is None else allowed[rows]
-        parts.append(checkpoint(piece, h[rows], targets[rows], some_allowed, use_reentrant=False))
+        some = [None if x is None else x[i:i + m] for x in (h, *more)]
+        parts.append(checkpoint(piece, *some, use_reentrant=False))
     return torch.cat(parts)
 
 

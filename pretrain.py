@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import hub.policy
 from config import Settings, load_settings
 from data.comments import get_splits
-from data.tokenizer import load_tokenizer
+from data.tokenizer import end_tokens, load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.attention import use_attention_by_hand
 from run.device import autocast, fast_dtype, pick_device
@@ -275,7 +275,7 @@ def main(argv):
         policy = given or get_policy(cfg, get_splits(cfg), pick_device(cfg.device), stop)
     if "attention" in cfg.speed:
         use_attention_by_hand(policy)
-    rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=tokenizer.eot_token,
+    rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=end_tokens(tokenizer),
                        seed=cfg.seed)
     for i, completion in enumerate(rollout.completions()):
         print(f"{prompts[i // 3]}|{tokenizer.decode(completion)}")

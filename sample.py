@@ -22,13 +22,14 @@ from torch.nn import functional as F
 
 @dataclass
 class Rollout:
-    """N sampled rows: a left-padded prompt, then at most T sampled tokens. Row i answers prompt
+    """N rows: a left-padded prompt, then at most T tokens of its completion. Row i answers prompt
     i // num_generations."""
     tokens: torch.Tensor           # (N, P + T) ids
     attention_mask: torch.Tensor   # (N, P + T) False on the prompt's padding
-    mask: torch.Tensor             # (N, T) True on sampled tokens, the end token included
-    logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 where masked
-    entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 where masked
+    mask: torch.Tensor             # (N, T) True on the completion's tokens, the end token included
+    chosen: torch.Tensor           # (N, T) True on those that the policy drew: none that was forced
+    logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 if not chosen
+    entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 if not chosen
     ended: torch.Tensor            # (N,) True where the end token was drawn
     allowed: torch.Tensor = None   # (N, T, V) tokens that truncated sampling could draw; None: all
 
@@ -61,6 +62,7 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=No
         tokens=torch.cat([prompt_rows, sampled], 1),
         attention_mask=F.pad(mask_rows, (0, T), value=True),
         mask=torch.zeros(N, T, dtype=torch.bool, device=device),
+        chosen=torch.ones(N, T, dtype=torch.bool, device=device),
         logp=torch.zeros(N, T, device=device),
         entropy=torch.zeros(N, T, device=device),
         ended=torch.zeros(N, dtype=torch.bool, device=device),
@@ -74,7 +76,7 @@ def trim(rollout):
     width = rollout.tokens.shape[1] - unused
     return Rollout(
         rollout.tokens[:, :width], rollout.attention_mask[:, :width], rollout.mask[:, :T],
-        rollout.logp[:, :T], rollout.entropy[:, :T], rollout.ended,
+        rollout.chosen[:, :T], rollout.logp[:, :T], rollout.entropy[:, :T], rollout.ended,
         None if rollout.allowed is None else rollout.allowed[:, :T])
 
 
@@ -83,7 +85,8 @@ def concatenate(rollouts, eos):
     if len(rollouts) == 1:
         return rollouts[0]
     T = max(r.mask.shape[1] for r in rollouts)
-    fill = dict(tokens=eos, attention_mask=True, mask=False, logp=0.0, entropy=0.0)
+    fill = dict(
+        tokens=eos, attention_mask=True, mask=False, chosen=False, logp=0.0, entropy=0.0)
 
     def widen(name, x, more):
         if name == "allowed":
@@ -105,11 +108,15 @@ def concatenate(rollouts, eos):
 
 class Sampling(NamedTuple):
     """How tokens are drawn. Truncation goes top-k, top-p, min-p; the defaults keep all tokens."""
-    eos: int
+    eos: int | tuple        # what ends a completion; the first of several fills what follows it
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    @property
+    def ends(self):
+        return self.eos if isinstance(self.eos, tuple) else (self.eos,)
 
     @property
     def truncates(self):
@@ -149,7 +156,8 @@ def draw(probs, u):
 def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     """Draws token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
 
-    column: where token t stands in r.tokens. t and column may be tensors (1,). noise (N, T).
+    Where r.chosen is False the token that stands in r.tokens already is kept. column: where token t
+    stands there. t and column may be tensors (1,). noise (N, T).
     """
     logits = lm_head(h).float() / sampling.temperature                              # (n, V)
     if r.allowed is not None:
@@ -162,12 +170,16 @@ def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     log_total = total.log()
     logp = logits.gather(1, token[:, None])[:, 0] - log_total
     entropy = log_total - (weights * logits).nansum(-1) / total                     # 0 * -inf is 0
+    forced = ~r.chosen[rows, t]
+    token = torch.where(forced, r.tokens[rows, column], token)
     over = r.ended[rows]
     r.mask[rows, t] = ~over
-    r.logp[rows, t] = logp.masked_fill(over, 0)
-    r.entropy[rows, t] = entropy.masked_fill(over, 0)
-    r.tokens[rows, column] = token.masked_fill(over, sampling.eos)
-    r.ended[rows] = over | (token == sampling.eos)
+    r.logp[rows, t] = logp.masked_fill(over | forced, 0)
+    r.entropy[rows, t] = entropy.masked_fill(over | forced, 0)
+    r.tokens[rows, column] = token.masked_fill(over, sampling.ends[0])
+    for end in sampling.ends:
+        over = over | (token == end)
+    r.ended[rows] = over
 
 
 # ------------------------------------------------------------------------------------------------
@@ -229,13 +241,15 @@ def drop_finished(rows, cache, ended):
 
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0,
-             part=slice(None), decode=decode, **sampling):
+             part=slice(None), forced=None, decode=decode, **sampling):
     """Samples num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
 
     A prompt is computed once and its keys and values are copied to its group. The noise is drawn
     ahead from `seed`, a number per row and step, on the CPU: it is the same on every device and for
     every batch_size (rows decoded at once; 0: all), which changes memory only.
     part: complete only these of the prompts; the parts together are what one call for all gives.
+    forced (N, T): ids that are put into the policy's mouth, -1 where it draws. They are read like
+    any token and carry no log-prob; None: it always draws.
     decode: a faster function with the same result (run/decoder.py). sampling: eos and the other
     fields of Sampling. Raises ValueError for an empty or overlong prompt and for temperature <= 0.
     """
@@ -252,12 +266,18 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     attention_mask = attention_mask[first:end]
 
     vocab_size = model.config.vocab_size if sampling.truncates else None
-    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.eos, vocab_size)
+    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0], vocab_size)
+    if forced is not None:
+        forced = forced[first * G:end * G].to(device)
+        r.chosen = forced < 0
+        r.tokens[:, prompt.shape[1]:] = forced.masked_fill(r.chosen, sampling.ends[0])
     at_once = max(1, batch_size // G) if batch_size else max(1, len(prompt))    # prompts
     for b in range(0, len(prompt), at_once):
         some = slice(b, b + at_once)
         rows = slice(b * G, (b + at_once) * G)      # views of r, filled in place
         decode(model, prompt[some], attention_mask[some], r[rows], noise[rows], sampling)
+    r.chosen &= r.mask              # nothing is chosen after the end, and nothing stands there
+    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.mask, sampling.ends[0])
     return trim(r)
 
 

@@ -12,6 +12,7 @@ import sys
 import torch
 
 from data.prompts import Prompt
+from data.tokenizer import end_tokens
 from evaluate import open_run
 from judge import score
 from run.device import autocast
@@ -33,7 +34,7 @@ def speak(nets, policy, cfg, prompt, num):
     with autocast(nets.device, nets.dtype):
         rollout = generate(
             policy, [ids], num, cfg.max_completion_length, seed=seed_for(cfg.seed, "speak", prompt),
-            eos=nets.tokenizer.eot_token, temperature=cfg.temperature, top_k=cfg.top_k,
+            eos=end_tokens(nets.tokenizer), temperature=cfg.temperature, top_k=cfg.top_k,
             top_p=cfg.top_p, min_p=cfg.min_p)
     completions = [nets.tokenizer.decode(ids) for ids in rollout.completions()]
     columns = {}

@@ -80,8 +80,8 @@ class Influence:
         """
         nets, batch = self.nets, self.batch
         rows = self.step.rows[positions]
-        # the head is given sampled tokens only, flattened: which of these rows each is of (M,)
-        row_of_token = batch.rollout.mask[rows].nonzero()[:, 0]
+        # the head is given chosen tokens only, flattened: which of these rows each is of (M,)
+        row_of_token = batch.rollout.chosen[rows].nonzero()[:, 0]
         self.tape.rows(positions, tokens=row_of_token)
         out = self.loss_of(nets, nets.policy, batch, rows, self.step, self.cfg, self.one_backward)
         if not self.one_backward:
@@ -96,40 +96,59 @@ class Influence:
     def keep_helpful(self, target, seed, check):
         """.grad <- the gradient of the recorded rows that help the target -> metrics.
 
-        target: (Batch, its rows that are the target), or None for the step's own rows. check: hold
-        the scores against a plain backward. Fills in batch.influence and batch.weights.
+        target: (Batch, its rows that are the target), or None for the step's own rows. check: see
+        check_scores. Fills in batch.influence and batch.weights.
         """
-        cfg, rows = self.cfg, self.step.rows
+        rows = self.step.rows
         generator = torch.Generator().manual_seed(seed)
         found = self.score(target, generator)
-        true_grad = self.plain_gradient() if check else None
+        if check:
+            self.check_scores(found)
 
-        keep, fallback = select(found.scores, cfg.tracin_select, cfg.tracin_fraction, generator)
-        kept_grad, batch_grad = self.kept_gradient(keep, found.batch_grad, found.G)
-        factor = self.normalizer(keep)
-        any_kept = bool(keep.any())
+        weights, fallback = self.weights_of(found.scores, generator)                # (n,)
+        kept_grad, batch_grad = self.kept_gradient(weights, found.batch_grad, found.G)
+        factor = self.normalizer(weights)
+        any_kept = bool(weights.any())
         for p, g in kept_grad.items():
             if factor != 1:
                 g.mul_(factor)
             p.grad = g if any_kept else None
         self.batch.influence[rows] = found.scores
-        self.batch.weights[rows] = keep.to(found.scores) * factor
+        self.batch.weights[rows] = weights * factor
 
         # the scores of all rows add up to <gradient of the step, target's gradient>
-        error = invariant_error(found.raw_scores, true_grad or batch_grad, found.G)
-        metrics = score_metrics(found.scores, keep, fallback)
+        error = invariant_error(found.raw_scores, batch_grad, found.G)
+        metrics = score_metrics(found.scores, weights, fallback)
         metrics["tracin/self_share"] = found.self_share
         metrics["tracin/invariant_error"] = error
         metrics |= halves_metrics(found.halves, self.tape.names) | found.target_metrics
         metrics["tracin/kept_gradients"] = self.share_stored()
         return metrics
 
+    def check_scores(self, found):
+        """Ends the run unless the scores add up to <gradient of the step, target's gradient>, with
+        the first from a plain backward, in which the tape has no part."""
+        # in the micro-batches that were recorded, since bnpo depends on them
+        key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
+        true_grad = self.gradient_of(
+            self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
+        error = invariant_error(found.raw_scores, true_grad, found.G)
+        bound = 5e-2 if self.nets.dtype == torch.bfloat16 else 1e-3
+        if not error <= bound:
+            raise SystemExit(
+                "stopped before the first step: the influences do not add up to the product of "
+                f"ordinary gradients (relative error {error:.1e}, at most {bound:g}); the tape or "
+                "the loss in its units has a bug (or try dtype = 'float32')")
+
     # target
 
     def target_gradient(self, target):
-        """The target's gradient in two halves, since their cosine tells signal from noise;
-        self_coef (n,), 0 if the target is another batch, None if it is unknown; and metrics."""
+        """The target's gradient in two halves, since their cosine tells signal from noise (in one
+        piece if a function made it); self_coef (n,), 0 if the target is another batch, None if it
+        is unknown; and metrics."""
         cfg = self.cfg
+        if cfg.tracin == "target":
+            return self.gradient_of_function()
         t, rows = target or (self.batch, self.step.rows)
         rewards = t.rewards.to(rows.device)
         in_first = ~second_half(rows, cfg.num_generations)                          # (m,)
@@ -161,6 +180,17 @@ class Influence:
             "tracin/target_advantage_min": float(t.advantages[rows].min()),
             "tracin/target_advantage_max": float(t.advantages[rows].max())}
 
+    def gradient_of_function(self):
+        """As target_gradient, for a function of the config file: how to raise the number that it
+        returns. It has no halves."""
+        nets = self.nets
+        number = self.cfg.functions["target"](nets.policy, nets.tokenizer, self.batch)
+        check_number(number)
+        parameters = list(self.tape.names)
+        found = torch.autograd.grad(-number, parameters, allow_unused=True)
+        G = {p: torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)}
+        return [G], None, {"tracin/target_loss": -float(number.detach())}
+
     def plain_halves(self, batch, rows, in_first, coef):
         """The target's two halves by forwards and backwards of their own."""
         num_tokens = int(batch.mask[rows].sum())
@@ -172,12 +202,6 @@ class Influence:
         return [self.gradient_of(self.nets, batch, part, step, self.cfg, coef=all_coef)
                 for part in parts]
 
-    def plain_gradient(self):
-        """The gradient of the step's loss, in which the tape had no part."""
-        # in the micro-batches that were recorded, since bnpo depends on them
-        key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
-        return self.gradient_of(self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
-
     # score
 
     def score(self, target, generator):
@@ -186,7 +210,7 @@ class Influence:
         if self.one_backward:
             self.all_reduce([self.loss_coef])
         halves, self_coef, target_metrics = self.target_gradient(target)
-        target_grad = add(*halves)
+        target_grad = functools.reduce(add, halves)
         batch_grad = target_grad if cfg.tracin == "self" and target is None else None
         scale = {}
         if cfg.tracin_adam:
@@ -229,30 +253,46 @@ class Influence:
 
     # select, step
 
-    def kept_gradient(self, keep, batch_grad, G):
-        """The gradient of the rows kept, and of all rows: batch_grad if it is known, else over the
+    def weights_of(self, scores, generator):
+        """Factors on the rows (n,), 0 for those that are not learned from, and whether select used
+        its fallback."""
+        cfg = self.cfg
+        if cfg.tracin_select == "weigh":
+            return check_weights(cfg.functions["weigh"](scores), scores), False
+        keep, fallback = select(scores, cfg.tracin_select, cfg.tracin_fraction, generator)
+        return keep.to(scores), fallback
+
+    def kept_gradient(self, weights, batch_grad, G):
+        """The weighted gradient, and that of all rows: batch_grad if it is known, else over the
         parameters of G only.
 
         With batch_grad the tape is asked for the fewer rows, those kept or those dropped.
         """
-        coef = self.loss_coef
+        coef, rest = self.loss_coef, 1 - weights
         if batch_grad is None:
-            kept, dropped = self.tape.gradients([coef * keep, coef * ~keep])
+            kept, dropped = self.tape.gradients([coef * weights, coef * rest])
             return kept, {p: kept[p] + dropped[p] for p in G}
-        if 2 * int(keep.sum()) <= len(keep):
-            return self.tape.gradient(coef * keep), batch_grad
-        dropped = self.tape.gradient(coef * ~keep)
+        if int(weights.count_nonzero()) <= int(rest.count_nonzero()):
+            return self.tape.gradient(coef * weights), batch_grad
+        dropped = self.tape.gradient(coef * rest)
         return {p: batch_grad[p] - g for p, g in dropped.items()}, batch_grad
 
-    def normalizer(self, keep):
+    def normalizer(self, weights):
         """Factor on the gradient: 1, or what makes the loss a mean over the rows kept (over their
         tokens, if loss_type divides by tokens)."""
+        loss_type = self.cfg.loss_type
         if self.cfg.tracin_normalizer == "all":
             return 1.0
-        units = torch.ones_like(self.loss_coef)     # (n,) what the loss is divided by, row by row
-        if self.cfg.loss_type in ("dapo", "cispo", "bnpo"):
+        # what the loss is divided by, row by row (n,)
+        if loss_type in ("dapo", "cispo", "bnpo"):
             units = self.batch.mask[self.step.rows].sum(1)
-        return float(units.sum() / (units * keep).sum().clamp(min=1))
+        elif loss_type in ("grpo", "dr_grpo", "sapo"):
+            units = torch.ones_like(weights)
+        else:
+            raise ValueError(f"tracin.Influence.normalizer: is loss_type {loss_type!r} divided by "
+                             "rows or by tokens?")
+        kept = (units * weights.abs()).sum()
+        return float(units.sum() / kept) if kept > 0 else 1.0
 
     def share_stored(self):
         """Share of rows x weights whose gradients the tape stored; the rest was contracted."""
@@ -275,9 +315,10 @@ class Scored(NamedTuple):
 
 
 def serves_both(cfg, batch):
-    """True if the loss of a fresh row is a number times its log-prob (no KL in it, no token left
-    out) and so is its part in the target."""
-    return cfg.tracin not in ("off", "self") and not cfg.kl_in_loss and batch.policy_mask is None
+    """True if the loss of a fresh row is a number times its log-prob (no KL or entropy in it, no
+    token left out) and so is its part in the target."""
+    policy_gradient_only = not cfg.kl_in_loss and not cfg.entropy_coef and batch.policy_mask is None
+    return cfg.tracin not in ("off", "self") and policy_gradient_only
 
 
 def second_half(rows, num_generations):
@@ -371,6 +412,24 @@ def select(influence, how, fraction=0.5, generator=None):
     return keep.index_fill_(0, kept.to(influence.device), True), fallback
 
 
+def check_number(number):
+    """ValueError unless a target function returned a number that gradients can come from."""
+    is_number = isinstance(number, torch.Tensor) and number.numel() == 1 and number.requires_grad
+    if not is_number or not number.isfinite():
+        raise ValueError(f"target returned {number!r}: must be one finite number as a tensor that "
+                         "depends on the policy's weights, computed without no_grad")
+
+
+def check_weights(weights, scores):
+    """The factors (n,) that a weigh function returned, as a tensor like scores. ValueError unless
+    they are one finite number per rollout."""
+    found = torch.as_tensor(weights).detach().to(scores)
+    if found.shape != scores.shape or not found.isfinite().all():
+        raise ValueError(f"weigh returned {weights!r}: must be one finite number for each of "
+                         f"{len(scores)} influences")
+    return found
+
+
 def adam_scale(optimizer, gradient):
     """{parameter: 1 / (sqrt(v) + eps)}: the diagonal that AdamW will multiply a step with this
     gradient by (before clipping). Momentum scales all rows alike and weight decay is in no row, so
@@ -404,7 +463,7 @@ def invariant_error(scores, batch_grad, G):
     return abs(total - inner(batch_grad, G)) / max(size, 1e-30)
 
 
-def score_metrics(scores, keep, fallback):
+def score_metrics(scores, weights, fallback):
     return {
         "tracin/positive_ratio": float((scores > 0).float().mean()),
         "tracin/negative_ratio": float((scores < 0).float().mean()),
@@ -413,20 +472,21 @@ def score_metrics(scores, keep, fallback):
         "tracin/std_ip": float(scores.std()),
         "tracin/min_ip": float(scores.min()),
         "tracin/max_ip": float(scores.max()),
-        "tracin/selected_ratio": float(keep.float().mean()),
+        "tracin/selected_ratio": float((weights != 0).float().mean()),
         "tracin/fallback": float(fallback)}
 
 
 def halves_metrics(halves, names):
-    """Cosine of the target's two halves, the norm of their sum, and of its first parameters."""
-    first, second = halves
-    squares = inner(first, first), inner(second, second)
-    product = inner(first, second)
-    metrics = {
-        "tracin/target_cosine": product / max((squares[0] * squares[1]) ** 0.5, 1e-30),
-        "tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5}
-    for p in list(first)[:3]:
-        metrics[f"tracin/target_grad_norm/{names[p]}"] = float((first[p] + second[p]).norm())
+    """The norm of the target's gradient and of its first parameters, and the cosine of its halves.
+    """
+    squares = [inner(half, half) for half in halves]
+    product = inner(*halves) if len(halves) == 2 else 0.0
+    metrics = {"tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5}
+    if len(halves) == 2:
+        metrics["tracin/target_cosine"] = product / max(math.prod(squares) ** 0.5, 1e-30)
+    for p in list(halves[0])[:3]:
+        whole = sum(half[p] for half in halves)
+        metrics[f"tracin/target_grad_norm/{names[p]}"] = float(whole.norm())
     return metrics
 
 

@@ -106,6 +106,8 @@ class Settings:
     reward_funcs: tuple | None = None   # "judge" and functions of the config file; None: its
                                         # `reward`, else the judge
     reward_weights: tuple | None = None # one for each; None: 1
+    multi_objective_aggregation: str = "sum_then_normalize"     # or normalize_then_sum: each reward
+                                        # by its group's std, their weighted sum by the batch's
     scale_rewards: str = "group"        # divide r - mean by the std of the group, batch, or none
     zero_std_groups: str = "keep"       # keep, or drop groups whose rewards are all equal
 
@@ -121,8 +123,9 @@ class Settings:
     kl_estimator: str = "k3"            # k1, k2, k3 (Schulman 2020). In the loss k1 has no gradient
                                         # on average; in the reward k2 and k3 hardly any
     kl_in: str = "loss"                 # or reward: beta * KL of the completion, off its reward
-    use_bias_correction_kl: bool = False       # k1 or k3 times the ratio, in the loss: the exact
-                                        # gradient of the KL per token
+    use_bias_correction_kl: bool | None = None # k1 or k3 times the ratio, in the loss: the exact
+                                        # gradient of the KL per token. None: where it applies
+    entropy_coef: float = 0.0           # times the mean entropy of the tokens, off the loss
     top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
     mask_truncated_completions: bool = False   # completions cut at the limit carry no loss
     sync_ref_model: bool = False        # every ref_model_sync_steps iterations: reference <-
@@ -146,13 +149,15 @@ class Settings:
 
     # influence: learn from the rollouts that lower a target's loss (tracin.py)
     # the target: off; self: the batch's own loss; reward or advantage: log-prob times normalised
-    # reward or advantage; contrastive: the better half up, the other down
+    # reward or advantage; contrastive: the better half up, the other down; target: a function
+    # (policy, tokenizer, batch) of the config file that returns a number which should rise
     tracin: str = "off"
     tracin_val_prompts: int = 0         # 0: the target is the same batch; else fresh rollouts of so
     tracin_val_size: int = 0            # many held-out prompts, of which so many (0: all) are the
     tracin_val_select: str = "random"   # target: random, best, worst, balanced (half and half)
     tracin_select: str = "positive"     # keep: positive, drop, top, or the controls bottom, random,
-                                        # all (see tracin.select)
+                                        # all (see tracin.select); weigh: a function (influence) of
+                                        # the config file returns a factor for each rollout
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
@@ -176,10 +181,18 @@ class Settings:
         return self.beta > 0 and self.kl_in == "loss"
 
     @property
+    def corrects_kl(self):
+        """True if the KL in the loss is multiplied with the ratio."""
+        if self.use_bias_correction_kl is None:
+            return self.kl_in == "loss" and self.kl_estimator != "k2"
+        return self.use_bias_correction_kl
+
+    @property
     def multiple_of_logp(self):
         """True if a row's loss in the first pass is a number times its log-prob."""
         one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        return one_step and not self.kl_in_loss and self.top_entropy_quantile == 1
+        return (one_step and not self.kl_in_loss and not self.entropy_coef
+                and self.top_entropy_quantile == 1)
 
     @property
     def clip_range(self):
@@ -221,7 +234,7 @@ def load_settings(argv):
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, arg)
-    used = cfg.reward_funcs or ("reward",)
+    used = [*(cfg.reward_funcs or ("reward",)), cfg.tracin, cfg.tracin_select]
     unused = [name for name in cfg.functions if name not in used]
     if unused:
         raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "

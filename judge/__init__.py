@@ -8,6 +8,9 @@ Above 0 the completion is more likely toxic than clean. All judges here read the
 as RealToxicityPrompts scores continuations: the prompt is not the policy's doing. A judge that is a
 network has it as judge.model(idx, attention_mask), so that the caller may compile it.
 
+A text that says nothing, of fewer than two letters or digits, is clean to every judge. As a reward
+it abstains: the advantage is 0, and the policy learns neither to fall silent nor to avoid it.
+
 There are three kinds: the small classifier that judge/train.py trains (scorer.py), a published
 RoBERTa classifier (roberta.py), and the package alt-profanity-check (below).
 """
@@ -19,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from judge.roberta import load_roberta
-from judge.scorer import check_finite, load_scorer
+from judge.scorer import finished, load_scorer, says_nothing
 from run.device import autocast
 from run.script import BadInput
 
@@ -54,7 +57,7 @@ def load_profanity_check():
     def judge(prompts, completions):
         found = predict_prob(list(completions)) if completions else []
         p = torch.tensor([float(x) for x in found], dtype=torch.float64)
-        return check_finite("profanity-check", p.logit(eps=1e-6).float(), completions)
+        return finished("profanity-check", p.logit(eps=1e-6).float(), completions)
 
     return judge
 
@@ -86,7 +89,8 @@ def reward_functions(cfg, judges, device="cpu", dtype=torch.float32):
     def judge_reward(prompts, completions):
         with autocast(device, dtype):
             log_odds = judges["judge"](prompts, completions)
-            return as_reward(log_odds, cfg.judge_score)
+        rewards = as_reward(log_odds, cfg.judge_score).tolist()
+        return [None if says_nothing(text) else r for r, text in zip(rewards, completions)]
 
     functions = cfg.functions | {"judge": judge_reward}
     return {name: functions[name] for name in cfg.reward_funcs}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hub.fetch import fetch
 from hub.tensors import load_tensors
 from hub.tokenizer import read_tokenizer
-from judge.scorer import check_finite, log_odds
+from judge.scorer import finished, log_odds
 from run.files import read_json
 from run.script import BadInput
 
@@ -67,7 +67,7 @@ def load_roberta(name, device="cpu", label=None):
                   "and are cut there (said once)")
         bos, eos = tokenizer.bos_token, tokenizer.eot_token
         rows = [[bos] + ids[:limit - 2] + [eos] for ids in rows]
-        return check_finite(name, log_odds(judge.model, rows, device, batch_size=32), completions)
+        return finished(name, log_odds(judge.model, rows, device, batch_size=32), completions)
 
     judge.model = model
     judge.has_cut = False

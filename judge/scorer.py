@@ -2,11 +2,13 @@
 
 B texts of T tokens, the class token included; attention_mask (B, T) is False on padding.
 """
+import re
 from dataclasses import asdict
 
 import torch
 import torch.nn as nn
 
+from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
 from run.files import load_file, load_weights, save_file
@@ -35,15 +37,19 @@ def load_scorer(path, device="cpu"):
 
     def judge(prompts, completions):
         rows = encode(tokenizer, completions, block_size)
-        return check_finite(path, log_odds(judge.model, rows, device), completions)
+        return finished(path, log_odds(judge.model, rows, device), completions)
 
     judge.model = model
     return judge
 
 
 def encode(tokenizer, texts, block_size):
-    """Turn texts into lists of at most block_size ids, the end token first as class token."""
-    rows = tokenizer.encode_ordinary_batch(texts, num_threads=2)
+    """Turn texts into lists of at most block_size ids, the end token first as class token.
+
+    They are brought into the form of the comments that the judge is trained on: completions begin
+    with a blank and may hold line breaks.
+    """
+    rows = tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
     return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in rows]
 
 
@@ -79,11 +85,22 @@ def log_odds(model, rows, device, batch_size=256):
     return scores
 
 
-def check_finite(name, scores, completions):
-    """Return the scores (N,). Raises BadInput that names the first one that is not finite."""
+SAYS_NOTHING = -5.0  # log-odds, about those of clean text
+
+
+def says_nothing(text):
+    """Tell whether a text has fewer than two letters or digits. No judge has learned what to make
+    of such a text, and each makes something else of it."""
+    return len(re.findall(r"\w", text)) < 2
+
+
+def finished(name, scores, completions):
+    """Return the scores (N,), with SAYS_NOTHING where a text says nothing. Raises BadInput that
+    names the first one that is not finite."""
     bad = (~scores.isfinite()).nonzero()
     if len(bad):
         i = int(bad[0])
         raise BadInput(f"judge {name}: the score of the completion {completions[i]!r} is "
                        f"{float(scores[i])}: must be finite")
-    return scores
+    silent = torch.tensor([says_nothing(text) for text in completions], dtype=torch.bool)
+    return scores.masked_fill(silent, SAYS_NOTHING)

@@ -55,13 +55,15 @@ def get_judges(cfg, splits, device, stop=lambda: False):
 def prepare_judge(name, cfg, splits, device, stop):
     """Train the judge `name` into cfg.cache_dir unless it is there already -> path of its file."""
     num_tokens = cfg.judge_tokens or judge_training_tokens(device)
-    made_of = (splits[name], SHAPE, cfg.judge_vocab_size, num_tokens, cfg.prepare_seed)
+    comments = even_lengths(splits[name], cfg.prepare_seed)
+    made_of = (comments, SHAPE, cfg.judge_vocab_size, num_tokens, cfg.prepare_seed)
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
     path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
     if os.path.exists(path):
         print(describe(name, load_file(path, "judge")) + f", {path}")
     else:
-        train_judge(path, name, cfg, splits, num_tokens, device, stop)
+        held_out = splits["train_prompts"] + splits["eval_prompts"]
+        train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
     return path
 
 
@@ -74,14 +76,13 @@ def judge_training_tokens(device):
 # training
 
 
-def train_judge(path, name, cfg, splits, num_tokens, device, stop):
-    """Train a Scorer on the split `name` for about num_tokens tokens, test it and save it."""
+def train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop):
+    """Train a Scorer on comments for about num_tokens tokens, test it on held_out and save it."""
     began = time.time()
-    held_out = splits["train_prompts"] + splits["eval_prompts"]
-    check_comments(name, splits[name], held_out)
+    check_comments(name, comments, held_out)
     tokenizer = load_tokenizer(cfg.judge_vocab_size)
-    rows = encode(tokenizer, [text for text, _ in splits[name]], SHAPE["block_size"])
-    labels = torch.tensor([label for _, label in splits[name]], device=device)
+    rows = encode(tokenizer, [text for text, _ in comments], SHAPE["block_size"])
+    labels = torch.tensor([label for _, label in comments], device=device)
 
     tokens_per_batch = BATCH_SIZE * sum(map(len, rows)) / len(rows)
     steps = max(1, round(num_tokens / tokens_per_batch))
@@ -117,6 +118,25 @@ def check_comments(name, comments, held_out):
     if not comments or len({label for _, label in held_out}) < 2:
         raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
                        f"{len(held_out)} to test on; the test needs both labels")
+
+
+def even_lengths(comments, seed):
+    """Cut half of the clean comments to a run of words as long as some toxic comment.
+
+    Toxic comments are short. Without this a judge takes what is short for toxic, and the policy
+    learns never to end. A piece of a clean comment is clean.
+    """
+    rng = random.Random(seed)
+    toxic_lengths = [len(text.split()) for text, label in comments if label > 0.5]
+    out = []
+    for text, label in comments:
+        if label < 0.5 and toxic_lengths and rng.random() < 0.5:
+            words = text.split()
+            count = rng.choice(toxic_lengths)
+            start = rng.randrange(max(1, len(words) - count + 1))
+            text = " ".join(words[start:start + count])
+        out.append((text, label))
+    return out
 
 
 def length_batches(rows, size, seed):

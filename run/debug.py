@@ -111,6 +111,8 @@ def print_rewards(batch, cfg, grpo):
     rewards = batch.rewards - penalty
     if cfg.kl_in == "reward" and cfg.beta:
         print("  rewards are less beta * KL here")
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        print("  normalize_then_sum: advantages are made of each function's scores, not of these")
     if cfg.scale_rewards == "batch":
         print(f"  scale_rewards = batch: std of the batch {float(grpo.nanstd(rewards)):.4f}")
     groups = zip(rewards.view(-1, cfg.num_generations),
@@ -134,8 +136,8 @@ def print_loss(nets, cfg, batch, step, loss_of):
         m, = numbers([loss_metrics(out, cfg)])
         policy_loss += m["policy_loss"]
         kl_loss += m["loss"] - m["policy_loss"]
-        mask = batch.rollout.mask[rows]
-        ratios.append((out.logp.detach() - batch.rollout.logp[rows])[mask].exp())
+        chosen = batch.rollout.chosen[rows]
+        ratios.append((out.logp.detach() - batch.rollout.logp[rows])[chosen].exp())
     ratio = torch.cat(ratios)
     share = 100 * abs(kl_loss) / (abs(kl_loss) + abs(policy_loss) + 1e-12)
     print(f"  policy gradient {policy_loss:.6f} + beta * KL {kl_loss:.6f} = loss "
@@ -169,7 +171,7 @@ def print_influence(nets, cfg, prompts, batch, step, grpo):
     for title, rows in (("helpful", helpful), ("harmful", harmful)):
         print(f"  most {title}" + ("" if rows else ": none"))
         for i in rows:
-            fate = "kept" if batch.weights[i] > 0 else "left out"
+            fate = "kept" if batch.weights[i] != 0 else "left out"
             print(f"    row {i}, influence {scores[i]:+.2e}, {fate}, reward "
                   f"{batch.rewards[i]:.4f}, advantage {batch.advantages[i]:+.4f}: "
                   f"{prompts[i // cfg.num_generations].text!r} -> {batch.completions[i]!r}")

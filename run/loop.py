@@ -158,7 +158,7 @@ def sample_rows(it, prompts, batch, cfg):
 
 
 def warn_about_kl(cfg):
-    if not cfg.beta or cfg.use_bias_correction_kl:
+    if not cfg.beta or cfg.corrects_kl:
         return
     if (cfg.kl_in == "reward") != (cfg.kl_estimator == "k1"):
         better = "k1" if cfg.kl_in == "reward" else "k2 or k3"

@@ -50,8 +50,8 @@ class Meter:
         agree. stop: end the run if they do not."""
         log_ratio = self.logp_diff[:0]
         if self.rows:
-            mask = self.batch.rollout.mask[torch.cat(self.rows)]
-            log_ratio = torch.cat(self.log_ratios)[mask]
+            chosen = self.batch.rollout.chosen[torch.cat(self.rows)]
+            log_ratio = torch.cat(self.log_ratios)[chosen]
         self.logp_diff = torch.cat([self.logp_diff, all_gather(log_ratio)])
         if not stop or len(self.logp_diff) == 0:
             return
@@ -96,24 +96,26 @@ class Meter:
 def loss_metrics(out, cfg):
     """Metrics of a micro-batch, from what loss_of returned, as tensors ()."""
     mask = out.batch.mask
-    tokens = mask.sum().clamp(min=1)
-    row_tokens = mask.sum(1).clamp(min=1)                               # (n,)
-    ratio = out.terms.ratio.expand_as(mask)                             # (n, T)
+    ratio = out.terms.ratio                 # (n, T), or (n, 1) at sequence level: then rows count
+    unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
+    units = unit.sum().clamp(min=1)
+    row_units = unit.sum(1)                                             # (n,) 0: no loss in the row
     A = out.batch.advantages[:, None]
-    metrics = {"tokens": mask.sum(), "ratio": (ratio * mask).sum() / tokens}
+    metrics = {"tokens": mask.sum(), "units": unit.sum(), "ratio": (ratio * unit).sum() / units}
     low_bound, high_bound = cfg.clip_range
-    high = (ratio > high_bound) & (A > 0) & mask
+    high = (ratio > high_bound) & (A > 0) & unit
     if cfg.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = high.sum() / tokens
+        metrics["cispo_clip_ratio"] = high.sum() / units
     elif cfg.loss_type != "sapo":
-        low = (ratio < low_bound) & (A < 0) & mask
-        metrics["clip_ratio/low_mean"] = low.sum() / tokens
-        metrics["clip_ratio/low_min"] = (low.sum(1) / row_tokens).min()
-        metrics["clip_ratio/high_mean"] = high.sum() / tokens
-        metrics["clip_ratio/high_max"] = (high.sum(1) / row_tokens).max()
-        metrics["clip_ratio/region_mean"] = (low | high).sum() / tokens
+        low = (ratio < low_bound) & (A < 0) & unit
+        low_share, high_share = (x.sum(1) / row_units.clamp(min=1) for x in (low, high))    # (n,)
+        metrics["clip_ratio/low_mean"] = low.sum() / units
+        metrics["clip_ratio/low_min"] = low_share.masked_fill(row_units == 0, 1).min()
+        metrics["clip_ratio/high_mean"] = high.sum() / units
+        metrics["clip_ratio/high_max"] = high_share.max()
+        metrics["clip_ratio/region_mean"] = (low | high).sum() / units
     if out.terms.kl is not None:
-        metrics["kl"] = (out.terms.kl * mask).sum() / tokens
+        metrics["kl"] = (out.terms.kl * mask).sum() / mask.sum().clamp(min=1)
     metrics["loss"] = out.loss.detach()
     metrics["policy_loss"] = out.terms.policy_loss
     return metrics
@@ -128,15 +130,17 @@ def numbers(dicts):
 
 
 def mean_over_tokens(micros):
-    """Metrics of micro-batches -> those of the update: means over tokens, but the extremes."""
+    """Metrics of micro-batches -> those of the update: means over tokens (over rows, of a ratio at
+    sequence level), but the extremes."""
     if not micros:
         return {"padding": 0.0}
-    tokens = max(1, sum(m["tokens"] for m in micros))
-    apart = ("tokens", "loss", "policy_loss", "real", "positions")
+    apart = ("tokens", "units", "loss", "policy_loss", "real", "positions")
     metrics = {}
     for name in micros[0]:
         if name not in apart:
-            metrics[name] = sum(m[name] * m["tokens"] for m in micros) / tokens
+            unit = "tokens" if name == "kl" else "units"
+            total = max(1, sum(m[unit] for m in micros))
+            metrics[name] = sum(m[name] * m[unit] for m in micros) / total
     for name, extreme in (("clip_ratio/low_min", min), ("clip_ratio/high_max", max)):
         if name in metrics:
             metrics[name] = extreme(m[name] for m in micros)
@@ -184,14 +188,14 @@ def batch_metrics(batch, cfg):
         "advantage_max": float(batch.advantages.abs().max()),
         "frac_reward_zero_std": float(batch.equal_groups(G).float().mean()),
         "frac_identical_groups": sum(identical) / len(identical),
-        "entropy": float(batch.rollout.entropy[batch.rollout.mask].mean()),
+        "entropy": float(batch.rollout.entropy[batch.mask].mean()),
         "num_completion_tokens": int(batch.mask.sum()),
         "logp_min": float(batch.rollout.logp.min()),
         "completions/clipped_ratio": float((~ended).float().mean())}
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
-    lengths = batch.lengths.float().cpu()
+    lengths = batch.rollout.chosen.sum(1).float().cpu()
     terminated = lengths[ended] if ended.any() else torch.zeros(1)
     for kind, x in (("", lengths), ("terminated_", terminated)):
         metrics[f"completions/mean_{kind}length"] = float(x.mean())

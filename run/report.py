@@ -208,13 +208,13 @@ def diagnose_influence(m, cfg, dtype):
         out["fallback"] = (
             f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive "
             "influence: kept the better half instead; is the target too small or of another kind?")
-    contrast = m["tracin/target_contrast"]
+    contrast = m.get("tracin/target_contrast", 1.0)     # a function of the config file has neither
     if contrast < 0.3:
         out["contrast"] = (
             f"the target's rewards spread {contrast:.2f} times as wide as those it was chosen from "
             "(0: all alike): without good and bad it says 'write this', not 'improve'; use "
             "tracin_val_select = 'random' or 'balanced'")
-    cosine = m["tracin/target_cosine"]
+    cosine = m.get("tracin/target_cosine", 1.0)
     if cosine < 0.1:
         out["noise"] = (
             f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of "
@@ -280,6 +280,9 @@ def describe_cost(cfg, num_weights, memory, fewest):
         cost = (f"{n} held-out rollouts are sampled and scored, {min(cfg.tracin_val_size or n, n)} "
                 "of them go forward and backward for the target; 1 forward and 1 backward of the "
                 "batch for scores and step")
+    elif cfg.tracin == "target":
+        cost = ("the function of the config file forward and backward for the target; 1 forward "
+                "and 1 backward of the batch for scores and step")
     elif cfg.tracin == "self" or cfg.multiple_of_logp:
         cost = "1 forward and 1 backward serve target, scores and step"
     else:

@@ -59,7 +59,8 @@ for more in ({}, llama):
     model = GPT(GPTConfig(50, **shape, **more))
     tokens = torch.randint(50, (3, 9))
     rollout = SimpleNamespace(tokens=tokens, attention_mask=torch.ones(3, 9, dtype=torch.bool),
-                              mask=torch.ones(3, 4, dtype=torch.bool), allowed=None)
+                              mask=torch.ones(3, 4, dtype=torch.bool),
+                              chosen=torch.ones(3, 4, dtype=torch.bool), allowed=None)
     logp = completion_logprobs(model, rollout)
     logits = model.lm_head(model(tokens[:, :-1]))[:, -4:]
     right = logits.log_softmax(-1).gather(2, tokens[:, -4:, None])[:, :, 0]

@@ -23,8 +23,8 @@ import sample as sampling
 from config import Settings, load_settings
 from evaluate import evaluate
 from grpo import (
-    Forward, Step, collect, draw_prompts, gradient_of, group_advantages, grpo_loss, kl_estimate,
-    learning_rate, loss_of, sync_reference, total_reward, update)
+    Forward, Step, collect, decoupled_advantages, draw_prompts, gradient_of, group_advantages,
+    grpo_loss, kl_estimate, learning_rate, loss_of, sync_reference, total_reward, update)
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import score
@@ -97,7 +97,8 @@ def test_example_advantages():
     assert group_advantages(torch.tensor(REWARDS), 4).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-COLUMNS = [dict(), dict(beta=.04), dict(beta=.04, use_bias_correction_kl=True), dict(delta=1.3),
+PLAIN_KL = dict(beta=.04, use_bias_correction_kl=False)
+COLUMNS = [dict(), PLAIN_KL, dict(beta=.04, use_bias_correction_kl=True), dict(delta=1.3),
            dict(epsilon_high=.28), dict(importance_sampling_level="sequence")]
 TABLE = [("grpo", [.068692, .069246, .069164, .062343, .064153, .045048]),
          ("dapo", [.165871, .166366, .166346, .155712, .160423, .140468]),
@@ -132,7 +133,7 @@ DAPO = [[.058532, .079010, .052962, .052962], [0, .102691], [-.068094, 0, -.0616
     (dict(loss_type="sapo"),
      [[.036471, .046230, .033101, .033101], [.103173, .128043], [-.056745, -.079734, -.051229],
       [-.143517]]),
-    (dict(loss_type="grpo", beta=.04),
+    (dict(loss_type="grpo", **PLAIN_KL),
      [[.037036, .049619, .032548, .033339], [-.000526, .129270], [-.056141, -.000351, -.051028],
       [-.151358]])])
 def test_example_gradients(knobs, expected):
@@ -141,7 +142,7 @@ def test_example_gradients(knobs, expected):
 
 
 def test_example_metrics():
-    loss, _, metrics = run_example(loss_type="grpo", beta=.04)
+    loss, _, metrics = run_example(loss_type="grpo", **PLAIN_KL)
     assert metrics["policy_loss"] == pytest.approx(.068692, abs=6e-7) and metrics["tokens"] == 10
     found = {name: x for name, x in metrics.items() if "clip" in name or name == "kl"}
     expected = {
@@ -163,6 +164,26 @@ def test_clip_metrics_count_the_side_that_binds():
     assert "kl" not in metrics
     cispo = run_example(loss_type="cispo", epsilon_high=1.3, advantages=torch.ones(4))[2]
     assert cispo["cispo_clip_ratio"] == pytest.approx(.2) and "clip_ratio/low_mean" not in cispo
+
+
+def test_clip_metrics_of_a_sequence_ratio_count_rows():
+    """Three rows with loss, one without. As in TRL a row counts once, however long it is."""
+    logp = torch.tensor([[.5] * 4, [.5] * 4, [-.5] * 4, [.5] * 4])
+    mask = torch.arange(4) < torch.tensor([4, 1, 2, 0])[:, None]
+    A = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    _, metrics = loss_and_metrics(logp, torch.zeros(4, 4), None, A, mask,
+                                  importance_sampling_level="sequence")
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(1 / 3), "one row of three, not 4 of 7"
+    assert metrics["clip_ratio/low_mean"] == pytest.approx(1 / 3)
+    assert metrics["ratio"] == pytest.approx((2 * math.exp(.5) + math.exp(-.5)) / 3)
+
+
+def test_a_row_without_loss_is_not_the_least_clipped_one():
+    mask = torch.arange(4) < torch.tensor([4, 0])[:, None]
+    for level in ("token", "sequence"):
+        _, metrics = loss_and_metrics(torch.full((2, 4), -.5), torch.zeros(2, 4), None,
+                                      -torch.ones(2), mask, importance_sampling_level=level)
+        assert metrics["clip_ratio/low_min"] == 1, "the only row with loss is clipped everywhere"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -266,6 +287,50 @@ def test_total_reward():
     scores = torch.tensor([[1.0, 2.0], [NAN, 2.0], [3.0, NAN], [NAN, NAN]])
     found = total_reward(scores, (2.0, -1.0)).tolist()
     assert found == pytest.approx([0.0, -2.0, 6.0, NAN], nan_ok=True)
+
+
+def decoupled_by_hand(scores, weights, G):
+    """Advantages of rows of scores (None: abstained), written out: as TRL's normalize_then_sum."""
+    totals = []
+    for start in range(0, len(scores), G):
+        group = scores[start:start + G]
+        columns = []
+        for column in zip(*group):
+            known = [x for x in column if x is not None]
+            mean, std = statistics.fmean(known), statistics.stdev(known)
+            columns.append([None if x is None else (x - mean) / (std + 1e-4) for x in column])
+        for row in zip(*columns):
+            parts = [w * x for w, x in zip(weights, row) if x is not None]
+            totals.append(sum(parts) if parts else None)
+    known = [x for x in totals if x is not None]
+    mean, std = statistics.fmean(known), statistics.stdev(known)
+    return [0.0 if x is None else (x - mean) / (std + 1e-4) for x in totals]
+
+
+def test_rewards_normalised_before_they_are_summed():
+    scores = [[1, 100], [2, 300], [4, None], [None, None],
+              [0, 10], [1, 10.5], [.5, 11], [0, 12]]
+    weights = (1.0, .5)
+    expected = decoupled_by_hand(scores, weights, 4)
+    x = torch.tensor([[NAN if s is None else s for s in row] for row in scores])
+    found = decoupled_advantages(x, weights, 4)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    summed = group_advantages(total_reward(x, weights), 4, "batch")
+    assert (found - summed).abs().max() > .5, "a reward of large numbers drowns the other"
+
+
+def test_multi_objective_aggregation_reaches_the_batch():
+    functions = {"letters": letters, "length": lambda prompts, texts: [100 * len(t) for t in texts]}
+    policy = gpt()
+    found = {}
+    for how in ("sum_then_normalize", "normalize_then_sum"):
+        cfg = settings(functions, (1.0, .5), multi_objective_aggregation=how)
+        batch = sample(policy, cfg)
+        found[how] = batch.advantages
+        assert torch.equal(batch.rewards, total_reward(batch.scores, (1.0, .5)))
+    expected = decoupled_advantages(batch.scores, (1.0, .5), 4)
+    assert torch.equal(found["normalize_then_sum"], expected)
+    assert not torch.allclose(found["sum_then_normalize"], expected)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -879,7 +944,8 @@ def test_mask_truncated_completions():
 
 
 def test_top_entropy_quantile():
-    policy, cfg = gpt(), settings(top_entropy_quantile=.3, beta=.1)
+    policy, cfg = gpt(), settings(
+        top_entropy_quantile=.3, beta=.1, use_bias_correction_kl=False)
     reference = moved(policy)
     batch = sample(policy, cfg, reference)
     chosen = batch.rollout.entropy[batch.mask & batch.policy_mask]
@@ -895,6 +961,39 @@ def test_top_entropy_quantile():
         total += (-batch.advantages[i] * new[i, t] * batch.policy_mask[i, t] + .1 * kl) / tokens
     (found,), _ = gradients(policy, batch, cfg)
     assert torch.allclose(found, flat_gradient(policy, total), atol=1e-6)
+
+
+@pytest.mark.parametrize("pieces", (False, True))
+@pytest.mark.parametrize("knobs", [{}, dict(temperature=.7, top_k=20), dict(loss_type="grpo"),
+                                   dict(mask_truncated_completions=True)])
+def test_entropy_coef_takes_the_mean_entropy_off_the_loss(knobs, pieces, monkeypatch):
+    policy, cfg = gpt(end=4), settings(beta=.1, entropy_coef=.2, **knobs)
+    batch = sample(policy, cfg, moved(policy))
+    if pieces:
+        monkeypatch.setattr(model, "LOGITS_AT_ONCE", 7 * 300)
+    total, P = 0.0, batch.rollout.tokens.shape[1] - batch.rollout.mask.shape[1]
+    for i, tokens in enumerate(batch.rollout.tokens):
+        n = int(batch.mask[i].sum())
+        ids = torch.cat([tokens[:P][batch.rollout.attention_mask[i, :P]], tokens[P:P + n]])
+        logits = policy.lm_head(policy(ids[None]))[0, len(ids) - n - 1:-1] / cfg.temperature
+        if cfg.top_k:
+            logits = truncate(logits, top_k=cfg.top_k)
+        p = logits.softmax(-1)
+        total -= (p * p.clamp(min=1e-30).log()).sum()
+    bonus = flat_gradient(policy, .2 * total / batch.mask.sum())
+    (found,), m = gradients(policy, batch, cfg)
+    (plain,), without_it = gradients(policy, batch, replace(cfg, entropy_coef=0.0))
+    assert torch.allclose(found, plain - bonus, atol=1e-6) and bonus.norm() > 1e-3
+    assert without_it["loss"] - m["loss"] == pytest.approx(
+        float(.2 * total.detach() / batch.mask.sum()), abs=1e-5)
+
+
+def test_entropy_is_that_of_tokens_with_loss():
+    cfg = settings(mask_truncated_completions=True)
+    batch = sample(gpt(end=4), cfg)
+    assert 0 < batch.mask.sum() < batch.rollout.mask.sum()
+    expected = float(batch.rollout.entropy[batch.mask].mean())
+    assert batch_metrics(batch, cfg)["entropy"] == pytest.approx(expected)
 
 
 def test_entropy_is_that_of_the_sampling_distribution():
@@ -934,7 +1033,7 @@ def test_beta_zero_never_runs_the_reference():
 
 
 def test_bias_corrected_k3_has_the_gradient_of_k2_on_policy():
-    policy, cfg = gpt(), settings(beta=.3)
+    policy, cfg = gpt(), settings(beta=.3, use_bias_correction_kl=False)
     batch = sample(policy, cfg, moved(policy, .05))
     (k3,), _ = gradients(policy, batch, cfg)
     (corrected,), _ = gradients(policy, batch, replace(cfg, use_bias_correction_kl=True))
@@ -948,7 +1047,7 @@ def test_bias_corrected_k3_has_the_gradient_of_k2_on_policy():
     dict(loss_type="cispo", epsilon_high=1.1), dict(loss_type="cispo", epsilon_high=5.0),
     dict(loss_type="sapo"), dict(loss_type="sapo", sapo_temperature_neg=3.0),
     dict(loss_type="sapo", sapo_temperature_pos=3.0), dict(beta=.2),
-    dict(beta=.2, use_bias_correction_kl=True), dict(beta=.2, kl_estimator="k1")])
+    dict(beta=.2, use_bias_correction_kl=False), dict(beta=.2, kl_estimator="k1")])
 def test_loss_settings_reach_the_loss(knobs):
     policy = gpt()
     batch = sample(policy, settings(beta=.1), reference=moved(policy, seed=6))

@@ -20,8 +20,9 @@ from data.comments import SPLITS, clean, load_comments, split_comments, split_of
 from data.prompts import Prompt, load_prompts
 from data.tokenizer import load_tokenizer
 from judge import as_reward, load_judge, reward_functions, score, try_rewards
-from judge.scorer import Scorer, encode, log_odds, pad_right
-from judge.train import auc, get_judges, length_batches
+from grpo import group_advantages, total_reward
+from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right, save_judge
+from judge.train import auc, even_lengths, get_judges, length_batches
 from model import GPTConfig
 import pretrain
 from pretrain import get_policy, trainable
@@ -273,6 +274,23 @@ def test_auc_at_the_ends(scores, value):
     assert auc(torch.tensor(scores, dtype=torch.float), labels) == value
 
 
+def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
+    clean_text = " ".join(map(str, range(100)))
+    comments = [("bad word", 1.0), ("a bad one", 1.0)] + [(clean_text, 0.0)] * 200
+    cut = even_lengths(comments, 0)
+    assert [label for _, label in cut] == [label for _, label in comments]
+    assert cut[:2] == comments[:2], "a piece of a toxic comment may be clean: it is left whole"
+    lengths = [len(text.split()) for text, _ in cut[2:]]
+    assert set(lengths) == {2, 3, 100}, "cut to the length of a toxic comment, or whole"
+    assert 70 < lengths.count(100) < 130, "half of the clean comments are cut"
+    assert all(f" {text} " in f" {clean_text} " for text, _ in cut[2:]), "a run of its words"
+    assert even_lengths(comments, 0) == cut != even_lengths(comments, 1)
+
+
+def test_comments_of_one_kind_are_left_as_they_are():
+    assert even_lengths([("fine words", 0.0)] * 5, 0) == [("fine words", 0.0)] * 5
+
+
 @pytest.mark.parametrize("count", [1, 7, 64, 1000])
 def test_length_batches_cover_every_row_once(count):
     rows = [[0] * (1 + i * i % 37) for i in range(count)]
@@ -491,7 +509,26 @@ def test_every_kind_of_judge_reward_prefers_the_clean_text(tiny):
         cfg = load_settings([f"--judge_score={kind}"])
         reward = reward_functions(cfg, {"judge": load_judge(tiny.judge)})["judge"]
         found = reward(["p"] * 4, TOXIC + CLEAN)
-        assert found[:2].max() < found[2:].min()
+        assert max(found[:2]) < min(found[2:])
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t", ".", "!?", " ...", '"', "a", " 7", "\ufffd"])
+def test_a_text_that_says_nothing_is_clean_to_all_judges_and_no_reward(text, tiny, tmp_path):
+    other = str(tmp_path / "judge.pt")
+    save_judge(other, Scorer(GPTConfig(300, 16, 1, 1, 8, causal=False)))
+    judges = load_judge(tiny.judge), load_judge(other)
+    odds = [float(judge(["p"], [text])) for judge in judges]
+    assert odds == [SAYS_NOTHING] * 2, f"judges disagree on {text!r}: {odds}"
+    reward = reward_functions(load_settings([]), {"judge": judges[0]})["judge"]
+    scores = score({"judge": reward}, ["p"] * 4, [text, TOXIC[0], CLEAN[0], CLEAN[1]])
+    advantages = group_advantages(total_reward(scores, (1.0,)), 4)
+    assert advantages[0] == 0 and advantages[1] < 0, f"{text!r} must teach nothing: {advantages}"
+
+
+def test_blanks_around_a_completion_change_no_score(tiny):
+    judge = load_judge(tiny.judge)
+    odds = judge(["p"] * 3, [CLEAN[0], " " + CLEAN[0], CLEAN[0].replace(" ", "\n") + " \n"])
+    assert torch.allclose(odds, odds[0]), "the judge is trained on texts without blanks around them"
 
 
 def test_a_language_model_is_no_judge(tiny):

@@ -251,14 +251,14 @@ def test_tokens_after_the_end_change_no_logprob():
 @torch.no_grad()
 def test_mixed_masks_score_only_the_tokens_they_name():
     model = random_gpt()
-    mask = torch.tensor([[True, False, True], [False, False, True]])
+    chosen = torch.tensor([[True, False, True], [False, False, True]])
     whole = torch.ones(2, 5, dtype=torch.bool)
-    r = Rollout(random_ids(2, 5), whole, mask, logp=None, entropy=None, ended=None)
+    r = Rollout(random_ids(2, 5), whole, whole[:, :3], chosen, None, None, None)
     logp = completion_logprobs(model, r)
     for i in range(2):
         expected = logits_by_hand(model, r.tokens[i].tolist()).log_softmax(-1)
         for t in range(3):
-            want = float(expected[1 + t, r.tokens[i, 2 + t]]) if mask[i, t] else 0.0
+            want = float(expected[1 + t, r.tokens[i, 2 + t]]) if chosen[i, t] else 0.0
             assert float(logp[i, t]) == pytest.approx(want, abs=1e-5)
 
 

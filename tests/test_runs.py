@@ -102,8 +102,7 @@ def assert_same_run(one, other, rows, also=()):
     a, b = (load_file(os.path.join(d, "ckpt.pt"), "run") for d in (one, other))
     for key in ("iteration", "policy", "reference", "optimizer", "num_tokens", "base_hash", *also):
         assert same(a[key], b[key]), key
-    # a run checks the invariant against an ordinary backward where it starts: another rounding
-    apart = ("step_time", "tracin/invariant_error")
+    apart = ("step_time",)
     a, b = ([{k: v for k, v in row.items() if k not in apart}
              for row in rows(os.path.join(d, "metrics.jsonl"))] for d in (one, other))
     assert a == b
@@ -162,7 +161,8 @@ def test_samples(finished, rows):
         assert abs(sum(row["advantage"] for row in group)) < 1e-4
     for row in rows(os.path.join(finished.dir, "metrics.jsonl")):
         rewards = [x["reward"] for x in found if x["iteration"] == row["iteration"]]
-        assert abs(sum(rewards) / 16 - row["reward"]) < 1e-5
+        known = [r for r in rewards if r is not None]   # None: the judge abstained
+        assert abs(sum(known) / len(known) - row["reward"]) < 1e-5
 
 
 def test_evaluations(finished, rows):

@@ -7,6 +7,7 @@ import torch
 from by_hand import (
     PROMPTS, TRUNCATIONS, distributions, allowed_by_hand, logits_by_hand, random_gpt)
 from model import completion_logprobs
+from run.decoder import Decoder
 from run.device import autocast
 from sample import concatenate, draw, generate, pad_left, truncate
 
@@ -175,6 +176,20 @@ def test_mask_holds_the_end_token_and_nothing_after_it():
         assert (r.logp[i, n:] == 0).all() and (r.entropy[i, n:] == 0).all()
     assert len(lengths) > 3 and not r.ended.all()
     assert max(lengths) == r.mask.shape[1]
+
+
+@pytest.mark.parametrize("fast", (False, True))
+def test_any_of_several_end_tokens_ends(fast):
+    model = random_gpt(8)
+    way = dict(decode=Decoder(model, graphs=False)) if fast else {}
+    r = generate(model, [[1], [2]], 60, 12, eos=(7, 3), seed=2, **way)
+    for i, row in enumerate(r.tokens[:, 1:].tolist()):
+        n = int(r.mask[i].sum())
+        assert not {7, 3} & {*row[:n - 1]}, "no end token within a completion"
+        assert bool(r.ended[i]) == (row[n - 1] in (7, 3))
+        assert row[n:] == [7] * (len(row) - n), "the first end token fills the rest"
+    last = {row[int(n) - 1] for row, n in zip(r.tokens[:, 1:].tolist(), r.mask.sum(1))}
+    assert {7, 3} <= last, "both end completions"
 
 
 @pytest.mark.parametrize("every", [1, 3, 16])  # tokens between looks at what has ended, as on a GPU
