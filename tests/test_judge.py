@@ -520,7 +520,7 @@ def test_a_text_that_says_nothing_is_clean_to_all_judges_and_no_reward(text, tin
     odds = [float(judge(["p"], [text])) for judge in judges]
     assert odds == [SAYS_NOTHING] * 2, f"judges disagree on {text!r}: {odds}"
     reward = reward_functions(load_settings([]), {"judge": judges[0]})["judge"]
-    scores = score({"judge": reward}, ["p"] * 4, [text, TOXIC[0], CLEAN[0], CLEAN[1]])
+    scores = score({"judge": reward}, 2 * ASKED, [text, TOXIC[0], CLEAN[0], CLEAN[1]])
     advantages = group_advantages(total_reward(scores, (1.0,)), 4)
     assert advantages[0] == 0 and advantages[1] < 0, f"{text!r} must teach nothing: {advantages}"
 
