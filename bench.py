@@ -59,6 +59,7 @@ from config import Settings, load_settings
 from config.check import PARTS
 from grpo import (Batch, Nets, build, collect, collect_target, draw_prompts, gradient_of, loss_of,
                   micro_batches, optimizer_steps, read_inputs, sample_groups, sort_key, update)
+from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, scorer
 from judge.train import SHAPE as JUDGE_SHAPE
@@ -96,7 +97,7 @@ def random_prompts(cfg, length=32):
     generator = torch.Generator().manual_seed(1)
     shape = (cfg.num_prompts, length)
     rows = torch.randint(cfg.vocab_size - 1, shape, generator=generator).tolist()
-    return [(words(ids), ids) for ids in rows]
+    return [Prompt(words(ids), ids, {"text": words(ids)}) for ids in rows]
 
 
 def words(ids):
@@ -818,7 +819,7 @@ def import_trl():
 
 
 def check_logits(policy, theirs, prompts):
-    x = torch.tensor([ids for _, ids in prompts], device=policy.wte.weight.device)
+    x = torch.tensor([prompt.ids for prompt in prompts], device=policy.wte.weight.device)
     with torch.no_grad():
         error = float((theirs(x).logits - policy.lm_head(policy(x))).abs().max())
     assert error < 1e-3, f"the two models differ by {error} in a logit"
@@ -853,7 +854,7 @@ def run_trainer(lib, policy, rule, given, cfg, repeat, turns):
     """TRL's own loop. A first iteration warms up."""
     rows = cfg.num_prompts * cfg.num_generations
     micro = micro_batch_of(cfg)
-    texts = lib.datasets.Dataset.from_dict({"prompt": [text for text, _ in given.prompts]})
+    texts = lib.datasets.Dataset.from_dict({"prompt": [prompt.text for prompt in given.prompts]})
     with tempfile.TemporaryDirectory() as folder:
         args = lib.trl.GRPOConfig(
             output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=micro,

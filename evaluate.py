@@ -4,7 +4,6 @@ by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
-import functools
 import math
 import os
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from run.checkpoint import OTHER_POLICY
 from run.content import check_fit, read_checkpoint
 from run.device import autocast, pick_device, pick_dtype
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
+from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.threads import threads_of, use_threads
 from sample import concatenate, decode, generate
@@ -48,7 +48,8 @@ def evaluate(nets, policy, cfg):
     ids = rollout.completions()
     completions = [nets.tokenizer.decode(row) for row in ids]
 
-    prompts = [text for text, _ in nets.eval_prompts for _ in range(k)]
+    asked = [prompt for prompt in nets.eval_prompts for _ in range(k)]
+    prompts = [prompt.text for prompt in asked]
     mine = shard(len(completions), k)
     log_odds = {}
     for name, judge in nets.judges.items():
@@ -58,7 +59,7 @@ def evaluate(nets, policy, cfg):
         if name == "judge":
             rewards = as_reward(log_odds["judge"], cfg.judge_score)
         else:
-            rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
+            rewards = all_gather(score({name: function}, asked[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
     for name in nets.judges:
         measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
@@ -72,22 +73,41 @@ def evaluate(nets, policy, cfg):
 
 def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
-    prompts = [ids for _, ids in nets.eval_prompts]
+    prompts = [prompt.ids for prompt in nets.eval_prompts]
+    part = shard(len(prompts))
     with autocast(nets.device, nets.dtype):
         rollout = generate(
             policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"),
-            eos=end_tokens(nets.tokenizer), batch_size=AT_ONCE // k * k or k,
-            part=shard(len(prompts)), decode=functools.partial(decode, drop="retire" in cfg.speed))
+            eos=end_tokens(nets.tokenizer), batch_size=AT_ONCE // k * k or k, part=part,
+            decode=saying_how_far(len(prompts[part]) * k, drop="retire" in cfg.speed))
     return concatenate(all_gather_rollout(rollout), nets.tokenizer.eot_token)
+
+
+def saying_how_far(total, **more):
+    """sample.decode, with a line now and then on how many of `total` completions are done."""
+    progress = Progress("evaluation, sampling", "completion", total)
+    done = 0
+
+    def decode_some(*args):
+        nonlocal done
+        decode(*args, **more)
+        done += len(args[3].mask)   # rows of the rollout that is filled
+        if progress.is_due():
+            progress.show(done)
+
+    return decode_some
 
 
 def perplexity_under(base, rollout, k):
     """Perplexity of the completions under the base policy, in float32."""
     mine = shard(len(rollout.ended), k)
     logp = []
+    progress = Progress("evaluation, perplexity", "completion", mine.stop - mine.start)
     for i in range(mine.start, mine.stop, AT_ONCE):
         rows = slice(i, min(i + AT_ONCE, mine.stop))
         logp.append(float(completion_logprobs(base, rollout[rows]).double().sum()))
+        if progress.is_due():
+            progress.show(rows.stop - mine.start)
     return math.exp(-sum(all_gather(logp)) / int(rollout.chosen.sum()))
 
 
@@ -168,7 +188,7 @@ def main(argv):
         for done, policy in ((0, nets.base), (iteration, trained)):
             measures, first = evaluate(nets, policy, cfg)
             shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
-            samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
+            samples = [dict(prompt=prompt.text, completion=text) for prompt, text in shown]
             rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)
 

@@ -28,6 +28,7 @@ import contextlib
 import copy
 import functools
 import math
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from data.comments import get_splits
 from data.prompts import load_prompts
 from data.tokenizer import end_tokens
 from evaluate import evaluate, print_table
-from judge import load_judge, reward_functions, score
+from judge import load_judge, reward_functions, score, try_rewards
 from judge.train import get_judges
 from model import completion_entropies, completion_logprobs
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
@@ -86,7 +87,7 @@ def train(nets, cfg, run):
 
 @torch.no_grad()
 def collect(nets, prompts, cfg, seed, log=quiet):
-    """All of an iteration that needs no gradient: prompts [(text, ids)] -> Batch of N rows."""
+    """All of an iteration that needs no gradient: B prompts -> Batch of N rows."""
     # rollout: a group of G completions per prompt, log-probs recorded as the tokens are drawn
     rollout = sample_groups(nets, prompts, cfg, seed)                               # (N, T)
     completions = [nets.tokenizer.decode(ids) for ids in rollout.completions()]
@@ -222,7 +223,7 @@ def sample_groups(nets, prompts, cfg, seed):
     eos = end_tokens(nets.tokenizer)
     with autocast(nets.device, nets.dtype):
         rollout = nets.generate(
-            nets.policy, [ids for _, ids in prompts],
+            nets.policy, [prompt.ids for prompt in prompts],
             cfg.num_generations, cfg.max_completion_length, seed=seed,
             batch_size=cfg.decode_batch_size, part=shard(len(prompts)), eos=eos,
             temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
@@ -236,9 +237,9 @@ def sample_groups(nets, prompts, cfg, seed):
 def score_rows(reward_funcs, prompts, completions, cfg):
     """Each reward function on each completion (N, K), computed by the process that has the row."""
     G = cfg.num_generations
-    texts = [text for text, _ in prompts for _ in range(G)]
+    asked = [prompt for prompt in prompts for _ in range(G)]
     mine = shard(len(completions), G)
-    return all_gather(score(reward_funcs, texts[mine], completions[mine]))
+    return all_gather(score(reward_funcs, asked[mine], completions[mine]))
 
 
 def total_reward(scores, weights):
@@ -645,10 +646,7 @@ def read_inputs(cfg):
         raise BadInput(
             f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are left beside "
             f"num_eval_prompts = {cfg.num_eval_prompts}")
-    texts = [text for text, _ in eval_prompts[:8]]
-    own_rewards = {name: cfg.functions[name] for name in cfg.reward_funcs if name != "judge"}
-    if own_rewards:
-        score(own_rewards, texts, texts)    # a trial, with prompts in place of completions
+    try_rewards(cfg, prompts + eval_prompts + val_prompts)
     return SimpleNamespace(
         device=device, dtype=dtype, base=base, splits=splits, tokenizer=tokenizer,
         prompts=prompts, eval_prompts=eval_prompts, val_prompts=val_prompts)
@@ -674,11 +672,11 @@ class Nets:
     base: torch.nn.Module         # the policy before training; for the evaluation's perplexity
     reference: torch.nn.Module    # the base, unless sync_ref_model makes it follow the policy
     judges: dict                  # {"judge": ..., "eval_judge": ...}
-    reward_funcs: dict            # {name: function (prompts, completions) -> rewards}
+    reward_funcs: dict            # {name: function}, called by judge.score
     optimizer: torch.optim.Optimizer
     trained: list                 # parameters with gradient
     tokenizer: Any
-    prompts: list                 # [(text, ids)]
+    prompts: list                 # of data.prompts.Prompt
     eval_prompts: list
     val_prompts: list             # for the target of influence
     device: torch.device
@@ -728,7 +726,7 @@ def main(argv):
     with Run(cfg, evaluate, print_table) as run:  # a folder of its own; Ctrl-C saves before it ends
         nets = prepare(cfg, given, run.stopped)
         if cfg.debug_step:
-            take_apart(nets, cfg, draw_prompts, collect, loss_of, evaluate)
+            take_apart(nets, cfg, grpo=sys.modules[__name__])
             return
         run.begin(nets)                 # anew, or from the checkpoint of --resume=True
         train(nets, cfg, run)

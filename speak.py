@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from data.prompts import Prompt
 from data.tokenizer import end_tokens
 from evaluate import open_run
 from judge import score
@@ -40,8 +41,12 @@ def speak(nets, policy, cfg, prompt, num):
     for name, judge in nets.judges.items():
         columns[name] = torch.sigmoid(judge([prompt] * num, completions)).tolist()
     own_rewards = {name: f for name, f in nets.reward_funcs.items() if name != "judge"}
+    asked = [Prompt(prompt, ids, {"text": prompt})] * num
     for name, function in own_rewards.items():
-        columns[name] = score({name: function}, [prompt] * num, completions)[:, 0].tolist()
+        try:
+            columns[name] = score({name: function}, asked, completions)[:, 0].tolist()
+        except BadInput as e:   # it may need more of a prompt than its text
+            print(f"note: no column for {name!r}: {e}")
     return [(completion, {name: column[i] for name, column in columns.items()})
             for i, completion in enumerate(completions)]
 

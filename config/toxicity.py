@@ -16,4 +16,3 @@ beta = 0.1
 # bfloat16 on a CPU that multiplies it faster; losses, weights and the judges of the evaluation stay
 # in float32
 dtype = "fast"
-log_micro = False  # config/quick_test.py prints the numbered lines

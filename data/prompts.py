@@ -1,22 +1,29 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file.
 
-A prompt is a pair (text, ids). A file is read, then prompts are selected, then they are split into
-those of training and those of the evaluation.
+A file is read, then prompts are selected, then they are split into those of training and those of
+the evaluation.
 """
 import os
 import random
 import re
+from typing import NamedTuple
 
 from hub.fetch import fetch
 from run.files import read_rows
 from run.script import BadInput, seed_for
 
 
+class Prompt(NamedTuple):
+    text: str
+    ids: list   # its tokens
+    row: dict   # all columns of its row in the file, for rewards; without columns {"text": text}
+
+
 def load_prompts(cfg, tokenizer, splits):
     """Return the training prompts, the evaluation prompts and the other held-out prompts.
 
-    Each is a list of (text, ids). They come from the files that the settings name, else from
-    the splits of the comments. The evaluation takes the first num_eval_prompts of the held-out
+    Each is a list of Prompt. They come from the files that the settings name, else from the splits
+    of the comments. The evaluation takes the first num_eval_prompts of the held-out
     prompts. A prompt has at least one token, and block_size leaves room for a completion. Raises
     BadInput for a file, row or setting that does not allow this.
     """
@@ -58,8 +65,8 @@ def check_file_settings(cfg):
 
 def split_prompts(prompts):
     """Hold out every fifth prompt of a single file, by a hash of its text -> (train, held out)."""
-    train = [(text, ids) for text, ids in prompts if seed_for(text) % 5]
-    held_out = [(text, ids) for text, ids in prompts if seed_for(text) % 5 == 0]
+    train = [prompt for prompt in prompts if seed_for(prompt.text) % 5]
+    held_out = [prompt for prompt in prompts if seed_for(prompt.text) % 5 == 0]
     return train, held_out
 
 
@@ -82,7 +89,7 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
         start = " ".join(words[:count]) if count else text
         ids = tokenizer.encode_ordinary(start)
         if 1 <= len(ids) <= limit:
-            prompts.append((start, ids))
+            prompts.append(Prompt(start, ids, {"text": start}))
     return prompts
 
 
@@ -94,19 +101,20 @@ def prompts_of_file(path, cfg, tokenizer, limit):
     """Return the prompts that the settings select from a file."""
     path = find_file(path)
     read = read_lines if path.endswith(".txt") else read_table
-    found = [(number, text, tokenizer.encode_ordinary(text)) for number, text in read(path, cfg)]
+    found = [(number, Prompt(text, tokenizer.encode_ordinary(text), row))
+             for number, text, row in read(path, cfg)]
     if cfg.max_prompt_tokens:
         found = drop_long(path, found, min(cfg.max_prompt_tokens, limit))
     if 0 < cfg.max_prompts < len(found):
         rng = random.Random(seed_for("prompts", cfg.prepare_seed))
         found = rng.sample(found, cfg.max_prompts)
     check_found(path, found, cfg, limit)
-    return [(text, ids) for _, text, ids in found]
+    return [prompt for _, prompt in found]
 
 
 def drop_long(path, found, most):
-    """Keep the rows (number, text, ids) of 1 to `most` tokens and print how many are left out."""
-    fitting = [row for row in found if 1 <= len(row[2]) <= most]
+    """Keep those of (number, Prompt) with 1 to `most` tokens and print how many are left out."""
+    fitting = [(number, prompt) for number, prompt in found if 1 <= len(prompt.ids) <= most]
     num_dropped = len(found) - len(fitting)
     if num_dropped:
         print(f"{path}: {num_dropped} of {len(found)} prompts are empty or longer than {most} "
@@ -123,12 +131,13 @@ def check_found(path, found, cfg, limit):
         if cfg.max_prompt_tokens:
             wanted += f" of at most {cfg.max_prompt_tokens} tokens"
         raise BadInput(f"{path}: holds no prompts{wanted}")
-    for number, _, ids in found:
-        if not 1 <= len(ids) <= limit:
+    for number, prompt in found:
+        n = len(prompt.ids)
+        if not 1 <= n <= limit:
             room = (f"block_size {cfg.block_size} less max_completion_length "
                     f"{cfg.max_completion_length}")
-            raise BadInput(f"{path}: prompt {number} has {len(ids)} tokens: must be 1 to {limit} "
-                           f"({room}); max_prompt_tokens leaves longer ones out")
+            raise BadInput(f"{path}: prompt {number} has {n} tokens: must be 1 to {limit} ({room})"
+                           "; max_prompt_tokens leaves longer ones out")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,7 +159,7 @@ def find_file(path):
 
 
 def read_lines(path, cfg):
-    """Read a .txt file of one prompt a line -> list of (line number, text)."""
+    """Read a .txt file of one prompt a line -> list of (line number, text, row)."""
     if cfg.min_prompt_toxicity > 0:
         raise BadInput(f"min_prompt_toxicity = {cfg.min_prompt_toxicity}: {path} holds no "
                        "toxicity; set it to 0, or give a .csv or .jsonl file")
@@ -159,11 +168,11 @@ def read_lines(path, cfg):
             lines = f.read().splitlines()
     except (OSError, ValueError) as e:
         raise BadInput(f"{path}: cannot be read ({e})") from e
-    return list(enumerate(lines, 1))
+    return [(number, text, {"text": text}) for number, text in enumerate(lines, 1)]
 
 
 def read_table(path, cfg):
-    """Read the toxic enough rows of a .csv or .jsonl file -> list of (row number, text)."""
+    """Read the toxic enough rows of a .csv or .jsonl file -> list of (number, text, row)."""
     numbered = []
     for number, row in enumerate(read_rows(path), 1):
         where = f"{path}: row {number}"
@@ -172,7 +181,7 @@ def read_table(path, cfg):
             text = field_of(row, name, where)
             if text is None:
                 raise BadInput(f"{where} has nothing in its field {name!r}")
-            numbered.append((number, str(text)))
+            numbered.append((number, str(text), row))
     return numbered
 
 

@@ -1,67 +1,98 @@
 """One GRPO step from fixed seeds, taken apart: every phase with its numbers, and red flags."""
+import itertools
 import math
-from types import SimpleNamespace
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 from model import completion_logprobs
-from run.metrics import batch_metrics, loss_metrics, numbers
-from run.report import diagnose
+from run.metrics import batch_metrics, loss_metrics, mean_influence, numbers
+from run.report import diagnose, diagnose_influence
 from run.script import seed_for
-from tracin import std
+
+NUM_NORMS = 64      # rows whose gradients are formed one by one
 
 
-def take_apart(nets, cfg, draw_prompts, collect, loss_of, evaluate):
-    """The first step of a run, phase by phase. The four functions are those of grpo.py."""
-    G = cfg.num_generations
-    phase(f"1. evaluation before: {len(nets.eval_prompts)} prompts x {cfg.num_eval_generations}")
-    before = print_measures(nets, cfg, evaluate)
+def take_apart(nets, cfg, grpo):
+    """The first step of a run, phase by phase. grpo: the module grpo.py, for its functions."""
+    count = itertools.count(1)
 
-    prompts = draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
-    batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", 0))
-    phase(f"2. rollout: {len(prompts)} prompts x {G}; some completions, the log-prob behind each "
-          "token")
-    for i in (0, 1, G, G + 1) if len(prompts) > 1 else (0, 1):
-        print_completion(nets.tokenizer, prompts[i // G][0], batch.rollout, i)
+    def phase(title):
+        print(f"\n--- {next(count)}. {title}")
 
-    phase(f"3. rewards, by group; advantage = reward - mean, scale_rewards = {cfg.scale_rewards}")
-    groups = zip(batch.rewards.view(-1, G), batch.advantages.view(-1, G))
-    for i, (rewards, advantages) in enumerate(groups):
-        print(f"  group {i}: mean {rewards.nanmean():.4f}, std {std(rewards):.4f}, "
-              f"rewards {digits(rewards)}, advantages {digits(advantages)}")
+    phase(f"evaluation before: {len(nets.eval_prompts)} prompts x {cfg.num_eval_generations}")
+    before = print_measures(nets, cfg, grpo.evaluate)
 
-    phase("4. loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are "
+    prompts = grpo.draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
+    batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", 0))
+    N = len(batch.mask)
+    step = grpo.Step(0, torch.arange(N, device=nets.device), N, int(batch.mask.sum()))
+    phase(f"rollout: {len(prompts)} prompts x {cfg.num_generations}; striking completions, the "
+          "log-prob behind each token")
+    print_striking(nets, cfg, prompts, batch, row_norms(nets, cfg, batch, step, grpo.loss_of))
+
+    phase("rewards, by group; advantage = (reward - mean) / divisor, 0 where all are equal")
+    print_rewards(batch, cfg, grpo)
+
+    phase("loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are "
           "left aside here)")
-    step = SimpleNamespace(epoch=0, num_rows=len(batch.mask), num_tokens=int(batch.mask.sum()))
-    ratio = print_loss(nets, cfg, batch, step, loss_of)
+    ratio = print_loss(nets, cfg, batch, step, grpo.loss_of)
 
-    phase("5. gradient norms before clipping, and the step")
-    grad_norm, after = print_step(nets, cfg, batch, step, loss_of)
+    flags = {}
+    if nets.influence:
+        phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
+        found = print_influence(nets, cfg, prompts, batch, step, grpo)
+        flags = diagnose_influence(found, cfg, nets.dtype)
 
-    phase("6. evaluation after")
-    measures = print_measures(nets, cfg, evaluate)
+    phase("gradient norms before clipping, and the step")
+    grad_norm, after = print_step(nets, cfg, batch, step, grpo.loss_of)
+
+    phase("evaluation after")
+    measures = print_measures(nets, cfg, grpo.evaluate)
     print("  change: " + ", ".join(f"{k} {measures[k] - before[k]:+.4f}" for k in measures))
 
-    phase("7. red flags")
+    phase("red flags")
     m = batch_metrics(batch, cfg) | {
         "grad_norm": grad_norm, "kl": after.get("kl", batch.kl or 0.0),
         "sampling/sampling_logp_difference/mean": float(ratio.log().abs().mean())}
-    for flag in list(diagnose(m, cfg).values()) or ["none"]:
+    flags |= diagnose(m, cfg)
+    for flag in list(flags.values()) or ["none"]:
         print("  " + flag)
 
 
-def phase(title):
-    print(f"\n--- {title}")
-
-
 def digits(x):
-    return " ".join(f"{value:.3f}" for value in x.tolist())
+    return " ".join(f"{value:.4f}" for value in x.tolist())
 
 
 def print_measures(nets, cfg, evaluate):
     measures, _ = evaluate(nets, nets.policy, cfg)
     print("  " + ", ".join(f"{k} {v:.4f}" for k, v in measures.items()))
     return measures
+
+
+def row_norms(nets, cfg, batch, step, loss_of):
+    """Norms (m,) of the gradients of the first rows, at most NUM_NORMS, a backward for each."""
+    norms = []
+    for row in step.rows[:NUM_NORMS].split(1):
+        out = loss_of(nets, nets.policy, batch, row, step, cfg, logprobs=completion_logprobs)
+        out.loss.backward()
+        norms.append(clip_grad_norm_(nets.trained, math.inf))
+        nets.policy.zero_grad(set_to_none=True)
+    return torch.stack(norms)
+
+
+def print_striking(nets, cfg, prompts, batch, norms):
+    """The rows of the best and the worst reward and of the largest of norms (m,)."""
+    among = "" if len(norms) == len(batch.mask) else f" of the first {len(norms)} rows"
+    striking = (
+        ("best reward", batch.rewards.nan_to_num(-math.inf).argmax()),
+        ("worst reward", batch.rewards.nan_to_num(math.inf).argmin()),
+        (f"largest gradient{among}, norm {norms.max():.3e}", norms.argmax()))
+    for why, row in striking:
+        i = int(row)
+        print(f"  {why}: row {i}, reward {batch.rewards[i]:.4f}, advantage "
+              f"{batch.advantages[i]:+.4f}")
+        print_completion(nets.tokenizer, prompts[i // cfg.num_generations].text, batch.rollout, i)
 
 
 def print_completion(tokenizer, prompt, rollout, i):
@@ -71,7 +102,28 @@ def print_completion(tokenizer, prompt, rollout, i):
     ids = rollout.tokens[i, -T:][:n].tolist()
     logp = rollout.logp[i, :n].tolist()
     words = [f"{tokenizer.decode([token])!r} {x:.2f}" for token, x in zip(ids, logp)]
-    print(f"  {prompt!r} -> " + " ".join(words))
+    print(f"    {prompt!r} -> " + " ".join(words))
+
+
+def print_rewards(batch, cfg, grpo):
+    """Rewards and advantages of each group, and what the differences are divided by."""
+    penalty, _ = grpo.kl_penalty(batch.rollout, batch.ref_logp, cfg)
+    rewards = batch.rewards - penalty
+    if cfg.kl_in == "reward" and cfg.beta:
+        print("  rewards are less beta * KL here")
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        print("  normalize_then_sum: advantages are made of each function's scores, not of these")
+    if cfg.scale_rewards == "batch":
+        print(f"  scale_rewards = batch: std of the batch {float(grpo.nanstd(rewards)):.4f}")
+    groups = zip(rewards.view(-1, cfg.num_generations),
+                 batch.advantages.view(-1, cfg.num_generations))
+    for i, (r, advantages) in enumerate(groups):
+        divisor = 1.0
+        if cfg.scale_rewards != "none":
+            spread = grpo.nanstd(r if cfg.scale_rewards == "group" else rewards)
+            divisor = float(spread) + 1e-4
+        print(f"  group {i}: mean {r.nanmean():.4f}, divisor {divisor:.4f}, "
+              f"rewards {digits(r)}, advantages {digits(advantages)}")
 
 
 def print_loss(nets, cfg, batch, step, loss_of):
@@ -96,13 +148,43 @@ def print_loss(nets, cfg, batch, step, loss_of):
     return ratio
 
 
+def print_influence(nets, cfg, prompts, batch, step, grpo):
+    """Scores all rows and leaves the gradient of those kept in .grad -> metrics."""
+    nets.policy.zero_grad(set_to_none=True)
+    influence = nets.influence
+    target = grpo.collect_target(nets, 0, cfg)
+    with influence.record(batch, step, on_policy=True):
+        for positions in grpo.micro_batches(grpo.sort_key(batch, step, cfg), cfg):
+            influence.forward_backward(positions)
+    seed = seed_for(cfg.seed, "rows", 0)
+    found = influence.keep_helpful(target, seed_for(seed, "select", 0), check=True)
+    m = mean_influence([found])
+    print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
+          f"{100 * m['tracin/selected_ratio']:.0f} % are kept (tracin_select = "
+          f"{cfg.tracin_select!r})")
+    print("  check: their sum is <G_train, G_target>, with G_train by a plain backward, to "
+          f"{m['tracin/invariant_error']:.1e} of the sum of |influence|")
+    scores = batch.influence.tolist()
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    helpful = [i for i in order if scores[i] > 0][:3]
+    harmful = [i for i in reversed(order) if scores[i] < 0][:3]
+    for title, rows in (("helpful", helpful), ("harmful", harmful)):
+        print(f"  most {title}" + ("" if rows else ": none"))
+        for i in rows:
+            fate = "kept" if batch.weights[i] != 0 else "left out"
+            print(f"    row {i}, influence {scores[i]:+.2e}, {fate}, reward "
+                  f"{batch.rewards[i]:.4f}, advantage {batch.advantages[i]:+.4f}: "
+                  f"{prompts[i // cfg.num_generations].text!r} -> {batch.completions[i]!r}")
+    return m
+
+
 def print_step(nets, cfg, batch, step, loss_of):
     """Gradient norms and an optimizer step -> (grad_norm, metrics of some rows afterwards)."""
     for name, p in nets.policy.named_parameters():
-        if p.requires_grad:
+        if p.grad is not None:
             print(f"  {name:28} {p.grad.norm():.3e}")
     most = cfg.max_grad_norm or math.inf
-    grad_norm = float(torch.nn.utils.clip_grad_norm_(nets.trained, most))
+    grad_norm = float(clip_grad_norm_(nets.trained, most))
     old = [p.detach().clone() for p in nets.policy.parameters()]
     nets.optimizer.step()
     with torch.no_grad():

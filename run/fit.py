@@ -5,10 +5,10 @@ import time
 
 from run.content import check_moments
 from run.files import check_tensors, load_file, save_file
+from run.report import Progress
 from run.script import BadInput
 from run.threads import Pace
 
-PRINT_SECONDS = 10
 SAVE_SECONDS = 20
 
 
@@ -32,7 +32,8 @@ def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, s
     """
     start = load_partial(partial, model, optimizers, label, steps)
     pace = Pace(f"a step of {label}", next(model.parameters()).device, in_a_row=10)
-    began = saved = printed = time.time()
+    progress = Progress(label, "step", steps, start)
+    saved = time.time()
     loss_sum = 0.0  # exponential moving average of the loss: loss_sum / weight
     weight = 1e-9
     for step in range(start, steps):
@@ -46,18 +47,14 @@ def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, s
 
         loss_sum = 0.98 * loss_sum + 0.02 * loss.detach()
         weight = 0.98 * weight + 0.02
-        now = time.time()
-        pace.add(now - step_began)
-        if now - printed > PRINT_SECONDS or step + 1 == steps:
-            left = (now - began) / (step + 1 - start) * (steps - step - 1)
-            print(f"{label}: step {step + 1}/{steps}, loss {float(loss_sum) / weight:.3f}, "
-                  f"{left:.0f} s left", flush=True)
-            printed = now
+        pace.add(time.time() - step_began)
+        if progress.is_due() or step + 1 == steps:
+            progress.show(step + 1, f"loss {float(loss_sum) / weight:.3f}, ")
         stopped = stop()
-        if stopped or now - saved > SAVE_SECONDS:
+        if stopped or time.time() - saved > SAVE_SECONDS:
             save_file(partial, "partial", model=model.state_dict(), step=step + 1,
                       optimizers=[o.state_dict() for o in optimizers])
-            saved = now
+            saved = time.time()
         if stopped:
             raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
     if not math.isfinite(float(loss_sum)):

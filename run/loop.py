@@ -116,7 +116,8 @@ class Run:
              "step_time": seconds,
              **rollout_toxicity(it, prompts, batch, self.nets)}
         each = (time.time() - self.began) / (it + 1 - self.start)
-        print_iteration(m, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
+        print_iteration(
+            m, cfg.max_iters, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
         self.pace.add(seconds)
         append_rows(self.folder, "metrics.jsonl", [m])
@@ -129,7 +130,7 @@ class Run:
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
         shown = zip(self.nets.eval_prompts[:self.cfg.num_shown], first)
-        samples = [dict(prompt=text, completion=completion) for (text, _), completion in shown]
+        samples = [dict(prompt=prompt.text, completion=completion) for prompt, completion in shown]
         row = dict(iteration=iteration, **measures, samples=samples)
         append_rows(self.folder, "eval.jsonl", [row])
         if self.wandb:
@@ -183,9 +184,11 @@ def sample_rows(it, prompts, batch, cfg):
         weights = batch.weights.tolist()
     rows = []
     for i, completion in enumerate(batch.completions):
-        text, _ = prompts[i // cfg.num_generations]
-        row = dict(iteration=it + 1, prompt=text, completion=completion, reward=rewards[i],
+        prompt = prompts[i // cfg.num_generations]
+        row = dict(iteration=it + 1, prompt=prompt.text, completion=completion, reward=rewards[i],
                    advantage=advantages[i])
+        if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
+            row["row"] = prompt.row
         if cfg.tracin != "off":
             row["influence"] = influence[i]
             row["weight"] = weights[i]

@@ -1,6 +1,8 @@
-"""What a run says: numbered lines inside an iteration, the line of an iteration, warnings."""
+"""What a run says: numbered lines inside an iteration, the line of an iteration, progress of what
+takes long, warnings."""
 import math
 import os
+import sys
 import time
 
 import torch
@@ -66,15 +68,61 @@ class StepLog:
 quiet = StepLog(device=None, micro_batch_size=0, on=False)
 
 
-def print_iteration(m, tokens, seconds_left):
+def print_iteration(m, max_iters, tokens, seconds_left):
     """The line of an iteration with metrics m, in which so many tokens were sampled."""
     seconds = m["step_time"]
     left = int(seconds_left)
-    print(f"iter {m['iteration']}: loss {m['loss']:.4f} (main {m['policy_loss']:.4f}, "
+    print(f"iter {m['iteration']}/{max_iters}: loss {m['loss']:.4f} (main {m['policy_loss']:.4f}, "
           f"kl {m['loss'] - m['policy_loss']:.4f}), reward {m['reward']:.4f}, "
-          f"kl {m.get('kl', 0):.4f}, grad_norm {m['grad_norm']:.3f}, "
-          f"{tokens / seconds:.0f} tok/s, time {1000 * seconds:.2f}ms, "
-          f"eta {left // 60}m{left % 60:02d}s", flush=True)
+          f"grad_norm {m['grad_norm']:.3f}, {tokens / seconds:.0f} tok/s, "
+          f"time {duration(seconds)}, eta {left // 60}m{left % 60:02d}s", flush=True)
+
+
+def duration(seconds):
+    """A time in three digits: 43.5ms, 435ms, 4.35s, 43.5s."""
+    unit = "s"
+    if seconds < 0.9995:
+        seconds *= 1000
+        unit = "ms"
+    exponent = int(f"{seconds:.2e}".partition("e")[2])
+    return f"{seconds:.{max(2 - exponent, 0)}f}{unit}"
+
+
+class Progress:
+    """The line of something that takes long: what, how far, time left.
+
+        progress = Progress("policy", "step", 500)
+        for i in range(500):
+            ...
+            if progress.is_due():
+                progress.show(i + 1, "loss 4.421, ")    # policy: step 20/500, loss 4.421, 31 s left
+
+    A terminal shows one line that is rewritten; a file gets a line every EVERY seconds. start: how
+    many of the total were done before.
+    """
+
+    EVERY = 10
+
+    def __init__(self, label, unit, total, start=0):
+        self.label = label
+        self.unit = unit
+        self.total = total
+        self.start = start
+        self.rewrites = sys.stdout.isatty()
+        self.every = 1 if self.rewrites else self.EVERY
+        self.shown = False
+        self.began = self.last = time.time()
+
+    def is_due(self):
+        return time.time() - self.last > self.every
+
+    def show(self, done, about=""):
+        self.last = time.time()
+        left = (self.last - self.began) / (done - self.start) * (self.total - done)
+        line_up = "\x1b[A\x1b[K" if self.rewrites and self.shown else ""
+        print(f"{line_up}{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
+              flush=True)
+        self.shown = True
 
 
 def print_warnings(m, cfg, dtype, warned):
@@ -198,14 +246,14 @@ def check_tape(nets, cfg):
             raise BadInput(
                 f"tracin_layers: {part!r} is in the name of no trained parameter; there are "
                 f"{', '.join(trained[:3])}, ...")
-    if cfg.tracin == "off" or cfg.debug_step:   # which does not record
+    if cfg.tracin == "off":
         return
     tape = nets.influence.tape
     num_weights = sum(p.numel() for p in nets.trained)
     _, processes = rank_and_size()
     print(describe_cost(cfg, num_weights, cfg.tracin_memory * processes, tape.fewest))
 
-    longest = max(len(ids) for _, ids in nets.prompts) + cfg.max_completion_length
+    longest = max(len(prompt.ids) for prompt in nets.prompts) + cfg.max_completion_length
     if longest <= tape.fewest:  # nothing is kept
         return
     rows = cfg.mini_batch_size or cfg.num_prompts * cfg.num_generations

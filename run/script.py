@@ -15,7 +15,8 @@ from run.processes import rank_and_size
 
 
 class BadInput(ValueError):
-    """Something the user can mend. The message is one line: the name, the value and the fix."""
+    """Something the user can mend. The message is one line: the name, the value and the fix. A note
+    (add_note) is printed below it, such as the traceback of a user's own function."""
 
 
 @contextlib.contextmanager
@@ -42,7 +43,7 @@ def run_script(main):
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     except BadInput as e:
-        print(f"error: {who}{e}", file=sys.stderr)
+        print(f"error: {who}{e}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as e:
         if rank == 0:  # the others end alike

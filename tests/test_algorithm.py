@@ -15,12 +15,13 @@ import torch
 from torch.nn import functional as F
 
 from config import Settings
+from data.prompts import Prompt
 from grpo import (
     Step, build, collect, group_advantages, grpo_loss, kl_estimate, loss_of, update)
 from model import GPT, GPTConfig, completion_logprobs
 
 END = 0
-PROMPTS = [("2 3", [2, 3]), ("5 1 4 1", [5, 1, 4, 1])]      # the first is padded by two
+PROMPTS = [Prompt("2 3", [2, 3], {}), Prompt("5 1 4 1", [5, 1, 4, 1], {})]  # the first is padded
 TOKENIZER = SimpleNamespace(eot_token=END, decode=lambda ids: " ".join(map(str, ids)))
 
 
@@ -138,7 +139,7 @@ def test_the_kl_by_hand(estimator, value, slope):
 def kl_to_reference(nets):
     """KL(policy, reference), exact, of the first token after each prompt."""
     total = 0.0
-    for _, ids in PROMPTS:
+    for _, ids, _ in PROMPTS:
         p, q = (net.lm_head(net(torch.tensor([ids])))[0, -1].log_softmax(-1).detach()
                 for net in (nets.policy, nets.reference))
         total += float((p.exp() * (p - q)).sum())

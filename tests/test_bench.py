@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 import grpo
 from config import Settings, load_settings
+from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import scorer
 from run.script import BadInput
@@ -49,7 +50,7 @@ def test_counted_flops_are_those_that_torch_counts(ends, monkeypatch):
     real tokens only."""
     cfg = Settings(**TINY | RULE | dict(max_completion_length=16, beta=0.1, micro_batch_size=16))
     seeds = [torch.Generator().manual_seed(i) for i in range(4)]
-    prompts = [("", torch.randint(299, (5,), generator=seed).tolist()) for seed in seeds]
+    prompts = [Prompt("", torch.randint(299, (5,), generator=seed).tolist(), {}) for seed in seeds]
     policy = bench.policy_that_ends(cfg, 10 if ends else None)
     nets = bench.own_nets(cfg, inputs(cfg, policy, prompts))
     done = {}
@@ -89,7 +90,7 @@ def test_counted_flops_are_those_that_torch_counts(ends, monkeypatch):
 def test_bytes_of_a_decode_are_weights_at_every_step_and_the_cache_so_far():
     cfg = Settings(**TINY | RULE | dict(num_prompts=1))
     policy = bench.policy_that_ends(cfg, 20)
-    nets = bench.own_nets(cfg, inputs(cfg, policy, [("", [1, 2, 3])]))
+    nets = bench.own_nets(cfg, inputs(cfg, policy, [Prompt("", [1, 2, 3], {})]))
     batch, _ = bench.iteration(nets, cfg, 0)
     weights = sum(p.numel() for name, p in policy.named_parameters()
                   if p.dim() == 2 and name != "wpe.weight")
@@ -102,7 +103,7 @@ def test_bytes_of_a_decode_are_weights_at_every_step_and_the_cache_so_far():
 
 def test_what_the_judge_reads_is_counted():
     cfg = Settings(**TINY)
-    given = inputs(cfg, bench.policy_that_ends(cfg, 20), [("", [1, 2, 3])] * 4)
+    given = inputs(cfg, bench.policy_that_ends(cfg, 20), [Prompt("", [1, 2, 3], {})] * 4)
     nets = bench.own_nets(cfg, given)
     weights = bench.linear_weights(nets.judges["judge"].model)
     clock = bench.Clock(nets)
@@ -197,7 +198,7 @@ def test_every_second_of_an_iteration_belongs_to_one_phase(monkeypatch):
 def test_what_decoder_and_influence_keep_counts_as_memory_of_the_iteration(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda part, **options: part)
     cfg = Settings(**TINY | RULE)
-    given = inputs(cfg, bench.policy_that_ends(cfg, None), [("", [1, 2, 3])] * 4)
+    given = inputs(cfg, bench.policy_that_ends(cfg, None), [Prompt("", [1, 2, 3], {})] * 4)
     knobs = dict(
         plain={}, compiled=dict(compile=("generate",)), recorded=dict(tracin="self"),
         lora=dict(lora_rank=2), bf16=dict(compile=("generate",), dtype="bfloat16"))
@@ -222,7 +223,7 @@ def test_what_decoder_and_influence_keep_counts_as_memory_of_the_iteration(monke
 def test_nets_of_the_bench_share_nothing_that_a_setting_changes():
     """The attention by hand that one of them uses must not be in the others, nor moving weights."""
     cfg = Settings(**TINY | RULE | dict(beta=0.1))
-    given = inputs(cfg, bench.policy_that_ends(cfg, None), [("", [1, 2, 3])] * 4)
+    given = inputs(cfg, bench.policy_that_ends(cfg, None), [Prompt("", [1, 2, 3], {})] * 4)
     before = [p.clone() for p in given.base.parameters()]
     by_hand = bench.own_nets(cfg, given)
     plain = bench.own_nets(replace(cfg, speed=()), given)

@@ -202,8 +202,8 @@ def test_resumed_with_another_number_of_processes(world, rows):
 
 
 def test_number_0_alone_prints(world):
-    assert world.two[0].count("\niter 1:") == len(CASES) + 2
-    assert world.three[0].count("\niter 1:") == len(UNEVEN) + 1
+    assert world.two[0].count("\niter 1/") == len(CASES) + 2
+    assert world.three[0].count("\niter 1/") == len(UNEVEN) + 1
 
 
 def test_a_killed_process_ends_the_run_with_its_name(world):

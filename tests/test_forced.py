@@ -16,7 +16,7 @@ from test_grpo import END, PROMPTS, gpt, letters, moved, nets_of, plain_logps, s
 from test_influence import UNIT, close, flat, flat_grad, step
 from tracin import target_coefficients
 
-PROMPT_IDS = [ids for _, ids in PROMPTS]
+PROMPT_IDS = [ids for _, ids, _ in PROMPTS]
 T = 8
 
 

@@ -25,10 +25,12 @@ from evaluate import distinct, evaluate
 from grpo import (
     Forward, Step, collect, decoupled_advantages, draw_prompts, gradient_of, group_advantages,
     grpo_loss, kl_estimate, learning_rate, loss_of, sync_reference, total_reward, update)
+from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import score
 from model import GPT, GPTConfig, add_lora, completion_logprobs
 from run.attention import use_attention_by_hand
+from run.debug import row_norms
 from run.device import autocast
 from run.files import save_gpt
 from run.fused_head import FusedHead, fused_logprobs
@@ -541,7 +543,7 @@ END = TOKENIZER.eot_token
 CPU = torch.device("cpu")
 FLOAT = torch.float32
 TEXTS = ("I am", "you are so", "what", "the end of it")
-PROMPTS = [(text, TOKENIZER.encode_ordinary(text)) for text in TEXTS]
+PROMPTS = [Prompt(text, TOKENIZER.encode_ordinary(text), {"text": text}) for text in TEXTS]
 
 
 def gpt(seed=0, end=4.0):
@@ -821,7 +823,7 @@ def test_reward_functions_get_prompts_in_step_with_completions():
         return range(len(completions))
 
     batch = sample(gpt(), settings({"look": look}))
-    assert seen == [([text for text, _ in PROMPTS for _ in range(4)], batch.completions)]
+    assert seen == [([text for text in TEXTS for _ in range(4)], batch.completions)]
     assert batch.completions == [TOKENIZER.decode(ids) for ids in batch.rollout.completions()]
     assert batch.rewards.tolist() == list(range(16))
 
@@ -1558,7 +1560,7 @@ def test_drawn_prompts_depend_on_seed_and_iteration_alone():
     (lambda p, c: 1.0, "returned"), (lambda p, c: torch.tensor(1.0), "returned")])
 def test_score_names_function_and_completion(function, said):
     with pytest.raises(BadInput, match="^reward 'culprit' ") as error:
-        score({"fine": ones, "culprit": function}, ["p", "q"], ["bad", "good"])
+        score({"fine": ones, "culprit": function}, PROMPTS[:2], ["bad", "good"])
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -1566,7 +1568,7 @@ def test_score_names_function_and_completion(function, said):
     [1, None], [True, None], (1.0, None), torch.tensor([1, 0]), torch.tensor([[1.0], [0.0]]),
     iter([1.0, 0.0])))
 def test_score_takes(values):
-    found = score({"ones": ones, "values": lambda p, c: values}, ["p", "q"], ["a", "b"])
+    found = score({"ones": ones, "values": lambda p, c: values}, PROMPTS[:2], ["a", "b"])
     assert found.shape == (2, 2) and found[:, 0].tolist() == pytest.approx([.1, .1])
     assert found[0, 1] == 1 and (math.isnan(found[1, 1]) or found[1, 1] == 0)
 
@@ -1608,7 +1610,7 @@ def test_evaluation_against_plain_counting(dtype):
                           reward_funcs={"letters": letters}, dtype=dtype)
     # temperature 1 and nothing truncated, whatever the settings of the rollouts
     with autocast(CPU, dtype):
-        rollout = generate(policy, [ids for _, ids in PROMPTS], k, 8, eos=END,
+        rollout = generate(policy, [prompt.ids for prompt in PROMPTS], k, 8, eos=END,
                            seed=seed_for("evaluation"))
     texts = [TOKENIZER.decode(ids) for ids in rollout.completions()]
     assert judged == [([text for text in TEXTS for _ in range(k)], texts)] and first == texts[::k]
@@ -1663,7 +1665,7 @@ def test_a_text_that_repeats_itself_without_a_space_is_not_diverse():
 def test_distinct_counts_the_tokens_of_the_rollout():
     policy, cfg = gpt(), settings(num_eval_generations=3)
     row, _ = measured(policy, cfg)
-    rollout = generate(policy, [ids for _, ids in PROMPTS], 3, 8, eos=END,
+    rollout = generate(policy, [prompt.ids for prompt in PROMPTS], 3, 8, eos=END,
                        seed=seed_for("evaluation"))
     ids = rollout.completions()
     assert 0 < row["distinct_1"] == distinct(ids, 3, 1) < 1
@@ -1882,3 +1884,16 @@ def test_update_waits_twice_a_micro_batch_and_twice_a_step(each, knobs, monkeypa
             m = update(nets, batch, None, cfg, 3, first=True)
         per_pass = each * 16 // micro
         assert waits.count <= per_pass * cfg.num_iterations + 2 * m["num_steps"] + 4
+
+
+def test_debug_steps_norms_are_those_of_each_rows_gradient():
+    policy, cfg = gpt(), settings(beta=.1)
+    nets = nets_of(policy, cfg, reference=moved(gpt()))
+    batch = collect(nets, PROMPTS, cfg, 7)
+    step = Step(0, torch.arange(16), 16, int(batch.mask.sum()))
+    norms = row_norms(nets, cfg, batch, step, loss_of)
+    for row in step.rows.split(1):
+        gradient = gradient_of(nets, batch, row, step, cfg)
+        norm = sum(g.square().sum() for g in gradient.values()).sqrt()
+        assert float(norms[row]) == pytest.approx(float(norm), rel=1e-5)
+    assert all(p.grad is None for p in policy.parameters()), "the next backward adds to these"

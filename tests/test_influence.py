@@ -13,6 +13,7 @@ import torch
 
 import grpo
 from config import load_settings
+from data.prompts import Prompt
 from grpo import Step, update
 from model import add_lora, completion_logprobs
 from run.files import save_gpt
@@ -23,8 +24,9 @@ from test_grpo import (
     FLOAT, gpt, moved, nets_of, same_weights, sample, settings, weights_of, without)
 from tracin import Tape, adam_scale, choose_targets, select, target_coefficients
 
-MANY = [("a", [3, 4]), ("b", [5]), ("c", [9, 8, 7]), ("d", [2, 2]), ("e", [11]), ("f", [6, 1]),
-        ("g", [13, 3]), ("h", [20])]
+MANY = [Prompt(text, ids, {}) for text, ids in (
+    ("a", [3, 4]), ("b", [5]), ("c", [9, 8, 7]), ("d", [2, 2]), ("e", [11]), ("f", [6, 1]),
+    ("g", [13, 3]), ("h", [20]))]
 # a row's loss is a multiple of its log-prob
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
 SHARE = {"contracted": 0.0, "kept": 1.0, "mixed": 0.4}    # of the memory that 16 gradients need
@@ -595,7 +597,7 @@ def test_nothing_selected_is_no_step():
 # what is said
 
 def test_diagnoses_of_real_batches():
-    prompts = [("a", [3, 4])] * 8
+    prompts = MANY[:1] * 8
     cfg = settings(tracin="reward", num_prompts=8, num_generations=4)
     batch, t = (sample(gpt(), cfg, seed=seed, prompts=prompts) for seed in (7, 9))
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ import data.prompts
 from config import load_settings
 from conftest import ROOT
 from data.comments import SPLITS, clean, load_comments, split_comments, split_of
-from data.prompts import load_prompts
+from data.prompts import Prompt, load_prompts
 from data.tokenizer import load_tokenizer
-from judge import as_reward, load_judge, reward_functions, score
+from judge import as_reward, load_judge, reward_functions, score, try_rewards
 from grpo import group_advantages, total_reward
 from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right, save_judge
 from judge.train import auc, even_lengths, get_judges, length_batches
@@ -188,15 +189,15 @@ def prompts_of(comments):
 def test_prompts_are_starts_of_held_out_comments(prompts_of, comments):
     splits = split_comments(load_comments(comments))
     for found, name in zip(prompts_of("--prompt_words=(2, 4)"), ("train_prompts", "eval_prompts")):
-        assert found and {len(text.split(" ")) for text, _ in found} <= {2, 3, 4}
-        assert all(any(c.startswith(text + " ") for c, _ in splits[name]) for text, _ in found)
+        assert found and {len(text.split(" ")) for text, _, _ in found} <= {2, 3, 4}
+        assert all(any(c.startswith(text + " ") for c, _ in splits[name]) for text, _, _ in found)
 
 
 def test_prompts_can_be_whole_comments(prompts_of, comments):
     splits = split_comments(load_comments(comments))
     train, held_out = prompts_of("--prompt_words=(0, 0)")
-    assert {text for text, _ in train} <= {c for c, _ in splits["train_prompts"]}
-    assert {text for text, _ in held_out} <= {c for c, _ in splits["eval_prompts"]}
+    assert {text for text, _, _ in train} <= {c for c, _ in splits["train_prompts"]}
+    assert {text for text, _, _ in held_out} <= {c for c, _ in splits["eval_prompts"]}
 
 
 def test_number_of_evaluation_prompts(prompts_of):
@@ -209,7 +210,7 @@ def test_number_of_evaluation_prompts(prompts_of):
     ("a.jsonl", "\n".join(json.dumps(dict(text=f"prompt {i}")) for i in range(40)))])
 def test_one_file_of_prompts_gives_both(prompts_of, write, name, text):
     found = prompts_of(f"--prompts={write(name, text)}")
-    train, held_out = ({t for t, _ in part} for part in found)
+    train, held_out = ({t for t, _, _ in part} for part in found)
     assert train and held_out and not train & held_out
     assert train | held_out == {f"prompt {i}" for i in range(40)}
 
@@ -217,7 +218,7 @@ def test_one_file_of_prompts_gives_both(prompts_of, write, name, text):
 def test_a_file_of_prompts_for_each(prompts_of, write):
     train, held_out = prompts_of(f"--prompts={write('a.txt', 'one')}",
                                  f"--eval_prompts={write('b.txt', 'two')}")
-    assert [t for t, _ in train] == ["one"] and [t for t, _ in held_out] == ["two"]
+    assert [t for t, _, _ in train] == ["one"] and [t for t, _, _ in held_out] == ["two"]
 
 
 @pytest.mark.parametrize("name, text, parts", [
@@ -361,26 +362,127 @@ def test_reward_falls_with_toxicity(kind, expected):
 # ------------------------------------------------------------------------------------------------
 # reward functions
 
+ASKED = [Prompt("2 + 2 =", [1], {"text": "2 + 2 =", "answer": "4", "level": 1}),
+         Prompt("3 + 4 =", [1], {"text": "3 + 4 =", "answer": "7", "level": 2})]
+
+
 def test_scores_in_columns():
     functions = {
         "a": lambda p, c: [len(x) for x in c], "b": lambda p, c: np.array([0.5, 1.5]),
         "c": lambda p, c: torch.ones(2), "d": lambda p, c: (x for x in (True, None))}
-    found = score(functions, ["p", "p"], ["x", "yy"])
+    found = score(functions, ASKED, ["x", "yy"])
     assert found[:, :3].tolist() == [[1, 0.5, 1], [2, 1.5, 1]]
     assert found[0, 3] == 1 and found[1, 3].isnan()
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64, np.float64, torch.tensor])
 def test_a_list_of_numpy_or_torch_numbers_is_fine(kind):
-    found = score({"a": lambda p, c: [kind(2), kind(3)]}, ["p", "p"], ["x", "yy"])
+    found = score({"a": lambda p, c: [kind(2), kind(3)]}, ASKED, ["x", "yy"])
     assert found.tolist() == [[2], [3]]
 
 
 @pytest.mark.parametrize("values", [
     [1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], [float("inf"), 1.0], [1.0, "high"],
-    [[1.0], [2.0]], None, 1.0])
+    [[1.0], [2.0]], None, 1.0, [1.0, 1e300], [1.0, 10 ** 400], [1.0, -10 ** 5000]])
 def test_a_reward_that_returns_something_else_is_named(values):
-    assert "'bad'" in refusal(score, {"bad": lambda p, c: values}, ["p", "p"], ["x", "y"])
+    assert "'bad'" in refusal(score, {"bad": lambda p, c: values}, ASKED, ["x", "y"])
+
+
+def by_rows(prompts, completions, rows):
+    return [row["answer"] == c for row, c in zip(rows, completions)]
+
+
+def by_column(prompts, completions, answer):
+    return [a == c for a, c in zip(answer, completions)]
+
+
+def as_in_trl(completions, answer, **kwargs):
+    assert kwargs.keys() == {"prompts", "rows", "text", "level"}, kwargs
+    return [a == c for a, c in zip(answer, completions)]
+
+
+def answer_first(answer, completions):
+    return [a == c for a, c in zip(answer, completions)]
+
+
+def other_names(asked, said, *, answer, scale=1.0, **rest):
+    assert rest.keys() == {"rows", "text", "level"}, rest
+    return [scale * (p[0] in "23" and a == c) for p, c, a in zip(asked, said, answer)]
+
+
+def unused(_, completions, answer):
+    return [a == c for a, c in zip(answer, completions)]
+
+
+@pytest.mark.parametrize("reward", [by_rows, by_column, as_in_trl, answer_first, other_names,
+                                    unused])
+def test_a_reward_sees_the_row_of_its_prompt(reward):
+    found = score({"r": reward}, ASKED, ["4", "8"])
+    assert found.tolist() == [[1], [0]], f"{reward.__name__} was not given the answers 4 and 7"
+    found = score({"r": reward}, ASKED[::-1], ["7", "4"])
+    assert found.tolist() == [[1], [1]], "rows are not in step with completions"
+
+
+def test_a_wrapper_gets_nothing_that_its_function_may_not_take():
+    def wrapper(*args, **kwargs):
+        return (lambda prompts, completions: [len(c) for c in completions])(*args, **kwargs)
+
+    assert score({"r": wrapper}, ASKED, ["4", "80"]).tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize("reward, parts", [
+    (lambda completion: [1.0], ["takes (completion)", "(prompts, completions)"]),
+    (lambda: [1.0], ["takes ()"]),
+    (lambda p, c, answr: [1.0], ["'answr'", "'2 + 2 ='", "['answer', 'level', 'text']"])])
+def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is(reward, parts):
+    message = refusal(score, {"mine": reward}, ASKED, ["4", "8"])
+    assert all(part in message for part in ["'mine'", *parts]), message
+
+
+def test_a_column_must_be_in_every_row_before_anything_is_trained():
+    without = Prompt("5 + 5 =", [1], {"text": "5 + 5 =", "level": 3})
+    cfg = SimpleNamespace(reward_funcs=("judge", "mine"), functions={"mine": by_column})
+    try_rewards(cfg, 5 * ASKED)
+    message = refusal(try_rewards, cfg, 5 * ASKED + [without])
+    assert "'mine'" in message and "'5 + 5 ='" in message and "'answer'" in message, message
+    cfg.functions = {"mine": lambda p, c, answer=None: [1.0] * len(c)}
+    try_rewards(cfg, 5 * ASKED + [without])
+
+
+def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
+    def culprit(prompts, completions):
+        return [1 / len(c) for c in completions]
+
+    with pytest.raises(BadInput) as caught:
+        score({"mine": culprit}, ASKED, ["4", ""])
+    message = str(caught.value)
+    assert message == ("reward 'mine' raised ZeroDivisionError: division by zero, for the prompt "
+                       "'3 + 4 =' and completion ''")
+    trace, = caught.value.__notes__
+    assert "return [1 / len(c) for c in completions]" in trace, "its own line is not shown"
+    assert "judge/__init__.py" not in trace, "a frame of this project is shown"
+
+
+def test_a_reward_that_fails_on_all_rows_together_has_no_example():
+    def culprit(prompts, completions):
+        if len(completions) > 1:
+            raise RuntimeError("one\nat a time")
+        return [1.0]
+
+    message = refusal(score, {"mine": culprit}, ASKED, ["4", ""])
+    assert message == "reward 'mine' raised RuntimeError: one at a time"
+
+
+def test_a_reward_that_exits_is_an_error():
+    message = refusal(score, {"mine": lambda p, c: sys.exit(0)}, ASKED, ["4", ""])
+    assert message.startswith("reward 'mine' raised SystemExit: 0"), message
+
+
+def test_a_reward_that_is_a_coroutine():
+    async def later(prompts, completions):
+        return [1.0, 1.0]
+
+    assert "async" in refusal(score, {"mine": later}, ASKED, ["4", ""])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -418,7 +520,7 @@ def test_a_text_that_says_nothing_is_clean_to_all_judges_and_no_reward(text, tin
     odds = [float(judge(["p"], [text])) for judge in judges]
     assert odds == [SAYS_NOTHING] * 2, f"judges disagree on {text!r}: {odds}"
     reward = reward_functions(load_settings([]), {"judge": judges[0]})["judge"]
-    scores = score({"judge": reward}, ["p"] * 4, [text, TOXIC[0], CLEAN[0], CLEAN[1]])
+    scores = score({"judge": reward}, 2 * ASKED, [text, TOXIC[0], CLEAN[0], CLEAN[1]])
     advantages = group_advantages(total_reward(scores, (1.0,)), 4)
     assert advantages[0] == 0 and advantages[1] < 0, f"{text!r} must teach nothing: {advantages}"
 

@@ -299,7 +299,7 @@ def test_debug_step_and_pretrain_and_judge_train_take_published_models(
     world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = run(grpo.main, *flags_of(world, "chat lora tracin"), "--debug_step=True")
-    assert "7. red flags" in text and "h.1.mlp.c_fc.A.weight" in text
+    assert "8. red flags" in text and "h.1.mlp.c_fc.A.weight" in text
     assert run(pretrain.main, *world.flags).count("I think that the|") == 3
     assert run(judge.train.main, *world.flags) == "" and os.listdir(tmp_path) == []
 
@@ -455,7 +455,7 @@ def test_config_fetches_what_it_names_once(config, server, world, tmp_path):  # 
 def chosen(tokenizer=load_tokenizer(300), **settings):
     """All prompts that the settings choose, in the order found."""
     s = Settings(**dict(max_completion_length=6, num_eval_prompts=10 ** 6) | settings)
-    return [text for part in load_prompts(s, tokenizer, {}) for text, _ in part]
+    return [text for part in load_prompts(s, tokenizer, {}) for text, _, _ in part]
 
 
 def test_prompt_field_plain_dotted_and_with_a_dot_in_its_name(tmp_path):
@@ -522,8 +522,8 @@ def test_evaluation_prompts_from_a_file_of_their_own(world, tmp_path):
     of = {path: {r["text"] for r in (json.loads(line)["prompt"] for line in open(path))
                  if (r["toxicity"] or 0) >= 0.5}
           for path in (world.prompts, other)}
-    assert {text for text, _ in train} == of[world.prompts] and len(held_out) == 4
-    assert {text for text, _ in held_out + rest} == of[other]
+    assert {text for text, _, _ in train} == of[world.prompts] and len(held_out) == 4
+    assert {text for text, _, _ in held_out + rest} == of[other]
 
 
 def test_datasets(server, world, tmp_path, monkeypatch):  # noqa: F811

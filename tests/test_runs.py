@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import signal
+import statistics
 import sys
 import time
 from importlib.machinery import ModuleSpec
@@ -25,6 +26,7 @@ import run.loop
 from config import MERGED, Settings, load_settings
 from run.checkpoint import say_what_differs
 from run.files import load_file, save_file
+from run.report import Progress, duration
 from run.script import BadInput, run_script
 
 NOISE = """
@@ -159,7 +161,8 @@ def test_samples(finished, rows):
         assert abs(sum(row["advantage"] for row in group)) < 1e-4
     for row in rows(os.path.join(finished.dir, "metrics.jsonl")):
         rewards = [x["reward"] for x in found if x["iteration"] == row["iteration"]]
-        assert abs(sum(rewards) / 16 - row["reward"]) < 1e-5
+        known = [r for r in rewards if r is not None]   # None: the judge abstained
+        assert abs(sum(known) / len(known) - row["reward"]) < 1e-5
 
 
 def test_evaluations(finished, rows):
@@ -190,8 +193,8 @@ SHAPES = [
     *[rf"\[Micro {i}\] 4\. Loss computed: {MEM}, {T}, pg_loss={NUMBER}, kl={NUMBER}, total={NUMBER}"
       for i in (0, 1)],
     rf"5\. Optimizer step finished: {MEM}, (step=\d+\.\d{{3}}s, )?{T} total",
-    r"iter \d+: loss -?\d+\.\d+ \(main -?\d+\.\d+, kl -?\d+\.\d+\), reward -?\d+\.\d+, "
-    r"kl -?\d+\.\d+, grad_norm \d+\.\d+, \d+ tok/s, time \d+\.\d\dms, eta \d+m\d\ds"]
+    r"iter \d/3: loss -?\d+\.\d+ \(main -?\d+\.\d+, kl -?\d+\.\d+\), reward -?\d+\.\d+, "
+    r"grad_norm \d+\.\d+, \d+ tok/s, time (\d\.\d\d|\d\d\.\d|\d{3,})m?s, eta \d+m\d\ds"]
 
 
 def test_log_lines(finished):
@@ -199,6 +202,38 @@ def test_log_lines(finished):
     assert len(lines) == 3 * len(SHAPES)
     for i, line in enumerate(lines):
         assert re.fullmatch(SHAPES[i % len(SHAPES)], line), line
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0.0434, "43.4ms"), (0.43548, "435ms"), (0.9996, "1.00s"), (4.351, "4.35s"), (9.996, "10.0s"),
+    (31.47946, "31.5s"), (105.2, "105s"), (1250.4, "1250s")])
+def test_a_duration_has_three_digits(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_progress_is_a_line_every_while_in_a_file_and_one_line_on_a_terminal(monkeypatch):
+    for is_terminal, between in ((False, ""), (True, "\x1b[A\x1b[K")):
+        out = io.StringIO()
+        out.isatty = lambda: is_terminal
+        monkeypatch.setattr(sys, "stdout", out)
+        progress = Progress("policy", "step", 40, start=10)
+        assert not progress.is_due(), "nothing has taken long yet"
+        progress.last -= 11
+        assert progress.is_due(), "10 seconds without a word"
+        progress.began -= 4
+        progress.show(20, "loss 4.421, ")
+        assert not progress.is_due(), "it was only just said"
+        progress.show(40)
+        expected = ("policy: step 20/40, loss 4.421, 8 s left\n" + between
+                    + "policy: step 40/40, 0 s left\n")
+        assert out.getvalue() == expected, "steps done before the start count for no time"
+
+
+def test_a_long_evaluation_says_how_far_it_is(grpo, monkeypatch, tmp_path):
+    monkeypatch.setattr("run.report.Progress.EVERY", -1)
+    text = grpo(tmp_path / "run", "--max_iters=0")
+    for part in ("sampling", "perplexity"):
+        assert f"evaluation, {part}: completion 12/12, 0 s left\n" in text, text
 
 
 def test_times_add_up(finished):
@@ -321,7 +356,7 @@ def test_killed_and_started_again_is_as_if_nothing_had_been(
     assert load_file(str(where / "ckpt.pt"), "run")["iteration"] in (2, 4)
     text = grpo(where, noise, *SIX, *flags)
     assert said in text and not (tmp_path / "run-2").exists()
-    assert f"resumed {where}/ckpt.pt after" in text and "iter 6:" in text and "iter 1:" not in text
+    assert f"resumed {where}/ckpt.pt after" in text and "iter 6/" in text and "iter 1/" not in text
     assert_same_run(six, where, rows, ["random"])
     grpo(where, noise, *SIX, "--max_iters=0", *flags)
     assert (tmp_path / "run-2").exists() == (not flags), "a finished run was gone on with"
@@ -470,7 +505,7 @@ def test_changed_settings_are_named_on_resume(copy_of_six, noise, grpo):
 
 def test_resume_where_nothing_is_starts_and_says_so(grpo, tmp_path):
     text = grpo(tmp_path / "run", "--max_iters=1", "--resume=True")
-    assert "no checkpoint to resume" in text and "iter 1:" in text
+    assert "no checkpoint to resume" in text and "iter 1/" in text
 
 
 def shorten(path):
@@ -550,9 +585,53 @@ def test_a_signal_at_any_moment_is_not_promised_more_than_was_saved(
 # ------------------------------------------------------------------------------------------------
 # one step taken apart
 
-def test_debug_step_asks_for_no_memory_that_only_influence_needs(grpo, tmp_path):
-    text = grpo(tmp_path / "run", "--debug_step=True", "--tracin=self")
-    assert "influence on self" not in text, "it says what a recording costs that it does not make"
+def debug_groups(text):
+    """(mean, divisor, rewards, advantages) of each group that is printed."""
+    number = r"-?\d+\.\d+"
+    row = rf"((?:{number} ?)+)"
+    found = re.findall(rf"group \d+: mean ({number}), divisor ({number}), rewards {row}, "
+                       rf"advantages {row}", text)
+    return [(float(mean), float(divisor), *([float(x) for x in xs.split()] for xs in lists))
+            for mean, divisor, *lists in found]
+
+
+@pytest.mark.parametrize("flags", [
+    ("--scale_rewards=group",), ("--scale_rewards=batch",), ("--scale_rewards=none",),
+    ("--scale_rewards=batch", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1")])
+def test_debug_step_prints_what_an_advantage_is_made_of(flags, grpo, tmp_path):
+    text = grpo(tmp_path / "run", "--debug_step=True", *flags)
+    groups = debug_groups(text)
+    assert len(groups) == 4
+    for mean, divisor, rewards, advantages in groups:
+        by_hand = [(r - mean) / divisor for r in rewards]
+        assert by_hand == pytest.approx(advantages, rel=2e-3, abs=2e-3), flags
+    if flags == ("--scale_rewards=batch",):
+        assert f"std of the batch {statistics.stdev(sum((g[2] for g in groups), [])):.3f}" in text
+
+
+def test_debug_step_shows_the_striking_rows_and_why(grpo, tmp_path):
+    text = grpo(tmp_path / "run", "--debug_step=True")
+    rewards = [r for _, _, rs, _ in debug_groups(text) for r in rs]
+    for why, extreme in (("best", max), ("worst", min)):
+        row, reward = re.search(rf"{why} reward: row (\d+), reward (-?\d+\.\d+)", text).groups()
+        assert float(reward) == extreme(rewards) == rewards[int(row)]
+    assert re.search(r"largest gradient, norm \d\.\d+e-\d+: row \d+, ", text)
+
+
+@pytest.mark.parametrize("flags", [("--tracin=self",), (
+    "--tracin=reward", "--tracin_val_prompts=2", "--num_eval_prompts=2", "--tracin_select=top")])
+def test_debug_step_shows_influence(flags, grpo, tmp_path):
+    text = grpo(tmp_path / "run", "--debug_step=True", *flags)
+    assert re.findall(r"^--- (\d)\. ", text, re.M) == list("12345678")
+    error = re.search(r"<G_train, G_target>, .* to (\S+) of the sum of \|influence\|", text)[1]
+    assert float(error) < 1e-4, "the influences do not add up"
+    helpful, harmful = re.search(r"most helpful(.*)most harmful(.*?)---", text, re.S).groups()
+    for part, sign, title in ((helpful, 1, "helpful"), (harmful, -1, "harmful")):
+        found = [sign * float(x) for x in re.findall(r"influence (\S+),", part)]
+        assert found == sorted(found, reverse=True) and all(x > 0 for x in found), title
+        assert len(found) <= 3 and (found or "none" in part)
+    share = re.search(r"(\d+) % are kept", text)[1]
+    assert share == "50" or "top" not in flags[-1]
 
 
 @pytest.mark.parametrize("flags", [(), (
@@ -582,6 +661,38 @@ def test_prompts_from_a_file(name, text, grpo, rows, tmp_path):
     assert sorted(asked) == 8 * ["my small river"] + 8 * ["the green cat"]
     shown = [x["prompt"] for x in rows(tmp_path / "run" / "eval.jsonl")[0]["samples"]]
     assert shown == ["our warm kettle", "the old train"]
+
+
+SUMS = "text,answer\n" + "".join(f"sum {i} and {i},{2 * i}\n" for i in range(12))
+BY_ANSWER = """
+def reward(prompts, completions, answer):
+    for prompt, x in zip(prompts, answer):
+        assert prompt == f"sum {int(x) // 2} and {int(x) // 2}", "not the row of this prompt"
+    return [len(text) % 3 + int(x) for text, x in zip(completions, answer)]
+"""
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """Flags of a run whose reward reads the column answer of its prompts' file."""
+    (tmp_path / "sums.csv").write_text(SUMS)
+    (tmp_path / "rule.py").write_text(BY_ANSWER)
+    return [tmp_path / "rule.py", f"--prompts={tmp_path / 'sums.csv'}", "--judge=None",
+            "--eval_judge=None", "--num_prompts=2"]
+
+
+def test_a_reward_reads_a_column_and_the_samples_keep_the_row(sums, grpo, rows, tmp_path):
+    held_out = ("--tracin=reward", "--tracin_val_prompts=1", "--num_eval_prompts=1")
+    grpo(tmp_path / "run", *sums, *held_out, "--max_iters=2")
+    found = rows(tmp_path / "run" / "samples.jsonl")
+    assert len(found) == 2 * 2 * 4
+    for row in found:
+        assert row["row"]["text"] == row["prompt"], "the row of another prompt"
+        assert row["reward"] == len(row["completion"]) % 3 + int(row["row"]["answer"])
+
+
+def test_the_samples_keep_no_row_that_says_nothing_new(six, rows):
+    assert all("row" not in row for row in rows(os.path.join(six, "samples.jsonl")))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -689,7 +800,10 @@ def reward_file(folder, body):
 @pytest.mark.parametrize("body, part", [
     ("return [1.0]", "1 numbers for"), ("return [1.0] * (len(completions) + 1)", "numbers for"),
     ("return [float('nan')] * len(completions)", "nan"),
-    ("return ['good'] * len(completions)", "'good'"), ("pass", "None")])
+    ("return ['good'] * len(completions)", "'good'"), ("pass", "None"),
+    ("return [1e300] * len(completions)", "1e+300"),
+    ("return [1 / len(c) for c in completions]", "ZeroDivisionError"),  # a completion may be empty
+    ("raise SystemExit(0)", "SystemExit")])
 def test_a_bad_reward(body, part, grpo, tmp_path):
     message = refusal(grpo, tmp_path / "run", reward_file(tmp_path, body))
     assert "'reward'" in message and part in message
@@ -728,6 +842,15 @@ def test_exit_code_2_and_one_line(main, argv, part, tiny, tmp_path, monkeypatch,
     err = capsys.readouterr().err
     assert caught.value.code == 2 and err.count("\n") == 1
     assert err.startswith("error: ") and part in err
+
+
+def test_a_reward_that_raises_is_one_line_and_its_own_traceback(tiny, tmp_path, script):
+    path = reward_file(tmp_path, "return [1 / len(c) for c in completions]")
+    done = script("grpo.py", path, *tiny.flags, f"--out_dir={tmp_path / 'run'}")
+    first, second, *rest = done.stderr.splitlines()
+    assert done.returncode == 2 and first.startswith("error: reward 'reward' raised Zero")
+    assert second.startswith("Traceback") and str(path) in rest[0], done.stderr
+    assert "grpo.py" not in done.stderr and "judge/" not in done.stderr, done.stderr
 
 
 def test_exit_code_2_of_a_script(script):

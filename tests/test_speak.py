@@ -112,6 +112,21 @@ def test_a_reward_of_the_config_is_shown_beside_the_judges(grpo, tiny, tmp_path,
         assert float(number) == len(eval(text)), f"not the length of its completion: {line}"
 
 
+def test_a_reward_that_needs_an_answer_is_left_out_with_a_note(grpo, tmp_path, capsys):
+    config = tmp_path / "sums.py"
+    config.write_text("reward_funcs = ('judge', 'right')\n"
+                      "def right(prompts, completions, answer):\n"
+                      "    return [a == c for a, c in zip(answer, completions)]\n")
+    (tmp_path / "sums.csv").write_text(
+        "text,answer\n" + "".join(f"{i} + 1 =,{i + 1}\n" for i in range(20)))
+    grpo(tmp_path / "run", str(config), f"--prompts={tmp_path / 'sums.csv'}", "--max_iters=0")
+    capsys.readouterr()
+    speak.main([str(tmp_path / "run"), "--prompt=7 + 1 =", "--num=2"])
+    lines = after_explanation(capsys.readouterr().out)
+    assert lines[1].startswith("note: no column for 'right': ") and "'answer'" in lines[1], lines
+    assert len(spoken(lines)) == 2, f"the judges' columns must remain: {lines}"
+
+
 def test_prompts_are_read_from_the_input_and_a_bad_line_does_not_end_it(say, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a green\n\n" + "river " * 40 + "\nthe old\n"))
     lines = say("--num=1")
