@@ -490,7 +490,9 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from)          # (n, T)
     loss, terms = loss_and_terms(logp)
     if cfg.entropy_coef:
-        loss = loss - cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights)
+        bonus = cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights)
+        loss = loss - bonus
+        terms = terms._replace(policy_loss=terms.policy_loss - bonus.detach())
     return Forward(loss, logp, terms, b)
 
 

@@ -67,6 +67,7 @@ class Tokenizer:
         self.bytes_of = {i: to_bytes(token) for i, token in token_of.items()}
         self.n_vocab = max(token_of) + 1
         self.eot_token = eos
+        self.end_tokens = (eos,)
         self.bos_token = bos if type(bos) is int and bos in token_of else None
         self.pad_token = pad if type(pad) is int and pad in token_of else None
         special = vocabulary.keys() - set(tokens)
@@ -192,7 +193,9 @@ def read_tokenizer(folder):
         if special["eos"] is None:
             raise BadInput(f"{folder}: no end token; name eos_token in tokenizer_config.json or "
                            "eos_token_id in config.json")
-        return Tokenizer(path, vocabulary, merges, pattern, nfc=nfc, words=words, **special)
+        tokenizer = Tokenizer(path, vocabulary, merges, pattern, nfc=nfc, words=words, **special)
+        tokenizer.end_tokens = all_ends(files.values(), tokenizer)
+        return tokenizer
     except BadInput:
         raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
@@ -272,6 +275,16 @@ def special_id(files, vocabulary, role):
         if i is not None:
             return i
     return None
+
+
+def all_ends(files, tokenizer):
+    """Its end token, then every other one that the files name: any of them ends a completion."""
+    ends = [tokenizer.eot_token]
+    for content in files:
+        named = content.get("eos_token_id")
+        ends += named if isinstance(named, list) else [named]
+    known = [i for i in ends if type(i) is int and i in tokenizer.bytes_of]
+    return tuple(dict.fromkeys(known))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ def is_count(x):
     return type(x) is int and 0 <= x < 2 ** 53
 
 
-def is_text(x):
+def is_str(x):
     return isinstance(x, str)
 
 
 def is_named(x, fits):
     """True for {text: what fits}."""
-    return isinstance(x, dict) and all(is_text(name) and fits(value) for name, value in x.items())
+    return isinstance(x, dict) and all(is_str(name) and fits(value) for name, value in x.items())
 
 
 def is_setting(x):
@@ -59,7 +59,7 @@ def is_evaluation(row):
 
 
 FIELDS = {      # of a checkpoint: what each must be
-    "base_hash": is_text,
+    "base_hash": is_str,
     "policy": lambda x: is_named(x, is_dense),
     "reference": lambda x: x is None or is_named(x, is_dense),
     "optimizer": is_optimizer,
@@ -68,7 +68,7 @@ FIELDS = {      # of a checkpoint: what each must be
     "iteration": is_count,
     "num_tokens": is_count,
     "settings": lambda x: is_named(x, is_setting),
-    "source": lambda x: x is None or is_text(x),
+    "source": lambda x: x is None or is_str(x),
 }
 
 

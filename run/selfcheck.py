@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import torch
 
-from data.prompts import Prompt
 from sample import Rollout
 
-PROMPTS = [Prompt("first", [1], {}), Prompt("second", [2], {})]
+PROMPTS = [SimpleNamespace(text="first", ids=[1], row={}),
+           SimpleNamespace(text="second", ids=[2], row={})]
 G = 4
 REWARDS = [1.0, 3.0, 2.0, 7.0, 170.0, 110.0, 150.0, 130.0]  # apart between prompts, and wider
 LENGTHS = [2, 4, 3, 2, 4, 2, 3, 4]                          # the end token included

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import regex  # comes with tiktoken
 
-from data.tokenizer import byte_alphabet, load_tokenizer
+from data.tokenizer import end_tokens, byte_alphabet, load_tokenizer
 from hub.tokenizer import gguf_tokenizer, main, read_tokenizer
 from run.script import BadInput
 
@@ -220,6 +220,14 @@ def test_added_tokens_of_a_fine_tune_are_known(tmp_path):
 def test_the_end_token_is_the_one_the_files_name(files, end, tmp_path):
     t = read_tokenizer(write(tmp_path, tokenizer_json=whole("gpt2"), **files))
     assert t.decode([t.eot_token]) == end
+
+
+def test_every_end_token_that_the_files_name_ends_a_completion(tmp_path):
+    t = read_tokenizer(write(
+        tmp_path, tokenizer_json=whole("gpt2"), config_json=dict(eos_token_id=1),
+        tokenizer_config_json=dict(eos_token="</s>"),
+        generation_config_json=dict(eos_token_id=[3, 1, 10 ** 6, "x"])))
+    assert t.eot_token == 2 and end_tokens(t) == (2, 1, 3), "the tokenizer's own first, each once"
 
 
 def refusal(function, *args):
