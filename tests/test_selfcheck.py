@@ -194,7 +194,7 @@ def test_what_is_broken_is_named(name, broken, knobs, sentence, monkeypatch):
 
 def test_a_completion_scored_for_another_prompt_is_named(monkeypatch):
     def mixed(reward_funcs, prompts, completions, cfg):
-        texts = [text for text, _ in prompts] * cfg.num_generations
+        texts = list(prompts) * cfg.num_generations
         return trainer.score(reward_funcs, texts, completions)
 
     monkeypatch.setattr(trainer, "score_rows", mixed)
