@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from config import load_settings
+from config import load_settings, usage
 from data.comments import get_splits
 from data.prompts import load_prompts
 from evaluate import evaluate, print_table
@@ -705,4 +705,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, usage)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 import hub.policy
-from config import Settings, load_settings
+from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
@@ -282,4 +282,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, usage)
