@@ -171,26 +171,27 @@ def read_rows(path):
     lines = io.StringIO(read_text(path), newline="")
     if str(path).endswith(".jsonl"):
         filled = (line for line in lines if line.strip())
-        return [read_row(line, f"{path}: row {number}") for number, line in enumerate(filled, 1)]
+        return [read_row(path, number, line) for number, line in enumerate(filled, 1)]
     csv.field_size_limit(2 ** 30)
     reader = csv.DictReader(lines)
     try:
         return list(reader)
     except csv.Error as e:
-        raise BadInput(f"{path}: line {reader.line_num} is not readable as CSV ({e})") from e
+        raise BadInput(f"{path}: not a readable csv file (line {reader.line_num}: {e})") from e
 
 
-def read_row(line, where):
+def read_row(path, number, line):
     """The object in a line of JSON. BadInput for anything else, and for half a character."""
     try:
         row = json.loads(line)
         if "\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
-        raise BadInput(f"{where} holds half a character, {e.object[e.start]!r}") from e
+        raise BadInput(f"{path}: row {number} holds half a character, "
+                       f"{e.object[e.start]!r}") from e
     except (ValueError, RecursionError) as e:
-        reason = getattr(e, "msg", str(e))
-        raise BadInput(f"{where} is not readable as JSON ({reason})") from e
+        reason = getattr(e, "msg", e)
+        raise BadInput(f"{path}: not a readable jsonl file (row {number}: {reason})") from e
     if type(row) is not dict:
-        raise BadInput(f"{where} is no JSON object")
+        raise BadInput(f"{path}: row {number} is no object")
     return row

@@ -516,7 +516,8 @@ ODD = ["", "0", "-1", "1e400", "-1e-400", "nan", "inf", "True", "None", "()", "(
        "off", "cispo", "sequence", "reward", "12", "0.5", "1.0", "2", "1" + "0" * 400, "lambda: 0"]
 OBJECTS = ["object()", "float", "10 ** 5000", "float('nan')", "1e400", "[{}]", "b''", "range(3)",
            "{'a'}", "__import__('torch').zeros(2, 2)", "__import__('numpy').float64(1)",
-           "'\\ud800'", "exit", "exit()", "(lambda: 1 / 0)()", "''.x", "None", "()", "0", "-1", "'x'", "0.5"]
+           "'\\ud800'", "exit", "exit()", "(lambda: 1 / 0)()", "''.x", "None", "()", "0", "-1",
+           "'x'", "0.5"]
 
 
 @pytest.mark.parametrize("seed", range(4))
