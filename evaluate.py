@@ -24,6 +24,7 @@ from run.device import autocast, pick_device, pick_dtype
 from run.files import load_file
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.script import BadInput, hash_of, run_script, seed_for
+from run.size import check_evaluation_size
 from sample import concatenate, decode, generate
 
 AT_ONCE = 256   # completions that are sampled or scored together
@@ -142,6 +143,8 @@ def open_run(folder, flags):
         base = get_policy(cfg, splits, device).to(device).eval().requires_grad_(False)
     tokenizer = get_tokenizer(cfg)
     _, eval_prompts, _ = load_prompts(cfg, tokenizer, splits)
+    dtype = pick_dtype(cfg.dtype, device)
+    check_evaluation_size(cfg, base, len(eval_prompts), device, dtype)
     if hash_of(base) != checkpoint["base_hash"]:
         raise BadInput(OTHER_POLICY.format(path))
     with rank0_first():
@@ -156,7 +159,7 @@ def open_run(folder, flags):
         raise BadInput(f"{path}: does not fit these settings ({reason})") from e
     nets = SimpleNamespace(
         base=base, judges=judges, reward_funcs=reward_functions(cfg, judges), tokenizer=tokenizer,
-        eval_prompts=eval_prompts, device=device, dtype=pick_dtype(cfg.dtype, device))
+        eval_prompts=eval_prompts, device=device, dtype=dtype)
     return cfg, nets, policy, checkpoint["iteration"]
 
 

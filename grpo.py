@@ -50,6 +50,7 @@ from run.processes import (all_gather, all_gather_rollout, all_reduce, rank0_fir
 from run.metrics import Meter
 from run.report import check_tape, quiet
 from run.script import BadInput, run_script, seed_for
+from run.size import check_size
 from sample import Rollout, concatenate, decode, generate
 from tracin import Influence, choose_targets, halves_apart
 
@@ -611,6 +612,7 @@ def read_inputs(cfg):
     tokenizer = get_tokenizer(cfg)
     splits = get_splits(cfg)
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, splits)
+    check_size(cfg, base, len(eval_prompts), device, dtype)
     if cfg.tracin_val_prompts and cfg.tracin != "off" and not val_prompts:
         raise BadInput(
             f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are left beside "

@@ -25,6 +25,7 @@ from run.device import autocast, fast_dtype, pick_device
 from run.files import load_file, load_gpt, save_gpt
 from run.fit import fit
 from run.script import BadInput, seed_for, interrupts, run_script
+from run.size import check_pretraining_size
 from sample import generate
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -189,6 +190,7 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     Prints its loss on the held_out texts. Returns it on the CPU.
     """
     began = time.time()
+    check_pretraining_size(cfg, BATCH_SIZE, device)
     tokenizer = load_tokenizer(cfg.vocab_size)
     stream = token_stream(tokenizer, texts, cfg.prepare_seed, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)

@@ -71,6 +71,19 @@ def run_script(main, usage=None):
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
+    except (MemoryError, RuntimeError) as e:
+        if not is_out_of_memory(e):
+            raise
+        reason = str(e).splitlines()[0] if str(e) else "no more to be had"
+        raise SystemExit(f"{who}stopped: out of memory ({reason}); lower micro_batch_size, "
+                         "decode_batch_size, max_completion_length or num_prompts, or take a "
+                         "smaller model. The last checkpoint, if there is one, stands") from None
+
+
+def is_out_of_memory(error):
+    """True also for what torch raises where the memory of the host ends, a RuntimeError."""
+    known = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, known) or "can't allocate memory" in str(error)
 
 
 @contextlib.contextmanager

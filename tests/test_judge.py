@@ -254,7 +254,7 @@ def test_a_toxicity_of_400_digits_is_refused(prompts_of, write):
 
 
 ODD = [b"", b"\0", b"\xff", b"\xc3", b'"', b"\n", b"\r", b",", b"\\", b"\\ud800", b"[" * 9000,
-       b"9" * 5000, b"null", b"{}", b"[1]", b"NaN", b"1e999", b"\xef\xbb\xbf", b"{", b"}"]
+       b"9" * 400, b"9" * 5000, b"null", b"{}", b"[1]", b"NaN", b"1e999", b"\xef\xbb\xbf", b"{"]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
@@ -273,7 +273,8 @@ def test_damaged_text_is_refused_in_a_line_or_read(write, name):
             i = rng.randrange(len(content) + 1)
             content[i:i + rng.choice([0, 1, 1, 5])] = rng.choice(ODD)
         cfg.prompts = cfg.eval_prompts = path = write(name, bytes(content))
-        for read in (lambda: load_comments(path), lambda: load_prompts(cfg, tokenizer, {})):
+        for read in (lambda: split_comments(load_comments(path)),
+                     lambda: load_prompts(cfg, tokenizer, {})):
             try:
                 read()
             except BadInput as e:
