@@ -5,6 +5,7 @@ from model import LORA_LAYERS
 from run.script import BadInput, shown
 
 INF = float("inf")
+LARGEST = 1e38  # what float32 holds, with room for 1 + epsilon_high
 LONGEST = 240  # bytes of a file's name; file systems allow 255, and numbers and endings are added
 PARTS = ("generate", "judge", "reference", "update")                # of compile
 CHOICES = {
@@ -31,7 +32,7 @@ AT_LEAST = {  # smallest value
         "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
         "vocab_size", "n_layer", "n_head", "n_embd"),
     2: ("num_generations", "block_size"),
-    1e-6: ("sapo_temperature_neg", "sapo_temperature_pos"),
+    1e-6: ("temperature", "sapo_temperature_neg", "sapo_temperature_pos"),
 }
 BETWEEN = {
     (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile",
@@ -41,7 +42,7 @@ BETWEEN = {
     (0, 10 ** 9): ("judge_tokens",),    # batches are drawn ahead
 }
 BELOW_1 = ("adam_beta1", "adam_beta2")
-ABOVE_0 = ("temperature", "learning_rate", "top_p", "top_entropy_quantile")
+ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile")
 
 
 def check(cfg):
@@ -59,8 +60,8 @@ def check(cfg):
 
 def check_plain(name, value):
     """A number that torch can take, or text that a file can hold."""
-    if type(value) is float and not math.isfinite(value):
-        raise BadInput(f"{name} = {value}: must be a finite number")
+    if type(value) is float and not abs(value) <= LARGEST:
+        raise BadInput(f"{name} = {value}: must be a finite number, at most {LARGEST:g} in size")
     if type(value) is int and not -2 ** 63 < value < 2 ** 63:
         raise BadInput(f"{name} = {shown(value)}: must be below 2 ** 63")
     if type(value) is not str:
@@ -98,6 +99,8 @@ def check_values(cfg):
     for name in ABOVE_0:
         if not getattr(cfg, name) > 0:
             raise BadInput(f"{name} = {getattr(cfg, name)}: must be above 0")
+    if cfg.device.startswith("meta"):
+        raise BadInput(f"device = {cfg.device!r}: holds no numbers; try device = 'auto'")
     words = cfg.prompt_words
     if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
         raise BadInput(f"prompt_words = {words}: must be (fewest, most), whole numbers")

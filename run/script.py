@@ -103,7 +103,7 @@ def printing_anywhere():
             sys.stdout.flush()
     except OSError as e:
         try:
-            sys.stdout.flush()  # fails again if it was the output that failed
+            print(flush=True)   # fails again if it was the output that failed
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())   # Python flushes once more when it ends

@@ -225,7 +225,7 @@ def test_zero_is_refused_where_it_means_nothing(name):
 
 
 @pytest.mark.parametrize("name", sorted(filter(is_float, NAMES)))
-@pytest.mark.parametrize("text", ["1e400", "-1e400", "nan", "1" + "0" * 400])
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "1e39", "nan", "1" + "0" * 400])
 def test_a_number_is_finite(write, name, text):
     assert name in refusal(write(f"{name} = float('{text}')" if text[-1] != "0" else
                                  f"{name} = {text}"))
@@ -258,6 +258,7 @@ def test_text_is_what_a_file_can_be_called(name, text, reason):
 
 @pytest.mark.parametrize("text", [
     "speed = (__import__('numpy').zeros(3),)", "tracin_layers = (1,)", "lora_layers = (None,)",
+    "device = 'meta'",
     "reward_weights = (10 ** 400,)", "prompt_words = (1, 10 ** 400)", "beta = 0.1j",
     "reward_funcs = ('judge', 'judge')", "policy = b'gpt2'",
     "out_dir = __import__('pathlib').Path()"])
