@@ -11,10 +11,10 @@ Times are medians of --repeat rounds (5). A round before them warms up and does 
 calls grpo.py's own functions. A policy or judge that the settings would train has random weights of
 its shape here, so nothing has to be trained first.
 
-CONFIG takes every setting of grpo.py, and --picture=FILE draws stacked bars (needs matplotlib). The
-table holds each phase against its floor: the least that it must compute and move, at the rates of
-this machine, which are measured beside it. `policy backward` includes the loss and its metrics,
-`optimiser` includes the clipping of the gradient.
+CONFIG takes every setting of grpo.py (`python grpo.py --help` lists them), and --picture=FILE draws
+stacked bars (needs matplotlib). The table holds each phase against its floor: the least that it
+must compute and move, at the rates of this machine, which are measured beside it. `policy backward`
+includes the loss and its metrics, `optimiser` includes the clipping of the gradient.
 
 levers turns one setting the other way at a time and times the phase that it concerns, alternating
 with the settings as they are. `update` is the policy's forward and backward.
@@ -847,7 +847,8 @@ def time_iteration(nets, cfg, it):
 
 
 def micro_batch_of(cfg):
-    return min(cfg.micro_batch_size, cfg.num_prompts * cfg.num_generations)
+    rows = cfg.num_prompts * cfg.num_generations
+    return math.gcd(min(cfg.micro_batch_size, rows), rows)  # TRL has no smaller last one
 
 
 def run_trainer(lib, policy, rule, given, cfg, repeat, turns):
@@ -1064,4 +1065,4 @@ def split_flags(argv, names):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, usage=lambda with_settings: __doc__)

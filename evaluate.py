@@ -25,6 +25,7 @@ from run.device import autocast, pick_device, pick_dtype
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
+from run.size import check_evaluation_size
 from run.threads import threads_of, use_threads
 from sample import concatenate, decode, generate
 
@@ -164,6 +165,8 @@ def open_run(folder, flags):
         base = get_policy(cfg, splits, device).to(device).eval().requires_grad_(False)
     tokenizer = get_tokenizer(cfg)
     _, eval_prompts, _ = load_prompts(cfg, tokenizer, splits)
+    dtype = pick_dtype(cfg.dtype, device)
+    check_evaluation_size(cfg, base, len(eval_prompts), device, dtype)
     if hash_of(base) != checkpoint["base_hash"]:
         raise BadInput(OTHER_POLICY.format(path))
     with rank0_first():
@@ -175,7 +178,7 @@ def open_run(folder, flags):
     policy.load_state_dict(checkpoint["policy"])
     nets = SimpleNamespace(
         base=base, judges=judges, reward_funcs=reward_functions(cfg, judges), tokenizer=tokenizer,
-        eval_prompts=eval_prompts, device=device, dtype=pick_dtype(cfg.dtype, device))
+        eval_prompts=eval_prompts, device=device, dtype=dtype)
     return cfg, nets, policy, checkpoint["iteration"]
 
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from config import load_settings
+from config import load_settings, usage
 from data.comments import get_splits
 from data.prompts import load_prompts
 from data.tokenizer import end_tokens
@@ -57,6 +57,7 @@ from run.metrics import Meter
 from run.report import check_tape, quiet
 from run.script import BadInput, run_script, seed_for
 from run.selfcheck import check_method
+from run.size import check_size
 from sample import Rollout, concatenate, decode, generate
 from tracin import Influence, choose_targets, halves_apart
 
@@ -644,6 +645,7 @@ def read_inputs(cfg):
     tokenizer = get_tokenizer(cfg)
     splits = get_splits(cfg)
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, splits)
+    check_size(cfg, base, len(eval_prompts), device, dtype)
     if cfg.tracin_val_prompts and cfg.tracin != "off" and not val_prompts:
         raise BadInput(
             f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are left beside "
@@ -736,4 +738,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, usage)

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 import hub.policy
-from config import Settings, load_settings
+from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import end_tokens, load_tokenizer
 from model import GPT, GPTConfig, add_lora
@@ -25,6 +25,7 @@ from run.device import autocast, fast_dtype, pick_device
 from run.files import load_gpt, save_gpt
 from run.fit import fit
 from run.script import BadInput, seed_for, interrupts, run_script
+from run.size import check_pretraining_size
 from run.threads import use_threads
 from sample import generate
 
@@ -200,6 +201,7 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     Prints its loss on the held_out texts. Returns it on the CPU.
     """
     began = time.time()
+    check_pretraining_size(cfg, BATCH_SIZE, device)
     tokenizer = load_tokenizer(cfg.vocab_size)
     stream = token_stream(tokenizer, texts, cfg.prepare_seed, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)
@@ -293,4 +295,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, usage)

@@ -17,6 +17,7 @@ from evaluate import open_run
 from judge import score
 from run.device import autocast
 from run.script import BadInput, run_script, seed_for
+from run.size import check_fits, rollout_bytes
 from sample import generate
 
 USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--before=True] '
@@ -86,6 +87,8 @@ def main(argv):
     if not argv or argv[0].startswith("--") or num < 1 or own["before"] not in ("True", "False"):
         raise BadInput(USAGE)
     cfg, nets, policy, iteration = open_run(argv[0], flags)
+    num_bytes = rollout_bytes(cfg, nets.base, num, 0, nets.dtype, truncates=False)
+    check_fits(num_bytes, nets.device, f"num = {num}")
     policies = {f"after {iteration} iterations": policy}
     if own["before"] == "True":
         policies = {"before training": nets.base} | policies

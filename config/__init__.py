@@ -6,21 +6,27 @@ Every setting, documented once, and the reader of config files and flags.
 A config file is Python that assigns names of Settings. `from config.toxicity import *` builds on
 another file. Names that begin with an underscore and imported modules are the file's own business.
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
-override the file. The config.json of a run is a config too: it holds the config file's text, which
-is run if this user's own run wrote it, or with --trust=True.
+override the file, and a later one an earlier one of the same name. The config.json of a run is a
+config too: it holds the config file's text, which is run if this user's own run wrote it, or with
+--trust=True.
 """
 import ast
 import dataclasses
 import difflib
+import inspect
 import json
+import math
 import os
 import re
 import runpy
+import sys
+import textwrap
 import typing
 from dataclasses import dataclass, field
 
 from config.check import check
-from run.script import BadInput
+from run.files import read_text
+from run.script import BadInput, shown
 from run.trust import is_own
 
 
@@ -106,7 +112,8 @@ class Settings:
     top_k: int = 0                      # 0: off. Log-probs are renormalised over what top-k, top-p
     top_p: float = 1.0                  # and min-p keep
     min_p: float = 0.0
-    decode_batch_size: int = 0          # rows decoded at once, whole groups; 0: all. Memory only
+    decode_batch_size: int = 0          # rows decoded at once, at most and in whole groups; 0: all.
+                                        # Memory only
 
     # reward and advantage
     reward_funcs: tuple | None = None   # "judge" and functions of the config file; None: its
@@ -141,8 +148,8 @@ class Settings:
     # step
     num_iterations: int = 1             # passes over the rollouts of an iteration (mu)
     mini_batch_size: int = 0            # rows per optimizer step; 0: all
-    micro_batch_size: int = 64          # rows per forward and backward of a process: memory and
-                                        # speed only (but see bnpo)
+    micro_batch_size: int = 64          # rows per forward and backward of a process, at most:
+                                        # memory and speed only (but see bnpo)
     activation_checkpointing: bool = False     # recompute blocks in the backward: less memory,
                                         # a third slower. Influence keeps layers' inputs anyway
     learning_rate: float = 1e-4
@@ -227,26 +234,22 @@ MERGED = {  # setting of older runs -> its word in speed
 
 
 def load_settings(argv):
-    """argv (config files and --key=value, files first) -> checked Settings. Raises BadInput, with
-    the nearest valid name for a wrong one."""
+    """argv (config files and flags, files first) -> checked Settings. Raises BadInput, with the
+    nearest valid name for a wrong one."""
     cfg = Settings()
-    trust = any(arg.lower() == "--trust=true" for arg in argv)
-    for arg in sorted(argv, key=lambda arg: arg.startswith("--")):
-        if arg in ("-h", "--help"):
-            raise BadInput("usage: python SCRIPT.py [config/FILE.py] [--setting=value ...]; "
-                           "config/__init__.py explains them")
-        if arg.startswith("--"):
-            name, value = parse_flag(arg)
-            assign(cfg, name, value, arg)
-            continue
-        values, functions, source = read_config(arg, trust)
+    files, flags = split_arguments(argv)
+    trust = any(name == "trust" and value is True for _, name, value in flags)
+    for path in files:
+        values, functions, source = read_config(path, trust)
         if functions is None:       # a stranger's, not run
-            cfg.strange = arg
+            cfg.strange = path
             functions = {}
         cfg.source = "\n".join(filter(None, (cfg.source, source))) or None
         cfg.functions |= functions
         for name, value in values.items():
-            assign(cfg, name, value, arg)
+            assign(cfg, name, value, path)
+    for typed, name, value in flags:
+        assign(cfg, name, value, typed)
     used = [*(cfg.reward_funcs or ("reward",)), cfg.tracin, cfg.tracin_select]
     if cfg.strange:
         check_strange(cfg, used)
@@ -257,6 +260,95 @@ def load_settings(argv):
     return cfg.check()
 
 
+# ------------------------------------------------------------------------------------------------
+# help
+
+USAGE = """{about}
+
+usage: python {command} [CONFIG.py] [--setting=value ...]
+
+    python {command} config/quick_test.py                 the smallest example, under a minute
+    python {command} config/toxicity.py                   the main one
+    python {command} config/toxicity.py --beta 0.2        any setting, by name
+
+python {command} --help lists the settings. A config file is Python that assigns some of them; flags
+override it. The folder config/ holds several, and the config.json of a run repeats the run."""
+
+
+def usage(with_settings):
+    """What the command that runs now is and how to call it; perhaps the settings with their
+    meaning, which is the source of Settings."""
+    main = sys.modules["__main__"]
+    command = os.path.basename(sys.argv[0])
+    if main.__spec__:
+        command = f"-m {main.__spec__.name}"
+    about = (main.__doc__ or "").strip().partition("\n\n")[0]
+    text = USAGE.format(about=about, command=command)
+    if not with_settings:
+        return text
+    source = inspect.getsource(Settings)
+    start = source.index("    # run\n")
+    end = source.index("    # what the config file brings along")
+    return text + "\n\n" + textwrap.dedent(source[start:end]).rstrip()
+
+
+# ------------------------------------------------------------------------------------------------
+# flags
+
+
+def split_arguments(argv):
+    """argv -> config files, and (text, name, value) of each flag."""
+    files = []
+    flags = []
+    left = list(argv)
+    while left:
+        typed = left.pop(0)
+        if not typed.startswith("-"):
+            files.append(typed)
+            continue
+        name, equals, text = typed[2:].partition("=")
+        if not typed.startswith("--") or not name:
+            raise BadInput(f"{typed}: a setting is written --name=value")
+        if not equals:
+            check_name(name, typed)
+            text = value_after(name, left)
+            typed = f"{typed} {text}"
+        flags.append((typed, name, value_of(name, text)))
+    return files, flags
+
+
+def value_after(name, left):
+    """Takes the value of a flag without = from the arguments `left` of it; "True" for a bool that
+    has none. Raises BadInput where that could be meant in two ways."""
+    following = left[0] if left else "--"
+    is_value = not following.startswith("--") and not following.endswith((".py", ".json"))
+    if bool in types_of(name):
+        if following.lower() in ("true", "false"):
+            return left.pop(0)
+        if not is_value:
+            return "True"
+    elif is_value:
+        return left.pop(0)
+    example = "=VALUE" if following.startswith("--") else f"={following}"
+    raise BadInput(f"--{name}: is the next argument its value? write --{name}{example}")
+
+
+def value_of(name, text):
+    """The value that a flag's text is: a Python literal, or the text itself."""
+    literal = text.title() if text.lower() in ("true", "false") else text
+    try:
+        value = ast.literal_eval(literal)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+    if str in types_of(name) and value is not None and type(value) is not str:
+        return text             # --out_dir=7 is the folder "7"
+    return value
+
+
+# ------------------------------------------------------------------------------------------------
+# names and types
+
+
 def types_of(name):
     """The types that a setting may have; () if there is no such setting."""
     hint = typing.get_type_hints(Settings).get(name)
@@ -265,43 +357,40 @@ def types_of(name):
     return typing.get_args(hint) or (hint,)
 
 
-def parse_flag(arg):
-    """--name=value -> name and value. Values are Python literals; anything else is text."""
-    name, equals, text = arg[2:].partition("=")
-    if not equals:
-        raise BadInput(f"{arg}: write it as --name=value")
-    literal = text.title() if text.lower() in ("true", "false") else text
-    try:
-        value = ast.literal_eval(literal)
-    except (ValueError, SyntaxError):
-        return name, text
-    if str in types_of(name) and value is not None and type(value) is not str:
-        return name, text       # --out_dir=7 is the folder "7"
-    return name, value
+def check_name(name, source):
+    """Raises BadInput for what is no setting; source says where it stood."""
+    if name in MERGED:
+        raise BadInput(f"{source}: {name} is a word of speed now: leave {MERGED[name]!r} out of "
+                       f"the tuple {Settings.speed} to turn it off")
+    if not types_of(name):
+        names = [f.name for f in dataclasses.fields(Settings)]
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadInput(f"{source}: there is no setting {name!r}{hint}")
 
 
 def assign(cfg, name, value, source):
     """Sets cfg.name, with an int for a float and a list for a tuple. Raises BadInput for a wrong
     name or type; source says where it stood."""
+    check_name(name, source)
     types = types_of(name)
-    if name in MERGED:
-        raise BadInput(f"{source}: {name} is a word of speed now: leave {MERGED[name]!r} out of "
-                       f"the tuple {Settings.speed} to turn it off")
-    if not types:
-        names = [f.name for f in dataclasses.fields(Settings)]
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise BadInput(f"{source}: there is no setting {name!r}{hint}")
     if float in types and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < 10 ** 300 else math.inf
     if tuple in types and type(value) is list:
         value = tuple(value)
     if tuple in types and type(value) is str:
         value = (value,)        # --speed=head
     if type(value) not in types:
         wanted = " or ".join("None" if t is type(None) else t.__name__ for t in types)
-        raise BadInput(f"{source}: {name} = {value!r} must be {wanted}, not {type(value).__name__}")
+        raise BadInput(f"{source}: {name} = {shown(value)} must be {wanted}, not "
+                       f"{type(value).__name__}")
+    if type(value) is tuple and not all(type(x) in (str, int, float) for x in value):
+        raise BadInput(f"{source}: {name} = {shown(value)} must hold text or numbers")
     setattr(cfg, name, value)
+
+
+# ------------------------------------------------------------------------------------------------
+# config files
 
 
 def read_config(path, trust=False):
@@ -309,15 +398,17 @@ def read_config(path, trust=False):
     try:
         if path.endswith(".json"):
             return read_run_config(path, trust)
-        with open(path, encoding="utf-8") as f:
-            source = f.read()
+        source = read_text(path)
         names = runpy.run_path(path)
-    except BadInput:
+    except (BadInput, KeyboardInterrupt):
         raise
     except OSError as e:
         raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
-    except Exception as e:  # whatever a user's file may raise, in one line
-        raise BadInput(f"{path}: {type(e).__name__}: {' '.join(str(e).split())}") from e
+    except SystemExit as e:
+        raise BadInput(f"{path}: calls exit({shown(e.code)}); a config file only assigns") from e
+    except BaseException as e:  # whatever a user's file may raise, in one line
+        reason = " ".join(str(e).split())
+        raise BadInput(f"{path}: {type(e).__name__}: {reason[:500]}") from e
     values, functions = split_names(names)
     return values, functions, source
 

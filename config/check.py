@@ -2,9 +2,11 @@
 import math
 
 from model import LORA_LAYERS
-from run.script import BadInput
+from run.script import BadInput, shown
 
 INF = float("inf")
+LARGEST = 1e38  # what float32 holds, with room for 1 + epsilon_high
+LONGEST = 240  # bytes of a file's name; file systems allow 255, and numbers and endings are added
 PARTS = ("generate", "judge", "reference", "update")                # of compile
 CHOICES = {
     "dtype": ("auto", "fast", "float32", "bfloat16"),
@@ -26,31 +28,57 @@ AT_LEAST = {  # smallest value
     0: ("threads", "max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size",
         "epsilon", "epsilon_high", "beta", "entropy_coef", "mini_batch_size", "warmup_iters",
         "max_grad_norm", "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens",
-        "judge_tokens", "num_shown", "expect_rise", "weight_decay", "tracin_val_prompts",
-        "tracin_val_size", "tracin_memory"),
+        "num_shown", "expect_rise", "weight_decay", "tracin_val_prompts", "tracin_val_size",
+        "tracin_memory"),
     1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
         "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
         "vocab_size", "n_layer", "n_head", "n_embd"),
     2: ("num_generations", "block_size"),
-    1e-6: ("sapo_temperature_neg", "sapo_temperature_pos"),
+    1e-6: ("temperature", "sapo_temperature_neg", "sapo_temperature_pos"),
 }
 BETWEEN = {
     (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile",
              "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction"),
     (257, 50257): ("judge_vocab_size",),
     (0, 2 ** 62): ("seed", "prepare_seed"),
+    (0, 10 ** 9): ("judge_tokens",),    # batches are drawn ahead
 }
-ABOVE_0 = ("temperature", "learning_rate", "top_p", "top_entropy_quantile")
+BELOW_1 = ("adam_beta1", "adam_beta2")
+ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile")
 
 
 def check(cfg):
     """Raises BadInput for the first setting that cannot work. Fills in None and True."""
+    for name, value in cfg.public().items():
+        for part in value if type(value) is tuple else (value,):
+            check_plain(name, part)
     check_values(cfg)
     check_rows(cfg)
     check_parts(cfg)
     check_loss(cfg)
     check_influence(cfg)
     check_rewards(cfg)
+
+
+def check_plain(name, value):
+    """A number that torch can take, or text that a file can hold."""
+    if type(value) is float and not abs(value) <= LARGEST:
+        raise BadInput(f"{name} = {value}: must be a finite number, at most {LARGEST:g} in size")
+    if type(value) is int and not -2 ** 63 < value < 2 ** 63:
+        raise BadInput(f"{name} = {shown(value)}: must be below 2 ** 63")
+    if type(value) is not str:
+        return
+    if not value:
+        raise BadInput(f"{name} = '': must not be empty")
+    if "\0" in value:
+        raise BadInput(f"{name} = {shown(value)}: must hold no NUL")
+    try:
+        size = max(len(part.encode()) for part in value.split("/"))
+    except UnicodeEncodeError:
+        raise BadInput(f"{name} = {shown(value)}: must be UTF-8") from None
+    if size > LONGEST:
+        raise BadInput(f"{name} = {shown(value)}: {size} bytes are too many for a name, at most "
+                       f"{LONGEST}")
 
 
 def check_values(cfg):
@@ -67,26 +95,30 @@ def check_values(cfg):
         for name in names:
             if not low <= getattr(cfg, name) <= high:
                 raise BadInput(f"{name} = {getattr(cfg, name)}: must be from {low} to {high}")
+    for name in BELOW_1:
+        if not getattr(cfg, name) < 1:
+            raise BadInput(f"{name} = {getattr(cfg, name)}: must be below 1")
     for name in ABOVE_0:
         if not getattr(cfg, name) > 0:
             raise BadInput(f"{name} = {getattr(cfg, name)}: must be above 0")
+    if cfg.device.startswith("meta"):
+        raise BadInput(f"device = {cfg.device!r}: holds no numbers; try device = 'auto'")
     words = cfg.prompt_words
     if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
         raise BadInput(f"prompt_words = {words}: must be (fewest, most), whole numbers")
 
 
 def check_rows(cfg):
-    """The sizes of batch, mini-batch and micro-batch."""
+    """The sizes of batch and mini-batch, and of what is decoded at once."""
     N = cfg.num_prompts * cfg.num_generations
     mini = cfg.mini_batch_size or N
-    if N % mini or mini % min(cfg.micro_batch_size, mini):
+    if N % mini:
         raise BadInput(
             f"num_prompts * num_generations = {cfg.num_prompts} * {cfg.num_generations} = {N} "
-            f"rows, mini_batch_size = {mini}, micro_batch_size = {cfg.micro_batch_size}: each must "
-            "divide the one before")
-    if cfg.decode_batch_size % cfg.num_generations:
+            f"rows, mini_batch_size = {mini}: must divide them")
+    if 0 < cfg.decode_batch_size < cfg.num_generations:
         raise BadInput(
-            f"decode_batch_size = {cfg.decode_batch_size}: must be a multiple of num_generations = "
+            f"decode_batch_size = {cfg.decode_batch_size}: must be at least num_generations = "
             f"{cfg.num_generations}, since a prompt is computed once for its group")
 
 
@@ -100,6 +132,8 @@ def check_parts(cfg):
         raise BadInput(f"compile = {cfg.compile}: True, False, or some of {PARTS}")
     if not all(word in all_words for word in cfg.speed):
         raise BadInput(f"speed = {cfg.speed}: must be some of {all_words}")
+    if not all(type(part) is str for part in cfg.tracin_layers):
+        raise BadInput(f"tracin_layers = {cfg.tracin_layers}: must be parts of parameters' names")
     if not cfg.lora_layers or not all(layer in LORA_LAYERS for layer in cfg.lora_layers):
         raise BadInput(f"lora_layers = {cfg.lora_layers}: must be some of {LORA_LAYERS}")
     if cfg.n_embd % cfg.n_head and cfg.policy == "train":  # a published model may differ
@@ -107,8 +141,11 @@ def check_parts(cfg):
 
 
 def check_loss(cfg):
-    if cfg.delta is not None and not cfg.delta > 1 + cfg.epsilon:
-        raise BadInput(f"delta = {cfg.delta}: must be above 1 + epsilon = {1 + cfg.epsilon}")
+    name = "epsilon" if cfg.epsilon_high is None else "epsilon_high"
+    ceiling = 1 + getattr(cfg, name)
+    if cfg.delta is not None and not cfg.delta > ceiling:
+        raise BadInput(f"delta = {cfg.delta}: must be above 1 + {name} = {ceiling}, or the clip "
+                       "never acts")
     if cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1:
         raise BadInput(
             f"loss_type = 'cispo' with epsilon_high = {cfg.epsilon_high}: there it is the ceiling "
@@ -164,6 +201,8 @@ def check_rewards(cfg):
     if "judge" in cfg.reward_funcs and cfg.judge is None:
         raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a "
                        "file, or define a reward")
+    if len(set(cfg.reward_funcs)) < len(cfg.reward_funcs):
+        raise BadInput(f"reward_funcs = {cfg.reward_funcs}: names one twice; raise its weight")
     if cfg.reward_weights is None:
         cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
     if not all(type(w) in (int, float) and math.isfinite(w) for w in cfg.reward_weights):

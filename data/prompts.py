@@ -8,9 +8,10 @@ import random
 import re
 from typing import NamedTuple
 
+from data.comments import as_text
 from hub.fetch import fetch
-from run.files import read_rows
-from run.script import BadInput, seed_for
+from run.files import read_rows, read_text
+from run.script import BadInput, seed_for, shown
 
 
 class Prompt(NamedTuple):
@@ -163,11 +164,7 @@ def read_lines(path, cfg):
     if cfg.min_prompt_toxicity > 0:
         raise BadInput(f"min_prompt_toxicity = {cfg.min_prompt_toxicity}: {path} holds no "
                        "toxicity; set it to 0, or give a .csv or .jsonl file")
-    try:
-        with open(path, encoding="utf-8") as f:
-            lines = f.read().splitlines()
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{path}: cannot be read ({e})") from e
+    lines = read_text(path).splitlines()
     return [(number, text, {"text": text}) for number, text in enumerate(lines, 1)]
 
 
@@ -181,7 +178,7 @@ def read_table(path, cfg):
             text = field_of(row, name, where)
             if text is None:
                 raise BadInput(f"{where} has nothing in its field {name!r}")
-            numbered.append((number, str(text), row))
+            numbered.append((number, as_text(text, name, where), row))
     return numbered
 
 
@@ -193,8 +190,8 @@ def is_toxic_enough(row, cfg, where):
     value = field_of(row, name, where)
     try:
         toxicity = float(value or 0)  # RealToxicityPrompts has null where its classifier failed
-    except (TypeError, ValueError):
-        raise BadInput(f"{where} has {name} = {value!r}: must be a number")
+    except (TypeError, ValueError, OverflowError):
+        raise BadInput(f"{where} has {name} = {shown(value)}: must be a number")
     return toxicity >= cfg.min_prompt_toxicity
 
 

@@ -13,7 +13,7 @@ import time
 import torch
 from torch.nn import functional as F
 
-from config import load_settings
+from config import load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from judge import load_judge
@@ -198,4 +198,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, usage)

@@ -1,6 +1,7 @@
 """Files: written to a temporary name and renamed, read without running what is in them."""
 import contextlib
 import csv
+import io
 import json
 import os
 import shutil
@@ -198,21 +199,57 @@ def shape_of(fields, num_tensors):
     return config
 
 
-def read_rows(path):
-    """Rows of a .csv (with a header) or .jsonl file as dicts."""
+def read_text(path):
+    """The text of a UTF-8 file, without a byte order mark. BadInput names the line of what is no
+    text."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as f:
-            if str(path).endswith(".jsonl"):
-                rows = [json.loads(line) for line in f if line.strip()]
-                for number, row in enumerate(rows, 1):
-                    if type(row) is not dict:
-                        raise ValueError(f"row {number} is no object")
-                return rows
-            if str(path).endswith(".csv"):
-                csv.field_size_limit(2 ** 30)
-                return list(csv.DictReader(f))
+        with open(path, "rb") as f:
+            content = f.read()
     except OSError as e:
-        raise BadInput(f"{path}: cannot be read ({e.strerror})")
-    except (ValueError, csv.Error) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise BadInput(f"{path}: not a readable {str(path).rsplit('.')[-1]} file ({e})")
-    raise BadInput(f"{path}: must end in .csv or .jsonl")
+        raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
+    except ValueError as e:     # a NUL in the name
+        raise BadInput(f"{str(path)!r}: cannot be read ({e})") from e
+    bad = content.find(0)
+    reason = "holds a NUL byte"
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        bad = len(content) - len(e.object) + e.start    # e.object lacks the byte order mark
+        reason = f"holds byte {e.object[e.start]:#04x}, which is not UTF-8"
+    if bad >= 0:
+        line = content.count(b"\n", 0, bad) + 1
+        raise BadInput(f"{path}: line {line} {reason}; save the file as UTF-8 text")
+    return text
+
+
+def read_rows(path):
+    """Rows of a .csv (with a header) or .jsonl file as dicts. BadInput names the row."""
+    if not str(path).endswith((".csv", ".jsonl")):
+        raise BadInput(f"{path}: must end in .csv or .jsonl")
+    lines = io.StringIO(read_text(path), newline="")
+    if str(path).endswith(".jsonl"):
+        filled = (line for line in lines if line.strip())
+        return [read_row(path, number, line) for number, line in enumerate(filled, 1)]
+    csv.field_size_limit(2 ** 30)
+    reader = csv.DictReader(lines)
+    try:
+        return list(reader)
+    except csv.Error as e:
+        raise BadInput(f"{path}: not a readable csv file (line {reader.line_num}: {e})") from e
+
+
+def read_row(path, number, line):
+    """The object in a line of JSON. BadInput for anything else, and for half a character."""
+    try:
+        row = json.loads(line)
+        if "\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise BadInput(f"{path}: row {number} holds half a character, "
+                       f"{e.object[e.start]!r}") from e
+    except (ValueError, RecursionError) as e:
+        reason = getattr(e, "msg", e)
+        raise BadInput(f"{path}: not a readable jsonl file (row {number}: {reason})") from e
+    if type(row) is not dict:
+        raise BadInput(f"{path}: row {number} is no object")
+    return row

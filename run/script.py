@@ -1,6 +1,7 @@
-"""What every command needs: one-line errors, exit codes, signals, seeds."""
+"""What every command needs: help, one-line errors, exit codes, signals, seeds."""
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import signal
@@ -19,6 +20,15 @@ class BadInput(ValueError):
     (add_note) is printed below it, such as the traceback of a user's own function."""
 
 
+def shown(value, most=80):
+    """repr of what a user gave, on one line and cut after `most` characters."""
+    try:
+        text = " ".join(repr(value).splitlines())
+    except Exception:   # a number of 5,000 digits has none
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= most else text[:most] + "..."
+
+
 @contextlib.contextmanager
 def optional(packages):
     """Around the import of an optional package: without it, one line says what to install."""
@@ -28,9 +38,14 @@ def optional(packages):
         raise BadInput(f"{e}; this needs an optional package: pip install {packages}") from e
 
 
-def run_script(main):
+def run_script(main, usage=None):
     """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one
-    line), 130 interrupted. Under torchrun the last line names the process and its machine."""
+    line), 130 interrupted, 141 nobody reads the output. Under torchrun the last line names the
+    process and its machine.
+
+    --help prints usage(True), or the text at the top of main's file. A command that has a usage and
+    is called without arguments prints usage(False) and starts nothing.
+    """
     if dist.is_available() and dist.is_torchelastic_launched():
         end_with_parent()
         dist.init_process_group()  # gloo for tensors on the CPU, nccl for those on GPUs
@@ -38,8 +53,17 @@ def run_script(main):
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
     if rank > 0:
         sys.stdout = open(os.devnull, "w")
+    argv = sys.argv[1:]
     try:
-        main(sys.argv[1:])
+        with printing_anywhere():
+            if "--help" in argv or "-h" in argv:
+                text = usage(True) if usage else main.__globals__["__doc__"]
+                print(text.strip())
+            elif usage and not argv:
+                print(usage(False).strip())
+                sys.exit(2)
+            else:
+                main(argv)
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     except BadInput as e:
@@ -51,6 +75,46 @@ def run_script(main):
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
+    except (MemoryError, RuntimeError) as e:
+        if not is_out_of_memory(e):
+            raise
+        reason = str(e).splitlines()[0] if str(e) else "no more to be had"
+        raise SystemExit(f"{who}stopped: out of memory ({reason}); lower micro_batch_size, "
+                         "decode_batch_size, max_completion_length or num_prompts, or take a "
+                         "smaller model. The last checkpoint, if there is one, stands") from None
+
+
+def is_out_of_memory(error):
+    """True also for what torch raises where the memory of the host ends, a RuntimeError."""
+    known = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, known) or "can't allocate memory" in str(error)
+
+
+@contextlib.contextmanager
+def printing_anywhere():
+    """Within this block a character that the output does not know is printed as its number. Output
+    that nobody reads, as in `| head -1`, ends the program quietly; a full disk ends it with a line.
+    """
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w")
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # tests put other things there
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as e:
+        try:
+            print(flush=True)   # fails again if it was the output that failed
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())   # Python flushes once more when it ends
+            if e.errno == errno.EPIPE:
+                sys.exit(141)
+            raise SystemExit(f"stopped: standard output: {e.strerror}") from None
+        raise
 
 
 @contextlib.contextmanager

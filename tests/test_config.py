@@ -3,6 +3,7 @@ import glob
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -85,8 +86,37 @@ def test_underscores_and_modules_are_private(write):
     assert cfg.beta == math.sqrt(2)
 
 
-def test_a_flag_needs_a_value():
-    assert "--name=value" in refusal("--compile")
+# ------------------------------------------------------------------------------------------------
+# flags
+
+@pytest.mark.parametrize("argv, expected", [
+    (["--beta", "0.1"], dict(beta=0.1)), (["--lora_alpha", "1e-3"], dict(lora_alpha=1e-3)),
+    (["--reward_weights", "(-1,)"], dict(reward_weights=(-1,))),
+    (["--reward_weights=[-0.5]"], dict(reward_weights=(-0.5,))),
+    (["--out_dir", "-x"], dict(out_dir="-x")), (["--speed", "head"], dict(speed=("head",))),
+    (["--comments", "None", "--beta", "1"], dict(comments=None, beta=1.0)),
+    (["--resume"], dict(resume=True)), (["--resume", "--beta", "0.1"], dict(resume=True, beta=0.1)),
+    (["--log_micro", "false"], dict(log_micro=False)),
+    (["--debug_step", "True"], dict(debug_step=True)),
+    (["--resume", "{file}"], dict(resume=True, seed=7)),
+    (["--beta", "2", "{file}", "--max_iters", "3"], dict(beta=2.0, seed=7, max_iters=3)),
+    (["--beta=0.1", "--beta=0.2"], dict(beta=0.2)),
+    (["--compile"], dict(compile=("generate", "judge", "reference", "update")))])
+def test_flags_as_people_type_them(argv, expected, write):
+    path = write("seed = 7")
+    cfg = load_settings([path if arg == "{file}" else arg for arg in argv])
+    assert {name: getattr(cfg, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("argv, parts", [
+    (["--beta"], ["--beta=VALUE"]), (["--beta", "--seed=1"], ["--beta=VALUE"]),
+    (["--out_dir", "a.py"], ["--out_dir=a.py"]), (["--resume", "out/x"], ["--resume=out/x"]),
+    (["--compile", "update"], ["--compile=update"]), (["--beta", "high"], ["--beta high", "float"]),
+    (["--bata", "1"], ["--bata", "'beta'"]), (["--bata"], ["'beta'"]), (["-beta=1"], ["--name"]),
+    (["-1"], ["-1", "--name"]), (["--"], ["--name"]), (["--=3"], ["--name"])])
+def test_flags_that_could_mean_two_things_are_refused(argv, parts):
+    message = refusal(*argv)
+    assert all(part in message for part in parts), message
 
 
 # ------------------------------------------------------------------------------------------------
@@ -200,8 +230,45 @@ def test_zero_is_refused_where_it_means_nothing(name):
 
 
 @pytest.mark.parametrize("name", sorted(filter(is_float, NAMES)))
-def test_nan_is_refused(write, name):
-    assert name in refusal(write(f"{name} = float('nan')"))
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "1e39", "nan", "1" + "0" * 400])
+def test_a_number_is_finite(write, name, text):
+    assert name in refusal(write(f"{name} = float('{text}')" if text[-1] != "0" else
+                                 f"{name} = {text}"))
+    if text != "nan":
+        assert f"{name} = " in refusal(f"--{name}={text}")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if TYPES[name] is int])
+@pytest.mark.parametrize("value", ["2 ** 63", "-2 ** 63", "10 ** 5000"])
+def test_a_whole_number_has_64_bits(write, name, value):
+    message = refusal(write(f"{name} = {value}"))
+    assert f"{name} = " in message and len(message) < 500
+
+
+@pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2"])
+def test_moments_must_forget(name):
+    assert f"{name} = 1.0: must be below 1" in refusal(f"--{name}=1")
+
+
+TEXTS = [name for name in NAMES if str in typing.get_args(TYPES[name]) or TYPES[name] is str]
+
+
+@pytest.mark.parametrize("name", sorted(set(TEXTS) - CHOICES.keys()))
+@pytest.mark.parametrize("text, reason", [
+    ("", "empty"), ("a\0b", "NUL"), ("out/\udcff", "UTF-8"), ("out/" + "x" * 300, "300 bytes")])
+def test_text_is_what_a_file_can_be_called(name, text, reason):
+    message = refusal(f"--{name}={text}")
+    assert f"{name} = " in message and reason in message and len(message) < 300
+
+
+@pytest.mark.parametrize("text", [
+    "speed = (__import__('numpy').zeros(3),)", "tracin_layers = (1,)", "lora_layers = (None,)",
+    "device = 'meta'",
+    "reward_weights = (10 ** 400,)", "prompt_words = (1, 10 ** 400)", "beta = 0.1j",
+    "reward_funcs = ('judge', 'judge')", "policy = b'gpt2'",
+    "out_dir = __import__('pathlib').Path()"])
+def test_odd_values_of_a_file_are_one_line(write, text):
+    assert text.split()[0] in refusal(write(text))
 
 
 def test_a_group_needs_two():
@@ -209,30 +276,31 @@ def test_a_group_needs_two():
     assert "num_generations = 1" in message and "at least 2" in message
 
 
-@pytest.mark.parametrize("flags", [
-    ("--mini_batch_size=7",), ("--micro_batch_size=7",), ("--mini_batch_size=48",),
-    ("--mini_batch_size=12", "--micro_batch_size=8")])
-def test_batch_sizes_must_divide(flags):
-    message = refusal("--num_prompts=6", "--num_generations=4", *flags)
-    assert "6 * 4 = 24" in message
-    assert all(flag[2:].replace("=", " = ") in message for flag in flags)
+@pytest.mark.parametrize("size", [7, 48])
+def test_mini_batches_must_divide_the_rows(size):
+    message = refusal("--num_prompts=6", "--num_generations=4", f"--mini_batch_size={size}")
+    assert "6 * 4 = 24" in message and f"mini_batch_size = {size}" in message
 
 
 @pytest.mark.parametrize("flags", [
-    ("--mini_batch_size=12", "--micro_batch_size=6"), ("--micro_batch_size=100",), ()])
-def test_batch_sizes_that_fit(flags):
-    load_settings(["--num_prompts=6", "--num_generations=4", *flags])
+    ("--num_prompts=10",), ("--num_prompts=7", "--num_generations=3"), ("--micro_batch_size=7",),
+    ("--mini_batch_size=128", "--micro_batch_size=100"), ("--micro_batch_size=1000",),
+    ("--num_generations=6", "--decode_batch_size=64")])
+def test_batch_sizes_need_no_second_setting(flags):
+    load_settings(flags)
 
 
-def test_groups_are_decoded_whole():
-    message = refusal("--num_generations=4", "--decode_batch_size=6")
-    assert "decode_batch_size = 6" in message and "num_generations = 4" in message
+def test_a_group_is_decoded_whole():
+    message = refusal("--num_generations=4", "--decode_batch_size=3")
+    assert "decode_batch_size = 3" in message and "num_generations = 4" in message
 
 
-def test_delta_must_exceed_the_clip():
-    message = refusal("--delta=1.2", "--epsilon=0.2")
-    assert "delta = 1.2" in message and "above 1 + epsilon = 1.2" in message
-    assert load_settings(["--delta=1.3"]).delta == 1.3
+@pytest.mark.parametrize("flags, high", [
+    (["--epsilon=0.2"], "epsilon = 1.2"), (["--epsilon_high=0.3"], "epsilon_high = 1.3")])
+def test_delta_must_exceed_the_clip(flags, high):
+    message = refusal("--delta=1.2", *flags)
+    assert "delta = 1.2" in message and f"above 1 + {high}" in message
+    assert load_settings(["--delta=1.31", *flags]).delta == 1.31
 
 
 @pytest.mark.parametrize("flags", [(), ("--epsilon_high=0.28",)])
@@ -274,10 +342,27 @@ def test_missing_file_is_named():
 
 @pytest.mark.parametrize("text", [
     "beta = 1 / 0", "raise ValueError('first\\nsecond')", "beta = = 1", "import no_such_module",
-    "x = open('/nowhere/at/all')"])
+    "x = open('/nowhere/at/all')", "exit()", "import sys; sys.exit('bye')", "raise SystemExit(0)",
+    "raise BaseException('odd')", "def f():\n    f()\nf()", "beta = " + "(" * 5000, "x = 1\0"])
 def test_a_file_that_fails_is_one_line_naming_it(write, text):
     path = write(text)
     assert path in refusal(path)
+
+
+def test_a_file_that_ends_python_says_so(write):
+    assert "exit(3)" in refusal(write("import sys\nsys.exit(3)"))
+
+
+def test_a_file_in_another_encoding_names_the_line(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_bytes("beta = 0.1\n# größer\n".encode("latin-1"))
+    message = refusal(path)
+    assert str(path) in message and "line 2" in message and "UTF-8" in message
+
+
+def test_a_folder_is_no_config(tmp_path):
+    (tmp_path / "a.py").mkdir()
+    assert "a.py: cannot be read" in refusal(tmp_path / "a.py")
 
 
 def test_a_file_builds_on_another(write):
@@ -425,6 +510,69 @@ def test_config_json_of_a_real_older_run_still_means_what_it_meant():
         value = getattr(found, name)
         value = list(value) if isinstance(value, tuple) else value
         assert value == older[name], f"{name} was {older[name]!r} and is read as {value!r}"
+
+
+# ------------------------------------------------------------------------------------------------
+# anything at all
+
+ODD = ["", "0", "-1", "1e400", "-1e-400", "nan", "inf", "True", "None", "()", "(1,)", "[[]]", "{}",
+       "{[]: 1}", "(" * 300, "-" * 300, "9" * 30, "9" * 5000, "2 ** 3", "0x10", "1_0", "1j",
+       "b'x'", "'", "a\0b", "\udcff", "\u2028", "x" * 300, "/", "..", "self", "judge", "head",
+       "(1, 2)", "(-1, 2)", "(1e400,)", "('judge',)", "('judge', 'judge')", "('', )", "...", "f''",
+       "off", "cispo", "sequence", "reward", "12", "0.5", "1.0", "2", "1" + "0" * 400, "lambda: 0"]
+OBJECTS = ["object()", "float", "10 ** 5000", "float('nan')", "1e400", "[{}]", "b''", "range(3)",
+           "{'a'}", "__import__('torch').zeros(2, 2)", "__import__('numpy').float64(1)",
+           "'\\ud800'", "exit", "exit()", "(lambda: 1 / 0)()", "''.x", "None", "()", "0", "-1",
+           "'x'", "0.5"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_typed_is_refused_in_a_line_or_works(seed, write):
+    rng = random.Random(seed)
+    names = [*NAMES, "resume", "debug_step", "functions", "source", "bata", "", "a b"]
+    for _ in range(150):
+        argv = []
+        for _ in range(rng.randint(1, 3)):
+            form = rng.choice(["--{}={}", "--{}={}", "--{} {}", "--{}", "-{}={}", "{}{}"])
+            text = form.format(rng.choice(names), rng.choice(ODD))
+            argv += text.split(" ", 1)
+        if rng.random() < 0.3:
+            argv.insert(0, write(f"{rng.choice(names[:-2])} = {rng.choice(OBJECTS)}"))
+        try:
+            load_settings(argv)
+        except BadInput as e:
+            assert len(str(e).split("\n")) == 1, f"{argv} is refused in several lines: {e}"
+
+
+# ------------------------------------------------------------------------------------------------
+# help
+
+def test_the_help_holds_every_setting_with_its_meaning(script):
+    done = script("grpo.py", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in [*NAMES, "resume", "debug_step"]:
+        assert re.search(rf"^{name}: ", done.stdout, re.M), f"--help does not list {name}"
+    assert "# loss\n" in done.stdout and "weight of the KL to the reference" in done.stdout
+    assert "functions" not in done.stdout.split("# run\n")[1].split("# evaluation")[1]
+
+
+@pytest.mark.parametrize("name, command", [
+    ("grpo.py", "grpo.py"), ("pretrain.py", "pretrain.py"), ("judge.train", "-m judge.train")])
+def test_without_arguments_a_command_says_how_to_call_it(name, command, script):
+    done = script(name)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert f"usage: python {command} " in done.stdout
+    assert f"python {command} config/quick_test.py" in done.stdout
+    assert f"python {command} --help" in done.stdout
+
+
+@pytest.mark.parametrize("name, part", [
+    ("evaluate.py", "python evaluate.py out/toxicity"), ("tracin.py", "--method=ghost|brute"),
+    ("sample.py", "--before=True"), ("plot.py", "--panels="), ("export.py", "--adapter=gpt2"),
+    ("bench.py", "python bench.py levers")])
+def test_every_command_has_help(name, part, script):
+    done = script(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "") and part in done.stdout
 
 
 # ------------------------------------------------------------------------------------------------

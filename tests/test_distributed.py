@@ -25,12 +25,12 @@ from run.script import hash_of, run_script  # noqa: E402
 
 CASES = {
     "judge": ("--beta=0.1", "--judge=train", "--reward_funcs=('judge', 'reward')",
-              "--micro_batch_size=4"),
+              "--micro_batch_size=3"),
     "steps": ("--beta=0.1", "--scale_rewards=batch", "--num_iterations=2", "--mini_batch_size=8",
               "--micro_batch_size=4", "--sync_ref_model=True", "--ref_model_sync_steps=1"),
     "entropy": ("--top_entropy_quantile=0.5", "--top_k=20", "--zero_std_groups=drop",
                 "--loss_type=grpo", "--temperature=0.7"),
-    "self": ("--tracin=self", "--beta=0.1", "--max_completion_length=20", "--micro_batch_size=4"),
+    "self": ("--tracin=self", "--beta=0.1", "--max_completion_length=20", "--micro_batch_size=3"),
     "reward": ("--tracin=reward", "--tracin_leave_one_out=True", "--tracin_normalizer=kept",
                "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1"),
     "held_out": ("--tracin=advantage", "--tracin_val_prompts=5", "--tracin_val_size=7",

@@ -1176,6 +1176,21 @@ def test_micro_batch_size_changes_memory_only(knobs):
         assert same == (knobs.get("loss_type") != "bnpo")
 
 
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_the_last_micro_batch_may_be_smaller(loss_type):
+    policy = gpt()
+    ceiling = 1.1 if loss_type == "cispo" else None
+    cfg = settings(loss_type=loss_type, epsilon_high=ceiling, beta=.1, num_prompts=20)
+    batch = sample(policy, cfg, moved(policy), prompts=PROMPTS * 5)
+    (whole,), m = gradients(moved(policy, seed=6), batch, replace(cfg, micro_batch_size=80))
+    for size in (64, 37):
+        (ragged,), n = gradients(moved(policy, seed=6), batch, replace(cfg, micro_batch_size=size))
+        error = float((ragged - whole).abs().max() / whole.abs().max())
+        assert (error < 1e-5) == (loss_type != "bnpo"), (
+            f"80 rows in pieces of {size}: the gradient differs by {error:.1e} of its largest part")
+        assert n["kl"] == pytest.approx(m["kl"], rel=1e-5), "a metric depends on the pieces"
+
+
 def test_max_grad_norm():
     policy, cfg = gpt(), settings()
     batch = sample(policy, cfg)

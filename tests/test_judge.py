@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -91,8 +92,19 @@ def test_clean(raw, text):
     ("a.csv", "text,is_offensive\nx,nan\n", ["row 1", "'nan'"]),
     ("a.csv", "text,is_offensive\n", ["holds no comments"]),
     ("a.csv", "", ["holds no comments"]),
-    ("a.csv", b"text,is_offensive\n\xff\xfe,1\n", ["not a readable csv"]),
-    ("a.jsonl", '{"text": "x", "is_offensive": 1}\n{"text": ', ["not a readable jsonl"]),
+    ("a.csv", b"text,is_offensive\n\xff\xfe,1\n", ["line 2", "0xff", "UTF-8"]),
+    ("a.csv", "\ufefftext,is_offensive\nx,1\n".encode() + b"gr\xfcn,1\n", ["line 3", "0xfc"]),
+    ("a.csv", "text,is_offensive\nx\0y,1\n", ["line 2", "NUL"]),
+    ("a.csv", "text,is_offensive\nx,1\n".encode("utf-16-le"), ["line 1", "NUL"]),
+    ("a.csv", "text,is_offensive\nx,1" + "0" * 400 + "\n", ["row 1", "is_offensive", "from 0"]),
+    ("a.jsonl", '{"text": "x", "is_offensive": 1}\n{"text": ', ["not a readable jsonl", "row 2"]),
+    ("a.jsonl", '{"text": "\\ud800", "is_offensive": 1}\n', ["row 1", r"'\ud800'"]),
+    ("a.jsonl", '\n{"text": "x", "is_offensive": ' + "[" * 100_000, ["row 1"]),
+    ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 400 + "}", ["row 1", "is_offensive"]),
+    ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 9000 + "}", ["row 1"]),
+    ("a.jsonl", '{"text": "x", "is_offensive": [1]}', ["row 1", "[1]"]),
+    ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', ["row 1", "['x']", "must be text"]),
+    ("a.jsonl", '{"text": {"a": "x"}, "is_offensive": 1}', ["row 1", "must be text"]),
     ("a.jsonl", '{"text": "x", "is_offensive": 1}\n["y", 0]\n', ["row 2"]),
     ("a.jsonl", '"text"\n', ["row 1"]),
     ("a.jsonl", '{"text": null, "is_offensive": 1}\n', ["row 1", "'text'"]),
@@ -224,13 +236,51 @@ def test_a_file_of_prompts_for_each(prompts_of, write):
 @pytest.mark.parametrize("name, text, parts", [
     ("a.txt", "", ["no prompts"]), ("a.txt", "one\n\nthree\n", ["prompt 2", "0 tokens"]),
     ("a.txt", "one\n" + "x" * 300 + "\n", ["prompt 2", "1 to 56", "block_size"]),
-    ("a.txt", b"\xff\xfe\n", ["a.txt"]), ("a.csv", "comment\nx\n", ["row 1", "'text'", "comment"]),
+    ("a.txt", b"one\n\xff\xfe\n", ["line 2", "0xff"]), ("a.txt", "one\n\0", ["line 2", "NUL"]),
+    ("a.jsonl", '{"text": "a"}\n{"text": ["b"]}', ["row 2", "must be text"]),
+    ("a.jsonl", '{"text": "a\\udfff"}', ["row 1", "half a character"]),
+    ("a.csv", "comment\nx\n", ["row 1", "'text'", "comment"]),
     ("a.csv", "text\n", ["no prompts"]), ("a.jsonl", '["x"]\n', ["1"]),
     ("a.xlsx", "x", [".csv or .jsonl"])])
 def test_bad_prompts_name_file_and_line(prompts_of, write, name, text, parts):
     path = write(name, text)
     message = refusal(prompts_of, f"--prompts={path}")
     assert all(part in message for part in [path, *parts])
+
+
+def test_a_toxicity_of_400_digits_is_refused(prompts_of, write):
+    path = write("a.jsonl", '{"text": "a", "t": 1' + "0" * 400 + "}")
+    message = refusal(prompts_of, f"--prompts={path}", "--min_prompt_toxicity=0.5",
+                      "--prompt_toxicity_field=t")
+    assert "row 1 has t = 1000" in message and len(message) < 300
+
+
+ODD = [b"", b"\0", b"\xff", b"\xc3", b'"', b"\n", b"\r", b",", b"\\", b"\\ud800", b"[" * 9000,
+       b"9" * 400, b"9" * 5000, b"null", b"{}", b"[1]", b"NaN", b"1e999", b"\xef\xbb\xbf", b"{"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
+def test_damaged_text_is_refused_in_a_line_or_read(write, name):
+    rng = random.Random(0)
+    rows = [dict(text=f"word {i} grün", is_offensive=i % 2, t=0.5) for i in range(6)]
+    table = "\n".join(["text,is_offensive,t", *(f"word {i},{i % 2},.5" for i in range(6))])
+    text = {"a.csv": table, "a.jsonl": "\n".join(map(json.dumps, rows)), "a.txt": "a word\n" * 6}
+    tokenizer = load_tokenizer(300)
+    cfg = load_settings(["--prompt_toxicity_field=t"])
+    if name != "a.txt":
+        cfg.min_prompt_toxicity = 0.2
+    for _ in range(200):
+        content = bytearray(text[name].encode())
+        for _ in range(rng.randint(1, 4)):
+            i = rng.randrange(len(content) + 1)
+            content[i:i + rng.choice([0, 1, 1, 5])] = rng.choice(ODD)
+        cfg.prompts = cfg.eval_prompts = path = write(name, bytes(content))
+        for read in (lambda: split_comments(load_comments(path)),
+                     lambda: load_prompts(cfg, tokenizer, {})):
+            try:
+                read()
+            except BadInput as e:
+                assert path in str(e) and len(str(e).split("\n")) == 1, e
 
 
 @pytest.mark.parametrize("name", ["nowhere.txt", "nowhere.csv", "nowhere.jsonl"])

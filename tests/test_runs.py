@@ -635,8 +635,8 @@ def test_debug_step_shows_influence(flags, grpo, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [(), (
-    "--beta=0.1", "--lora_rank=2", "--micro_batch_size=2", "--num_prompts=1", "--max_grad_norm=0")],
-    ids=["plain", "more"])
+    "--beta=0.1", "--lora_rank=2", "--micro_batch_size=2", "--num_prompts=1", "--max_grad_norm=0"),
+    ("--micro_batch_size=5",)], ids=["plain", "more", "ragged"])
 def test_debug_step_prints_seven_phases_and_writes_nothing(flags, grpo, tiny, tmp_path):
     before = snapshot(tiny.cache)
     text = grpo(tmp_path / "run", "--debug_step=True", *flags)

@@ -1,5 +1,7 @@
 """run/script.py: seeds, hashes, signals, exit codes."""
 import copy
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,3 +100,73 @@ def test_run_script_turns_errors_into_exit_codes(error, code, text, capsys):
     with pytest.raises(SystemExit) as exit_:
         run_script(main)
     assert exit_.value.code == code and capsys.readouterr().err == text
+
+
+# ------------------------------------------------------------------------------------------------
+# where the output goes
+
+PRINTS = """
+import sys
+sys.path.insert(0, {root!r})
+from run.script import run_script
+
+def main(argv):
+    for i in range({lines}):
+        print("gr\\u00fc\\u00df \\u4e2d \\ud800", i)
+    print("\\u00e4", file=sys.stderr)
+
+run_script(main)
+"""
+
+
+def shell(command, lines=1, **more):
+    """What bash says and returns for a command in which PYTHON is a program that prints."""
+    program = shlex.quote(PRINTS.format(root=ROOT, lines=lines))
+    command = command.replace("PYTHON", f"{sys.executable} -c {program}")
+    env = dict(os.environ, **more)
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env,
+                          errors="replace")
+
+
+@pytest.mark.parametrize("more", [
+    dict(PYTHONIOENCODING="latin-1"), dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")])
+def test_a_character_that_the_output_lacks_is_printed_as_its_number(more):
+    done = shell("PYTHON | cat -v; exit ${PIPESTATUS[0]}", **more)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert r"\ud800 0" in done.stdout and "gr" in done.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_quietly(unbuffered):
+    done = shell("PYTHON | head -1; exit ${PIPESTATUS[0]}", 20000, PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (141, ""), done.stderr
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("lines, unbuffered", [(1, ""), (20000, ""), (1, "1")])
+def test_output_that_is_full_is_one_line(lines, unbuffered):
+    done = shell("PYTHON > /dev/full", lines=lines, PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == "stopped: standard output: No space left on device", done.stderr
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
+
+
+def test_output_that_is_closed_is_left_alone():
+    done = shell("PYTHON >&-")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_other_errors_of_the_system_keep_their_traceback():
+    def main(argv):
+        open("/nowhere/at/all")
+
+    with pytest.raises(FileNotFoundError):
+        run_script(main)
+
+
+def test_running_out_of_memory_is_one_line():
+    with pytest.raises(SystemExit, match="stopped: out of memory .*; lower micro_batch_size"):
+        run_script(lambda argv: torch.empty(2 ** 57))
+    with pytest.raises(RuntimeError, match="odd"):
+        run_script(lambda argv: exec("raise RuntimeError('odd')"))
