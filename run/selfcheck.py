@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
+from run.script import BadInput
 from sample import Rollout
 
 PROMPTS = [SimpleNamespace(text="first", ids=[1], row={}),
@@ -180,8 +181,9 @@ def planted_nets(nets, rewards, padding=0, logp=None):
 
     def reward(prompts, completions):
         numbers = [int(text) for text in completions]
-        if any(PROMPTS[i // G][0] != text for i, text in zip(numbers, prompts)):
-            stop(check_advantages, "rewards: a completion is scored as an answer to another prompt")
+        if any(PROMPTS[i // G].text != text for i, text in zip(numbers, prompts)):
+            raise BadInput("rewards: a completion is scored as an answer to another prompt; if you "
+                           "changed this on purpose, change planted_nets in run/selfcheck.py too")
         return [rewards[i] for i in numbers]
 
     tokenizer = SimpleNamespace(eot_token=END, decode=lambda ids: str(ids[0] - 1))

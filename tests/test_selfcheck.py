@@ -8,6 +8,7 @@ import torch
 
 import grpo as trainer
 from run.loop import print_verdict
+from run.script import BadInput
 from run.selfcheck import check_method
 from test_algorithm import settings, world
 
@@ -33,7 +34,7 @@ def checked(**knobs):
     cfg = settings(**knobs)
     try:
         check_method(nets(), cfg, trainer.collect, trainer.optimizer_steps, trainer.loss_of)
-    except SystemExit as e:
+    except (SystemExit, BadInput) as e:
         return str(e)
 
 
