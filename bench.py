@@ -57,8 +57,9 @@ import torch.nn as nn
 
 from config import Settings, load_settings
 from config.check import PARTS
-from grpo import (Batch, Nets, build, collect, collect_target, draw_prompts, gradient_of, loss_of,
-                  micro_batches, optimizer_steps, read_inputs, sample_groups, sort_key, update)
+from data.prompts import draw_prompts
+from grpo import (Batch, Nets, build, collect, collect_target, gradient_of, loss_of, micro_batches,
+                  optimizer_steps, read_inputs, sample_groups, sort_key, update)
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, scorer

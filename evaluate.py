@@ -14,7 +14,8 @@ from config import load_settings
 from data.comments import get_splits
 from data.prompts import load_prompts
 from data.tokenizer import end_tokens
-from judge import as_reward, reward_functions, score
+from judge import as_reward, reward_functions
+from judge.rewards import score
 from judge.train import get_judges
 from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable

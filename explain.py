@@ -20,8 +20,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import load_settings
-from grpo import (collect, collect_target, draw_prompts, loss_of, micro_batches, optimizer_steps,
-                  prepare, read_inputs, sort_key)
+from data.prompts import draw_prompts
+from grpo import (collect, collect_target, loss_of, micro_batches, optimizer_steps, prepare,
+                  read_inputs, sort_key)
 from model import completion_logprobs
 from pretrain import get_tokenizer, policy_of
 from run.checkpoint import load_checkpoint, set_random_state

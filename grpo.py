@@ -38,10 +38,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from config import load_settings, usage
 from data.comments import get_splits
-from data.prompts import load_prompts
+from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import end_tokens
 from evaluate import evaluate, print_table
-from judge import load_judge, reward_functions, score, try_rewards
+from judge import load_judge, reward_functions
+from judge.rewards import score, try_rewards
 from judge.train import get_judges
 from model import completion_entropies, completion_logprobs
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
@@ -204,19 +205,6 @@ class Batch:
     def equal_groups(self, num_generations):
         """(B,) True where a group's rewards are all equal: without a KL it teaches nothing."""
         return all_equal(self.rewards.view(-1, num_generations))
-
-
-def draw_prompts(prompts, it, num_prompts, seed):
-    """Prompts of iteration it: all come once in random order, then again in another order."""
-    n = len(prompts)
-    drawn, orders = [], {}
-    for j in range(it * num_prompts, (it + 1) * num_prompts):
-        epoch = j // n
-        if epoch not in orders:
-            generator = torch.Generator().manual_seed(seed_for(seed, "prompts", epoch))
-            orders[epoch] = torch.randperm(n, generator=generator).tolist()
-        drawn.append(prompts[orders[epoch][j % n]])
-    return drawn
 
 
 def sample_groups(nets, prompts, cfg, seed):
@@ -676,7 +664,7 @@ class Nets:
     base: torch.nn.Module         # the policy before training; for the evaluation's perplexity
     reference: torch.nn.Module    # the base, unless sync_ref_model makes it follow the policy
     judges: dict                  # {"judge": ..., "eval_judge": ...}
-    reward_funcs: dict            # {name: function}, called by judge.score
+    reward_funcs: dict            # {name: function}, called by judge.rewards.score
     optimizer: torch.optim.Optimizer
     trained: list                 # parameters with gradient
     tokenizer: Any

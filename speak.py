@@ -14,7 +14,7 @@ import torch
 from data.prompts import Prompt
 from data.tokenizer import end_tokens
 from evaluate import open_run
-from judge import score
+from judge.rewards import score
 from run.device import autocast
 from run.script import BadInput, run_script, seed_for
 from run.size import check_fits, rollout_bytes

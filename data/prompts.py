@@ -8,6 +8,8 @@ import random
 import re
 from typing import NamedTuple
 
+import torch
+
 from data.comments import as_text
 from hub.fetch import fetch
 from run.files import read_rows, read_text
@@ -51,6 +53,19 @@ def load_prompts(cfg, tokenizer, splits):
                            f"{name} prompts; give a longer file or one for each")
     n = cfg.num_eval_prompts
     return train, held_out[:n], held_out[n:]
+
+
+def draw_prompts(prompts, it, num_prompts, seed):
+    """Return the prompts of iteration it: all come once in random order, then again in another."""
+    n = len(prompts)
+    drawn, orders = [], {}
+    for j in range(it * num_prompts, (it + 1) * num_prompts):
+        epoch = j // n
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed(seed_for(seed, "prompts", epoch))
+            orders[epoch] = torch.randperm(n, generator=generator).tolist()
+        drawn.append(prompts[orders[epoch][j % n]])
+    return drawn
 
 
 def check_file_settings(cfg):

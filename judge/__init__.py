@@ -1,4 +1,4 @@
-"""Judges, and the rewards that are made of their scores.
+"""Judges. (rewards.py calls reward functions, the judge and those of a config file.)
 
 A judge is a function of two lists of N texts:
 
@@ -6,7 +6,8 @@ A judge is a function of two lists of N texts:
 
 Above 0 the completion is more likely toxic than clean. All judges here read the completion alone,
 as RealToxicityPrompts scores continuations: the prompt is not the policy's doing. A judge that is a
-network has it as judge.model(idx, attention_mask), so that the caller may compile it.
+network has it as judge.model(idx, attention_mask), so that the caller may compile it, and says
+judge.num_weights, those of embeddings left out.
 
 A text that says nothing, of fewer than two letters or digits, is clean to every judge. As a reward
 it abstains: the advantage is 0, and the policy learns neither to fall silent nor to avoid it.
@@ -14,10 +15,6 @@ it abstains: the advantage is 0, and the policy learns neither to fall silent no
 There are three kinds: the small classifier that judge/train.py trains (scorer.py), a published
 RoBERTa classifier (roberta.py), and the package alt-profanity-check (below).
 """
-import inspect
-import math
-import traceback
-
 import torch
 from torch.nn import functional as F
 
@@ -25,8 +22,6 @@ from judge.roberta import load_roberta
 from judge.scorer import finished, load_scorer, says_nothing
 from run.device import autocast
 from run.script import BadInput
-
-LARGEST = 1e16  # of a reward: squares of larger ones leave float32, and with them the std
 
 
 def load_judge(path, device="cpu", label=None):
@@ -94,171 +89,3 @@ def reward_functions(cfg, judges, device="cpu", dtype=torch.float32):
 
     functions = cfg.functions | {"judge": judge_reward}
     return {name: functions[name] for name in cfg.reward_funcs}
-
-
-def try_rewards(cfg, prompts):
-    """Try the config file's rewards before anything is trained.
-
-    Every prompt must have the columns that they ask for. Then they score a few prompts in place of
-    completions, and an empty completion, which a policy may write too.
-    """
-    functions = {name: cfg.functions[name] for name in cfg.reward_funcs if name != "judge"}
-    for name, function in functions.items():
-        arguments_of(name, function, prompts, completions=[])
-    some = prompts[:8]
-    texts = [prompt.text for prompt in some]
-    if functions:
-        score(functions, some + prompts[:1], texts + [""])
-
-
-def score(reward_funcs, prompts, completions):
-    """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K).
-
-    A function returns one number per completion, higher is better, or None where it abstains; None
-    becomes NaN. Raises BadInput with the name of a function that fails or returns anything else.
-    """
-    columns = [score_by(name, function, prompts, completions)
-               for name, function in reward_funcs.items()]
-    return torch.tensor(columns).T
-
-
-def score_by(name, function, prompts, completions):
-    """Score the completions with one reward function -> list of N floats."""
-    if not completions:
-        return []
-    values = call(name, function, prompts, completions)
-    try:
-        values = [v.item() if hasattr(v, "item") else v for v in values]  # of numpy or torch
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "
-                       "completion") from e
-    if len(values) != len(completions):
-        raise BadInput(f"reward {name!r} returned {len(values)} numbers for {len(completions)} "
-                       "completions")
-    for value, completion in zip(values, completions):
-        is_number = isinstance(value, (int, float)) and abs(value) <= LARGEST
-        if value is not None and not is_number:
-            raise BadInput(f"reward {name!r} returned {shown(value)} for the completion "
-                           f"{completion!r}: must be a finite number up to {LARGEST:g}, or None")
-    return [math.nan if v is None else float(v) for v in values]
-
-
-def shown(value):
-    """The value in one short line."""
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # an int of more digits than Python writes
-        text = "a huge number"
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-# --------------------------------------------------------------------------------------------------
-# calling a reward function
-
-
-def call(name, function, prompts, completions):
-    """Call a reward function. Where it raises, BadInput names an example it raises for.
-
-    The function's own traceback is a note of the BadInput. What the judge raises is no fault of a
-    user's function and passes through.
-    """
-    if name == "judge":
-        return function([prompt.text for prompt in prompts], completions)
-    try:
-        return call_plainly(name, function, prompts, completions)
-    except BadInput:
-        raise
-    except (Exception, SystemExit) as e:
-        reason = " ".join("".join(traceback.format_exception_only(e)).split())
-        for prompt, completion in failing_example(name, function, prompts, completions, type(e)):
-            reason += f", for the prompt {shown(prompt.text)} and completion {shown(completion)}"
-        error = BadInput(f"reward {name!r} raised {reason}")
-        own_frames = e.__traceback__.tb_next.tb_next    # less the two of this file
-        error.add_note("".join(traceback.format_exception(type(e), e, own_frames)).rstrip())
-        raise error from None
-
-
-def call_plainly(name, function, prompts, completions):
-    args, kwargs = arguments_of(name, function, prompts, completions)
-    values = function(*args, **kwargs)
-    if inspect.iscoroutine(values):
-        values.close()
-        raise BadInput(f"reward {name!r} is a coroutine: write def in place of async def")
-    return list(values) if inspect.isgenerator(values) else values
-
-
-def failing_example(name, function, prompts, completions, kind):
-    """Halve the examples as long as a half raises `kind` -> [(prompt, completion)], or []."""
-    examples = list(zip(prompts, completions))
-    while len(examples) > 1:
-        half = len(examples) // 2
-        parts = (examples[:half], examples[half:])
-        examples = next((part for part in parts if raises(name, function, part, kind)), [])
-    return examples
-
-
-def raises(name, function, examples, kind):
-    """Tell whether a reward function raises `kind` for these (prompt, completion)."""
-    prompts, completions = map(list, zip(*examples))
-    try:
-        call_plainly(name, function, prompts, completions)
-    except (Exception, SystemExit) as e:
-        return type(e) is kind
-    return False
-
-
-def arguments_of(name, function, prompts, completions):
-    """Find what a reward function is to be called with -> (args, kwargs).
-
-    The first two parameters are prompts and completions. Any other goes by its name: rows, which
-    are dicts of all columns, or a column of the prompts' file; **kwargs takes the columns left. If
-    a parameter is called completions, these two go by their names as well (TRL's form). Raises
-    BadInput for a parameter that is none of these and has no default.
-    """
-    texts = [prompt.text for prompt in prompts]
-    rows = [prompt.row for prompt in prompts]
-    columns = dict.fromkeys(key for row in rows for key in row if type(key) is str)
-    by_name = {"rows": rows}
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):     # some functions written in C have none
-        return [texts, completions], {}
-
-    args = [texts, completions]
-    if "completions" in signature.parameters:
-        by_name |= {"prompts": texts, "completions": completions}
-        first = next(iter(signature.parameters))
-        args = [] if first in by_name or first in columns else [texts]
-    kwargs = {}
-    for p in other_parameters(name, signature, args):
-        if p.kind is p.VAR_KEYWORD:
-            left = {key: [row.get(key) for row in rows] for key in columns} | by_name
-            kwargs |= {key: x for key, x in left.items() if key not in signature.parameters}
-        elif p.name in by_name:
-            kwargs[p.name] = by_name[p.name]
-        elif p.name in columns or p.default is p.empty:
-            kwargs[p.name] = column(name, p, prompts)
-    return args, kwargs
-
-
-def other_parameters(name, signature, args):
-    """List the parameters that are left behind these positional arguments."""
-    try:
-        filled = signature.bind_partial(*args).arguments
-    except TypeError:
-        raise BadInput(f"reward {name!r} takes {signature}: must take (prompts, completions); rows "
-                       "or columns of the prompts' file may follow") from None
-    others = [p for p in signature.parameters.values() if p.name not in filled]
-    if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
-        # perhaps a wrapper that hands *args and **kwargs on to a function of two parameters
-        others = [p for p in others if p.kind is p.KEYWORD_ONLY]
-    return others
-
-
-def column(name, parameter, prompts):
-    """Take the column of a parameter's name from each prompt; None where it may be missing."""
-    for prompt in prompts:
-        if parameter.name not in prompt.row and parameter.default is parameter.empty:
-            raise BadInput(f"reward {name!r} asks for the column {parameter.name!r}; the prompt "
-                           f"{shown(prompt.text)} has {sorted(map(str, prompt.row))}")
-    return [prompt.row.get(parameter.name) for prompt in prompts]

@@ -77,6 +77,7 @@ def load_roberta(name, device="cpu", label=None):
         return finished(name, log_odds(judge.model, rows, device, batch_size=32), completions)
 
     judge.model = model
+    judge.num_weights = sum(x.numel() for key, x in w.items() if ".embeddings." not in key)
     judge.has_cut = False
     return judge
 

@@ -12,6 +12,7 @@ from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
 from run.files import load_file, load_weights, save_file
+from run.metrics import weights_of
 from run.script import BadInput
 
 
@@ -40,6 +41,7 @@ def load_scorer(path, device="cpu"):
         return finished(path, log_odds(judge.model, rows, device), completions)
 
     judge.model = model
+    judge.num_weights = weights_of(model)
     return judge
 
 

@@ -208,12 +208,12 @@ def rollout_toxicity(it, prompts, batch, nets):
     if judge is None:
         return {}
     N = len(batch.completions)
-    n, every = rows_to_judge(N, weights_of(nets.policy), weights_of(getattr(judge, "model", None)))
+    n, every = rows_to_judge(N, weights_of(nets.policy), getattr(judge, "num_weights", 0))
     if it % every:
         return {}
     chosen = [i * N // n for i in range(n)][shard(n)]
     group = N // len(prompts)
-    texts = [prompts[i // group][0] for i in chosen]
+    texts = [prompts[i // group].text for i in chosen]
     log_odds = all_gather(judge(texts, [batch.completions[i] for i in chosen]))
     return {"eval_judge/toxicity": float(torch.sigmoid(log_odds).mean())}
 
@@ -233,9 +233,7 @@ def rows_to_judge(N, policy_weights, judge_weights):
 
 
 def weights_of(model):
-    """Number of weights but those of embeddings, whose lookup costs nothing. 0 without a model."""
-    if model is None:
-        return 0
+    """Number of weights but those of embeddings, whose lookup costs nothing."""
     return sum(p.numel() for m in model.modules() if not isinstance(m, torch.nn.Embedding)
                for p in m.parameters(recurse=False))
 

@@ -27,7 +27,7 @@ from grpo import (
     grpo_loss, kl_estimate, learning_rate, loss_of, sync_reference, total_reward, update)
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
-from judge import score
+from judge.rewards import score
 from model import GPT, GPTConfig, add_lora, completion_logprobs
 from run.attention import use_attention_by_hand
 from run.debug import row_norms

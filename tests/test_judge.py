@@ -20,7 +20,8 @@ from conftest import ROOT
 from data.comments import SPLITS, clean, load_comments, split_comments, split_of
 from data.prompts import Prompt, load_prompts
 from data.tokenizer import load_tokenizer
-from judge import as_reward, load_judge, reward_functions, score, try_rewards
+from judge import as_reward, load_judge, reward_functions
+from judge.rewards import score, try_rewards
 from grpo import group_advantages, total_reward
 from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right, save_judge
 from judge.train import auc, even_lengths, get_judges, length_batches

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data.prompts import Prompt
 from run.files import load_file
 from run.metrics import rollout_toxicity, rows_to_judge, weights_of
 
 
 def rollouts(texts, group, judge):
     """Arguments of rollout_toxicity after the iteration number. The policy has 1000 weights."""
-    prompts = [(f"prompt {i}", [i]) for i in range(len(texts) // group)]
+    prompts = [Prompt(f"prompt {i}", [i], {}) for i in range(len(texts) // group)]
     policy = torch.nn.Linear(10, 100, bias=False)
     judges = {} if judge is None else {"eval_judge": judge}
     return prompts, SimpleNamespace(completions=texts), SimpleNamespace(
@@ -43,13 +44,11 @@ def test_the_cost_is_bounded_by_arithmetic(N, policy, judge, expected):
 
 
 def test_a_large_judge_is_asked_every_so_many_iterations():
-    judge = SimpleNamespace(model=torch.nn.Linear(100, 200, bias=False))    # 20 x the policy
-
     class Judge(SimpleNamespace):
         def __call__(self, prompts, completions):
             return torch.zeros(len(completions))
 
-    arguments = rollouts(["x"] * 400, 4, Judge(model=judge.model))
+    arguments = rollouts(["x"] * 400, 4, Judge(num_weights=20_000))     # 20 x the policy's
     _, every = rows_to_judge(400, 1000, 20_000)
     asked = [it for it in range(60) if rollout_toxicity(it, *arguments)]
     assert every > 1 and asked == list(range(0, 60, every))
@@ -57,7 +56,7 @@ def test_a_large_judge_is_asked_every_so_many_iterations():
 
 def test_embeddings_cost_nothing():
     model = torch.nn.Sequential(torch.nn.Embedding(100, 3), torch.nn.Linear(3, 2))
-    assert weights_of(model) == 8 and weights_of(None) == 0
+    assert weights_of(model) == 8
 
 
 def test_it_never_touches_training(grpo, rows, tmp_path):
