@@ -413,20 +413,20 @@ def select(influence, how, fraction=0.5, generator=None):
 
 
 def check_number(number):
-    """ValueError unless a target function returned a number that gradients can come from."""
+    """Ends the run unless a target function returned a number that gradients can come from."""
     is_number = isinstance(number, torch.Tensor) and number.numel() == 1 and number.requires_grad
     if not is_number or not number.isfinite():
-        raise ValueError(f"target returned {number!r}: must be one finite number as a tensor that "
-                         "depends on the policy's weights, computed without no_grad")
+        raise SystemExit(f"stopped: target returned {number!r}: must be one finite number as a "
+                         "tensor that depends on the policy's weights, computed without no_grad")
 
 
 def check_weights(weights, scores):
-    """The factors (n,) that a weigh function returned, as a tensor like scores. ValueError unless
+    """The factors (n,) that a weigh function returned, as a tensor like scores. Ends the run unless
     they are one finite number per rollout."""
     found = torch.as_tensor(weights).detach().to(scores)
     if found.shape != scores.shape or not found.isfinite().all():
-        raise ValueError(f"weigh returned {weights!r}: must be one finite number for each of "
-                         f"{len(scores)} influences")
+        raise SystemExit(f"stopped: weigh returned {weights!r}: must be one finite number for each "
+                         f"of {len(scores)} influences")
     return found
 
 

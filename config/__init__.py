@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from config.check import check
 from run.files import read_text
-from run.script import BadInput, shown
+from run.script import BadInput, in_one_line, shown
 from run.trust import is_own
 
 
@@ -257,6 +257,9 @@ def load_settings(argv):
     if unused:
         raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
                        "reward_funcs, call it reward, or start its name with _")
+    for name in ("target", "weigh"):
+        if name in cfg.functions:
+            cfg.functions[name] = in_one_line(name, cfg.functions[name])
     return cfg.check()
 
 

@@ -4,11 +4,10 @@ What a user's function does wrong ends in one line that names the function and a
 """
 import inspect
 import math
-import traceback
 
 import torch
 
-from run.script import BadInput, shown
+from run.script import BadInput, shown, user_error
 
 LARGEST = 1e16  # of a reward: squares of larger ones leave float32, and with them the std
 
@@ -77,13 +76,10 @@ def call(name, function, prompts, completions):
     except BadInput:
         raise
     except (Exception, SystemExit) as e:
-        reason = " ".join("".join(traceback.format_exception_only(e)).split())
+        example = ""
         for prompt, completion in failing_example(name, function, prompts, completions, type(e)):
-            reason += f", for the prompt {shown(prompt.text)} and completion {shown(completion)}"
-        error = BadInput(f"reward {name!r} raised {reason}")
-        own_frames = e.__traceback__.tb_next.tb_next    # less the two of this file
-        error.add_note("".join(traceback.format_exception(type(e), e, own_frames)).rstrip())
-        raise error from None
+            example = f", for the prompt {shown(prompt.text)} and completion {shown(completion)}"
+        raise user_error(f"reward {name!r}", e, 2, example) from None   # skip two lines of this file
 
 
 def call_plainly(name, function, prompts, completions):

@@ -2,12 +2,14 @@
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import os
 import signal
 import socket
 import sys
 import threading
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,29 @@ def shown(value, most=80):
     except Exception:   # a number of 5,000 digits has none
         return f"<{type(value).__name__}>"
     return text if len(text) <= most else text[:most] + "..."
+
+
+def user_error(what, e, skip, example=""):
+    """BadInput in one line for what a user's own function raised, with its own lines of the
+    traceback as a note. skip: how many of the first lines are not the user's."""
+    reason = " ".join("".join(traceback.format_exception_only(e)).split())
+    error = BadInput(f"{what} raised {reason}{example}")
+    frames = e.__traceback__
+    for _ in range(skip):
+        frames = frames.tb_next
+    error.add_note("".join(traceback.format_exception(type(e), e, frames)).rstrip())
+    return error
+
+
+def in_one_line(name, function):
+    """A function of a config file, whose errors end in one line."""
+    @functools.wraps(function)
+    def call(*args):
+        try:
+            return function(*args)
+        except (Exception, SystemExit) as e:
+            raise user_error(name, e, skip=1) from None
+    return call
 
 
 @contextlib.contextmanager

@@ -543,7 +543,7 @@ def test_a_target_that_returns_something_else_is_told(number, said):
     functions = cfg.functions | {"target": lambda policy, tokenizer, batch: number}
     cfg = replace(cfg, tracin="target", functions=functions).check()
     batch = sample(gpt(), cfg)
-    with pytest.raises(ValueError, match=f"target returned.*{said}"):
+    with pytest.raises(SystemExit, match=f"target returned.*{said}"):
         step(gpt(), batch, cfg)
 
 
@@ -553,8 +553,19 @@ def test_weights_that_are_not_a_number_a_row_are_told(weights):
     functions = cfg.functions | {"weigh": lambda influence: weights}
     cfg = replace(cfg, tracin="self", tracin_select="weigh", functions=functions).check()
     batch = sample(gpt(), cfg)
-    with pytest.raises(ValueError, match="weigh returned"):
+    with pytest.raises(SystemExit, match="weigh returned"):
         step(gpt(), batch, cfg)
+
+
+@pytest.mark.parametrize("name, setting", (("target", "tracin"), ("weigh", "tracin_select")))
+def test_a_function_that_raises_is_one_line_and_its_own_traceback(name, setting, tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(f"tracin = 'self'\n{setting} = {name!r}\ndef {name}(*given):\n    1 / 0\n")
+    function = load_settings([str(config)]).functions[name]
+    with pytest.raises(BadInput, match=f"^{name} raised ZeroDivisionError: division by zero$") as e:
+        function(None)
+    note, = e.value.__notes__
+    assert "1 / 0" in note and "script.py" not in note, "only the function's own lines"
 
 
 @pytest.mark.parametrize("knobs, said", (
