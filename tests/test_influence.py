@@ -562,8 +562,9 @@ def test_a_function_that_raises_is_one_line_and_its_own_traceback(name, setting,
     config = tmp_path / "config.py"
     config.write_text(f"tracin = 'self'\n{setting} = {name!r}\ndef {name}(*given):\n    1 / 0\n")
     function = load_settings([str(config)]).functions[name]
-    with pytest.raises(BadInput, match=f"^{name} raised ZeroDivisionError: division by zero$") as e:
+    with pytest.raises(BadInput) as e:
         function(None)
+    assert str(e.value) == f"{name} raised ZeroDivisionError: division by zero"
     note, = e.value.__notes__
     assert "1 / 0" in note and "script.py" not in note, "only the function's own lines"
 
