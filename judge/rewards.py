@@ -79,7 +79,7 @@ def call(name, function, prompts, completions):
         example = ""
         for prompt, completion in failing_example(name, function, prompts, completions, type(e)):
             example = f", for the prompt {shown(prompt.text)} and completion {shown(completion)}"
-        raise user_error(f"reward {name!r}", e, 2, example) from None   # skip two lines of this file
+        raise user_error(f"reward {name!r}", e, 2, example) from None   # 2: the lines of this file
 
 
 def call_plainly(name, function, prompts, completions):
