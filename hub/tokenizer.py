@@ -305,9 +305,12 @@ def gguf_tokenizer(metadata, source="the GGUF file"):
             raise BadInput(f"{source}: tokenizer.ggml.tokens or tokenizer.ggml.merges is missing "
                            "or no list of texts")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    return Tokenizer(source, vocabulary, merges, GGUF_PATTERNS[pre], nfc=pre == "qwen2",
-                     eos=value("eos_token_id"), bos=value("bos_token_id"),
-                     pad=value("padding_token_id"))
+    tokenizer = Tokenizer(source, vocabulary, merges, GGUF_PATTERNS[pre], nfc=pre == "qwen2",
+                          eos=value("eos_token_id"), bos=value("bos_token_id"),
+                          pad=value("padding_token_id"))
+    ends = [value("eot_token_id"), value("eom_token_id")]   # of a turn, of a message
+    tokenizer.end_tokens = all_ends([dict(eos_token_id=ends)], tokenizer)
+    return tokenizer
 
 
 # --------------------------------------------------------------------------------------------------

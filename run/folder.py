@@ -30,8 +30,6 @@ def claimed_folder(cfg):
     BadInput for what cannot be written or gone on with, and where a live run has the folder that
     --resume=True asks for.
     """
-    check_path("out_dir", cfg.out_dir)
-    check_path("cache_dir", cfg.cache_dir)
     wanted = cfg.out_dir.rstrip("/") or "/"
     try:
         folder, state, lock = resumed(wanted, cfg) if cfg.resume else first_fit(wanted, cfg)
@@ -207,16 +205,6 @@ def owner(folder):
         with open(os.path.join(folder, LOCK), encoding="utf-8") as f:
             return f.read(200) or "another process"
     return "another process"
-
-
-def check_path(name, path):
-    """Refuses a folder's name that cannot be one, or cannot be printed."""
-    try:
-        odd = not path or "\0" in path or not path.encode()
-    except UnicodeEncodeError:
-        odd = True
-    if odd:
-        raise BadInput(f"{name} = {ascii(path)}: must name a folder, in UTF-8")
 
 
 def make_writable(name, folder):
