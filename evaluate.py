@@ -77,12 +77,13 @@ def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
     prompts = [prompt.ids for prompt in nets.eval_prompts]
     part = shard(len(prompts))
+    eos = end_tokens(nets.tokenizer)
     with autocast(nets.device, nets.dtype):
         rollout = generate(
             policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"),
-            eos=end_tokens(nets.tokenizer), batch_size=AT_ONCE // k * k or k, part=part,
+            eos=eos, batch_size=AT_ONCE // k * k or k, part=part,
             decode=saying_how_far(len(prompts[part]) * k, drop="retire" in cfg.speed))
-    return concatenate(all_gather_rollout(rollout), nets.tokenizer.eot_token)
+    return concatenate(all_gather_rollout(rollout), eos[0])
 
 
 def saying_how_far(total, **more):

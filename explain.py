@@ -134,7 +134,7 @@ def say_target(cosines):
     mean = sum(cosines) / len(cosines)
     word = "part signal, part noise"
     if mean < 0.1:
-        word = "mostly noise, so what is kept is largely chance (more prompts would help)"
+        word = "mostly noise (more prompts would help)"
     elif mean > 0.5:
         word = "mostly signal"
     third = -(-len(cosines) // 3)

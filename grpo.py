@@ -77,7 +77,7 @@ def train(nets, cfg, run):
         batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), log)
 
         # loss and step; with influence, only from the rows that help a target
-        target = collect_target(nets, it, cfg)      # None: off, or the batch itself
+        target = collect_target(nets, it, cfg)      # None: no held-out rollouts
         metrics = update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), log,
                          first=it == run.start)
         log.stepped()
@@ -115,8 +115,8 @@ def collect(nets, prompts, cfg, seed, log=quiet):
 def update(nets, batch, target, cfg, seed, log=quiet, first=False):
     """num_iterations passes over the batch, an optimizer step per mini-batch -> metrics.
 
-    target: what influence scores rows against; None: the batch itself. first: the first iteration
-    of a run, which stops if the trainer's log-probs are not the sampler's, or if influences do not
+    target: held-out rollouts that influence scores rows against, or None. first: the first
+    iteration of a run, which stops if the trainer's log-probs are not the sampler's, or if influences do not
     agree with a plain backward.
     """
     meter = Meter(nets, batch, cfg, log)
@@ -149,7 +149,7 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
             found = influence.keep_helpful(target, select_seed, check)  # .grad <- rows that help
             meter.add_influence(found)
             if not batch.weights[step.rows].any():
-                continue                            # no row helps: no step
+                continue                            # no row helps: no step, and no .grad
         else:
             sum_gradients(nets.trained)     # over processes; the tape has done so
 
@@ -171,8 +171,8 @@ class Batch:
     """What an iteration learns from, the rows of a prompt side by side."""
     rollout: Rollout
     advantages: torch.Tensor          # (N,) from the rewards, less beta * KL if kl_in = "reward"
-    mask: torch.Tensor                # (N, T) tokens that carry loss
-    policy_mask: torch.Tensor = None  # (N, T) those that carry the policy gradient; None: all
+    mask: torch.Tensor                # (N, T) tokens that carry loss: at most rollout.chosen
+    policy_mask: torch.Tensor = None  # (N, T) which of them carry the policy gradient; None: all
     ref_logp: torch.Tensor = None     # (N, T) None at beta 0
     completions: list = None          # N texts
     scores: torch.Tensor = None       # (N, K) by each reward function, on the CPU
@@ -216,7 +216,7 @@ def sample_groups(nets, prompts, cfg, seed):
             cfg.num_generations, cfg.max_completion_length, seed=seed,
             batch_size=cfg.decode_batch_size, part=shard(len(prompts)), eos=eos,
             temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
-    return concatenate(all_gather_rollout(rollout), nets.tokenizer.eot_token)
+    return concatenate(all_gather_rollout(rollout), eos[0])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def reference_logprobs(nets, rollout, cfg):
     with autocast(nets.device, nets.dtype):
         for rows in micro_batches(rollout.mask.sum(1), cfg):    # of this process
             ref_logp[rows] = nets.logprobs(nets.reference_fn, rollout[rows], cfg.temperature)
-    all_reduce([ref_logp])
+    all_reduce([ref_logp])      # each process has filled in its own rows
     return ref_logp
 
 
@@ -374,8 +374,8 @@ def grpo_loss(
 
     check_shapes(logp, ref_logp=ref_logp)
     kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)        # (n, T)
-    weighted_kl = kl * ratio if cfg.corrects_kl else kl
-    loss = policy_loss + cfg.beta * aggregate(weighted_kl * w, mask, step, cfg)
+    corrected_kl = kl * ratio if cfg.corrects_kl else kl
+    loss = policy_loss + cfg.beta * aggregate(corrected_kl * w, mask, step, cfg)
     return loss, LossTerms(policy_loss.detach(), ratio.detach(), kl.detach())
 
 
@@ -429,7 +429,8 @@ def aggregate(x, mask, step, cfg):
     bnpo         the tokens of these rows: the one type that depends on micro-batches
     dapo, cispo  the tokens of the step
 
-    A new loss_type has its divisor here, and its unit in tracin.Influence.normalizer.
+    Who adds a loss_type says here what it is divided by, in tracin.Influence.normalizer whether
+    these are rows or tokens, and its name in config/check.py.
     """
     x = x * mask
     if cfg.loss_type in ("grpo", "sapo"):
@@ -462,15 +463,17 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
     version of it.
     """
     b = batch[rows]
-    weights = batch.weights[rows] if step.epoch > 0 else None   # in the first pass: keep_helpful
+    weights = None
+    if step.epoch > 0:      # in the first pass keep_helpful weighs the rows, after the backward
+        weights = batch.weights[rows]
 
     def loss_and_terms(logp):
         old_logp = logp.detach() if record_logp else b.rollout.logp
         return grpo_loss(
             logp, old_logp, b.ref_logp, b.advantages, b.mask, b.policy_mask, step, cfg, weights)
 
-    # what backward() will start from. The plain head ignores it. The fused head keeps no logits, so
-    # it asks for this in the forward, forms its gradients there and hands them out in the backward
+    # The fused head forms its gradients during the forward pass, so it must know the scalar that
+    # backward() will start from. The plain head ignores this.
     def backward_from(logp):
         return (logp * b.mask).sum() if record_logp else loss_and_terms(logp)[0]
 
@@ -486,8 +489,8 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
 
 
 def mean_entropy(nets, policy, b, step, cfg, weights):
-    """Of the tokens with loss, by a forward pass of its own: the share of these rows in the step's
-    mean, whatever loss_type divides by."""
+    """These rows' part of the mean entropy over all tokens of the step that carry loss, whatever
+    loss_type divides by. Runs a forward pass of its own."""
     with autocast(nets.device, nets.dtype):
         entropies = completion_entropies(policy, b.rollout, cfg.temperature)        # (n, T)
     if weights is not None:
@@ -629,7 +632,7 @@ def read_inputs(cfg):
     base = load_policy(cfg)
     for path, label in ((cfg.judge, cfg.judge_label), (cfg.eval_judge, cfg.eval_judge_label)):
         if path not in (None, "train"):
-            load_judge(path, label=label)
+            load_judge(path, label=label)       # only to see that it loads
     tokenizer = get_tokenizer(cfg)
     splits = get_splits(cfg)
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, splits)
@@ -652,7 +655,7 @@ def prepare(cfg, given, stop=lambda: False):
     if any(all_gather([stop()])):
         raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
     nets = build(cfg, given, base, judges)
-    check_method(nets, cfg, collect, optimizer_steps, loss_of)      # is it still GRPO?
+    check_method(nets, cfg, collect, optimizer_steps, loss_of)  # signs, groups, masks: still GRPO?
     check_tape(nets, cfg)
     return nets
 
@@ -720,7 +723,7 @@ def main(argv):
         if cfg.debug_step:
             take_apart(nets, cfg, grpo=sys.modules[__name__])
             return
-        run.begin(nets)                 # anew, or from the checkpoint of --resume=True
+        run.begin(nets)                 # anew, or from the checkpoint of an interrupted run
         train(nets, cfg, run)
         run.finish()                    # the table of before and after
 

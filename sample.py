@@ -1,5 +1,5 @@
 """
-Sampling completions with a KV cache. Needs nothing of the project but model.py.
+Sampling completions with a KV cache. Imports nothing of the project; samples from model.GPT.
 
     python sample.py out/toxicity --prompt="You are"        # lets a trained policy speak
 
@@ -30,7 +30,7 @@ class Rollout:
     chosen: torch.Tensor           # (N, T) True on those that the policy drew: none that was forced
     logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 if not chosen
     entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 if not chosen
-    ended: torch.Tensor            # (N,) True where the end token was drawn
+    ended: torch.Tensor            # (N,) True where an end token ended the row
     allowed: torch.Tensor = None   # (N, T, V) tokens that truncated sampling could draw; None: all
 
     def __getitem__(self, rows):
@@ -169,7 +169,7 @@ def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     token = draw(weights, noise[rows, t])                                           # (n,)
     log_total = total.log()
     logp = logits.gather(1, token[:, None])[:, 0] - log_total
-    entropy = log_total - (weights * logits).nansum(-1) / total                     # 0 * -inf is 0
+    entropy = log_total - (weights * logits).nansum(-1) / total                     # 0 * -inf counts as 0
     forced = ~r.chosen[rows, t]
     token = torch.where(forced, r.tokens[rows, column], token)
     over = r.ended[rows]

@@ -4,8 +4,8 @@ Influence of every row of a batch on a target, exact on the whole model, from on
     I_i = <grad L_i, grad L_target>       (TracIn, Pruthi et al. 2020, at one set of weights)
 
 Positive: a small step on row i lowers the target's loss, and a small step on the target lowers row
-i's. Only first order in the step is approximate: momentum, the size of the step and what rows do
-together are not in I_i.
+i's. I_i is exact to first order in the step: momentum, the size of the step and what rows do
+together are not in it.
 
 Every layer with parameters is linear in them, out = layer(a; theta). With b the gradient of out,
   - the score of row i against a target gradient G is <b_i, layer(a_i; G)>, over layers and tokens;
@@ -63,7 +63,8 @@ class Influence:
     # record
 
     def record(self, batch, step, on_policy):
-        """The tape, to record the rows of a step with. on_policy: no step since sampling."""
+        """Return the tape, a with block that records the rows of a step. on_policy: no optimizer
+        step since sampling."""
         self.batch = batch
         self.step = step
         self.one_backward = on_policy and serves_both(self.cfg, batch)
@@ -87,14 +88,14 @@ class Influence:
         if not self.one_backward:
             out.loss.backward()
             return out
-        slope, = torch.autograd.grad(out.loss, out.logp, retain_graph=True)  # one number per row
+        slope, = torch.autograd.grad(out.loss, out.logp, retain_graph=True)  # equal along a row
         mask = batch.mask[rows]
         self.loss_coef[positions] = slope.sum(1) / mask.sum(1).clamp(min=1)
         (out.logp * mask).sum().backward()
         return out
 
     def keep_helpful(self, target, seed, check):
-        """.grad <- the gradient of the recorded rows that help the target -> metrics.
+        """Writes the gradient of the selected rows to .grad. Returns metrics.
 
         target: (Batch, its rows that are the target), or None for the step's own rows. check: see
         check_scores. Fills in batch.influence and batch.weights.
@@ -423,7 +424,10 @@ def check_number(number):
 def check_weights(weights, scores):
     """The factors (n,) that a weigh function returned, as a tensor like scores. Ends the run unless
     they are one finite number per rollout."""
-    found = torch.as_tensor(weights).detach().to(scores)
+    try:
+        found = torch.as_tensor(weights).detach().to(scores)
+    except (TypeError, ValueError, RuntimeError):
+        found = scores.new_zeros(0)
     if found.shape != scores.shape or not found.isfinite().all():
         raise SystemExit(f"stopped: weigh returned {weights!r}: must be one finite number for each "
                          f"of {len(scores)} influences")

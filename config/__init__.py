@@ -133,11 +133,11 @@ class Settings:
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
     beta: float = 0.0                   # weight of the KL to the reference; 0: no reference pass
-    kl_estimator: str = "k3"            # k1, k2, k3 (Schulman 2020). In the loss k1 has no gradient
-                                        # on average; in the reward k2 and k3 hardly any
+    kl_estimator: str = "k3"            # k1, k2, k3 (Schulman 2020). In the loss plain k1 has no
+                                        # gradient on average; in the reward k2 and k3 hardly any
     kl_in: str = "loss"                 # or reward: beta * KL of the completion, off its reward
-    use_bias_correction_kl: bool | None = None # k1 or k3 times the ratio, in the loss: the exact
-                                        # gradient of the KL per token. None: where it applies
+    use_bias_correction_kl: bool | None = None # k1 or k3 times the ratio, in the loss: per token
+                                        # the exact gradient of the KL. None: where it applies
     entropy_coef: float = 0.0           # times the mean entropy of the tokens, off the loss
     top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
     mask_truncated_completions: bool = False   # completions cut at the limit carry no loss
@@ -153,7 +153,7 @@ class Settings:
     activation_checkpointing: bool = False     # recompute blocks in the backward: less memory,
                                         # a third slower. Influence keeps layers' inputs anyway
     learning_rate: float = 1e-4
-    warmup_iters: int = 0               # linear from 0
+    warmup_iters: int = 0               # linear; the first has 1 / warmup_iters of the rate
     lr_decay: str = "constant"          # or to 0 at max_iters: linear, cosine
     adam_beta1: float = 0.9
     adam_beta2: float = 0.99
@@ -177,7 +177,8 @@ class Settings:
     tracin_layers: tuple = ()           # score parameters with one of these in their name; (): all
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (the fast way); what
                                         # does not fit is contracted with the target's gradient
-    tracin_normalizer: str = "all"      # divide the loss by the tokens of all, or of the kept
+    tracin_normalizer: str = "all"      # divide the loss by the tokens (or rows) of all, or of the
+                                        # kept
 
     # evaluation: same prompts and seed each time, temperature 1, nothing truncated
     eval_interval: int = 50             # iterations; 0: only before and after

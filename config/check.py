@@ -158,6 +158,10 @@ def check_loss(cfg):
         raise BadInput(
             "multi_objective_aggregation = 'normalize_then_sum' with kl_in = 'reward': the KL is "
             "no reward of its own; set kl_in = 'loss'")
+    if cfg.multi_objective_aggregation == "normalize_then_sum" and cfg.zero_std_groups == "drop":
+        raise BadInput(
+            "zero_std_groups = 'drop' with multi_objective_aggregation = 'normalize_then_sum': "
+            "rewards of equal sums can differ; set zero_std_groups = 'keep'")
     if cfg.sync_ref_model and cfg.beta == 0:
         raise BadInput(
             "sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")

@@ -4,10 +4,10 @@ out_dir = "out/toxicity"
 max_iters = 40
 eval_interval = 20
 
-# The reward 1 - p(toxic) is flat where a completion is clean already. Dividing by the std of the
-# batch keeps it flat, so the step goes to the toxic completions. The logit and the std of the group
-# would stretch every group to the same spread: the policy would move towards whatever the judge
-# likes most, and its text would grow uniform.
+# The reward 1 - p(toxic) is near 1 for all clean completions. The std of the batch leaves their
+# small differences small, so the step goes to the toxic ones. The std of the group, or the logit,
+# would blow them up: the policy would move towards whatever the judge likes most, and its text
+# would grow uniform.
 judge_score = "probability"
 scale_rewards = "batch"
 learning_rate = 2e-4

@@ -10,7 +10,10 @@ _GOOD = ["Thank you for your help with this article.", "I agree with you.", "Thi
 
 
 def target(policy, tokenizer, batch):
-    """Mean log-prob per token of good comments, a number that should rise."""
+    """Mean log-prob per token of good comments, a number that should rise.
+
+    It is called with gradients on. batch is a grpo.Batch, the rollouts of this iteration.
+    """
     device = policy.wte.weight.device
     logps = []
     for text in _GOOD:

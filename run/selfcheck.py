@@ -3,11 +3,11 @@ Is this still GRPO? A planted batch goes through the functions of grpo.py before
 what comes out must be what plain arithmetic says. Takes a few hundredths of a second.
 
 It asks what holds for every GRPO: signs, groups, masks, and that padding and micro-batches change
-nothing. Only the divisors are those of the loss types known here. Who changes the method on purpose
+nothing. Only the divisors are those of the loss types known here. Whoever changes the method on purpose
 changes the check of that part too; its sentence names it.
 
 N = 8 rows: 4 completions of each of 2 prompts, T tokens at most. A completion repeats one token,
-which is its row's number and one.
+its row's number plus one.
 """
 import dataclasses
 import statistics
@@ -60,7 +60,7 @@ def check_advantages(method, nets, cfg):
     here = check_advantages
     plain = planted_batch(method, nets, dataclasses.replace(cfg, scale_rewards="none"))
     groups = plain.advantages.double().view(-1, G).tolist()
-    if any(abs(sum(group)) > 1e-3 for group in groups):
+    if not all(abs(sum(group)) <= 1e-3 for group in groups):       # NaN is not
         stop(here, "advantages: those of a prompt's completions do not add up to 0, so rows of "
                    "different prompts are in one group, or the baseline is not the group's mean")
     for advantages, rewards in zip(groups, grouped(REWARDS)):
@@ -70,7 +70,7 @@ def check_advantages(method, nets, cfg):
             stop(here, "advantages: they are in another order than the rewards of their group")
     scaled = planted_batch(method, nets, cfg).advantages.double()
     for advantages, rewards in zip(scaled.view(-1, G).tolist(), grouped(REWARDS)):
-        if order(advantages) != order(rewards) or abs(sum(advantages)) > 1e-3:
+        if order(advantages) != order(rewards) or not abs(sum(advantages)) <= 1e-3:
             stop(here, "advantages: completions of one prompt are divided by different numbers: "
                        "is the standard deviation taken along the wrong dimension?")
     spreads = [statistics.stdev(group) for group in scaled.view(-1, G).tolist()]
@@ -108,7 +108,7 @@ def check_policy_loss(method, nets, cfg):
     found = 1 / slope
     expected = expected[tokens]
     worst = int((found / expected - 1).abs().argmax())
-    if abs(found[worst] / expected[worst] - 1) > 1e-3:
+    if not abs(found[worst] / expected[worst] - 1) <= 1e-3:
         stop(here, f"divisor: with loss_type = {cfg.loss_type!r} a token's advantage is divided by "
                    f"{found[worst]:.4g} and not by {expected[worst]:.4g}")
 
@@ -121,7 +121,7 @@ def check_padding(method, nets, cfg):
         _, loss, _ = loss_and_gradient(method, nets, batch, cfg, torch.arange(3))
         losses.append(loss)
     narrow, wide = losses
-    if abs(wide - narrow) > 1e-4 * (1 + abs(narrow)):
+    if not abs(wide - narrow) <= 1e-4 * (1 + abs(narrow)):
         stop(check_padding, "mask: padding changes the loss: some sum or mean is over positions "
                             "that hold no token")
 
@@ -133,7 +133,7 @@ def check_micro_batches(method, nets, cfg):
     batch = planted_batch(method, nets, cfg)
     step, whole, _ = loss_and_gradient(method, nets, batch, cfg)
     parts = [loss_and_gradient(method, nets, batch, cfg, rows)[1] for rows in step.rows.split(3)]
-    if abs(sum(parts) - whole) > 1e-4 * (1 + abs(whole)):
+    if not abs(sum(parts) - whole) <= 1e-4 * (1 + abs(whole)):
         stop(check_micro_batches, f"divisor: the losses of micro-batches add up to {sum(parts):.4g}"
                                   f", that of the step is {whole:.4g}: divide by what `step` counts"
                                   ", not by what the micro-batch holds")

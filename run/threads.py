@@ -124,4 +124,4 @@ class Pace:
             self.on = False
             print(f"note: {self.name} takes {seconds:.2f} s, {seconds / usual:.0f} times the "
                   "median so far. Is another process busy? Ctrl-C, which saves, then go on with "
-                  "--threads=1 or OMP_NUM_THREADS=1", flush=True)
+                  "--resume=True --threads=1", flush=True)

@@ -3,6 +3,7 @@
 The key is made at first use and stays in the user's cache. A text that another machine, another
 user or nobody signed is a stranger's: it is executed only with --trust=True.
 """
+import contextlib
 import hashlib
 import hmac
 import os
@@ -19,7 +20,9 @@ def user_key(make=False):
             new = f"{path}.{os.getpid()}.tmp"
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
                 f.write(secrets.token_bytes(32))
-            os.rename(new, path)
+            with contextlib.suppress(FileExistsError):      # another run was first
+                os.link(new, path)
+            os.remove(new)
         with open(path, "rb") as f:
             key = f.read()
     except OSError:
@@ -38,4 +41,5 @@ def signature_of(source, make=False):
 def is_own(source, signature):
     """True if this user's key signed the text."""
     right = signature_of(source)
-    return right is not None and hmac.compare_digest(right, str(signature))
+    found = str(signature).encode("utf-8", "surrogatepass")
+    return right is not None and hmac.compare_digest(right.encode(), found)
