@@ -16,6 +16,7 @@ from data.prompts import load_prompts
 from data.tokenizer import end_tokens
 from judge import as_reward, reward_functions
 from judge.rewards import score
+from judge.scorer import says_nothing
 from judge.train import get_judges
 from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
@@ -41,8 +42,8 @@ def evaluate(nets, policy, cfg):
     For each judge: mean toxicity, the share of completions at or above 0.5, and over the
     completions of one prompt the expected maximum and whether any is toxic (Gehman et al. 2020).
     Then perplexity under the frozen starting policy, distinct-n (Li et al. 2016), mean length in
-    tokens and the share that ended by themselves. nets needs base, judges, reward_funcs, tokenizer,
-    eval_prompts, device and dtype.
+    tokens, the share that ended by themselves and the share that say nothing. nets needs base,
+    judges, reward_funcs, tokenizer, eval_prompts, device and dtype.
     """
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
@@ -59,7 +60,8 @@ def evaluate(nets, policy, cfg):
     measures = {}
     for name, function in nets.reward_funcs.items():
         if name == "judge":
-            rewards = as_reward(log_odds["judge"], cfg.judge_score)
+            silent = torch.tensor([says_nothing(text) for text in completions])
+            rewards = as_reward(log_odds["judge"], cfg.judge_score).masked_fill(silent, math.nan)
         else:
             rewards = all_gather(score({name: function}, asked[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
@@ -70,6 +72,7 @@ def evaluate(nets, policy, cfg):
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
+    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
     return measures, completions[::k]
 
 

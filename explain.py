@@ -313,7 +313,8 @@ def row_loss(policy, weights, tokens, slope, allowed, temperature):
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -math.inf)
     targets = tokens[-len(slope):, None]
-    return (slope * logits.log_softmax(-1).gather(1, targets)[:, 0]).sum()
+    logp = logits.log_softmax(-1).gather(1, targets)[:, 0]
+    return (slope * logp.masked_fill(slope == 0, 0)).sum()      # a forced token may not be allowed
 
 
 def derivative(method, policy, D, *row):
@@ -353,6 +354,9 @@ def check_arithmetic(folder, cfg, rows, method, count):
     """Section 4: takes the first step after a checkpoint again and prints its influences beside
     those of samples.jsonl and, for `count` rollouts, beside those by another method in float64."""
     print("\n4. Is the arithmetic right? Errors are relative to the largest influence")
+    if cfg.entropy_coef and method != "ghost":
+        print(f"  entropy_coef = {cfg.entropy_coef:g}: {method} knows log-probs only: left out")
+        method = "ghost"
     for name, checkpoint in checkpoints(folder):
         it = checkpoint["iteration"]
         recorded = [row for row in rows if row["iteration"] == it + 1]

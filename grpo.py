@@ -22,6 +22,7 @@ The arithmetic is TRL's, but for these departures, whose reasons docs/trl.md giv
   10  ref_model_sync_steps counts iterations
   11  a mini-batch without a token that carries loss is no step
   12  entropy_coef takes the mean over all tokens with loss, also with top_entropy_quantile
+  13  a reward function that abstains counts as its mean over the group
 Left out: a critic, tools, several turns.
 """
 import contextlib
@@ -97,7 +98,7 @@ def collect(nets, prompts, cfg, seed, log=quiet):
 
     # score: a number per completion and reward function, then their weighted sum
     scores = score_rows(nets.reward_funcs, prompts, completions, cfg)               # (N, K)
-    rewards = total_reward(scores, cfg.reward_weights)                              # (N,)
+    rewards = total_reward(scores, cfg.reward_weights, cfg.num_generations)         # (N,)
     log.scored(rewards)
 
     # advantage: the group is its own baseline, so there is no critic
@@ -116,8 +117,8 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
     """num_iterations passes over the batch, an optimizer step per mini-batch -> metrics.
 
     target: held-out rollouts that influence scores rows against, or None. first: the first
-    iteration of a run, which stops if the trainer's log-probs are not the sampler's, or if influences do not
-    agree with a plain backward.
+    iteration of a run, which stops if the trainer's log-probs are not the sampler's, or if
+    influences do not agree with a plain backward.
     """
     meter = Meter(nets, batch, cfg, log)
     steps_taken = 0
@@ -231,9 +232,12 @@ def score_rows(reward_funcs, prompts, completions, cfg):
     return all_gather(score(reward_funcs, asked[mine], completions[mine]))
 
 
-def total_reward(scores, weights):
-    """Weighted sum (N,) of scores (N, K) without NaN, an abstention; NaN if all abstain."""
-    total = (scores * torch.tensor(weights)).nansum(1)
+def total_reward(scores, weights, num_generations):
+    """Weighted sum (N,) of scores (N, K) by group. Where a function abstains (NaN) it counts as its
+    mean over the group, which favours nobody; NaN if all abstain."""
+    groups = scores.view(-1, num_generations, scores.shape[1])                      # (B, G, K)
+    filled = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True)).view_as(scores)
+    total = (filled * torch.tensor(weights)).nansum(1)
     return total.masked_fill(scores.isnan().all(1), math.nan)
 
 
@@ -263,8 +267,10 @@ def decoupled_advantages(scores, weights, num_generations):
     """Advantages (N,) from scores (N, K) that are normalised in their group before they are summed,
     so that none drowns another; the sum is normalised over the batch (GDPO, Liu et al. 2026)."""
     parts = torch.stack([group_advantages(r, num_generations) for r in scores.T], 1)    # (N, K)
-    r = total_reward(parts.masked_fill(scores.isnan(), math.nan), weights)              # (N,)
-    return ((r - r.nanmean()) / (nanstd(r) + 1e-4)).nan_to_num(0)
+    known = parts.masked_fill(scores.isnan(), math.nan)
+    r = total_reward(known, weights, num_generations)                                   # (N,)
+    advantages = (r - r.nanmean()) / (nanstd(r) + 1e-4)
+    return advantages.masked_fill(r.isnan() | (parts == 0).all(1), 0)
 
 
 def nanstd(r):
@@ -495,7 +501,7 @@ def mean_entropy(nets, policy, b, step, cfg, weights):
         entropies = completion_entropies(policy, b.rollout, cfg.temperature)        # (n, T)
     if weights is not None:
         entropies = entropies * weights[:, None]
-    return (entropies * b.mask).sum() / step.num_tokens
+    return (entropies * b.mask).sum() / max(step.num_tokens, 1)
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
@@ -539,11 +545,14 @@ def optimizer_steps(batch, cfg, seed):
             generator = torch.Generator().manual_seed(seed_for(seed, epoch))
             rows = rows[torch.randperm(len(rows), generator=generator).to(device)]
         for mini in rows.split(cfg.mini_batch_size or N):
+            num_rows = len(mini)
             num_tokens = int(batch.mask[mini].sum())
-            if epoch > 0 and cfg.tracin != "off" and not batch.weights[mini].any():
-                continue        # influence kept none of them
-            if num_tokens > 0:
-                yield Step(epoch, mini, len(mini), num_tokens)
+            if epoch > 0 and cfg.tracin != "off":
+                kept = mini[batch.weights[mini] != 0]
+                if cfg.loss_type != "bnpo" or len(kept) == 0:   # bnpo divides by the rows at hand
+                    mini = kept
+            if num_tokens > 0 and len(mini) > 0:
+                yield Step(epoch, mini, num_rows, num_tokens)
 
 
 def sort_key(batch, step, cfg):

@@ -169,7 +169,7 @@ def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     token = draw(weights, noise[rows, t])                                           # (n,)
     log_total = total.log()
     logp = logits.gather(1, token[:, None])[:, 0] - log_total
-    entropy = log_total - (weights * logits).nansum(-1) / total                     # 0 * -inf counts as 0
+    entropy = log_total - (weights * logits).nansum(-1) / total         # 0 * -inf counts as 0
     forced = ~r.chosen[rows, t]
     token = torch.where(forced, r.tokens[rows, column], token)
     over = r.ended[rows]

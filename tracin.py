@@ -259,7 +259,7 @@ class Influence:
         its fallback."""
         cfg = self.cfg
         if cfg.tracin_select == "weigh":
-            return check_weights(cfg.functions["weigh"](scores), scores), False
+            return check_weights(cfg.functions["weigh"](scores.clone()), scores), False
         keep, fallback = select(scores, cfg.tracin_select, cfg.tracin_fraction, generator)
         return keep.to(scores), fallback
 
@@ -347,30 +347,34 @@ def target_coefficients(target, rewards, advantages):
     """coef (n,): the target's loss is sum_i coef_i * log-prob of completion i, of n rollouts.
 
     reward: -(reward normalised over these n) / n. advantage: -advantage / n. contrastive: -1 / n
-    for the better half by reward, +1 / n for the other.
+    for the better half by reward, +1 / n for the other. 0 where the reward is NaN.
     """
     n = len(rewards)
-    rewards = rewards.nan_to_num(float(rewards.nanmean()))
+    unknown = rewards.isnan()
+    rewards = rewards.nan_to_num(float(rewards.nanmean().nan_to_num()))
     if target == "reward":
         spread = rewards.std(correction=int(n > 1)) + 1e-4
-        return -(rewards - rewards.mean()) / spread / n
+        return (-(rewards - rewards.mean()) / spread / n).masked_fill(unknown, 0)
     if target == "advantage":
         return -advantages / n
     if target != "contrastive":
         raise ValueError(f"no target is called {target!r}")
-    best = rewards.argsort(descending=True)[:n // 2].cpu()
-    good = torch.zeros(n, dtype=torch.bool).index_fill_(0, best, True)
-    return torch.where(good, -1.0, 1.0).to(rewards.device) / n
+    order = rewards.masked_fill(unknown, -torch.inf).argsort(descending=True)
+    good = torch.zeros_like(unknown)
+    good[order[:int((~unknown).sum()) // 2]] = True
+    return torch.where(good, -1.0, 1.0).masked_fill(unknown, 0) / n
 
 
 def choose_targets(rewards, size, how, generator):
     """Indices of `size` rollouts (0: all) of a held-out batch by reward: random, best, worst, or
-    balanced (half and half)."""
+    balanced (half and half). Of those without a reward only `random` takes any."""
     n = len(rewards)
-    size = min(size or n, n)
-    order = rewards.nan_to_num(-torch.inf).argsort(descending=True)
     if how == "random":
-        return torch.randperm(n, generator=generator)[:size]
+        return torch.randperm(n, generator=generator)[:size or n]
+    order = rewards.nan_to_num(-torch.inf).argsort(descending=True)
+    n = max(1, n - int(rewards.isnan().sum()))      # which come last
+    order = order[:n]
+    size = min(size or n, n)
     if how == "balanced":
         return torch.cat([order[:size - size // 2], order[n - size // 2:]])
     if how == "best":

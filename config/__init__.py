@@ -251,10 +251,10 @@ def load_settings(argv):
             assign(cfg, name, value, path)
     for typed, name, value in flags:
         assign(cfg, name, value, typed)
-    used = [*(cfg.reward_funcs or ("reward",)), cfg.tracin, cfg.tracin_select]
+    rewards = cfg.reward_funcs or ("reward",)
     if cfg.strange:
-        check_strange(cfg, used)
-    unused = [name for name in cfg.functions if name not in used]
+        check_strange(cfg, [*rewards, cfg.tracin, cfg.tracin_select])
+    unused = [name for name in cfg.functions if name not in (*rewards, "target", "weigh")]
     if unused:
         raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
                        "reward_funcs, call it reward, or start its name with _")

@@ -179,7 +179,7 @@ def check_influence(cfg):
         raise BadInput(
             "tracin_leave_one_out = True: a rollout's own part is not known when its loss is not a "
             "multiple of its log-prob; set kl_in = 'reward' (kl_estimator k1) or beta = 0, and "
-            "mini_batch_size = 0; or tracin = 'self'")
+            "mini_batch_size = 0, entropy_coef = 0, top_entropy_quantile = 1; or tracin = 'self'")
     if cfg.tracin_leave_one_out and cfg.tracin_val_prompts:
         raise BadInput("tracin_leave_one_out = True with tracin_val_prompts: a held-out target "
                        "holds no rollout's own part")

@@ -9,8 +9,8 @@ as RealToxicityPrompts scores continuations: the prompt is not the policy's doin
 network has it as judge.model(idx, attention_mask), so that the caller may compile it, and says
 judge.num_weights, those of embeddings left out.
 
-A text that says nothing, of fewer than two letters or digits, is clean to every judge. As a reward
-it abstains: the advantage is 0, and the policy learns neither to fall silent nor to avoid it.
+A text that says nothing (empty, a single symbol, no letter or digit) is clean to every judge. As a
+reward the judge abstains, so that the policy learns neither to fall silent nor to avoid it.
 
 There are three kinds: the small classifier that judge/train.py trains (scorer.py), a published
 RoBERTa classifier (roberta.py), and the package alt-profanity-check (below).

@@ -91,9 +91,10 @@ SAYS_NOTHING = -5.0  # log-odds, about those of clean text
 
 
 def says_nothing(text):
-    """Tell whether a text has fewer than two letters or digits. No judge has learned what to make
-    of such a text, and each makes something else of it."""
-    return len(re.findall(r"\w", text)) < 2
+    """Tell whether a text is empty, a single symbol, or has neither letter nor digit. No judge has
+    learned what to make of such a text, and each makes something else of it."""
+    text = text.strip()
+    return len(text) < 2 or not re.search(r"[^\W_]", text)
 
 
 def finished(name, scores, completions):

@@ -101,7 +101,9 @@ def print_completion(tokenizer, prompt, rollout, i):
     n = int(rollout.mask[i].sum())
     ids = rollout.tokens[i, -T:][:n].tolist()
     logp = rollout.logp[i, :n].tolist()
-    words = [f"{tokenizer.decode([token])!r} {x:.2f}" for token, x in zip(ids, logp)]
+    chosen = rollout.chosen[i, :n].tolist()
+    words = [f"{tokenizer.decode([token])!r} " + (f"{x:.2f}" if own else "forced")
+             for token, x, own in zip(ids, logp, chosen)]
     print(f"    {prompt!r} -> " + " ".join(words))
 
 

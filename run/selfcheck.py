@@ -3,8 +3,8 @@ Is this still GRPO? A planted batch goes through the functions of grpo.py before
 what comes out must be what plain arithmetic says. Takes a few hundredths of a second.
 
 It asks what holds for every GRPO: signs, groups, masks, and that padding and micro-batches change
-nothing. Only the divisors are those of the loss types known here. Whoever changes the method on purpose
-changes the check of that part too; its sentence names it.
+nothing. Only the divisors are those of the loss types known here. Whoever changes the method on
+purpose changes the check of that part too; its sentence names it.
 
 N = 8 rows: 4 completions of each of 2 prompts, T tokens at most. A completion repeats one token,
 its row's number plus one.

@@ -284,9 +284,13 @@ def test_advantages_do_not_see_a_shift(scale):
 
 
 def test_total_reward():
-    scores = torch.tensor([[1.0, 2.0], [NAN, 2.0], [3.0, NAN], [NAN, NAN]])
-    found = total_reward(scores, (2.0, -1.0)).tolist()
-    assert found == pytest.approx([0.0, -2.0, 6.0, NAN], nan_ok=True)
+    """An abstention counts as the function's mean over the group, and as nothing where the whole
+    group has none."""
+    scores = torch.tensor([[1.0, 2.0], [NAN, 2.0], [3.0, NAN], [NAN, NAN],
+                           [1.0, NAN], [2.0, NAN], [3.0, NAN], [NAN, NAN]])
+    found = total_reward(scores, (2.0, -1.0), 4).tolist()
+    expected = [0.0, 2.0, 4.0, NAN, 2.0, 4.0, 6.0, NAN]
+    assert found == pytest.approx(expected, nan_ok=True)
 
 
 def decoupled_by_hand(scores, weights, G):
@@ -315,7 +319,7 @@ def test_rewards_normalised_before_they_are_summed():
     x = torch.tensor([[NAN if s is None else s for s in row] for row in scores])
     found = decoupled_advantages(x, weights, 4)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
-    summed = group_advantages(total_reward(x, weights), 4, "batch")
+    summed = group_advantages(total_reward(x, weights, 4), 4, "batch")
     assert (found - summed).abs().max() > .5, "a reward of large numbers drowns the other"
 
 
@@ -327,7 +331,7 @@ def test_multi_objective_aggregation_reaches_the_batch():
         cfg = settings(functions, (1.0, .5), multi_objective_aggregation=how)
         batch = sample(policy, cfg)
         found[how] = batch.advantages
-        assert torch.equal(batch.rewards, total_reward(batch.scores, (1.0, .5)))
+        assert torch.equal(batch.rewards, total_reward(batch.scores, (1.0, .5), 4))
     expected = decoupled_advantages(batch.scores, (1.0, .5), 4)
     assert torch.equal(found["normalize_then_sum"], expected)
     assert not torch.allclose(found["sum_then_normalize"], expected)
@@ -848,7 +852,8 @@ def test_a_reward_function_may_abstain():
 
     both = sample(gpt(), settings({"letters": letters, "some": some}))
     plain = letters(None, both.completions)
-    expected = [x if i % 4 == 1 else x + 10 * i for i, x in enumerate(plain)]
+    others = [10 * statistics.fmean([i, i + 2, i + 3]) for i in range(0, 16, 4)]
+    expected = [x + (others[i // 4] if i % 4 == 1 else 10 * i) for i, x in enumerate(plain)]
     assert both.rewards.tolist() == pytest.approx(expected)
     alone = sample(gpt(), settings({"some": some}))
     rewards = [NAN if i % 4 == 1 else 10.0 * i for i in range(16)]

@@ -3,6 +3,7 @@ survives an interruption unchanged."""
 import importlib.machinery
 import importlib.util
 import json
+import math
 import os
 import random
 import subprocess
@@ -563,7 +564,8 @@ def test_every_kind_of_judge_reward_prefers_the_clean_text(tiny):
         assert max(found[:2]) < min(found[2:])
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\t", ".", "!?", " ...", '"', "a", " 7", "\ufffd"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n\t", ".", "!?", " ...", '"', "a", " 7", "_ _", "\ufffd"])
 def test_a_text_that_says_nothing_is_clean_to_all_judges_and_no_reward(text, tiny, tmp_path):
     other = str(tmp_path / "judge.pt")
     save_judge(other, Scorer(GPTConfig(300, 16, 1, 1, 8, causal=False)))
@@ -572,8 +574,20 @@ def test_a_text_that_says_nothing_is_clean_to_all_judges_and_no_reward(text, tin
     assert odds == [SAYS_NOTHING] * 2, f"judges disagree on {text!r}: {odds}"
     reward = reward_functions(load_settings([]), {"judge": judges[0]})["judge"]
     scores = score({"judge": reward}, 2 * ASKED, [text, TOXIC[0], CLEAN[0], CLEAN[1]])
-    advantages = group_advantages(total_reward(scores, (1.0,)), 4)
+    advantages = group_advantages(total_reward(scores, (1.0,), 4), 4)
     assert advantages[0] == 0 and advantages[1] < 0, f"{text!r} must teach nothing: {advantages}"
+
+
+@pytest.mark.parametrize("text", ["ok", "f***", "I.", "7 8", "no!"])
+def test_a_short_text_that_says_something_is_judged(text, tiny):
+    assert load_judge(tiny.judge)(["p"], [text]) != SAYS_NOTHING
+
+
+def test_beside_another_reward_a_judge_that_abstains_favours_nobody():
+    scores = torch.tensor([[math.nan, 0.0], [-3.0, 0.0], [-3.2, 0.1], [-2.5, 0.0],
+                           [math.nan, 0.0], [6.0, 0.0], [6.3, 0.1], [5.8, 0.0]])
+    advantages = group_advantages(total_reward(scores, (1.0, 1.0), 4), 4).view(2, 4)
+    assert advantages[:, 0].abs().max() < .2 < advantages[:, 1:].abs().max()
 
 
 def test_blanks_around_a_completion_change_no_score(tiny):
