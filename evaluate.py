@@ -22,7 +22,7 @@ from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
 from run.attention import use_attention_by_hand
 from run.checkpoint import OTHER_POLICY
-from run.content import check_fit, read_checkpoint
+from run.content import check_fit, newest_checkpoint, read_checkpoint
 from run.device import autocast, pick_device, pick_dtype
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.report import Progress
@@ -162,7 +162,7 @@ def print_table(rows):
 def open_run(folder, flags):
     """(cfg, nets as evaluate needs them, trained policy, iterations) of a run's last checkpoint."""
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
-    path = os.path.join(folder, "ckpt.pt")
+    path = newest_checkpoint(folder) or os.path.join(folder, "ckpt.pt")
     checkpoint = read_checkpoint(path)
     device = pick_device(cfg.device)
     splits = get_splits(cfg)

@@ -30,6 +30,7 @@ from run.content import read_checkpoint
 from run.device import pick_device
 from run.files import read_rows
 from run.script import BadInput, hash_of, run_script, seed_for
+from run.threads import threads_of, use_threads
 
 USAGE = ("usage: python tracin.py out/toxicity_tracin [--method=ghost|brute|jvp|finite_difference] "
          "[--rows=8] [--show=5] [--prompt=TEXT --completion=TEXT] [--setting=value ...]")
@@ -532,7 +533,8 @@ def main(argv):
                        "least 10 are needed")
     metrics = read_log(folder, "metrics.jsonl", [f"tracin/{name}" for name in OVER_TIME])
     print_logs(folder, cfg, scored, metrics, show)
-    check_arithmetic(folder, cfg, rows, own["method"], int(own["rows"]))
+    with use_threads(cfg, pick_device(cfg.device), threads_of(folder)):     # for the same digits
+        check_arithmetic(folder, cfg, rows, own["method"], int(own["rows"]))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from data.comments import get_splits
 from data.tokenizer import end_tokens, load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.attention import use_attention_by_hand
-from run.content import check_fit, read_checkpoint, settings_of
+from run.content import check_fit, newest_checkpoint, read_checkpoint, settings_of
 from run.device import autocast, fast_dtype, pick_device
 from run.files import load_gpt, save_gpt
 from run.fit import fit
@@ -147,7 +147,8 @@ def load_run(path):
     The source is the tokenizer itself, or the folder or GGUF file of a published model.
     """
     if os.path.isdir(path):
-        return policy_of(path, read_checkpoint(os.path.join(path, "ckpt.pt")))
+        newest = newest_checkpoint(path) or os.path.join(path, "ckpt.pt")
+        return policy_of(path, read_checkpoint(newest))
     policy = load_gpt(path)
     return policy, load_tokenizer(policy.config.vocab_size)
 

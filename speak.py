@@ -18,6 +18,7 @@ from judge.rewards import score
 from run.device import autocast
 from run.script import BadInput, run_script, seed_for
 from run.size import check_fits, rollout_bytes
+from run.threads import threads_of, use_threads
 from sample import generate
 
 USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--before=True] '
@@ -93,14 +94,15 @@ def main(argv):
     if own["before"] == "True":
         policies = {"before training": nets.base} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
-    if own["prompt"] is not None:
-        answer(nets, policies, cfg, own["prompt"], num)
-        return
-    for prompt in prompts_from(sys.stdin):
-        try:
-            answer(nets, policies, cfg, prompt, num)
-        except BadInput as e:   # the next line may be better
-            print(f"error: {e}")
+    with use_threads(cfg, nets.device, threads_of(argv[0])):
+        if own["prompt"] is not None:
+            answer(nets, policies, cfg, own["prompt"], num)
+            return
+        for prompt in prompts_from(sys.stdin):
+            try:
+                answer(nets, policies, cfg, prompt, num)
+            except BadInput as e:   # the next line may be better
+                print(f"error: {e}")
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def check_name(name, source):
         raise BadInput(f"{source}: {name} is a word of speed now: leave {MERGED[name]!r} out of "
                        f"the tuple {Settings.speed} to turn it off")
     if not types_of(name):
-        names = [f.name for f in dataclasses.fields(Settings)]
+        names = [f.name for f in dataclasses.fields(Settings) if types_of(f.name)]
         near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
@@ -425,12 +425,17 @@ def read_run_config(path, trust=False):
     if not isinstance(about, dict) or not isinstance(about.get("settings"), dict):
         raise BadInput(f"{path}: has no settings, as the config.json of a run has")
     source = about.get("source")
-    flags = ("resume", "trust", "debug_step")   # what a file of others may not ask for
+    own = trust or is_own(about)
+    asked = ("resume", "trust", "debug_step")           # what a file may not ask for,
+    if not own:                                         # and where a stranger's may not write
+        asked += ("out_dir", "cache_dir", "wandb_project")
     settings = with_speed(about["settings"])
-    values = {name: x for name, x in settings.items() if name not in flags}
+    values = {name: x for name, x in settings.items() if name not in asked}
+    if not own:
+        values["out_dir"] = os.path.dirname(path) or "."
     if not source or not isinstance(source, str):
         return values, {}, None
-    if not trust and not is_own(source, about.get("signature")):
+    if not own:
         return values, None, source
     names = {}
     exec(compile(source, path, "exec"), names)

@@ -25,7 +25,7 @@ CHOICES = {
     "tracin_normalizer": ("all", "kept"),
 }
 AT_LEAST = {  # smallest value
-    0: ("threads", "max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size",
+    0: ("max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size",
         "epsilon", "epsilon_high", "beta", "entropy_coef", "mini_batch_size", "warmup_iters",
         "max_grad_norm", "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens",
         "num_shown", "expect_rise", "weight_decay", "tracin_val_prompts", "tracin_val_size",
@@ -41,6 +41,7 @@ BETWEEN = {
              "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction"),
     (257, 50257): ("judge_vocab_size",),
     (0, 2 ** 62): ("seed", "prepare_seed"),
+    (0, 1024): ("threads",),
     (0, 10 ** 9): ("judge_tokens",),    # batches are drawn ahead
 }
 BELOW_1 = ("adam_beta1", "adam_beta2")

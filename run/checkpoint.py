@@ -5,6 +5,7 @@ The folder of a run: logged to, saved in, gone on from. Only rank 0 writes.
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
 """
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from run.content import (LOGS, check_fit, check_logs, check_moments, newest_chec
                          read_newest)
 from run.files import check_tensors, save_file, write_json
 from run.processes import rank_and_size
-from run.script import BadInput, uninterrupted
+from run.script import BadInput, hash_of, seed_for, uninterrupted
 from run.trust import signature_of
 
 OTHER_POLICY = ("{}: this run began from another policy than the settings name now (a published "
@@ -44,12 +45,13 @@ def write_run_config(folder, cfg, device):
     """config.json: settings, the config file's text, versions, device, git revision."""
     if rank_and_size()[0] > 0:
         return
-    signature = None if cfg.strange else signature_of(cfg.source, make=True)
+    settings = cfg.public()
+    signature = None if cfg.strange else signature_of(cfg.source, settings, make=True)
     about = dict(
-        settings=cfg.public(), source=cfg.source, signature=signature, device=str(device),
+        settings=settings, source=cfg.source, signature=signature, device=str(device),
         torch=torch.__version__, python=platform.python_version(), git=git_revision(),
         threads=torch.get_num_threads())
-    if cfg.functions and signature is None:
+    if signature is None and not cfg.strange:
         print("note: no key can be kept in the folder that XDG_CACHE_HOME names, or ~/.cache: "
               f"{folder}/config.json will need --trust=True")
     write_json(os.path.join(folder, "config.json"), about)
@@ -84,6 +86,7 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
             new, "run", iteration=iteration, policy=nets.policy.state_dict(),
             optimizer=optimizer, num_tokens=num_tokens, base_hash=base_hash,
             settings=cfg.public(), source=cfg.source, reference=reference, random=random_state(),
+            inputs=inputs_of(nets),
             logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
         if os.path.exists(path):
             os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
@@ -114,7 +117,10 @@ def begin_folder(folder, nets, cfg, base_hash):
         print(f"{folder}: no checkpoint to resume, starts from the beginning")
     if rank_and_size()[0] == 0:
         for name in LOGS:  # an earlier start may have been killed before its first checkpoint
-            open(os.path.join(folder, name), "w").close()
+            path = os.path.join(folder, name)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)         # a link, not what it points to
+            open(path, "x").close()
     # our own draws have seeds of their own; a reward function may use the global generators
     random.seed(cfg.seed)
     np.random.seed(cfg.seed % 2 ** 32)
@@ -134,7 +140,7 @@ def resume(folder, nets, cfg, base_hash):
     if rank_and_size()[0] == 0:
         for name in LOGS:
             os.truncate(os.path.join(folder, name), content["logs"][name])
-    say_what_differs(content, cfg)
+    say_what_differs(content, cfg, inputs_of(nets))
     print(f"resumed {path} after {content['iteration']} iterations")
     return content["iteration"], content["num_tokens"]
 
@@ -158,7 +164,19 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         nets.reference.load_state_dict(content["reference"])
 
 
-def say_what_differs(content, cfg):
+def inputs_of(nets):
+    """{what a run reads besides its settings: short hash of it}"""
+    found = {}
+    for name in ("prompts", "eval_prompts", "val_prompts"):
+        texts = [prompt.text for prompt in getattr(nets, name)]
+        found[name] = f"{seed_for(texts):x}"
+    for name, judge in nets.judges.items():
+        if isinstance(getattr(judge, "model", None), torch.nn.Module):
+            found[name] = hash_of(judge.model)
+    return found
+
+
+def say_what_differs(content, cfg, inputs):
     before = with_speed(content["settings"])
     for name, new in cfg.public().items():
         old = before.get(name, new)
@@ -166,6 +184,9 @@ def say_what_differs(content, cfg):
             print(f"resumed with another {name}: {old!r} -> {new!r}")
     if content["source"] != cfg.source:
         print("resumed with another text of the config file")
+    for name, new in inputs.items():
+        if content["inputs"].get(name, new) != new:
+            print(f"WARNING: resumed with other contents of {name}: a file has changed")
 
 
 def random_state():

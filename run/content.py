@@ -7,7 +7,7 @@ import torch
 
 from config import Settings, assign, types_of, with_speed
 from config.check import check_parts, check_values
-from run.files import check_tensors, is_dense, load_file
+from run.files import check_tensors, is_dense, load_file, read_rows
 from run.script import BadInput
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
@@ -58,6 +58,15 @@ def is_evaluation(row):
         for sample in samples)
 
 
+def is_first_evaluation(path):
+    """True for an eval.jsonl that holds the evaluation before training and nothing else."""
+    try:
+        rows = read_rows(path)
+    except BadInput:
+        return False
+    return len(rows) == 1 and is_evaluation(rows[0]) and rows[0]["iteration"] == 0
+
+
 FIELDS = {      # of a checkpoint: what each must be
     "base_hash": is_str,
     "policy": lambda x: is_named(x, is_dense),
@@ -69,13 +78,14 @@ FIELDS = {      # of a checkpoint: what each must be
     "num_tokens": is_count,
     "settings": lambda x: is_named(x, is_setting),
     "source": lambda x: x is None or is_str(x),
+    "inputs": lambda x: is_named(x, is_str),
 }
 
 
 def read_checkpoint(path):
     """The content of a run's checkpoint, its fields checked by type and range. BadInput if one does
     not fit; whether they fit the settings is load_checkpoint's question."""
-    content = load_file(path, "run")
+    content = {"inputs": {}} | load_file(path, "run")      # which older runs did not note
     missing = [name for name in FIELDS if name not in content]
     if missing:
         raise BadInput(f"{path}: no checkpoint of a run (it has no {', '.join(missing)})")

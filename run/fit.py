@@ -47,7 +47,8 @@ def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, s
 
         loss_sum = 0.98 * loss_sum + 0.02 * loss.detach()
         weight = 0.98 * weight + 0.02
-        pace.add(time.time() - step_began)
+        if pace.add(time.time() - step_began):
+            progress.shown = False      # the note stands below it: do not write over that
         if progress.is_due() or step + 1 == steps:
             progress.show(step + 1, f"loss {float(loss_sum) / weight:.3f}, ")
         stopped = stop()

@@ -11,15 +11,16 @@ import re
 import socket
 
 from config import with_speed
-from run.content import LOGS, check_going_on, iterations_in, newest_checkpoint
+from run.content import (LOGS, check_going_on, is_first_evaluation, iterations_in,
+                         newest_checkpoint)
 from run.files import read_json
 from run.script import BadInput
 
 LOCK = ".lock"
 # what a process that was killed while it wrote leaves behind
 LEFTOVER = re.compile(r"(ckpt_new\.pt|config\.json)(\.\d+)?\.tmp|ckpt_new\.pt")
-# settings that may differ in the same run: they change no number of it
-FREE = ("out_dir", "log_micro", "wandb_project")
+# settings that may differ in the same run (threads change last digits, which is said)
+FREE = ("out_dir", "log_micro", "wandb_project", "threads")
 
 
 @contextlib.contextmanager
@@ -40,8 +41,9 @@ def claimed_folder(cfg):
         if state == "saved":
             check_going_on(folder, cfg)
         for name in os.listdir(folder):
-            if LEFTOVER.fullmatch(name):
-                os.remove(os.path.join(folder, name))
+            path = os.path.join(folder, name)
+            if state != "free" and LEFTOVER.fullmatch(name) and os.path.isfile(path):
+                os.remove(path)
         say_which(wanted, folder, state, cfg)
         yield folder, cfg.resume or state in ("begun", "saved")
     finally:
@@ -73,7 +75,7 @@ def resumed(folder, cfg):
     if not newest_checkpoint(folder):
         state = "free"
         names = own_files(folder)
-        rows = [name for name in LOGS[:2] if name in names and size_of(folder, name)]
+        rows = logs_with_rows(folder)
         if rows:
             raise BadInput(f"{folder}/{rows[0]} has rows but there is no ckpt.pt to go on from: "
                            "choose another out_dir")
@@ -89,7 +91,7 @@ def resumed(folder, cfg):
 
 
 def say_which(wanted, folder, state, cfg):
-    if folder != wanted:
+    if folder != wanted and not os.path.exists(os.path.join(wanted, LOCK)):     # which is said then
         held = "other files"
         if newest_checkpoint(wanted) or settings_in(wanted):
             held = "an earlier run, which --resume=True goes on with"
@@ -113,8 +115,17 @@ def state_of(folder, cfg):
         return "other"
     if newest_checkpoint(folder):
         return "saved" if iterations_in(folder) < cfg.max_iters else "other"
-    has_rows = any(size_of(folder, name) for name in LOGS[:2])
-    return "other" if has_rows else "begun"
+    return "other" if logs_with_rows(folder) else "begun"
+
+
+def logs_with_rows(folder):
+    """Logs that are not to be started anew: links, and all that hold more than the evaluation that
+    a run writes before its first checkpoint."""
+    names = [name for name in LOGS if size_of(folder, name)]
+    path = os.path.join(folder, "eval.jsonl")
+    if "eval.jsonl" in names and not os.path.islink(path) and is_first_evaluation(path):
+        names.remove("eval.jsonl")
+    return names
 
 
 def own_files(folder):
@@ -187,6 +198,10 @@ def lock_folder(folder):
             if os.path.samestat(os.stat(path), os.fstat(number)):
                 break
         lock.close()        # its last owner has just removed it
+    if lock.read(7) not in ("", "process"):
+        lock.close()
+        raise BadInput(f"{path}: is no lock of a run: choose another out_dir")
+    lock.seek(0)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()

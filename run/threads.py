@@ -2,8 +2,8 @@
 How many threads torch computes with on a CPU, and a run that has become slow.
 
 The threads wait for each other at the end of every operation. Beside another busy process one of
-them waits for a core, and all others wait for it: on two cores a step can take twenty times as
-long. A single thread only shares its core.
+them waits for a core, and all others wait for it: on two cores a step can take ten times as long
+and more. A single thread only shares its core.
 """
 import contextlib
 import os
@@ -111,17 +111,19 @@ class Pace:
         self.slow = 0       # how many the last ones are
 
     def add(self, seconds):
-        """Time of one more step."""
+        """Takes the time of one more step. True if something was printed."""
         if not self.on:
-            return
+            return False
         usual = statistics.median(self.times) if len(self.times) >= FEWEST else seconds
         if seconds <= SLOW * usual:
             self.times = [*self.times[-99:], seconds]
             self.slow = 0
-            return
+            return False
         self.slow += 1
         if self.slow == self.in_a_row:
             self.on = False
             print(f"note: {self.name} takes {seconds:.2f} s, {seconds / usual:.0f} times the "
-                  "median so far. Is another process busy? Ctrl-C, which saves, then go on with "
-                  "--resume=True --threads=1", flush=True)
+                  "median so far. Is another process busy? Ctrl-C, which saves, then the same "
+                  "command with --threads=1", flush=True)
+            return True
+        return False

@@ -6,6 +6,7 @@ user or nobody signed is a stranger's: it is executed only with --trust=True.
 import contextlib
 import hashlib
 import hmac
+import json
 import os
 import secrets
 
@@ -30,16 +31,19 @@ def user_key(make=False):
     return key if len(key) == 32 else None
 
 
-def signature_of(source, make=False):
-    """The signature (hex) of a config file's text under the user's key; None without a key."""
+def signature_of(source, settings, make=False):
+    """The signature (hex) of a config file's text and settings under the user's key; None without
+    a key."""
     key = user_key(make)
-    if key is None or source is None:
+    if key is None:
         return None
-    return hmac.new(key, source.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+    signed = json.dumps([source, settings], sort_keys=True)
+    return hmac.new(key, signed.encode(), hashlib.sha256).hexdigest()
 
 
-def is_own(source, signature):
-    """True if this user's key signed the text."""
-    right = signature_of(source)
+def is_own(about):
+    """True if this user's key signed the text and the settings of a config.json."""
+    signature = about.get("signature")
+    right = signature_of(about.get("source"), about.get("settings"))
     found = str(signature).encode("utf-8", "surrogatepass")
     return right is not None and hmac.compare_digest(right.encode(), found)

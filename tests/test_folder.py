@@ -59,7 +59,7 @@ def leave(cfg, folder, iteration=None, rows=0):
         states = dict(python=(), numpy=(), torch=None, cuda=[])
         save_file(str(folder / "ckpt.pt"), "run", base_hash="x", policy={}, reference=None,
                   optimizer=optimizer, random=states, logs=sizes, num_tokens=0,
-                  iteration=iteration, settings=cfg.public(), source=cfg.source)
+                  iteration=iteration, settings=cfg.public(), source=cfg.source, inputs={})
 
 
 def refused(cfg):
@@ -204,6 +204,29 @@ def test_leftovers_of_a_killed_run_are_removed(settings, tmp_path):
     assert set(os.listdir(tmp_path / "run")) == left, "only what runs leave behind is removed"
 
 
+@pytest.mark.parametrize("flags", ([], ["--resume=True"]))
+@pytest.mark.parametrize("kind", ("link", "rows"))
+def test_an_evaluation_log_of_somebody_is_left_alone(kind, flags, settings, tmp_path):
+    """It may be a link to a file elsewhere, or hold more than a run's first evaluation."""
+    leave(settings(), tmp_path / "run")
+    for name in LOGS:
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+    victim = tmp_path / "victim.txt"
+    victim.write_text('{"iteration": 0, "samples": []}\n{"mine": 1}\n')
+    log = tmp_path / "run" / "eval.jsonl"
+    log.symlink_to(victim) if kind == "link" else log.write_text(victim.read_text())
+    if flags:
+        assert "has rows" in refused(settings(*flags))
+    else:
+        assert claim(settings()) == ("run-2", False)
+    assert log.read_text() == victim.read_text() and "mine" in victim.read_text()
+
+
+def test_another_number_of_threads_is_the_same_run(settings, tmp_path):
+    leave(settings(), tmp_path / "run", 2, rows=2)
+    assert claim(settings("--threads=1")) == ("run", True)
+
+
 @pytest.mark.parametrize("flag, part", [
     ("--n_layer=2", "n_layer was 4, not 2"), ("--lora_rank=2", "lora_rank was 0, not 2")])
 def test_another_shape_is_refused_before_anything_is_trained(flag, part, settings, tmp_path):
@@ -294,6 +317,18 @@ def test_the_python_of_strangers_is_executed_only_by_name(
     assert "reward" in load_settings([path, "--trust=True"]).functions and proof.exists()
 
 
+def test_a_stranger_does_not_choose_where_is_written(settings, tmp_path):
+    leave(settings("--cache_dir=mine"), tmp_path / "run", 2, rows=2)
+    path = str(tmp_path / "run" / "config.json")
+    assert load_settings([path]).cache_dir == "mine"
+    asked = dict(cache_dir="/tmp/x", out_dir="/tmp/y", wandb_project="theirs", seed=5)
+    edit(path, settings=json.load(open(path))["settings"] | asked)
+    cfg = load_settings([path])
+    assert cfg.seed == 5 and cfg.wandb_project is None
+    assert (cfg.cache_dir, cfg.out_dir) == ("out/prepared", str(tmp_path / "run"))
+    assert load_settings([path, "--trust=True"]).cache_dir == "/tmp/x"
+
+
 def test_a_file_cannot_ask_to_be_trusted(run_with_reward):
     path, proof = run_with_reward
     settings = json.load(open(path))["settings"]
@@ -310,10 +345,15 @@ def test_without_a_place_for_a_key_an_own_run_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     leave(settings(str(tmp_path / "mine.py")), tmp_path / "run-2")
     assert "will need --trust=True" in capsys.readouterr().out
-    assert signature_of("text", make=True) is None and not is_own("text", None)
+    assert signature_of("text", {}, make=True) is None
+    assert not is_own(dict(source="text", settings={}, signature=None))
 
 
 def test_the_key_is_for_its_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert is_own("text", signature_of("text", make=True))
+    about = dict(source="text", settings=dict(seed=1, speed=("head",)))
+    about["signature"] = signature_of(**about, make=True)
+    assert is_own(json.loads(json.dumps(about)))
+    assert not is_own(about | dict(settings=dict(seed=2))), "settings are signed too"
+    assert not is_own(about | dict(signature="\u00e9"))
     assert os.stat(tmp_path / "grpo-tracin" / "key").st_mode & 0o777 == 0o600

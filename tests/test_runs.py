@@ -362,6 +362,18 @@ def test_killed_and_started_again_is_as_if_nothing_had_been(
     assert (tmp_path / "run-2").exists() == (not flags), "a finished run was gone on with"
 
 
+def test_a_file_of_prompts_that_changed_is_said(grpo, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    lines = [f"the {word} cat {i}" for i in range(10) for word in ("green", "small")]
+    prompts.write_text("\n".join(lines))
+    flags = (f"--prompts={prompts}", "--resume=True")
+    grpo(tmp_path / "run", *flags, "--max_iters=1")
+    assert "other contents" not in grpo(tmp_path / "run", *flags, "--max_iters=2")
+    prompts.write_text("\n".join(lines[:-1] + ["another"]))
+    text = grpo(tmp_path / "run", *flags, "--max_iters=3")
+    assert "WARNING: resumed with other contents of prompts: a file has changed" in text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_saves_and_says_how_to_go_on(
         number, script, tiny, noise, six, rows, tmp_path, monkeypatch):
