@@ -29,8 +29,9 @@ def small_nets():
     trained = list(policy.parameters())
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     reference = copy.deepcopy(policy)
-    return SimpleNamespace(policy=policy, base=base, trained=trained, optimizer=optimizer,
-                           reference=reference, device=torch.device("cpu"))
+    return SimpleNamespace(
+        policy=policy, base=base, trained=trained, optimizer=optimizer, reference=reference,
+        device=torch.device("cpu"), prompts=[], eval_prompts=[], val_prompts=[], judges={})
 
 
 def step(nets):
