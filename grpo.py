@@ -42,13 +42,13 @@ from data.comments import get_splits
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import end_tokens
 from evaluate import evaluate, print_table
-from judge import load_judge, reward_functions
+from judge import reward_functions
 from judge.rewards import score, try_rewards
-from judge.train import get_judges
+from judge.train import check_judges, get_judges
 from model import completion_entropies, completion_logprobs
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
 from run.attention import use_attention_by_hand
-from run.compiled import compile_parts, make_decoder, try_compile
+from run.compiled import compile_parts, make_generate, try_compile
 from run.debug import take_apart
 from run.device import autocast, pick_device, pick_dtype
 from run.fused_head import fused_logprobs
@@ -57,10 +57,10 @@ from run.processes import (all_gather, all_gather_rollout, all_reduce, rank0_fir
                            sum_gradients)
 from run.metrics import Meter
 from run.report import check_tape, quiet
-from run.script import BadInput, run_script, seed_for
+from run.script import run_script, seed_for
 from run.selfcheck import check_method
 from run.size import check_size
-from sample import Rollout, concatenate, decode, generate
+from sample import Rollout, concatenate
 from tracin import Influence, choose_targets, halves_apart
 
 # ------------------------------------------------------------------------------------------------
@@ -548,9 +548,7 @@ def optimizer_steps(batch, cfg, seed):
             num_rows = len(mini)
             num_tokens = int(batch.mask[mini].sum())
             if epoch > 0 and cfg.tracin != "off":
-                kept = mini[batch.weights[mini] != 0]
-                if cfg.loss_type != "bnpo" or len(kept) == 0:   # bnpo divides by the rows at hand
-                    mini = kept
+                mini = mini[batch.weights[mini] != 0]   # those that influence kept
             if num_tokens > 0 and len(mini) > 0:
                 yield Step(epoch, mini, num_rows, num_tokens)
 
@@ -639,17 +637,11 @@ def read_inputs(cfg):
     try_compile(cfg, device)
     dtype = pick_dtype(cfg.dtype, device)
     base = load_policy(cfg)
-    for path, label in ((cfg.judge, cfg.judge_label), (cfg.eval_judge, cfg.eval_judge_label)):
-        if path not in (None, "train"):
-            load_judge(path, label=label)       # only to see that it loads
+    check_judges(cfg)
     tokenizer = get_tokenizer(cfg)
     splits = get_splits(cfg)
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, splits)
     check_size(cfg, base, len(eval_prompts), device, dtype)
-    if cfg.tracin_val_prompts and cfg.tracin != "off" and not val_prompts:
-        raise BadInput(
-            f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are left beside "
-            f"num_eval_prompts = {cfg.num_eval_prompts}")
     try_rewards(cfg, prompts + eval_prompts + val_prompts)
     return SimpleNamespace(
         device=device, dtype=dtype, base=base, splits=splits, tokenizer=tokenizer,
@@ -705,8 +697,6 @@ def build(cfg, given, base, judges):
         trained, lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2),
         weight_decay=cfg.weight_decay, fused=True)
 
-    decoder = make_decoder(policy, cfg, given.dtype)
-    plain = functools.partial(decode, drop="retire" in cfg.speed)
     fuse = "head" in cfg.speed and cfg.importance_sampling_level == "token"
     nets = Nets(
         policy=policy, base=base, reference=reference, judges=judges,
@@ -714,7 +704,7 @@ def build(cfg, given, base, judges):
         optimizer=optimizer, trained=trained, tokenizer=given.tokenizer, prompts=given.prompts,
         eval_prompts=given.eval_prompts, val_prompts=given.val_prompts,
         device=given.device, dtype=given.dtype,
-        generate=functools.partial(generate, decode=decoder or plain),
+        generate=make_generate(policy, cfg, given.dtype),
         logprobs=fused_logprobs if fuse else completion_logprobs,
         policy_fn=policy, reference_fn=reference)
     compile_parts(nets, cfg)

@@ -175,6 +175,10 @@ def check_influence(cfg):
     if cfg.tracin == "target" and (cfg.tracin_val_prompts or cfg.tracin_leave_one_out):
         raise BadInput("tracin = 'target': what a rollout has to do with the number is the "
                        "function's own affair; unset tracin_val_prompts and tracin_leave_one_out")
+    if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
+        raise BadInput(
+            "loss_type = 'bnpo' with influence and num_iterations > 1: it divides by the rows at "
+            "hand, and later passes leave some out; take dapo, or num_iterations = 1")
     own_batch = cfg.tracin not in ("off", "self") and not cfg.tracin_val_prompts
     if cfg.tracin_leave_one_out and own_batch and not cfg.multiple_of_logp:
         raise BadInput(

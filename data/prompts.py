@@ -52,6 +52,9 @@ def load_prompts(cfg, tokenizer, splits):
             raise BadInput(f"prompts = {cfg.prompts!r}, eval_prompts = {cfg.eval_prompts!r}: no "
                            f"{name} prompts; give a longer file or one for each")
     n = cfg.num_eval_prompts
+    if cfg.tracin_val_prompts and cfg.tracin != "off" and len(held_out) <= n:
+        raise BadInput(f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are "
+                       f"left beside num_eval_prompts = {n}")
     return train, held_out[:n], held_out[n:]
 
 

@@ -53,6 +53,14 @@ def get_judges(cfg, splits, device, stop=lambda: False):
     return judges
 
 
+def check_judges(cfg):
+    """Load the judges that the settings name by a file, to see early that they can be loaded."""
+    for role in HALVES:
+        path = getattr(cfg, role)
+        if path not in (None, "train"):
+            load_judge(path, label=getattr(cfg, role + "_label"))
+
+
 def prepare_judge(name, cfg, splits, device, stop):
     """Train the judge `name` into cfg.cache_dir unless it is there already -> path of its file."""
     num_tokens = cfg.judge_tokens or judge_training_tokens(device)

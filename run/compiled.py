@@ -4,10 +4,13 @@ torch.compile for the parts that cfg.compile names: generate, judge, reference, 
 Shapes are symbolic, so each part is one graph for all lengths (two: with padding and without). The
 pass that influence records is never compiled.
 """
+import functools
+
 import torch
 
 from run.decoder import Decoder
 from run.script import BadInput
+from sample import decode, generate
 
 
 def try_compile(cfg, device):
@@ -36,6 +39,12 @@ def compile_parts(nets, cfg):
             judge.model = torch.compile(judge.model, dynamic=True)
         elif part != "generate":
             print(f"note: compile = {cfg.compile}: this run has no {part} that could be compiled")
+
+
+def make_generate(policy, cfg, dtype):
+    """sample.generate for the rollouts, with the way of decoding that the settings ask for."""
+    plain = functools.partial(decode, drop="retire" in cfg.speed)
+    return functools.partial(generate, decode=make_decoder(policy, cfg, dtype) or plain)
 
 
 def make_decoder(policy, cfg, dtype):

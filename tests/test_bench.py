@@ -262,7 +262,7 @@ HELD_OUT = ["--tracin=reward", "--beta=0.1", "--tracin_val_prompts=2", "--num_it
     (HELD_OUT, {"influence", "reference"})])
 def test_the_table_names_the_phases_that_run_and_their_times_add_up(knobs, shown, run):
     def functions():
-        return (grpo.generate, grpo.completion_logprobs, torch.Tensor.backward, torch.autograd.grad,
+        return (grpo.completion_logprobs, torch.Tensor.backward, torch.autograd.grad,
                 scorer.log_odds, grpo.clip_grad_norm_)
 
     before = functions()

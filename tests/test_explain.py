@@ -207,7 +207,7 @@ def test_shares_of_a_few_and_of_the_dropped():
 
 
 @pytest.mark.parametrize("cosines, words", [
-    ([0.02, -0.03, 0.01, 0.04], "mostly noise, .* cosine of 0.01 on average \\("),
+    ([0.02, -0.03, 0.01, 0.04], "mostly noise .* cosine of 0.01 on average \\("),
     ([0.3] * 5, "part signal, part noise: .* 0.30 on average \\("),
     ([0.8] * 3, "mostly signal"),
     ([0.1, 0.5, 0.9], "0.50 on average, from 0.10 early to 0.90 late"), ([], "^$")])

@@ -486,7 +486,7 @@ def soft(influence):
 
 
 @pytest.mark.parametrize("normalizer", ("all", "kept"))
-@pytest.mark.parametrize("loss_type", ("dapo", "grpo", "bnpo"))
+@pytest.mark.parametrize("loss_type", ("dapo", "grpo", "dr_grpo"))
 @pytest.mark.parametrize("how", ("top", "weigh"))
 def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     policy, own = gpt(), {"weigh": soft} if how == "weigh" else {}
@@ -494,11 +494,10 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
                    beta=.1, tracin_normalizer=normalizer)
     cfg = replace(cfg, tracin_select=how, functions=cfg.functions | own).check()
     batch = sample(policy, cfg, moved(gpt()))
-    g = row_gradients(policy, batch, replace(cfg, loss_type="dapo" if loss_type == "bnpo"
-                                             else loss_type))
+    g = row_gradients(policy, batch, cfg)
     seen, _ = step(policy, batch, cfg, lr=0.0)      # the weights stay, so all passes are alike
     share = torch.tensor(soft(g)) if own else (batch.weights > 0).float()
-    units = batch.mask.sum(1) if loss_type != "grpo" else torch.ones(16)
+    units = batch.mask.sum(1) if loss_type == "dapo" else torch.ones(16)
     factor = float(units.sum() / (units * share.abs()).sum()) if normalizer == "kept" else 1.0
     assert torch.allclose(batch.weights, share * factor) and 0 < (share != 0).sum() < 16
     assert len(seen) == 3
@@ -571,7 +570,8 @@ def test_a_function_that_raises_is_one_line_and_its_own_traceback(name, setting,
 
 @pytest.mark.parametrize("knobs, said", (
     (dict(tracin="target"), "defines no function target"),
-    (dict(tracin="self", tracin_select="weigh"), "defines no function weigh")))
+    (dict(tracin="self", tracin_select="weigh"), "defines no function weigh"),
+    (dict(tracin="self", loss_type="bnpo", num_iterations=2), "divides by the rows at hand")))
 def test_a_function_that_is_missing_is_named(knobs, said):
     with pytest.raises(BadInput, match=said):
         settings(**knobs)
