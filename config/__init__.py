@@ -433,6 +433,9 @@ def read_run_config(path, trust=False):
     values = {name: x for name, x in settings.items() if name not in asked}
     if not own:
         values["out_dir"] = os.path.dirname(path) or "."
+        if settings.get("cache_dir") not in (None, Settings.cache_dir):
+            print(f"note: {path} is not signed by a run of yours: its cache_dir is not used "
+                  "(--trust=True)")
     if not source or not isinstance(source, str):
         return values, {}, None
     if not own:

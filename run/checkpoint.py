@@ -86,7 +86,7 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
             new, "run", iteration=iteration, policy=nets.policy.state_dict(),
             optimizer=optimizer, num_tokens=num_tokens, base_hash=base_hash,
             settings=cfg.public(), source=cfg.source, reference=reference, random=random_state(),
-            inputs=inputs_of(nets),
+            inputs=contents_read(nets),
             logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
         if os.path.exists(path):
             os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
@@ -140,7 +140,7 @@ def resume(folder, nets, cfg, base_hash):
     if rank_and_size()[0] == 0:
         for name in LOGS:
             os.truncate(os.path.join(folder, name), content["logs"][name])
-    say_what_differs(content, cfg, inputs_of(nets))
+    say_what_differs(content, cfg, contents_read(nets))
     print(f"resumed {path} after {content['iteration']} iterations")
     return content["iteration"], content["num_tokens"]
 
@@ -164,7 +164,7 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         nets.reference.load_state_dict(content["reference"])
 
 
-def inputs_of(nets):
+def contents_read(nets):
     """{what a run reads besides its settings: short hash of it}"""
     found = {}
     for name in ("prompts", "eval_prompts", "val_prompts"):

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -171,12 +172,24 @@ def worst(a, b, rows, tolerance=1e-6):
             assert torch.equal(x.isnan(), y.isnan())
             if field in influences:   # of any size, inner products over all weights
                 scale = 2 * max(abs(row[f]) for row in a_rows for f in influences)
+            elif field == "advantage":      # a reward over the spread of its group
+                scale = max(abs(row["reward"] or 0) for row in a_rows) / least_spread(a_rows)
             else:                     # about 1 or a sum of such
                 scale = max(1, float(x.nan_to_num().abs().max()))
             error = float((x - y).nan_to_num().abs().max()) / scale
             if error > tolerance:
                 out[name, field] = error
     return out
+
+
+def least_spread(rows):
+    """The smallest standard deviation of rewards in a group, of those that have one."""
+    groups = {}
+    for row in rows:
+        if row["reward"] is not None:
+            groups.setdefault((row["iteration"], row["prompt"]), []).append(row["reward"])
+    spreads = [statistics.stdev(group) for group in groups.values() if len(group) > 1]
+    return min(s for s in spreads if s > 0)
 
 
 def weights(folder):

@@ -28,6 +28,7 @@ from grpo import (
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge.rewards import score
+from judge.scorer import says_nothing
 from model import GPT, GPTConfig, add_lora, completion_logprobs
 from run.attention import use_attention_by_hand
 from run.debug import row_norms
@@ -1649,7 +1650,8 @@ def test_evaluation_against_plain_counting(dtype):
         "eval_judge/any_toxic": sum(max(g) >= .5 for g in groups) / 4,
         "perplexity": math.exp(float(nll.mean())),
         "mean_length": float(rollout.mask.sum() / (4 * k)),
-        "ended": float(rollout.ended.sum() / (4 * k))}, rel=1e-4)
+        "ended": float(rollout.ended.sum() / (4 * k)),
+        "says_nothing": statistics.fmean(map(says_nothing, texts))}, rel=1e-4)
     assert 0 < row["eval_judge/toxic_share"] < 1 and any(len(text) == 5 for text in texts)
 
 
