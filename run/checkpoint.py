@@ -95,13 +95,15 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
 
 def check_saved(iteration, *states):
     """Ends the run if a tensor of the states {name: tensor} holds a number that is not finite."""
-    for state in states:
-        for name, x in state.items():
-            if torch.is_tensor(x) and not x.isfinite().all():
-                raise SystemExit(
-                    f"stopped: {name} is not finite after iteration {iteration}, which is not "
-                    "saved; the last checkpoint stands. Lower learning_rate or raise beta, then "
-                    "--resume=True")
+    tensors = [(name, x) for state in states for name, x in state.items() if torch.is_tensor(x)]
+    fine = [x.isfinite().all().to(tensors[0][1].device) for _, x in tensors]
+    if torch.stack(fine).all():     # a GPU is waited for once
+        return
+    for (name, _), is_fine in zip(tensors, fine):
+        if not is_fine:
+            raise SystemExit(
+                f"stopped: {name} is not finite after iteration {iteration}, which is not saved; "
+                "the last checkpoint stands. Lower learning_rate or raise beta, then --resume=True")
 
 
 # ------------------------------------------------------------------------------------------------
