@@ -22,6 +22,7 @@ from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
 from run.attention import use_attention_by_hand
 from run.checkpoint import OTHER_POLICY
+from run.compiled import make_generate
 from run.content import check_fit, newest_checkpoint, read_checkpoint
 from run.device import autocast, pick_device, pick_dtype
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
@@ -29,7 +30,7 @@ from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.size import check_evaluation_size
 from run.threads import threads_of, use_threads
-from sample import concatenate, decode, generate
+from sample import concatenate
 
 AT_ONCE = 256   # completions that are sampled or scored together
 
@@ -43,7 +44,8 @@ def evaluate(nets, policy, cfg):
     completions of one prompt the expected maximum and whether any is toxic (Gehman et al. 2020).
     Then perplexity under the frozen starting policy, distinct-n (Li et al. 2016), mean length in
     tokens, the share that ended by themselves and the share that say nothing. nets needs base,
-    judges, reward_funcs, tokenizer, eval_prompts, device and dtype.
+    judges, reward_funcs, tokenizer, eval_prompts, device, dtype and generate, which is made for the
+    policy.
     """
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
@@ -79,29 +81,30 @@ def evaluate(nets, policy, cfg):
 def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
     prompts = [prompt.ids for prompt in nets.eval_prompts]
-    part = shard(len(prompts))
+    mine = shard(len(prompts))
+    size = max(1, rows_at_once(cfg, nets.device) // k)      # prompts
     eos = end_tokens(nets.tokenizer)
-    with autocast(nets.device, nets.dtype):
-        rollout = generate(
-            policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"),
-            eos=eos, batch_size=AT_ONCE // k * k or k, part=part,
-            decode=saying_how_far(len(prompts[part]) * k, drop="retire" in cfg.speed))
+    rollouts = []
+    progress = Progress("evaluation, sampling", "completion", len(prompts[mine]) * k)
+    for i in range(mine.start, mine.stop, size) or [mine.start]:    # none of them: an empty rollout
+        part = slice(i, min(i + size, mine.stop))
+        with autocast(nets.device, nets.dtype):
+            rollouts.append(nets.generate(
+                policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"), eos=eos,
+                part=part))
+        if progress.is_due():
+            progress.show((part.stop - mine.start) * k)
+    rollout = concatenate(rollouts, eos[0])
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 
-def saying_how_far(total, **more):
-    """sample.decode, with a line now and then on how many of `total` completions are done."""
-    progress = Progress("evaluation, sampling", "completion", total)
-    done = 0
-
-    def decode_some(*args):
-        nonlocal done
-        decode(*args, **more)
-        done += len(args[3].mask)   # rows of the rollout that is filled
-        if progress.is_due():
-            progress.show(done)
-
-    return decode_some
+def rows_at_once(cfg, device):
+    """Completions that are sampled together. On a GPU as many as in the rollouts, since a Decoder
+    keeps buffers, and graphs, for each number of rows."""
+    if device.type == "cpu":
+        return AT_ONCE
+    mine = shard(cfg.num_prompts * cfg.num_generations, cfg.num_generations)
+    return cfg.decode_batch_size or mine.stop - mine.start
 
 
 def perplexity_under(base, rollout, k):
@@ -191,9 +194,11 @@ def main(argv):
     if not argv or argv[0].startswith("--"):
         raise BadInput("which run? python evaluate.py out/toxicity [--setting=value ...]")
     cfg, nets, trained, iteration = open_run(argv[0], argv[1:])
+    cfg.compile = ()    # takes longer than two evaluations
     rows = []
     with use_threads(cfg, nets.device, threads_of(argv[0])):
         for done, policy in ((0, nets.base), (iteration, trained)):
+            nets.generate = make_generate(policy, cfg, nets.dtype)
             measures, first = evaluate(nets, policy, cfg)
             shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
             samples = [dict(prompt=prompt.text, completion=text) for prompt, text in shown]

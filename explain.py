@@ -383,7 +383,7 @@ def rollouts_after(path, checkpoint, cfg):
     with contextlib.redirect_stdout(io.StringIO()):     # what a run says of its models
         nets = prepare(cfg, read_inputs(cfg))
     load_checkpoint(checkpoint, path, nets, cfg, hash_of(nets.base))
-    set_random_state(checkpoint["random"])
+    set_random_state(checkpoint["random"], nets.device)
     it = checkpoint["iteration"]
     prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
     batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it))

@@ -538,8 +538,8 @@ def optimizer_steps(batch, cfg, seed):
     device = batch.mask.device
     rows = torch.arange(N, device=device)
     if cfg.zero_std_groups == "drop":
-        equal = batch.equal_groups(cfg.num_generations)                             # (B,)
-        rows = rows[~equal.repeat_interleave(cfg.num_generations).to(device)]
+        equal = batch.equal_groups(cfg.num_generations)         # (B,) on the CPU, as rewards are
+        rows = (~equal.repeat_interleave(cfg.num_generations)).nonzero()[:, 0].to(device)
     for epoch in range(cfg.num_iterations):
         if 0 < cfg.mini_batch_size < N:
             generator = torch.Generator().manual_seed(seed_for(seed, epoch))

@@ -44,8 +44,9 @@ class Rollout:
     def completions(self):
         """Lists of ids, one per row, without the end token."""
         T = self.mask.shape[1]
-        lengths = (self.mask.sum(1) - self.ended.long()).tolist()
-        return [ids[:n] for ids, n in zip(self.tokens[:, -T:].tolist(), lengths)]
+        lengths = self.mask.sum(1) - self.ended.long()                              # (N,)
+        rows = torch.cat([lengths[:, None], self.tokens[:, -T:]], 1).tolist()   # one read
+        return [ids[:n] for n, *ids in rows]
 
 
 def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=None):
@@ -190,26 +191,27 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16}  # steps between looks at which rows ended:
 
 def prefill(model, prompt, attention_mask, r, noise, sampling):
     """Computes prompts (B, P) once and draws the first token of each row. -> keys and values of the
-    prompts (n_layer, 2, B, nkv, P, hs) and whether any prompt is padded."""
+    prompts (n_layer, 2, B, nkv, P, hs). attention_mask (B, P), or None where no prompt is padded.
+    """
     B, P = prompt.shape
     N = len(r.mask)
-    padded = not bool(attention_mask.all())
     cache = model.new_cache(B, P)
-    h = model(prompt, attention_mask if padded else None, cache)[:, -1]             # (B, C)
+    h = model(prompt, attention_mask, cache)[:, -1]                                 # (B, C)
     h = h.repeat_interleave(N // B, 0)                                              # (N, C)
     rows = torch.arange(N, device=h.device)
     sample_token(model.lm_head, h, r, rows, 0, P, noise, sampling)
-    return cache, padded
+    return cache
 
 
 def decode(model, prompt, attention_mask, r, noise, sampling, drop=True):
     """Fills the rows r, views of a rollout, with completions of prompts (B, P).
 
+    attention_mask (B, P): False on the prompts' padding; None where no prompt is padded.
     drop: rows that have ended leave the batch, so that a step costs what still runs.
     """
     B, P = prompt.shape
     N, T = r.mask.shape
-    prefix, padded = prefill(model, prompt, attention_mask, r, noise, sampling)
+    prefix = prefill(model, prompt, attention_mask, r, noise, sampling)
     cache = model.new_cache(N, P + T)
     cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
     rows = torch.arange(N, device=prompt.device)    # of r, in the order of the cache
@@ -219,7 +221,7 @@ def decode(model, prompt, attention_mask, r, noise, sampling, drop=True):
             if len(rows) == 0:
                 break
         end = P + t
-        mask = r.attention_mask[rows, :end] if padded else None
+        mask = None if attention_mask is None else r.attention_mask[rows, :end]
         h = model(r.tokens[rows, end - 1:end], mask, cache, end - 1)[:, 0]          # (n, C)
         sample_token(model.lm_head, h, r, rows, t, end, noise, sampling)
 
@@ -257,11 +259,12 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     check_prompts(prompts, max_new_tokens, model.config.block_size, sampling.temperature)
     G = num_generations
     device = model.wte.weight.device
-    prompt, attention_mask = (x.to(device) for x in pad_left(prompts))              # (B, P)
+    prompt, attention_mask = pad_left(prompts, device)                              # (B, P)
     first, end, _ = part.indices(len(prompts))
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator).to(device)
-    noise = noise[first * G:end * G]                                                # (N, T)
+    noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator)
+    noise = noise[first * G:end * G].to(device)                                     # (N, T)
+    lengths = [len(ids) for ids in prompts[first:end]]
     prompt = prompt[first:end]
     attention_mask = attention_mask[first:end]
 
@@ -275,18 +278,19 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     for b in range(0, len(prompt), at_once):
         some = slice(b, b + at_once)
         rows = slice(b * G, (b + at_once) * G)      # views of r, filled in place
-        decode(model, prompt[some], attention_mask[some], r[rows], noise[rows], sampling)
+        padded = min(lengths[some]) < prompt.shape[1]
+        mask = attention_mask[some] if padded else None
+        decode(model, prompt[some], mask, r[rows], noise[rows], sampling)
     r.chosen &= r.mask              # nothing is chosen after the end, and nothing stands there
     r.tokens[:, prompt.shape[1]:].masked_fill_(~r.mask, sampling.ends[0])
     return trim(r)
 
 
-def pad_left(rows):
+def pad_left(rows, device="cpu"):
     """Lists of ids -> tokens (B, P) and attention_mask (B, P), padded on the left."""
     P = max(map(len, rows))
-    tokens = torch.tensor([[0] * (P - len(ids)) + list(ids) for ids in rows])
-    mask = torch.tensor([[False] * (P - len(ids)) + [True] * len(ids) for ids in rows])
-    return tokens, mask
+    padded = torch.tensor([[-1] * (P - len(ids)) + list(ids) for ids in rows]).to(device)
+    return padded.clamp(min=0), padded >= 0
 
 
 def check_prompts(prompts, max_new_tokens, block_size, temperature):

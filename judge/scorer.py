@@ -12,8 +12,9 @@ from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
 from run.files import load_file, load_weights, save_file
+from run.host import to_device
 from run.metrics import weights_of
-from run.script import BadInput
+from run.script import BadInput, hash_of
 
 
 class Scorer(nn.Module):
@@ -32,7 +33,9 @@ class Scorer(nn.Module):
 def load_scorer(path, device="cpu"):
     """Load the judge that judge/train.py wrote to a .pt file. Raises BadInput for other files."""
     content = load_file(path, "judge")
-    model = load_weights(path, content, Scorer).to(device).eval().requires_grad_(False)
+    model = load_weights(path, content, Scorer).eval().requires_grad_(False)
+    weights = hash_of(model)
+    model = model.to(device)
     block_size = model.config.block_size
     tokenizer = load_tokenizer(model.config.vocab_size)
 
@@ -42,6 +45,7 @@ def load_scorer(path, device="cpu"):
 
     judge.model = model
     judge.num_weights = weights_of(model)
+    judge.hash = weights        # it is never trained again
     return judge
 
 
@@ -76,14 +80,17 @@ def pad_right(rows):
 def log_odds(model, rows, device, batch_size=256):
     """Score N lists of ids with model(idx, attention_mask) -> float32 (N,) on the CPU.
 
-    Rows of similar length share a batch, so that padding costs little.
+    Rows of similar length share a batch, so that padding costs little. A GPU is waited for once.
     """
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    scores = torch.empty(len(rows))
+    ordered = torch.empty(len(rows), device=device)
     for start in range(0, len(rows), batch_size):
         batch = order[start:start + batch_size]
         idx, attention_mask = pad_right([rows[i] for i in batch])
-        scores[batch] = model(idx.to(device), attention_mask.to(device)).float().cpu()
+        ordered[start:start + batch_size] = model(
+            to_device(idx, device), to_device(attention_mask, device))
+    scores = torch.empty(len(rows))
+    scores[order] = ordered.cpu()
     return scores
 
 

@@ -20,8 +20,9 @@ from config import with_speed
 from run.content import (LOGS, check_fit, check_logs, check_moments, newest_checkpoint,
                          read_newest)
 from run.files import check_tensors, save_file, write_json
+from run.host import small_to_host
 from run.processes import rank_and_size
-from run.script import BadInput, hash_of, seed_for, uninterrupted
+from run.script import BadInput, seed_for, uninterrupted
 from run.trust import signature_of
 
 OTHER_POLICY = ("{}: this run began from another policy than the settings name now (a published "
@@ -81,12 +82,14 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
         return
     path = os.path.join(folder, "ckpt.pt")
     new = os.path.join(folder, "ckpt_new.pt")
+    states = dict(policy=nets.policy.state_dict(), optimizer=optimizer, reference=reference)
+    states = small_to_host(states)
     with uninterrupted():
         save_file(
-            new, "run", iteration=iteration, policy=nets.policy.state_dict(),
-            optimizer=optimizer, num_tokens=num_tokens, base_hash=base_hash,
-            settings=cfg.public(), source=cfg.source, reference=reference, random=random_state(),
-            inputs=contents_read(nets),
+            new, "run", iteration=iteration, policy=states["policy"],
+            optimizer=states["optimizer"], num_tokens=num_tokens, base_hash=base_hash,
+            settings=cfg.public(), source=cfg.source, reference=states["reference"],
+            random=random_state(nets.device), inputs=contents_read(nets),
             logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
         if os.path.exists(path):
             os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
@@ -136,7 +139,7 @@ def resume(folder, nets, cfg, base_hash):
     load_checkpoint(content, path, nets, cfg, base_hash)
     check_logs(content, path, folder)
     try:
-        set_random_state(content["random"])
+        set_random_state(content["random"], nets.device)
     except Exception as e:      # three libraries report it in a dozen ways
         raise BadInput(f"{path}: damaged: the state of its random generators ({e!r:.99})") from e
     if rank_and_size()[0] == 0:
@@ -173,8 +176,8 @@ def contents_read(nets):
         texts = [prompt.text for prompt in getattr(nets, name)]
         found[name] = f"{seed_for(texts):x}"
     for name, judge in nets.judges.items():
-        if isinstance(getattr(judge, "model", None), torch.nn.Module):
-            found[name] = hash_of(judge.model)
+        if hasattr(judge, "hash"):
+            found[name] = judge.hash
     return found
 
 
@@ -191,15 +194,16 @@ def say_what_differs(content, cfg, inputs):
             print(f"WARNING: resumed with other contents of {name}: a file has changed")
 
 
-def random_state():
-    """State of the global generators, which a reward function may use."""
+def random_state(device):
+    """State of the global generators, which a reward function may use; of a GPU's only where the
+    run is on it."""
     kind, keys, *rest = np.random.get_state()
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest),
                 torch=torch.get_rng_state(), cuda=cuda)
 
 
-def set_random_state(state):
+def set_random_state(state, device):
     """Sets the global generators. ValueError for a state that no generator has."""
     kind, keys, position, *rest = state["numpy"]
     mine = torch.get_rng_state()
@@ -214,5 +218,5 @@ def set_random_state(state):
     random.setstate(state["python"])
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, *rest))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state(state["cuda"][0])
+    if device.type == "cuda" and state["cuda"]:
+        torch.cuda.set_rng_state(state["cuda"][0], device)

@@ -59,7 +59,7 @@ class Decoder:
         P = prompt.shape[1]
         for mine, p in self.copies:
             mine.copy_(p)
-        prefix, _ = prefill(self.model, prompt, attention_mask, r, noise, sampling)
+        prefix = prefill(self.model, prompt, attention_mask, r, noise, sampling)
         prefix = prefix.repeat_interleave(N // len(prompt), 2)       # (n_layer, 2, N, nkv, P, hs)
         own = self.buffers_for(r, prefix, sampling)
         own.load(r, prefix, noise)

@@ -6,10 +6,12 @@ import math
 import os
 import time
 
+import torch
+
 from run.checkpoint import append_rows, begin_folder, save_checkpoint, write_run_config
 from run.files import read_rows
 from run.folder import claimed_folder
-from run.metrics import batch_metrics, rollout_toxicity
+from run.metrics import batch_metrics, batch_on_host, rollout_toxicity
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
@@ -58,7 +60,8 @@ class Run:
         """Starts anew, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.nets = nets
-        if not all(x.isfinite().all() for x in nets.base.state_dict().values()):
+        finite = [x.isfinite().all() for x in nets.base.state_dict().values()]
+        if not torch.stack(finite).all():       # a GPU is waited for once
             raise BadInput(f"policy = {cfg.policy!r}: holds weights that are not finite")
         self.base_hash = hash_of(nets.base)
         done, self.num_tokens = begin_folder(self.folder, nets, cfg, self.base_hash)
@@ -106,6 +109,7 @@ class Run:
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
         seconds = time.time() - log.start
+        batch = batch_on_host(batch)
         P = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
         prompt_tokens = batch.rollout.attention_mask[:, :P].sum()
         self.num_tokens += int(prompt_tokens + batch.rollout.mask.sum())

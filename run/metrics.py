@@ -1,14 +1,17 @@
 """
 The numbers of an iteration. docs/metrics.md says what each of them means.
 
-Those of the update are tensors until its end, so that a GPU is waited for once and not for each
-of them.
+Those of the update are tensors until the step, so that a GPU is waited for once and not for each of
+them. Those of the batch are taken from a copy of it on the CPU.
 """
+import copy
+import dataclasses
 import math
 
 import torch
 from torch.nn.utils import get_total_norm
 
+from run.host import to_host
 from run.processes import all_gather, shard
 from tracin import std
 
@@ -26,10 +29,12 @@ class Meter:
         self.log = log
         T = batch.mask.shape[1]
         self.prompt_lengths = batch.rollout.attention_mask[:, :-T].sum(1)                   # (N,)
-        self.micro_batches = []
+        self.unread = []            # {name: tensor ()} of micro-batches, on the device
+        self.micro_batches = []     # {name: number} of those that were read
         self.steps = []             # (loss, grad_norm) of each
         self.influence = []
-        self.logp_diff = batch.rollout.logp.new_zeros(0)    # trainer less sampler, first pass
+        self.first_pass = []        # log-ratios (n, T), then the tokens that count (n, T)
+        self.logp_diff = torch.zeros(0)     # trainer less sampler, first pass, of those read
 
     def begin_step(self):
         self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.mask.device)
@@ -41,7 +46,7 @@ class Meter:
         """A micro-batch: its rows (n,) of the batch and what loss_of returned."""
         metrics = loss_metrics(out, self.cfg)
         prompts, completions = self.prompt_lengths[rows], self.batch.lengths[rows]
-        self.micro_batches.append(metrics | {
+        self.unread.append(metrics | {
             "real": (prompts + completions).sum(),
             "positions": len(rows) * (prompts.max() + completions.max())})
         self.loss += metrics["loss"]
@@ -49,20 +54,37 @@ class Meter:
         self.log_ratios.append(out.logp - out.batch.rollout.logp)
         self.log.loss(metrics)
 
+    def read(self, *more):
+        """Numbers of `more` tensors (). What the micro-batches left on the device is read with
+        them, so that a GPU is waited for once."""
+        stacked = [torch.stack(list(m.values())) for m in self.unread]
+        near = to_host([*more, *stacked, *self.first_pass])
+        first = len(more)
+        last = first + len(stacked)
+        for names, x in zip(self.unread, near[first:last]):
+            self.micro_batches.append(dict(zip(names, x.tolist())))
+        for log_ratio, chosen in zip(near[last::2], near[last + 1::2]):
+            self.logp_diff = torch.cat([self.logp_diff, log_ratio[chosen]])
+        self.unread = []
+        self.first_pass = []
+        return [float(x) for x in near[:first]]
+
     def check_ratio(self, stop):
         """Before the first step trainer and sampler are the same weights: their log-probs must
         agree. stop: end the run if they do not."""
-        log_ratio = self.logp_diff[:0]
         if self.rows:
             chosen = self.batch.rollout.chosen[torch.cat(self.rows)]
-            log_ratio = torch.cat(self.log_ratios)[chosen]
-        self.logp_diff = torch.cat([self.logp_diff, all_gather(log_ratio)])
-        if not stop or len(self.logp_diff) == 0:
+            self.first_pass += [torch.cat(self.log_ratios), chosen]
+        if not stop:
+            return
+        self.read()
+        logp_diff = all_gather(self.logp_diff)
+        if len(logp_diff) == 0:
             return
         if self.nets.dtype == torch.float32:
-            gap, bound = float(self.logp_diff.abs().max()), 1e-3
+            gap, bound = float(logp_diff.abs().max()), 1e-3
         else:
-            gap, bound = float(self.logp_diff.abs().mean()), 0.05
+            gap, bound = float(logp_diff.abs().mean()), 0.05
         if not math.isfinite(gap):
             raise SystemExit(f"stopped before the first step: {self.not_finite()}")
         if gap > bound:
@@ -78,8 +100,7 @@ class Meter:
         """Ends the run if a number that the step depends on is not finite."""
         moments = [x for state in self.nets.optimizer.state.values() for x in state.values()]
         largest = get_total_norm([*moments, self.old_logp()], math.inf)
-        together = torch.stack([self.loss, grad_norm, largest.to(self.loss)])
-        loss, grad_norm, largest = together.tolist()
+        loss, grad_norm, largest = self.read(self.loss, grad_norm, largest)
         loss = sum(all_gather([loss]))
         if not all(map(math.isfinite, (loss, grad_norm, largest))):
             raise SystemExit(
@@ -107,7 +128,9 @@ class Meter:
 
     def metrics(self):
         """{name: number} of the whole update, over all processes."""
-        micros = all_gather(numbers(self.micro_batches))
+        if self.unread:     # of steps that were not taken
+            self.read()
+        micros = all_gather(self.micro_batches)
         num_steps = max(1, len(self.steps))
         metrics = mean_over_tokens(micros)
         metrics |= mean_influence(self.influence)
@@ -117,7 +140,7 @@ class Meter:
         metrics["policy_loss"] = sum(m["policy_loss"] for m in micros) / num_steps
         metrics["grad_norm"] = sum(norm for _, norm in self.steps) / num_steps
         metrics["num_steps"] = len(self.steps)
-        return metrics | sampling_metrics(self.logp_diff)
+        return metrics | sampling_metrics(all_gather(self.logp_diff))
 
 
 def loss_metrics(out, cfg):
@@ -238,6 +261,18 @@ def weights_of(model):
                for p in m.parameters(recurse=False))
 
 
+def batch_on_host(batch):
+    """A copy of a Batch on the CPU, without `allowed`, for all that the logs ask of it."""
+    batch = copy.copy(batch)
+    batch.rollout = dataclasses.replace(batch.rollout, allowed=None)
+    fields = [(vars(part), name) for part in (batch, batch.rollout)
+              for name, x in vars(part).items() if torch.is_tensor(x)]
+    near = to_host([part[name] for part, name in fields])
+    for (part, name), x in zip(fields, near):
+        part[name] = x
+    return batch
+
+
 def batch_metrics(batch, cfg):
     """Metrics of a Batch, named as TRL names them."""
     G = cfg.num_generations
@@ -246,7 +281,7 @@ def batch_metrics(batch, cfg):
         known = torch.full((1,), math.nan)
     groups = [batch.completions[i:i + G] for i in range(0, len(batch.completions), G)]
     identical = [len(set(texts)) == 1 for texts in groups]
-    ended = batch.rollout.ended.cpu()       # a GPU is waited for once for each of these two
+    ended = batch.rollout.ended
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
@@ -262,7 +297,7 @@ def batch_metrics(batch, cfg):
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
-    lengths = batch.rollout.chosen.sum(1).float().cpu()
+    lengths = batch.rollout.chosen.sum(1).float()
     terminated = lengths[ended] if ended.any() else torch.zeros(1)
     for kind, x in (("", lengths), ("terminated_", terminated)):
         metrics[f"completions/mean_{kind}length"] = float(x.mean())

@@ -14,6 +14,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from run.host import small_to_host
 from run.processes import rank_and_size
 
 
@@ -212,6 +213,6 @@ def seed_for(*purpose):
 def hash_of(model):
     """Short hash of all weights."""
     h = hashlib.sha256()
-    for x in model.state_dict().values():
+    for x in small_to_host(model.state_dict()).values():
         h.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return h.hexdigest()[:16]

@@ -34,7 +34,7 @@ from run.attention import use_attention_by_hand
 from run.debug import row_norms
 from run.device import autocast
 from run.files import save_gpt
-from run.fused_head import FusedHead, fused_logprobs
+from run.fused_head import FusedHead
 from run.metrics import batch_metrics, loss_metrics
 from run.processes import all_reduce
 from run.report import diagnose
@@ -1608,7 +1608,7 @@ def measured(policy, cfg, base=None, prompts=PROMPTS, judges={}, reward_funcs={}
     """evaluate(...) of a policy -> (measures, first completion of each prompt)."""
     nets = SimpleNamespace(
         base=base or gpt(), judges=judges, reward_funcs=reward_funcs, tokenizer=tokenizer,
-        eval_prompts=prompts, device=CPU, dtype=dtype)
+        eval_prompts=prompts, device=CPU, dtype=dtype, generate=generate)
     return evaluate(nets, policy, cfg)
 
 
@@ -1885,28 +1885,6 @@ def test_loss_without_metrics_is_the_same():
         loss.backward()
         found.append((loss, arguments["logp"].grad))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-
-
-@pytest.mark.parametrize("each, knobs", [
-    (2, {}), (2, dict(loss_type="sapo", beta=.1)), (2, dict(top_p=.9, num_iterations=2)),
-    (2, dict(mini_batch_size=8)), (3, dict(fused=True)),
-    (3, dict(fused=True, beta=.1, loss_type="cispo", epsilon_high=1.1))])
-def test_update_waits_twice_a_micro_batch_and_twice_a_step(each, knobs, monkeypatch):
-    """Before a forward, for the sizes and the tokens of its rows; the fused head once more, to hold
-    its gradient against what comes back. In a step: for its number of tokens, then for its loss and
-    the norm of its gradient. Four times beside."""
-    knobs = dict(knobs)
-    if knobs.pop("fused", False):
-        monkeypatch.setattr(model, "LOGITS_AT_ONCE", 7 * 300)
-    for micro in (8, 2):
-        policy, cfg = gpt(), settings(micro_batch_size=micro, **knobs)
-        batch = sample(policy, cfg, moved(policy))
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=.01, fused=True)
-        nets = nets_of(policy, cfg, optimizer=optimizer)
-        with Waits(monkeypatch) as waits:
-            m = update(nets, batch, None, cfg, 3, first=True)
-        per_pass = each * 16 // micro
-        assert waits.count <= per_pass * cfg.num_iterations + 2 * m["num_steps"] + 4
 
 
 def test_debug_steps_norms_are_those_of_each_rows_gradient():
