@@ -6,6 +6,8 @@ ordinary memory. Not counted is what is on the CPU on a GPU's machine too (see D
 """
 import collections
 import copy
+import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ import run.loop
 import run.metrics
 import sample as sampling
 from by_hand import random_gpt
+from evaluate import AT_ONCE, evaluate, rows_at_once
 from judge.scorer import load_scorer, log_odds
 from run.checkpoint import contents_read, random_state
 from run.decoder import Decoder
@@ -190,6 +193,41 @@ def test_sampling_knows_on_the_host_what_is_known_there(prompts, monkeypatch):
         assert waits.total == 3 + by_token, told(waits.lines)
         rollout.completions()
     assert waits.total == 4 + by_token, told(waits.lines)
+
+
+# ------------------------------------------------------------------------------------------------
+# evaluation
+
+
+def test_an_evaluation_samples_as_the_rollouts_do():
+    """With the run's Decoder, to the same measures, and after a change of the weights with the new
+    ones."""
+    policy, cfg = gpt(), settings(num_eval_generations=100)
+    nets = nets_of(policy, cfg)
+    nets.reward_funcs = {}
+    decoder = Decoder(policy, graphs=False)
+    plain = functools.partial(generate, decode=sampling.decode)
+    fast = functools.partial(generate, decode=decoder)
+    for change in (0, .05):
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.mul_(1 + change)
+        nets.generate = plain
+        measures, texts = evaluate(nets, policy, cfg)
+        nets.generate = fast
+        found, found_texts = evaluate(nets, policy, cfg)
+        assert decoder.buffers, "the evaluation went past the run's Decoder"
+        assert found_texts == texts, "another way of decoding, other completions"
+        assert found == pytest.approx(measures, rel=1e-5)
+    assert len(decoder.buffers) <= 2, f"buffers of {len(decoder.buffers)} sizes are kept"
+
+
+def test_on_a_gpu_as_many_completions_are_sampled_at_once_as_in_the_rollouts():
+    cfg = settings(num_prompts=4, num_generations=8)
+    gpu = torch.device("cuda")
+    assert rows_at_once(cfg, gpu) == 32, "a Decoder would keep buffers of another size"
+    assert rows_at_once(replace(cfg, decode_batch_size=16), gpu) == 16
+    assert rows_at_once(cfg, CPU) == AT_ONCE, "tokens of evaluations on a CPU would change"
 
 
 # ------------------------------------------------------------------------------------------------
