@@ -1000,11 +1000,11 @@ def run_detached(module, x):
     if isinstance(module, nn.Linear):
         if hasattr(module, "product"):      # a vocabulary head: float32, of operands in bfloat16
             out = module.product(x, weight)
+            dtype = autocast_dtype(x)
         else:
             out = F.linear(x, weight, bias)
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        a = x.detach().to(torch.get_autocast_dtype(device) if autocast else x.dtype)
+            dtype = out.dtype
+        a = x.detach().to(dtype)
         # autograd takes some outputs for views, which Recorded cannot change in place
         return torch.ops.aten._unsafe_view(out, out.shape), a
     shape, eps = module.normalized_shape, module.eps
@@ -1013,6 +1013,11 @@ def run_detached(module, x):
         return F.layer_norm(x, shape, weight, bias, eps), a
     a = F.rms_norm(x.detach(), shape, eps=eps)
     return F.rms_norm(x, shape, weight, eps), a
+
+
+def autocast_dtype(x):
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def uses_parameter(module, p):
