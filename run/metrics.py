@@ -59,7 +59,7 @@ class Meter:
         self.logp_diff = torch.cat([self.logp_diff, all_gather(log_ratio)])
         if not stop or len(self.logp_diff) == 0:
             return
-        if self.nets.dtype == torch.float32:
+        if self.nets.dtype == torch.float32 and not self.cfg.allow_tf32:
             gap, bound = float(self.logp_diff.abs().max()), 1e-3
         else:
             gap, bound = float(self.logp_diff.abs().mean()), 0.05
