@@ -82,12 +82,12 @@ def attend(q, k, v, mask, causal, scale):
     mask (B, 1, T, S) is True where a query sees a key, or numbers to add. scale None: 1 / sqrt(hs).
     run/attention.py puts its own function in place of this one, if speed says so.
     """
-    group = q.shape[1] // k.shape[1]
-    if group > 1 and q.is_cuda:     # torch's fast kernels take no groups beside a mask
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    grouped = True if k.shape[1] < q.shape[1] else False    # a plain bool, for torch.compile
+    if grouped and q.is_cuda:   # torch's fast kernels take no groups beside a mask
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
-        enable_gqa=k.shape[1] < q.shape[1])
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def extend(cache, start, k, v):
