@@ -25,6 +25,7 @@ from run.checkpoint import OTHER_POLICY
 from run.compiled import make_generate
 from run.content import check_fit, newest_checkpoint, read_checkpoint
 from run.device import autocast, pick_device, pick_dtype
+from run.head import use_wide_head
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
@@ -167,7 +168,7 @@ def open_run(folder, flags):
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
     path = newest_checkpoint(folder) or os.path.join(folder, "ckpt.pt")
     checkpoint = read_checkpoint(path)
-    device = pick_device(cfg.device)
+    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
     splits = get_splits(cfg)
     with rank0_first():
         base = get_policy(cfg, splits, device).to(device).eval().requires_grad_(False)
@@ -181,6 +182,7 @@ def open_run(folder, flags):
         judges = get_judges(cfg, splits, device)
     if "attention" in cfg.speed:
         use_attention_by_hand(base, *judges.values())
+    use_wide_head(base, dtype)
     policy = trainable(base, cfg)
     check_fit(path, checkpoint, policy)
     policy.load_state_dict(checkpoint["policy"])

@@ -687,6 +687,8 @@ class Tape:
                     raise ValueError(
                         f"{layer}: computed again under a reentrant checkpoint, where the tape "
                         "cannot tell which rows it is of; set use_reentrant=False")
+                if isinstance(module, nn.Linear):
+                    b = b.to(a.dtype)
                 # memory of the caller's, a buffer of inputs for instance, may be used again
                 self.add(module, micro, part, a if is_own else a.clone(), b, tokens)
 
@@ -959,6 +961,7 @@ def trained_layers(model):
         if not any(p.requires_grad for p in module.parameters(recurse=False)):
             continue
         known = type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+        known = known or hasattr(module, "product")     # model.Head
         params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         odd = [k for k in params if k not in ("weight", "bias")]
         odd += [f"complex {k}" for k, p in params.items() if p.is_complex()]
@@ -995,8 +998,13 @@ def run_detached(module, x):
     if isinstance(module, nn.Embedding):
         return F.embedding(x, weight), x
     if isinstance(module, nn.Linear):
-        out = F.linear(x, weight, bias)
-        a = x.detach().to(out.dtype)
+        if hasattr(module, "product"):      # a vocabulary head: float32, of operands in bfloat16
+            out = module.product(x, weight)
+            dtype = autocast_dtype(x)
+        else:
+            out = F.linear(x, weight, bias)
+            dtype = out.dtype
+        a = x.detach().to(dtype)
         # autograd takes some outputs for views, which Recorded cannot change in place
         return torch.ops.aten._unsafe_view(out, out.shape), a
     shape, eps = module.normalized_shape, module.eps
@@ -1005,6 +1013,11 @@ def run_detached(module, x):
         return F.layer_norm(x, shape, weight, bias, eps), a
     a = F.rms_norm(x.detach(), shape, eps=eps)
     return F.rms_norm(x, shape, weight, eps), a
+
+
+def autocast_dtype(x):
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def uses_parameter(module, p):

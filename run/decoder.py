@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 import sample
+from run.head import operand, set_product
 from run.script import BadInput
 from sample import Rollout, prefill, sample_token
 
@@ -47,6 +48,9 @@ class Decoder:
         self.drop = drop
         self.bucket = bucket
         self.buffers = {}     # (N, T, sampling) -> Buffers
+        # a stream of its own: torch frees cuBLAS's memory of all graphs that share one with a
+        # graph that is destroyed
+        self.stream = torch.cuda.Stream(device) if graphs else None
         self.pool = None      # graphs share one memory pool,
         self.captured = []    # which lives as long as any graph that was ever captured in it
 
@@ -88,7 +92,7 @@ class Decoder:
         """One step of n rows over S positions: by itself the first time, which readies the
         libraries, from the second time on as a graph."""
         def step():
-            cache = own.cache[:, :, :n, :, :S]
+            cache = [(k[:n, :, :S], v[:n, :, :S]) for k, v in own.cache]
             self.step(self.model, own.rollout, own.rows[:n], cache, own.t, own.start, own.noise,
                       sampling)
 
@@ -104,7 +108,8 @@ class Decoder:
     def capture(self, step):
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream,
+                                  capture_error_mode="thread_local"):
                 step()
         except RuntimeError as e:
             reason = str(e).splitlines()[0]
@@ -122,7 +127,7 @@ class Buffers:
     rollout: Rollout        # (N, T) and (N, width)
     noise: torch.Tensor     # (N, T)
     rows: torch.Tensor      # (N,) of the rollout, in the order of the cache
-    cache: torch.Tensor     # (n_layer, 2, N, nkv, width, hs)
+    cache: list             # keys and values (N, nkv, width, hs) of each layer
     t: torch.Tensor         # (1,) the token to draw next
     start: torch.Tensor     # (1,) width of the prompts
     graphs: dict
@@ -132,7 +137,9 @@ class Buffers:
         for mine, given in self.pairs(r):
             mine.copy_(given)
         self.noise.copy_(noise)
-        self.cache[:, :, :, :, :P].copy_(prefix)
+        for layer, given in zip(self.cache, prefix):
+            for mine, x in zip(layer, given):
+                mine[:, :, :P].copy_(x)
         self.rows.copy_(torch.arange(len(self.rows), device=self.rows.device))
         self.t.fill_(1)
         self.start.fill_(P)
@@ -159,7 +166,9 @@ class Buffers:
             fewer //= 2
         if fewer < n:
             order = ended.long().argsort(stable=True)[:fewer]
-            self.cache[:, :, :fewer] = self.cache[:, :, order]
+            for layer in self.cache:
+                for x in layer:
+                    x[:fewer] = x[order]
             self.rows[:fewer] = self.rows[order]
         return fewer
 
@@ -167,6 +176,7 @@ class Buffers:
 def new_buffers(r, prefix, width):
     N, T = r.mask.shape
     device = r.tokens.device
+    shape = (*prefix.shape[2:4], width, prefix.shape[5])                    # (N, nkv, width, hs)
     rollout = r.map(torch.zeros_like)
     rollout.tokens = r.tokens.new_zeros(N, width)
     rollout.attention_mask = r.attention_mask.new_zeros(N, width)
@@ -174,7 +184,7 @@ def new_buffers(r, prefix, width):
         rollout=rollout,
         noise=torch.zeros(N, T, device=device),
         rows=torch.arange(N, device=device),
-        cache=prefix.new_zeros(*prefix.shape[:4], width, prefix.shape[5]),
+        cache=[(prefix.new_zeros(shape), prefix.new_zeros(shape)) for _ in prefix],
         t=torch.zeros(1, dtype=torch.long, device=device),
         start=torch.zeros(1, dtype=torch.long, device=device),
         graphs={})
@@ -183,21 +193,32 @@ def new_buffers(r, prefix, width):
 def with_copies_of_linears(model, dtype):
     """A copy of the model that shares all but its Linears' weights, and pairs (copy, original)."""
     twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    head = twin.lm_head
     pairs = []
     for module in twin.modules():
         if isinstance(module, nn.Linear):
             for name, p in list(module.named_parameters(recurse=False)):
-                mine = nn.Parameter(p.detach().to(dtype), requires_grad=False)
-                setattr(module, name, mine)
-                pairs.append((mine, p))
+                mine = p.detach().to(dtype)
+                if module is head:
+                    mine = operand(head.product, mine, dtype)   # may have more rows than the head
+                setattr(module, name, nn.Parameter(mine, requires_grad=False))
+                pairs.append((mine[:len(p)], p))
+    if len(head.weight) > head.out_features:
+        set_product(twin, functools.partial(first_logits, head.product, head.out_features))
     return twin, pairs
 
 
+def first_logits(product, V, h, weight):
+    """Logits (..., V) of a head whose weight has more rows than V."""
+    return product(h, weight)[..., :V]
+
+
 def decode_step(model, r, rows, cache, t, P, noise, sampling):
-    """Draws token t of these rows (n,) of r and adds 1 to t. cache (n_layer, 2, n, nkv, S, hs)."""
+    """Draws token t of these rows (n,) of r and adds 1 to t. cache: see step_states."""
     column = P + t
     idx = r.tokens[rows, column - 1][:, None]                                       # (n, 1)
-    h = step_states(model, idx, r.attention_mask[rows, :cache.shape[4]], cache, column - 1)
+    S = cache[0][0].shape[2]
+    h = step_states(model, idx, r.attention_mask[rows, :S], cache, column - 1)
     sample_token(model.lm_head, h[:, 0], r, rows, t, column, noise, sampling)
     t += 1
 
@@ -205,8 +226,9 @@ def decode_step(model, r, rows, cache, t, P, noise, sampling):
 def step_states(model, idx, attention_mask, cache, at):
     """GPT.forward for the one position `at`, a tensor (1,), so that no shape depends on it.
 
-    idx (n, 1), attention_mask (n, S), cache (n_layer, 2, n, nkv, S, hs) -> (n, 1, C). Attention
-    runs over all S positions under masks of numbers to add, made once for all layers.
+    idx (n, 1), attention_mask (n, S), cache: keys and values (n, nkv, S, hs) of each layer ->
+    (n, 1, C). Attention runs over all S positions under masks of numbers to add, made once for all
+    layers. torch.compile copies a cache that is one tensor, in each layer and step.
     """
     config = model.config
     S = attention_mask.shape[1]
@@ -215,16 +237,17 @@ def step_states(model, idx, attention_mask, cache, at):
     seen = (attention_mask & (key <= at) | (key == at))[:, None, None]              # (n, 1, 1, S)
     windowed = bool(config.local_layers) and S > config.window
     near = seen & (key > at - config.window) if windowed else seen
-    mask, local_mask = (as_numbers(m, cache.dtype) for m in (seen, near))
+    mask, local_mask = (as_numbers(m, cache[0][0].dtype) for m in (seen, near))
 
-    extend_caches = [functools.partial(extend_at, cache[i], at) for i in range(len(cache))]
+    extend_caches = [functools.partial(extend_at, keys, values, at) for keys, values in cache]
     return model.blocks(idx, pos, mask, local_mask, extend_caches)
 
 
-def extend_at(cache, at, k, v):
+def extend_at(keys, values, at, k, v):
     """model.extend for the one position `at`, a tensor (1,) -> all S positions of the cache."""
-    new = torch.stack([k, v]).to(cache.dtype)                                   # (2, n, nkv, 1, hs)
-    return cache.index_copy_(3, at, new).to(k.dtype)                            # (2, n, nkv, S, hs)
+    keys.index_copy_(2, at, k.to(keys.dtype))                                   # (n, nkv, S, hs)
+    values.index_copy_(2, at, v.to(values.dtype))
+    return keys.to(k.dtype), values.to(v.dtype)
 
 
 def as_numbers(mask, dtype):

@@ -81,7 +81,7 @@ class Meter:
         logp_diff = all_gather(self.logp_diff)
         if len(logp_diff) == 0:
             return
-        if self.nets.dtype == torch.float32:
+        if self.nets.dtype == torch.float32 and not self.cfg.allow_tf32:
             gap, bound = float(logp_diff.abs().max()), 1e-3
         else:
             gap, bound = float(logp_diff.abs().mean()), 0.05

@@ -8,6 +8,8 @@ import functools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,8 +60,8 @@ class RecordingDecoder(Decoder):
     def capture(self, step):
         memory = []
         for own in filter(None, self.buffers.values()):
-            found = vars(own.rollout) | vars(own)
-            memory += [x for x in found.values() if isinstance(x, torch.Tensor)]
+            found = [*vars(own.rollout).values(), *vars(own).values()]
+            memory += [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
         before = [x.clone() for x in memory]
         with Recorded() as graph:
             step()
@@ -158,6 +160,18 @@ def test_cuda_graphs_sample_what_plain_decoding_samples(shape, dtype, compile):
                 p += 0.02 * torch.randn_like(p)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_cuda_graphs_outlive_those_of_another_decoder():
+    model = random_gpt(50, block_size=100).cuda()
+    sampled = functools.partial(generate, model, [[3, 1], [5]], 8, 40, eos=9, seed=0)
+    plain, kept, other = sampled(), Decoder(model), Decoder(model)
+    for decoder in (kept, other, kept, other):
+        sampled(decode=decoder)
+    del decoder, other
+    torch.cuda.empty_cache()
+    assert torch.equal(sampled(decode=kept).tokens, plain.tokens)
+
+
 def test_without_dropping_every_row_is_computed_to_the_end(graph_rules):
     model = random_gpt(8)
     plain = {drop: functools.partial(decode, drop=drop) for drop in (True, False)}
@@ -213,6 +227,24 @@ def test_compiled_step_samples_the_same_and_is_compiled_a_few_times_only():
         assert torch.equal(r.tokens, plain.tokens) and torch.allclose(r.logp, plain.logp, atol=1e-5)
         counts.append(compiled.frame_count)
     assert 1 <= counts[-1] <= 6 and counts[-1] == counts[4], counts
+
+
+def test_a_compiled_step_writes_into_the_cache_and_copies_none_of_it():
+    """Of a cache that is one tensor each layer would make a new one."""
+    torch._dynamo.reset()
+    model = random_gpt(10, block_size=64)
+    decoder, operations = Decoder(model, graphs=False, bucket=8), []
+
+    def keep_graph(graph, inputs):
+        operations.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    decoder.step = torch.compile(
+        decode_step, dynamic=True, fullgraph=True, backend=aot_autograd(fw_compiler=keep_graph))
+    generate(model, PROMPTS, 8, 6, eos=9, seed=0, decode=decoder)
+    assert any("index_copy" in name or "index_put" in name for name in operations)
+    whole = [name for name in operations if "_scatter" in name]
+    assert not whole, f"a compiled step makes the cache anew: {whole}"
 
 
 def test_graphs_where_there_are_none_are_bad_input():
