@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from run.processes import rank_and_size
+from run.processes import gpu_group, rank_and_size
 from run.script import BadInput
 
 
@@ -14,8 +14,15 @@ def pick_device(name):
     machine has a GPU of its own. Raises BadInput if the device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and rank_and_size()[1] > 1:
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    processes = rank_and_size()[1]
+    if name == "cuda" and processes > 1:
+        number = int(os.environ["LOCAL_RANK"])
+        gpus = torch.cuda.device_count()
+        if 0 < gpus <= number:
+            raise BadInput(
+                f"device = {name!r}: process {number} of this machine has no GPU of its own, there "
+                f"are {gpus}; start torchrun with --nproc_per_node={gpus}, or take device = 'cpu'")
+        name = f"cuda:{number}"
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as e:
@@ -24,7 +31,20 @@ def pick_device(name):
             f"device = {name!r}: not on this machine ({reason}); try device = 'auto'") from e
     if name.startswith("cuda:"):
         torch.cuda.set_device(name)
+    if name.startswith("cuda") and processes > 1:
+        connect_gpus(torch.device(name))
     return torch.device(name)
+
+
+def connect_gpus(device):
+    """Connects the GPUs of all processes now, rather than at the first sum over them: what NCCL
+    lacks is said before anything is trained."""
+    try:
+        gpu_group(device)
+    except RuntimeError as e:
+        reason = str(e).splitlines()[0]
+        raise BadInput(f"device = '{device}': the GPUs of the processes could not be connected "
+                       f"({reason}); NCCL_DEBUG=INFO says more, device = 'cpu' does without") from e
 
 
 def fast_dtype(device):
