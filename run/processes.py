@@ -119,11 +119,12 @@ def all_reduce(tensors):
 def messages(tensors):
     """Lists of neighbours that are alike in dtype and device, of MESSAGE numbers at most."""
     found = []
+    kind = None
+    room = 0
     for x in tensors:
-        kind = (x.dtype, x.device)
-        if not found or kind != last or room < x.numel():
+        if (x.dtype, x.device) != kind or x.numel() > room:
             found.append([])
-            last = kind
+            kind = (x.dtype, x.device)
             room = MESSAGE
         found[-1].append(x)
         room -= x.numel()
