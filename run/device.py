@@ -14,15 +14,8 @@ def pick_device(name):
     machine has a GPU of its own. Raises BadInput if the device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    processes = rank_and_size()[1]
-    if name == "cuda" and processes > 1:
-        number = int(os.environ["LOCAL_RANK"])
-        gpus = torch.cuda.device_count()
-        if 0 < gpus <= number:
-            raise BadInput(
-                f"device = {name!r}: process {number} of this machine has no GPU of its own, there "
-                f"are {gpus}; start torchrun with --nproc_per_node={gpus}, or take device = 'cpu'")
-        name = f"cuda:{number}"
+    if name == "cuda" and rank_and_size()[1] > 1:
+        name = own_gpu(int(os.environ["LOCAL_RANK"]))
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as e:
@@ -31,9 +24,20 @@ def pick_device(name):
             f"device = {name!r}: not on this machine ({reason}); try device = 'auto'") from e
     if name.startswith("cuda:"):
         torch.cuda.set_device(name)
-    if name.startswith("cuda") and processes > 1:
+    if name.startswith("cuda") and rank_and_size()[1] > 1:
         connect_gpus(torch.device(name))
     return torch.device(name)
+
+
+def own_gpu(number):
+    """Name of the GPU of the process with this number on its machine. Raises BadInput if there are
+    fewer GPUs; where there is none, pick_device says so."""
+    gpus = torch.cuda.device_count()
+    if 0 < gpus <= number:
+        raise BadInput(
+            f"device = 'cuda': process {number} of this machine has no GPU of its own, there are "
+            f"{gpus}; start torchrun with --nproc_per_node={gpus}, or take device = 'cpu'")
+    return f"cuda:{number}"
 
 
 def connect_gpus(device):
