@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from run.processes import rank_and_size
+from run.processes import gpu_group, rank_and_size
 from run.script import BadInput
 
 
@@ -16,7 +16,7 @@ def pick_device(name, allow_tf32=False, deterministic=False):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and rank_and_size()[1] > 1:
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+        name = own_gpu(int(os.environ["LOCAL_RANK"]))
     if name.startswith("cuda"):
         set_up_gpu(allow_tf32, deterministic)
     try:
@@ -27,6 +27,8 @@ def pick_device(name, allow_tf32=False, deterministic=False):
             f"device = {name!r}: not on this machine ({reason}); try device = 'auto'") from e
     if name.startswith("cuda:"):
         torch.cuda.set_device(name)
+    if name.startswith("cuda") and rank_and_size()[1] > 1:
+        connect_gpus(torch.device(name))
     return torch.device(name)
 
 
@@ -43,6 +45,28 @@ def set_up_gpu(allow_tf32, deterministic):
         # with warn_only attention's backward would add in any order
         torch.use_deterministic_algorithms(True, warn_only=False)
         torch.utils.deterministic.fill_uninitialized_memory = False     # only to find bugs
+
+
+def own_gpu(number):
+    """Name of the GPU of the process with this number on its machine. Raises BadInput if there are
+    fewer GPUs; where there is none, pick_device says so."""
+    gpus = torch.cuda.device_count()
+    if 0 < gpus <= number:
+        raise BadInput(
+            f"device = 'cuda': process {number} of this machine has no GPU of its own, there are "
+            f"{gpus}; start torchrun with --nproc_per_node={gpus}, or take device = 'cpu'")
+    return f"cuda:{number}"
+
+
+def connect_gpus(device):
+    """Connects the GPUs of all processes now, rather than at the first sum over them: what NCCL
+    lacks is said before anything is trained."""
+    try:
+        gpu_group(device)
+    except RuntimeError as e:
+        reason = str(e).splitlines()[0]
+        raise BadInput(f"device = '{device}': the GPUs of the processes could not be connected "
+                       f"({reason}); NCCL_DEBUG=INFO says more, device = 'cpu' does without") from e
 
 
 def fast_dtype(device):

@@ -5,10 +5,16 @@ All hold the same weights and the same batch. Each computes its share of the row
 are put together for all. With one process every function here returns what it is given.
 """
 import contextlib
+import functools
+import importlib
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+PATIENCE = timedelta(days=1)    # while rank 0 makes policy and judges
+MESSAGE = 2 ** 24               # numbers in a message of several tensors: 64 MB in float32
 
 
 def rank_and_size():
@@ -40,9 +46,41 @@ def or_peer_is_gone():
             f"({reason}); the last checkpoint stands") from None
 
 
-def all_gather(rows):
+def join():
+    """Joins the processes that torchrun started. They talk through gloo, on the CPU."""
+    # its functions keep the group that they find when imported, for good; AdamW imports it later
+    importlib.import_module("torch.distributed.nn.functional")
+    dist.init_process_group("gloo")
+
+
+@contextlib.contextmanager
+def leaving():
+    """After this block the process has left the others, if there were any."""
+    together = False
+    try:
+        yield
+        together = True
+    except KeyboardInterrupt:       # all of them stop at the same point
+        together = True
+        raise
+    finally:
+        nccl = gpu_group.cache_info().currsize > 0
+        gpu_group.cache_clear()
+        # a thread of gloo that outlives Python may abort it; the end of NCCL waits for the others
+        if dist.is_available() and dist.is_initialized() and (together or not nccl):
+            dist.destroy_process_group()
+
+
+@functools.cache
+def gpu_group(device):
+    """The processes for sums of tensors on their GPUs, one GPU each, which NCCL connects at once.
+    All must call this at the same point. RuntimeError if they cannot be connected."""
+    return dist.new_group(backend="nccl", device_id=device)
+
+
+def all_gather(rows, group=None):
     """A list or a tensor (n, ...) from each process, n may differ -> on every process all of them,
-    joined in rank order."""
+    joined in rank order. group: one of gloo; None is all."""
     _, size = rank_and_size()
     if size == 1:
         return rows
@@ -50,7 +88,7 @@ def all_gather(rows):
     is_tensor = isinstance(rows, torch.Tensor)
     sent = rows.cpu().clone() if is_tensor else rows   # a clone: a view would bring all it views
     with or_peer_is_gone():
-        dist.all_gather_object(parts, sent)
+        dist.all_gather_object(parts, sent, group)
     if is_tensor:
         return torch.cat(parts).to(rows.device)
     return sum(parts, [])
@@ -66,11 +104,31 @@ def all_gather_rollout(rollout):
 
 
 def all_reduce(tensors):
-    """Each tensor <- its sum over the processes, in place."""
-    if rank_and_size()[1] > 1:
+    """Each tensor <- its sum over the processes, in place. Small ones share a message."""
+    if rank_and_size()[1] == 1:
+        return
+    for parts in messages(tensors):
+        flat = parts[0] if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
         with or_peer_is_gone():
-            for x in tensors:
-                dist.all_reduce(x)
+            dist.all_reduce(flat, group=gpu_group(flat.device) if flat.is_cuda else None)
+        if len(parts) > 1:
+            sums = flat.split([x.numel() for x in parts])
+            torch._foreach_copy_(parts, [y.view_as(x) for x, y in zip(parts, sums)])
+
+
+def messages(tensors):
+    """Lists of neighbours that are alike in dtype and device, of MESSAGE numbers at most."""
+    found = []
+    kind = None
+    room = 0
+    for x in tensors:
+        if (x.dtype, x.device) != kind or x.numel() > room:
+            found.append([])
+            kind = (x.dtype, x.device)
+            room = MESSAGE
+        found[-1].append(x)
+        room -= x.numel()
+    return found
 
 
 def sum_gradients(parameters):
@@ -84,10 +142,19 @@ def sum_gradients(parameters):
 
 @contextlib.contextmanager
 def rank0_first():
-    """Rank 0 runs the block first; the others then find the files that it made."""
-    rank, _ = rank_and_size()
-    if rank > 0:
-        all_gather([])
-    yield
-    if rank == 0:
-        all_gather([])
+    """Rank 0 runs the block first; the others then find the files that it made. They wait for it
+    longer than for anything else, in a group of their own."""
+    rank, size = rank_and_size()
+    if size == 1:
+        yield
+        return
+    with or_peer_is_gone():
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+    try:
+        if rank > 0:
+            all_gather([], patient)
+        yield
+        if rank == 0:
+            all_gather([], patient)
+    finally:
+        dist.destroy_process_group(patient)

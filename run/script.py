@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from run.host import small_to_host
-from run.processes import rank_and_size
+from run.processes import join, leaving, rank_and_size
 
 
 class BadInput(ValueError):
@@ -74,14 +74,14 @@ def run_script(main, usage=None):
     """
     if dist.is_available() and dist.is_torchelastic_launched():
         end_with_parent()
-        dist.init_process_group()  # gloo for tensors on the CPU, nccl for those on GPUs
+        join()
     rank, size = rank_and_size()
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
     if rank > 0:
         sys.stdout = open(os.devnull, "w")
     argv = sys.argv[1:]
     try:
-        with printing_anywhere():
+        with leaving(), printing_anywhere():
             if "--help" in argv or "-h" in argv:
                 text = usage(True) if usage else main.__globals__["__doc__"]
                 print(text.strip())
@@ -90,8 +90,6 @@ def run_script(main, usage=None):
                 sys.exit(2)
             else:
                 main(argv)
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
     except BadInput as e:
         print(f"error: {who}{e}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(2)

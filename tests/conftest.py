@@ -17,10 +17,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 torch.set_num_threads(1)  # tiny tensors; and scripts that tests start must compute the same digits
 
-TINY = ["--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=32",
-        "--max_completion_length=8", "--pretrain_tokens=40000", "--judge_tokens=32000",
-        "--judge_vocab_size=2048", "--num_prompts=4", "--num_generations=4", "--num_eval_prompts=4",
-        "--num_eval_generations=3", "--prompt_words=(2, 4)"]
+TINY = ["--device=cpu", "--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2",
+        "--block_size=32", "--max_completion_length=8", "--pretrain_tokens=40000",
+        "--judge_tokens=32000", "--judge_vocab_size=2048", "--num_prompts=4",
+        "--num_generations=4", "--num_eval_prompts=4", "--num_eval_generations=3",
+        "--prompt_words=(2, 4)"]
 WORDS = [group.split() for group in (
     "a the my your", "green small quiet warm old", "garden river cat kettle window",
     "likes sees finds paints hears", "the this our", "bright round soft",

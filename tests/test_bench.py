@@ -623,7 +623,7 @@ def test_the_policy_in_transformers_has_the_same_logits():
     (["gpt2", "--n_head=5"], "n_embd = 768 is not a multiple of n_head = 5"),
     (["gpt2", "--case=ends"], "no setting 'case'"),
     (["levers", "--repeat=x"], "repeat = 'x': must be a whole number from 1"),
-    (["trl"], "python bench.py trl needs .*: pip install trl"),
+    (["trl", "--device=cpu"], "python bench.py trl needs .*: pip install trl"),
     (["--picture=x.png"], "picture = 'x.png': pip install matplotlib")])
 def test_wrong_requests_are_one_line(argv, message, monkeypatch):
     for name in ("trl", "datasets", "matplotlib", "matplotlib.figure"):

@@ -13,9 +13,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils._triton import has_triton
 
 from by_hand import PROMPTS, SHAPES, random_gpt, random_ids, with_lora
-from model import add_lora
+from model import add_lora, completion_logprobs
 from run.attention import use_attention_by_hand
 from run.decoder import Decoder, decode_step, step_states
 from run.device import autocast
@@ -130,9 +131,13 @@ def test_wider_rollouts_take_new_buffers_and_the_old_graphs_live_on(graph_rules)
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compile", [False, True])
-def test_cuda_graphs_sample_what_plain_decoding_samples(shape, dtype, compile):
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.skipif(
+    not has_triton(), reason="there is no Triton for this GPU"))])
+def test_cuda_graphs_sample_what_plain_decoding_samples(shape, dtype, bound, compile):
+    """Their kernels round differently, so a draw near the border of two tokens can turn and the
+    rest of its row with it: what each sampled is held against the forward pass of its own tokens.
+    """
     model = random_gpt(50, block_size=200, **SHAPES[shape]).cuda()
     if shape == "lora":
         add_lora(model, 2, 4.0)
@@ -145,16 +150,16 @@ def test_cuda_graphs_sample_what_plain_decoding_samples(shape, dtype, compile):
             plain, *others = (
                 generate(model, prompts, 8, 60, eos=9, seed=seed, decode=d, **truncation)
                 for d in (decode, *decoders))
-        for r in others:
-            if dtype == torch.float32:
-                assert torch.equal(r.tokens, plain.tokens) and torch.equal(r.ended, plain.ended)
-                torch.testing.assert_close(r.logp, plain.logp, atol=1e-4, rtol=0)
-            else:
-                # the first token is drawn by the prompt's pass, the second by the first step: later
-                # ones may part
-                same = r.tokens[:, max(widths)] == plain.tokens[:, max(widths)]
-                gap = (r.logp[:, :2] - plain.logp[:, :2]).abs().median()
-                assert same.all() and float(gap) < 0.05
+            forward = [completion_logprobs(model, r, 1.0).detach() for r in others]
+        for r, logp in zip(others, forward):
+            # the first token is drawn by the prompt's pass, the second by the first step
+            same = r.tokens[:, max(widths)] == plain.tokens[:, max(widths)]
+            assert same.all(), "the first tokens, which no graph has drawn"
+            gap = (r.logp[:, :2] - plain.logp[:, :2]).abs().median()
+            assert float(gap) < bound, "the first two log-probs of the graphs"
+            gaps = (r.logp - logp).abs()[r.mask]
+            worst = gaps.max() if dtype == torch.float32 else gaps.mean()
+            assert float(worst) < bound, "log-probs of a graph and of the forward pass"
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.02 * torch.randn_like(p)

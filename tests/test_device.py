@@ -18,6 +18,19 @@ def test_missing_device_is_bad_input(name):
         pick_device(name)
 
 
+def test_a_process_without_a_gpu_of_its_own_is_bad_input(monkeypatch):
+    monkeypatch.setattr("run.device.rank_and_size", lambda: (5, 8))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for number in (2, 3):
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+        with pytest.raises(BadInput) as caught:
+            pick_device("cuda")
+        message = str(caught.value)
+        assert f"process {number} of this machine has no GPU of its own" in message
+        assert "there are 2; start torchrun with --nproc_per_node=2" in message
+    assert pick_device("cpu") == torch.device("cpu"), "who asks for the CPU needs no GPU"
+
+
 def gpu_that_has_bfloat16(has_it, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_it)
 

@@ -9,10 +9,13 @@ import statistics
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -21,8 +24,9 @@ import grpo as trainer  # noqa: E402
 import run.loop  # noqa: E402
 import run.processes  # noqa: E402
 from run.files import load_file  # noqa: E402
-from run.processes import all_gather, shard  # noqa: E402
-from run.script import hash_of, run_script  # noqa: E402
+from run.processes import (  # noqa: E402
+    all_gather, all_reduce, messages, rank0_first, rank_and_size, shard)
+from run.script import hash_of, interrupts, run_script  # noqa: E402
 
 CASES = {
     "judge": ("--beta=0.1", "--judge=train", "--reward_funcs=('judge', 'reward')",
@@ -103,6 +107,44 @@ def run_all(runs):
         trainer.prepare, run.loop.save_checkpoint = prepare, save
 
 
+def parts_of(rank):
+    """Tensors to sum, some alike, some with more numbers than a message of seven."""
+    return [torch.tensor([1., 2, 3]) * rank, torch.ones(2, 4).t()[:2] * rank,
+            torch.tensor(1e-12, dtype=torch.float64) + rank, torch.ones(8) + rank, torch.ones(0),
+            torch.full((2, 2), rank), torch.tensor([[3. + rank]])]
+
+
+def wait_and_die(folder):
+    """Rank 0 prepares for longer than the others wait for anything else, then the sums of parts_of
+    are written, then rank 0 dies while it prepares again."""
+    rank, _ = rank_and_size()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    with interrupts(), rank0_first():
+        time.sleep(0 if rank else 2)
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=1))
+    run.processes.MESSAGE = 7
+    sums = parts_of(rank)
+    all_reduce(sums)
+    torch.save(sums, os.path.join(folder, f"sums-{rank}.pt"))
+    with interrupts(), rank0_first():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def program(argv):
+    """What the processes run: the runs of a .json file, or wait_and_die in a folder."""
+    if os.path.isdir(argv[0]):
+        return wait_and_die(argv[0])
+    run_all(json.load(open(argv[0])))
+
+
+def torchrun(processes, argument, **environment):
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", **environment)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc_per_node={processes}", os.path.abspath(__file__), str(argument)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=env, cwd=ROOT)
+
+
 @pytest.fixture(scope="module")
 def world(tiny, tmp_path_factory):
     """.at(name, processes): folder of that run. .two, .three: stdout, stderr and exit code of
@@ -123,13 +165,8 @@ def world(tiny, tmp_path_factory):
 
     def start(processes, runs):
         (where / f"{processes}.json").write_text(json.dumps(runs))
-        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1",
-                   DIE=str(at("killed", processes) / "ckpt_prev.pt"))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   f"--nproc_per_node={processes}", os.path.abspath(__file__),
-                   str(where / f"{processes}.json")]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                env=env, cwd=ROOT)
+        return torchrun(processes, where / f"{processes}.json",
+                        DIE=str(at("killed", processes) / "ckpt_prev.pt"))
 
     # the long run is begun by two processes, goes on in one and ends in three
     process = start(2, [*((flags(name, 2), True) for name in CASES),
@@ -235,6 +272,28 @@ def test_a_signal_to_torchrun_saves(world, rows):
     assert code != 0 and f"saved after iteration {iteration};" in err and "rank 0 of 3" in err
     saved = load_file(str(world.at("stopped", 3) / "ckpt.pt"), "run")
     assert saved["iteration"] == iteration
+    assert "gloo" not in err, "threads of gloo outlive the group, and may abort Python at its end"
+
+
+def test_rank_0_may_prepare_for_long_and_its_death_is_noticed(tmp_path):
+    process = torchrun(2, tmp_path)
+    err = process.communicate(timeout=60)[1]
+    assert "Timed out" not in err, "the others waited for rank 0 only as long as for anything else"
+    for rank in (0, 1):
+        sums = torch.load(tmp_path / f"sums-{rank}.pt")
+        for x, *own in zip(sums, parts_of(0), parts_of(1), strict=True):
+            assert torch.equal(x, sum(own)) and x.dtype == own[0].dtype, "sums that share a message"
+    said = re.findall(r"^rank 1 of 2 on \S+: stopped: another process is gone.*", err, re.M)
+    assert len(said) == 1 and err.count("Traceback") == 1, err      # the one is torchrun's own
+    assert "0 (local_rank: 0)" in err[err.index("Root Cause"):]
+
+
+def test_small_tensors_share_a_message(monkeypatch):
+    monkeypatch.setattr(run.processes, "MESSAGE", 7)
+    parts = parts_of(1)
+    found = messages(parts)
+    assert [x for message in found for x in message] == parts
+    assert [[x.numel() for x in message] for message in found] == [[3, 4], [1], [8], [0], [4], [1]]
 
 
 def test_shares_are_all_rows_in_order_and_even(monkeypatch):
@@ -250,4 +309,9 @@ def test_shares_are_all_rows_in_order_and_even(monkeypatch):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_script(lambda argv: run_all(json.load(open(argv[0]))))
+    try:
+        run_script(program)
+    finally:
+        for comm in Path("/proc/self/task").glob("*/comm"):
+            if "gloo" in comm.read_text():
+                print("still there:", comm.read_text(), file=sys.stderr)

@@ -23,6 +23,7 @@ from run.script import BadInput
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 CONFIG = """
+device = "cpu"
 vocab_size, n_layer, n_embd, n_head, block_size, max_completion_length = 300, 1, 32, 2, 32, 8
 pretrain_tokens, prompt_words = 40_000, (2, 4)
 num_prompts, num_generations, micro_batch_size = 4, 4, 8

@@ -35,7 +35,7 @@ def test_policy_judges_and_training_from_scratch(tiny, tmp_path):
 
 @pytest.mark.parametrize("package, argv", [
     ("huggingface_hub", ["hub.fetch", "gpt2"]),
-    ("huggingface_hub", ["grpo", "--policy=gpt2", "--out_dir=never"]),
+    ("huggingface_hub", ["grpo", "--policy=gpt2", "--device=cpu", "--out_dir=never"]),
     ("safetensors", ["export", "{policy}", "{tmp}/exported"]),
     ("gguf", ["hub.tokenizer", "{tmp}/x.gguf", "text"])])
 def test_where_they_are_needed_one_line_says_what_to_install(package, argv, tiny, tmp_path):

@@ -38,10 +38,9 @@ from test_runs import assert_same_run, refusal
 from test_hub_policy import write_gguf
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TINY = ["--max_completion_length=6", "--num_prompts=2", "--num_generations=4",
-        "--micro_batch_size=4", "--num_eval_prompts=3",
-        "--num_eval_generations=2", "--save_interval=1", "--eval_interval=0", "--max_iters=2",
-        "--learning_rate=1e-2"]
+TINY = ["--device=cpu", "--max_completion_length=6", "--num_prompts=2", "--num_generations=4",
+        "--micro_batch_size=4", "--num_eval_prompts=3", "--num_eval_generations=2",
+        "--save_interval=1", "--eval_interval=0", "--max_iters=2", "--learning_rate=1e-2"]
 QWEN3 = GPTConfig(vocab_size=320, block_size=64, n_layer=2, n_head=4, n_embd=18, n_kv_head=2,
                   head_dim=6, n_inner=24, rms=True,
                   rope_base=50.0, swiglu=True, bias=False, qkv_bias=False, qk_norm=True, tied=False)

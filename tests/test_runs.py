@@ -963,7 +963,8 @@ def test_what_cannot_be_compiled_is_said_before_anything_is_trained(tmp_path, mo
 
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(trainer, "get_policy", lambda *args: pytest.fail("trained"))
-    message = refusal(trainer.main, [f"--out_dir={tmp_path}/a", "--compile=True"])
+    flags = ["--device=cpu", "--compile=True", f"--out_dir={tmp_path}/a"]
+    message = refusal(trainer.main, flags)
     assert "torch cannot compile on this machine (no C++ compiler); set compile = ()" in message
 
 
