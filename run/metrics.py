@@ -59,10 +59,7 @@ class Meter:
         self.logp_diff = torch.cat([self.logp_diff, all_gather(log_ratio)])
         if not stop or len(self.logp_diff) == 0:
             return
-        if self.nets.dtype == torch.float32:
-            gap, bound = float(self.logp_diff.abs().max()), 1e-3
-        else:
-            gap, bound = float(self.logp_diff.abs().mean()), 0.05
+        gap, bound = gap_of(self.logp_diff, self.nets.dtype)
         if not math.isfinite(gap):
             raise SystemExit(f"stopped before the first step: {self.not_finite()}")
         if gap > bound:
@@ -118,6 +115,14 @@ class Meter:
         metrics["grad_norm"] = sum(norm for _, norm in self.steps) / num_steps
         metrics["num_steps"] = len(self.steps)
         return metrics | sampling_metrics(self.logp_diff)
+
+
+def gap_of(logp_diff, dtype):
+    """(gap in nats, its bound) of differences between log-probs that should be equal: the largest
+    in float32, the mean in bfloat16."""
+    if dtype == torch.float32:
+        return float(logp_diff.abs().max()), 1e-3
+    return float(logp_diff.abs().mean()), 0.05
 
 
 def loss_metrics(out, cfg):
