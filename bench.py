@@ -961,7 +961,7 @@ def to_tokenizer(vocab_size, lib):
 def gpt2(cfg, repeat):
     """Times iterations of random weights with a judge of their shape, plain and with influence,
     then TRL, and prints a summary beside what is aimed at."""
-    device = pick_device(cfg.device)
+    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
     T = cfg.max_completion_length
     if 32 + T > cfg.block_size:
         raise BadInput(f"max_completion_length = {T}: prompts have 32 tokens here, and block_size "

@@ -165,7 +165,7 @@ def open_run(folder, flags):
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
     path = newest_checkpoint(folder) or os.path.join(folder, "ckpt.pt")
     checkpoint = read_checkpoint(path)
-    device = pick_device(cfg.device)
+    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
     splits = get_splits(cfg)
     with rank0_first():
         base = get_policy(cfg, splits, device).to(device).eval().requires_grad_(False)

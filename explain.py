@@ -474,7 +474,7 @@ def classic(folder, cfg, rows, prompt, completion):
     runs = [run for _, run in checkpoints(folder)]
     tokenizer = get_tokenizer(cfg)
     encode = tokenizer.encode_ordinary
-    device = pick_device(cfg.device)
+    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
     last = rows[-1]["iteration"] if rows else 0
     near = sorted({min(run["iteration"] + 1, last) for run in runs})
     rows = [row for it in near for row in [r for r in rows if r["iteration"] == it][:256]]
@@ -533,7 +533,8 @@ def main(argv):
                        "least 10 are needed")
     metrics = read_log(folder, "metrics.jsonl", [f"tracin/{name}" for name in OVER_TIME])
     print_logs(folder, cfg, scored, metrics, show)
-    with use_threads(cfg, pick_device(cfg.device), threads_of(folder)):     # for the same digits
+    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
+    with use_threads(cfg, device, threads_of(folder)):  # for the same digits
         check_arithmetic(folder, cfg, rows, own["method"], int(own["rows"]))
 
 

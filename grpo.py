@@ -631,7 +631,7 @@ def collect_target(nets, it, cfg):
 
 def read_inputs(cfg):
     """Finds what a user can get wrong, before anything is trained."""
-    device = pick_device(cfg.device)
+    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
     try_device(device)
     dtype = pick_dtype(cfg.dtype, device)
     base = load_policy(cfg)

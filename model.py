@@ -80,11 +80,14 @@ def attend(q, k, v, mask, causal, scale):
     """softmax(scale * q k^T) v with q (B, nh, T, hs) and k, v (B, nkv, S, hs) -> (B, nh, T, hs).
 
     mask (B, 1, T, S) is True where a query sees a key, or numbers to add. scale None: 1 / sqrt(hs).
-    On a CPU run/attention.py puts its own function in place of this one, if speed says so.
+    run/attention.py puts its own function in place of this one, if speed says so.
     """
-    grouped = k.shape[1] < q.shape[1]
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.is_cuda:     # torch's fast kernels take no groups beside a mask
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
+        enable_gqa=k.shape[1] < q.shape[1])
 
 
 def extend(cache, start, k, v):

@@ -286,7 +286,8 @@ def main(argv):
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: with block_size = "
                        f"{cfg.block_size} it leaves {room} tokens for a prompt")
     with interrupts() as stop:
-        policy = given or get_policy(cfg, get_splits(cfg), pick_device(cfg.device), stop)
+        device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
+        policy = given or get_policy(cfg, get_splits(cfg), device, stop)
     if "attention" in cfg.speed:
         use_attention_by_hand(policy)
     rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=end_tokens(tokenizer),

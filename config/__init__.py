@@ -42,15 +42,20 @@ class Settings:
     seed: int = 1                     # of prompts and sampling; the evaluation has its own
     prepare_seed: int = 0             # of the policy and the judges made at first use
     device: str = "auto"              # auto: cuda if there is one, else cpu
-    # precision of the forward passes: float32, bfloat16, auto (bfloat16 on cuda, else float32), or
-    # fast (also bfloat16 on CPUs that run it faster than float32)
+    # precision of the forward passes: float32, bfloat16, auto (bfloat16 on cuda from compute
+    # capability 8.0, else float32), or fast (also bfloat16 on CPUs that run it faster than float32)
     dtype: str = "auto"
+    allow_tf32: bool = False          # on a GPU: float32 products of 10 bits (TF32), faster
+    # the same bits each time on a GPU too, also when a run is resumed (a CPU gives them anyway);
+    # slower attention backward, sorting in place of atomic additions, no compile
+    deterministic: bool = False
     # torch.compile: True, or some of generate, judge, reference, update (`bench.py levers` says
     # what each buys). The pass that influence records is never compiled
     compile: bool | tuple = ()
     # fast paths with the same results (but sort changes bnpo); leave one out and its plain version
     # runs:
-    #   attention  on a CPU: attention written out for one position and for short bfloat16 rows
+    #   attention  on a CPU: attention written out for one position and for short bfloat16 rows; on
+    #              a GPU: keys that queries share are not repeated for one position
     #   graphs     on a GPU: each decoding step is one CUDA graph, whose buffers are kept
     #   head       the gradient of a large vocabulary is formed in the forward pass
     #   retire     finished rows leave the batch while sampling

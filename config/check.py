@@ -131,6 +131,9 @@ def check_parts(cfg):
     all_words = type(cfg).speed
     if not all(part in PARTS for part in cfg.compile):
         raise BadInput(f"compile = {cfg.compile}: True, False, or some of {PARTS}")
+    if cfg.deterministic and cfg.compile:
+        raise BadInput(f"deterministic = True with compile = {cfg.compile}: compiled code adds in "
+                       "no fixed order on a GPU; set compile = ()")
     if not all(word in all_words for word in cfg.speed):
         raise BadInput(f"speed = {cfg.speed}: must be some of {all_words}")
     if not all(type(part) is str for part in cfg.tracin_layers):

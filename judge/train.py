@@ -202,7 +202,8 @@ def describe(name, report):
 def main(argv):
     cfg = load_settings(argv)
     with interrupts() as stop:
-        get_judges(cfg, get_splits(cfg), pick_device(cfg.device), stop)
+        device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
+        get_judges(cfg, get_splits(cfg), device, stop)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,16 @@ from run.processes import rank_and_size
 from run.script import BadInput
 
 
-def pick_device(name):
+def pick_device(name, allow_tf32=False, deterministic=False):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
-    machine has a GPU of its own. Raises BadInput if the device does not exist."""
+    machine has a GPU of its own. Raises BadInput if the device does not exist. The rest is for a
+    GPU: see set_up_gpu."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and rank_and_size()[1] > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
+    if name.startswith("cuda"):
+        set_up_gpu(allow_tf32, deterministic)
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as e:
@@ -27,22 +30,47 @@ def pick_device(name):
     return torch.device(name)
 
 
+def set_up_gpu(allow_tf32, deterministic):
+    """Sets how torch computes on a GPU, for this process. deterministic: the same bits each time.
+    """
+    # with a mask cuDNN's attention can give NaN gradients on an H100 (torch 2.11 to 2.13), and it
+    # takes half a second for each new shape
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # set in any case: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which some containers have, turns TF32 on
+    torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"   # read when cuBLAS is used first
+        # with warn_only attention's backward would add in any order
+        torch.use_deterministic_algorithms(True, warn_only=False)
+        torch.utils.deterministic.fill_uninitialized_memory = False     # only to find bugs
+
+
 def fast_dtype(device):
-    """bfloat16 where the hardware multiplies it faster than float32, else float32."""
+    """bfloat16 where the hardware multiplies it faster than float32, else float32. GPUs do from
+    compute capability 8.0 on; older ones emulate it."""
     if torch.device(device).type == "cuda":
-        return torch.bfloat16
-    cpu_has_it = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return torch.bfloat16 if cpu_has_it else torch.float32
+        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_it = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return torch.bfloat16 if has_it else torch.float32
 
 
 def pick_dtype(name, device):
     """torch dtype of the forward passes for "float32", "bfloat16", "fast" (see fast_dtype) or
-    "auto": bfloat16 on CUDA, else float32."""
-    if name == "fast":
-        return fast_dtype(device)
-    if name == "bfloat16" or (name == "auto" and device.type == "cuda"):
+    "auto": fast on CUDA, else float32. Raises BadInput for bfloat16 on a GPU that emulates it."""
+    on_gpu = device.type == "cuda"
+    if name == "float32" or (name == "auto" and not on_gpu):
+        return torch.float32
+    if name == "bfloat16" and not on_gpu:
         return torch.bfloat16
-    return torch.float32
+    dtype = fast_dtype(device)
+    if on_gpu and dtype == torch.float32:
+        if name == "bfloat16":
+            raise BadInput("dtype = 'bfloat16': this GPU only emulates it (compute capability "
+                           "below 8.0), slower than float32; set dtype = 'float32'")
+        print(f"note: dtype = {name!r} is float32 on this GPU, which only emulates bfloat16 "
+              "(compute capability below 8.0)")
+    return dtype
 
 
 def autocast(device, dtype):

@@ -59,7 +59,8 @@ class Meter:
         self.logp_diff = torch.cat([self.logp_diff, all_gather(log_ratio)])
         if not stop or len(self.logp_diff) == 0:
             return
-        gap, bound = gap_of(self.logp_diff, self.nets.dtype)
+        exact = self.nets.dtype == torch.float32 and not self.cfg.allow_tf32
+        gap, bound = gap_of(self.logp_diff, exact)
         if not math.isfinite(gap):
             raise SystemExit(f"stopped before the first step: {self.not_finite()}")
         if gap > bound:
@@ -117,10 +118,10 @@ class Meter:
         return metrics | sampling_metrics(self.logp_diff)
 
 
-def gap_of(logp_diff, dtype):
+def gap_of(logp_diff, exact):
     """(gap in nats, its bound) of differences between log-probs that should be equal: the largest
-    in float32, the mean in bfloat16."""
-    if dtype == torch.float32:
+    where products are exact, which is in float32, else the mean."""
+    if exact:
         return float(logp_diff.abs().max()), 1e-3
     return float(logp_diff.abs().mean()), 0.05
 

@@ -185,8 +185,14 @@ def flat_gradient(scalar, parameters):
     return torch.cat([g.flatten() for g in parts])
 
 
-def bound_of(dtype):
-    return 5e-2 if dtype == torch.bfloat16 else 1e-3
+def is_exact(nets, cfg):
+    """True where products of the forward passes are in float32."""
+    return nets.dtype == torch.float32 and not cfg.allow_tf32
+
+
+def bound_of(exact):
+    """Of relative differences."""
+    return 1e-3 if exact else 5e-2
 
 
 def relative(found, expected):
@@ -194,10 +200,10 @@ def relative(found, expected):
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def gap_of_gradients(dtype):
+def gap_of_gradients(exact):
     """The gap of what logp_and_gradient returns: in nats, or of the gradient in units of itself."""
     def gap(found, expected):
-        in_nats, bound = gap_of(found[0] - expected[0], dtype)
+        in_nats, bound = gap_of(found[0] - expected[0], exact)
         return worse(in_nats, relative(found[1], expected[1])), bound
 
     return gap
@@ -214,12 +220,11 @@ def worse(x, y):
 
 def attention(nets, cfg, few):
     networks = (nets.policy, nets.base, nets.reference, *nets.judges.values())
-    by_hand, plain = both_on_cases()
+    by_hand, plain = both_on_cases(nets.device)
     return Path(
         "attention", "attention" in cfg.speed, by_hand, plain, equal_within,
         without="speed without 'attention'",
-        use=lambda: use_attention_by_hand(*networks),
-        missing="" if nets.device.type == "cpu" else "needs a CPU")
+        use=lambda: use_attention_by_hand(*networks))
 
 
 def set_products(nets, product):
@@ -246,7 +251,7 @@ def wide_head(nets, cfg, few):
 
 def in_bfloat16(nets, cfg, few, name, leave):
     def gap(found, expected):
-        in_nats, bound = gap_of(found[0] - expected[0], torch.bfloat16)
+        in_nats, bound = gap_of(found[0] - expected[0], exact=False)
         return in_nats if found[1].isfinite().all() else math.nan, bound
 
     return Path(
@@ -279,7 +284,7 @@ def head(nets, cfg, few):
         "head", "head" in cfg.speed and cfg.importance_sampling_level == "token",
         fast=lambda: logp_and_gradient(nets, cfg, few.rollout, nets.dtype, logprobs=in_pieces),
         plain=lambda: logp_and_gradient(nets, cfg, few.rollout, nets.dtype),
-        gap=gap_of_gradients(nets.dtype), without="speed without 'head'", use=use)
+        gap=gap_of_gradients(is_exact(nets, cfg)), without="speed without 'head'", use=use)
 
 
 def graphs(nets, cfg, few):
@@ -307,7 +312,7 @@ def decoding(nets, cfg, few, name, asked, **how):
             raise ValueError("it samples other tokens")
         with torch.no_grad(), autocast(nets.device, nets.dtype):
             logp = completion_logprobs(nets.policy, found, cfg.temperature)
-        return gap_of((logp - found.logp)[found.chosen], nets.dtype)
+        return gap_of((logp - found.logp)[found.chosen], is_exact(nets, cfg))
 
     def use():
         decoder().buffers.clear()
@@ -338,7 +343,7 @@ def compiled_reference(nets, cfg, few):
     return Path(
         "compile 'reference'", "reference" in cfg.compile,
         fast=lambda: logp(compiled()), plain=lambda: logp(nets.reference),
-        gap=lambda found, expected: gap_of(found - expected, nets.dtype),
+        gap=lambda found, expected: gap_of(found - expected, is_exact(nets, cfg)),
         without="compile without 'reference'", use=use,
         missing="" if cfg.beta else "this run has no reference that could be compiled")
 
@@ -358,7 +363,7 @@ def compiled_update(nets, cfg, few):
     return Path(
         "compile 'update'", "update" in cfg.compile,
         fast=lambda: forward_backward(compiled()), plain=lambda: forward_backward(nets.policy),
-        gap=gap_of_gradients(nets.dtype), without="compile without 'update'", use=use,
+        gap=gap_of_gradients(is_exact(nets, cfg)), without="compile without 'update'", use=use,
         missing="this run has no update that could be compiled" if only_recorded else "")
 
 
@@ -376,7 +381,7 @@ def compiled_judge(nets, cfg, few):
             judge.model = model
 
     def gap(found, expected):
-        return float(((found - expected) / (1 + expected.abs())).abs().max()), bound_of(nets.dtype)
+        return float(((found - expected) / (1 + expected.abs())).abs().max()), bound_of(is_exact(nets, cfg))
 
     def use():
         judge.model = compiled()
@@ -410,7 +415,7 @@ def influence(nets, cfg, few, name, memory, leave):
 
     return Path(
         name, cfg.tracin != "off", fast=recorded, plain=one_by_one,
-        gap=lambda found, expected: (relative(found, expected), bound_of(nets.dtype)),
+        gap=lambda found, expected: (relative(found, expected), bound_of(is_exact(nets, cfg))),
         without="tracin_memory = 0", leave=leave)
 
 

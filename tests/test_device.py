@@ -1,11 +1,14 @@
 """run/device.py: devices, precision, free memory."""
 import math
+import os
 
 import pytest
 import torch
 
-from run.device import free_memory, pick_device, pick_dtype
+from run.device import fast_dtype, free_memory, pick_device, pick_dtype, set_up_gpu
 from run.script import BadInput
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device that must be missing is here")
@@ -15,7 +18,12 @@ def test_missing_device_is_bad_input(name):
         pick_device(name)
 
 
+def gpu_that_has_bfloat16(has_it, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_it)
+
+
 def test_pick_device_and_dtype(monkeypatch):
+    gpu_that_has_bfloat16(True, monkeypatch)
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(BadInput, match="device = 'toaster'"):
@@ -30,6 +38,75 @@ def test_pick_device_and_dtype(monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_it)
         assert pick_dtype("fast", torch.device("cpu")) == dtype
         assert pick_dtype("fast", torch.device("cuda")) == torch.bfloat16
+
+
+def test_no_bfloat16_on_a_gpu_that_emulates_it(monkeypatch, capsys):
+    """A T4, for instance."""
+    gpu_that_has_bfloat16(False, monkeypatch)
+    gpu = torch.device("cuda")
+    for name in ("auto", "fast"):
+        assert pick_dtype(name, gpu) == torch.float32
+        line, = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"note: dtype = {name!r} is float32 on this GPU")
+    assert fast_dtype("cuda") == pick_dtype("float32", gpu) == torch.float32
+    assert not capsys.readouterr().out
+    with pytest.raises(BadInput, match="dtype = 'bfloat16': .* set dtype = 'float32'"):
+        pick_dtype("bfloat16", gpu)
+
+
+@pytest.fixture
+def torchs_own_way():
+    """What set_up_gpu changes is put back."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cuda.enable_cudnn_sdp(before[1])
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    if workspace is not None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
+
+
+def test_a_gpu_computes_in_full_float32_and_without_cudnn_attention(torchs_own_way):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    for before in ("high", "medium"):    # a container's variable turns TF32 on
+        torch.set_float32_matmul_precision(before)
+        set_up_gpu(allow_tf32=False, deterministic=False)
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    set_up_gpu(allow_tf32=True, deterministic=True)
+    assert torch.get_float32_matmul_precision() == "high"
+    # only warned, torch keeps attention's backward in no fixed order
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@no_gpu
+def test_a_gpu_is_set_up_where_it_is_picked(torchs_own_way):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    pick_device("cpu")
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "a CPU run changed how GPUs compute"
+    pick_device("cuda")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@no_gpu
+def test_deterministic_runs_on_a_gpu_resume_to_the_same_bits(tiny, script, rows, tmp_path):
+    def run(name, *more):
+        folder = tmp_path / name
+        found = script("grpo.py", *tiny.flags, f"--out_dir={folder}", "--device=cuda",
+                       "--deterministic=True", "--tracin=reward", "--save_interval=1", *more)
+        assert found.returncode == 0, found.stderr + found.stdout
+        return folder
+
+    whole = run("whole", "--max_iters=4")
+    run("parts", "--max_iters=2")
+    parts = run("parts", "--max_iters=4", "--resume=True")
+    assert rows(whole / "samples.jsonl") == rows(parts / "samples.jsonl")
+    for a, b in zip(rows(whole / "metrics.jsonl"), rows(parts / "metrics.jsonl"), strict=True):
+        assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"]
 
 
 @pytest.mark.parametrize("free, files", (

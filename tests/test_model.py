@@ -6,11 +6,14 @@ import pytest
 import torch
 import torch.nn as nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from by_hand import (
     PROMPTS, SHAPES, distributions, hidden_by_hand, logits_by_hand, random_gpt, random_ids,
     with_lora)
-from model import GPT, LORA_LAYERS, GPTConfig, LoRA, add_lora, completion_logprobs, token_logprobs
+from model import (GPT, LORA_LAYERS, GPTConfig, LoRA, add_lora, attend, completion_logprobs,
+                   token_logprobs)
+from run.attention import attend_by_hand
 from sample import Rollout, generate
 
 
@@ -62,6 +65,22 @@ def test_head_and_embedding_are_one_matrix_whose_gradient_sums_both_uses():
     (apart.lm_head(apart(idx)) * seed).sum().backward()
     both = apart.wte.weight.grad + apart.lm_head.weight.grad
     torch.testing.assert_close(model.wte.weight.grad, both)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("f", [attend, attend_by_hand])
+@pytest.mark.parametrize("T", [1, 7])
+@pytest.mark.parametrize("numbers", [True, False])
+def test_grouped_queries_on_a_gpu_never_take_the_slow_kernel(f, T, numbers):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, T, 16), torch.randn(2, 3, 7, 16), torch.randn(2, 3, 7, 16)
+    mask = torch.rand(2, 1, T, 7) < 0.6
+    mask[..., 0] = True
+    given = mask.float().log() if numbers else mask
+    plain = attend(q, k, v, given, False, 0.3)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):   # an error if it cannot be taken
+        found = f(*(x.cuda() for x in (q, k, v, given)), False, 0.3)
+    torch.testing.assert_close(found.cpu(), plain, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("causal", [True, False])

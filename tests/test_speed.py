@@ -6,7 +6,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import model
 import sample
