@@ -1034,7 +1034,8 @@ def check_paths(cfg, repeat):
     """A line for each fast path that this machine could have. SystemExit if one does not hold."""
     given = inputs_of(cfg)
     nets = plain_nets(cfg, given)
-    print(*describe_machine(given.device), f"settings: {nets.dtype} on {given.device}", "", sep="\n")
+    print(*describe_machine(given.device), sep="\n")
+    print(f"settings: {nets.dtype} on {given.device}\n")
     few = few_rows(nets, cfg, 4, cfg.num_generations, cfg.max_completion_length)
     if few is None:
         raise SystemExit("a plain log-prob is not finite: the policy's weights are not, or "

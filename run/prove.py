@@ -312,7 +312,7 @@ def decoding(nets, cfg, few, name, asked, **how):
             raise ValueError("it samples other tokens")
         with torch.no_grad(), autocast(nets.device, nets.dtype):
             logp = completion_logprobs(nets.policy, found, cfg.temperature)
-        return gap_of((logp - found.logp)[found.chosen], is_exact(nets, cfg))
+        return gap_of(logp - found.logp, is_exact(nets, cfg))
 
     def use():
         decoder().buffers.clear()
@@ -320,7 +320,8 @@ def decoding(nets, cfg, few, name, asked, **how):
 
     return Path(
         name, asked, fast=lambda: few.generate(decoder(), nets.dtype),
-        plain=lambda: few.generate(dtype=nets.dtype), gap=gap, without="compile without 'generate'", use=use)
+        plain=lambda: few.generate(dtype=nets.dtype), gap=gap, use=use,
+        without="compile without 'generate'")
 
 
 def with_and_without_padding(few):
@@ -381,7 +382,8 @@ def compiled_judge(nets, cfg, few):
             judge.model = model
 
     def gap(found, expected):
-        return float(((found - expected) / (1 + expected.abs())).abs().max()), bound_of(is_exact(nets, cfg))
+        differences = (found - expected) / (1 + expected.abs())
+        return float(differences.abs().max()), bound_of(is_exact(nets, cfg))
 
     def use():
         judge.model = compiled()
