@@ -19,7 +19,8 @@ import torch
 from torch.nn import functional as F
 
 from model import completion_logprobs, completion_states
-from run.attention import both_on_cases, equal_within, use_attention_by_hand
+from run.attention import (by_hand_on_cases, equal_within, plain_on_cases,
+                           use_attention_by_hand)
 from run.decoder import Decoder
 from run.device import autocast
 from run.fused_head import fused_logprobs
@@ -220,10 +221,10 @@ def worse(x, y):
 
 def attention(nets, cfg, few):
     networks = (nets.policy, nets.base, nets.reference, *nets.judges.values())
-    by_hand, plain = both_on_cases(nets.device)
     return Path(
-        "attention", "attention" in cfg.speed, by_hand, plain, equal_within,
-        without="speed without 'attention'",
+        "attention", "attention" in cfg.speed,
+        fast=lambda: by_hand_on_cases(nets.device), plain=lambda: plain_on_cases(nets.device),
+        gap=equal_within, without="speed without 'attention'",
         use=lambda: use_attention_by_hand(*networks))
 
 
