@@ -6,6 +6,7 @@ Measures what an iteration costs and where its time goes.
     python bench.py tracin                        what influence costs
     python bench.py trl                           against TRL's GRPOTrainer, where trl is installed
     python bench.py gpt2                          GPT-2 124M on a GPU, beside what it aims at
+    python bench.py check config/toxicity.py      does each fast path hold on this machine?
 
 Times are medians of --repeat rounds (5). A round before them warms up and does not count. The bench
 calls grpo.py's own functions. A policy or judge that the settings would train has random weights of
@@ -37,6 +38,11 @@ gpt2 has random weights, 16 prompts x 8, 32 + 128 tokens of which none ends by i
 of the policy's shape. It prints an iteration phase by phase, without and with influence in
 alternation, then the case gpt2 of trl, whose reward is a cheap rule, then a summary. Settings make
 it smaller: --num_prompts=1 --n_layer=2 ...
+
+check tries what a run tries before it begins (run/prove.py), also where the settings leave it out:
+each fast path beside the plain one on a few rows, with the largest difference, its bound, and the
+path's time in units of the plain one's (of influence: of a backward for each row). It takes about a
+minute, since parts are compiled. Exit code 1 if a path does not hold.
 """
 import copy
 import ctypes
@@ -44,8 +50,11 @@ import functools
 import gc
 import math
 import os
+import platform
 import random
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from dataclasses import replace
@@ -67,8 +76,9 @@ from judge.train import SHAPE as JUDGE_SHAPE
 from model import GPTConfig
 from pretrain import new_policy
 from run.decoder import Buffers, Decoder
-from run.device import memory, pick_device, pick_dtype
+from run.device import free_memory, memory, pick_device, pick_dtype
 from run.processes import all_reduce
+from run.prove import PATHS, few_rows, prove, tried
 from run.report import quiet
 from run.script import BadInput, run_script, seed_for
 from sample import Rollout
@@ -113,6 +123,13 @@ def word_tokenizer(vocab_size):
 
 def own_nets(cfg, given, judge_shape=JUDGE_SHAPE):
     """grpo.Nets that share nothing with other Nets but the frozen base weights."""
+    nets = plain_nets(cfg, given, judge_shape)
+    prove(nets, cfg)
+    return nets
+
+
+def plain_nets(cfg, given, judge_shape=JUDGE_SHAPE):
+    """The same before their fast paths are tried."""
     judges = {}
     if "judge" in cfg.reward_funcs:
         judges["judge"] = judge_of(cfg, given.device, judge_shape)
@@ -320,13 +337,7 @@ def ready(cfg, given, judge_shape=JUDGE_SHAPE):
     gc.collect()    # Nets refer to themselves in a circle, and those before may hold gigabytes
     nets = own_nets(cfg, given, judge_shape)
     job = Job(cfg, nets, Clock(nets))
-    try:
-        iteration(nets, cfg, 0, job.clock)
-    except torch._dynamo.exc.BackendCompilerFailed as e:
-        reason = str(e).strip().splitlines()[0]
-        raise BadInput(
-            f"compile = {cfg.compile}: torch cannot compile on this machine ({reason}); "
-            "set compile = ()") from e
+    iteration(nets, cfg, 0, job.clock)
     return job
 
 
@@ -618,6 +629,7 @@ def toggled(words, word, order):
 
 def levers(cfg, repeat):
     """Times every variant of the settings, each alternating with the settings as they are."""
+    cfg.strict = True           # what does not hold here is left out, not timed
     given = inputs_of(cfg)
     as_set = ready(cfg, given)
     changed = variants(cfg, given.device)
@@ -1015,9 +1027,76 @@ def summary_of_race(found):
 
 
 # ------------------------------------------------------------------------------------------------
+# what holds here
+
+
+def check_paths(cfg, repeat):
+    """A line for each fast path that this machine could have. SystemExit if one does not hold."""
+    given = inputs_of(cfg)
+    nets = plain_nets(cfg, given)
+    print(*describe_machine(given.device), sep="\n")
+    print(f"settings: {nets.dtype} on {given.device}\n")
+    few = few_rows(nets, cfg, 4, cfg.num_generations, cfg.max_completion_length)
+    if few is None:
+        raise SystemExit("a plain log-prob is not finite: the policy's weights are not, or "
+                         "temperature is too low")
+    with_all = replace(cfg, beta=cfg.beta or 1.0, num_iterations=2)     # so that no part is missing
+    print(f"{'':22}{'difference':>11}{'bound':>9}{'time':>8}   verdict")
+    off = []
+    for path_of in PATHS:
+        path = path_of(nets, with_all, few)
+        if path.missing:
+            print(f"{path.name:50}   not here: {path.missing}")
+            continue
+        difference, bound, trouble = tried(path, given.device)
+        numbers = f"{path.name:22}{difference:11.1e}{bound:9.0e}"
+        if trouble:
+            off.append(path.name)
+            print(f"{numbers:50}   off: {trouble}")
+        else:
+            seconds = [statistics.median(time_of(work, given.device) for _ in range(repeat))
+                       for work in (path.fast, path.plain)]
+            print(f"{numbers}{seconds[0] / seconds[1]:7.2f}x   ok", flush=True)
+        if path.asked:      # as in a run, where later paths build on it
+            path.leave() if trouble else path.use()
+    if off:
+        raise SystemExit(f"these do not hold here, and a run goes without them: {', '.join(off)}")
+
+
+def describe_machine(device):
+    """Lines for whoever is sent the table."""
+    lines = [f"torch {torch.__version__}, CUDA runtime {torch.version.cuda}, Python "
+             f"{platform.python_version()}, {platform.platform()}",
+             f"CPU: {torch.get_num_threads()} threads, "
+             f"{free_memory(torch.device('cpu')) / 2 ** 30:.1f} GB free"]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        lines.append(f"{known(torch.cuda.get_device_name)}, capability "
+                     f"{known(torch.cuda.get_device_capability)}, {free / 2 ** 30:.1f} of "
+                     f"{total / 2 ** 30:.1f} GB free, driver {known(driver)}")
+    return lines
+
+
+def driver():
+    """The driver's version by nvidia-smi, else the CUDA that it is made for."""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.split()[0]
+    return f"for CUDA {torch._C._cuda_getDriverVersion()}"
+
+
+def known(question):
+    """The answer, or "unknown"."""
+    try:
+        return question()
+    except Exception:   # a torch or a driver that does not tell
+        return "unknown"
+
+
+# ------------------------------------------------------------------------------------------------
 # the command
 
-OPTIONS = {"levers": (), "gpt2": (), "tracin": ("device",), "trl": ("device", "case")}
+OPTIONS = {"levers": (), "gpt2": (), "check": (), "tracin": ("device",), "trl": ("device", "case")}
 
 
 def main(argv):
@@ -1033,6 +1112,8 @@ def main(argv):
         gpt2(load_settings([f"--{name}={value}" for name, value in GPT2.items()] + rest), repeat)
     elif mode == "levers":
         levers(load_settings(rest), repeat)
+    elif mode == "check":
+        check_paths(load_settings(rest), repeat)
     elif mode == "phases":
         phases(load_settings(rest), repeat, own.get("picture"))
     else:

@@ -22,8 +22,8 @@ from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
 from run.attention import use_attention_by_hand
 from run.checkpoint import OTHER_POLICY
-from run.compiled import make_generate
 from run.content import check_fit, newest_checkpoint, read_checkpoint
+from run.decoder import make_generate
 from run.device import autocast, pick_device, pick_dtype
 from run.head import use_wide_head
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
@@ -196,7 +196,6 @@ def main(argv):
     if not argv or argv[0].startswith("--"):
         raise BadInput("which run? python evaluate.py out/toxicity [--setting=value ...]")
     cfg, nets, trained, iteration = open_run(argv[0], argv[1:])
-    cfg.compile = ()    # takes longer than two evaluations
     rows = []
     with use_threads(cfg, nets.device, threads_of(argv[0])):
         for done, policy in ((0, nets.base), (iteration, trained)):

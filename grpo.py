@@ -47,21 +47,18 @@ from judge.rewards import score, try_rewards
 from judge.train import check_judges, get_judges
 from model import completion_entropies, completion_logprobs
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
-from run.attention import use_attention_by_hand
-from run.compiled import compile_parts, make_generate, try_compile
 from run.debug import take_apart
 from run.device import autocast, pick_device, pick_dtype
-from run.fused_head import fused_logprobs
-from run.head import use_wide_head
 from run.loop import Run
 from run.processes import (all_gather, all_gather_rollout, all_reduce, rank0_first, shard,
                            sum_gradients)
 from run.metrics import Meter
+from run.prove import prove, try_device
 from run.report import check_tape, quiet
 from run.script import run_script, seed_for
 from run.selfcheck import check_method
 from run.size import check_size
-from sample import Rollout, concatenate
+from sample import Rollout, concatenate, decode, generate
 from tracin import Influence, choose_targets, halves_apart
 
 # ------------------------------------------------------------------------------------------------
@@ -635,7 +632,7 @@ def collect_target(nets, it, cfg):
 def read_inputs(cfg):
     """Finds what a user can get wrong, before anything is trained."""
     device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
-    try_compile(cfg, device)
+    try_device(device)
     dtype = pick_dtype(cfg.dtype, device)
     base = load_policy(cfg)
     check_judges(cfg)
@@ -657,6 +654,7 @@ def prepare(cfg, given, stop=lambda: False):
     if any(all_gather([stop()])):
         raise KeyboardInterrupt("policy and judges are saved; the same command goes on from there")
     nets = build(cfg, given, base, judges)
+    prove(nets, cfg)            # tries each fast path beside the plain one, uses what holds
     check_method(nets, cfg, collect, optimizer_steps, loss_of)  # signs, groups, masks: still GRPO?
     check_tape(nets, cfg)
     return nets
@@ -686,11 +684,8 @@ class Nets:
 
 
 def build(cfg, given, base, judges):
-    """Nets from a base policy and its judges."""
+    """Nets from a base policy and its judges, which compute plainly until prove()."""
     base = base.to(given.device).eval().requires_grad_(False)
-    if "attention" in cfg.speed:
-        use_attention_by_hand(base, *judges.values())
-    use_wide_head(base, given.dtype)    # before the copies of the base are made
     policy = trainable(base, cfg)
     policy.recompute = cfg.activation_checkpointing
     reference = copy.deepcopy(policy).requires_grad_(False) if cfg.sync_ref_model else base
@@ -699,17 +694,15 @@ def build(cfg, given, base, judges):
         trained, lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2),
         weight_decay=cfg.weight_decay, fused=True)
 
-    fuse = "head" in cfg.speed and cfg.importance_sampling_level == "token"
+    plain_decode = functools.partial(decode, drop="retire" in cfg.speed)
     nets = Nets(
         policy=policy, base=base, reference=reference, judges=judges,
-        reward_funcs=reward_functions(cfg, judges, given.device, given.dtype),
+        reward_funcs=reward_functions(cfg, judges, lambda: autocast(nets.device, nets.dtype)),
         optimizer=optimizer, trained=trained, tokenizer=given.tokenizer, prompts=given.prompts,
         eval_prompts=given.eval_prompts, val_prompts=given.val_prompts,
         device=given.device, dtype=given.dtype,
-        generate=make_generate(policy, cfg, given.dtype),
-        logprobs=fused_logprobs if fuse else completion_logprobs,
-        policy_fn=policy, reference_fn=reference)
-    compile_parts(nets, cfg)
+        generate=functools.partial(generate, decode=plain_decode),
+        logprobs=completion_logprobs, policy_fn=policy, reference_fn=reference)
     if cfg.tracin != "off":
         # functions are handed in: tracin.py imports nothing of the project
         nets.influence = Influence(nets, cfg, loss_of, gradient_of, all_reduce)

@@ -61,6 +61,9 @@ class Settings:
     #   retire     finished rows leave the batch while sampling
     #   sort       rows of like length share a micro-batch
     speed: tuple = ("attention", "graphs", "head", "retire", "sort")
+    # a run tries each of these and bfloat16 on a few rows first. Where one fails or is too far off
+    # the plain version runs and a line says so. True: that line is an error
+    strict: bool = False
     resume: bool = False              # go on from out_dir/ckpt.pt, with other settings too
     trust: bool = False               # run the Python in somebody else's config.json
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved

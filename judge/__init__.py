@@ -15,12 +15,13 @@ reward the judge abstains, so that the policy learns neither to fall silent nor 
 There are three kinds: the small classifier that judge/train.py trains (scorer.py), a published
 RoBERTa classifier (roberta.py), and the package alt-profanity-check (below).
 """
+import contextlib
+
 import torch
 from torch.nn import functional as F
 
 from judge.roberta import load_roberta
 from judge.scorer import finished, load_scorer, says_nothing
-from run.device import autocast
 from run.script import BadInput
 
 
@@ -75,14 +76,14 @@ def as_reward(scores, kind):
     raise ValueError(f"judge_score = {kind!r}: must be probability, logprob or logit")
 
 
-def reward_functions(cfg, judges, device="cpu", dtype=torch.float32):
+def reward_functions(cfg, judges, precision=contextlib.nullcontext):
     """Return {name: function} for the names in cfg.reward_funcs.
 
-    "judge" is the reward by judges["judge"], whose forward pass runs in dtype. Every other name is
-    a function of the config file.
+    "judge" is the reward by judges["judge"], whose forward pass runs within precision(). Every
+    other name is a function of the config file.
     """
     def judge_reward(prompts, completions):
-        with autocast(device, dtype):
+        with precision():
             log_odds = judges["judge"](prompts, completions)
         rewards = as_reward(log_odds, cfg.judge_score).tolist()
         return [None if says_nothing(text) else r for r, text in zip(rewards, completions)]

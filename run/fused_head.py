@@ -16,10 +16,11 @@ from model import (completion_logprobs, completion_states, piece_size, product_d
 from run.head import operand
 
 
-def fused_logprobs(model, rollout, temperature, backward_from=None):
+def fused_logprobs(model, rollout, temperature, backward_from=None, size=None):
     """model.completion_logprobs for a caller who will call backward on backward_from(logp (N, T)).
 
-    It is the plain function without backward_from, without gradients, and where logits are few.
+    It is the plain function without backward_from, without gradients, and where logits are few: at
+    most those of `size` tokens (None: model.piece_size).
     """
     if backward_from is None or not torch.is_grad_enabled():
         return completion_logprobs(model, rollout, temperature)
@@ -35,7 +36,7 @@ def fused_logprobs(model, rollout, temperature, backward_from=None):
             slopes, = torch.autograd.grad(backward_from(all_logp), all_logp)              # (N, T)
         return slopes[here]
 
-    size = piece_size(model.lm_head, h)
+    size = size or piece_size(model.lm_head, h)
     head = model.lm_head
     if len(h) <= size:
         logp = token_logprobs(head, h, targets, temperature, allowed)

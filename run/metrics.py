@@ -81,10 +81,8 @@ class Meter:
         logp_diff = all_gather(self.logp_diff)
         if len(logp_diff) == 0:
             return
-        if self.nets.dtype == torch.float32 and not self.cfg.allow_tf32:
-            gap, bound = float(logp_diff.abs().max()), 1e-3
-        else:
-            gap, bound = float(logp_diff.abs().mean()), 0.05
+        exact = self.nets.dtype == torch.float32 and not self.cfg.allow_tf32
+        gap, bound = gap_of(logp_diff, exact)
         if not math.isfinite(gap):
             raise SystemExit(f"stopped before the first step: {self.not_finite()}")
         if gap > bound:
@@ -141,6 +139,14 @@ class Meter:
         metrics["grad_norm"] = sum(norm for _, norm in self.steps) / num_steps
         metrics["num_steps"] = len(self.steps)
         return metrics | sampling_metrics(all_gather(self.logp_diff))
+
+
+def gap_of(logp_diff, exact):
+    """(gap in nats, its bound) of differences between log-probs that should be equal: the largest
+    where products are exact, which is in float32, else the mean."""
+    if exact:
+        return float(logp_diff.abs().max()), 1e-3
+    return float(logp_diff.abs().mean()), 0.05
 
 
 def loss_metrics(out, cfg):

@@ -251,13 +251,14 @@ def check_tape(nets, cfg):
     tape = nets.influence.tape
     num_weights = sum(p.numel() for p in nets.trained)
     _, processes = rank_and_size()
-    print(describe_cost(cfg, num_weights, cfg.tracin_memory * processes, tape.fewest))
+    memory = tape.memory / 2 ** 30  # tracin_memory, or 0 if the kept way is off
+    print(describe_cost(cfg, num_weights, memory * processes, tape.fewest))
 
     longest = max(len(prompt.ids) for prompt in nets.prompts) + cfg.max_completion_length
     if longest <= tape.fewest:  # nothing is kept
         return
     rows = cfg.mini_batch_size or cfg.num_prompts * cfg.num_generations
-    kept = min(cfg.tracin_memory, gigabytes(-(-rows // processes) * num_weights))
+    kept = min(memory, gigabytes(-(-rows // processes) * num_weights))
     if nets.device.type == "cpu":  # which the processes of a machine share
         kept *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free = free_memory(nets.device) / 2 ** 30

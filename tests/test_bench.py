@@ -17,6 +17,7 @@ from config import Settings, load_settings
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import scorer
+from run import prove
 from run.script import BadInput
 
 CPU = torch.device("cpu")
@@ -334,6 +335,8 @@ def test_each_lever_is_one_setting_changed_and_its_number_is_of_its_phase(tracin
     def slow(phase, plain):
         def run(*args, **kwargs):
             here = "reference" if phase == "update" and not torch.is_grad_enabled() else phase
+            if not ran:         # paths are tried before the first iteration
+                return plain(*args, **kwargs)
             at_work = difference(ran[0][0], ran[-1][0])
             concerned, times = levers.get(at_work, ("none", 1))
             clock[0] += times if here in concerned.split(" + ") else 1
@@ -413,26 +416,42 @@ def test_attention_concerns_the_update_where_it_is_in_bfloat16():
         assert found["speed without 'attention'"][0] == concerned
 
 
-def test_where_nothing_can_be_compiled_its_rows_say_so_and_other_errors_are_not_hidden(
-        run, monkeypatch):
-    def fails(error):
-        def compiled(*args):
-            raise error
-        return lambda part, **options: compiled
+def test_where_nothing_can_be_compiled_its_rows_say_so(run, monkeypatch):
+    def compile(part, **options):
+        raise RuntimeError("no compiler")
 
-    missing = torch._dynamo.exc.BackendCompilerFailed(lambda: 0, RuntimeError("no compiler"), None)
-    monkeypatch.setattr(torch, "compile", fails(missing))
+    monkeypatch.setattr(torch, "compile", compile)
     _, lines = run("levers", "--repeat=1")
     assert [line for line in lines if "compile" in line] == [
-        f"left out: compile = ('{part}',): torch cannot compile on this machine "
-        "(backend='<lambda>' raised:); set compile = ()"
-        for part in ("generate", "judge", "update")]
+        f"left out: compile '{part}': no compiler; set {fix}, or strict = False"
+        for part, fix in (("generate", "compile without 'generate'"),
+                          ("judge", "compile without 'judge'"),
+                          ("update", "compile without 'update'"))]
     assert any("without 'sort'" in line for line in lines)
-    with pytest.raises(BadInput, match="compile = .*'update'.*: torch cannot compile"):
-        run("--repeat=1", "--compile=True")
-    monkeypatch.setattr(torch, "compile", fails(RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match="a bug"):
-        run("levers", "--repeat=1")
+    _, lines = run("--repeat=1", "--compile=update")
+    assert "note: compile 'update' off: no compiler; --strict=True makes this an error" in lines
+
+
+# ------------------------------------------------------------------------------------------------
+# what holds here
+
+
+def test_check_names_what_does_not_hold(run, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda part, **options: part)
+    _, lines = run("check", "--repeat=1")
+    assert lines[0].startswith(f"torch {torch.__version__}, CUDA runtime ")
+    found = {line[:22].strip(): line[50:].strip() for line in lines if line[50:].strip()}
+    for name in ("attention", "bfloat16", "head", "compile 'judge'", "influence, kept"):
+        assert found[name] == "ok", f"{name} holds, and the table says {found[name]!r}"
+    assert found["graphs"] == "not here: needs a GPU"
+
+    fused = prove.fused_logprobs
+    monkeypatch.setattr(prove, "fused_logprobs", lambda *args, **more: 0.2 + fused(*args, **more))
+    with pytest.raises(SystemExit, match="a run goes without them: head$"):
+        run("check", "--repeat=1")
+    lines = capsys.readouterr().out.splitlines()
+    verdict, = (line[50:].strip() for line in lines if line.startswith("head "))
+    assert verdict.startswith("off: differs from the plain path by ")
 
 
 # ------------------------------------------------------------------------------------------------

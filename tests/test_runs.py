@@ -957,17 +957,6 @@ def test_each_part_is_compiled_when_it_is_asked_for(parts, names, grpo, tmp_path
     assert all(calls for _, calls in used)
 
 
-def test_what_cannot_be_compiled_is_said_before_anything_is_trained(tmp_path, monkeypatch):
-    def compile(*args, **options):
-        raise RuntimeError("no C++ compiler\nmore of it")
-
-    monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(trainer, "get_policy", lambda *args: pytest.fail("trained"))
-    flags = ["--device=cpu", "--compile=True", f"--out_dir={tmp_path}/a"]
-    message = refusal(trainer.main, flags)
-    assert "torch cannot compile on this machine (no C++ compiler); set compile = ()" in message
-
-
 def test_a_part_that_this_run_has_not_is_named(grpo, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **options: module)
     out = grpo(tmp_path / "a", "--max_iters=1", "--compile=('judge', 'reference')")

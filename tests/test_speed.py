@@ -6,15 +6,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import model
-import run.compiled
 import sample
 from config import Settings
 from conftest import ROOT
 from grpo import micro_batches
-from run.compiled import make_decoder
 
 FILES = {os.path.join(ROOT, "run", name): word for name, word in (
     ("attention.py", "attention"), ("decoder.py", "graphs"), ("fused_head.py", "head"))}
@@ -85,26 +82,3 @@ def test_speed_changes_no_result(speed, run_with, rows):
                     same = math.isclose(a[field], b[field], rel_tol=1e-5, abs_tol=1e-6)
                 assert same, (f"{name}, {field}: {a[field]} with all words of speed, {b[field]} "
                               f"with speed = {speed}")
-
-
-@pytest.mark.parametrize("retire", (True, False))
-def test_graphs_are_for_a_policy_on_a_gpu(retire, monkeypatch):
-    made = []
-
-    def decoder(policy, dtype, compile, graphs, drop):
-        made.append((compile, graphs, drop))
-        return "decoder"
-
-    monkeypatch.setattr(run.compiled, "Decoder", decoder)
-    others = ("retire",) if retire else ()
-    for is_cuda in (True, False):
-        policy = SimpleNamespace(wte=SimpleNamespace(weight=SimpleNamespace(is_cuda=is_cuda)))
-        for speed in (("graphs", *others), others):
-            found = make_decoder(policy, Settings(speed=speed), torch.float32)
-            wanted = is_cuda and "graphs" in speed
-            assert (found is not None) == wanted, (
-                f"with speed = {speed} a policy whose weights have is_cuda = {is_cuda} got "
-                f"{found!r} in place of sample.decode")
-    assert made == [(False, True, retire)], (
-        f"the decoder was made with (compile, graphs, drop) = {made[0]} where 'retire' "
-        f"{'is' if retire else 'is not'} in speed")
