@@ -41,8 +41,8 @@ it smaller: --num_prompts=1 --n_layer=2 ...
 
 check tries what a run tries before it begins (run/prove.py), also where the settings leave it out:
 each fast path beside the plain one on a few rows, with the largest difference, its bound, and the
-path's time in units of the plain one's (of influence: of a backward for each row). It takes about a
-minute, since parts are compiled. Exit code 1 if a path does not hold.
+path's time in units of the plain one's (of influence: of a backward for each row). It takes minutes
+where parts can be compiled. Exit code 1 if a path does not hold.
 """
 import copy
 import ctypes
