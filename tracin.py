@@ -24,7 +24,6 @@ gradient {parameter: tensor}, mostly the target's.
 """
 import collections
 import functools
-import itertools
 import math
 import os
 import runpy
@@ -112,9 +111,9 @@ class Influence:
         kept_grad, batch_grad = self.kept_gradient(weights, found.batch_grad, found.G)
         factor = self.normalizer(weights)
         any_kept = bool(weights.any())
-        if factor != 1:
-            torch._foreach_mul_(list(kept_grad.values()), factor)
         for p, g in kept_grad.items():
+            if factor != 1:
+                g.mul_(factor)
             p.grad = g if any_kept else None
         self.batch.influence[rows] = found.scores
         self.batch.weights[rows] = weights * factor
@@ -166,11 +165,8 @@ class Influence:
         if target is not None:              # another batch
             self_coef = torch.zeros_like(self.loss_coef)
             halves = self.plain_halves(t, rows, in_first, coef)
-        elif cfg.tracin == "self":          # the recorded loss itself
-            self_coef = self.loss_coef
-            halves = self.tape.gradients([self_coef * in_first, self_coef * ~in_first])
-        elif self.one_backward:             # the recorded log-probs, with other coefficients
-            self_coef = coef
+        elif coef is None or self.one_backward:     # the recorded loss, or log-probs, themselves
+            self_coef = self.loss_coef if coef is None else coef
             halves = self.tape.gradients([self_coef * in_first, self_coef * ~in_first])
         else:                               # the same rows, but not what was recorded of them
             self_coef = None
@@ -399,25 +395,18 @@ def select(influence, how, fraction=0.5, generator=None):
     """
     n = len(influence)
     positive, negative = torch.stack([(influence > 0).sum(), (influence < 0).sum()]).tolist()
-    order = influence.argsort(descending=True)
     fallback = how in ("positive", "bottom", "random") and positive < 0.1 * (positive + negative)
     count = (positive + negative + 1) // 2 if fallback else positive
+    order = influence.argsort(descending=True)
     if how == "positive" and fallback:  # rows of influence 0, of groups without spread, go last
         order = influence.masked_fill(influence == 0, -torch.inf).argsort(descending=True)
-    if how == "positive":
-        kept = order[:count]
-    elif how == "bottom":
-        kept = order[n - count:]
-    elif how == "random":
-        kept = torch.randperm(n, generator=generator)[:count]
-    elif how == "top":
-        kept = order[:round(fraction * n)]
-    elif how == "drop":
-        kept = order[:n - int(fraction * negative)]
-    elif how == "all":
-        kept = order
-    else:
+    if how == "random":
+        order = torch.randperm(n, generator=generator)
+    ends = {"positive": count, "random": count, "top": round(fraction * n),
+            "drop": n - int(fraction * negative), "all": n, "bottom": n}
+    if how not in ends:
         raise ValueError(f"no selection is called {how!r}")
+    kept = order[n - count if how == "bottom" else 0:ends[how]]
     keep = torch.zeros(n, dtype=torch.bool, device=influence.device)
     return keep.index_fill_(0, kept.to(influence.device), True), fallback
 
@@ -450,20 +439,13 @@ def adam_scale(optimizer, gradient):
     scale = {}
     for group in optimizer.param_groups:
         decay = group["betas"][1]
-        params = [p for p in group["params"] if p in gradient]
-        states = [optimizer.state.get(p, {}) for p in params]   # empty before the first step
-        moments = [state["exp_avg_sq"] if state else torch.zeros_like(p)
-                   for p, state in zip(params, states)]
-        steps = [state["step"].to(p.device) if state else p.new_zeros(())
-                 for p, state in zip(params, states)]
-        grads = [gradient[p] for p in params]
-        v = torch._foreach_mul(grads, grads)
-        torch._foreach_mul_(v, 1 - decay)
-        torch._foreach_add_(v, torch._foreach_mul(moments, decay))
-        torch._foreach_div_(v, [1 - decay ** (t + 1) for t in torch.stack(steps).tolist()])
-        torch._foreach_sqrt_(v)
-        torch._foreach_add_(v, group["eps"])
-        scale |= zip(params, torch._foreach_reciprocal(v))
+        for p in group["params"]:
+            if p in gradient:
+                state = optimizer.state.get(p, {})
+                # a tensor to the end: a GPU that holds it need not be waited for
+                steps = torch.as_tensor(state.get("step", 0)).double() + 1
+                v = decay * state.get("exp_avg_sq", 0) + (1 - decay) * gradient[p].square()
+                scale[p] = 1 / ((v / (1 - decay ** steps)).sqrt() + group["eps"])
     return scale
 
 
@@ -513,18 +495,17 @@ def score_metrics(scores, weights, fallback):
 def halves_metrics(halves, names):
     """The norm of the target's gradient and of its first parameters, and the cosine of its halves.
     """
-    numbers = {f"tracin/target_grad_norm/{names[p]}": sum(half[p] for half in halves).norm()
-               for p in list(halves[0])[:3]}
-    numbers |= {i: inner(half, half) for i, half in enumerate(halves)}
-    numbers["product"] = inner(halves[0], halves[-1])
-    metrics = read(numbers)
-    product = metrics.pop("product")
-    squares = [metrics.pop(i) for i in range(len(halves))]
-    if len(halves) == 1:
-        return metrics | {"tracin/target_grad_norm": product ** 0.5}
-    return metrics | {
-        "tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5,
-        "tracin/target_cosine": product / max(math.prod(squares) ** 0.5, 1e-30)}
+    product = inner(halves[0], halves[-1]) * (len(halves) - 1)      # 0 of a single one
+    squares = [inner(half, half) for half in halves]
+    norms = [sum(half[p] for half in halves).norm() for p in list(halves[0])[:3]]
+    product, *found = torch.stack([product, *squares, *norms]).tolist()
+    squares = found[:len(halves)]
+    metrics = {"tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5}
+    if len(halves) == 2:
+        metrics["tracin/target_cosine"] = product / max(math.prod(squares) ** 0.5, 1e-30)
+    for p, norm in zip(halves[0], found[len(halves):]):
+        metrics[f"tracin/target_grad_norm/{names[p]}"] = norm
+    return metrics
 
 
 def std(x):
@@ -547,7 +528,6 @@ class MicroBatch(NamedTuple):
     numbers: torch.Tensor           # (n,) the rows' numbers
     tokens: torch.Tensor            # (M,) the row, 0 .. n - 1, of each flattened token; or None
     token_numbers: torch.Tensor     # (M,) the number of that row; or None
-    owners: list                    # tokens as a list, from when it is needed
     seen: dict                      # {layer: flattened tokens that it has been given}
 
 
@@ -684,7 +664,7 @@ class Tape:
             tokens = tokens.to(device)
             token_numbers = which[tokens]
         index = len(self.micro_batches)
-        self.micro_batches.append(MicroBatch(index, which, tokens, token_numbers, [], {}))
+        self.micro_batches.append(MicroBatch(index, which, tokens, token_numbers, {}))
         self.counted += len(which)
 
     def check_all_read(self):
@@ -789,15 +769,9 @@ class Tape:
         if does_not_fit or does_not_pay:
             return False
         self.room -= size
-        owner = torch.arange(n, device=b.device)
-        places = range(n)
-        if part is not None:
-            if not micro.owners:
-                micro.owners.extend(micro.tokens.tolist())
-            owner = micro.tokens[part]
-            places = micro.owners[part]
+        owner = None if part is None else micro.tokens[part]
         for name, p in params.items():
-            add_gradients(self.buffer(p, micro), p in new, module, name, a, b, owner, places)
+            add_gradients(self.buffer(p, micro), p in new, module, name, a, b, owner)
         return True
 
     def buffer(self, p, micro):
@@ -823,16 +797,13 @@ class Tape:
 
     def gradients(self, weights):
         """The gradients for several weights, in a list."""
-        given = [w for w in weights if w is not None]
-        choices = iter(self.entries([(w != 0).long() - 1 for w in given]))
-        totals = []
-        for weight in weights:
-            total = {p: torch.empty_like(p) for p in self.names}
+        choices = self.entries([(w != 0).long() - 1 for w in weights if w is not None])
+        totals = [{p: torch.empty_like(p) for p in self.names} for _ in weights]
+        for weight, total in zip(weights, totals):
             torch._foreach_zero_(list(total.values()))
-            chosen = None if weight is None else next(choices)
+            chosen = None if weight is None else choices.pop(0)
             self.add_contracted(total, weight, chosen)
             self.add_stored(total, weight, chosen)
-            totals.append(total)
         self.all_reduce([g for total in totals for g in total.values()])
         return totals
 
@@ -887,19 +858,19 @@ class Tape:
         """<g_i, G> for every row (n,), over the parameters of G {parameter: tensor}."""
         p = next(iter(self.names))
         scores = torch.zeros(self.n, dtype=torch.float64, device=p.device)
-        products = Products()
+        products = []       # (rows (k,), what they are to be given (k,))
         for module, numbers, a, b in self.records:
             for name, p in module.named_parameters(recurse=False):
                 if p in G:
-                    products.note(numbers, layer_dot(module, name, a, b, G[p]))
+                    products.append((numbers, layer_dot(module, name, a, b, G[p])))
         for micro, group, g in self.stored(G):
             target = side_by_side([G[p].to(g).flatten() for p in group])
             width = LARGEST_PRODUCT // len(g)
             if not g.is_cuda:   # a CPU adds a long product up in one line, which costs digits
                 width = min(width, 32768)
             for part, t in zip(g.split(width, 1), target.split(width)):
-                products.note(micro.numbers, part @ t)
-        products.add_to(scores)
+                products.append((micro.numbers, part @ t))
+        add_products(scores, products)
         scores = scores.to(torch.promote_types(p.dtype, torch.float32))
         self.all_reduce([scores])
         return scores
@@ -912,15 +883,15 @@ class Tape:
         chosen, = find(len(rows))
         device = next(iter(self.names)).device
         found = torch.zeros(len(rows), dtype=torch.float64, device=device)
-        products = Products()
+        products = []
         only_stored = []
+        stored = {p for p, _ in self.row_grads}
         for p in self.names if parameters is None else parameters:
             uses = [record for record in self.records if uses_parameter(record[0], p)]
-            is_stored = any((p, micro.index) in self.row_grads for micro in self.micro_batches)
             if not uses:
                 only_stored.append(p)
-            elif p not in scale and not is_stored and is_plain_matrix(p, uses):
-                note_gram_norms(products, chosen, uses)
+            elif p not in scale and p not in stored and is_plain_matrix(p, uses):
+                products += gram_norms(chosen, uses)
             else:
                 size = max(1, min(len(rows), memory // p.numel()))
                 for part, total, here in zip(rows.split(size), found.split(size), find(size)):
@@ -928,22 +899,23 @@ class Tape:
                     if p in scale:
                         squares *= scale[p]
                     total += squares.flatten(1).sum(1)
-        self.note_stored_norms(products, chosen, only_stored, scale, memory)
-        products.add_to(found)
+        products += self.stored_norms(chosen, only_stored, scale, memory)
+        add_products(found, products)
         self.all_reduce([found])
         return found
 
-    def note_stored_norms(self, products, chosen, parameters, scale, memory):
-        """As norms, of parameters of which everything is stored."""
+    def stored_norms(self, chosen, parameters, scale, memory):
+        """Terms of norms (rows (k,), squares (k,)), of parameters of which all is stored."""
         for micro, group, g in self.stored(parameters):
             if id(micro.numbers) not in chosen:
                 continue
             here, places, _ = chosen[id(micro.numbers)]
-            factors = side_by_side([
-                (scale[p] if p in scale else torch.ones_like(p)).flatten() for p in group])
+            factors = g.new_ones(g.shape[1])
+            if scale:
+                factors = side_by_side([scale[p].flatten() for p in group])
             width = max(1, memory // len(places)) if g.is_cuda else 32768   # as in dot
             for part, factor in zip(g.split(width, 1), factors.split(width)):
-                products.note(places, (part[here].square() * factor).sum(1))
+                yield places, (part[here].square() * factor).sum(1)
 
     def per_row(self, p, rows, chosen=None):
         """The gradients (len(rows), *p.shape) of one parameter, for rows recorded here. chosen: as
@@ -983,34 +955,24 @@ class Tape:
         found = [{key: choice[x] for key, x in numbers.items()} for choice in choices]
         places = [x for chosen in found for x in chosen.values()]
         on_host = iter(torch.cat(places).tolist() if places else ())
-        return [dict(located(chosen, on_host)) for chosen in found]
+        for chosen in found:
+            for key, x in list(chosen.items()):
+                listed = [next(on_host) for _ in range(len(x))]
+                count = sum(i >= 0 for i in listed)
+                here = slice(None)      # all of them: no copy
+                if count < len(x):
+                    here = (x >= 0).nonzero_static(size=count)[:, 0]
+                chosen[key] = here, x[here], listed
+                if count == 0:
+                    del chosen[key]
+        return found
 
 
-def located(chosen, on_host):
-    """Items of what Tape.entries returns for a choice. chosen: {id(numbers): places}."""
-    for key, x in chosen.items():
-        places = list(itertools.islice(on_host, len(x)))
-        count = sum(i >= 0 for i in places)
-        if count == len(x):
-            yield key, (slice(None), x, places)     # all of them: no copy
-        elif count:
-            here = (x >= 0).nonzero_static(size=count)[:, 0]
-            yield key, (here, x[here], places)
-
-
-class Products:
-    """Collects sums over rows, since one addition for many is one launch."""
-
-    def __init__(self):
-        self.noted = {}
-
-    def note(self, rows, products):
-        """products (k,) are to be added to rows (k,)."""
-        self.noted.setdefault(id(rows), (rows, []))[1].append(products)
-
-    def add_to(self, total):
-        for rows, products in self.noted.values():
-            total.index_add_(0, rows, torch.stack(products).to(total).sum(0))
+def add_products(total, products):
+    """total[rows] += x for each (rows (k,), x (k,)), all at once."""
+    if products:
+        rows, found = zip(*products)
+        total.index_add_(0, torch.cat(rows), torch.cat(found).to(total))
 
 
 def side_by_side(parts):
@@ -1150,11 +1112,11 @@ def parameter_gradient(module, name, a, b):
     return (flat_b * a.flatten(0, -2)).sum(0)
 
 
-def add_gradients(g, first, module, name, a, b, owner, owners):
+def add_gradients(g, first, module, name, a, b, owner):
     """Adds the gradients of one parameter to g (n, *shape), row by row.
 
     first: what the memory of g holds does not count. owner: the row of each entry of the first
-    dimension of a and b; owners: the same as a list.
+    dimension of a and b; None: entry i is of row i.
     """
     in_rows = b.dim() == 3 and not isinstance(module, nn.Embedding)
     is_matrix = isinstance(module, nn.Linear) and name == "weight"
@@ -1167,7 +1129,9 @@ def add_gradients(g, first, module, name, a, b, owner, owners):
     else:                       # flattened tokens, or ids: entry by entry
         if first:
             g.zero_()
-        add_per_row(g, module, name, a, b, owner, owners)
+        if owner is None:
+            owner = torch.arange(len(g), device=b.device)
+        add_per_row(g, module, name, a, b, owner)
 
 
 def gradient_of_rows(module, name, a, b):
@@ -1179,15 +1143,15 @@ def gradient_of_rows(module, name, a, b):
     return (b * a).sum(1)
 
 
-def add_per_row(total, module, name, a, b, row, rows):
+def add_per_row(total, module, name, a, b, row, rows=None):
     """total[row[i]] += the gradient of one parameter from entry i of a layer's a and b. rows: the
-    same as a list, which may have -1 besides."""
+    same as a list, where it is known, for which a GPU need not be waited for."""
     if isinstance(module, nn.Embedding):
         flat = (row.view(-1, *[1] * (a.dim() - 1)) * total.shape[1] + a).flatten()
         total.view(-1, total.shape[2]).index_add_(0, flat, b.flatten(0, -2).to(total.dtype))
     elif isinstance(module, nn.Linear) and name == "weight" and b.dim() == 2:   # flattened
         order = row.argsort(stable=True)
-        counts = collections.Counter(rows)
+        counts = collections.Counter(rows or row.tolist())
         sizes = [counts[i] for i in range(len(total))]
         a, b = (x[order].to(total.dtype).split(sizes) for x in (a, b))
         for g, x, y in zip(total, a, b):
@@ -1227,14 +1191,14 @@ def is_plain_matrix(p, uses):
     return in_rows and len({id(numbers) for _, numbers, _, _ in uses}) == len(uses)
 
 
-def note_gram_norms(products, chosen, uses):
-    """Notes |g_i|^2 for a matrix with g_i = sum_t b_t a_t^T, without forming it:
+def gram_norms(chosen, uses):
+    """Terms (rows (k,), |g_i|^2 (k,)) for a matrix with g_i = sum_t b_t a_t^T, without forming it:
     |g_i|^2 = sum_ts (a_t . a_s) (b_t . b_s)."""
     for _, numbers, a, b in uses:
         if id(numbers) in chosen:
-            here, places, _ = chosen[id(numbers)]
+            here, rows, _ = chosen[id(numbers)]
             x, y = a[here], b[here]
-            products.note(places, ((x @ x.mT) * (y @ y.mT)).sum((1, 2), dtype=torch.float64))
+            yield rows, ((x @ x.mT) * (y @ y.mT)).sum((1, 2), dtype=torch.float64)
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own
