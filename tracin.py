@@ -560,8 +560,9 @@ class Tape:
     Storing costs no extra arithmetic for long rows, but its traffic: 4 bytes x weights a row, once
     written and read three times. The two are even near 24 tokens a row on a CPU, near 500 on a GPU:
     a layer with fewer than `fewest` is contracted, and so is one that does not fit into `memory`
-    bytes (all rows need n times the weights). A tape that is used again uses the same memory again,
-    since fresh pages cost time: forget() frees what is contracted, and keeps those buffers.
+    bytes (all rows need n times the weights). forget() frees what is contracted, which nothing
+    bounds. It keeps the memory of what is stored for the next recording, since fresh pages cost
+    time and `memory` is set aside for them anyway.
 
     all_reduce(tensors) sums in place over processes that record a part of the rows each; see
     numbered().
@@ -596,8 +597,7 @@ class Tape:
         return self
 
     def forget(self):
-        """Lets go of what was recorded. The memory of stored gradients is kept for the next time.
-        """
+        """Lets go of what was recorded, but for the memory of stored gradients."""
         self.records = []           # contracted: (module, numbers of its first dimension, a, b)
         self.row_grads = {}         # stored: {(parameter, micro-batch): (n, *shape)}
         self.micro_batches = []
@@ -928,11 +928,10 @@ class Tape:
                 if q is p and id(numbers) in chosen:
                     here, row, places = chosen[id(numbers)]
                     add_per_row(total, module, name, a[here], b[here], row, places)
-        for (q, index), g in self.row_grads.items():
-            key = id(self.micro_batches[index].numbers)
-            if q is p and key in chosen:
-                here, row, _ = chosen[key]
-                total.index_add_(0, row, g[here])
+        for micro, _, g in self.stored([p]):
+            if id(micro.numbers) in chosen:
+                here, row, _ = chosen[id(micro.numbers)]
+                total.flatten(1).index_add_(0, row, g[here])
         return total
 
     def find(self, choices):

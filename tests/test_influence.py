@@ -26,7 +26,7 @@ from run.report import describe_cost, diagnose_influence
 from run.script import BadInput, seed_for
 from test_grpo import (
     FLOAT, gpt, moved, nets_of, same_weights, sample, settings, weights_of, without)
-from tracin import Tape, adam_scale, choose_targets, select, target_coefficients
+from tracin import Tape, choose_targets, select, target_coefficients
 from waits import Waits
 
 MANY = [Prompt(text, ids, {}) for text, ids in (
