@@ -84,6 +84,7 @@ def train(nets, cfg, run):
         if cfg.sync_ref_model and (it + 1) % cfg.ref_model_sync_steps == 0:
             metrics |= sync_reference(nets, cfg.ref_model_mixup_alpha)
         run.record(it, prompts, batch, metrics, log)
+        del batch, target   # what truncation allowed is large: gone before the next is sampled
 
 
 @torch.no_grad()

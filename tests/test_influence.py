@@ -2,27 +2,32 @@
 Influence inside GRPO: targets, selection, the step, what is logged and said. The tape itself:
 test_tracin.py.
 """
+import contextlib
 import copy
 import functools
+import gc
 import json
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 from config import load_settings
 from data.prompts import Prompt
 from grpo import Step, update
-from model import add_lora, completion_logprobs
+from model import GPT, GPTConfig, add_lora, completion_logprobs
 from run.files import save_gpt
 from run.metrics import batch_metrics
 from run.report import describe_cost, diagnose_influence
 from run.script import BadInput, seed_for
 from test_grpo import (
     FLOAT, gpt, moved, nets_of, same_weights, sample, settings, weights_of, without)
-from tracin import Tape, adam_scale, choose_targets, select, target_coefficients
+from tracin import Tape, choose_targets, select, target_coefficients
+from waits import Waits
 
 MANY = [Prompt(text, ids, {}) for text, ids in (
     ("a", [3, 4]), ("b", [5]), ("c", [9, 8, 7]), ("d", [2, 2]), ("e", [11]), ("f", [6, 1]),
@@ -737,6 +742,99 @@ def test_the_first_step_is_checked_against_an_ordinary_backward(way, lose, monke
     assert error(False) < 1e-5      # the tape by itself cannot know
     with pytest.raises(SystemExit, match="do not add up to the product of ordinary gradients"):
         error(True)
+
+
+# ------------------------------------------------------------------------------------------------
+# what a step costs a GPU: waits, launches, memory
+
+class Launches(TorchDispatchMode):
+    """Counts the operations inside that a GPU would be told to do: all but views."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.total += not op.is_view
+        return op(*args, **kwargs or {})
+
+
+def recorded_step(layers, way="contracted", held=False, counter=None, **knobs):
+    """(Influence that has recorded a step of 64 rows as it would on a GPU, the step's batch,
+    held-out target or None)."""
+    torch.manual_seed(0)
+    policy = GPT(GPTConfig(300, 32, layers, 2, 32))
+    cfg = settings(num_prompts=8, num_generations=8, micro_batch_size=16, **knobs)
+    nets = nets_of(policy, cfg)
+    for p in nets.trained:
+        p.grad = torch.ones_like(p)
+    nets.optimizer.step()       # tracin_adam needs moments
+    nets.optimizer.zero_grad()
+    influence = nets.influence
+    influence.tape = Tape(policy, memory=0 if way == "contracted" else 2 ** 30, fewest=0)
+    influence.tape.small = 128  # as on a GPU: vectors side by side, matrices alone
+    batch = sample(policy, cfg, moved(policy), prompts=MANY)
+    target = None
+    if held:
+        target = sample(policy, cfg, moved(policy), seed=8, prompts=MANY), torch.arange(0, 64, 3)
+    whole = Step(0, torch.arange(64), 64, int(batch.mask.sum()))
+    pieces = list(grpo.micro_batches(grpo.sort_key(batch, whole, cfg), cfg))
+    with counter or contextlib.nullcontext():
+        with influence.record(batch, whole, True):
+            for positions in pieces:
+                influence.forward_backward(positions)
+    return influence, batch, target
+
+
+STEPS = {
+    "self": dict(tracin="self", beta=.1), "reward": dict(tracin="reward", **UNIT),
+    "held out": dict(tracin="reward", held=True, beta=.1),
+    "leave one out": dict(tracin="self", tracin_leave_one_out=True, beta=.1),
+    "adam": dict(tracin="self", tracin_adam=True, tracin_leave_one_out=True, beta=.1)}
+
+
+@pytest.mark.parametrize("way", ("contracted", "kept"))
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_waits_for_a_gpu_a_fixed_number_of_times(name, way):
+    found = []
+    for layers in (2, 12):
+        waits = Waits()
+        influence, _, target = recorded_step(layers, way, counter=waits, **STEPS[name])
+        with waits:
+            influence.keep_helpful(target, seed=0, check=False)
+        found.append({line: n for line, n in waits.lines.items() if line.startswith("tracin.py")})
+    few, many = (sum(lines.values()) for lines in found)
+    assert few == many, f"the waits grow with the layers: {found}"
+    assert many <= 40, f"{many} waits of influence in a step: {found[1]}"
+
+
+@pytest.mark.parametrize("way, most", (("contracted", 800), ("kept", 310)))
+def test_launches_of_a_layer_are_few(way, most):
+    """Of a layer with 12 parameters, in 4 micro-batches: target, scores, norms of 4 rows, step."""
+    found = []
+    for layers in (2, 12):
+        influence, *_ = recorded_step(layers, way, **STEPS["self"])
+        with Launches() as launches:
+            influence.keep_helpful(None, seed=0, check=False)
+        found.append(launches.total)
+    each = (found[1] - found[0]) / 10
+    assert each <= most, f"{each} launches for each layer"
+
+
+@pytest.mark.parametrize("way", ("contracted", "kept"))
+def test_a_step_that_is_taken_leaves_no_record(way):
+    influence, batch, _ = recorded_step(2, way, **STEPS["self"])
+    tape = influence.tape
+    left = [weakref.ref(x) for *_, a, b in tape.records for x in (a, b)]
+    left += [weakref.ref(x) for micro in tape.micro_batches for x in (micro.numbers, micro.tokens)]
+    left += [weakref.ref(g) for g in tape.row_grads.values()] + [weakref.ref(batch)]
+    assert len(left) > 20
+    influence.keep_helpful(None, seed=0, check=False)
+    del batch
+    gc.collect()
+    alive = sum(ref() is not None for ref in left)
+    assert not alive, f"{alive} of {len(left)} tensors of the recording outlive the step"
+    assert bool(tape.pool) == (way == "kept"), "the buffers of stored gradients are for the next"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.func import functional_call, jvp
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tracin
@@ -1315,3 +1316,45 @@ def test_scores_of_large_matrices_keep_their_digits():
     G = tape.gradient(torch.arange(16) < 4)
     exact = sum(tape.row_grads[p, 0].double().flatten(1) @ G[p].double().flatten() for p in G)
     assert float((tape.dot(G) - exact).abs().max() / exact.abs().max()) < 5e-7
+
+
+class LargestProduct(TorchDispatchMode):
+    """Notes the elements of the largest matrix in a product with a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket.__name__ in ("mv", "addmv", "addmv_"):
+            self.elements = max(self.elements, *(x.numel() for x in args[:-1] if x.dim() == 2))
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["gpt", "net"])
+def test_no_product_is_larger_than_cublas_can_take(name, monkeypatch):
+    _, tape, J = recorded(name, way="kept")
+    G, w, rows = tape.gradient(), noise(8, seed=9), [0, 2, 3, 7]
+    before = tape.dot(G), tape.gradient(w), tape.norms(rows)
+    monkeypatch.setattr(tracin, "LARGEST_PRODUCT", 50)
+    with LargestProduct() as largest:
+        after = tape.dot(G), tape.gradient(w), tape.norms(rows)
+    assert 0 < largest.elements <= 50, f"a product of {largest.elements} elements, at most 50"
+    assert error(after[0], before[0]) < 1e-13 and worst(after[1], before[1]) < 1e-13
+    assert error(after[2], J[rows].square().sum(1)) < 1e-10
+
+
+@every_way
+@pytest.mark.parametrize("name", ["gpt", "lora", "net"])
+def test_parameters_side_by_side_are_as_each_by_itself(name, way):
+    """As on a GPU: vectors, or all parameters, share a product."""
+    case, tape, J = recorded(name, way=way)
+    w, rows = noise(8, seed=9), [0, 2, 3, 7]
+    v, adam = flat(tape.gradient(), case.model), noise(J.shape[1], seed=12).square() + 0.1
+    for small in (10, 10 ** 6):
+        tape.small = small
+        assert worst(tape.gradient(w), unflat(w @ J, case.model)) < 1e-10
+        assert error(tape.dot(unflat(v, case.model)), J @ v) < 1e-10
+        scaled = tape.norms(rows, unflat(adam, case.model))
+        assert error(scaled, (J[rows].square() * adam).sum(1)) < 1e-10
+    tape.small = 0
