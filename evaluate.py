@@ -24,6 +24,7 @@ from run.attention import use_attention_by_hand
 from run.checkpoint import OTHER_POLICY
 from run.content import check_fit, newest_checkpoint, read_checkpoint
 from run.device import autocast, pick_device, pick_dtype
+from run.head import use_wide_head
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
 from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
@@ -178,6 +179,7 @@ def open_run(folder, flags):
         judges = get_judges(cfg, splits, device)
     if "attention" in cfg.speed:
         use_attention_by_hand(base, *judges.values())
+    use_wide_head(base, dtype)
     policy = trainable(base, cfg)
     check_fit(path, checkpoint, policy)
     policy.load_state_dict(checkpoint["policy"])

@@ -52,6 +52,7 @@ from run.compiled import compile_parts, make_generate, try_compile
 from run.debug import take_apart
 from run.device import autocast, pick_device, pick_dtype
 from run.fused_head import fused_logprobs
+from run.head import use_wide_head
 from run.loop import Run
 from run.processes import (all_gather, all_gather_rollout, all_reduce, rank0_first, shard,
                            sum_gradients)
@@ -689,6 +690,7 @@ def build(cfg, given, base, judges):
     base = base.to(given.device).eval().requires_grad_(False)
     if "attention" in cfg.speed:
         use_attention_by_hand(base, *judges.values())
+    use_wide_head(base, given.dtype)    # before the copies of the base are made
     policy = trainable(base, cfg)
     policy.recompute = cfg.activation_checkpointing
     reference = copy.deepcopy(policy).requires_grad_(False) if cfg.sync_ref_model else base

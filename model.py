@@ -173,6 +173,15 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Head(nn.Linear):
+    """Hidden states (..., C) -> logits (..., V). On a GPU run/head.py puts another product in place
+    of this one, whose logits are not rounded to bfloat16."""
+    product = staticmethod(F.linear)
+
+    def forward(self, h):
+        return self.product(h, self.weight)
+
+
 class GPT(nn.Module):
     """Called on token ids it returns final hidden states, not logits, so that the vocabulary head
     is paid for only where it is needed: `model.lm_head(model(idx))` is (B, T, V)."""
@@ -191,7 +200,7 @@ class GPT(nn.Module):
         self.ln_f = norm(config)
         self.init_weights()
         if config.causal:
-            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
             if config.tied:
                 self.lm_head.weight = self.wte.weight
 
@@ -273,11 +282,14 @@ class GPT(nn.Module):
         """Empty cache (n_layer, 2, B, nkv, S, hs) of keys and values, for B rows of S positions."""
         attn = self.h[0].attn
         w = self.h[0].ln_1.weight
-        dtype = w.dtype
-        if torch.is_autocast_enabled(w.device.type):
-            dtype = torch.get_autocast_dtype(w.device.type)
         shape = (len(self.h), 2, B, attn.n_kv_head, S, attn.hs)
-        return torch.zeros(shape, device=w.device, dtype=dtype)
+        return torch.zeros(shape, device=w.device, dtype=product_dtype(w))
+
+
+def product_dtype(x):
+    """The dtype in which a matrix product takes x: autocast's, if that is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 # ------------------------------------------------------------------------------------------------

@@ -687,6 +687,8 @@ class Tape:
                     raise ValueError(
                         f"{layer}: computed again under a reentrant checkpoint, where the tape "
                         "cannot tell which rows it is of; set use_reentrant=False")
+                if isinstance(module, nn.Linear):
+                    b = b.to(a.dtype)
                 # memory of the caller's, a buffer of inputs for instance, may be used again
                 self.add(module, micro, part, a if is_own else a.clone(), b, tokens)
 
@@ -959,6 +961,7 @@ def trained_layers(model):
         if not any(p.requires_grad for p in module.parameters(recurse=False)):
             continue
         known = type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+        known = known or hasattr(module, "product")     # model.Head
         params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         odd = [k for k in params if k not in ("weight", "bias")]
         odd += [f"complex {k}" for k, p in params.items() if p.is_complex()]
@@ -995,8 +998,13 @@ def run_detached(module, x):
     if isinstance(module, nn.Embedding):
         return F.embedding(x, weight), x
     if isinstance(module, nn.Linear):
-        out = F.linear(x, weight, bias)
-        a = x.detach().to(out.dtype)
+        if hasattr(module, "product"):      # a vocabulary head: float32, of operands in bfloat16
+            out = module.product(x, weight)
+        else:
+            out = F.linear(x, weight, bias)
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        a = x.detach().to(torch.get_autocast_dtype(device) if autocast else x.dtype)
         # autograd takes some outputs for views, which Recorded cannot change in place
         return torch.ops.aten._unsafe_view(out, out.shape), a
     shape, eps = module.normalized_shape, module.eps

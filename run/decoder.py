@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 import sample
+from run.head import operand, set_product
 from run.script import BadInput
 from sample import Rollout, prefill, sample_token
 
@@ -183,14 +184,24 @@ def new_buffers(r, prefix, width):
 def with_copies_of_linears(model, dtype):
     """A copy of the model that shares all but its Linears' weights, and pairs (copy, original)."""
     twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    head = twin.lm_head
     pairs = []
     for module in twin.modules():
         if isinstance(module, nn.Linear):
             for name, p in list(module.named_parameters(recurse=False)):
-                mine = nn.Parameter(p.detach().to(dtype), requires_grad=False)
-                setattr(module, name, mine)
-                pairs.append((mine, p))
+                mine = p.detach().to(dtype)
+                if module is head:
+                    mine = operand(head.product, mine, dtype)   # may have more rows than the head
+                setattr(module, name, nn.Parameter(mine, requires_grad=False))
+                pairs.append((mine[:len(p)], p))
+    if len(head.weight) > head.out_features:
+        set_product(twin, functools.partial(first_logits, head.product, head.out_features))
     return twin, pairs
+
+
+def first_logits(product, V, h, weight):
+    """Logits (..., V) of a head whose weight has more rows than V."""
+    return product(h, weight)[..., :V]
 
 
 def decode_step(model, r, rows, cache, t, P, noise, sampling):

@@ -11,7 +11,9 @@ import math
 
 import torch
 
-from model import completion_logprobs, completion_states, piece_size, token_logprobs
+from model import (completion_logprobs, completion_states, piece_size, product_dtype,
+                   token_logprobs)
+from run.head import operand
 
 
 def fused_logprobs(model, rollout, temperature, backward_from=None):
@@ -54,10 +56,12 @@ class FusedHead(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1] and not record:
             dw = torch.zeros_like(weight)
+        dtype = product_dtype(h)
+        w = operand(lm_head.product, weight, dtype)     # (V, C), or padded in V
+        V = len(weight)
         for i in range(0, len(h), size):
             j = min(i + size, len(h))
-            raw = lm_head(h[i:j])                                                   # (m, V)
-            logits = raw.float() / temperature
+            logits = lm_head.product(h[i:j], w)[:, :V].float() / temperature        # (m, V)
             if allowed is not None:
                 logits = logits.masked_fill(~allowed[i:j], -math.inf)
             logits = logits - logits.logsumexp(-1, keepdim=True)
@@ -68,12 +72,12 @@ class FusedHead(torch.autograd.Function):
             per_logit = slope[:, None] / temperature
             d = logits.exp_().mul_(-per_logit)
             d.scatter_add_(1, target, per_logit)
-            d = d.to(raw.dtype)                                                     # (m, V)
-            dh[i:j] = d @ weight.to(raw.dtype)
+            d = operand(lm_head.product, d, dtype, dim=1)                           # like w in V
+            dh[i:j] = d @ w
             if record:
-                record(h[i:j], d)
+                record(h[i:j], d[:, :V])
             elif dw is not None:
-                dw += d.T @ h[i:j].to(raw.dtype)
+                dw += (d.T @ h[i:j].to(dtype))[:V]
         ctx.save_for_backward(dh, dw, slopes)
         return logp
 
