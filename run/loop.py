@@ -13,6 +13,7 @@ from run.metrics import batch_metrics, rollout_toxicity
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
+from run.size import note_memory
 from run.threads import Pace, threads_of, use_threads
 
 
@@ -76,6 +77,7 @@ class Run:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
         warn_about_kl(cfg)
+        note_memory(nets, cfg)
         self.start = done or 0
         if done is None:
             self.evaluation(0)

@@ -1,5 +1,6 @@
 """Counts the bytes of tensors that are alive, what autograd keeps included."""
 import collections
+import functools
 import os
 import sys
 import weakref
@@ -74,19 +75,24 @@ class Peak(TorchDispatchMode):
 def frames_of_project():
     frame = sys._getframe(2)
     while frame:
-        path = frame.f_code.co_filename
-        if path.startswith(ROOT) and not path.startswith(os.path.join(ROOT, "tests")):
+        if is_of_project(frame.f_code):
             yield frame
         frame = frame.f_back
+
+
+@functools.cache
+def is_of_project(code):
+    path = code.co_filename
+    return path.startswith(ROOT) and not path.startswith(os.path.join(ROOT, "tests"))
 
 
 def line_of_project():
     """file:line of the innermost frame of the project's own code."""
     for frame in frames_of_project():
-        return f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno}"
+        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
     return "elsewhere"
 
 
 def phase_of_project():
-    names = [frame.f_code.co_name for frame in frames_of_project()]
+    names = (frame.f_code.co_name for frame in frames_of_project())
     return next((PHASES[name] for name in names if name in PHASES), None)
