@@ -22,7 +22,9 @@ gradient {parameter: tensor}, mostly the target's.
 
     python tracin.py out/toxicity_tracin        # explains a run: which rollouts helped, which hurt
 """
+import collections
 import functools
+import itertools
 import math
 import os
 import runpy
@@ -110,9 +112,9 @@ class Influence:
         kept_grad, batch_grad = self.kept_gradient(weights, found.batch_grad, found.G)
         factor = self.normalizer(weights)
         any_kept = bool(weights.any())
+        if factor != 1:
+            torch._foreach_mul_(list(kept_grad.values()), factor)
         for p, g in kept_grad.items():
-            if factor != 1:
-                g.mul_(factor)
             p.grad = g if any_kept else None
         self.batch.influence[rows] = found.scores
         self.batch.weights[rows] = weights * factor
@@ -124,6 +126,8 @@ class Influence:
         metrics["tracin/invariant_error"] = error
         metrics |= halves_metrics(found.halves, self.tape.names) | found.target_metrics
         metrics["tracin/kept_gradients"] = self.share_stored()
+        self.tape.forget()
+        del self.batch, self.step, self.loss_coef   # nothing outlives the step
         return metrics
 
     def check_scores(self, found):
@@ -151,12 +155,13 @@ class Influence:
         if cfg.tracin == "target":
             return self.gradient_of_function()
         t, rows = target or (self.batch, self.step.rows)
-        rewards = t.rewards.to(rows.device)
+        rewards = t.rewards[rows.to(t.rewards.device)]                              # (m,)
         in_first = ~second_half(rows, cfg.num_generations)                          # (m,)
         if cfg.tracin == "self":    # the target is the loss
             coef = None
         else:                       # the target is sum_i coef_i * log-prob of completion i
-            coef = target_coefficients(cfg.tracin, rewards[rows], t.advantages[rows])   # (m,)
+            coef = target_coefficients(
+                cfg.tracin, rewards.to(rows.device), t.advantages[rows])            # (m,)
 
         if target is not None:              # another batch
             self_coef = torch.zeros_like(self.loss_coef)
@@ -174,12 +179,13 @@ class Influence:
         # the number that is logged; for "self" it stands in for the loss
         weight = -t.advantages[rows] / len(rows) if coef is None else coef
         loss = (weight * (t.rollout.logp * t.mask)[rows].sum(1)).sum()
-        return halves, self_coef, {
+        advantages = t.advantages[rows]
+        return halves, self_coef, read({
+            "tracin/target_loss": loss,
+            "tracin/target_advantage_min": advantages.min(),
+            "tracin/target_advantage_max": advantages.max()}) | {
             "tracin/target_rows": len(rows),
-            "tracin/target_loss": float(loss),
-            "tracin/target_contrast": std(rewards[rows]) / max(std(rewards), 1e-12),
-            "tracin/target_advantage_min": float(t.advantages[rows].min()),
-            "tracin/target_advantage_max": float(t.advantages[rows].max())}
+            "tracin/target_contrast": std(rewards) / max(std(t.rewards), 1e-12)}
 
     def gradient_of_function(self):
         """As target_gradient, for a function of the config file: how to raise the number that it
@@ -233,8 +239,8 @@ class Influence:
         for p, g in target_grad.items():
             name = self.tape.names[p]
             if not self.cfg.tracin_layers or any(part in name for part in self.cfg.tracin_layers):
-                G[p] = g * scale[p] if p in scale else g
-        return G
+                G[p] = g
+        return each(torch._foreach_mul, G, scale) if scale else G
 
     def self_influence(self, scores, self_coef, scale, G, generator):
         """What the scores of some rows owe to these rows' own part in the target, and its share of
@@ -246,11 +252,11 @@ class Influence:
             rows = torch.randperm(n, generator=generator)[:4].sort().values
         if self_coef is None:   # not before the draw: what is drawn later must not depend on this
             return None, math.nan
-        rows = rows.tolist()
-        own_terms = (self.loss_coef * self_coef)[rows]              # 0 for another batch
+        here = rows.to(scores.device)
+        own_terms = (self.loss_coef * self_coef)[here]              # 0 for another batch
         if own_terms.any():
             own_terms = own_terms * self.tape.norms(rows, scale, G).to(scores)
-        return own_terms, float(own_terms.sum() / scores[rows].abs().sum().clamp(min=1e-30))
+        return own_terms, float(own_terms.sum() / scores[here].abs().sum().clamp(min=1e-30))
 
     # select, step
 
@@ -272,11 +278,11 @@ class Influence:
         coef, rest = self.loss_coef, 1 - weights
         if batch_grad is None:
             kept, dropped = self.tape.gradients([coef * weights, coef * rest])
-            return kept, {p: kept[p] + dropped[p] for p in G}
-        if int(weights.count_nonzero()) <= int(rest.count_nonzero()):
+            return kept, add({p: kept[p] for p in G}, dropped)
+        if weights.count_nonzero() <= rest.count_nonzero():
             return self.tape.gradient(coef * weights), batch_grad
         dropped = self.tape.gradient(coef * rest)
-        return {p: batch_grad[p] - g for p, g in dropped.items()}, batch_grad
+        return each(torch._foreach_sub, batch_grad, dropped), batch_grad
 
     def normalizer(self, weights):
         """Factor on the gradient: 1, or what makes the loss a mean over the rows kept (over their
@@ -292,8 +298,8 @@ class Influence:
         else:
             raise ValueError(f"tracin.Influence.normalizer: is loss_type {loss_type!r} divided by "
                              "rows or by tokens?")
-        kept = (units * weights.abs()).sum()
-        return float(units.sum() / kept) if kept > 0 else 1.0
+        factor = float(units.sum() / (units * weights.abs()).sum())
+        return factor if math.isfinite(factor) else 1.0             # not finite: nothing is kept
 
     def share_stored(self):
         """Share of rows x weights whose gradients the tape stored; the rest was contracted."""
@@ -351,7 +357,7 @@ def target_coefficients(target, rewards, advantages):
     """
     n = len(rewards)
     unknown = rewards.isnan()
-    rewards = rewards.nan_to_num(float(rewards.nanmean().nan_to_num()))
+    rewards = torch.where(unknown, rewards.nanmean().nan_to_num(), rewards.nan_to_num())
     if target == "reward":
         spread = rewards.std(correction=int(n > 1)) + 1e-4
         return (-(rewards - rewards.mean()) / spread / n).masked_fill(unknown, 0)
@@ -392,8 +398,7 @@ def select(influence, how, fraction=0.5, generator=None):
     top: the best `fraction`. bottom, random: controls that keep as many as `positive`. all.
     """
     n = len(influence)
-    positive = int((influence > 0).sum())
-    negative = int((influence < 0).sum())
+    positive, negative = torch.stack([(influence > 0).sum(), (influence < 0).sum()]).tolist()
     order = influence.argsort(descending=True)
     fallback = how in ("positive", "bottom", "random") and positive < 0.1 * (positive + negative)
     count = (positive + negative + 1) // 2 if fallback else positive
@@ -445,57 +450,81 @@ def adam_scale(optimizer, gradient):
     scale = {}
     for group in optimizer.param_groups:
         decay = group["betas"][1]
-        for p in group["params"]:
-            if p in gradient:
-                state = optimizer.state.get(p, {})
-                steps = float(state.get("step", 0)) + 1
-                v = decay * state.get("exp_avg_sq", 0) + (1 - decay) * gradient[p].square()
-                scale[p] = 1 / ((v / (1 - decay ** steps)).sqrt() + group["eps"])
+        params = [p for p in group["params"] if p in gradient]
+        states = [optimizer.state.get(p, {}) for p in params]   # empty before the first step
+        moments = [state["exp_avg_sq"] if state else torch.zeros_like(p)
+                   for p, state in zip(params, states)]
+        steps = [state["step"].to(p.device) if state else p.new_zeros(())
+                 for p, state in zip(params, states)]
+        grads = [gradient[p] for p in params]
+        v = torch._foreach_mul(grads, grads)
+        torch._foreach_mul_(v, 1 - decay)
+        torch._foreach_add_(v, torch._foreach_mul(moments, decay))
+        torch._foreach_div_(v, [1 - decay ** (t + 1) for t in torch.stack(steps).tolist()])
+        torch._foreach_sqrt_(v)
+        torch._foreach_add_(v, group["eps"])
+        scale |= zip(params, torch._foreach_reciprocal(v))
     return scale
+
+
+def each(operation, G, *others):
+    """A torch._foreach operation on gradients, over the parameters of G: on a GPU one launch for
+    many of them."""
+    lists = [[H[p] for p in G] for H in (G, *others)]
+    return dict(zip(G, operation(*lists)))
 
 
 def add(G, H):
     """The sum of two gradients {parameter: tensor}."""
-    return {p: g + H[p] for p, g in G.items()}
+    return each(torch._foreach_add, G, H)
 
 
 def inner(G, H):
-    """<G, H> of two gradients, over the parameters of H."""
-    return float(torch.stack([G[p].flatten() @ H[p].to(G[p]).flatten() for p in H]).double().sum())
+    """<G, H> of two gradients, over the parameters of H, as a tensor ()."""
+    return torch.stack([G[p].flatten() @ H[p].to(G[p]).flatten() for p in H]).double().sum()
+
+
+def read(numbers):
+    """{name: tensor ()} as {name: number}. A GPU is waited for once, and not for each of them."""
+    return dict(zip(numbers, torch.stack(list(numbers.values())).tolist()))
 
 
 def invariant_error(scores, batch_grad, G):
     """How far sum_i I_i = <G_batch, G_target> is violated, relative to sum_i |I_i|."""
-    total = float(scores.double().sum())
-    size = float(scores.double().abs().sum())
-    return abs(total - inner(batch_grad, G)) / max(size, 1e-30)
+    scores = scores.double()
+    total, size, product = torch.stack(
+        [scores.sum(), scores.abs().sum(), inner(batch_grad, G)]).tolist()
+    return abs(total - product) / max(size, 1e-30)
 
 
 def score_metrics(scores, weights, fallback):
-    return {
-        "tracin/positive_ratio": float((scores > 0).float().mean()),
-        "tracin/negative_ratio": float((scores < 0).float().mean()),
-        "tracin/zero_ratio": float((scores == 0).float().mean()),
-        "tracin/mean_ip": float(scores.mean()),
-        "tracin/std_ip": float(scores.std()),
-        "tracin/min_ip": float(scores.min()),
-        "tracin/max_ip": float(scores.max()),
-        "tracin/selected_ratio": float((weights != 0).float().mean()),
+    return read({
+        "tracin/positive_ratio": (scores > 0).float().mean(),
+        "tracin/negative_ratio": (scores < 0).float().mean(),
+        "tracin/zero_ratio": (scores == 0).float().mean(),
+        "tracin/mean_ip": scores.mean(),
+        "tracin/std_ip": scores.std(),
+        "tracin/min_ip": scores.min(),
+        "tracin/max_ip": scores.max(),
+        "tracin/selected_ratio": (weights != 0).float().mean()}) | {
         "tracin/fallback": float(fallback)}
 
 
 def halves_metrics(halves, names):
     """The norm of the target's gradient and of its first parameters, and the cosine of its halves.
     """
-    squares = [inner(half, half) for half in halves]
-    product = inner(*halves) if len(halves) == 2 else 0.0
-    metrics = {"tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5}
-    if len(halves) == 2:
-        metrics["tracin/target_cosine"] = product / max(math.prod(squares) ** 0.5, 1e-30)
-    for p in list(halves[0])[:3]:
-        whole = sum(half[p] for half in halves)
-        metrics[f"tracin/target_grad_norm/{names[p]}"] = float(whole.norm())
-    return metrics
+    numbers = {f"tracin/target_grad_norm/{names[p]}": sum(half[p] for half in halves).norm()
+               for p in list(halves[0])[:3]}
+    numbers |= {i: inner(half, half) for i, half in enumerate(halves)}
+    numbers["product"] = inner(halves[0], halves[-1])
+    metrics = read(numbers)
+    product = metrics.pop("product")
+    squares = [metrics.pop(i) for i in range(len(halves))]
+    if len(halves) == 1:
+        return metrics | {"tracin/target_grad_norm": product ** 0.5}
+    return metrics | {
+        "tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5,
+        "tracin/target_cosine": product / max(math.prod(squares) ** 0.5, 1e-30)}
 
 
 def std(x):
@@ -509,6 +538,8 @@ def std(x):
 # ------------------------------------------------------------------------------------------------
 # the tape
 
+LARGEST_PRODUCT = 2 ** 31 - 1   # elements; above it cuBLAS reads a matrix x vector elsewhere
+
 
 class MicroBatch(NamedTuple):
     """Rows of one forward and backward."""
@@ -516,6 +547,7 @@ class MicroBatch(NamedTuple):
     numbers: torch.Tensor           # (n,) the rows' numbers
     tokens: torch.Tensor            # (M,) the row, 0 .. n - 1, of each flattened token; or None
     token_numbers: torch.Tensor     # (M,) the number of that row; or None
+    owners: list                    # tokens as a list, from when it is needed
     seen: dict                      # {layer: flattened tokens that it has been given}
 
 
@@ -549,7 +581,7 @@ class Tape:
     written and read three times. The two are even near 24 tokens a row on a CPU, near 500 on a GPU:
     a layer with fewer than `fewest` is contracted, and so is one that does not fit into `memory`
     bytes (all rows need n times the weights). A tape that is used again uses the same memory again,
-    since fresh pages cost time.
+    since fresh pages cost time: forget() frees what is contracted, and keeps those buffers.
 
     all_reduce(tensors) sums in place over processes that record a part of the rows each; see
     numbered().
@@ -558,13 +590,16 @@ class Tape:
     def __init__(self, model, memory=0, fewest=None, all_reduce=lambda tensors: None):
         self.model = model
         self.find_layers()
+        on_gpu = any(p.is_cuda for p in self.names)
         if fewest is None:
-            fewest = 500 if any(p.is_cuda for p in self.names) else 24
+            fewest = 500 if on_gpu else 24
         self.memory = memory
         self.fewest = fewest
         self.all_reduce = all_reduce
+        self.small = 2 ** 16 if on_gpu else 0   # weights up to which parameters share a product
         self.pool = {}                          # memory of stored gradients, used again
         self.total = None
+        self.forget()
 
     def find_layers(self):
         """Looks up what is trained now."""
@@ -580,10 +615,15 @@ class Tape:
         self.total = total
         return self
 
-    def __enter__(self):
+    def forget(self):
+        """Lets go of what was recorded. The memory of stored gradients is kept for the next time.
+        """
         self.records = []           # contracted: (module, numbers of its first dimension, a, b)
         self.row_grads = {}         # stored: {(parameter, micro-batch): (n, *shape)}
         self.micro_batches = []
+
+    def __enter__(self):
+        self.forget()
         self.room = self.memory
         self.counted = 0            # rows recorded so far
         self.find_layers()
@@ -644,7 +684,7 @@ class Tape:
             tokens = tokens.to(device)
             token_numbers = which[tokens]
         index = len(self.micro_batches)
-        self.micro_batches.append(MicroBatch(index, which, tokens, token_numbers, {}))
+        self.micro_batches.append(MicroBatch(index, which, tokens, token_numbers, [], {}))
         self.counted += len(which)
 
     def check_all_read(self):
@@ -751,9 +791,15 @@ class Tape:
         if does_not_fit or does_not_pay:
             return False
         self.room -= size
-        owner = None if part is None else micro.tokens[part]
+        owner = torch.arange(n, device=b.device)
+        places = range(n)
+        if part is not None:
+            if not micro.owners:
+                micro.owners.extend(micro.tokens.tolist())
+            owner = micro.tokens[part]
+            places = micro.owners[part]
         for name, p in params.items():
-            add_gradients(self.buffer(p, micro), p in new, module, name, a, b, owner)
+            add_gradients(self.buffer(p, micro), p in new, module, name, a, b, owner, places)
         return True
 
     def buffer(self, p, micro):
@@ -779,56 +825,83 @@ class Tape:
 
     def gradients(self, weights):
         """The gradients for several weights, in a list."""
-        totals = [{p: torch.zeros_like(p) for p in self.names} for _ in weights]
-        # which entries have a weight is the same for all layers of a micro-batch, and asking waits
-        # for a GPU. (The records keep `numbers` alive, so that its id stays its own.)
-        rows_on = {}
-        for module, numbers, a, b in self.records:
-            for k, (weight, total) in enumerate(zip(weights, totals)):
-                x, y = a, b
-                if weight is not None:
-                    key = (k, id(numbers))
-                    if key not in rows_on:
-                        rows_on[key] = weight[numbers].nonzero()[:, 0]
-                    x, y = weigh(module, a, b, weight.to(b)[numbers], rows_on[key])
-                for name, p in module.named_parameters(recurse=False):
-                    if p in total:
-                        total[p] += parameter_gradient(module, name, x, y).to(p.dtype)
-        spans_on = {}
-        for (p, index), g in self.row_grads.items():
-            for k, (weight, total) in enumerate(zip(weights, totals)):
-                w = g.new_ones(len(g))
-                if weight is not None:
-                    w = weight[self.micro_batches[index].numbers].to(g)
-                key = (k, index)
-                if key not in spans_on:
-                    spans_on[key] = spans_of(w)
-                for span in spans_on[key]:
-                    total[p].view(-1).addmv_(g[span].flatten(1).T, w[span])
+        given = [w for w in weights if w is not None]
+        choices = iter(self.entries([(w != 0).long() - 1 for w in given]))
+        totals = []
+        for weight in weights:
+            total = {p: torch.empty_like(p) for p in self.names}
+            torch._foreach_zero_(list(total.values()))
+            chosen = None if weight is None else next(choices)
+            self.add_contracted(total, weight, chosen)
+            self.add_stored(total, weight, chosen)
+            totals.append(total)
         self.all_reduce([g for total in totals for g in total.values()])
         return totals
+
+    def add_contracted(self, total, weight, chosen):
+        """total[p] += the weighted gradients of what is contracted."""
+        factors = {}    # the weights of entries, which many layers have in common
+        for module, numbers, a, b in self.records:
+            if weight is not None:
+                if id(numbers) not in chosen:
+                    continue
+                here, _, _ = chosen[id(numbers)]
+                key = id(numbers), b.dtype
+                if key not in factors:
+                    factors[key] = weight.to(b)[numbers][here]
+                a, b = weigh(module, a[here], b[here], factors[key])
+            for name, p in module.named_parameters(recurse=False):
+                if p in total:
+                    total[p] += parameter_gradient(module, name, a, b)
+
+    def add_stored(self, total, weight, chosen):
+        """total[p] += the weighted gradients of what is stored."""
+        for micro, group, g in self.stored(total):
+            w = g.new_ones(len(g))
+            spans = [slice(None)]
+            if weight is not None:
+                if id(micro.numbers) not in chosen:
+                    continue
+                w = weight[micro.numbers].to(g)
+                spans = spans_of(chosen[id(micro.numbers)][2])
+            flat = total[group[0]].view(-1) if len(group) == 1 else g.new_zeros(g.shape[1])
+            width = LARGEST_PRODUCT // len(g)
+            for span in spans:
+                for part, out in zip(g[span].split(width, 1), flat.split(width)):
+                    out.addmv_(part.T, w[span])
+            if len(group) > 1:
+                parts = flat.split([p.numel() for p in group])
+                parts = [part.view_as(p) for part, p in zip(parts, group)]
+                torch._foreach_add_([total[p] for p in group], parts)
+
+    def stored(self, parameters):
+        """The stored gradients of these parameters as matrices: (micro-batch, parameters, (n,
+        weights)). Small parameters are side by side, for fewer products."""
+        for micro in self.micro_batches:
+            here = [p for p in parameters if (p, micro.index) in self.row_grads]
+            groups = [[p] for p in here if p.numel() > self.small]
+            groups.append([p for p in here if p.numel() <= self.small])
+            for group in filter(None, groups):
+                g = [self.row_grads[p, micro.index].flatten(1) for p in group]
+                yield micro, group, side_by_side(g)
 
     def dot(self, G):
         """<g_i, G> for every row (n,), over the parameters of G {parameter: tensor}."""
         p = next(iter(self.names))
         scores = torch.zeros(self.n, dtype=torch.float64, device=p.device)
+        products = Products()
         for module, numbers, a, b in self.records:
             for name, p in module.named_parameters(recurse=False):
                 if p in G:
-                    scores.index_add_(0, numbers, layer_dot(module, name, a, b, G[p]).to(scores))
-        of_stored = {}  # {micro-batch: scores (n,) of its rows}, on top of the contracted ones
-        for (p, index), g in self.row_grads.items():
-            if p not in G:
-                continue
-            if index not in of_stored:
-                of_stored[index] = scores[self.micro_batches[index].numbers]
-            # a CPU adds a long product up in one line, which costs float32 its digits
-            width = p.numel() if p.is_cuda else 32768
-            parts = zip(g.flatten(1).split(width, 1), G[p].to(g).flatten().split(width))
-            for part, target in parts:
-                of_stored[index] += part @ target
-        for index, rows in of_stored.items():
-            scores[self.micro_batches[index].numbers] = rows
+                    products.note(numbers, layer_dot(module, name, a, b, G[p]))
+        for micro, group, g in self.stored(G):
+            target = side_by_side([G[p].to(g).flatten() for p in group])
+            width = LARGEST_PRODUCT // len(g)
+            if not g.is_cuda:   # a CPU adds a long product up in one line, which costs digits
+                width = min(width, 32768)
+            for part, t in zip(g.split(width, 1), target.split(width)):
+                products.note(micro.numbers, part @ t)
+        products.add_to(scores)
         scores = scores.to(torch.promote_types(p.dtype, torch.float32))
         self.all_reduce([scores])
         return scores
@@ -837,67 +910,113 @@ class Tape:
         """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; without scale
         it is ||g_i||^2. At most about `memory` numbers of per-row gradients exist at a time."""
         rows = torch.as_tensor(rows)
-        find = self.finder(rows)
+        find = functools.cache(lambda size: self.find(rows.split(size)))
+        chosen, = find(len(rows))
         device = next(iter(self.names)).device
         found = torch.zeros(len(rows), dtype=torch.float64, device=device)
+        products = Products()
+        only_stored = []
         for p in self.names if parameters is None else parameters:
-            weight = scale[p].flatten() if p in scale else None
             uses = [record for record in self.records if uses_parameter(record[0], p)]
-            stored = [(index, g) for (q, index), g in self.row_grads.items() if q is p]
-            if stored and not uses:
-                self.add_stored_norms(found, find, stored, weight)
-            elif weight is None and not stored and is_plain_matrix(p, uses):
-                add_gram_norms(found, find, uses)
+            is_stored = any((p, micro.index) in self.row_grads for micro in self.micro_batches)
+            if not uses:
+                only_stored.append(p)
+            elif p not in scale and not is_stored and is_plain_matrix(p, uses):
+                note_gram_norms(products, chosen, uses)
             else:
-                for chunk in torch.arange(len(rows)).split(max(1, memory // p.numel())):
-                    whole = len(chunk) == len(rows)
-                    g = self.per_row(p, rows[chunk], find if whole else None).flatten(1)
-                    squares = g.square() if weight is None else g.square() * weight
-                    found[chunk[0]:chunk[-1] + 1] += squares.sum(1).double()
+                size = max(1, min(len(rows), memory // p.numel()))
+                for part, total, here in zip(rows.split(size), found.split(size), find(size)):
+                    squares = self.per_row(p, part, here).square()
+                    if p in scale:
+                        squares *= scale[p]
+                    total += squares.flatten(1).sum(1)
+        self.note_stored_norms(products, chosen, only_stored, scale, memory)
+        products.add_to(found)
         self.all_reduce([found])
         return found
 
-    def add_stored_norms(self, found, find, stored, weight):
-        """found[place of row i] += |g_i|^2 for stored gradients."""
-        for index, g in stored:
-            _, places, entries = find(self.micro_batches[index].numbers)
-            products = []
-            for g_i in (g[i].flatten() for i in entries):       # one at a time: they are large
-                products.append(g_i @ (g_i if weight is None else g_i * weight))
-            if products:
-                found.index_add_(0, places, torch.stack(products).double())
+    def note_stored_norms(self, products, chosen, parameters, scale, memory):
+        """As norms, of parameters of which everything is stored."""
+        for micro, group, g in self.stored(parameters):
+            if id(micro.numbers) not in chosen:
+                continue
+            here, places, _ = chosen[id(micro.numbers)]
+            factors = side_by_side([
+                (scale[p] if p in scale else torch.ones_like(p)).flatten() for p in group])
+            width = max(1, memory // len(places)) if g.is_cuda else 32768   # as in dot
+            for part, factor in zip(g.split(width, 1), factors.split(width)):
+                products.note(places, (part[here].square() * factor).sum(1))
 
-    def per_row(self, p, rows, find=None):
-        """The gradients (len(rows), *p.shape) of one parameter, for rows recorded here."""
-        find = find or self.finder(rows)
+    def per_row(self, p, rows, chosen=None):
+        """The gradients (len(rows), *p.shape) of one parameter, for rows recorded here. chosen: as
+        of find."""
+        if chosen is None:
+            chosen, = self.find([rows])
         total = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
         for module, numbers, a, b in self.records:
             for name, q in module.named_parameters(recurse=False):
-                if q is p:
-                    here, places, _ = find(numbers)
-                    add_per_row(total, module, name, a[here], b[here], places)
+                if q is p and id(numbers) in chosen:
+                    here, row, places = chosen[id(numbers)]
+                    add_per_row(total, module, name, a[here], b[here], row, places)
         for (q, index), g in self.row_grads.items():
-            if q is p:
-                here, places, _ = find(self.micro_batches[index].numbers)
-                total[places] += g[here]
+            key = id(self.micro_batches[index].numbers)
+            if q is p and key in chosen:
+                here, row, _ = chosen[key]
+                total.index_add_(0, row, g[here])
         return total
 
-    def finder(self, rows):
-        """A function: numbers (k,) of a record -> its entries that are of these rows, of which, and
-        the entries as a list. It remembers the answers, since each waits for a GPU."""
-        place = torch.full((self.n,), -1)
-        place[rows] = torch.arange(len(rows))
-        place = place.to(next(iter(self.names)).device)
-        answers = {}
+    def find(self, choices):
+        """As entries, for several lists of rows (their numbers)."""
+        places = torch.full((len(choices), self.n), -1)
+        for place, rows in zip(places, choices):
+            place[rows] = torch.arange(len(rows))
+        return self.entries(places.to(next(iter(self.names)).device))
 
-        def find(numbers):
-            if id(numbers) not in answers:
-                places = place[numbers]
-                here = (places >= 0).nonzero()[:, 0]
-                answers[id(numbers)] = here, places[here], here.tolist()
-            return answers[id(numbers)]
+    def entries(self, choices):
+        """Where rows are in the records, for several choices of rows; a GPU is waited for once.
 
-        return find
+        A choice (n,) has for each row its place among those chosen, or -1. Of each choice it is
+        {id(numbers): (entries of the record (k,), the places of their rows (k,), the places of all
+        entries in a list)}, without records of other rows only. The records keep `numbers` alive.
+        """
+        numbers = [micro.numbers for micro in self.micro_batches]
+        numbers += [record[1] for record in self.records]
+        numbers = {id(x): x for x in numbers}
+        found = [{key: choice[x] for key, x in numbers.items()} for choice in choices]
+        places = [x for chosen in found for x in chosen.values()]
+        on_host = iter(torch.cat(places).tolist() if places else ())
+        return [dict(located(chosen, on_host)) for chosen in found]
+
+
+def located(chosen, on_host):
+    """Items of what Tape.entries returns for a choice. chosen: {id(numbers): places}."""
+    for key, x in chosen.items():
+        places = list(itertools.islice(on_host, len(x)))
+        count = sum(i >= 0 for i in places)
+        if count == len(x):
+            yield key, (slice(None), x, places)     # all of them: no copy
+        elif count:
+            here = (x >= 0).nonzero_static(size=count)[:, 0]
+            yield key, (here, x[here], places)
+
+
+class Products:
+    """Collects sums over rows, since one addition for many is one launch."""
+
+    def __init__(self):
+        self.noted = {}
+
+    def note(self, rows, products):
+        """products (k,) are to be added to rows (k,)."""
+        self.noted.setdefault(id(rows), (rows, []))[1].append(products)
+
+    def add_to(self, total):
+        for rows, products in self.noted.values():
+            total.index_add_(0, rows, torch.stack(products).to(total).sum(0))
+
+
+def side_by_side(parts):
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def check_exact(model, loss_of, rows, tokens=None, tolerance=0.01):
@@ -980,10 +1099,10 @@ def trained_layers(model):
     return layers
 
 
-def spans_of(w):
-    """Slices of w (n,) without a 0: a copy of the rows that count would cost more."""
-    on = [False, *(w != 0).tolist(), False]
-    ends = [i for i in range(len(w) + 1) if on[i] != on[i + 1]]
+def spans_of(places):
+    """Slices of a list without -1: a copy of the rows that count would cost more."""
+    on = [False, *(i >= 0 for i in places), False]
+    ends = [i for i in range(len(places) + 1) if on[i] != on[i + 1]]
     return [slice(i, j) for i, j in zip(ends[::2], ends[1::2])]
 
 
@@ -1019,10 +1138,8 @@ def uses_parameter(module, p):
     return any(q is p for q in module.parameters(recurse=False))
 
 
-def weigh(module, a, b, w, on):
-    """a and b of the entries `on`, one of them times their weights w (of all entries)."""
-    if len(on) < len(w):
-        a, b, w = a[on], b[on], w[on]
+def weigh(module, a, b, w):
+    """a and b, one of them times the weights w of the entries."""
     if isinstance(module, nn.Linear) and a.numel() < b.numel() and module.bias is None:
         return a * w.view(-1, *[1] * (a.dim() - 1)), b      # the smaller factor
     return a, b * w.view(-1, *[1] * (b.dim() - 1))
@@ -1041,11 +1158,11 @@ def parameter_gradient(module, name, a, b):
     return (flat_b * a.flatten(0, -2)).sum(0)
 
 
-def add_gradients(g, first, module, name, a, b, owner):
+def add_gradients(g, first, module, name, a, b, owner, owners):
     """Adds the gradients of one parameter to g (n, *shape), row by row.
 
     first: what the memory of g holds does not count. owner: the row of each entry of the first
-    dimension of a and b; None: entry i is of row i.
+    dimension of a and b; owners: the same as a list.
     """
     in_rows = b.dim() == 3 and not isinstance(module, nn.Embedding)
     is_matrix = isinstance(module, nn.Linear) and name == "weight"
@@ -1058,9 +1175,7 @@ def add_gradients(g, first, module, name, a, b, owner):
     else:                       # flattened tokens, or ids: entry by entry
         if first:
             g.zero_()
-        if owner is None:
-            owner = torch.arange(len(g), device=b.device)
-        add_per_row(g, module, name, a, b, owner)
+        add_per_row(g, module, name, a, b, owner, owners)
 
 
 def gradient_of_rows(module, name, a, b):
@@ -1072,17 +1187,20 @@ def gradient_of_rows(module, name, a, b):
     return (b * a).sum(1)
 
 
-def add_per_row(total, module, name, a, b, row):
-    """total[row[i]] += the gradient of one parameter from entry i of a layer's a and b."""
+def add_per_row(total, module, name, a, b, row, rows):
+    """total[row[i]] += the gradient of one parameter from entry i of a layer's a and b. rows: the
+    same as a list, which may have -1 besides."""
     if isinstance(module, nn.Embedding):
         flat = (row.view(-1, *[1] * (a.dim() - 1)) * total.shape[1] + a).flatten()
         total.view(-1, total.shape[2]).index_add_(0, flat, b.flatten(0, -2).to(total.dtype))
     elif isinstance(module, nn.Linear) and name == "weight" and b.dim() == 2:   # flattened
         order = row.argsort(stable=True)
-        counts = torch.bincount(row, minlength=len(total)).tolist()
-        a, b = (x[order].to(total.dtype).split(counts) for x in (a, b))
+        counts = collections.Counter(rows)
+        sizes = [counts[i] for i in range(len(total))]
+        a, b = (x[order].to(total.dtype).split(sizes) for x in (a, b))
         for g, x, y in zip(total, a, b):
-            g.addmm_(y.T, x)
+            if len(x):
+                g.addmm_(y.T, x)
     elif isinstance(module, nn.Linear) and name == "weight":
         products = b.flatten(1, -2).mT @ a.flatten(1, -2)
         total.index_add_(0, row, products.to(total.dtype))
@@ -1117,13 +1235,14 @@ def is_plain_matrix(p, uses):
     return in_rows and len({id(numbers) for _, numbers, _, _ in uses}) == len(uses)
 
 
-def add_gram_norms(found, find, uses):
-    """found[place of row i] += |g_i|^2 for a matrix with g_i = sum_t b_t a_t^T, without forming it:
+def note_gram_norms(products, chosen, uses):
+    """Notes |g_i|^2 for a matrix with g_i = sum_t b_t a_t^T, without forming it:
     |g_i|^2 = sum_ts (a_t . a_s) (b_t . b_s)."""
     for _, numbers, a, b in uses:
-        here, places, _ = find(numbers)
-        x, y = a[here], b[here]
-        found.index_add_(0, places, ((x @ x.mT) * (y @ y.mT)).double().sum((1, 2)))
+        if id(numbers) in chosen:
+            here, places, _ = chosen[id(numbers)]
+            x, y = a[here], b[here]
+            products.note(places, ((x @ x.mT) * (y @ y.mT)).sum((1, 2), dtype=torch.float64))
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own
