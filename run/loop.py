@@ -61,6 +61,7 @@ class Run:
         self.nets = nets
         if not all(x.isfinite().all() for x in nets.base.state_dict().values()):
             raise BadInput(f"policy = {cfg.policy!r}: holds weights that are not finite")
+        note_memory(nets, cfg)      # before a checkpoint's moments are there
         self.base_hash = hash_of(nets.base)
         done, self.num_tokens = begin_folder(self.folder, nets, cfg, self.base_hash)
         if rank_and_size()[1] > 1:
@@ -77,7 +78,6 @@ class Run:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
         warn_about_kl(cfg)
-        note_memory(nets, cfg)
         self.start = done or 0
         if done is None:
             self.evaluation(0)

@@ -21,16 +21,17 @@ from run.processes import rank_and_size
 EVALUATED = 256     # rows at once, as in evaluate.py
 
 
-def count(nets, cfg):
+def peak_bytes(nets, cfg):
     """{phase: bytes} beside the weights that are there already, judges included. It is for prompts
     as long as the longest and completions of max_completion_length."""
     s = sizes(nets, cfg)
-    kept = 2 * s.trained                                            # AdamW's moments
+    stored, recorded = tape_bytes(nets, s) if nets.influence else (0, 0)
+    kept = 2 * s.trained + stored       # AdamW's moments, and what the tape uses again
+    rollout = sampling_bytes(s, s.decoded)
     decoder = nets.generate.keywords["decode"]
     if isinstance(decoder, Decoder):    # keeps its cache and the Linears in bfloat16
         kept += cache_bytes(s, s.decoded, -(-s.width // decoder.bucket) * decoder.bucket) + s.casts
-    stored, recorded = tape_bytes(nets, s) if nets.influence else (0, 0)
-    kept += stored                                                  # in memory used again
+        rollout -= cache_bytes(s, s.decoded, s.width) + s.casts
     update = s.casts + backward_bytes(nets, s)
     if nets.influence:
         # a plain backward: of the check, before there are moments, or of the target's second half;
@@ -40,7 +41,7 @@ def count(nets, cfg):
         update += s.trained                                         # the gradient
     num_evaluated = min(EVALUATED, len(nets.eval_prompts) * cfg.num_eval_generations)
     return {
-        "rollout": kept + sampling_bytes(s, s.decoded),
+        "rollout": kept + rollout,
         "reference": kept + forward_bytes(nets, s, s.n, s.i) * bool(cfg.beta),
         "update": kept + update,
         "evaluation": kept + max(sampling_bytes(s, num_evaluated),

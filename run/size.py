@@ -5,7 +5,7 @@ Completions may end early, and prompts be short: where the most that a run can t
 more than is free, a note says so.
 """
 from run.device import free_memory
-from run.peak import count
+from run.peak import peak_bytes
 from run.processes import rank_and_size
 from run.script import BadInput
 
@@ -47,7 +47,7 @@ def check_pretraining_size(cfg, batch_size, device):
 
 def note_memory(nets, cfg):
     """Says so if the most that the tensors of a run may take is not free."""
-    found = count(nets, cfg)
+    found = peak_bytes(nets, cfg)
     phase = max(found, key=found.get)
     free = free_memory(nets.device)
     if found[phase] > free:

@@ -10,7 +10,7 @@ from evaluate import evaluate
 from grpo import collect, collect_target, update
 from peak import Peak
 from pretrain import new_policy
-from run.peak import count
+from run.peak import peak_bytes
 from run.size import note_memory
 
 SHAPE = ["--vocab_size=4096", "--n_layer=2", "--n_embd=96", "--n_head=3", "--block_size=32",
@@ -64,14 +64,14 @@ def test_the_most_is_right_to_a_tenth(flags, logits, start, monkeypatch):
     monkeypatch.setattr(model, "LOGITS_AT_ONCE", logits)
     cfg, nets = start(*flags.split())
     most, weights = measured(cfg, nets)
-    counted = weights + max(count(nets, cfg).values())
+    counted = weights + max(peak_bytes(nets, cfg).values())
     share = counted / max(most.values())
     assert 0.9 < share < 1.1, f"{counted} bytes are counted, {share:.2f} of what is alive: {most}"
 
 
 def test_a_note_says_that_memory_may_not_suffice(start, monkeypatch, capsys):
     cfg, nets = start("--tracin=self")
-    most = max(count(nets, cfg).values())
+    most = max(peak_bytes(nets, cfg).values())
     monkeypatch.setattr(run.size, "free_memory", lambda device: most)
     note_memory(nets, cfg)
     assert capsys.readouterr().out == "", "what fits is no news"
@@ -80,6 +80,12 @@ def test_a_note_says_that_memory_may_not_suffice(start, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.startswith("note: the update needs about 0.0 GB"), said
     assert said.endswith("lower micro_batch_size or tracin_memory\n"), said
+
+
+def test_a_run_begins_with_the_note(grpo, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.size, "free_memory", lambda device: 2 ** 20)
+    out = grpo(tmp_path / "run", "--max_iters=1")
+    assert out.index("note: the update needs about") < out.index("eval 0"), out
 
 
 def test_the_counter_sees_what_is_kept_and_what_is_freed():
