@@ -16,12 +16,15 @@ prompt_field = "prompt.text"
 min_prompt_toxicity = 0.3
 max_prompt_tokens = 24
 
-# Memory, by calculation: about 6 GB, so 24 GB are plenty.
+# Memory: about 7 GB, so 24 GB are plenty. Counted (run/peak.py), tensors only: torch's allocator
+# and CUDA's context come on top. The most is alive when the backward of 64 rows of 54 tokens
+# begins.
 #   2.5 GB   weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB
 #   1 GB     judges
 #   0.55 GB  the decoder: keys and values of 128 rows, and the weights in bfloat16
-#   1.5 GB   what the backward pass of 64 rows of 54 tokens keeps
-#   0.06 GB  logits, 64 MB at a time
+#   0.25 GB  the weights in bfloat16, which the backward needs
+#   1.15 GB  what the 12 layers and the head keep
+#   1.55 GB  logits of 1920 tokens and what the backward makes of them, 16 bytes each
 num_prompts = 16
 num_generations = 8
 max_completion_length = 30

@@ -10,3 +10,4 @@ tracin = "reward"
 # the scores and the step.
 kl_in = "reward"
 kl_estimator = "k1"
+# Memory: about 10 GB, counted as in toxicity_gpt2.py; 2.4 GB of it are what the tape keeps.

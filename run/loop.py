@@ -15,6 +15,7 @@ from run.metrics import batch_metrics, batch_on_host, rollout_toxicity
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
+from run.size import note_memory
 from run.threads import Pace, threads_of, use_threads
 
 
@@ -63,6 +64,7 @@ class Run:
         finite = [x.isfinite().all() for x in nets.base.state_dict().values()]
         if not torch.stack(finite).all():       # a GPU is waited for once
             raise BadInput(f"policy = {cfg.policy!r}: holds weights that are not finite")
+        note_memory(nets, cfg)      # before a checkpoint's moments are there
         self.base_hash = hash_of(nets.base)
         done, self.num_tokens = begin_folder(self.folder, nets, cfg, self.base_hash)
         if rank_and_size()[1] > 1:

@@ -1,10 +1,18 @@
-"""What settings take in memory at least, counted before any of it is allocated."""
+"""What settings take in memory: what cannot fit is refused before it is allocated.
+
+Refused is only what is certain, since a wrong refusal is worse than a late "out of memory".
+Completions may end early, and prompts be short: where the most that a run can take (run/peak.py) is
+more than is free, a note says so.
+"""
 from run.device import free_memory
+from run.peak import peak_bytes
 from run.processes import rank_and_size
 from run.script import BadInput
 
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_embd", "lora_rank")
 ROWS = ("max_completion_length", "num_generations", "decode_batch_size")
+LOWERED = {"rollout": "decode_batch_size", "reference": "micro_batch_size",
+           "update": "micro_batch_size", "evaluation": "num_eval_generations"}
 
 
 def check_size(cfg, base, num_eval_prompts, device, dtype):
@@ -35,6 +43,18 @@ def check_pretraining_size(cfg, batch_size, device):
     logits = batch_size * cfg.block_size * cfg.vocab_size
     weights = 4 * 2 * num_weights(cfg)                  # with one moment
     check_fits(weights + 4 * 2 * logits, device, named(cfg, *SHAPE[:4]))
+
+
+def note_memory(nets, cfg):
+    """Says so if the most that the tensors of a run may take is not free."""
+    found = peak_bytes(nets, cfg)
+    phase = max(found, key=found.get)
+    free = free_memory(nets.device)
+    if found[phase] > free:
+        influence = " or tracin_memory" if phase == "update" and cfg.tracin != "off" else ""
+        print(f"note: the {phase} needs about {found[phase] / 2 ** 30:,.1f} GB of memory beside "
+              f"the weights, and {free / 2 ** 30:,.1f} GB are free on {nets.device}: if the run "
+              f"stops out of memory, lower {LOWERED[phase]}{influence}")
 
 
 def named(cfg, *names):
