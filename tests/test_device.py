@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from config import load_settings
 from run.device import fast_dtype, free_memory, pick_device, pick_dtype, set_up_gpu
 from run.script import BadInput
 
@@ -94,6 +95,11 @@ def test_a_gpu_computes_in_full_float32_and_without_cudnn_attention(torchs_own_w
     # only warned, torch keeps attention's backward in no fixed order
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_deterministic_code_is_not_compiled():
+    with pytest.raises(BadInput, match="deterministic = True with compile = .'judge',.: .* set"):
+        load_settings(["--deterministic=True", "--compile=judge"])
 
 
 @no_gpu

@@ -1521,6 +1521,18 @@ def test_a_random_model_is_found_out(noise):
     assert train(policy, batch, cfg, first=False)["num_steps"] == 1
 
 
+def test_tf32_has_the_bound_of_bfloat16():
+    def rounded(module, args, out):
+        return out + .01 * torch.randn_like(out)
+
+    policy = gpt()
+    policy.lm_head.register_forward_hook(rounded)
+    batch = sample(policy, settings())
+    with pytest.raises(SystemExit, match="the ratio is not 1"):
+        train(policy, batch, settings(), first=True)
+    assert train(policy, batch, settings(allow_tf32=True), first=True)["num_steps"] == 1
+
+
 # ------------------------------------------------------------------------------------------------
 # it learns
 
