@@ -13,6 +13,7 @@ import copy
 import io
 import math
 import os
+import re
 import textwrap
 import time
 
@@ -380,8 +381,9 @@ def check_arithmetic(folder, cfg, rows, method, count):
 
 def rollouts_after(path, checkpoint, cfg):
     """(nets, Batch, target) of the iteration that follows a checkpoint."""
-    with contextlib.redirect_stdout(io.StringIO()):     # what a run says of its models
+    with contextlib.redirect_stdout(io.StringIO()) as said:     # what a run says of its models
         nets = prepare(cfg, read_inputs(cfg))
+    print(*re.findall("note: .*\n", said.getvalue()), sep="", end="")
     load_checkpoint(checkpoint, path, nets, cfg, hash_of(nets.base))
     set_random_state(checkpoint["random"], nets.device)
     it = checkpoint["iteration"]

@@ -28,7 +28,7 @@ def peak_bytes(nets, cfg):
     stored, recorded = tape_bytes(nets, s) if nets.influence else (0, 0)
     kept = 2 * s.trained + stored       # AdamW's moments, and what the tape uses again
     rollout = sampling_bytes(s, s.decoded)
-    decoder = nets.generate.keywords["decode"]
+    decoder = getattr(nets.generate, "keywords", {}).get("decode")
     if isinstance(decoder, Decoder):    # keeps its cache and the Linears in bfloat16
         kept += cache_bytes(s, s.decoded, -(-s.width // decoder.bucket) * decoder.bucket) + s.casts
         rollout -= cache_bytes(s, s.decoded, s.width) + s.casts

@@ -212,7 +212,7 @@ def test_what_decoder_and_influence_keep_counts_as_memory_of_the_iteration(monke
     cache = 2 * 2 * 16 * 64 * 64                        # layers, k and v, rows, channels, positions
     copies = 299 * 64 + 2 * 12 * 64 ** 2                # Linear weights
     assert held["plain"] == held["lora"] == 0
-    assert held["recorded"] > 16 * 10 * 64 * 4
+    assert held["recorded"] == 16 * 10 * 64 * 4         # rows, weights and biases of norms
     assert held["compiled"] == pytest.approx(4 * cache, rel=0.05)
     assert held["bf16"] == pytest.approx(2 * (cache + copies), rel=0.05)
     watch, watch_more = bench.stopwatch(CPU), bench.stopwatch(CPU, 2 ** 30)
