@@ -22,8 +22,8 @@ EVALUATED = 256     # rows at once, as in evaluate.py
 
 
 def peak_bytes(nets, cfg):
-    """{phase: bytes} beside the weights that are there already, judges included: for prompts as long
-    as the longest and completions of max_completion_length."""
+    """{phase: bytes} beside the weights that are there already, judges included, if all prompts are
+    as long as the longest and all completions as long as they may be."""
     s = sizes(nets, cfg)
     stored, recorded = tape_bytes(nets, s) if nets.influence else (0, 0)
     kept = 2 * s.trained + stored       # AdamW's moments, and what the tape uses again
