@@ -19,8 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from model import completion_logprobs, completion_states
-from run.attention import (by_hand_on_cases, equal_within, plain_on_cases,
-                           use_attention_by_hand)
+from run.attention import by_hand_on_cases, plain_on_cases, use_attention_by_hand, worst_gap
 from run.decoder import Decoder
 from run.device import autocast
 from run.fused_head import fused_logprobs
@@ -67,7 +66,7 @@ def prove(nets, cfg):
         if not path.asked:
             continue
         if path.missing:
-            if path.name.startswith("compile"):     # the words of speed are on on any device
+            if path.name.startswith("compile"):     # speed is on by default everywhere
                 print(f"note: {path.name}: {path.missing}")
             continue
         _, _, trouble = tried(path, nets.device)
@@ -215,7 +214,7 @@ def attention(nets, cfg, few):
     return Path(
         "attention", "attention" in cfg.speed,
         fast=lambda: by_hand_on_cases(nets.device), plain=lambda: plain_on_cases(nets.device),
-        gap=equal_within, without="speed without 'attention'",
+        gap=worst_gap, without="speed without 'attention'",
         use=lambda: use_attention_by_hand(*networks))
 
 
@@ -243,6 +242,7 @@ def wide_head(nets, cfg, few):
 
 
 def in_bfloat16(nets, cfg, few, name, leave):
+    """Log-probs in bfloat16 beside those in float32. The gradient has to be finite."""
     def gap(found, expected):
         in_nats, bound = gap_of(found[0] - expected[0], exact=False)
         return in_nats if found[1].isfinite().all() else math.nan, bound
@@ -255,7 +255,7 @@ def in_bfloat16(nets, cfg, few, name, leave):
 
 
 def bfloat16_logits(nets, cfg, few):
-    """On a CPU, where the logits are rounded too as long as that does no harm."""
+    """On a CPU logits are rounded too, as long as that does no harm."""
     path = in_bfloat16(nets, cfg, few, "bfloat16 logits",
                        leave=lambda: set_products(nets, float32_product))
     return path._replace(missing="" if nets.device.type == "cpu" else "needs a CPU")
@@ -346,7 +346,7 @@ def compiled_reference(nets, cfg, few):
         fast=lambda: logp(compiled()), plain=lambda: logp(nets.reference),
         gap=lambda found, expected: gap_of(found - expected, is_exact(nets, cfg)),
         without="compile without 'reference'", use=use,
-        missing="" if cfg.beta else "this run has no reference that could be compiled")
+        missing="" if cfg.beta else "this run has no reference (beta = 0)")
 
 
 def compiled_update(nets, cfg, few):
@@ -360,12 +360,12 @@ def compiled_update(nets, cfg, few):
     def use():
         nets.policy_fn = compiled()
 
-    only_recorded = cfg.tracin != "off" and cfg.num_iterations == 1
+    recorded = cfg.tracin != "off" and cfg.num_iterations == 1
     return Path(
         "compile 'update'", "update" in cfg.compile,
         fast=lambda: forward_backward(compiled()), plain=lambda: forward_backward(nets.policy),
         gap=gap_with_gradient(nets, cfg), without="compile without 'update'", use=use,
-        missing="this run has no update that could be compiled" if only_recorded else "")
+        missing="influence records the only pass, uncompiled" if recorded else "")
 
 
 def compiled_judge(nets, cfg, few):
