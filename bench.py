@@ -39,10 +39,10 @@ of the policy's shape. It prints an iteration phase by phase, without and with i
 alternation, then the case gpt2 of trl, whose reward is a cheap rule, then a summary. Settings make
 it smaller: --num_prompts=1 --n_layer=2 ...
 
-check tries what a run tries before it begins (run/prove.py), also where the settings leave it out:
-each fast path beside the plain one on a few rows, with the largest difference, its bound, and the
-path's time in units of the plain one's (of influence: of a backward for each row). It takes minutes
-where parts can be compiled. Exit code 1 if a path does not hold.
+check tries what a run tries before it begins (run/prove.py), also what the settings leave out: each
+fast path beside its plain version on a few rows. The table has their difference, the bound for it,
+and the time in units of the plain version's (of influence: of a backward for each row). It takes
+minutes where parts can be compiled. Exit code 1 if a path does not hold.
 """
 import copy
 import ctypes
@@ -1031,17 +1031,17 @@ def summary_of_race(found):
 
 
 def check_paths(cfg, repeat):
-    """A line for each fast path that this machine could have. SystemExit if one does not hold."""
+    """Prints a line for each fast path. SystemExit if one does not hold on this machine."""
     given = inputs_of(cfg)
     nets = plain_nets(cfg, given)
     print(*describe_machine(given.device), sep="\n")
-    print(f"settings: {nets.dtype} on {given.device}\n")
+    print(f"forward passes: {nets.dtype} on {given.device}\n")
     few = few_rows(nets, cfg, 4, cfg.num_generations, cfg.max_completion_length)
     if few is None:
         raise SystemExit("a plain log-prob is not finite: the policy's weights are not, or "
                          "temperature is too low")
     with_all = replace(cfg, beta=cfg.beta or 1.0, num_iterations=2)     # so that no part is missing
-    print(f"{'':22}{'difference':>11}{'bound':>9}{'time':>8}   verdict")
+    print(f"{'':22}{'difference':>11}{'bound':>9}{'x plain':>8}   verdict")
     off = []
     for path_of in PATHS:
         path = path_of(nets, with_all, few)
@@ -1056,7 +1056,7 @@ def check_paths(cfg, repeat):
         else:
             seconds = [statistics.median(time_of(work, given.device) for _ in range(repeat))
                        for work in (path.fast, path.plain)]
-            print(f"{numbers}{seconds[0] / seconds[1]:7.2f}x   ok", flush=True)
+            print(f"{numbers}{seconds[0] / seconds[1]:8.2f}   ok", flush=True)
         if path.asked:      # as in a run, where later paths build on it
             path.leave() if trouble else path.use()
     if off:
@@ -1068,7 +1068,7 @@ def describe_machine(device):
     lines = [f"torch {torch.__version__}, CUDA runtime {torch.version.cuda}, Python "
              f"{platform.python_version()}, {platform.platform()}",
              f"CPU: {torch.get_num_threads()} threads, "
-             f"{free_memory(torch.device('cpu')) / 2 ** 30:.1f} GB free"]
+             f"{free_memory(torch.device('cpu')) / 2 ** 30:.1f} GB of memory free"]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         lines.append(f"{known(torch.cuda.get_device_name)}, capability "

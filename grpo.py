@@ -84,7 +84,7 @@ def train(nets, cfg, run):
         if cfg.sync_ref_model and (it + 1) % cfg.ref_model_sync_steps == 0:
             metrics |= sync_reference(nets, cfg.ref_model_mixup_alpha)
         run.record(it, prompts, batch, metrics, log)
-        del batch, target   # what truncation allowed is large: gone before the next is sampled
+        del batch, target   # rollout.allowed is large: gone before the next one is sampled
 
 
 @torch.no_grad()
@@ -657,7 +657,7 @@ def prepare(cfg, given, stop=lambda: False):
     nets = build(cfg, given, base, judges)
     prove(nets, cfg)            # tries each fast path beside the plain one, uses what holds
     check_method(nets, cfg, collect, optimizer_steps, loss_of)  # signs, groups, masks: still GRPO?
-    check_tape(nets, cfg)
+    check_tape(nets, cfg)       # says what influence will cost
     return nets
 
 

@@ -45,9 +45,9 @@ class Settings:
     # precision of the forward passes: float32, bfloat16, auto (bfloat16 on cuda from compute
     # capability 8.0, else float32), or fast (also bfloat16 on CPUs that run it faster than float32)
     dtype: str = "auto"
-    allow_tf32: bool = False          # on a GPU: float32 products of 10 bits (TF32), faster
-    # the same bits each time on a GPU too, also when a run is resumed (a CPU gives them anyway);
-    # slower attention backward, sorting in place of atomic additions, no compile
+    allow_tf32: bool = False          # on a GPU: float32 products in TF32, of 10 bits; faster
+    # on a GPU: the same bits each time, resumed or not, as on a CPU; slower, and without compile
+    # (docs/speed.md)
     deterministic: bool = False
     # torch.compile: True, or some of generate, judge, reference, update (`bench.py levers` says
     # what each buys). The pass that influence records is never compiled
@@ -61,8 +61,8 @@ class Settings:
     #   retire     finished rows leave the batch while sampling
     #   sort       rows of like length share a micro-batch
     speed: tuple = ("attention", "graphs", "head", "retire", "sort")
-    # a run tries each of these and bfloat16 on a few rows first. Where one fails or is too far off
-    # the plain version runs and a line says so. True: that line is an error
+    # a run first tries these, bfloat16 and compiled parts on a few rows. Where one fails or is too
+    # far off, its plain version runs and a line says so. True: that line is an error
     strict: bool = False
     resume: bool = False              # go on from out_dir/ckpt.pt, with other settings too
     trust: bool = False               # run the Python in somebody else's config.json

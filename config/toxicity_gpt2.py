@@ -1,9 +1,9 @@
-# GPT-2 made less toxic on one GPU. The prompts are RealToxicityPrompts, the reward is a published
+# To make GPT-2 less toxic on a GPU. The prompts are RealToxicityPrompts, the reward is a published
 # hate-speech classifier, and the judge that training never sees is another toxicity classifier.
 #     pip install -r requirements-hub.txt
 #     python grpo.py config/toxicity_gpt2.py
 # The first start downloads 0.5 GB of gpt2, 0.5 GB for each judge and 0.07 GB of prompts into the
-# cache of huggingface_hub (HF_HOME says where). See docs/published-models.md.
+# cache of huggingface_hub (HF_HOME says where). docs/published-models.md says what has been tried.
 out_dir = "out/toxicity_gpt2"
 policy = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl, distilgpt2
 judge = "facebook/roberta-hate-speech-dynabench-r4-target"
@@ -16,9 +16,9 @@ prompt_field = "prompt.text"
 min_prompt_toxicity = 0.3
 max_prompt_tokens = 24
 
-# Memory: about 7 GB, so 24 GB are plenty. Counted (run/peak.py), tensors only: torch's allocator
-# and CUDA's context come on top. The most is alive when the backward of 64 rows of 54 tokens
-# begins.
+# Memory: about 7 GB, counted (run/peak.py) and not measured on a GPU. Tensors only: torch's
+# allocator and CUDA's context come on top. The most is alive when the backward of 64 rows of 54
+# tokens begins.
 #   2.5 GB   weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB
 #   1 GB     judges
 #   0.55 GB  the decoder: keys and values of 128 rows, and the weights in bfloat16

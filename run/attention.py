@@ -48,8 +48,8 @@ def cases(device):
             (*low, None, True, None)]
 
 
-def equal_within(found, expected):
-    """(largest difference, its bound) of the case that is nearest to its bound."""
+def worst_gap(found, expected):
+    """(largest difference, its bound) of the case that comes nearest to its bound."""
     in_float32 = 2e-2 if found[0].is_cuda else 1e-5     # TF32 may be on
     gaps = [float((x - y).abs().max()) for x, y in zip(found, expected)]
     if not all(map(math.isfinite, gaps)):
@@ -68,7 +68,7 @@ def plain_on_cases(device):
 def agrees(device):
     """True if both compute the same there: somebody may have changed only one."""
     try:
-        gap, bound = equal_within(by_hand_on_cases(device), plain_on_cases(device))
+        gap, bound = worst_gap(by_hand_on_cases(device), plain_on_cases(device))
     except Exception:
         return False
     return gap <= bound

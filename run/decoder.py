@@ -27,10 +27,10 @@ class Decoder:
         generate(policy, ..., decode=Decoder(policy, torch.bfloat16))
 
     Rows run in buffers that the decoder keeps. Attention reads the cache under a mask up to the
-    next multiple of `bucket` positions, and the rows that run are halved when half of them have
-    ended: one graph for each pair of the two. In bfloat16 (under autocast) the Linear weights are
-    copies, so that no step casts them; each call refreshes them. Raises BadInput for graphs without
-    a GPU, ValueError when it is called for another model.
+    next multiple of `bucket` positions. With drop the rows that run are halved when half of them
+    have ended. With graphs each pair of the two is one CUDA graph; with compile they share compiled
+    code. In bfloat16 (under autocast) the Linear weights are copies, so that no step casts them;
+    each call refreshes them. BadInput for graphs without a GPU, ValueError for another model.
     """
 
     def __init__(self, model, dtype=torch.float32, compile=False, graphs=True, drop=True,

@@ -11,8 +11,8 @@ from run.script import BadInput
 
 def pick_device(name, allow_tf32=False, deterministic=False):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
-    machine has a GPU of its own. Raises BadInput if the device does not exist. The rest is for a
-    GPU: see set_up_gpu."""
+    machine has a GPU of its own. allow_tf32, deterministic: see set_up_gpu. Raises BadInput if the
+    device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and rank_and_size()[1] > 1:
@@ -33,8 +33,8 @@ def pick_device(name, allow_tf32=False, deterministic=False):
 
 
 def set_up_gpu(allow_tf32, deterministic):
-    """Sets how torch computes on a GPU, for this process. deterministic: the same bits each time.
-    """
+    """Sets how torch computes on a GPU, for this process. allow_tf32: float32 products may be in
+    TF32. deterministic: the same bits each time."""
     # with a mask cuDNN's attention can give NaN gradients on an H100 (torch 2.11 to 2.13), and it
     # takes half a second for each new shape
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -42,7 +42,7 @@ def set_up_gpu(allow_tf32, deterministic):
     torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"   # read when cuBLAS is used first
-        # with warn_only attention's backward would add in any order
+        # with warn_only=True attention's backward would still add up in any order
         torch.use_deterministic_algorithms(True, warn_only=False)
         torch.utils.deterministic.fill_uninitialized_memory = False     # only to find bugs
 

@@ -3,7 +3,7 @@ The vocabulary head with logits in float32.
 
 bfloat16 has eight significant bits. Near -63, where GPT-2's logits stand, its numbers are 0.25
 apart, and the sampler's log-probs and the trainer's differ by 0.1 nats. So the operands are in
-bfloat16 and the logits are not. Plain `model.Head` stays in float32, on CPUs, and in pre-training.
+bfloat16 and the logits are not. In float32, on CPUs and in pre-training model.Head stays plain.
 """
 import torch
 from torch.nn import functional as F
@@ -16,8 +16,8 @@ ALIGNED = 64    # tensor cores are slow on rows of an odd size, and GPT-2 has 50
 def wide_product(h, weight):
     """F.linear(h (..., C), weight (V, C)) -> (..., V) in float32, of operands in bfloat16.
 
-    Autocast rounds the operands, where it is on. Operands in float32 make this F.linear itself.
-    Needs a GPU, and raises RuntimeError where that cannot do it.
+    Autocast rounds the operands, where it is on. With operands in float32 this is F.linear. Needs a
+    GPU; raises RuntimeError where this card or torch does not have it.
     """
     return product_in_float32(h, weight, mm_wide)
 
@@ -70,7 +70,7 @@ class WideHead(torch.autograd.Function):
 
 
 def operand(product, x, dtype, dim=0):
-    """x in this dtype, and padded in the dimension V if that is faster for this product of a head.
+    """x in this dtype, and padded in dimension dim (that of V) where this head's product wants it.
     """
     if product is F.linear or dtype.itemsize > 2:
         return x.to(dtype)
@@ -95,7 +95,8 @@ def set_product(model, product):
 
 
 def use_wide_head(model, dtype):
-    """Logits in float32 for a GPT on a GPU whose forward passes are in bfloat16."""
+    """Gives a GPT on a GPU logits in float32 if its forward passes are in bfloat16. For commands
+    that do not try it as a run does (run/prove.py)."""
     weight = model.lm_head.weight
     if weight.is_cuda and dtype == torch.bfloat16:
         set_product(model, wide_product if can_be_wide(weight.device) else float32_product)

@@ -4,23 +4,23 @@ import copy
 
 import torch
 
-PACKED = 2 ** 26    # bytes that cross together, and that packing takes on the GPU
+PACKED = 2 ** 26    # bytes that cross together; packing takes as many on the GPU
 SMALL = 2 ** 20     # bytes of a tensor whose crossing takes less time than the wait for it
 
 
 def to_device(x, device):
     """x on the device. It crosses from pinned memory, so that a GPU is not waited for."""
     if torch.device(device).type == "cuda":
-        with contextlib.suppress(RuntimeError):     # a machine may have none left: then it waits
+        with contextlib.suppress(RuntimeError):     # no memory left to pin: then it waits
             x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def to_host(tensors):
-    """The tensors on the CPU, those that are there already as they are.
+    """[the tensors on the CPU]. Those that are there already stay as they are.
 
-    Those of a GPU are packed: it is waited for once, or once for every PACKED bytes. Tensors of the
-    same memory, such as tied weights, become one.
+    Those of a GPU are packed: it is waited for once for every PACKED bytes. Tensors that share
+    memory, such as tied weights, become one.
     """
     far = {address(x): x for x in tensors if x.device.type != "cpu"}
     near = {}
@@ -30,8 +30,8 @@ def to_host(tensors):
 
 
 def small_to_host(content):
-    """The nested dicts with their SMALL tensors on the CPU. The others stay where they are, so that
-    the CPU need not have room for all of them at once."""
+    """Nested dicts with their tensors of at most SMALL bytes on the CPU. The others stay where they
+    are, so that the CPU need not have room for all of them at once."""
     small = [x for x in tensors_in(content) if x.device.type != "cpu" and x.nbytes <= SMALL]
     if not small:
         return content
@@ -40,11 +40,12 @@ def small_to_host(content):
 
 
 def address(x):
+    """What two tensors share only if they are the same numbers in the same memory."""
     return x.device, x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
 def bundles(tensors):
-    """Lists of tensors that have at most PACKED bytes together. A larger one is alone."""
+    """Lists of tensors with at most PACKED bytes together. A larger tensor is alone."""
     piece = []
     size = 0
     for x in tensors:
@@ -68,6 +69,7 @@ def copies_of(piece):
 
 
 def tensors_in(content):
+    """The tensors in nested dicts."""
     if torch.is_tensor(content):
         yield content
     elif isinstance(content, dict):
@@ -76,7 +78,7 @@ def tensors_in(content):
 
 
 def exchanged(content, near):
-    """The nested dicts with the tensors in near {address: tensor} in place of their own."""
+    """Nested dicts with the tensors of near {address: tensor} in place of their own."""
     if torch.is_tensor(content):
         return near.get(address(content), content)
     if not isinstance(content, dict):

@@ -5,8 +5,8 @@ A term is what its comment says, in bytes. The factors of activations and logits
 that the forward in model.py, run/attention.py and run/fused_head.py leaves to the backward.
 tests/test_peak.py measures them. On a GPU, torch's allocator and CUDA's context come on top.
 
-Shapes: n rows of a micro-batch, `tokens` of them in all and M of them chosen; i bytes for a number
-in a matrix product (2 in bfloat16). C, V as in model.py; inner, the width inside the MLP.
+Shapes: n rows of a micro-batch have `tokens` tokens, M of which are chosen. A number in a matrix
+product has i bytes (2 in bfloat16). C, V as in model.py; inner is the width inside the MLP.
 """
 from types import SimpleNamespace
 
@@ -22,8 +22,8 @@ EVALUATED = 256     # rows at once, as in evaluate.py
 
 
 def peak_bytes(nets, cfg):
-    """{phase: bytes} beside the weights that are there already, judges included. It is for prompts
-    as long as the longest and completions of max_completion_length."""
+    """{phase: bytes} beside the weights that are there already, judges included, if all prompts are
+    as long as the longest and all completions as long as they may be."""
     s = sizes(nets, cfg)
     stored, recorded = tape_bytes(nets, s) if nets.influence else (0, 0)
     kept = 2 * s.trained + stored       # AdamW's moments, and what the tape uses again
@@ -49,6 +49,7 @@ def peak_bytes(nets, cfg):
 
 
 def sizes(nets, cfg):
+    """The numbers that the terms are made of."""
     config = nets.policy.config
     own = -(-cfg.num_prompts * cfg.num_generations // rank_and_size()[1])   # rows of this process
     n = min(cfg.micro_batch_size, cfg.mini_batch_size or own, own)
@@ -60,13 +61,13 @@ def sizes(nets, cfg):
         i=i, n=n, T=T, width=width, tokens=n * (width - 1), M=n * T, C=config.n_embd,
         V=config.vocab_size, inner=config.n_inner or 4 * config.n_embd,
         rows=min(cfg.mini_batch_size or own, own), decoded=min(cfg.decode_batch_size or own, own),
-        trained=4 * sum(p.numel() for p in nets.trained),
-        casts=i * weights if i < 4 else 0,      # of the Linears' weights, which autocast makes
-        keys=2 * config.n_layer * nets.policy.h[0].attn.n_kv_head * nets.policy.h[0].attn.hs)
+        trained=4 * sum(p.numel() for p in nets.trained),   # bytes
+        casts=i * weights if i < 4 else 0,      # bytes of the Linears' weights in bfloat16
+        keys_values=2 * config.n_layer * nets.policy.h[0].attn.n_kv_head * nets.policy.h[0].attn.hs)
 
 
 def cache_bytes(s, rows, width):
-    return rows * width * s.keys * s.i
+    return rows * width * s.keys_values * s.i
 
 
 def sampling_bytes(s, rows):
@@ -144,7 +145,7 @@ def tape_bytes(nets, s):
 
 
 def record_bytes(nets, s, module):
-    """a and b of a layer for each token."""
+    """a and b of a layer (see tracin.Tape), for each token."""
     if isinstance(module, nn.Linear):
         return s.i * (module.in_features + module.out_features)
     if isinstance(module, nn.Embedding):    # both have the same b

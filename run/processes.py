@@ -48,7 +48,7 @@ def or_peer_is_gone():
 
 def join():
     """Joins the processes that torchrun started. They talk through gloo, on the CPU."""
-    # its functions keep the group that they find when imported, for good; AdamW imports it later
+    # now, since its functions keep for good a group that they find, and AdamW imports it later
     importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("gloo")
 
@@ -73,14 +73,14 @@ def leaving():
 
 @functools.cache
 def gpu_group(device):
-    """The processes for sums of tensors on their GPUs, one GPU each, which NCCL connects at once.
-    All must call this at the same point. RuntimeError if they cannot be connected."""
+    """The group for sums of tensors on GPUs, one GPU a process, which NCCL connects at once. All
+    processes must call this at the same point. RuntimeError if they cannot be connected."""
     return dist.new_group(backend="nccl", device_id=device)
 
 
 def all_gather(rows, group=None):
     """A list or a tensor (n, ...) from each process, n may differ -> on every process all of them,
-    joined in rank order. group: one of gloo; None is all."""
+    joined in rank order. group: a gloo group; None: all processes."""
     _, size = rank_and_size()
     if size == 1:
         return rows
@@ -117,7 +117,8 @@ def all_reduce(tensors):
 
 
 def messages(tensors):
-    """Lists of neighbours that are alike in dtype and device, of MESSAGE numbers at most."""
+    """Lists of neighbouring tensors of one dtype and device, with at most MESSAGE numbers together.
+    A larger tensor is alone."""
     found = []
     kind = None
     room = 0

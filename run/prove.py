@@ -2,8 +2,8 @@
 A run tries its fast paths, then uses those that hold.
 
 grpo.build makes Nets that compute plainly. prove() tries each fast path that the settings ask for
-on a few rows beside the plain one. What agrees is used from then on, the very function that was
-tried, so that it is compiled once. What fails (a driver, an old card, a missing compiler, a new
+on a few rows beside the plain one. What agrees is used from then on: the very function that was
+tried, so that compiling is paid once. What fails (a driver, an old card, a missing compiler, a new
 torch) or differs by more than its bound stays off, which one line says. `bench.py check` prints the
 same paths as a table.
 
@@ -19,8 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from model import completion_logprobs, completion_states
-from run.attention import (by_hand_on_cases, equal_within, plain_on_cases,
-                           use_attention_by_hand)
+from run.attention import by_hand_on_cases, plain_on_cases, use_attention_by_hand, worst_gap
 from run.decoder import Decoder
 from run.device import autocast
 from run.fused_head import fused_logprobs
@@ -44,23 +43,21 @@ class Path(NamedTuple):
     plain: Any              # () -> the same, plainly
     gap: Any                # (result of fast, result of plain) -> (difference, its bound)
     without: str            # the setting that leaves it out
-    use: Any = nothing      # () what the run does where it holds,
-    leave: Any = nothing    # () and where it does not
+    use: Any = nothing      # () -> None, called where the fast path holds
+    leave: Any = nothing    # () -> None, called where it does not
     missing: str = ""       # why it cannot be tried here
 
 
 class Few(NamedTuple):
     """What paths are tried on."""
     rollout: Rollout        # (N, T) the first group has no padding, the others have
-    generate: Any           # () -> it; takes decode and dtype
-    texts: list
+    generate: Any           # (decode, dtype) -> such a Rollout
+    texts: list             # four, for a judge
 
 
 def prove(nets, cfg):
     """Makes nets fast where that holds. BadInput where even the plain path fails, and with
     cfg.strict where any path that was asked for does."""
-    if nets.device.type == "cuda":
-        set_products(nets, float32_product)     # until the wide head is tried
     few = few_rows(nets, cfg)
     if few is None:
         return
@@ -69,7 +66,8 @@ def prove(nets, cfg):
         if not path.asked:
             continue
         if path.missing:
-            print_missing(path)
+            if path.name.startswith("compile"):     # speed is on by default everywhere
+                print(f"note: {path.name}: {path.missing}")
             continue
         _, _, trouble = tried(path, nets.device)
         trouble = first_trouble(trouble)
@@ -94,7 +92,7 @@ def tried(path, device):
     if not math.isfinite(difference):
         trouble = f"its result is {difference}"
     elif difference > bound:
-        trouble = f"differs from the plain path by {difference:.2g}, at most {bound:g}"
+        trouble = f"differs from the plain path by {difference:.2g} (bound {bound:g})"
     return difference, bound, trouble
 
 
@@ -107,14 +105,10 @@ def first_trouble(trouble):
     return ""
 
 
-def print_missing(path):
-    if path.name.startswith("compile"):     # the words of speed are on by default, on any device
-        print(f"note: {path.name}: {path.missing}")
-
-
 def in_short(e):
-    """An error on one line."""
-    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    """An error on one line, without torch.compile's advice on tracing it."""
+    text = str(e).partition("Set TORCHDYNAMO_VERBOSE")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     text = " ".join(lines[:2]) or type(e).__name__
     return text if len(text) <= 160 else text[:160] + "..."
 
@@ -144,12 +138,12 @@ def try_device(device):
 # a few rows, plainly
 
 
-def few_rows(nets, cfg, prompts=2, num_generations=2, most=8):
-    """Few of at most `most` tokens a row; None if the plain log-probs are not finite, since nothing
-    compares with that and the first step ends the run."""
+def few_rows(nets, cfg, num_prompts=2, num_generations=2, max_length=8):
+    """Few with completions of at most max_length tokens. None if plain log-probs are not finite:
+    nothing compares with that, and the first step ends the run."""
     ids = min((prompt.ids for prompt in nets.prompts), key=len)
-    rows = [ids] + [ids[1:] or ids] * (prompts - 1)
-    T = min(cfg.max_completion_length, most)
+    rows = [ids] + [ids[1:] or ids] * (num_prompts - 1)
+    T = min(cfg.max_completion_length, max_length)
     plain_decode = nets.generate.keywords["decode"]
 
     def generate(decode=plain_decode, dtype=torch.float32):
@@ -191,28 +185,24 @@ def is_exact(nets, cfg):
     return nets.dtype == torch.float32 and not cfg.allow_tf32
 
 
-def bound_of(exact):
-    """Of relative differences."""
-    return 1e-3 if exact else 5e-2
+def relative_bound(nets, cfg):
+    return 1e-3 if is_exact(nets, cfg) else 5e-2
 
 
 def relative(found, expected):
-    """Norm of the difference in units of what is expected."""
+    """Norm of the difference, in units of the norm of what is expected."""
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def gap_of_gradients(exact):
-    """The gap of what logp_and_gradient returns: in nats, or of the gradient in units of itself."""
+def gap_with_gradient(nets, cfg):
+    """The gap of what logp_and_gradient returns: the larger of that in nats and the gradient's, in
+    units of itself."""
     def gap(found, expected):
-        in_nats, bound = gap_of(found[0] - expected[0], exact)
-        return worse(in_nats, relative(found[1], expected[1])), bound
+        in_nats, bound = gap_of(found[0] - expected[0], is_exact(nets, cfg))
+        in_gradient = relative(found[1], expected[1])
+        return float(torch.tensor([in_nats, in_gradient]).max()), bound     # NaN if one is
 
     return gap
-
-
-def worse(x, y):
-    """The larger number; NaN is the largest."""
-    return x if math.isnan(x) or x > y else y
 
 
 # ------------------------------------------------------------------------------------------------
@@ -224,11 +214,12 @@ def attention(nets, cfg, few):
     return Path(
         "attention", "attention" in cfg.speed,
         fast=lambda: by_hand_on_cases(nets.device), plain=lambda: plain_on_cases(nets.device),
-        gap=equal_within, without="speed without 'attention'",
+        gap=worst_gap, without="speed without 'attention'",
         use=lambda: use_attention_by_hand(*networks))
 
 
 def set_products(nets, product):
+    """Gives the policy's, base's and reference's vocabulary heads this product (run/head.py)."""
     for model in (nets.policy, nets.base, nets.reference):
         set_product(model, product)
 
@@ -251,6 +242,7 @@ def wide_head(nets, cfg, few):
 
 
 def in_bfloat16(nets, cfg, few, name, leave):
+    """Log-probs in bfloat16 beside those in float32. The gradient has to be finite."""
     def gap(found, expected):
         in_nats, bound = gap_of(found[0] - expected[0], exact=False)
         return in_nats if found[1].isfinite().all() else math.nan, bound
@@ -263,7 +255,7 @@ def in_bfloat16(nets, cfg, few, name, leave):
 
 
 def bfloat16_logits(nets, cfg, few):
-    """On a CPU, where the logits are rounded too as long as that does no harm."""
+    """On a CPU logits are rounded too, as long as that does no harm."""
     path = in_bfloat16(nets, cfg, few, "bfloat16 logits",
                        leave=lambda: set_products(nets, float32_product))
     return path._replace(missing="" if nets.device.type == "cpu" else "needs a CPU")
@@ -280,12 +272,13 @@ def head(nets, cfg, few):
     def use():
         nets.logprobs = fused_logprobs
 
-    in_pieces = functools.partial(fused_logprobs, size=max(1, few.rollout.chosen.numel() // 4))
+    size = max(1, few.rollout.chosen.numel() // 4)      # as if the logits were many
+    in_pieces = functools.partial(fused_logprobs, size=size)
     return Path(
         "head", "head" in cfg.speed and cfg.importance_sampling_level == "token",
         fast=lambda: logp_and_gradient(nets, cfg, few.rollout, nets.dtype, logprobs=in_pieces),
         plain=lambda: logp_and_gradient(nets, cfg, few.rollout, nets.dtype),
-        gap=gap_of_gradients(is_exact(nets, cfg)), without="speed without 'head'", use=use)
+        gap=gap_with_gradient(nets, cfg), without="speed without 'head'", use=use)
 
 
 def graphs(nets, cfg, few):
@@ -330,8 +323,14 @@ def with_and_without_padding(few):
     return few.rollout, few.rollout[:2]
 
 
+def compile_once(network):
+    """() -> the compiled network, always the same. Only when called, since torch.compile can fail.
+    """
+    return functools.cache(lambda: torch.compile(network, dynamic=True))
+
+
 def compiled_reference(nets, cfg, few):
-    compiled = functools.cache(lambda: torch.compile(nets.reference, dynamic=True))
+    compiled = compile_once(nets.reference)
 
     def logp(reference):
         with torch.no_grad(), autocast(nets.device, nets.dtype):
@@ -347,11 +346,11 @@ def compiled_reference(nets, cfg, few):
         fast=lambda: logp(compiled()), plain=lambda: logp(nets.reference),
         gap=lambda found, expected: gap_of(found - expected, is_exact(nets, cfg)),
         without="compile without 'reference'", use=use,
-        missing="" if cfg.beta else "this run has no reference that could be compiled")
+        missing="" if cfg.beta else "this run has no reference (beta = 0)")
 
 
 def compiled_update(nets, cfg, few):
-    compiled = functools.cache(lambda: torch.compile(nets.policy, dynamic=True))
+    compiled = compile_once(nets.policy)
 
     def forward_backward(policy):
         parts = [logp_and_gradient(nets, cfg, rollout, nets.dtype, policy, nets.logprobs)
@@ -361,21 +360,21 @@ def compiled_update(nets, cfg, few):
     def use():
         nets.policy_fn = compiled()
 
-    only_recorded = cfg.tracin != "off" and cfg.num_iterations == 1
+    recorded = cfg.tracin != "off" and cfg.num_iterations == 1
     return Path(
         "compile 'update'", "update" in cfg.compile,
         fast=lambda: forward_backward(compiled()), plain=lambda: forward_backward(nets.policy),
-        gap=gap_of_gradients(is_exact(nets, cfg)), without="compile without 'update'", use=use,
-        missing="this run has no update that could be compiled" if only_recorded else "")
+        gap=gap_with_gradient(nets, cfg), without="compile without 'update'", use=use,
+        missing="influence records the only pass, uncompiled" if recorded else "")
 
 
 def compiled_judge(nets, cfg, few):
     judge = nets.judges.get("judge")
     model = getattr(judge, "model", None)
-    compiled = functools.cache(lambda: torch.compile(model, dynamic=True))
+    compiled = compile_once(model)
 
-    def log_odds(way):
-        judge.model = way
+    def log_odds(network):
+        judge.model = network
         try:
             with autocast(nets.device, nets.dtype):
                 return judge(few.texts, few.texts)
@@ -384,7 +383,7 @@ def compiled_judge(nets, cfg, few):
 
     def gap(found, expected):
         differences = (found - expected) / (1 + expected.abs())
-        return float(differences.abs().max()), bound_of(is_exact(nets, cfg))
+        return float(differences.abs().max()), relative_bound(nets, cfg)
 
     def use():
         judge.model = compiled()
@@ -398,7 +397,7 @@ def compiled_judge(nets, cfg, few):
 
 def influence(nets, cfg, few, name, memory, leave):
     """Products of two rows' gradients with their sum: from a tape, and each by its own backward."""
-    rollout = few.rollout[1:3]
+    rollout = few.rollout[[0, -1]]      # a row without padding and one with
 
     def recorded():
         with Tape(nets.policy, memory, fewest=0) as tape:
@@ -418,7 +417,7 @@ def influence(nets, cfg, few, name, memory, leave):
 
     return Path(
         name, cfg.tracin != "off", fast=recorded, plain=one_by_one,
-        gap=lambda found, expected: (relative(found, expected), bound_of(is_exact(nets, cfg))),
+        gap=lambda found, expected: (relative(found, expected), relative_bound(nets, cfg)),
         without="tracin_memory = 0", leave=leave)
 
 

@@ -1,8 +1,6 @@
-"""What settings take in memory: what cannot fit is refused before it is allocated.
-
-Refused is only what is certain, since a wrong refusal is worse than a late "out of memory".
-Completions may end early, and prompts be short: where the most that a run can take (run/peak.py) is
-more than is free, a note says so.
+"""What settings take in memory. The least that they can take is refused where it does not fit,
+before it is allocated: a wrong refusal is worse than a late "out of memory". The most (run/peak.py)
+is only noted, since completions may end early and prompts be short.
 """
 from run.device import free_memory
 from run.peak import peak_bytes
@@ -33,7 +31,7 @@ def check_size(cfg, base, num_eval_prompts, device, dtype):
 def check_evaluation_size(cfg, base, num_eval_prompts, device, dtype):
     """The same for the rollouts of an evaluation of so many prompts."""
     k = cfg.num_eval_generations
-    num_bytes = rollout_bytes(cfg, base, num_eval_prompts * k, k, dtype, False)
+    num_bytes = rollout_bytes(cfg, base, num_eval_prompts * k, k, dtype, truncates=False)
     names = ("num_eval_prompts", "num_eval_generations", "max_completion_length")
     check_fits(num_bytes, device, named(cfg, *names))
 
@@ -47,12 +45,12 @@ def check_pretraining_size(cfg, batch_size, device):
 
 def note_memory(nets, cfg):
     """Says so if the most that the tensors of a run may take is not free."""
-    found = peak_bytes(nets, cfg)
-    phase = max(found, key=found.get)
+    peaks = peak_bytes(nets, cfg)
+    phase = max(peaks, key=peaks.get)
     free = free_memory(nets.device)
-    if found[phase] > free:
+    if peaks[phase] > free:
         influence = " or tracin_memory" if phase == "update" and cfg.tracin != "off" else ""
-        print(f"note: the {phase} needs about {found[phase] / 2 ** 30:,.1f} GB of memory beside "
+        print(f"note: the {phase} needs up to {peaks[phase] / 2 ** 30:,.1f} GB of memory beside "
               f"the weights, and {free / 2 ** 30:,.1f} GB are free on {nets.device}: if the run "
               f"stops out of memory, lower {LOWERED[phase]}{influence}")
 

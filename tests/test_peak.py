@@ -78,14 +78,14 @@ def test_a_note_says_that_memory_may_not_suffice(start, monkeypatch, capsys):
     monkeypatch.setattr(run.size, "free_memory", lambda device: most - 1)
     note_memory(nets, cfg)
     said = capsys.readouterr().out
-    assert said.startswith("note: the update needs about 0.0 GB"), said
+    assert said.startswith("note: the update needs up to 0.0 GB"), said
     assert said.endswith("lower micro_batch_size or tracin_memory\n"), said
 
 
 def test_a_run_begins_with_the_note(grpo, tmp_path, monkeypatch):
     monkeypatch.setattr(run.size, "free_memory", lambda device: 2 ** 20)
     out = grpo(tmp_path / "run", "--max_iters=1")
-    assert out.index("note: the update needs about") < out.index("eval 0"), out
+    assert out.index("note: the update needs up to") < out.index("eval 0"), out
 
 
 def test_the_counter_sees_what_is_kept_and_what_is_freed():

@@ -168,7 +168,7 @@ def test_a_compiled_part_that_does_not_hold_stays_plain(part, network, kind, cap
 
 def test_torch_that_cannot_compile_at_all_is_four_notes(capsys, monkeypatch):
     def compile(*args, **options):
-        raise RuntimeError("Dynamo is not supported on Python 3.99+")
+        raise RuntimeError("Dynamo is not supported on Python 3.99+\n\nSet TORCHDYNAMO_VERBOSE=1")
 
     monkeypatch.setattr(torch, "compile", compile)
     cfg = settings()
