@@ -59,6 +59,7 @@ class Few(NamedTuple):
 def prove(nets, cfg):
     """Makes nets fast where that holds. BadInput where even the plain path fails, and with
     cfg.strict where any path that was asked for does."""
+    use_one_dtype(nets)
     if nets.device.type == "cuda":
         set_products(nets, float32_product)     # until the wide head is tried
     few = few_rows(nets, cfg)
@@ -80,6 +81,13 @@ def prove(nets, cfg):
         else:
             path.leave()
             print(f"note: {path.name} off: {trouble}; --strict=True makes this an error")
+
+
+def use_one_dtype(nets):
+    """float32 for all processes if one has a card without bfloat16: all must try the same paths."""
+    if torch.float32 in all_gather([nets.dtype]) and nets.dtype != torch.float32:
+        nets.dtype = torch.float32
+        print("note: dtype is float32, as of a process whose GPU only emulates bfloat16")
 
 
 def tried(path, device):

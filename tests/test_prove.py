@@ -292,5 +292,18 @@ def test_processes_agree(monkeypatch):
     assert prove.first_trouble("") == "process 2: old card", "one process's trouble is all others'"
 
 
+def test_an_old_card_beside_newer_ones_makes_all_compute_in_float32(monkeypatch, capsys):
+    def with_another(rows):
+        return [*rows, torch.float32] if isinstance(rows[0], torch.dtype) else rows
+
+    monkeypatch.setattr(prove, "all_gather", with_another)
+    cfg = settings(compile=(), dtype="bfloat16")
+    nets = nets_of(cfg)
+    prove.prove(nets, cfg)
+    assert nets.dtype == torch.float32, "the processes try different paths and wait for ever"
+    assert notes(capsys) == [
+        "note: dtype is float32, as of a process whose GPU only emulates bfloat16"]
+
+
 def test_strict_is_a_setting():
     assert load_settings(["--strict"]).strict is True and not Settings().strict
