@@ -364,7 +364,8 @@ def compiled_update(nets, cfg, few):
     def forward_backward(policy):
         parts = [logp_and_gradient(nets, cfg, rollout, nets.dtype, policy, nets.logprobs)
                  for rollout in with_and_without_padding(few)]
-        return [torch.cat(x) for x in zip(*parts)]
+        logp, gradients = zip(*parts)
+        return torch.cat(logp), gradients[0].add_(gradients[1])     # as large as the weights
 
     def use():
         nets.policy_fn = compiled()

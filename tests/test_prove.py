@@ -12,6 +12,7 @@ import grpo as trainer
 import tracin
 from config import Settings, load_settings
 from data.prompts import Prompt
+from peak import Peak
 from run import attention, prove
 from run.decoder import Decoder
 from run.head import float32_product
@@ -236,6 +237,19 @@ def test_a_try_changes_nothing(monkeypatch):
     assert all(torch.equal(p, after[name]) for name, p in before.items()), "weights were changed"
     assert not nets.optimizer.state and not nets.influence.tape.pool
     assert not nets.generate.keywords["decode"].buffers, "buffers of the few rows were kept"
+
+
+@pytest.mark.parametrize("knobs", [{}, dict(tracin="off", num_iterations=1)])
+def test_a_try_takes_little_more_memory_than_a_run(knobs, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda part, **options: part)
+    cfg = settings(vocab_size=8000, n_embd=64, **knobs)     # weights are what is large
+    nets = nets_of(cfg)
+    models = (nets.policy, nets.base, nets.judges["judge"].model)
+    before = sum(p.nbytes for model in models for p in model.parameters())
+    with Peak() as peak:
+        prove.prove(nets, cfg)
+    most = (max(peak.most.values()) - before) / sum(p.nbytes for p in nets.trained)
+    assert most < 4.5, f"{most:.1f} times the weights; a step takes 3: the gradient and two moments"
 
 
 def test_a_plain_path_that_fails_names_the_device(monkeypatch):
