@@ -6,6 +6,7 @@ apart, and the sampler's log-probs and the trainer's differ by 0.1 nats. So the 
 bfloat16 and the logits are not. In float32, on CPUs and in pre-training model.Head stays plain.
 """
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from model import product_dtype
@@ -57,6 +58,7 @@ class WideHead(torch.autograd.Function):
         return mm(h, w.T)[:, :len(weight)]
 
     @staticmethod
+    @once_differentiable    # h and w have no graph: a gradient of the gradient would be wrong
     def backward(ctx, gradient):
         h, w = ctx.saved_tensors
         h_dtype, weight_dtype = ctx.dtypes

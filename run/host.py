@@ -63,7 +63,7 @@ def copies_of(piece):
     """Copies of tensors on the CPU, each with memory of its own."""
     if len(piece) == 1:
         return [piece[0].detach().cpu()]
-    packed = torch.cat([x.detach().flatten().view(torch.uint8) for x in piece]).cpu()
+    packed = torch.cat([x.detach().contiguous().flatten().view(torch.uint8) for x in piece]).cpu()
     parts = packed.split([x.nbytes for x in piece])
     return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, piece)]
 

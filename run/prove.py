@@ -58,6 +58,7 @@ class Few(NamedTuple):
 def prove(nets, cfg):
     """Makes nets fast where that holds. BadInput where even the plain path fails, and with
     cfg.strict where any path that was asked for does."""
+    use_one_dtype(nets)
     few = few_rows(nets, cfg)
     if few is None:
         return
@@ -78,6 +79,13 @@ def prove(nets, cfg):
         else:
             path.leave()
             print(f"note: {path.name} off: {trouble}; --strict=True makes this an error")
+
+
+def use_one_dtype(nets):
+    """float32 for all processes if one has a card without bfloat16: all must try the same paths."""
+    if torch.float32 in all_gather([nets.dtype]) and nets.dtype != torch.float32:
+        nets.dtype = torch.float32
+        print("note: dtype is float32, as of a process whose GPU only emulates bfloat16")
 
 
 def tried(path, device):
@@ -355,7 +363,8 @@ def compiled_update(nets, cfg, few):
     def forward_backward(policy):
         parts = [logp_and_gradient(nets, cfg, rollout, nets.dtype, policy, nets.logprobs)
                  for rollout in with_and_without_padding(few)]
-        return [torch.cat(x) for x in zip(*parts)]
+        logp, gradients = zip(*parts)
+        return torch.cat(logp), gradients[0].add_(gradients[1])     # as large as the weights
 
     def use():
         nets.policy_fn = compiled()

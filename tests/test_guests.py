@@ -241,7 +241,9 @@ def test_fused_head_refuses_a_loss_that_is_not_the_one_announced(small_pieces):
 
 @pytest.mark.parametrize("change", [lambda *x: 2 * attend(*x), lambda *x: attend(*x) * math.nan,
                                     lambda q, k, v, mask, causal, scale: attend(
-                                        q, k, v, mask, False, scale)])
+                                        q, k, v, mask, False, scale),
+                                    lambda q, k, v, mask, causal, scale: attend(
+                                        q, k, v, None, causal, scale)])
 def test_an_attention_that_only_one_file_computes_is_not_taken(change, monkeypatch):
     monkeypatch.setattr("run.attention.attend", change)
     model = random_gpt()

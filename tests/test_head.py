@@ -110,6 +110,16 @@ def test_wide_product_forms_no_gradient_for_what_needs_none():
         assert not float32_product(h, weight).requires_grad
 
 
+def test_a_gradient_of_the_gradient_is_refused():
+    h, weight, _ = head_case("cpu")
+    weight.requires_grad_()
+    with autocast("cpu", torch.bfloat16):
+        loss = float32_product(h, weight).square().sum()
+    gradient, = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        gradient.sum().backward()
+
+
 @every_device
 @pytest.mark.parametrize("product", [wide_product, float32_product])
 def test_in_float32_every_product_is_the_plain_one(device, product):

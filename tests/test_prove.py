@@ -12,6 +12,7 @@ import grpo as trainer
 import tracin
 from config import Settings, load_settings
 from data.prompts import Prompt
+from peak import Peak
 from run import attention, prove
 from run.decoder import Decoder
 from run.head import float32_product
@@ -238,6 +239,19 @@ def test_a_try_changes_nothing(monkeypatch):
     assert not nets.generate.keywords["decode"].buffers, "buffers of the few rows were kept"
 
 
+@pytest.mark.parametrize("knobs", [{}, dict(tracin="off", num_iterations=1)])
+def test_a_try_takes_little_more_memory_than_a_run(knobs, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda part, **options: part)
+    cfg = settings(vocab_size=8000, n_embd=64, **knobs)     # weights are what is large
+    nets = nets_of(cfg)
+    models = (nets.policy, nets.base, nets.judges["judge"].model)
+    before = sum(p.nbytes for model in models for p in model.parameters())
+    with Peak() as peak:
+        prove.prove(nets, cfg)
+    most = (max(peak.most.values()) - before) / sum(p.nbytes for p in nets.trained)
+    assert most < 4.5, f"{most:.1f} times the weights; a step takes 3: the gradient and two moments"
+
+
 def test_a_plain_path_that_fails_names_the_device(monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("CUDA error: no kernel image is available\nmore of it")
@@ -290,6 +304,19 @@ def test_processes_agree(monkeypatch):
     monkeypatch.setattr(prove, "rank_and_size", lambda: (0, 3))
     monkeypatch.setattr(prove, "all_gather", lambda rows: [*rows, "", "old card"])
     assert prove.first_trouble("") == "process 2: old card", "one process's trouble is all others'"
+
+
+def test_an_old_card_beside_newer_ones_makes_all_compute_in_float32(monkeypatch, capsys):
+    def with_another(rows):
+        return [*rows, torch.float32] if isinstance(rows[0], torch.dtype) else rows
+
+    monkeypatch.setattr(prove, "all_gather", with_another)
+    cfg = settings(compile=(), dtype="bfloat16")
+    nets = nets_of(cfg)
+    prove.prove(nets, cfg)
+    assert nets.dtype == torch.float32, "the processes try different paths and wait for ever"
+    assert notes(capsys) == [
+        "note: dtype is float32, as of a process whose GPU only emulates bfloat16"]
 
 
 def test_strict_is_a_setting():

@@ -243,7 +243,7 @@ def odd_tensors():
 @pytest.mark.parametrize("packed", (1, 100, 2 ** 26))
 def test_packed_copies_are_those_of_each_tensor(packed, monkeypatch):
     monkeypatch.setattr(run.host, "PACKED", packed)
-    tensors = odd_tensors() + [torch.arange(12.).view(3, 4).T]
+    tensors = odd_tensors() + [torch.arange(12.).view(3, 4).T, torch.arange(6.)[::2]]
     pieces = list(bundles(tensors))
     together = [sum(x.nbytes for x in piece) for piece in pieces if len(piece) > 1]
     assert all(size <= packed for size in together), f"{max(together)} bytes were packed together"
