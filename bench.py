@@ -1049,7 +1049,9 @@ def check_paths(cfg, repeat):
             print(f"{path.name:50}   not here: {path.missing}")
             continue
         difference, bound, trouble = tried(path, given.device)
-        numbers = f"{path.name:22}{difference:11.1e}{bound:9.0e}"
+        numbers = path.name
+        if math.isfinite(difference):
+            numbers = f"{path.name:22}{difference:11.1e}{bound:9.0e}"
         if trouble:
             off.append(path.name)
             print(f"{numbers:50}   off: {trouble}")

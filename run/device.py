@@ -8,6 +8,8 @@ import torch
 from run.processes import gpu_group, rank_and_size
 from run.script import BadInput
 
+DRIVER = Path("/proc/driver/nvidia/version")
+
 
 def pick_device(name, allow_tf32=False, deterministic=False):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
@@ -15,6 +17,10 @@ def pick_device(name, allow_tf32=False, deterministic=False):
     device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and DRIVER.exists():
+            print(f"note: device = 'auto' is the CPU: this machine has an NVIDIA driver, but torch "
+                  f"{torch.__version__} (CUDA {torch.version.cuda}) finds no GPU that it can use; "
+                  "nvidia-smi shows which CUDA the driver knows")
     if name == "cuda" and rank_and_size()[1] > 1:
         name = own_gpu(int(os.environ["LOCAL_RANK"]))
     if name.startswith("cuda"):

@@ -9,14 +9,25 @@ from config import load_settings
 from run.device import fast_dtype, free_memory, pick_device, pick_dtype, set_up_gpu
 from run.script import BadInput
 
+no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the device that must be missing is here")
+@no_gpu_here
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_missing_device_is_bad_input(name):
     with pytest.raises(BadInput, match=f"device = '{name}': not on this machine"):
         pick_device(name)
+
+
+@no_gpu_here
+def test_a_driver_that_torch_cannot_use_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("run.device.DRIVER", tmp_path / "version")
+    pick_device("auto")
+    assert not capsys.readouterr().out, "a machine without a GPU needs no note"
+    (tmp_path / "version").write_text("NVRM")
+    assert pick_device("auto") == torch.device("cpu")
+    assert "note: device = 'auto' is the CPU" in capsys.readouterr().out
 
 
 def test_a_process_without_a_gpu_of_its_own_is_bad_input(monkeypatch):
