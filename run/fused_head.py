@@ -62,10 +62,11 @@ class FusedHead(torch.autograd.Function):
         V = len(weight)
         for i in range(0, len(h), size):
             j = min(i + size, len(h))
-            logits = lm_head.product(h[i:j], w)[:, :V].float() / temperature        # (m, V)
+            logits = lm_head.product(h[i:j], w)[:, :V].float()                      # (m, V)
+            logits /= temperature       # in place: this is the largest tensor of the update
             if allowed is not None:
-                logits = logits.masked_fill(~allowed[i:j], -math.inf)
-            logits = logits - logits.logsumexp(-1, keepdim=True)
+                logits.masked_fill_(~allowed[i:j], -math.inf)
+            logits -= logits.logsumexp(-1, keepdim=True)
             target = targets[i:j, None]                                             # (m, 1)
             logp[i:j] = logits.gather(1, target)[:, 0]
             slopes[i:j] = slope = slopes_of(logp[i:j], i, j)                        # (m,)
@@ -79,6 +80,7 @@ class FusedHead(torch.autograd.Function):
                 record(h[i:j], d[:, :V])
             elif dw is not None:
                 dw += (d.T @ h[i:j].to(dtype))[:V]
+            del logits, d               # before the next piece
         ctx.save_for_backward(dh, dw, slopes)
         return logp
 

@@ -118,8 +118,7 @@ def head_bytes(nets, s):
     if s.M <= m:
         return 16 * s.M * s.V       # logits, less their logsumexp, the exp of that, its gradient
     fused = nets.logprobs is fused_logprobs and not nets.influence  # which has plain backwards too
-    # fused: the product, the logits, and those of the piece before with their gradient
-    logits = (12 + s.i % 4) * m * s.V if fused else 16 * m * s.V
+    logits = 8 * m * s.V if fused else 16 * m * s.V     # fused: the logits, and logsumexp's copy
     if not nets.policy.lm_head.weight.requires_grad:
         return logits
     dw = 4 * s.C * s.V              # of the pieces so far, and beside their logits one piece's
