@@ -4,8 +4,10 @@ by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
+import functools
 import math
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -20,18 +22,16 @@ from judge.scorer import says_nothing
 from judge.train import get_judges
 from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
-from run.attention import use_attention_by_hand
 from run.checkpoint import OTHER_POLICY
 from run.content import check_fit, newest_checkpoint, read_checkpoint
-from run.decoder import make_generate
 from run.device import autocast, pick_device, pick_dtype
-from run.head import use_wide_head
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
+from run.prove import prove
 from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.size import check_evaluation_size
 from run.threads import threads_of, use_threads
-from sample import concatenate
+from sample import concatenate, decode, generate
 
 AT_ONCE = 256   # completions that are sampled or scored together
 
@@ -180,16 +180,24 @@ def open_run(folder, flags):
         raise BadInput(OTHER_POLICY.format(path))
     with rank0_first():
         judges = get_judges(cfg, splits, device)
-    if "attention" in cfg.speed:
-        use_attention_by_hand(base, *judges.values())
-    use_wide_head(base, dtype)
     policy = trainable(base, cfg)
     check_fit(path, checkpoint, policy)
     policy.load_state_dict(checkpoint["policy"])
     nets = SimpleNamespace(
-        base=base, judges=judges, reward_funcs=reward_functions(cfg, judges), tokenizer=tokenizer,
-        eval_prompts=eval_prompts, device=device, dtype=dtype)
+        base=base, reference=base, judges=judges, reward_funcs=reward_functions(cfg, judges),
+        tokenizer=tokenizer, prompts=eval_prompts, eval_prompts=eval_prompts, device=device,
+        dtype=dtype, trained=[])
+    use_fast_paths(nets, policy, cfg)
     return cfg, nets, policy, checkpoint["iteration"]
+
+
+def use_fast_paths(nets, policy, cfg):
+    """Tries them for this policy as a run does, and makes nets use those that hold. Compiling would
+    take longer than an evaluation."""
+    nets.policy = policy
+    plain_decode = functools.partial(decode, drop="retire" in cfg.speed)
+    nets.generate = functools.partial(generate, decode=plain_decode)
+    prove(nets, replace(cfg, compile=(), tracin="off"))
 
 
 def main(argv):
@@ -199,7 +207,7 @@ def main(argv):
     rows = []
     with use_threads(cfg, nets.device, threads_of(argv[0])):
         for done, policy in ((0, nets.base), (iteration, trained)):
-            nets.generate = make_generate(policy, cfg, nets.dtype)
+            use_fast_paths(nets, policy, cfg)
             measures, first = evaluate(nets, policy, cfg)
             shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
             samples = [dict(prompt=prompt.text, completion=text) for prompt, text in shown]

@@ -121,16 +121,6 @@ class Decoder:
         return graph
 
 
-def make_generate(policy, cfg, dtype):
-    """sample.generate for this policy: on a GPU with graphs, if cfg.speed asks for them. Compiling
-    would take longer than the evaluation that this is for."""
-    drop = "retire" in cfg.speed
-    decode = functools.partial(sample.decode, drop=drop)
-    if "graphs" in cfg.speed and policy.wte.weight.is_cuda:
-        decode = Decoder(policy, dtype, drop=drop)
-    return functools.partial(sample.generate, decode=decode)
-
-
 @dataclass
 class Buffers:
     """Memory whose addresses graphs remember."""

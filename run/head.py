@@ -94,21 +94,3 @@ def padded(x, dtype, dim=0):
 def set_product(model, product):
     """Gives a GPT's head this product; copies of the model have it too."""
     model.lm_head.product = product
-
-
-def use_wide_head(model, dtype):
-    """Gives a GPT on a GPU logits in float32 if its forward passes are in bfloat16. For commands
-    that do not try it as a run does (run/prove.py)."""
-    weight = model.lm_head.weight
-    if weight.is_cuda and dtype == torch.bfloat16:
-        set_product(model, wide_product if can_be_wide(weight.device) else float32_product)
-
-
-def can_be_wide(device):
-    """True where this torch and this card know the product of wide_product."""
-    x = torch.ones(ALIGNED, ALIGNED, device=device, dtype=torch.bfloat16)
-    try:
-        wide_product(x, x)
-    except RuntimeError:
-        return False
-    return True

@@ -182,7 +182,9 @@ def logp_and_gradient(nets, cfg, rollout, dtype, policy=None, logprobs=completio
 
 
 def flat_gradient(scalar, parameters):
-    """(weights,), without touching .grad."""
+    """(weights,), without touching .grad. Of no parameters it is empty."""
+    if not parameters:
+        return scalar.new_zeros(0)
     found = torch.autograd.grad(scalar, parameters, allow_unused=True)
     parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
     return torch.cat([g.flatten() for g in parts])
