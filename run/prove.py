@@ -25,7 +25,7 @@ from run.decoder import Decoder
 from run.device import autocast
 from run.fused_head import fused_logprobs
 from run.head import float32_product, set_product, wide_product
-from run.metrics import gap_of
+from run.metrics import bound_of, gap_of, is_exact
 from run.processes import all_gather, rank_and_size
 from run.script import BadInput, is_out_of_memory
 from sample import Rollout
@@ -184,16 +184,6 @@ def flat_gradient(scalar, parameters):
     found = torch.autograd.grad(scalar, parameters, allow_unused=True)
     parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
     return torch.cat([g.flatten() for g in parts])
-
-
-def is_exact(nets, cfg):
-    """True where products of the forward passes are in float32."""
-    return nets.dtype == torch.float32 and not cfg.allow_tf32
-
-
-def bound_of(exact):
-    """Of relative differences."""
-    return 1e-3 if exact else 5e-2
 
 
 def relative(found, expected):
