@@ -30,6 +30,7 @@ from run.checkpoint import load_checkpoint, set_random_state
 from run.content import read_checkpoint
 from run.device import pick_device
 from run.files import read_rows
+from run.metrics import bound_of, is_exact
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.threads import threads_of, use_threads
 
@@ -424,7 +425,7 @@ def compare(nets, batch, step, target, cfg, recorded, method, count):
               "samples.jsonl": error(record[chosen], found)}
     print(f"  {method + ', float64':27}{len(chosen):9}{each:13.2f}"
           f"{errors['the tape']:19.1e}{errors['samples.jsonl']:18.1e}")
-    bound = 5e-2 if nets.dtype == torch.bfloat16 else 1e-3
+    bound = bound_of(is_exact(nets, cfg))
     wrong = " and ".join(name for name, x in errors.items() if not x < bound)
     verdict = f"No: {method} contradicts {wrong}" if wrong else f"Yes: {method} agrees with both"
     print(f"  {verdict}.")

@@ -24,13 +24,13 @@ gradient {parameter: tensor}, mostly the target's.
 """
 import collections
 import functools
+import itertools
 import math
-import os
 import runpy
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 # ------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class Influence:
         with influence.record(batch, step, on_policy):          # the tape replaces .grad
             for positions in ...:
                 influence.forward_backward(positions)
-        metrics = influence.keep_helpful(target, seed, check)   # target, score, select, step
+        found = influence.keep_helpful(target, seed, check)     # target, score, select, step
 
     nets, loss_of, gradient_of: of grpo.py. all_reduce(tensors) sums in place over the processes.
 
@@ -80,7 +80,8 @@ class Influence:
         With one_backward a row's loss and its part in the target are both multiples of its summed
         log-prob: that one is recorded and serves both. Returns a grpo.Forward.
         """
-        nets, batch = self.nets, self.batch
+        nets = self.nets
+        batch = self.batch
         rows = self.step.rows[positions]
         # the head is given chosen tokens only, flattened: which of these rows each is of (M,)
         row_of_token = batch.rollout.chosen[rows].nonzero()[:, 0]
@@ -96,92 +97,76 @@ class Influence:
         return out
 
     def keep_helpful(self, target, seed, check):
-        """Writes the gradient of the selected rows to .grad. Returns metrics.
+        """Writes the gradient of the selected rows to .grad. Returns Findings.
 
-        target: (Batch, its rows that are the target), or None for the step's own rows. check: see
-        check_scores. Fills in batch.influence and batch.weights.
+        target: (Batch, its rows that are the target), or None for the step's own rows. check: find
+        Findings.true_error too, by another backward. Fills in batch.influence and batch.weights.
         """
         rows = self.step.rows
         generator = torch.Generator().manual_seed(seed)
         found = self.score(target, generator)
-        if check:
-            self.check_scores(found)
+        true_error = self.true_error(found) if check else None
 
         weights, fallback = self.weights_of(found.scores, generator)                # (n,)
         kept_grad, batch_grad = self.kept_gradient(weights, found.batch_grad, found.G)
         factor = self.normalizer(weights)
-        any_kept = bool(weights.any())
-        for p, g in kept_grad.items():
-            if factor != 1:
-                g.mul_(factor)
-            p.grad = g if any_kept else None
+        if factor != 1:
+            torch._foreach_mul_(list(kept_grad.values()), factor)
+        if weights.any():
+            for p, g in kept_grad.items():
+                p.grad = g
         self.batch.influence[rows] = found.scores
         self.batch.weights[rows] = weights * factor
 
-        # the scores of all rows add up to <gradient of the step, target's gradient>
+        # what the log is told of gradients: numbers, since nothing large outlives the step
         error = invariant_error(found.raw_scores, batch_grad, found.G)
-        metrics = score_metrics(found.scores, weights, fallback)
-        metrics["tracin/self_share"] = found.self_share
-        metrics["tracin/invariant_error"] = error
-        metrics |= halves_metrics(found.halves, self.tape.names) | found.target_metrics
-        metrics["tracin/kept_gradients"] = self.share_stored()
+        pairs = itertools.combinations_with_replacement(found.halves, 2)
+        products = torch.stack([inner(G, H) for G, H in pairs])
+        norms = {self.tape.names[p]: sum(half[p] for half in found.halves).norm()
+                 for p in list(self.tape.names)[:3]}
+        num_stored = sum(g.numel() for g in self.tape.row_grads.values())
+        target = target or (self.batch, rows)
         self.tape.forget()
-        del self.batch, self.step, self.loss_coef   # nothing outlives the step
-        return metrics
+        del self.batch, self.step, self.loss_coef
+        return Findings(found.scores, weights, fallback, found.self_share, error, true_error,
+                        target, found.target_loss, products, norms, num_stored)
 
-    def check_scores(self, found):
-        """Ends the run unless the scores add up to <gradient of the step, target's gradient>, with
-        the first from a plain backward, in which the tape has no part."""
+    def true_error(self, found):
+        """invariant_error with the step's gradient from a plain backward, in which the tape has no
+        part."""
         # in the micro-batches that were recorded, since bnpo depends on them
         key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
         true_grad = self.gradient_of(
             self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
-        error = invariant_error(found.raw_scores, true_grad, found.G)
-        bound = 5e-2 if self.nets.dtype == torch.bfloat16 else 1e-3
-        if not error <= bound:
-            raise SystemExit(
-                "stopped before the first step: the influences do not add up to the product of "
-                f"ordinary gradients (relative error {error:.1e}, at most {bound:g}); the tape or "
-                "the loss in its units has a bug (or try dtype = 'float32')")
+        return invariant_error(found.raw_scores, true_grad, found.G)
 
     # target
 
     def target_gradient(self, target):
         """The target's gradient in two halves, since their cosine tells signal from noise (in one
         piece if a function made it); self_coef (n,), 0 if the target is another batch, None if it
-        is unknown; and metrics."""
+        is unknown; and the target's loss ()."""
         cfg = self.cfg
         if cfg.tracin == "target":
             return self.gradient_of_function()
-        t, rows = target or (self.batch, self.step.rows)
-        rewards = t.rewards[rows.to(t.rewards.device)]                              # (m,)
-        in_first = ~second_half(rows, cfg.num_generations)                          # (m,)
-        if cfg.tracin == "self":    # the target is the loss
+        batch, rows = target or (self.batch, self.step.rows)
+        advantages = batch.advantages[rows]                                         # (m,)
+        if cfg.tracin == "self":    # the target is the loss, for which this stands in the log
             coef = None
+            weight = -advantages / len(rows)
         else:                       # the target is sum_i coef_i * log-prob of completion i
-            coef = target_coefficients(
-                cfg.tracin, rewards.to(rows.device), t.advantages[rows])            # (m,)
+            rewards = batch.rewards[rows.to(batch.rewards.device)].to(rows.device)
+            coef = weight = target_coefficients(cfg.tracin, rewards, advantages)    # (m,)
+        loss = (weight * (batch.rollout.logp * batch.mask)[rows].sum(1)).sum()
 
-        if target is not None:              # another batch
-            self_coef = torch.zeros_like(self.loss_coef)
-            halves = self.plain_halves(t, rows, in_first, coef)
-        elif coef is None or self.one_backward:     # the recorded loss, or log-probs, themselves
-            self_coef = self.loss_coef if coef is None else coef
+        in_first = ~second_half(rows, cfg.num_generations)                          # (m,)
+        if target is None and (coef is None or self.one_backward):
+            self_coef = self.loss_coef if coef is None else coef        # of what was recorded
             halves = self.tape.gradients([self_coef * in_first, self_coef * ~in_first])
-        else:                               # the same rows, but not what was recorded of them
-            self_coef = None
-            halves = self.plain_halves(t, rows, in_first, coef)
-
-        # the number that is logged; for "self" it stands in for the loss
-        weight = -t.advantages[rows] / len(rows) if coef is None else coef
-        loss = (weight * (t.rollout.logp * t.mask)[rows].sum(1)).sum()
-        advantages = t.advantages[rows]
-        return halves, self_coef, read({
-            "tracin/target_loss": loss,
-            "tracin/target_advantage_min": advantages.min(),
-            "tracin/target_advantage_max": advantages.max()}) | {
-            "tracin/target_rows": len(rows),
-            "tracin/target_contrast": std(rewards) / max(std(t.rewards), 1e-12)}
+        else:
+            self_coef = None if target is None else torch.zeros_like(self.loss_coef)
+            halves = self.plain_halves(batch, rows, in_first, coef)
+        return halves, self_coef, loss
 
     def gradient_of_function(self):
         """As target_gradient, for a function of the config file: how to raise the number that it
@@ -190,9 +175,8 @@ class Influence:
         number = self.cfg.functions["target"](nets.policy, nets.tokenizer, self.batch)
         check_number(number)
         parameters = list(self.tape.names)
-        found = torch.autograd.grad(-number, parameters, allow_unused=True)
-        G = {p: torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)}
-        return [G], None, {"tracin/target_loss": -float(number.detach())}
+        G = torch.autograd.grad(-number, parameters, materialize_grads=True)
+        return [dict(zip(parameters, G))], None, -number.detach()
 
     def plain_halves(self, batch, rows, in_first, coef):
         """The target's two halves by forwards and backwards of their own."""
@@ -201,9 +185,8 @@ class Influence:
         all_coef = None
         if coef is not None:
             all_coef = coef.new_zeros(len(batch.mask)).index_copy(0, rows, coef)    # (N,)
-        parts = rows[in_first], rows[~in_first]
         return [self.gradient_of(self.nets, batch, part, step, self.cfg, coef=all_coef)
-                for part in parts]
+                for part in (rows[in_first], rows[~in_first])]
 
     # score
 
@@ -212,7 +195,7 @@ class Influence:
         cfg = self.cfg
         if self.one_backward:
             self.all_reduce([self.loss_coef])
-        halves, self_coef, target_metrics = self.target_gradient(target)
+        halves, self_coef, target_loss = self.target_gradient(target)
         target_grad = functools.reduce(add, halves)
         batch_grad = target_grad if cfg.tracin == "self" and target is None else None
         scale = {}
@@ -226,16 +209,14 @@ class Influence:
         if not scores.isfinite().all():
             raise SystemExit("stopped: an influence is not finite; the weights or the target's "
                              "rewards are not. The last checkpoint stands")
-        return Scored(scores, raw_scores, G, scale, halves, self_coef, self_share, batch_grad,
-                      target_metrics)
+        return Scored(scores, raw_scores, G, scale, halves, target_loss, self_coef, self_share,
+                      batch_grad)
 
     def scored_part(self, target_grad, scale):
         """The target's gradient over cfg.tracin_layers, scaled as AdamW would if asked for."""
-        G = {}
-        for p, g in target_grad.items():
-            name = self.tape.names[p]
-            if not self.cfg.tracin_layers or any(part in name for part in self.cfg.tracin_layers):
-                G[p] = g
+        parts = self.cfg.tracin_layers or ("",)     # which is in every name
+        G = {p: g for p, g in target_grad.items()
+             if any(part in self.tape.names[p] for part in parts)}
         return each(torch._foreach_mul, G, scale) if scale else G
 
     def self_influence(self, scores, self_coef, scale, G, generator):
@@ -247,12 +228,12 @@ class Influence:
         if not self.cfg.tracin_leave_one_out:
             rows = torch.randperm(n, generator=generator)[:4].sort().values
         if self_coef is None:   # not before the draw: what is drawn later must not depend on this
-            return None, math.nan
+            return None, scores.new_full((), math.nan)
         here = rows.to(scores.device)
         own_terms = (self.loss_coef * self_coef)[here]              # 0 for another batch
         if own_terms.any():
             own_terms = own_terms * self.tape.norms(rows, scale, G).to(scores)
-        return own_terms, float(own_terms.sum() / scores[here].abs().sum().clamp(min=1e-30))
+        return own_terms, own_terms.sum() / scores[here].abs().sum().clamp(min=1e-30)
 
     # select, step
 
@@ -271,7 +252,8 @@ class Influence:
 
         With batch_grad the tape is asked for the fewer rows, those kept or those dropped.
         """
-        coef, rest = self.loss_coef, 1 - weights
+        coef = self.loss_coef
+        rest = 1 - weights
         if batch_grad is None:
             kept, dropped = self.tape.gradients([coef * weights, coef * rest])
             return kept, add({p: kept[p] for p in G}, dropped)
@@ -286,35 +268,41 @@ class Influence:
         loss_type = self.cfg.loss_type
         if self.cfg.tracin_normalizer == "all":
             return 1.0
-        # what the loss is divided by, row by row (n,)
+        units = torch.ones_like(weights)    # what the loss is divided by, row by row (n,)
         if loss_type in ("dapo", "cispo", "bnpo"):
             units = self.batch.mask[self.step.rows].sum(1)
-        elif loss_type in ("grpo", "dr_grpo", "sapo"):
-            units = torch.ones_like(weights)
-        else:
+        elif loss_type not in ("grpo", "dr_grpo", "sapo"):
             raise ValueError(f"tracin.Influence.normalizer: is loss_type {loss_type!r} divided by "
                              "rows or by tokens?")
         factor = float(units.sum() / (units * weights.abs()).sum())
         return factor if math.isfinite(factor) else 1.0             # not finite: nothing is kept
 
-    def share_stored(self):
-        """Share of rows x weights whose gradients the tape stored; the rest was contracted."""
-        stored = sum(g.numel() for g in self.tape.row_grads.values())
-        stored = torch.tensor(float(stored), dtype=torch.float64)
-        self.all_reduce([stored])
-        return float(stored) / (len(self.loss_coef) * sum(p.numel() for p in self.tape.names))
-
 
 class Scored(NamedTuple):
-    scores: torch.Tensor        # (n,) influence of each row
-    raw_scores: torch.Tensor    # (n,) before a row's own part in the target is taken off
-    G: dict                     # what rows were scored against: {parameter: tensor}
-    scale: dict                 # what the target's gradient was scaled with, with tracin_adam
-    halves: list                # the target's gradient in two parts
-    self_coef: torch.Tensor     # (n,) see Influence; 0: another batch, None: unknown
-    self_share: float
-    batch_grad: dict            # the gradient of all rows, or None if it was not needed
-    target_metrics: dict
+    scores: Tensor          # (n,) influence of each row
+    raw_scores: Tensor      # (n,) before a row's own part in the target is taken off
+    G: dict                 # what rows were scored against: {parameter: tensor}
+    scale: dict             # what the target's gradient was scaled with, with tracin_adam
+    halves: list            # the target's gradient in two parts
+    target_loss: Tensor     # ()
+    self_coef: Tensor       # (n,) see Influence; 0: another batch, None: unknown
+    self_share: Tensor      # () see self_influence
+    batch_grad: dict        # the gradient of all rows, or None if it was not needed
+
+
+class Findings(NamedTuple):
+    """What a step tells its log, which makes metrics of it. No gradient is kept for that."""
+    scores: Tensor          # (n,) influence of each row
+    weights: Tensor         # (n,) 0: not selected
+    fallback: bool          # of select
+    self_share: Tensor      # ()
+    error: Tensor           # () see invariant_error
+    true_error: Tensor      # () see Influence.true_error; None: not asked for
+    target: tuple           # (Batch, its rows that are the target)
+    target_loss: Tensor     # ()
+    products: Tensor        # (3,) <G, G>, <G, H>, <H, H> of the target's halves; (1,) of one
+    norms: dict             # {name: ()} of the target's gradient, of its first parameters
+    num_stored: int         # rows x weights whose gradients the tape stored
 
 
 def serves_both(cfg, batch):
@@ -337,12 +325,11 @@ def second_half(rows, num_generations):
 def halves_apart(batch, rows, num_generations):
     """Key (n,) that sorts rows by half, then by length, so that a sum over one half of the stored
     gradients reads nothing of the other."""
-    width = batch.mask.shape[1]
-    return batch.lengths[rows] + width * second_half(rows, num_generations)
+    return batch.lengths[rows] + batch.mask.shape[1] * second_half(rows, num_generations)
 
 
 # ------------------------------------------------------------------------------------------------
-# pure functions: target, selection, metrics
+# pure functions: target, selection, gradients
 
 
 def target_coefficients(target, rewards, advantages):
@@ -377,13 +364,13 @@ def choose_targets(rewards, size, how, generator):
     n = max(1, n - int(rewards.isnan().sum()))      # which come last
     order = order[:n]
     size = min(size or n, n)
-    if how == "balanced":
-        return torch.cat([order[:size - size // 2], order[n - size // 2:]])
-    if how == "best":
-        return order[:size]
-    if how == "worst":
-        return order[n - size:]
-    raise ValueError(f"no choice of targets is called {how!r}")
+    chosen = {
+        "best": order[:size],
+        "worst": order[n - size:],
+        "balanced": torch.cat([order[:size - size // 2], order[n - size // 2:]])}
+    if how not in chosen:
+        raise ValueError(f"no choice of targets is called {how!r}")
+    return chosen[how]
 
 
 def select(influence, how, fraction=0.5, generator=None):
@@ -395,25 +382,29 @@ def select(influence, how, fraction=0.5, generator=None):
     """
     n = len(influence)
     positive, negative = torch.stack([(influence > 0).sum(), (influence < 0).sum()]).tolist()
-    fallback = how in ("positive", "bottom", "random") and positive < 0.1 * (positive + negative)
-    count = (positive + negative + 1) // 2 if fallback else positive
+    nonzero = positive + negative
+    fallback = how in ("positive", "bottom", "random") and positive < 0.1 * nonzero
+    count = (nonzero + 1) // 2 if fallback else positive
     order = influence.argsort(descending=True)
     if how == "positive" and fallback:  # rows of influence 0, of groups without spread, go last
         order = influence.masked_fill(influence == 0, -torch.inf).argsort(descending=True)
     if how == "random":
-        order = torch.randperm(n, generator=generator)
-    ends = {"positive": count, "random": count, "top": round(fraction * n),
-            "drop": n - int(fraction * negative), "all": n, "bottom": n}
-    if how not in ends:
+        order = torch.randperm(n, generator=generator).to(influence.device)
+    kept = {
+        "positive": order[:count],
+        "drop": order[:n - int(fraction * negative)],
+        "top": order[:round(fraction * n)],
+        "bottom": order[n - count:],
+        "random": order[:count],
+        "all": order}
+    if how not in kept:
         raise ValueError(f"no selection is called {how!r}")
-    kept = order[n - count if how == "bottom" else 0:ends[how]]
-    keep = torch.zeros(n, dtype=torch.bool, device=influence.device)
-    return keep.index_fill_(0, kept.to(influence.device), True), fallback
+    return torch.zeros_like(influence, dtype=torch.bool).index_fill_(0, kept[how], True), fallback
 
 
 def check_number(number):
     """Ends the run unless a target function returned a number that gradients can come from."""
-    is_number = isinstance(number, torch.Tensor) and number.numel() == 1 and number.requires_grad
+    is_number = isinstance(number, Tensor) and number.numel() == 1 and number.requires_grad
     if not is_number or not number.isfinite():
         raise SystemExit(f"stopped: target returned {number!r}: must be one finite number as a "
                          "tensor that depends on the policy's weights, computed without no_grad")
@@ -466,54 +457,11 @@ def inner(G, H):
     return torch.stack([G[p].flatten() @ H[p].to(G[p]).flatten() for p in H]).double().sum()
 
 
-def read(numbers):
-    """{name: tensor ()} as {name: number}. A GPU is waited for once, and not for each of them."""
-    return dict(zip(numbers, torch.stack(list(numbers.values())).tolist()))
-
-
 def invariant_error(scores, batch_grad, G):
-    """How far sum_i I_i = <G_batch, G_target> is violated, relative to sum_i |I_i|."""
+    """How far sum_i I_i = <G_batch, G_target> is violated, relative to sum_i |I_i|: ()."""
     scores = scores.double()
-    total, size, product = torch.stack(
-        [scores.sum(), scores.abs().sum(), inner(batch_grad, G)]).tolist()
-    return abs(total - product) / max(size, 1e-30)
-
-
-def score_metrics(scores, weights, fallback):
-    return read({
-        "tracin/positive_ratio": (scores > 0).float().mean(),
-        "tracin/negative_ratio": (scores < 0).float().mean(),
-        "tracin/zero_ratio": (scores == 0).float().mean(),
-        "tracin/mean_ip": scores.mean(),
-        "tracin/std_ip": scores.std(),
-        "tracin/min_ip": scores.min(),
-        "tracin/max_ip": scores.max(),
-        "tracin/selected_ratio": (weights != 0).float().mean()}) | {
-        "tracin/fallback": float(fallback)}
-
-
-def halves_metrics(halves, names):
-    """The norm of the target's gradient and of its first parameters, and the cosine of its halves.
-    """
-    product = inner(halves[0], halves[-1]) * (len(halves) - 1)      # 0 of a single one
-    squares = [inner(half, half) for half in halves]
-    norms = [sum(half[p] for half in halves).norm() for p in list(halves[0])[:3]]
-    product, *found = torch.stack([product, *squares, *norms]).tolist()
-    squares = found[:len(halves)]
-    metrics = {"tracin/target_grad_norm": max(sum(squares) + 2 * product, 0.0) ** 0.5}
-    if len(halves) == 2:
-        metrics["tracin/target_cosine"] = product / max(math.prod(squares) ** 0.5, 1e-30)
-    for p, norm in zip(halves[0], found[len(halves):]):
-        metrics[f"tracin/target_grad_norm/{names[p]}"] = norm
-    return metrics
-
-
-def std(x):
-    """Standard deviation, NaN left out; exactly 0.0 if all values are the same number."""
-    x = x[~x.isnan()]
-    if len(x) < 2 or x.min() == x.max():
-        return 0.0
-    return float(x.std())
+    gap = scores.sum() - inner(batch_grad, G)
+    return gap.abs() / scores.abs().sum().clamp(min=1e-30)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -524,11 +472,10 @@ LARGEST_PRODUCT = 2 ** 31 - 1   # elements; above it cuBLAS reads a matrix x vec
 
 class MicroBatch(NamedTuple):
     """Rows of one forward and backward."""
-    index: int                      # which micro-batch of the recording it is
-    numbers: torch.Tensor           # (n,) the rows' numbers
-    tokens: torch.Tensor            # (M,) the row, 0 .. n - 1, of each flattened token; or None
-    token_numbers: torch.Tensor     # (M,) the number of that row; or None
-    seen: dict                      # {layer: flattened tokens that it has been given}
+    index: int          # which micro-batch of the recording it is
+    numbers: Tensor     # (n,) the rows' numbers
+    tokens: Tensor      # (M,) the row, 0 .. n - 1, of each flattened token; or None
+    seen: dict          # {layer: flattened tokens that it has been given}
 
 
 class Tape:
@@ -631,7 +578,7 @@ class Tape:
         self.give_back_memory()
         if error[0] is not None:
             return
-        self.check_all_read()
+        self.check_tokens()
         for name, p in self.model.named_parameters():
             if p.requires_grad != (p in self.names):
                 raise ValueError(f"{name}: its requires_grad was changed while recording")
@@ -642,8 +589,7 @@ class Tape:
         """Forgets the buffers that this recording did not use and, where that leaves more than
         `memory`, those that are longer than needed."""
         self.pool = {key: self.pool[key] for key in self.row_grads}
-        size = sum(g.numel() * g.element_size() for g in self.pool.values())
-        if size > self.memory:
+        if sum(g.nbytes for g in self.pool.values()) > self.memory:
             self.pool = {key: g for key, g in self.pool.items()
                          if len(g) == len(self.row_grads[key])}
 
@@ -655,31 +601,23 @@ class Tape:
         which: how many, or, after numbered(), their numbers (n,). tokens (M,): the row, 0 to n - 1,
         of each of M flattened tokens.
         """
-        self.check_all_read()
-        device = next(iter(self.names)).device
+        self.check_tokens()
         if isinstance(which, int):
-            which = torch.arange(self.counted, self.counted + which, device=device)
-        token_numbers = None
+            which = torch.arange(self.counted, self.counted + which, device=self.device)
         if tokens is not None:
-            tokens = tokens.to(device)
-            token_numbers = which[tokens]
-        index = len(self.micro_batches)
-        self.micro_batches.append(MicroBatch(index, which, tokens, token_numbers, {}))
+            tokens = tokens.to(self.device)
+        self.micro_batches.append(MicroBatch(len(self.micro_batches), which, tokens, {}))
         self.counted += len(which)
 
-    def check_all_read(self):
-        """ValueError unless every layer that saw flattened tokens saw all of them."""
-        if not self.micro_batches or self.micro_batches[-1].tokens is None:
-            return
-        micro = self.micro_batches[-1]
-        for module, count in micro.seen.items():
-            self.check_count(module, count, exact=True)
-
-    def check_count(self, module, count, exact=False):
-        told = len(self.micro_batches[-1].tokens)
-        if count > told or exact and count < told:
-            raise ValueError(
-                f"{self.layers[module]}: {count} tokens, where rows() was told of {told}")
+    def check_tokens(self, all_read=True):
+        """ValueError unless every layer that was given flattened tokens was given all of them, or
+        no more than them."""
+        for micro in self.micro_batches[-1:]:
+            for module, count in micro.seen.items():
+                told = len(micro.tokens)
+                if count > told or all_read and count < told:
+                    raise ValueError(
+                        f"{self.layers[module]}: {count} tokens, where rows() was told of {told}")
 
     def recording(self, module):
         """The module's forward on detached weights, which records its input a and the gradient b
@@ -697,9 +635,8 @@ class Tape:
                         f"{layer}: its {name} is another tensor than when the recording began; "
                         "call the model itself, not functional_call")
             again = torch._C._current_graph_task_id() != -1     # in a backward, by a checkpoint
-            micro, part = (None, None) if again else self.owner(module, x)
+            micro, owner = (None, None) if again else self.owner(module, x)
             out, a = run_detached(module, x)
-            tokens = out.shape[:-1].numel()
             is_own = not x.is_leaf
 
             def record(a, b):
@@ -710,7 +647,7 @@ class Tape:
                 if isinstance(module, nn.Linear):
                     b = b.to(a.dtype)
                 # memory of the caller's, a buffer of inputs for instance, may be used again
-                self.add(module, micro, part, a if is_own else a.clone(), b, tokens)
+                self.add(module, micro, owner, a if is_own else a.clone(), b)
 
             return Recorded.apply(out, out.new_empty((), requires_grad=True), a, record)
 
@@ -719,59 +656,55 @@ class Tape:
     def record_linear(self, module, x, b):
         """Records a Linear whose output gradient b is known already, in code that goes no way
         through backward(): input x (m, in), b (m, out)."""
-        micro, part = self.owner(module, x)
-        self.add(module, micro, part, x.detach().to(b.dtype), b.detach(), len(x))
+        micro, owner = self.owner(module, x)
+        self.add(module, micro, owner, x.detach().to(b.dtype), b.detach())
 
     def owner(self, module, x):
-        """Whose rows x holds: the micro-batch, and None if row i of x is row i of it, or the slice
-        of its flattened tokens."""
+        """Whose rows x holds: the micro-batch, and which of its rows each flattened token is of
+        (m,), or None if row i of x is row i."""
         if not self.micro_batches:
             raise ValueError("tape.rows(n) first: how many rows are in this micro-batch?")
         micro = self.micro_batches[-1]
-        is_lookup = type(module) is nn.Embedding
-        flattened = x.dim() == (1 if is_lookup else 2)
-        if flattened and micro.tokens is not None and not is_lookup:
-            return micro, self.next_slice(module, len(x))
-        if len(x) != len(micro.numbers) or (flattened and is_lookup):
+        is_lookup = isinstance(module, nn.Embedding)
+        if x.dim() == 2 and micro.tokens is not None and not is_lookup:
+            # the next ones, in pieces; after the last one a layer that is used twice begins again
+            start = micro.seen.get(module, 0) % max(1, len(micro.tokens))
+            end = start + len(x)
+            micro.seen[module] = end
+            self.check_tokens(all_read=False)
+            return micro, micro.tokens[start:end]
+        if len(x) != len(micro.numbers) or (is_lookup and x.dim() == 1):
             raise ValueError(
                 f"{self.layers[module]}: its input {tuple(x.shape)} does not tell which of the "
                 f"{len(micro.numbers)} rows is whose; look positions up per row, and give rows() "
                 "the owner of flattened tokens")
         return micro, None
 
-    def next_slice(self, module, count):
-        """The next `count` flattened tokens, as a layer is given them piece by piece. After the
-        last one a layer that is used twice begins again."""
-        micro = self.micro_batches[-1]
-        start = micro.seen.get(module, 0) % max(1, len(micro.tokens))
-        micro.seen[module] = start + count
-        self.check_count(module, start + count)
-        return slice(start, start + count)
-
-    def add(self, module, micro, part, a, b, tokens):
+    def add(self, module, micro, owner, a, b):
         """Records a layer: the gradient of each row, or a and b."""
-        if len(micro.numbers) == 0:
+        numbers = micro.numbers
+        if len(numbers) == 0:
             return
-        all_tokens = tokens if part is None else len(micro.tokens)  # a head in pieces has as many
-        if not self.store(module, micro, part, a, b, all_tokens / len(micro.numbers)):
-            numbers = micro.numbers if part is None else micro.token_numbers[part]
+        # a head in pieces has as many
+        tokens = b.shape[:-1].numel() if owner is None else len(micro.tokens)
+        if not self.store(module, micro, owner, a, b, tokens / len(numbers)):
+            numbers = numbers if owner is None else numbers[owner]
             self.records.append((module, numbers, a, b))
 
-    def store(self, module, micro, part, a, b, tokens_per_row):
+    def store(self, module, micro, owner, a, b, tokens_per_row):
         """Adds a layer's gradients to row_grads. False if a and b are to be recorded instead."""
         params = {name: p for name, p in module.named_parameters(recurse=False) if p in self.names}
         new = {p for p in params.values() if (p, micro.index) not in self.row_grads}
         n = len(micro.numbers)
-        size = sum(n * p.numel() * p.element_size() for p in new)
+        size = sum(n * p.nbytes for p in new)
         # the gradient of a lookup is sparse, unless the matrix is the head's too and stored already
         is_lookup = isinstance(module, nn.Embedding)
         is_short = isinstance(module, nn.Linear) and tokens_per_row < self.fewest
         does_not_fit = size > self.room
-        does_not_pay = bool(new) and (is_lookup or is_short)
+        does_not_pay = new and (is_lookup or is_short)
         if does_not_fit or does_not_pay:
             return False
         self.room -= size
-        owner = None if part is None else micro.tokens[part]
         for name, p in params.items():
             add_gradients(self.buffer(p, micro), p in new, module, name, a, b, owner)
         return True
@@ -793,147 +726,149 @@ class Tape:
         """Number of rows."""
         return self.counted if self.total is None else self.total
 
+    @property
+    def device(self):
+        return next(iter(self.names)).device
+
+    def contracted(self, parameters):
+        """(module, name in it, parameter, numbers, a, b): what is contracted of parameters."""
+        for module, numbers, a, b in self.records:
+            for name, p in module.named_parameters(recurse=False):
+                if p in parameters:
+                    yield module, name, p, numbers, a, b
+
+    def stored(self, parameters, entries=None):
+        """(micro-batch, parameters, (n, weights)): what is stored of these parameters, in all
+        micro-batches or in those of entries. Small ones are side by side, for fewer products."""
+        for micro in self.micro_batches:
+            if entries is not None and micro.numbers not in entries:
+                continue
+            here = [p for p in parameters if (p, micro.index) in self.row_grads]
+            alone = [[p] for p in here if p.numel() > self.small]
+            together = [p for p in here if p.numel() <= self.small]
+            for group in filter(None, [*alone, together]):
+                g = [self.row_grads[p, micro.index].flatten(1) for p in group]
+                yield micro, group, side_by_side(g)
+
     def gradient(self, weights=None):
         """sum_i weights_i g_i as {parameter: tensor}, with weights (n,) or None: all 1."""
+        if weights is None:
+            weights = torch.ones(self.n, device=self.device)
         return self.gradients([weights])[0]
 
     def gradients(self, weights):
-        """The gradients for several weights, in a list."""
-        choices = self.entries([(w != 0).long() - 1 for w in weights if w is not None])
+        """The gradients for several weights (n,), in a list."""
+        chosen = self.entries(torch.stack([w != 0 for w in weights]).long() - 1)
         totals = [{p: torch.empty_like(p) for p in self.names} for _ in weights]
-        for weight, total in zip(weights, totals):
+        for total, weight, entries in zip(totals, weights, chosen):
             torch._foreach_zero_(list(total.values()))
-            chosen = None if weight is None else choices.pop(0)
-            self.add_contracted(total, weight, chosen)
-            self.add_stored(total, weight, chosen)
+            self.add_contracted(total, weight, entries)
+            self.add_stored(total, weight, entries)
         self.all_reduce([g for total in totals for g in total.values()])
         return totals
 
-    def add_contracted(self, total, weight, chosen):
+    def add_contracted(self, total, weight, entries):
         """total[p] += the weighted gradients of what is contracted."""
-        factors = {}    # the weights of entries, which many layers have in common
-        for module, numbers, a, b in self.records:
-            if weight is not None:
-                if id(numbers) not in chosen:
-                    continue
-                here, _, _ = chosen[id(numbers)]
-                key = id(numbers), b.dtype
-                if key not in factors:
-                    factors[key] = weight.to(b)[numbers][here]
-                a, b = weigh(module, a[here], b[here], factors[key])
-            for name, p in module.named_parameters(recurse=False):
-                if p in total:
-                    total[p] += parameter_gradient(module, name, a, b)
+        @functools.cache    # many layers have them in common
+        def factors(numbers, dtype):
+            return weight.to(dtype)[numbers][entries[numbers].here]
 
-    def add_stored(self, total, weight, chosen):
+        for module, numbers, a, b in self.records:
+            if numbers in entries:
+                here = entries[numbers].here
+                a, b = weigh(module, a[here], b[here], factors(numbers, b.dtype))
+                for name, p in module.named_parameters(recurse=False):
+                    if p in total:
+                        total[p] += parameter_gradient(module, name, a, b)
+
+    def add_stored(self, total, weight, entries):
         """total[p] += the weighted gradients of what is stored."""
-        for micro, group, g in self.stored(total):
-            w = g.new_ones(len(g))
-            spans = [slice(None)]
-            if weight is not None:
-                if id(micro.numbers) not in chosen:
-                    continue
-                w = weight[micro.numbers].to(g)
-                spans = spans_of(chosen[id(micro.numbers)][2])
+        for micro, group, g in self.stored(total, entries):
+            w = weight[micro.numbers].to(g)
             flat = total[group[0]].view(-1) if len(group) == 1 else g.new_zeros(g.shape[1])
             width = LARGEST_PRODUCT // len(g)
-            for span in spans:
+            for span in spans_of(entries[micro.numbers].places):
                 for part, out in zip(g[span].split(width, 1), flat.split(width)):
                     out.addmv_(part.T, w[span])
             if len(group) > 1:
                 parts = flat.split([p.numel() for p in group])
-                parts = [part.view_as(p) for part, p in zip(parts, group)]
-                torch._foreach_add_([total[p] for p in group], parts)
-
-    def stored(self, parameters):
-        """The stored gradients of these parameters as matrices: (micro-batch, parameters, (n,
-        weights)). Small parameters are side by side, for fewer products."""
-        for micro in self.micro_batches:
-            here = [p for p in parameters if (p, micro.index) in self.row_grads]
-            groups = [[p] for p in here if p.numel() > self.small]
-            groups.append([p for p in here if p.numel() <= self.small])
-            for group in filter(None, groups):
-                g = [self.row_grads[p, micro.index].flatten(1) for p in group]
-                yield micro, group, side_by_side(g)
+                torch._foreach_add_([total[p].view(-1) for p in group], parts)
 
     def dot(self, G):
         """<g_i, G> for every row (n,), over the parameters of G {parameter: tensor}."""
-        p = next(iter(self.names))
-        scores = torch.zeros(self.n, dtype=torch.float64, device=p.device)
-        products = []       # (rows (k,), what they are to be given (k,))
-        for module, numbers, a, b in self.records:
-            for name, p in module.named_parameters(recurse=False):
-                if p in G:
-                    products.append((numbers, layer_dot(module, name, a, b, G[p])))
+        terms = [(numbers, layer_dot(module, name, a, b, G[p]))
+                 for module, name, p, numbers, a, b in self.contracted(G)]
         for micro, group, g in self.stored(G):
             target = side_by_side([G[p].to(g).flatten() for p in group])
             width = LARGEST_PRODUCT // len(g)
             if not g.is_cuda:   # a CPU adds a long product up in one line, which costs digits
                 width = min(width, 32768)
             for part, t in zip(g.split(width, 1), target.split(width)):
-                products.append((micro.numbers, part @ t))
-        add_products(scores, products)
-        scores = scores.to(torch.promote_types(p.dtype, torch.float32))
-        self.all_reduce([scores])
-        return scores
+                terms.append((micro.numbers, part @ t))
+        dtype = torch.promote_types(next(iter(self.names)).dtype, torch.float32)
+        return self.sum_of(terms, self.n).to(dtype)
 
     def norms(self, rows, scale={}, parameters=None, memory=2 ** 26):
         """sum of scale * g_i^2 for some rows (their numbers, ascending) in float64; without scale
         it is ||g_i||^2. At most about `memory` numbers of per-row gradients exist at a time."""
         rows = torch.as_tensor(rows)
+        places = torch.arange(len(rows), device=self.device)
         find = functools.cache(lambda size: self.find(rows.split(size)))
-        chosen, = find(len(rows))
-        device = next(iter(self.names)).device
-        found = torch.zeros(len(rows), dtype=torch.float64, device=device)
+        entries, = find(len(rows))
+        formed = []
         products = []
         only_stored = []
         stored = {p for p, _ in self.row_grads}
         for p in self.names if parameters is None else parameters:
-            uses = [record for record in self.records if uses_parameter(record[0], p)]
+            uses = list(self.contracted({p}))
             if not uses:
                 only_stored.append(p)
-            elif p not in scale and p not in stored and is_plain_matrix(p, uses):
-                products += gram_norms(chosen, uses)
+            elif p not in scale and p not in stored and is_plain_matrix(uses):
+                products += gram_norms(entries, uses)
             else:
                 size = max(1, min(len(rows), memory // p.numel()))
-                for part, total, here in zip(rows.split(size), found.split(size), find(size)):
+                for part, place, here in zip(rows.split(size), places.split(size), find(size)):
                     squares = self.per_row(p, part, here).square()
                     if p in scale:
                         squares *= scale[p]
-                    total += squares.flatten(1).sum(1)
-        products += self.stored_norms(chosen, only_stored, scale, memory)
-        add_products(found, products)
-        self.all_reduce([found])
-        return found
+                    formed.append((place, squares.flatten(1).sum(1)))
+        products += self.stored_norms(entries, only_stored, scale, memory)
+        return self.sum_of(formed + products, len(rows))
 
-    def stored_norms(self, chosen, parameters, scale, memory):
+    def sum_of(self, terms, n):
+        """The sum (n,) in float64, over processes too, of terms (rows (k,), what these are given
+        (k,))."""
+        total = torch.zeros(n, dtype=torch.float64, device=self.device)
+        if terms:
+            rows, found = zip(*terms)
+            total.index_add_(0, torch.cat(rows), torch.cat(found).to(total))
+        self.all_reduce([total])
+        return total
+
+    def stored_norms(self, entries, parameters, scale, memory):
         """Terms of norms (rows (k,), squares (k,)), of parameters of which all is stored."""
-        for micro, group, g in self.stored(parameters):
-            if id(micro.numbers) not in chosen:
-                continue
-            here, places, _ = chosen[id(micro.numbers)]
+        for micro, group, g in self.stored(parameters, entries):
+            here, rows, _ = entries[micro.numbers]
             factors = g.new_ones(g.shape[1])
             if scale:
                 factors = side_by_side([scale[p].flatten() for p in group])
-            width = max(1, memory // len(places)) if g.is_cuda else 32768   # as in dot
+            width = max(1, memory // len(rows)) if g.is_cuda else 32768     # as in dot
             for part, factor in zip(g.split(width, 1), factors.split(width)):
-                yield places, (part[here].square() * factor).sum(1)
+                yield rows, (part[here].square() * factor).sum(1)
 
-    def per_row(self, p, rows, chosen=None):
-        """The gradients (len(rows), *p.shape) of one parameter, for rows recorded here. chosen: as
-        of find."""
-        if chosen is None:
-            chosen, = self.find([rows])
+    def per_row(self, p, rows, entries=None):
+        """The gradients (len(rows), *p.shape) of one parameter, for rows recorded here. entries: of
+        find."""
+        if entries is None:
+            entries, = self.find([rows])
         total = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
-        for module, numbers, a, b in self.records:
-            for name, q in module.named_parameters(recurse=False):
-                if q is p and id(numbers) in chosen:
-                    here, row, places = chosen[id(numbers)]
-                    add_per_row(total, module, name, a[here], b[here], row, places)
-        for micro, _, g in self.stored([p]):
-            if id(micro.numbers) in chosen:
-                here, row, _ = chosen[id(micro.numbers)]
-                total.flatten(1).index_add_(0, row, g[here])
+        for module, name, _, numbers, a, b in self.contracted({p}):
+            if numbers in entries:
+                here, row, places = entries[numbers]
+                add_per_row(total, module, name, a[here], b[here], row, places)
+        for micro, _, g in self.stored([p], entries):
+            here, row, _ = entries[micro.numbers]
+            total.flatten(1).index_add_(0, row, g[here])
         return total
 
     def find(self, choices):
@@ -941,39 +876,39 @@ class Tape:
         places = torch.full((len(choices), self.n), -1)
         for place, rows in zip(places, choices):
             place[rows] = torch.arange(len(rows))
-        return self.entries(places.to(next(iter(self.names)).device))
+        return self.entries(places.to(self.device))
 
-    def entries(self, choices):
-        """Where rows are in the records, for several choices of rows; a GPU is waited for once.
+    def entries(self, places):
+        """Where chosen rows are in the records, for several choices; a GPU is waited for once.
 
-        A choice (n,) has for each row its place among those chosen, or -1. Of each choice it is
-        {id(numbers): (entries of the record (k,), the places of their rows (k,), the places of all
-        entries in a list)}, without records of other rows only. The records keep `numbers` alive.
+        places (choices, n): the place of each row among those chosen, or -1. Returns {numbers of a
+        record: Entries} of each choice, without records of other rows only.
         """
-        numbers = [micro.numbers for micro in self.micro_batches]
-        numbers += [record[1] for record in self.records]
-        numbers = {id(x): x for x in numbers}
-        found = [{key: choice[x] for key, x in numbers.items()} for choice in choices]
-        places = [x for chosen in found for x in chosen.values()]
-        on_host = iter(torch.cat(places).tolist() if places else ())
-        for chosen in found:
-            for key, x in list(chosen.items()):
-                listed = [next(on_host) for _ in range(len(x))]
-                count = sum(i >= 0 for i in listed)
+        owners = [micro.numbers for micro in self.micro_batches]
+        owners += [record[1] for record in self.records]
+        owners = dict.fromkeys(owners)      # each once
+        places = places[:, torch.cat([places.new_zeros(0), *owners])]
+        found = []
+        for choice, on_host in zip(places, places.tolist()):
+            entries = {}
+            on_host = iter(on_host)
+            for numbers, place in zip(owners, choice.split([len(x) for x in owners])):
+                listed = list(itertools.islice(on_host, len(numbers)))
+                count = len(listed) - listed.count(-1)
                 here = slice(None)      # all of them: no copy
-                if count < len(x):
-                    here = (x >= 0).nonzero_static(size=count)[:, 0]
-                chosen[key] = here, x[here], listed
-                if count == 0:
-                    del chosen[key]
+                if count < len(listed):
+                    here = (place >= 0).nonzero_static(size=count)[:, 0]
+                if count:
+                    entries[numbers] = Entries(here, place[here], listed)
+            found.append(entries)
         return found
 
 
-def add_products(total, products):
-    """total[rows] += x for each (rows (k,), x (k,)), all at once."""
-    if products:
-        rows, found = zip(*products)
-        total.index_add_(0, torch.cat(rows), torch.cat(found).to(total))
+class Entries(NamedTuple):
+    """Those entries of a record that are of chosen rows."""
+    here: Tensor    # (k,) or slice(None): which
+    rows: Tensor    # (k,) the place of each one's row among those chosen
+    places: list    # the same of all entries of the record; -1: not chosen
 
 
 def side_by_side(parts):
@@ -994,8 +929,8 @@ def check_exact(model, loss_of, rows, tokens=None, tolerance=0.01):
         loss_of(rows).backward()
     i = int(tape.norms(range(len(rows))).argmax())      # another may have no gradient
     among = torch.cat([tape.per_row(p, [i]).flatten() for p in tape.names]).double()
-    loss = loss_of(rows[i:i + 1])
-    alone = torch.autograd.grad(loss, list(tape.names), materialize_grads=True)
+    alone = torch.autograd.grad(
+        loss_of(rows[i:i + 1]), list(tape.names), materialize_grads=True)
     alone = torch.cat([g.flatten() for g in alone]).double()
     scale = float(among @ alone / (alone @ alone))
     rest = float((among - scale * alone).norm() / among.norm())
@@ -1040,8 +975,8 @@ def trained_layers(model):
     for name, module in model.named_modules():
         if not any(p.requires_grad for p in module.parameters(recurse=False)):
             continue
-        known = type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
-        known = known or hasattr(module, "product")     # model.Head
+        is_head = hasattr(module, "product")    # model.Head
+        known = is_head or type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
         params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         odd = [k for k in params if k not in ("weight", "bias")]
         odd += [f"complex {k}" for k, p in params.items() if p.is_complex()]
@@ -1062,9 +997,14 @@ def trained_layers(model):
 
 def spans_of(places):
     """Slices of a list without -1: a copy of the rows that count would cost more."""
-    on = [False, *(i >= 0 for i in places), False]
-    ends = [i for i in range(len(places) + 1) if on[i] != on[i + 1]]
-    return [slice(i, j) for i, j in zip(ends[::2], ends[1::2])]
+    spans = []
+    end = 0
+    for chosen, group in itertools.groupby(places, lambda place: place >= 0):
+        start = end
+        end += len(list(group))
+        if chosen:
+            spans.append(slice(start, end))
+    return spans
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1073,49 +1013,40 @@ def spans_of(places):
 
 def run_detached(module, x):
     """(output of the layer on detached weights, a)."""
-    weight = module.weight.detach()
-    bias = None if getattr(module, "bias", None) is None else module.bias.detach()
+    weights = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
     if isinstance(module, nn.Embedding):
-        return F.embedding(x, weight), x
+        return F.embedding(x, **weights), x
     if isinstance(module, nn.Linear):
-        if hasattr(module, "product"):      # a vocabulary head: float32, of operands in bfloat16
-            out = module.product(x, weight)
-            dtype = autocast_dtype(x)
-        else:
-            out = F.linear(x, weight, bias)
-            dtype = out.dtype
-        a = x.detach().to(dtype)
+        product = getattr(module, "product", F.linear)      # model.Head has one of its own
+        out = product(x, **weights)
+        dtype = out.dtype
+        device = x.device.type
+        if product is not F.linear and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)    # of its operands; logits may be wider
         # autograd takes some outputs for views, which Recorded cannot change in place
-        return torch.ops.aten._unsafe_view(out, out.shape), a
-    shape, eps = module.normalized_shape, module.eps
-    if isinstance(module, nn.LayerNorm):
-        a = F.layer_norm(x.detach(), shape, eps=eps)
-        return F.layer_norm(x, shape, weight, bias, eps), a
-    a = F.rms_norm(x.detach(), shape, eps=eps)
-    return F.rms_norm(x, shape, weight, eps), a
-
-
-def autocast_dtype(x):
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def uses_parameter(module, p):
-    return any(q is p for q in module.parameters(recurse=False))
+        return torch.ops.aten._unsafe_view(out, out.shape), x.detach().to(dtype)
+    normalize = F.layer_norm if isinstance(module, nn.LayerNorm) else F.rms_norm
+    norm = functools.partial(normalize, normalized_shape=module.normalized_shape, eps=module.eps)
+    return norm(x, **weights), norm(x.detach())
 
 
 def weigh(module, a, b, w):
     """a and b, one of them times the weights w of the entries."""
     if isinstance(module, nn.Linear) and a.numel() < b.numel() and module.bias is None:
-        return a * w.view(-1, *[1] * (a.dim() - 1)), b      # the smaller factor
-    return a, b * w.view(-1, *[1] * (b.dim() - 1))
+        return a * as_entries(w, a), b      # the smaller factor
+    return a, b * as_entries(w, b)
+
+
+def as_entries(w, x):
+    """w (n,) with the dimensions of x (n, ...), to be multiplied with it or added to it."""
+    return w.view(-1, *[1] * (x.dim() - 1))
 
 
 def parameter_gradient(module, name, a, b):
     """The gradient of one parameter of a layer, summed over rows and tokens."""
     if isinstance(module, nn.Embedding):
         zeros = torch.zeros_like(module.weight)
-        return zeros.index_add_(0, a.flatten(), b.flatten(0, -2).to(module.weight.dtype))
+        return zeros.index_add_(0, a.flatten(), b.flatten(0, -2).to(zeros.dtype))
     flat_b = b.flatten(0, -2)                                                   # (rows * T, out)
     if name == "bias":
         return flat_b.sum(0)
@@ -1130,20 +1061,18 @@ def add_gradients(g, first, module, name, a, b, owner):
     first: what the memory of g holds does not count. owner: the row of each entry of the first
     dimension of a and b; None: entry i is of row i.
     """
-    in_rows = b.dim() == 3 and not isinstance(module, nn.Embedding)
-    is_matrix = isinstance(module, nn.Linear) and name == "weight"
-    if in_rows and is_matrix and b.dtype == g.dtype:
-        g.baddbmm_(b.mT, a, beta=0 if first else 1)     # in place: no copy of a large g
-    elif in_rows and first:
-        g.copy_(gradient_of_rows(module, name, a, b))
-    elif in_rows:
-        g.add_(gradient_of_rows(module, name, a, b))
-    else:                       # flattened tokens, or ids: entry by entry
+    if b.dim() != 3 or isinstance(module, nn.Embedding):    # flattened tokens, or ids
         if first:
             g.zero_()
         if owner is None:
             owner = torch.arange(len(g), device=b.device)
         add_per_row(g, module, name, a, b, owner)
+    elif isinstance(module, nn.Linear) and name == "weight" and b.dtype == g.dtype:
+        g.baddbmm_(b.mT, a, beta=0 if first else 1)     # in place: no copy of a large g
+    elif first:
+        g.copy_(gradient_of_rows(module, name, a, b))
+    else:
+        g.add_(gradient_of_rows(module, name, a, b))
 
 
 def gradient_of_rows(module, name, a, b):
@@ -1159,7 +1088,7 @@ def add_per_row(total, module, name, a, b, row, rows=None):
     """total[row[i]] += the gradient of one parameter from entry i of a layer's a and b. rows: the
     same as a list, where it is known, for which a GPU need not be waited for."""
     if isinstance(module, nn.Embedding):
-        flat = (row.view(-1, *[1] * (a.dim() - 1)) * total.shape[1] + a).flatten()
+        flat = (as_entries(row, a) * total.shape[1] + a).flatten()
         total.view(-1, total.shape[2]).index_add_(0, flat, b.flatten(0, -2).to(total.dtype))
     elif isinstance(module, nn.Linear) and name == "weight" and b.dim() == 2:   # flattened
         order = row.argsort(stable=True)
@@ -1195,23 +1124,23 @@ def layer_dot(module, name, a, b, G):
     return (b * out).flatten(1).sum(1, dtype=torch.promote_types(b.dtype, torch.float32))
 
 
-def is_plain_matrix(p, uses):
-    """True for the weight of one Linear on (rows, tokens, channels), each row recorded once."""
-    if not uses or p.dim() != 2 or not isinstance(uses[0][0], nn.Linear):
-        return False
-    in_rows = all(b.dim() == 3 for _, _, _, b in uses)
-    return in_rows and len({id(numbers) for _, numbers, _, _ in uses}) == len(uses)
+def is_plain_matrix(uses):
+    """True for the weight of one Linear on (rows, tokens, channels), each row recorded once. uses:
+    of Tape.contracted."""
+    in_rows = all(isinstance(module, nn.Linear) and name == "weight" and b.dim() == 3
+                  for module, name, *_, b in uses)
+    return in_rows and len({numbers for *_, numbers, _, _ in uses}) == len(uses)
 
 
-def gram_norms(chosen, uses):
+def gram_norms(entries, uses):
     """Terms (rows (k,), |g_i|^2 (k,)) for a matrix with g_i = sum_t b_t a_t^T, without forming it:
     |g_i|^2 = sum_ts (a_t . a_s) (b_t . b_s)."""
-    for _, numbers, a, b in uses:
-        if id(numbers) in chosen:
-            here, rows, _ = chosen[id(numbers)]
+    for *_, numbers, a, b in uses:
+        if numbers in entries:
+            here, rows, _ = entries[numbers]
             x, y = a[here], b[here]
             yield rows, ((x @ x.mT) * (y @ y.mT)).sum((1, 2), dtype=torch.float64)
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own
-    runpy.run_path(os.path.join(os.path.dirname(__file__), "explain.py"), run_name="__main__")
+    runpy.run_module("explain", run_name="__main__")

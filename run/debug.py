@@ -6,7 +6,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from model import completion_logprobs
-from run.metrics import batch_metrics, loss_metrics, mean_influence, numbers
+from run.metrics import (
+    batch_metrics, check_scores, influence_metrics, loss_metrics, mean_influence, numbers)
 from run.report import diagnose, diagnose_influence
 from run.script import seed_for
 
@@ -160,12 +161,13 @@ def print_influence(nets, cfg, prompts, batch, step, grpo):
             influence.forward_backward(positions)
     seed = seed_for(cfg.seed, "rows", 0)
     found = influence.keep_helpful(target, seed_for(seed, "select", 0), check=True)
-    m = mean_influence([found])
+    check_scores(found, nets, cfg)
+    m = mean_influence([influence_metrics(found, nets)])
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/selected_ratio']:.0f} % are kept (tracin_select = "
           f"{cfg.tracin_select!r})")
     print("  check: their sum is <G_train, G_target>, with G_train by a plain backward, to "
-          f"{m['tracin/invariant_error']:.1e} of the sum of |influence|")
+          f"{float(found.true_error):.1e} of the sum of |influence|")
     scores = batch.influence.tolist()
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     helpful = [i for i in order if scores[i] > 0][:3]

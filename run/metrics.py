@@ -13,7 +13,6 @@ from torch.nn.utils import get_total_norm
 
 from run.host import to_host
 from run.processes import all_gather, shard
-from tracin import std
 
 JUDGE_SHARE = 0.02      # of an iteration's cost
 FEWEST_JUDGED = 32      # rows, for a mean that says something
@@ -81,8 +80,7 @@ class Meter:
         logp_diff = all_gather(self.logp_diff)
         if len(logp_diff) == 0:
             return
-        exact = self.nets.dtype == torch.float32 and not self.cfg.allow_tf32
-        gap, bound = gap_of(logp_diff, exact)
+        gap, bound = gap_of(logp_diff, is_exact(self.nets, self.cfg))
         if not math.isfinite(gap):
             raise SystemExit(f"stopped before the first step: {self.not_finite()}")
         if gap > bound:
@@ -91,8 +89,10 @@ class Meter:
                 f"by {gap:.3g} nats on a token; something in the model is random or sees padding "
                 "(or try dtype = 'float32')")
 
-    def add_influence(self, metrics):
-        self.influence.append(metrics)
+    def add_influence(self, found):
+        """What keep_helpful found in a step. Ends the run if the scores are wrong."""
+        check_scores(found, self.nets, self.cfg)
+        self.influence.append(influence_metrics(found, self.nets))
 
     def add_step(self, grad_norm):
         """Ends the run if a number that the step depends on is not finite."""
@@ -139,6 +139,16 @@ class Meter:
         metrics["grad_norm"] = sum(norm for _, norm in self.steps) / num_steps
         metrics["num_steps"] = len(self.steps)
         return metrics | sampling_metrics(all_gather(self.logp_diff))
+
+
+def is_exact(nets, cfg):
+    """True where products of the forward passes are in float32."""
+    return nets.dtype == torch.float32 and not cfg.allow_tf32
+
+
+def bound_of(exact):
+    """Of relative differences."""
+    return 1e-3 if exact else 5e-2
 
 
 def gap_of(logp_diff, exact):
@@ -204,6 +214,59 @@ def mean_over_tokens(micros):
     return metrics
 
 
+def check_scores(found, nets, cfg):
+    """Ends the run unless the scores add up to <gradient of the step, target's gradient>, with the
+    first from a plain backward. Without that one (see keep_helpful) nothing is checked."""
+    bound = bound_of(is_exact(nets, cfg))
+    if found.true_error is not None and not found.true_error <= bound:
+        raise SystemExit(
+            "stopped before the first step: the influences do not add up to the product of "
+            f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
+            f"{bound:g}); the tape or the loss in its units has a bug (or try dtype = 'float32')")
+
+
+def influence_metrics(found, nets):
+    """Metrics of a step's influence. found: tracin.Findings."""
+    scores = found.scores
+    metrics = numbers([{
+        "tracin/positive_ratio": (scores > 0).float().mean(),
+        "tracin/negative_ratio": (scores < 0).float().mean(),
+        "tracin/zero_ratio": (scores == 0).float().mean(),
+        "tracin/mean_ip": scores.mean(),
+        "tracin/std_ip": scores.std(),
+        "tracin/min_ip": scores.min(),
+        "tracin/max_ip": scores.max(),
+        "tracin/selected_ratio": (found.weights != 0).float().mean(),
+        "tracin/self_share": found.self_share,
+        "tracin/invariant_error": found.error,
+        "tracin/target_loss": found.target_loss}
+        | {f"tracin/target_grad_norm/{name}": norm for name, norm in found.norms.items()}])[0]
+    metrics["tracin/fallback"] = float(found.fallback)
+    stored = sum(all_gather([found.num_stored]))
+    num_weights = sum(p.numel() for p in nets.trained)
+    metrics["tracin/kept_gradients"] = stored / (len(scores) * num_weights)
+    return metrics | target_metrics(found)
+
+
+def target_metrics(found):
+    """Metrics of the target's gradient and rows. A function of the config file has no rows."""
+    square, *more = found.products.tolist()
+    if not more:
+        return {"tracin/target_grad_norm": square ** 0.5}
+    product, other = more       # <G, H> and <H, H> of the two halves
+    batch, rows = found.target
+    advantages = batch.advantages[rows]
+    rewards = batch.rewards[rows.to(batch.rewards.device)]
+    metrics = numbers([{
+        "tracin/target_advantage_min": advantages.min(),
+        "tracin/target_advantage_max": advantages.max()}])[0]
+    metrics["tracin/target_grad_norm"] = max(square + other + 2 * product, 0.0) ** 0.5
+    metrics["tracin/target_cosine"] = product / max((square * other) ** 0.5, 1e-30)
+    metrics["tracin/target_rows"] = len(rows)
+    metrics["tracin/target_contrast"] = std(rewards) / max(std(batch.rewards), 1e-12)
+    return metrics
+
+
 def mean_influence(steps):
     """Influence's metrics of the steps -> those of the update: means, but the extremes."""
     if not steps:
@@ -265,6 +328,14 @@ def weights_of(model):
     """Number of weights but those of embeddings, whose lookup costs nothing."""
     return sum(p.numel() for m in model.modules() if not isinstance(m, torch.nn.Embedding)
                for p in m.parameters(recurse=False))
+
+
+def std(x):
+    """Standard deviation, NaN left out; exactly 0.0 if all values are the same number."""
+    x = x[~x.isnan()]
+    if len(x) < 2 or x.min() == x.max():
+        return 0.0
+    return float(x.std())
 
 
 def batch_on_host(batch):

@@ -24,7 +24,7 @@ from run.decoder import Decoder
 from run.device import autocast
 from run.fused_head import fused_logprobs
 from run.head import float32_product, set_product, wide_product
-from run.metrics import gap_of
+from run.metrics import bound_of, gap_of, is_exact
 from run.processes import all_gather, rank_and_size
 from run.script import BadInput, is_out_of_memory
 from sample import Rollout
@@ -188,15 +188,6 @@ def flat_gradient(scalar, parameters):
     found = torch.autograd.grad(scalar, parameters, allow_unused=True)
     parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
     return torch.cat([g.flatten() for g in parts])
-
-
-def is_exact(nets, cfg):
-    """True where products of the forward passes are in float32."""
-    return nets.dtype == torch.float32 and not cfg.allow_tf32
-
-
-def relative_bound(nets, cfg):
-    return 1e-3 if is_exact(nets, cfg) else 5e-2
 
 
 def relative(found, expected):
@@ -394,7 +385,7 @@ def compiled_judge(nets, cfg, few):
 
     def gap(found, expected):
         differences = (found - expected) / (1 + expected.abs())
-        return float(differences.abs().max()), relative_bound(nets, cfg)
+        return float(differences.abs().max()), bound_of(is_exact(nets, cfg))
 
     def use():
         judge.model = compiled()
@@ -428,7 +419,7 @@ def influence(nets, cfg, few, name, memory, leave):
 
     return Path(
         name, cfg.tracin != "off", fast=recorded, plain=one_by_one,
-        gap=lambda found, expected: (relative(found, expected), relative_bound(nets, cfg)),
+        gap=lambda found, expected: (relative(found, expected), bound_of(is_exact(nets, cfg))),
         without="tracin_memory = 0", leave=leave)
 
 

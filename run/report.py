@@ -8,9 +8,9 @@ import time
 import torch
 
 from run.device import free_memory, memory
+from run.metrics import bound_of, std
 from run.processes import rank_and_size
 from run.script import BadInput
-from tracin import std
 
 # ------------------------------------------------------------------------------------------------
 # lines
@@ -226,8 +226,8 @@ def diagnose_influence(m, cfg, dtype):
             f"{100 * share:.0f} % of the influence is each rollout's own share in the target: set "
             "tracin_leave_one_out = True")
     error = m["tracin/invariant_error"]
-    bound = 5e-2 if dtype == torch.bfloat16 else 1e-3
-    if not error <= bound:
+    exact = dtype == torch.float32 and not cfg.allow_tf32
+    if not error <= bound_of(exact):
         out["invariant"] = (
             f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
             "scores are wrong, do not trust this run")
