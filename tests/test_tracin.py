@@ -585,8 +585,6 @@ def test_rows_are_known_on_every_device(way):
         tape.rows(2)
         model(torch.zeros(2, 4, dtype=torch.long, device="meta")).sum().backward()
     assert tape.dot({p: torch.zeros_like(p) for p in tape.names}).shape == (2,)
-    # meta tensors cannot tell which rows are not 0
-    assert way == "kept" or len(tape.gradient()) == 5
 
 
 def ranks(x):
