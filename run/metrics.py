@@ -250,21 +250,21 @@ def influence_metrics(found, nets):
 
 def target_metrics(found):
     """Metrics of the target's gradient and rows. A function of the config file has no rows."""
-    square, *more = found.products.tolist()
-    if not more:
-        return {"tracin/target_grad_norm": square ** 0.5}
-    product, other = more       # <G, H> and <H, H> of the two halves
     batch, rows = found.target
     advantages = batch.advantages[rows]
+    extremes = advantages.min(), advantages.max()
+    *products, low, high = torch.stack([*found.products, *extremes]).tolist()
+    if len(products) == 1:
+        return {"tracin/target_grad_norm": products[0] ** 0.5}
+    first, both, second = products      # <G, G>, <G, H>, <H, H> of the two halves
     rewards = batch.rewards[rows.to(batch.rewards.device)]
-    metrics = numbers([{
-        "tracin/target_advantage_min": advantages.min(),
-        "tracin/target_advantage_max": advantages.max()}])[0]
-    metrics["tracin/target_grad_norm"] = max(square + other + 2 * product, 0.0) ** 0.5
-    metrics["tracin/target_cosine"] = product / max((square * other) ** 0.5, 1e-30)
-    metrics["tracin/target_rows"] = len(rows)
-    metrics["tracin/target_contrast"] = std(rewards) / max(std(batch.rewards), 1e-12)
-    return metrics
+    return {
+        "tracin/target_grad_norm": max(first + second + 2 * both, 0.0) ** 0.5,
+        "tracin/target_cosine": both / max((first * second) ** 0.5, 1e-30),
+        "tracin/target_advantage_min": low,
+        "tracin/target_advantage_max": high,
+        "tracin/target_rows": len(rows),
+        "tracin/target_contrast": std(rewards) / max(std(batch.rewards), 1e-12)}
 
 
 def mean_influence(steps):
