@@ -16,6 +16,7 @@ from config import load_settings
 from data.comments import get_splits
 from data.prompts import load_prompts
 from data.tokenizer import end_tokens
+from environment.episode import answering
 from judge import as_reward, reward_functions
 from judge.rewards import score
 from judge.scorer import says_nothing
@@ -51,7 +52,7 @@ def evaluate(nets, policy, cfg):
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
     perplexity = perplexity_under(nets.base, rollout, k)
-    ids = rollout.completions()
+    ids = rollout.completions(end_tokens(nets.tokenizer))
     completions = [nets.tokenizer.decode(row) for row in ids]
 
     asked = [prompt for prompt in nets.eval_prompts for _ in range(k)]
@@ -73,7 +74,7 @@ def evaluate(nets, policy, cfg):
     measures["perplexity"] = perplexity
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
-    measures["mean_length"] = float(rollout.mask.sum(1).float().mean())
+    measures["mean_length"] = float(rollout.chosen.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
     measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
     return measures, completions[::k]
@@ -92,7 +93,7 @@ def sample_evaluation(nets, policy, cfg):
         with autocast(nets.device, nets.dtype):
             rollouts.append(nets.generate(
                 policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"), eos=eos,
-                part=part))
+                part=part, respond=answering(nets.tokenizer, nets.eval_prompts, cfg, k)))
         if progress.is_due():
             progress.show((part.stop - mine.start) * k)
     rollout = concatenate(rollouts, eos[0])

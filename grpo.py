@@ -23,7 +23,7 @@ The arithmetic is TRL's, but for these departures, whose reasons docs/trl.md giv
   11  a mini-batch without a token that carries loss is no step
   12  entropy_coef takes the mean over all tokens with loss, also with top_entropy_quantile
   13  a reward function that abstains counts as its mean over the group
-Left out: a critic, tools, several turns.
+Left out: a critic.
 """
 import contextlib
 import copy
@@ -40,7 +40,8 @@ from torch.nn.utils import clip_grad_norm_
 from config import load_settings, usage
 from data.comments import get_splits
 from data.prompts import draw_prompts, load_prompts
-from data.tokenizer import end_tokens
+from data.tokenizer import end_tokens, texts_of
+from environment.episode import answering, openings, try_environment
 from evaluate import evaluate, print_table
 from judge import reward_functions
 from judge.rewards import score, try_rewards
@@ -92,7 +93,7 @@ def collect(nets, prompts, cfg, seed, log=quiet):
     """All of an iteration that needs no gradient: B prompts -> Batch of N rows."""
     # rollout: a group of G completions per prompt, log-probs recorded as the tokens are drawn
     rollout = sample_groups(nets, prompts, cfg, seed)                               # (N, T)
-    completions = [nets.tokenizer.decode(ids) for ids in rollout.completions()]
+    completions = texts_of(nets.tokenizer, rollout)
     log.generated(len(completions))
 
     # score: a number per completion and reward function, then their weighted sum
@@ -215,7 +216,9 @@ def sample_groups(nets, prompts, cfg, seed):
             nets.policy, [prompt.ids for prompt in prompts],
             cfg.num_generations, cfg.max_completion_length, seed=seed,
             batch_size=cfg.decode_batch_size, part=shard(len(prompts)), eos=eos,
-            temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
+            temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
+            forced=openings(nets.tokenizer, cfg, len(prompts), seed),
+            respond=answering(nets.tokenizer, prompts, cfg))
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 
@@ -642,6 +645,7 @@ def read_inputs(cfg):
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, splits)
     check_size(cfg, base, len(eval_prompts), device, dtype)
     try_rewards(cfg, prompts + eval_prompts + val_prompts)
+    try_environment(cfg, prompts + eval_prompts + val_prompts, tokenizer)
     return SimpleNamespace(
         device=device, dtype=dtype, base=base, splits=splits, tokenizer=tokenizer,
         prompts=prompts, eval_prompts=eval_prompts, val_prompts=val_prompts)

@@ -19,7 +19,7 @@ import hub.policy
 from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.prompts import prompts_of_questions
-from data.tokenizer import end_tokens, load_tokenizer
+from data.tokenizer import end_tokens, load_tokenizer, texts_of
 from model import GPT, GPTConfig, add_lora
 from run.attention import use_attention_by_hand
 from run.content import check_fit, newest_checkpoint, read_checkpoint, settings_of
@@ -319,8 +319,8 @@ def main(argv):
         use_attention_by_hand(policy)
     rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=end_tokens(tokenizer),
                        seed=cfg.seed)
-    for i, completion in enumerate(rollout.completions()):
-        print(f"{prompts[i // 3]}|{tokenizer.decode(completion)}")
+    for i, completion in enumerate(texts_of(tokenizer, rollout)):
+        print(f"{prompts[i // 3]}|{completion}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ In the order of the file: the rollout, sampling from logits, decode, generate.
 Shapes: B prompts of width P (left-padded), N = B * num_generations sampled rows, T sampled tokens,
 V = vocab_size, n rows still running.
 """
+import functools
 import math
 import os
 import runpy
@@ -30,7 +31,8 @@ class Rollout:
     chosen: torch.Tensor           # (N, T) True on those that the policy drew: none that was forced
     logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 if not chosen
     entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 if not chosen
-    ended: torch.Tensor            # (N,) True where an end token ended the row
+    ended: torch.Tensor            # (N,) True where the policy's end token, or what answers it,
+                                   # ended the row
     allowed: torch.Tensor = None   # (N, T, V) tokens that truncated sampling could draw; None: all
 
     def __getitem__(self, rows):
@@ -41,12 +43,14 @@ class Rollout:
         """The rollout with function applied to each of its tensors."""
         return Rollout(*(None if x is None else function(x) for x in vars(self).values()))
 
-    def completions(self):
-        """Lists of ids, one per row, without the end token."""
+    def completions(self, eos):
+        """Lists of ids, one per row, without the end tokens (eos: one or several) that the policy
+        drew. Another turn may follow one."""
         T = self.mask.shape[1]
-        lengths = self.mask.sum(1) - self.ended.long()                              # (N,)
-        rows = torch.cat([lengths[:, None], self.tokens[:, -T:]], 1).tolist()   # one read
-        return [ids[:n] for n, *ids in rows]
+        tokens = self.tokens[:, -T:].masked_fill(~self.mask, -1)
+        for end in Sampling(eos).ends:
+            tokens = tokens.masked_fill((tokens == end) & self.chosen, -1)
+        return [[i for i in ids if i >= 0] for ids in tokens.tolist()]
 
 
 def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=None):
@@ -179,7 +183,7 @@ def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     r.entropy[rows, t] = entropy.masked_fill(over | forced, 0)
     r.tokens[rows, column] = token.masked_fill(over, sampling.ends[0])
     for end in sampling.ends:
-        over = over | (token == end)
+        over = over | (token == end) & ~forced
     r.ended[rows] = over
 
 
@@ -189,7 +193,7 @@ def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
 CHECK_EVERY = {"cpu": 1, "cuda": 16}  # steps between looks at which rows ended: a GPU is waited for
 
 
-def prefill(model, prompt, attention_mask, r, noise, sampling):
+def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
     """Computes prompts (B, P) once and draws the first token of each row. -> keys and values of the
     prompts (n_layer, 2, B, nkv, P, hs). attention_mask (B, P), or None where no prompt is padded.
     """
@@ -200,18 +204,22 @@ def prefill(model, prompt, attention_mask, r, noise, sampling):
     h = h.repeat_interleave(N // B, 0)                                              # (N, C)
     rows = torch.arange(N, device=h.device)
     sample_token(model.lm_head, h, r, rows, 0, P, noise, sampling)
+    if respond:
+        respond(r, rows, 0, P)
     return cache
 
 
-def decode(model, prompt, attention_mask, r, noise, sampling, drop=True):
+def decode(model, prompt, attention_mask, r, noise, sampling, drop=True, respond=None):
     """Fills the rows r, views of a rollout, with completions of prompts (B, P).
 
     attention_mask (B, P): False on the prompts' padding; None where no prompt is padded.
     drop: rows that have ended leave the batch, so that a step costs what still runs.
+    respond(r, rows, t, column), called when token t of rows (n,) is drawn: an environment, which
+    may write forced tokens behind it and say which rows have ended.
     """
     B, P = prompt.shape
     N, T = r.mask.shape
-    prefix = prefill(model, prompt, attention_mask, r, noise, sampling)
+    prefix = prefill(model, prompt, attention_mask, r, noise, sampling, respond)
     cache = model.new_cache(N, P + T)
     cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
     rows = torch.arange(N, device=prompt.device)    # of r, in the order of the cache
@@ -224,6 +232,8 @@ def decode(model, prompt, attention_mask, r, noise, sampling, drop=True):
         mask = None if attention_mask is None else r.attention_mask[rows, :end]
         h = model(r.tokens[rows, end - 1:end], mask, cache, end - 1)[:, 0]          # (n, C)
         sample_token(model.lm_head, h, r, rows, t, end, noise, sampling)
+        if respond:
+            respond(r, rows, t, end)
 
 
 def drop_finished(rows, cache, ended):
@@ -243,7 +253,7 @@ def drop_finished(rows, cache, ended):
 
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0,
-             part=slice(None), forced=None, decode=decode, **sampling):
+             part=slice(None), forced=None, respond=None, decode=decode, **sampling):
     """Samples num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
 
     A prompt is computed once and its keys and values are copied to its group. The noise is drawn
@@ -251,7 +261,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     every batch_size (rows decoded at once; 0: all), which changes memory only.
     part: complete only these of the prompts; the parts together are what one call for all gives.
     forced (N, T): ids that are put into the policy's mouth, -1 where it draws. They are read like
-    any token and carry no log-prob; None: it always draws.
+    any token, carry no log-prob and end no completion; None: it always draws.
+    respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all.
     decode: a faster function with the same result (run/decoder.py). sampling: eos and the other
     fields of Sampling. Raises ValueError for an empty or overlong prompt and for temperature <= 0.
     """
@@ -280,7 +291,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         rows = slice(b * G, (b + at_once) * G)      # views of r, filled in place
         padded = min(lengths[some]) < prompt.shape[1]
         mask = attention_mask[some] if padded else None
-        decode(model, prompt[some], mask, r[rows], noise[rows], sampling)
+        answer = functools.partial(respond, (first + b) * G) if respond else None
+        decode(model, prompt[some], mask, r[rows], noise[rows], sampling, respond=answer)
     r.chosen &= r.mask              # nothing is chosen after the end, and nothing stands there
     r.tokens[:, prompt.shape[1]:].masked_fill_(~r.mask, sampling.ends[0])
     return trim(r)

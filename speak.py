@@ -12,7 +12,8 @@ import sys
 import torch
 
 from data.prompts import Prompt
-from data.tokenizer import end_tokens
+from data.tokenizer import end_tokens, texts_of
+from environment.episode import answering
 from evaluate import open_run
 from judge.rewards import score
 from run.device import autocast
@@ -33,17 +34,18 @@ def speak(nets, policy, cfg, prompt, num):
     if not 1 <= len(ids) <= most:
         raise BadInput(f"prompt {prompt!r} has {len(ids)} tokens: must be 1 to {most} (block_size "
                        f"{cfg.block_size} less max_completion_length {cfg.max_completion_length})")
+    asked = [Prompt(prompt, ids, {"text": prompt})] * num
     with autocast(nets.device, nets.dtype):
         rollout = generate(
             policy, [ids], num, cfg.max_completion_length, seed=seed_for(cfg.seed, "speak", prompt),
             eos=end_tokens(nets.tokenizer), temperature=cfg.temperature, top_k=cfg.top_k,
-            top_p=cfg.top_p, min_p=cfg.min_p)
-    completions = [nets.tokenizer.decode(ids) for ids in rollout.completions()]
+            top_p=cfg.top_p, min_p=cfg.min_p,
+            respond=answering(nets.tokenizer, asked[:1], cfg, num))
+    completions = texts_of(nets.tokenizer, rollout)
     columns = {}
     for name, judge in nets.judges.items():
         columns[name] = torch.sigmoid(judge([prompt] * num, completions)).tolist()
     own_rewards = {name: f for name, f in nets.reward_funcs.items() if name != "judge"}
-    asked = [Prompt(prompt, ids, {"text": prompt})] * num
     for name, function in own_rewards.items():
         try:
             columns[name] = score({name: function}, asked, completions)[:, 0].tolist()

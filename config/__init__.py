@@ -7,7 +7,8 @@ A config file is Python that assigns names of Settings. `from config.toxicity im
 another file. Names that begin with an underscore and imported modules are the file's own business.
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
 override the file, and a later one an earlier one of the same name. Functions with a fixed name:
-reward, target, weigh, and those that stand in for data: texts (pretrain.py), questions
+reward, target, weigh, environment, which answers completions while they are sampled
+(docs/environments.md), and those that stand in for data: texts (pretrain.py), questions
 (data/prompts.py). The config.json of a run is a
 config too: it holds the config file's text, which is run if this user's own run wrote it, or with
 --trust=True.
@@ -126,6 +127,13 @@ class Settings:
     decode_batch_size: int = 0          # rows decoded at once, at most and in whole groups; 0: all.
                                         # Memory only
 
+    # a function (prompts, transcripts) of the config file called environment answers a completion
+    # that reaches its end token or a stop string (docs/environments.md)
+    max_turns: int = 8                  # times that it answers a completion, at most; 0: never
+    stop_strings: tuple = ()
+    force_rate: float = 0.0             # share of training's completions that begin with force_text
+    force_text: str | None = None       # in place of the policy's own choice; they carry no loss
+
     # reward and advantage
     reward_funcs: tuple | None = None   # "judge" and functions of the config file; None: its
                                         # `reward`, else the judge
@@ -205,6 +213,11 @@ class Settings:
     strange: str | None = field(default=None, repr=False)   # config.json whose text was not run
 
     @property
+    def answers(self):
+        """True if an environment answers completions."""
+        return "environment" in self.functions and self.max_turns > 0
+
+    @property
     def kl_in_loss(self):
         return self.beta > 0 and self.kl_in == "loss"
 
@@ -267,8 +280,9 @@ def load_settings(argv):
         assign(cfg, name, value, typed)
     rewards = cfg.reward_funcs or ("reward",)
     if cfg.strange:
-        check_strange(cfg, [*rewards, cfg.tracin, cfg.tracin_select, *SOURCES])
-    unused = [name for name in cfg.functions if name not in (*rewards, *GIVEN)]
+        check_strange(cfg, [*rewards, cfg.tracin, cfg.tracin_select, "environment", *SOURCES])
+    known = (*rewards, *GIVEN, "environment")
+    unused = [name for name in cfg.functions if name not in known]
     if unused:
         raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
                        "reward_funcs, call it reward, or start its name with _")

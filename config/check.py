@@ -29,7 +29,7 @@ AT_LEAST = {  # smallest value
         "epsilon", "epsilon_high", "beta", "entropy_coef", "mini_batch_size", "warmup_iters",
         "max_grad_norm", "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens",
         "num_shown", "expect_rise", "weight_decay", "tracin_val_prompts", "tracin_val_size",
-        "tracin_memory"),
+        "tracin_memory", "max_turns"),
     1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
         "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
         "vocab_size", "n_layer", "n_head", "n_embd"),
@@ -38,7 +38,7 @@ AT_LEAST = {  # smallest value
 }
 BETWEEN = {
     (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile",
-             "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction"),
+             "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction", "force_rate"),
     (257, 50257): ("judge_vocab_size",),
     (0, 2 ** 62): ("seed", "prepare_seed"),
     (0, 1024): ("threads",),
@@ -59,6 +59,7 @@ def check(cfg):
     check_loss(cfg)
     check_influence(cfg)
     check_rewards(cfg)
+    check_environment(cfg)
 
 
 def check_plain(name, value):
@@ -223,3 +224,13 @@ def check_rewards(cfg):
         raise BadInput(
             f"reward_weights = {cfg.reward_weights}: {len(cfg.reward_weights)} weights for "
             f"{len(cfg.reward_funcs)} reward_funcs {cfg.reward_funcs}")
+
+
+def check_environment(cfg):
+    if not all(type(text) is str for text in cfg.stop_strings):
+        raise BadInput(f"stop_strings = {cfg.stop_strings}: must be text")
+    if cfg.stop_strings and "environment" not in cfg.functions:
+        raise BadInput(f"stop_strings = {cfg.stop_strings}: the config file defines no function "
+                       "environment that would be called there")
+    if cfg.force_rate and cfg.force_text is None:
+        raise BadInput(f"force_rate = {cfg.force_rate}: set force_text, the text to begin with")

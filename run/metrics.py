@@ -98,7 +98,12 @@ class Meter:
         """Ends the run if a number that the step depends on is not finite."""
         moments = [x for state in self.nets.optimizer.state.values() for x in state.values()]
         largest = get_total_norm([*moments, self.old_logp()], math.inf)
-        loss, grad_norm, largest = self.read(self.loss, grad_norm, largest)
+        forced = (self.batch.mask & ~self.batch.rollout.chosen).sum()
+        loss, grad_norm, largest, forced = self.read(self.loss, grad_norm, largest, forced)
+        if forced:
+            raise SystemExit(
+                f"stopped: {forced:.0f} tokens that the policy did not choose carry loss; this "
+                "step was not taken. A mask of the loss must stay within rollout.chosen")
         loss = sum(all_gather([loss]))
         if not all(map(math.isfinite, (loss, grad_norm, largest))):
             raise SystemExit(
@@ -359,6 +364,7 @@ def batch_metrics(batch, cfg):
     groups = [batch.completions[i:i + G] for i in range(0, len(batch.completions), G)]
     identical = [len(set(texts)) == 1 for texts in groups]
     ended = batch.rollout.ended
+    num_tokens = int(batch.rollout.mask.sum())
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
@@ -369,6 +375,7 @@ def batch_metrics(batch, cfg):
         "frac_identical_groups": sum(identical) / len(identical),
         "entropy": float(batch.rollout.entropy[batch.mask].mean()),
         "num_completion_tokens": int(batch.mask.sum()),
+        "forced": 1 - int(batch.rollout.chosen.sum()) / num_tokens,
         "logp_min": float(batch.rollout.logp.min()),
         "completions/clipped_ratio": float((~ended).float().mean())}
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):

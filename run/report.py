@@ -68,13 +68,17 @@ class StepLog:
 quiet = StepLog(device=None, micro_batch_size=0, on=False)
 
 
-def print_iteration(m, max_iters, tokens, seconds_left):
+def print_iteration(m, cfg, tokens, seconds_left):
     """The line of an iteration with metrics m, in which so many tokens were sampled."""
     seconds = m["step_time"]
     left = int(seconds_left)
-    print(f"iter {m['iteration']}/{max_iters}: loss {m['loss']:.4f} (main {m['policy_loss']:.4f}, "
-          f"kl {m['loss'] - m['policy_loss']:.4f}), reward {m['reward']:.4f}, "
-          f"grad_norm {m['grad_norm']:.3f}, {tokens / seconds:.0f} tok/s, "
+    forced = ""
+    if cfg.force_rate or cfg.answers:
+        forced = f"{100 * m['forced']:.1f} % forced, "
+    print(f"iter {m['iteration']}/{cfg.max_iters}: loss {m['loss']:.4f} "
+          f"(main {m['policy_loss']:.4f}, kl {m['loss'] - m['policy_loss']:.4f}), "
+          f"reward {m['reward']:.4f}, "
+          f"grad_norm {m['grad_norm']:.3f}, {forced}{tokens / seconds:.0f} tok/s, "
           f"time {duration(seconds)}, eta {left // 60}m{left % 60:02d}s", flush=True)
 
 

@@ -36,7 +36,7 @@ def check_method(nets, cfg, collect, optimizer_steps, loss_of):
     small = dataclasses.replace(
         cfg, num_prompts=len(PROMPTS), num_generations=G, mini_batch_size=0, decode_batch_size=0,
         micro_batch_size=len(REWARDS), zero_std_groups="keep", tracin="off", beta=0.0,
-        entropy_coef=0.0, reward_funcs=("planted",), reward_weights=(1.0,))
+        entropy_coef=0.0, reward_funcs=("planted",), reward_weights=(1.0,), force_rate=0.0)
     method = SimpleNamespace(collect=collect, optimizer_steps=optimizer_steps, loss_of=loss_of)
     check_advantages(method, nets, small)
     check_policy_loss(method, nets, small)

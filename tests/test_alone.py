@@ -82,7 +82,7 @@ for truncation in ({}, dict(top_p=0.9)):
     assert rollout.mask.sum() > 30
     logp = completion_logprobs(model, rollout, 0.7)
     assert torch.allclose(logp, rollout.logp, atol=1e-5)
-    assert [len(ids) for ids in rollout.completions()] == (
+    assert [len(ids) for ids in rollout.completions(eos=49)] == (
         rollout.mask.sum(1) - rollout.ended.long()).tolist()
 """
 

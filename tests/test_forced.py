@@ -21,14 +21,14 @@ T = 8
 
 
 def forced_ids(seed=2, share=.3):
-    """(16, T) ids, -1 where the policy draws. Row 1 is forced from its first token to its last, in
-    row 2 the forced token ends the completion."""
+    """(16, T) ids, -1 where the policy draws. Row 1 is forced from its first token to its last, row
+    2 begins with the end token."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 100, (16, T), generator=generator)
     forced = ids.where(torch.rand(16, T, generator=generator) < share, -1)
     forced[1] = ids[1]
     forced[2] = -1
-    forced[2, 3] = END
+    forced[2, 0] = END
     return forced
 
 
@@ -41,7 +41,7 @@ def batch_of(policy, cfg, reference):
     """A Batch as grpo.collect makes it, from a rollout with forced tokens."""
     nets = nets_of(policy, cfg, reference)
     rollout = rollout_of(policy)
-    texts = [str(ids) for ids in rollout.completions()]
+    texts = [str(ids) for ids in rollout.completions(END)]
     rewards = torch.tensor(letters(texts, texts))
     ref_logp = reference_logprobs(nets, rollout, cfg) if cfg.beta else None
     penalty, kl = kl_penalty(rollout, ref_logp, cfg)
@@ -59,14 +59,14 @@ def test_forced_tokens_stand_where_they_were_put_and_the_rest_is_drawn():
     assert torch.equal(tokens[is_forced], forced[:, :width][is_forced])
     assert torch.equal(r.chosen, r.mask & ~is_forced) and 10 < r.chosen.sum() < r.mask.sum() - 10
     assert not r.chosen[1].any() and r.mask[1].all(), "a row may be forced from end to end"
-    assert r.ended[2] and r.mask[2].sum() <= 4, "a forced end token ends the completion"
+    assert tokens[2, 0] == END and r.mask[2, 1], "a forced end token ends no completion"
     assert (tokens[~r.mask] == END).all()
     for x in (r.logp, r.entropy):
         assert (x[~r.chosen] == 0).all() and (x[r.chosen] != 0).all()
     free = generate(gpt(), PROMPT_IDS, 4, T, seed=7, eos=END)
     assert torch.equal(free.chosen, free.mask), "without forced tokens all are chosen"
     assert not torch.equal(free.tokens, r.tokens)
-    assert [len(ids) for ids in r.completions()] == (r.mask.sum(1) - r.ended.long()).tolist()
+    assert [len(ids) for ids in r.completions(END)] == (r.mask.sum(1) - r.ended.long()).tolist()
 
 
 @pytest.mark.parametrize("more", [

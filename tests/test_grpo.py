@@ -716,7 +716,7 @@ def test_end_token_carries_gradient_and_the_first_pad_does_not():
     P = rollout.tokens.shape[1] - rollout.mask.shape[1]
     # the pad is the same token
     assert rollout.tokens[row, P + n - 1] == END == rollout.tokens[row, P + n]
-    completion = rollout.completions()[row]
+    completion = rollout.completions(END)[row]
     assert END not in completion and len(completion) == n - 1
 
     logp = completion_logprobs(policy, rollout)
@@ -831,7 +831,7 @@ def test_reward_functions_get_prompts_in_step_with_completions():
 
     batch = sample(gpt(), settings({"look": look}))
     assert seen == [([text for text in TEXTS for _ in range(4)], batch.completions)]
-    assert batch.completions == [TOKENIZER.decode(ids) for ids in batch.rollout.completions()]
+    assert batch.completions == [TOKENIZER.decode(ids) for ids in batch.rollout.completions(END)]
     assert batch.rewards.tolist() == list(range(16))
 
 
@@ -1648,7 +1648,7 @@ def test_evaluation_against_plain_counting(dtype):
     with autocast(CPU, dtype):
         rollout = generate(policy, [prompt.ids for prompt in PROMPTS], k, 8, eos=END,
                            seed=seed_for("evaluation"))
-    texts = [TOKENIZER.decode(ids) for ids in rollout.completions()]
+    texts = [TOKENIZER.decode(ids) for ids in rollout.completions(END)]
     assert judged == [([text for text in TEXTS for _ in range(k)], texts)] and first == texts[::k]
     toxicity = [1 / (1 + math.exp(5 - len(text))) for text in texts]
     groups = [toxicity[i:i + k] for i in range(0, 4 * k, k)]
@@ -1704,7 +1704,7 @@ def test_distinct_counts_the_tokens_of_the_rollout():
     row, _ = measured(policy, cfg)
     rollout = generate(policy, [prompt.ids for prompt in PROMPTS], 3, 8, eos=END,
                        seed=seed_for("evaluation"))
-    ids = rollout.completions()
+    ids = rollout.completions(END)
     assert 0 < row["distinct_1"] == distinct(ids, 3, 1) < 1
     assert row["distinct_2"] == distinct(ids, 3, 2)
 

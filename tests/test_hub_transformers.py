@@ -210,7 +210,7 @@ def test_smollm2_from_the_gguf_file_equals_transformers_own_reading_of_it(tmp_pa
     prompts = fast(["The capital of France is",
                     "Once upon a time there was a village near a forest, and"]).input_ids
     drawn = generate(ours, prompts[:1], 1, 2, eos=fast.eos_token_id, seed=0, temperature=1e-4)
-    assert fast.decode(drawn.completions()[0]) == " Paris."
+    assert fast.decode(drawn.completions(fast.eos_token_id)[0]) == " Paris."
     tokens, real = pad_left(prompts)
     with torch.no_grad():
         expected = logits_of(model, tokens, real)[real]

@@ -144,7 +144,7 @@ def test_prompts_added_behind_leave_a_row_as_it_was():
     few = generate(model, PROMPTS[:2], 3, 8, eos=49, seed=4)
     many = generate(model, PROMPTS[:2] + [[8] * 12, [1]], 3, 8, eos=49, seed=4)[:6]
     T = few.mask.shape[1]
-    assert many.completions() == few.completions()
+    assert many.completions(49) == few.completions(49)
     torch.testing.assert_close(many.logp[:, :T], few.logp, rtol=0, atol=1e-5)
 
 
@@ -159,13 +159,13 @@ def test_model_that_only_ends_stops_after_one_step():
     assert len(calls) == 1  # the prompts, and nothing after them
     assert r.mask.tolist() == [[True]] * 6 and r.ended.all()
     assert r.tokens[:, 5:].tolist() == [[49]] * 6
-    assert r.completions() == [[]] * 6
+    assert r.completions(49) == [[]] * 6
 
 
 def test_mask_holds_the_end_token_and_nothing_after_it():
     prompts = [[7, 1, 7], [7]]  # end tokens in a prompt end nothing
     r = generate(random_gpt(8), prompts, 30, 12, eos=7, seed=2)
-    texts, lengths = r.completions(), set()
+    texts, lengths = r.completions(7), set()
     for i, row in enumerate(r.tokens[:, 3:].tolist()):
         ended = 7 in row
         n = row.index(7) + 1 if ended else len(row)
@@ -233,7 +233,7 @@ def test_rows_of_a_rollout_can_be_taken_apart():
     rows = torch.tensor([6, 1])
     part = r[rows]
     assert all(torch.equal(getattr(part, f), getattr(r, f)[rows]) for f in vars(r))
-    assert part.completions() == [r.completions()[6], r.completions()[1]]
+    assert part.completions(7) == [r.completions(7)[6], r.completions(7)[1]]
     torch.testing.assert_close(completion_logprobs(model, part), r.logp[rows], rtol=0, atol=1e-5)
     assert generate(model, [[5]], 2, 2, eos=7, seed=2)[:1].allowed is None
 

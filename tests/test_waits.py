@@ -191,7 +191,7 @@ def test_sampling_knows_on_the_host_what_is_known_there(prompts, monkeypatch):
         rollout = generate(model, prompts, 4, T, eos=49, seed=1, decode=decoder)
         by_token = T        # of draw, on a CPU alone
         assert waits.total == 3 + by_token, told(waits.lines)
-        rollout.completions()
+        rollout.completions(eos=49)
     assert waits.total == 4 + by_token, told(waits.lines)
 
 
