@@ -209,13 +209,13 @@ def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
     return cache
 
 
-def decode(model, prompt, attention_mask, r, noise, sampling, drop=True, respond=None):
+def decode(model, prompt, attention_mask, r, noise, sampling, respond=None, drop=True):
     """Fills the rows r, views of a rollout, with completions of prompts (B, P).
 
     attention_mask (B, P): False on the prompts' padding; None where no prompt is padded.
-    drop: rows that have ended leave the batch, so that a step costs what still runs.
     respond(r, rows, t, column), called when token t of rows (n,) is drawn: an environment, which
     may write forced tokens behind it and say which rows have ended.
+    drop: rows that have ended leave the batch, so that a step costs what still runs.
     """
     B, P = prompt.shape
     N, T = r.mask.shape
@@ -292,7 +292,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         padded = min(lengths[some]) < prompt.shape[1]
         mask = attention_mask[some] if padded else None
         answer = functools.partial(respond, (first + b) * G) if respond else None
-        decode(model, prompt[some], mask, r[rows], noise[rows], sampling, respond=answer)
+        decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
     r.chosen &= r.mask              # nothing is chosen after the end, and nothing stands there
     r.tokens[:, prompt.shape[1]:].masked_fill_(~r.mask, sampling.ends[0])
     return trim(r)

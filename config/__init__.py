@@ -7,11 +7,10 @@ A config file is Python that assigns names of Settings. `from config.toxicity im
 another file. Names that begin with an underscore and imported modules are the file's own business.
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
 override the file, and a later one an earlier one of the same name. Functions with a fixed name:
-reward, target, weigh, environment, which answers completions while they are sampled
-(docs/environments.md), and those that stand in for data: texts (pretrain.py), questions
-(data/prompts.py). So has the table tools (environment/tools.py). The config.json of a run is a
-config too: it holds the config file's text, which is run if this user's own run wrote it, or with
---trust=True.
+reward, target, weigh, environment (environment/episode.py), and those that stand in for data: texts
+(pretrain.py), questions (data/prompts.py). So has the table `tools` (environment/tools.py). The
+config.json of a run is a config too: it holds the config file's text, which is run if this user's
+own run wrote it, or with --trust=True.
 """
 import ast
 import dataclasses
@@ -294,7 +293,7 @@ def load_settings(argv):
         check_strange(cfg, used)
     if cfg.tools:
         use_tools(cfg)
-    known = (*rewards, *GIVEN, "environment", "tools")
+    known = (*rewards, "environment", "tools", *GIVEN)
     unused = [name for name, function in cfg.functions.items()
               if name not in known and function not in cfg.tools.values()]
     if unused:

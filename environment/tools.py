@@ -43,7 +43,7 @@ def find_calls(text):
     return found
 
 
-def answer(name, argument, tools):
+def answer_call(name, argument, tools):
     """What is put behind a call: " = " and the tool's result, or " error: " and the reason."""
     if name not in tools:
         return one_line(ERROR, f"no tool {name!r}; there is {', '.join(tools)}")
@@ -67,7 +67,7 @@ def reply(transcript, tools):
     for call in find_calls(transcript)[-1:]:
         behind = transcript[call.end:]
         if not re.search(r"\w", behind) and not ANSWERED.match(behind):
-            return answer(call.name, transcript[call.start:call.end - 1], tools)
+            return answer_call(call.name, transcript[call.start:call.end - 1], tools)
     return ""
 
 

@@ -1304,7 +1304,7 @@ def test_batch_metrics_against_plain_counting():
         "frac_reward_zero_std": sum(len(set(rewards[i:i + 4])) == 1 for i in groups) / 4,
         "frac_identical_groups": sum(len(set(texts[i:i + 4])) == 1 for i in groups) / 4,
         "entropy": float(batch.rollout.entropy.sum()) / sum(lengths),
-        "num_completion_tokens": sum(lengths),
+        "num_completion_tokens": sum(lengths), "forced": 0,
         "logp_min": min(float(x.min()) for x in batch.rollout.logp),
         "completions/clipped_ratio": ended.count(False) / 16,
         "completions/mean_length": statistics.fmean(lengths),
