@@ -47,6 +47,8 @@ CASES = {
     "few": ("--tracin=reward", "--num_prompts=2", "--num_generations=3", "--mini_batch_size=2",
             "--micro_batch_size=2", "--num_eval_prompts=2", "--tracin_select=all", "--beta=0.1",
             "--learning_rate=0.03", "--seed=2"),
+    "turns": ("--max_turns=2", "--stop_strings=('e', 'a', ' ')", "--force_rate=0.5",
+              "--force_text= the", "--decode_batch_size=8", "--beta=0.1"),
     "random": ("--tracin=contrastive", "--tracin_select=random", "--beta=0.1",
                "--micro_batch_size=4"),
 }
@@ -59,6 +61,11 @@ def reward(prompts, completions):
     if os.path.exists(os.environ.get("DIE", "/none")) and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return [sum(map(ord, text)) % 101 / 101 for text in completions]
+
+max_turns = 0   # but in the case that sets it
+
+def environment(prompts, transcripts):
+    return [None if len(text) % 4 == 0 else f" {len(text)}" for text in transcripts]
 """
 
 
