@@ -1,8 +1,12 @@
 """Tools: what a call is, what answers it, the list in the prompt, and the calculator."""
+import json
+import os
 import random
 
 import pytest
 
+import grpo
+from config import load_settings
 from environment.calc import LARGEST, calc
 from environment.tools import (call_metrics, check_prompts_name, find_calls, list_tools,
                                reply, tool_environment)
@@ -137,3 +141,104 @@ def test_calc_takes_any_text_of_its_characters():
             assert abs(float(calc(text))) <= LARGEST and len(str(calc(text))) < 40
         except (ValueError, ArithmeticError):
             pass
+
+
+# --------------------------------------------------------------------------------------------------
+# a run
+
+RUN = '''
+from config.calculator import *
+from string import ascii_lowercase as _letters
+
+n_layer = 1
+n_embd = 32
+n_head = 2
+block_size = 20
+max_completion_length = 18
+pretrain_tokens = 120_000
+max_prompts = 20
+num_prompts = num_eval_prompts = 2
+max_iters = 1
+
+def texts(n, seed):
+    return [f"{_letters[i % 26]} calc(2) = 2." for i in range(n)]
+
+def questions(n, seed):
+    return [{"text": _letters[i], "answer": "2"} for i in range(n)]
+'''
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """load(*flags, more="") -> arguments of a run of a policy that knows one exercise by heart."""
+    folder = tmp_path_factory.mktemp("tools")
+
+    def load(*flags, more=""):
+        path = folder / f"config{len(os.listdir(folder))}.py"
+        path.write_text(RUN + more)
+        return [str(path), "--device=cpu", f"--cache_dir={folder}/prepared", *flags]
+
+    return load
+
+
+def test_a_run_calls_and_its_answers_carry_no_loss(world, rows, tmp_path, capsys):
+    grpo.main(world(f"--out_dir={tmp_path}/out"))
+    printed = capsys.readouterr().out
+    row, = rows(tmp_path / "out" / "metrics.jsonl")
+    called = [" calc(2) = 2" in x["completion"] for x in rows(tmp_path / "out" / "samples.jsonl")]
+    assert sum(called) > 3, "the policy does not call, so this test shows nothing"
+    assert row["tools/call_frequency"] >= sum(called) / len(called)
+    assert row["forced"] > 0 and f"{row['tools/call_frequency']:.2f} calls" in printed
+    before = rows(tmp_path / "out" / "eval.jsonl")[0]
+    assert before["tools/call_frequency"] > 0 and before["tools/failure_frequency"] < 1
+
+    cfg = load_settings(world())
+    nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
+    r = grpo.collect(nets, nets.prompts[:2], cfg, 0).rollout
+    tokens = r.tokens[:, -r.mask.shape[1]:]
+    forced = r.mask & ~r.chosen
+    spoken = [nets.tokenizer.decode(ids[own].tolist()) for ids, own in zip(tokens, forced)]
+    assert spoken.count(" = 2") > 2, f"the calculator's tokens count as the policy's: {spoken}"
+
+
+def test_without_turns_there_are_no_tools(world, rows, tmp_path):
+    grpo.main(world(f"--out_dir={tmp_path}/out", "--max_turns=0"))
+    row, = rows(tmp_path / "out" / "metrics.jsonl")
+    assert row["forced"] == 0
+    for name in (*row, *rows(tmp_path / "out" / "eval.jsonl")[0]):
+        assert not name.startswith("tools/"), f"{name} is measured where no tool answers"
+
+
+def test_no_tools_is_no_environment(world):
+    cfg = load_settings(world(more="\ntools = {}\ndel calc"))
+    assert not cfg.answers and cfg.stop_strings == () and cfg.call_metrics(["calc(1) = 1"]) == {}
+
+
+@pytest.mark.parametrize("more, message", [
+    ("tools = [calc]", "must be a dict of functions by name"),
+    ("tools = {'my calc': calc}", "tools: the name 'my calc' must be a word"),
+    ("tools = {'calc': 3}", "tools['calc'] = 3: must be a function"),
+    ("def environment(prompts, transcripts): return transcripts", "who answers?"),
+    ("def other(text): return text", "function 'other' is not used")])
+def test_a_table_that_cannot_answer_is_one_line(world, more, message):
+    with pytest.raises(BadInput) as error:
+        load_settings(world(more=more))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_does_not_begin_with_a_misnamed_tool(world):
+    more = "\n_letters = [f'calk(2) {i}' for i in range(26)]\nblock_size = 40"
+    with pytest.raises(BadInput, match="'calk', and tools has 'calc'"):
+        grpo.read_inputs(load_settings(world(more=more)))
+    grpo.read_inputs(load_settings(world("--max_turns=0", more=more)))
+
+
+def test_a_strangers_tools_are_not_left_out(world, tmp_path):
+    grpo.main(world(f"--out_dir={tmp_path}/out", "--max_iters=0"))
+    path = tmp_path / "out" / "config.json"
+    assert load_settings([str(path)]).answers, "a run's own config.json has its tools"
+    about = json.loads(path.read_text())
+    about["source"] = "tools = {'calc': len}"
+    path.write_text(json.dumps(about))
+    with pytest.raises(BadInput, match="'tools' is Python of somebody else's run"):
+        load_settings([str(path), "--reward_funcs=('judge',)", "--judge=train"])
