@@ -14,7 +14,7 @@ n_embd = 128
 pretrain_tokens = 2_000_000
 max_completion_length = 44
 
-max_iters = 40
+max_iters = 30
 learning_rate = 3e-4
 beta = 0.0
 judge = None

@@ -199,7 +199,7 @@ def diagnose(m, cfg):
             "learned: raise max_completion_length")
     if m.get("tools/failure_frequency") == 1:
         out["tools"] = (
-            "every tool call was answered with an error: read samples.jsonl, the tool may have a bug")
+            "every call was answered with an error: read samples.jsonl, a tool may have a bug")
     if m["grad_norm"] == 0:
         out["gradient"] = (
             "grad_norm is 0: no gradient in this step; see rewards and advantages above")
