@@ -8,12 +8,13 @@ before training speak first, with the same noise. Settings are those of the run 
 for instance --temperature=0.7 or --max_completion_length=20.
 """
 import sys
+from dataclasses import replace
 
 import torch
 
 from data.prompts import Prompt
 from data.tokenizer import end_tokens, texts_of
-from environment.episode import answering
+from environment.episode import answering, try_environment
 from evaluate import open_run
 from judge.rewards import score
 from run.device import autocast
@@ -35,12 +36,16 @@ def speak(nets, policy, cfg, prompt, num):
         raise BadInput(f"prompt {prompt!r} has {len(ids)} tokens: must be 1 to {most} (block_size "
                        f"{cfg.block_size} less max_completion_length {cfg.max_completion_length})")
     asked = [Prompt(prompt, ids, {"text": prompt})] * num
+    try:
+        try_environment(cfg, asked, nets.tokenizer)
+    except BadInput as e:   # it may need more of a prompt than its text
+        print(f"note: without the environment: {e}")
+        cfg = replace(cfg, max_turns=0)
     with autocast(nets.device, nets.dtype):
         rollout = generate(
             policy, [ids], num, cfg.max_completion_length, seed=seed_for(cfg.seed, "speak", prompt),
             eos=end_tokens(nets.tokenizer), temperature=cfg.temperature, top_k=cfg.top_k,
-            top_p=cfg.top_p, min_p=cfg.min_p,
-            respond=answering(nets.tokenizer, asked[:1], cfg, num))
+            top_p=cfg.top_p, min_p=cfg.min_p, respond=answering(nets.tokenizer, asked, cfg, 1))
     completions = texts_of(nets.tokenizer, rollout)
     columns = {}
     for name, judge in nets.judges.items():

@@ -90,15 +90,24 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
         return
     prompts = [asked[first + s.row] for s in spoken]
     answers = ask(cfg.functions["environment"], prompts, [s.text for s in spoken])
+    room = r.mask.shape[1] - t - 1
+    said = []
     for s, answer in zip(spoken, answers):
         nothing = answer is None or s.ended and not answer
-        over = nothing or answer and s.num_answers == cfg.max_turns
-        r.ended[s.row] = bool(over)
-        if not over:
-            ids = tokenizer.encode_ordinary(answer)[:r.mask.shape[1] - t - 1]
-            new = torch.tensor(ids, dtype=torch.long)
-            r.tokens[s.row, column + 1:column + 1 + len(ids)] = new.to(r.tokens.device)
-            r.chosen[s.row, t + 1:t + 1 + len(ids)] = False
+        over = nothing or bool(answer) and s.num_answers == cfg.max_turns
+        ids = [] if over else tokenizer.encode_ordinary(answer)[:room]
+        said.append([s.row, over, *ids, *[-1] * (room - len(ids))])
+    write(r, torch.tensor(said).to(r.tokens.device), t, column)
+
+
+def write(r, said, t, column):
+    """Force what was said (m, 2 + room) behind token t: a row, whether it is over, ids or -1."""
+    rows, over, ids = said[:, 0], said[:, 1] > 0, said[:, 2:]
+    forced = ids >= 0
+    places = slice(column + 1, column + 1 + ids.shape[1])
+    r.ended[rows] = over
+    r.tokens[rows, places] = ids.where(forced, r.tokens[rows, places])
+    r.chosen[rows, t + 1:] &= ~forced
 
 
 def rows_to_read(tokenizer, stop_strings, r, rows, t, column):

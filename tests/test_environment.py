@@ -270,7 +270,7 @@ def test_an_environment_is_given_columns():
     assert all(row == {"text": text, "sum": n} and TEXTS[n] == text for text, n, row in seen)
 
 
-def test_whatever_samples_hears_the_environment():
+def test_whatever_samples_hears_the_environment(capsys):
     policy, cfg = gpt(), world(lambda prompts, texts: [" 77"] * len(texts), num_eval_generations=3)
     nets = nets_of(policy, cfg)
     rollout = sample_evaluation(nets, policy, cfg)
@@ -278,6 +278,11 @@ def test_whatever_samples_hears_the_environment():
     assert answered.any() and rollout.mask.shape == (12, T)
     spoken = speak(nets, policy, cfg, "you are", 3)
     assert any(" 77" in text for text, _ in spoken)
+    cfg.functions["environment"] = lambda prompts, texts, answer: [" 77"] * len(texts)
+    spoken = speak(nets, policy, cfg, "you are", 3)
+    assert not any(" 77" in text for text, _ in spoken)
+    assert "note: without the environment: environment asks for the column 'answer'" in (
+        capsys.readouterr().out)
 
 
 def test_an_opening_is_forced_on_its_share_of_the_rows():
