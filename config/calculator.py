@@ -11,10 +11,10 @@ tools = {"calc": calc}  # puts ` = 29842` behind `calc(347*86)`
 vocab_size = 300  # every digit is a token
 n_layer = 2
 n_embd = 128
-pretrain_tokens = 2_000_000
+pretrain_tokens = 1_200_000
 max_completion_length = 44
 
-max_iters = 30
+max_iters = 40
 learning_rate = 3e-4
 beta = 0.0
 judge = None
