@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from config import load_settings
 from data.prompts import Prompt
 from environment.episode import answering, openings, try_environment
-from evaluate import sample_evaluation
+from evaluate import evaluate, sample_evaluation
 from grpo import collect, loss_masks, sample_groups
 from model import completion_logprobs
 from run.decoder import Decoder
@@ -175,8 +176,9 @@ def test_without_an_environment_nothing_changes():
             assert torch.equal(x, getattr(silent, name)), f"{name}: an end that is agreed to"
 
 
-def planted(texts, cfg, t=None, room=8):
-    """Rows whose last token is the last of these texts, after it was drawn -> the rollout."""
+def planted(texts, cfg, room=8, forced=(), over=()):
+    """Rows whose last token is the last of these texts (or ids), just drawn -> the rollout. forced:
+    rows whose tokens but the last were forced. over: rows that ended before it."""
     ids = [TOKENIZER.encode_ordinary(text) if isinstance(text, str) else text for text in texts]
     t = len(ids[0]) - 1
     assert all(len(row) == t + 1 for row in ids)
@@ -185,6 +187,11 @@ def planted(texts, cfg, t=None, room=8):
     r.tokens[:, 1:t + 2] = torch.tensor(ids)
     r.mask[:, :t + 1] = True
     r.ended |= torch.tensor([row[-1] == END for row in ids])
+    for i in forced:
+        r.chosen[i, :t] = False
+    for i in over:
+        r.mask[i, t:] = False
+        r.ended[i] = True
     rows = torch.arange(len(ids))
     answering(TOKENIZER, PROMPTS, cfg, 1)(0, r, rows, t, t + 1)
     return r
@@ -202,6 +209,8 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
     assert heard == ["x</a>"], "the last of these completed it one token before"
     planted(["ab é", "ab è"], cfg)
     assert heard[1:] == ["ab é"], "a stop string of two bytes"
+    planted(["y</a>"] * 4, cfg, forced=(1,), over=(2,))
+    assert heard[2:] == ["y</a>"] * 2, "of a turn's own words, and while the row runs"
 
 
 def test_answers_are_cut_and_ends_are_undone():
@@ -227,13 +236,14 @@ def fails(prompts, transcripts):
     (lambda p, texts: texts[1:], "environment returned 18 answers for 19 transcripts"),
     (lambda p, texts: [3] * len(texts), "returned 3 for the transcript .*: must be a text, or"),
     (lambda p, texts: ["\ud800"] * len(texts), "must be a text"),
-    (lambda p, texts, answer: texts, "environment asks for the column 'answer'; the prompt 'I am'"),
+    (lambda p, texts, answer: texts, "environment asks for the column 'answer'; the prompt 'last'"),
     (lambda: [], r"environment takes \(\): must take"),
 ])
 def test_what_an_environment_does_wrong_is_one_line(function, message):
     cfg = world(function)
+    known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in PROMPTS]
     with pytest.raises(BadInput, match=message) as error:
-        try_environment(cfg, PROMPTS * 2, TOKENIZER)
+        try_environment(cfg, [*known * 2, Prompt("last", [1], {"text": "last"})], TOKENIZER)
     assert "\n" not in str(error.value)
 
 
@@ -276,6 +286,8 @@ def test_whatever_samples_hears_the_environment(capsys):
     rollout = sample_evaluation(nets, policy, cfg)
     answered = rollout.mask & ~rollout.chosen
     assert answered.any() and rollout.mask.shape == (12, T)
+    lengths = rollout.chosen.sum(1).double()
+    assert evaluate(nets, policy, cfg)[0]["mean_length"] == pytest.approx(float(lengths.mean()))
     spoken = speak(nets, policy, cfg, "you are", 3)
     assert any(" 77" in text for text, _ in spoken)
     cfg.functions["environment"] = lambda prompts, texts, answer: [" 77"] * len(texts)
@@ -343,3 +355,9 @@ def test_a_run_with_an_environment(grpo, rows, tmp_path):
     assert len(lines) == 3 and all(" % forced, " in line for line in lines)
     assert any(" cat" in row["completion"] for row in rows(tmp_path / "run" / "samples.jsonl"))
     assert all(row["forced"] > 0 for row in rows(tmp_path / "run" / "metrics.jsonl"))
+
+    path = tmp_path / "run" / "config.json"
+    assert load_settings([str(path)]).answers
+    path.write_text(path.read_text().replace('"signature": "', '"signature": "0'))
+    with pytest.raises(BadInput, match="'environment' is Python of somebody else's run"):
+        load_settings([str(path), "--reward_funcs=judge"])
