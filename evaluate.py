@@ -69,6 +69,7 @@ def evaluate(nets, policy, cfg):
         else:
             rewards = all_gather(score({name: function}, asked[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
+    measures |= cfg.call_metrics(completions)
     for name in nets.judges:
         measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
     measures["perplexity"] = perplexity

@@ -8,8 +8,9 @@ another file. Names that begin with an underscore and imported modules are the f
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
 override the file, and a later one an earlier one of the same name. Functions with a fixed name:
 reward, target, weigh, environment (environment/episode.py), and those that stand in for data: texts
-(pretrain.py), questions (data/prompts.py). The config.json of a run is a config too: it holds the
-config file's text, which is run if this user's own run wrote it, or with --trust=True.
+(pretrain.py), questions (data/prompts.py). So has the table `tools` (environment/tools.py). The
+config.json of a run is a config too: it holds the config file's text, which is run if this user's
+own run wrote it, or with --trust=True.
 """
 import ast
 import dataclasses
@@ -26,6 +27,7 @@ import typing
 from dataclasses import dataclass, field
 
 from config.check import check
+from environment.tools import STOP, call_metrics, check_tools, tool_environment
 from run.files import read_text
 from run.script import BadInput, in_one_line, shown
 from run.trust import is_own
@@ -216,6 +218,15 @@ class Settings:
         return "environment" in self.functions and self.max_turns > 0
 
     @property
+    def tools(self):
+        """The config file's table of tools, {} without (environment/tools.py)."""
+        return self.functions.get("tools") or {}
+
+    def call_metrics(self, completions):
+        """Metrics of the calls in completions; {} where no tool answers."""
+        return call_metrics(completions) if self.tools and self.answers else {}
+
+    @property
     def kl_in_loss(self):
         return self.beta > 0 and self.kl_in == "loss"
 
@@ -278,10 +289,13 @@ def load_settings(argv):
         assign(cfg, name, value, typed)
     rewards = cfg.reward_funcs or ("reward",)
     if cfg.strange:
-        used = [*rewards, cfg.tracin, cfg.tracin_select, "environment", *SOURCES]
+        used = [*rewards, cfg.tracin, cfg.tracin_select, "environment", "tools", *SOURCES]
         check_strange(cfg, used)
-    known = (*rewards, "environment", *GIVEN)
-    unused = [name for name in cfg.functions if name not in known]
+    if cfg.tools:
+        use_tools(cfg)
+    known = (*rewards, "environment", "tools", *GIVEN)
+    unused = [name for name, function in cfg.functions.items()
+              if name not in known and function not in cfg.tools.values()]
     if unused:
         raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
                        "reward_funcs, call it reward, or start its name with _")
@@ -289,6 +303,17 @@ def load_settings(argv):
         if name in cfg.functions:
             cfg.functions[name] = in_one_line(name, cfg.functions[name])
     return cfg.check()
+
+
+def use_tools(cfg):
+    """Makes the environment and its stop string of the config file's table of tools."""
+    check_tools(cfg.tools)
+    if "environment" in cfg.functions:
+        raise BadInput("tools with a function environment: who answers? Call "
+                       "environment.tools.reply in yours and leave tools out")
+    cfg.functions["environment"] = tool_environment(cfg.tools)
+    if STOP not in cfg.stop_strings:
+        cfg.stop_strings += (STOP,)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -475,7 +500,8 @@ def read_run_config(path, trust=False):
 
 def check_strange(cfg, used):
     """Raises BadInput where a function of a stranger's config.json is needed."""
-    there = [*re.findall(r"^(?:async )?def (\w+)", cfg.source, re.M), *(cfg.reward_funcs or ())]
+    there = re.findall(r"^(?:async def |def |(?=tools\b))(\w+)", cfg.source, re.M)
+    there += cfg.reward_funcs or ()
     known = ["judge", *cfg.functions]
     for name in used:
         if name in there and name not in known:
@@ -485,12 +511,13 @@ def check_strange(cfg, used):
 
 
 def split_names(names):
-    """The names of a config file -> ({setting: value}, {name: function})."""
+    """The names of a config file -> ({setting: value}, {name: function}). The table of tools is
+    among the functions."""
     values, functions = {}, {}
     for name, value in names.items():
         if name.startswith("_") or isinstance(value, type(os)):
             continue
-        if callable(value):
+        if callable(value) or name == "tools":
             functions[name] = value
         else:
             values[name] = value

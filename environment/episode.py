@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from data.tokenizer import end_tokens
+from environment.tools import check_prompts_name
 from judge.rewards import arguments_of, call
 from run.script import BadInput, seed_for, shown
 
@@ -60,6 +61,8 @@ def try_environment(cfg, prompts, tokenizer):
     openings(tokenizer, cfg, 1, seed=0)
     if not cfg.answers:
         return
+    if cfg.tools:
+        check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
     function = cfg.functions["environment"]
     arguments_of("environment", function, prompts, [])
     some = prompts[:8]
@@ -78,7 +81,7 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
 
     Row i of r answers asked[first + i]. column: where token t stands in r.tokens. The answer's
     tokens are forced, as far as there is room, and the row goes on. It has ended where the answer
-    is None, or would be one more than max_turns.
+    is None, adds nothing to a row at its end, or would be one more than max_turns.
     """
     rows = rows_to_read(tokenizer, cfg.stop_strings, r, rows, t, column)
     spoken = read(tokenizer, r, rows, t, column) if len(rows) else []
@@ -90,7 +93,8 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
     room = r.mask.shape[1] - t - 1
     said = []
     for s, answer in zip(spoken, answers):
-        over = answer is None or bool(answer) and s.num_answers == cfg.max_turns
+        nothing = answer is None or s.ended and not answer
+        over = nothing or bool(answer) and s.num_answers == cfg.max_turns
         ids = [] if over else tokenizer.encode_ordinary(answer)[:room]
         said.append([s.row, over, *ids, *[-1] * (room - len(ids))])
     force_behind(r, torch.tensor(said).to(r.tokens.device), t, column)

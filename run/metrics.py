@@ -381,6 +381,7 @@ def batch_metrics(batch, cfg):
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
+    metrics |= cfg.call_metrics(batch.completions)
     lengths = batch.rollout.chosen.sum(1).float()
     terminated = lengths[ended] if ended.any() else torch.zeros(1)
     for kind, x in (("", lengths), ("terminated_", terminated)):

@@ -75,6 +75,8 @@ def print_iteration(m, cfg, tokens, seconds_left):
     forced = ""
     if cfg.force_rate or cfg.answers:
         forced = f"{100 * m['forced']:.1f} % forced, "
+    if "tools/call_frequency" in m:
+        forced += f"{m['tools/call_frequency']:.2f} calls, "
     print(f"iter {m['iteration']}/{cfg.max_iters}: loss {m['loss']:.4f} "
           f"(main {m['policy_loss']:.4f}, kl {m['loss'] - m['policy_loss']:.4f}), "
           f"reward {m['reward']:.4f}, "
@@ -195,6 +197,9 @@ def diagnose(m, cfg):
         out["length"] = (
             f"every completion was cut at {cfg.max_completion_length} tokens, so length is not "
             "learned: raise max_completion_length")
+    if m.get("tools/failure_frequency") == 1:
+        out["tools"] = (
+            "every call was answered with an error: read samples.jsonl, a tool may have a bug")
     if m["grad_norm"] == 0:
         out["gradient"] = (
             "grad_norm is 0: no gradient in this step; see rewards and advantages above")

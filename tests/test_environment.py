@@ -67,7 +67,8 @@ def row_by_hand(policy, prompt, u, max_turns):
         if token != END and not any(stop in new and stop in turn for stop in STOPS):
             continue
         answer, = game([prompt.text], [TOKENIZER.decode([i for i in ids if i != END])])
-        if answer is None or answer and answers == max_turns:
+        nothing = answer is None or token == END and not answer
+        if nothing or answer and answers == max_turns:
             return ids, own, True
         forced = TOKENIZER.encode_ordinary(answer)[:T - len(ids)]
         if forced:
