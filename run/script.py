@@ -50,6 +50,8 @@ def in_one_line(name, function):
     def call(*args):
         try:
             return function(*args)
+        except BadInput:
+            raise
         except (Exception, SystemExit) as e:
             raise user_error(name, e, skip=1) from None
     return call
