@@ -18,7 +18,7 @@ with optional("chess"):
     import chess
     import chess.engine
 
-PLIES = (2, 12)     # positions after so many moves of a game: the opening, where FENs are alike
+PLIES = (2, 6)      # positions after so many moves of a game: the opening, where FENs are short
 HISTORY = 10        # moves, at most
 CANDIDATES = 5      # moves, fewer where fewer are legal
 MATE = 100.0        # pawns that a mate is worth
@@ -173,12 +173,17 @@ def gain(board, move):
     return taken
 
 
-def stockfish(fens, nodes=20_000):
+def find_stockfish():
+    """Path of the program, or None. Debian puts games where only users look."""
+    return shutil.which("stockfish") or shutil.which("/usr/games/stockfish")
+
+
+def stockfish(fens, nodes=10_000):
     """Yield {legal move: pawns} by Stockfish for each FEN.
 
     One thread and a number of nodes, not of seconds, so that the same engine says the same again.
     """
-    path = shutil.which("stockfish") or shutil.which("/usr/games/stockfish")
+    path = find_stockfish()
     if path is None:
         raise BadInput("stockfish: no such program on PATH; apt-get install stockfish, or take "
                        "config/chess.py, which needs no engine")

@@ -9,7 +9,8 @@ from tasks.chess_lines import CANDIDATES
 
 MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?", re.ASCII)
 NUMBER = re.compile(r"-?\d{1,6}(\.\d{1,6})?", re.ASCII)
-RANK = re.compile(r"[1-8pnbrqkPNBRQK]+", re.ASCII)
+RANK = re.compile(r"[1-8pnbrqkPNBRQK]+")
+FIELDS = re.compile(r"[wb] (-|K?Q?k?q?(?<! )) (-|[a-h][36]) [0-9]{1,3} [0-9]{1,3}")
 PLAY = re.compile(r"M:(?P<moves>[^:]*) E:(?P<values>[^:]*) B:(?P<best>[^:]*)")
 BY_RANK = (1.0, 0.8, 0.6, 0.4, 0.2)     # of the engine's first five moves
 
@@ -24,25 +25,20 @@ def where_known(score, completions, truths):
 # A: "FEN after+reward+terminated+truncated"
 
 
-def is_state(text):
-    """Tell whether a completion is a FEN, a number and two flags."""
+def state_format(text, answer):
+    """1.0 for a well-formed FEN, a number and two flags, else 0.0."""
     fen, *outcome = text.split("+")
     if len(outcome) != 3 or not NUMBER.fullmatch(outcome[0]):
-        return False
-    return is_fen(fen) and set(outcome[1:]) <= {"0", "1"}
+        return 0.0
+    return float(is_fen(fen) and set(outcome[1:]) <= {"0", "1"})
 
 
 def is_fen(text):
     """Tell whether a text has the form of a FEN: eight ranks of eight squares, and five fields."""
-    fields = text.split(" ")
-    if len(fields) != 6 or fields[0].count("/") != 7:
-        return False
-    ranks, turn, castling, en_passant, *counters = fields
-    return (all(RANK.fullmatch(rank) and squares(rank) == 8 for rank in ranks.split("/"))
-            and turn in ("w", "b")
-            and re.fullmatch(r"-|K?Q?k?q?", castling) is not None and castling != ""
-            and re.fullmatch(r"-|[a-h][36]", en_passant) is not None
-            and all(re.fullmatch(r"[0-9]{1,4}", counter) for counter in counters))
+    board, _, others = text.partition(" ")
+    ranks = board.split("/")
+    return (len(ranks) == 8 and all(RANK.fullmatch(rank) and squares(rank) == 8 for rank in ranks)
+            and FIELDS.fullmatch(others) is not None)
 
 
 def squares(rank):
@@ -101,13 +97,13 @@ def read_play(text):
     return Play(found["moves"].split(), found["values"].split(), found["best"].strip())
 
 
-def is_play(text, legal):
-    """Tell whether all three fields are there, with as many moves as evaluations."""
+def play_format(text, legal):
+    """1.0 for five moves (or all, where fewer are legal), as many numbers, and a best move."""
     play = read_play(text)
     wanted = min(CANDIDATES, len(legal))
-    return (len(play.moves) == len(play.values) == wanted
-            and all(map(MOVE.fullmatch, [*play.moves, play.best]))
-            and all(map(NUMBER.fullmatch, play.values)))
+    right_counts = len(play.moves) == len(play.values) == wanted
+    are_moves = all(MOVE.fullmatch(move) for move in [*play.moves, play.best])
+    return float(right_counts and are_moves and all(map(NUMBER.fullmatch, play.values)))
 
 
 def legal_share(text, legal):

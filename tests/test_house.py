@@ -8,7 +8,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OPTIONAL = {"datasets", "gguf", "huggingface_hub", "matplotlib", "profanity_check", "safetensors",
             "tokenizers", "transformers", "trl", "wandb"}
-ROOMS = ("", "config", "data", "hub", "judge", "run")
+ROOMS = ("", "config", "data", "hub", "judge", "run", "tasks")
 
 
 def module_name(path):
@@ -92,6 +92,6 @@ def test_lines_have_at_most_100_columns(folder):
 def test_a_name_means_one_thing():
     names = Counter(n.name for tree in TREES.values() for n in tree.body
                     if isinstance(n, (ast.FunctionDef, ast.ClassDef)))
-    everywhere = {"main", "reward"}     # of every command, of every config
+    everywhere = {"main", "reward", "texts", "questions"}   # of every command, of every config
     twice = {name for name, count in names.items() if count > 1} - everywhere
     assert not twice, f"functions or classes of these names stand in two files: {sorted(twice)}"
