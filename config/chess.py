@@ -10,14 +10,15 @@ judge = None
 eval_judge = None
 
 # one token a character: a FEN is easier to change where its squares are tokens. Prompts have up to
-# 111 of them, completions 79 with the end token
+# 82 of them, completions 79 with the end token
 vocab_size = 257
-block_size = 192
+block_size = 164
 max_completion_length = 80
 n_layer = 4
 n_head = 4
 n_embd = 128
 pretrain_tokens = 4_000_000
+_HISTORY = 1            # the move alone, as after a reset; the published policy knows up to 10
 dtype = "fast"
 
 max_iters = 60
@@ -35,12 +36,12 @@ reward_weights = (0.2, 1.0, -0.02, 0.2, 0.2, 1.0, 0.3)
 
 def texts(n, seed):
     """Lines of random games. The P: player counts the material after its move, no more."""
-    return lines.texts(n, seed)
+    return lines.texts(n, seed, _HISTORY)
 
 
 def questions(n, seed):
     """Positions of other random games, with the right answer of A: and the legal moves of P:"""
-    return lines.questions(n, seed)
+    return lines.questions(n, seed, _HISTORY)
 
 
 def a_format(prompts, completions, answer):

@@ -16,3 +16,8 @@ top_p = 0.95
 beta = 0.1
 learning_rate = 1e-6
 num_eval_generations = 2
+
+
+def questions(n, seed):
+    """Positions as in config/chess.py, with the game's last ten moves."""
+    return lines.questions(n, seed)

@@ -13,7 +13,7 @@ reward_weights += (0.5, 0.3, 0.2)
 
 def questions(n, seed):
     """As in config/chess.py; rows of P: have Stockfish's evaluation of every legal move."""
-    return lines.questions(n, seed, lines.stockfish)
+    return lines.questions(n, seed, history=1, judge=lines.stockfish)
 
 
 def p_engine_best(prompts, completions, evaluations):

@@ -61,7 +61,7 @@ def random_game(rng, most):
         history.append(move)
 
 
-def texts(n, seed):
+def texts(n, seed, history=HISTORY):
     """n lines to learn from, the two tasks in turn."""
     rng = random.Random(seed)
     lines = []
@@ -69,11 +69,12 @@ def texts(n, seed):
         if i % 2:
             lines.append(play_prompt(position.fen) + greedy_answer(position.fen, rng))
         else:
-            lines.append(rules_prompt(position) + rules_answer(position.fen, position.move))
+            lines.append(rules_prompt(position, history)
+                         + rules_answer(position.fen, position.move))
     return lines
 
 
-def questions(n, seed, judge=None):
+def questions(n, seed, history=HISTORY, judge=None):
     """n rows with a prompt and what its completion is judged by, the two tasks in turn.
 
     answer is the right completion of A:, legal the legal moves of P:; each is None in rows of the
@@ -85,7 +86,7 @@ def questions(n, seed, judge=None):
             row = dict(text=play_prompt(position.fen), answer=None, legal=legal(position.fen))
         else:
             answer = rules_answer(position.fen, position.move)
-            row = dict(text=rules_prompt(position), answer=answer, legal=None)
+            row = dict(text=rules_prompt(position, history), answer=answer, legal=None)
         rows.append(row | dict(fen=position.fen))
     if judge:
         found = judge([row["fen"] for row in rows if row["legal"]])
@@ -98,9 +99,10 @@ def questions(n, seed, judge=None):
 # A: the rules
 
 
-def rules_prompt(position):
-    history = [*position.history, position.move][-HISTORY:]
-    return f"A: {position.fen}+{position.move}+{' '.join(history)}+"
+def rules_prompt(position, history=HISTORY):
+    """The prompt of a position with the last `history` moves, the move itself among them."""
+    moves = [*position.history, position.move][-history:]
+    return f"A: {position.fen}+{position.move}+{' '.join(moves)}+"
 
 
 def rules_answer(fen, move):
