@@ -23,7 +23,8 @@ dtype = "fast"
 
 max_iters = 60
 eval_interval = 30
-num_prompts = 16        # about half of them A:
+max_prompts = 1500      # four fifths for training; half of them A:
+num_prompts = 16
 num_generations = 8
 learning_rate = 2e-4
 beta = 0.02
@@ -40,7 +41,7 @@ def texts(n, seed):
 
 
 def questions(n, seed):
-    """Positions of other random games, with the right answer of A: and the legal moves of P:"""
+    """Positions of other random games, with what completions of A: and P: are judged by."""
     return lines.questions(n, seed, _HISTORY)
 
 
