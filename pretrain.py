@@ -231,8 +231,11 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     stream = token_stream(tokenizer, texts, cfg.prepare_seed, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)
     if min(len(stream), len(held_out)) <= cfg.block_size:
-        raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and {len(held_out)} to "
-                       f"test on, both must be above block_size = {cfg.block_size}")
+        raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and "
+                       f"{len(held_out)} to test on, both must be above block_size = "
+                       f"{cfg.block_size}")
+    # windows of made-up texts begin with a text, as a prompt does; those of comments anywhere
+    eot = tokenizer.eot_token if "texts" in cfg.functions else None
     torch.manual_seed(cfg.prepare_seed)
     model = new_policy(cfg).to(device)
     if "attention" in cfg.speed:
@@ -244,7 +247,7 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
 
     def loss_at(step, stream=stream):
         seed = 1000 * cfg.prepare_seed + step
-        batch = windows(stream, BATCH_SIZE, cfg.block_size, seed).to(device)
+        batch = windows(stream, BATCH_SIZE, cfg.block_size, seed, eot).to(device)
         with autocast(device, dtype):
             logits = model.lm_head(model(batch[:, :-1]))  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -275,10 +278,18 @@ def token_stream(tokenizer, texts, seed, limit):
     return torch.tensor(ids)
 
 
-def windows(stream, num_rows, block_size, seed):
-    """Cut random windows out of a stream (M,) -> ids (num_rows, block_size + 1)."""
+def windows(stream, num_rows, block_size, seed, eot=None):
+    """Cut random windows out of a stream (M,) -> ids (num_rows, block_size + 1).
+
+    With eot, the end token, each begins where a text does.
+    """
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(stream) - block_size, (num_rows, 1), generator=generator)
+    if eot is None:
+        starts = torch.randint(len(stream) - block_size, (num_rows, 1), generator=generator)
+    else:
+        ends = (stream[:-block_size - 1] == eot).nonzero()                          # (S, 1)
+        behind = torch.cat([torch.tensor([[0]]), ends + 1])
+        starts = behind[torch.randint(len(behind), (num_rows,), generator=generator)]
     return stream[starts + torch.arange(block_size + 1)]
 
 

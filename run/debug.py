@@ -21,6 +21,7 @@ def take_apart(nets, cfg, grpo):
     def phase(title):
         print(f"\n--- {next(count)}. {title}")
 
+    print_setup(nets, cfg)
     phase(f"evaluation before: {len(nets.eval_prompts)} prompts x {cfg.num_eval_generations}")
     before = print_measures(nets, cfg, grpo.evaluate)
 
@@ -59,6 +60,16 @@ def take_apart(nets, cfg, grpo):
     flags |= diagnose(m, cfg)
     for flag in list(flags.values()) or ["none"]:
         print("  " + flag)
+
+
+def print_setup(nets, cfg):
+    """What the step is made with."""
+    size = sum(p.numel() for p in nets.trained)
+    print(f"setup: {size / 1e6:.1f}M weights are trained, {cfg.block_size} positions, {nets.dtype} "
+          f"on {nets.device}")
+    names = ("seed", "num_prompts", "num_generations", "max_completion_length", "temperature",
+             "top_p", "beta", "learning_rate", "max_grad_norm")
+    print("  " + ", ".join(f"{name} {getattr(cfg, name):g}" for name in names))
 
 
 def digits(x):
@@ -110,6 +121,9 @@ def print_completion(tokenizer, prompt, rollout, i):
 
 def print_rewards(batch, cfg, grpo):
     """Rewards and advantages of each group, and what the differences are divided by."""
+    for name, weight, scores in zip(cfg.reward_funcs, cfg.reward_weights, batch.scores.T):
+        print(f"  {name} mean {scores.nanmean():.4f}, weight {weight:g}, abstains for "
+              f"{100 * scores.isnan().float().mean():.0f} %")
     penalty, _ = grpo.kl_penalty(batch.rollout, batch.ref_logp, cfg)
     rewards = batch.rewards - penalty
     if cfg.kl_in == "reward" and cfg.beta:
@@ -198,5 +212,5 @@ def print_step(nets, cfg, batch, step, loss_of):
     moved = sum(not torch.equal(p, q) for p, q in zip(nets.policy.parameters(), old))
     print(f"  all {grad_norm:.3e}, clipped to {min(grad_norm, most):.3e}; at learning rate "
           f"{cfg.learning_rate:g} {moved} of {len(old)} tensors changed; mean ratio is now "
-          f"{after['ratio']:.6f}")
+          f"{after['ratio']:.6f}" + (f", KL is now {after['kl']:.6f}" if "kl" in after else ""))
     return grad_norm, after

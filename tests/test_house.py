@@ -8,7 +8,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OPTIONAL = {"datasets", "gguf", "huggingface_hub", "matplotlib", "profanity_check", "safetensors",
             "tokenizers", "transformers", "trl", "wandb"}
-ROOMS = ("", "config", "data", "environment", "hub", "judge", "run")
+ROOMS = ("", "config", "data", "environment", "hub", "judge", "run", "tasks")
 
 
 def module_name(path):

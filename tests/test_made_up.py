@@ -2,6 +2,7 @@
 import os
 
 import pytest
+import torch
 from conftest import TINY
 
 from config import load_settings
@@ -9,7 +10,7 @@ from data.comments import get_splits
 from data.prompts import load_prompts
 from data.tokenizer import load_tokenizer
 from grpo import main
-from pretrain import get_policy
+from pretrain import get_policy, windows
 from run.device import pick_device
 from run.script import BadInput
 
@@ -115,3 +116,13 @@ def test_a_strangers_questions_are_not_replaced_by_comments(settings, tmp_path):
     assert path.read_text() != text
     with pytest.raises(BadInput, match="Python of somebody else's run"):
         load_settings([str(path)])
+
+
+def test_windows_of_made_up_texts_begin_with_a_text():
+    """As a prompt does. Of comments they begin anywhere, so position 0 is the middle of one."""
+    eot = 9
+    stream = torch.tensor([1, 5, 5, eot, 2, 5, eot, 3, 5, 5, 5, eot, 4, 5, eot])
+    found = windows(stream, 50, 4, seed=1, eot=eot)
+    assert found.shape == (50, 5), "a window must fit behind each start"
+    assert set(found[:, 0].tolist()) == {1, 2, 3}
+    assert 5 in windows(stream, 50, 4, seed=1)[:, 0]
