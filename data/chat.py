@@ -26,7 +26,8 @@ def encode_prompt(tokenizer, content, where):
         messages = read_messages(content, where)
         said = [message["content"] for message in messages if message["role"] == "user"]
         text = said[-1] if said else messages[-1]["content"]
-        return text, tokenizer.encode_marked(render(tokenizer, messages, where))
+        rendered = render(tokenizer, messages, where)
+        return text, tokenizer.encode_marked(rendered)
     ids = tokenizer.encode_ordinary(content)
     before = getattr(tokenizer, "before_text", [])
     return content, [*before, *ids] if ids else []      # an empty prompt stays empty
