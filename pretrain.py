@@ -233,8 +233,9 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     stream = token_stream(tokenizer, texts, cfg.prepare_seed, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)
     if min(len(stream), len(held_out)) <= cfg.block_size:
-        raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and {len(held_out)} to "
-                       f"test on, both must be above block_size = {cfg.block_size}")
+        raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and "
+                       f"{len(held_out)} to test on, both must be above block_size = "
+                       f"{cfg.block_size}")
     torch.manual_seed(cfg.prepare_seed)
     model = new_policy(cfg).to(device)
     if "attention" in cfg.speed:
