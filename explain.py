@@ -21,6 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import load_settings
+from data.chat import encode_prompt
 from data.prompts import draw_prompts
 from grpo import (collect, collect_target, loss_of, micro_batches, optimizer_steps, prepare,
                   read_inputs, sort_key)
@@ -481,7 +482,8 @@ def classic(folder, cfg, rows, prompt, completion):
     last = rows[-1]["iteration"] if rows else 0
     near = sorted({min(run["iteration"] + 1, last) for run in runs})
     rows = [row for it in near for row in [r for r in rows if r["iteration"] == it][:256]]
-    prompt, completion = encode(prompt), encode(completion)
+    _, prompt = encode_prompt(tokenizer, prompt, "--prompt")
+    completion = encode(completion)
     too_long = len(prompt) + len(completion) > cfg.block_size
     if not rows or not prompt or not completion or too_long:
         raise BadInput(
@@ -503,7 +505,9 @@ def classic(folder, cfg, rows, prompt, completion):
         rate = run["optimizer"]["param_groups"][0]["lr"]
         for i, r in enumerate(rows):
             ids = (encode(r["completion"]) + [tokenizer.eot_token])[:cfg.max_completion_length]
-            product = derivative("brute", policy, D, *as_row(encode(r["prompt"]), ids))
+            asked = r.get("row", {}).get("messages", r["prompt"])
+            _, read = encode_prompt(tokenizer, asked, f"{folder}: a prompt")
+            product = derivative("brute", policy, D, *as_row(read, ids))
             scores[i] += rate * r.get("weight", 1) * r.get("advantage", 0) * product
     return rows, scores
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import hub.policy
 from config import Settings, load_settings, usage
+from data.chat import encode_prompt
 from data.comments import get_splits
 from data.prompts import prompts_of_questions
 from data.tokenizer import end_tokens, load_tokenizer, texts_of
@@ -154,7 +155,8 @@ def get_tokenizer(cfg):
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
     tokenizer = hub.policy.tokenizer_of(hub.policy.locate(cfg.policy))
-    largest = max(i for i in (tokenizer.eot_token, *tokenizer.ids) if i is not None)
+    given = (tokenizer.eot_token, *tokenizer.before_text, *tokenizer.ids)
+    largest = max(i for i in given if i is not None)
     if largest >= cfg.vocab_size:
         raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {largest}, the model has "
                        f"{cfg.vocab_size} tokens: these files do not belong together")
@@ -315,11 +317,12 @@ def main(argv):
     given = load_policy(cfg)
     tokenizer = get_tokenizer(cfg)
     prompts = ["I think that the", "Please do not", "You are a"]
-    if "questions" in cfg.functions:
-        room = cfg.block_size - cfg.max_completion_length
-        prompts = [prompt.text for prompt in prompts_of_questions(cfg, tokenizer, room)[:3]]
-    ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    ids = [encode_prompt(tokenizer, prompt, "prompt")[1] for prompt in prompts]
     room = cfg.block_size - cfg.max_completion_length
+    if "questions" in cfg.functions:
+        asked = prompts_of_questions(cfg, tokenizer, room)[:3]
+        prompts = [prompt.text for prompt in asked]
+        ids = [prompt.ids for prompt in asked]
     if max(map(len, ids)) > room:
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: with block_size = "
                        f"{cfg.block_size} it leaves {room} tokens for a prompt")

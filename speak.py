@@ -3,6 +3,7 @@ Lets a trained policy speak: completions of a prompt, each with its scores by ju
 
     python sample.py out/toxicity --prompt="You are" [--num=5] [--before=True] [--setting=value ...]
 
+With --chat=True a prompt is what a user says to a chat model, in the model's chat template.
 Without a prompt it reads prompts from the terminal, one a line. --before=True lets the policy from
 before training speak first, with the same noise. Settings are those of the run unless changed here,
 for instance --temperature=0.7 or --max_completion_length=20.
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from data.chat import encode_prompt, with_messages
 from data.prompts import Prompt
 from data.tokenizer import end_tokens, texts_of
 from environment.episode import answering, try_environment
@@ -24,18 +26,19 @@ from run.threads import threads_of, use_threads
 from sample import generate
 
 USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--before=True] '
-         "[--setting=value ...]")
+         "[--chat=True] [--setting=value ...]")
 
 
 @torch.no_grad()
-def speak(nets, policy, cfg, prompt, num):
+def speak(nets, policy, cfg, prompt, num, chat=False):
     """[(completion, {name: score})] for a prompt, always the same ones."""
-    ids = nets.tokenizer.encode_ordinary(prompt)
+    content = [{"role": "user", "content": prompt}] if chat else prompt
+    _, ids = encode_prompt(nets.tokenizer, content, "--chat=True")
     most = cfg.block_size - cfg.max_completion_length
     if not 1 <= len(ids) <= most:
         raise BadInput(f"prompt {prompt!r} has {len(ids)} tokens: must be 1 to {most} (block_size "
                        f"{cfg.block_size} less max_completion_length {cfg.max_completion_length})")
-    asked = [Prompt(prompt, ids, {"text": prompt})] * num
+    asked = [Prompt(prompt, ids, with_messages({"text": prompt}, content))] * num
     try:
         try_environment(cfg, asked, nets.tokenizer)
     except BadInput as e:   # it may need more of a prompt than its text
@@ -60,11 +63,11 @@ def speak(nets, policy, cfg, prompt, num):
             for i, completion in enumerate(completions)]
 
 
-def answer(nets, policies, cfg, prompt, num):
+def answer(nets, policies, cfg, prompt, num, chat=False):
     """Prints what each of policies {title: policy} says after the prompt, a line per completion."""
     print(repr(prompt))
     for title, policy in policies.items():
-        spoken = speak(nets, policy, cfg, prompt, num)
+        spoken = speak(nets, policy, cfg, prompt, num, chat)
         names = list(spoken[0][1])
         print("  " + "".join(f"{name:>12}" for name in names) + f"  {title}")
         for completion, scores in spoken:
@@ -82,7 +85,7 @@ def prompts_from(lines):
 
 
 def main(argv):
-    own = dict(prompt=None, num="5", before="False")
+    own = dict(prompt=None, num="5", before="False", chat="False")
     flags = []
     for arg in argv[1:]:
         name, equals, value = arg[2:].partition("=")
@@ -91,23 +94,24 @@ def main(argv):
         else:
             flags.append(arg)
     num = int(own["num"]) if own["num"].isdecimal() else 0
-    own["before"] = own["before"].title()
-    if not argv or argv[0].startswith("--") or num < 1 or own["before"] not in ("True", "False"):
+    answers = [own[name].title() for name in ("before", "chat")]
+    if not argv or argv[0].startswith("--") or num < 1 or not {*answers} <= {"True", "False"}:
         raise BadInput(USAGE)
+    before, chat = [text == "True" for text in answers]
     cfg, nets, policy, iteration = open_run(argv[0], flags)
     num_bytes = rollout_bytes(cfg, nets.base, num, 0, nets.dtype, truncates=False)
     check_fits(num_bytes, nets.device, f"num = {num}")
     policies = {f"after {iteration} iterations": policy}
-    if own["before"] == "True":
+    if before:
         policies = {"before training": nets.base} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
     with use_threads(cfg, nets.device, threads_of(argv[0])):
         if own["prompt"] is not None:
-            answer(nets, policies, cfg, own["prompt"], num)
+            answer(nets, policies, cfg, own["prompt"], num, chat)
             return
         for prompt in prompts_from(sys.stdin):
             try:
-                answer(nets, policies, cfg, prompt, num)
+                answer(nets, policies, cfg, prompt, num, chat)
             except BadInput as e:   # the next line may be better
                 print(f"error: {e}")
 

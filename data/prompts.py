@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from data.chat import encode_prompt, with_messages
 from data.comments import as_text
 from hub.fetch import fetch
 from run.files import read_rows, read_text
@@ -58,6 +59,12 @@ def load_prompts(cfg, tokenizer, splits):
         raise BadInput(f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are "
                        f"left beside num_eval_prompts = {n}")
     return train, held_out[:n], held_out[n:]
+
+
+def read_prompt(tokenizer, content, row, where):
+    """Make a Prompt of a text or a list of messages; `where` names it in a BadInput."""
+    text, ids = encode_prompt(tokenizer, content, where)
+    return Prompt(text, ids, with_messages(row, content))
 
 
 def draw_prompts(prompts, it, num_prompts, seed):
@@ -110,7 +117,7 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
         if len(words) <= count:
             continue
         start = " ".join(words[:count]) if count else text
-        ids = tokenizer.encode_ordinary(start)
+        _, ids = encode_prompt(tokenizer, start, "a comment")
         if 1 <= len(ids) <= limit:
             prompts.append(Prompt(start, ids, {"text": start}))
     return prompts
@@ -134,10 +141,11 @@ def prompts_of_questions(cfg, tokenizer, limit):
         raise BadInput(f"questions({n}, seed) returned {shown(rows)}: must be a list of {n} rows")
     found = []
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        if not isinstance(row, dict) or not isinstance(row.get("text"), (str, list)):
             raise BadInput(f"questions: row {number} is {shown(row)}: must be a dict with the "
                            "prompt as \"text\"")
-        found.append((number, Prompt(row["text"], tokenizer.encode_ordinary(row["text"]), row)))
+        prompt = read_prompt(tokenizer, row["text"], row, f"questions: row {number}")
+        found.append((number, prompt))
     check_found("questions", found, cfg, limit)
     return [prompt for _, prompt in found]
 
@@ -150,8 +158,8 @@ def prompts_of_file(path, cfg, tokenizer, limit):
     """Return the prompts that the settings select from a file."""
     path = find_file(path)
     read = read_lines if path.endswith(".txt") else read_table
-    found = [(number, Prompt(text, tokenizer.encode_ordinary(text), row))
-             for number, text, row in read(path, cfg)]
+    found = [(number, read_prompt(tokenizer, content, row, f"{path}: row {number}"))
+             for number, content, row in read(path, cfg)]
     if cfg.max_prompt_tokens:
         found = drop_long(path, found, min(cfg.max_prompt_tokens, limit))
     if 0 < cfg.max_prompts < len(found):
@@ -217,16 +225,21 @@ def read_lines(path, cfg):
 
 
 def read_table(path, cfg):
-    """Read the toxic enough rows of a .csv or .jsonl file -> list of (number, text, row)."""
+    """Read the toxic enough rows of a .csv or .jsonl file -> list of (number, content, row).
+
+    The content is the text of the prompt, or its list of messages.
+    """
     numbered = []
     for number, row in enumerate(read_rows(path), 1):
         where = f"{path}: row {number}"
         if is_toxic_enough(row, cfg, where):
             name = cfg.prompt_field or cfg.text_field
-            text = field_of(row, name, where)
-            if text is None:
+            content = field_of(row, name, where)
+            if content is None:
                 raise BadInput(f"{where} has nothing in its field {name!r}")
-            numbered.append((number, as_text(text, name, where), row))
+            if not isinstance(content, list):
+                content = as_text(content, name, where)
+            numbered.append((number, content, row))
     return numbered
 
 

@@ -5,12 +5,13 @@ Text to token ids and back, from the files that models are published with: byte-
 
 A regular expression cuts the text into words. Within a word, the pair of neighbours that comes
 first in the list of merges is joined, again and again. tiktoken does both. Its ranks are the bytes
-and then the merges in order; the vocabulary says which id a rank has. Nothing here puts a token
-before or after a text, and no text becomes a special token, whatever it says.
+and then the merges in order; the vocabulary says which id a rank has. No text becomes a special
+token, whatever it says, but for a chat that a template has written (encode_marked).
 """
 import contextlib
 import json
 import os
+import re
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +20,7 @@ import tiktoken
 from data.tokenizer import GPT2_PATTERN, byte_alphabet, load_tokenizer
 from hub.layouts import short
 from hub.tensors import gguf_metadata
-from run.files import read_json
+from run.files import read_json, read_text
 from run.script import BadInput, run_script
 
 # what belongs to a tokenizer in a published folder; any of these may be missing
@@ -72,6 +73,10 @@ class Tokenizer:
         self.pad_token = pad if type(pad) is int and pad in token_of else None
         special = vocabulary.keys() - set(tokens)
         self.special_tokens = {token: i for token, i in vocabulary.items() if token in special}
+        self.added_tokens = self.special_tokens     # those that encode_marked recognises
+        self.before_text = []       # ids that the model's own tokenizer puts before a text
+        self.chat_template = None   # for data/chat.py
+        self.names = {}             # what a template knows as bos_token, eos_token, ...
 
     def encode_ordinary(self, text):
         if self.nfc:
@@ -80,6 +85,16 @@ class Tokenizer:
             ranks = self.core.encode_ordinary(text)
         ids = [self.ids[rank] for rank in ranks]
         return [i for i in ids if i is not None]
+
+    def encode_marked(self, text):
+        """The ids of a text in which the added tokens stand for themselves."""
+        longest_first = sorted(self.added_tokens, key=len, reverse=True)
+        marks = "|".join(map(re.escape, longest_first)) or "(?!)"   # which is nowhere
+        ids = []
+        for part in re.split(f"({marks})", text):
+            mark = self.added_tokens.get(part)
+            ids += self.encode_ordinary(part) if mark is None else [mark]
+        return ids
 
     def encode_ordinary_batch(self, texts, num_threads=2):
         with ThreadPoolExecutor(num_threads) as threads:
@@ -195,6 +210,14 @@ def read_tokenizer(folder):
                            "eos_token_id in config.json")
         tokenizer = Tokenizer(path, vocabulary, merges, pattern, nfc=nfc, words=words, **special)
         tokenizer.end_tokens = all_ends(files.values(), tokenizer)
+        config = files["tokenizer_config.json"]
+        if whole:
+            tokenizer.added_tokens = {x["content"]: x["id"] for x in whole.get("added_tokens", [])}
+            tokenizer.before_text = ids_before(whole.get("post_processor"), tokenizer)
+        elif config.get("add_bos_token") and special["bos"] is not None:
+            tokenizer.before_text = [special["bos"]]
+        tokenizer.chat_template = read_template(folder, config.get("chat_template"))
+        tokenizer.names = names_of([config, files["special_tokens_map.json"]])
         return tokenizer
     except BadInput:
         raise
@@ -287,6 +310,49 @@ def all_ends(files, tokenizer):
     return tuple(dict.fromkeys(known))
 
 
+def ids_before(post_processor, tokenizer):
+    """The ids that a post_processor of tokenizer.json puts before a text, such as Llama 3's <bos>.
+
+    What it puts after a text stays out: prompts are starts of texts.
+    """
+    post = post_processor or {}
+    ids = []
+    for step in post["processors"] if post.get("type") == "Sequence" else [post]:
+        for part in step["single"] if step.get("type") == "TemplateProcessing" else []:
+            if "SpecialToken" not in part:
+                break
+            ids += step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+    unknown = [i for i in ids if i not in tokenizer.bytes_of]
+    if unknown:
+        raise ValueError(f"post_processor puts the unknown id {unknown[0]} before a text")
+    return ids
+
+
+def read_template(folder, named):
+    """The chat template of a folder, or None.
+
+    It is a file of its own, or what tokenizer_config.json has: a text, or several by their names.
+    """
+    path = os.path.join(folder, "chat_template.jinja")
+    if os.path.exists(path):
+        return read_text(path)
+    if isinstance(named, list):
+        return {x["name"]: x["template"] for x in named}.get("default")
+    return named
+
+
+def names_of(files):
+    """{"bos_token": its text, ...} of the special tokens that the first of the files names."""
+    names = {}
+    for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+        for content in files:
+            token = content.get(f"{role}_token")
+            token = token["content"] if isinstance(token, dict) else token
+            if token is not None:
+                names.setdefault(f"{role}_token", token)
+    return names
+
+
 # --------------------------------------------------------------------------------------------------
 # from a GGUF file
 
@@ -310,6 +376,17 @@ def gguf_tokenizer(metadata, source="the GGUF file"):
                           pad=value("padding_token_id"))
     ends = [value("eot_token_id"), value("eom_token_id")]   # of a turn, of a message
     tokenizer.end_tokens = all_ends([dict(eos_token_id=ends)], tokenizer)
+    roles = dict(bos=tokenizer.bos_token, eos=tokenizer.eot_token, pad=tokenizer.pad_token)
+    tokenizer.names = {f"{role}_token": tokens[i] for role, i in roles.items() if i is not None}
+    tokenizer.chat_template = metadata.get("tokenizer.chat_template")
+    kinds = value("token_type")
+    if type(kinds) is list:     # 3: control, 4: user-defined
+        tokenizer.added_tokens = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (3, 4)}
+    puts_bos = value("add_bos_token")
+    if puts_bos is None:
+        puts_bos = pre == "llama-bpe"       # llama.cpp's default
+    if puts_bos and tokenizer.bos_token is not None:
+        tokenizer.before_text = [tokenizer.bos_token]
     return tokenizer
 
 

@@ -11,7 +11,11 @@ from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import pytest
-import torch
+
+# threads that wait for each other sleep. By default they spin, and take the core that the one they
+# wait for needs when tests run side by side. To be set before torch starts any
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+import torch  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-OPTIONAL = {"datasets", "gguf", "huggingface_hub", "matplotlib", "profanity_check", "safetensors",
-            "tokenizers", "transformers", "trl", "wandb"}
+OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "matplotlib", "profanity_check",
+            "safetensors", "tokenizers", "transformers", "trl", "wandb"}
 ROOMS = ("", "config", "data", "environment", "hub", "judge", "run", "tasks")
 
 

@@ -25,7 +25,7 @@ def run_without(*argv):
 
 def test_policy_judges_and_training_from_scratch(tiny, tmp_path):
     done = run_without("grpo", *tiny.flags, f"--cache_dir={tmp_path}/made", "--max_iters=1",
-                       f"--out_dir={tmp_path}/run")
+                       "--pretrain_tokens=4000", "--judge_tokens=4000", f"--out_dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr
     made = sorted(name.split("-")[0] for name in os.listdir(tmp_path / "made"))
     assert made == ["judge_a", "judge_b", "policy"] and (tmp_path / "run" / "ckpt.pt").exists()

@@ -1,0 +1,122 @@
+"""Prompts as the policy reads them: plain text, or a list of messages in its chat template.
+
+A message is {"role": "user", "content": "Hello"}. A published chat model comes with a template, a
+small program of jinja2 that writes the messages with the model's own marks between them. It runs
+in jinja2's sandbox, with what transformers gives it.
+"""
+import datetime
+import functools
+import importlib.metadata
+import json
+import re
+
+from run.script import BadInput, optional, shown
+
+OLDEST = (3, 1, 6)      # version of jinja2: programs escape from the sandbox of older ones
+
+
+def encode_prompt(tokenizer, content, where):
+    """Encode a prompt -> (its text for rewards and logs, its ids).
+
+    content: a text, or a list of messages, whose text is the last thing that the user says. The ids
+    of a text begin with the <bos> that the model's own tokenizer puts there. where: names the
+    prompt in a BadInput.
+    """
+    if isinstance(content, list):
+        messages = read_messages(content, where)
+        said = [message["content"] for message in messages if message["role"] == "user"]
+        text = said[-1] if said else messages[-1]["content"]
+        rendered = render(tokenizer, messages, where)
+        return text, tokenizer.encode_marked(rendered)
+    ids = tokenizer.encode_ordinary(content)
+    before = getattr(tokenizer, "before_text", [])
+    return content, [*before, *ids] if ids else []      # an empty prompt stays empty
+
+
+def with_messages(row, content):
+    """Return a prompt's row, with the list of messages in the column `messages` if it is one."""
+    return {"messages": content} | row if isinstance(content, list) else row
+
+
+def read_messages(messages, where):
+    """Return the messages as a template may read them: plain data, nothing that is None."""
+    if not messages:
+        raise BadInput(f"{where}: the list of messages is empty")
+    for number, message in enumerate(messages, 1):
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise BadInput(f"{where}: message {number} is {shown(message)}: must be "
+                           '{"role": ..., "content": ...}, both texts')
+    given = [{name: x for name, x in message.items() if x is not None} for message in messages]
+    try:
+        return json.loads(json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as e:
+        raise BadInput(f"{where}: {shown(messages)} are no messages that JSON can hold "
+                       f"({e})") from e
+
+
+def render(tokenizer, messages, where):
+    """Write messages as the chat template does, up to where the policy's answer begins."""
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        raise BadInput(f"{where} is a list of messages, and this policy has no chat template: give "
+                       "text, or a policy with a template")
+    with optional("jinja2"):
+        import jinja2
+    check_version(importlib.metadata.version("jinja2"))
+    try:
+        return compile_template(template).render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True,
+            **tokenizer.names)
+    except jinja2.TemplateSyntaxError as e:
+        raise BadInput(f"{tokenizer.core.name}: the chat template is not readable, line "
+                       f"{e.lineno}: {shown(e.message)}") from e
+    except Exception as e:      # a template may divide by zero, or raise whatever it likes
+        raise BadInput(f"{where}: the chat template of {tokenizer.core.name} refuses the messages: "
+                       f"{shown(str(e), 300)}") from e
+
+
+def check_version(version):
+    """Raise BadInput for a jinja2 whose sandbox has known holes."""
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if found < OLDEST:
+        raise BadInput(f"jinja2 {version} is too old for chat templates: pip install -U jinja2")
+
+
+@functools.cache
+def compile_template(text):
+    """Compile a chat template in the environment that transformers gives one."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks what the model wrote; here it leaves its block as it is."""
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(text)
+
+
+def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """jinja2's own filter of this name escapes < and >, which models do not read."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)
+
+
+def raise_exception(message):
+    raise ValueError(message)
+
+
+def strftime_now(form):
+    return datetime.datetime.now().strftime(form)
