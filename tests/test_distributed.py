@@ -47,6 +47,8 @@ CASES = {
     "few": ("--tracin=reward", "--num_prompts=2", "--num_generations=3", "--mini_batch_size=2",
             "--micro_batch_size=2", "--num_eval_prompts=2", "--tracin_select=all", "--beta=0.1",
             "--learning_rate=0.03", "--seed=2"),
+    "critic": ("--critic=True", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1",
+               "--bootstrap_truncated_completions=True", "--num_iterations=2"),
     "random": ("--tracin=contrastive", "--tracin_select=random", "--beta=0.1",
                "--micro_batch_size=4"),
 }
