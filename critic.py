@@ -35,15 +35,6 @@ class ValueHead(nn.Module):
             return self.linear(h.to(self.linear.weight.dtype))[..., 0].float()
 
 
-def parameter_groups(policy, trained, factor):
-    """The trained parameters as an optimizer takes them: those of a value head have a learning rate
-    of their own, `factor` times the others'."""
-    if policy.value_head is None:
-        return trained
-    head = list(policy.value_head.parameters())
-    return [dict(params=trained[:-len(head)]), dict(params=head, factor=factor)]
-
-
 def values_after(policy, rollout, size):
     """Values (N,) after the last token of completions that were cut; 0 where an end token ended
     them. Runs a forward pass of the rows that were cut, `size` at a time."""

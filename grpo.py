@@ -38,7 +38,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from config import load_settings, usage
-from critic import parameter_groups, token_advantages, value_errors, values_after
+from critic import token_advantages, value_errors, values_after
 from data.comments import get_splits
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import end_tokens
@@ -365,8 +365,8 @@ def grpo_loss(
 
     logp, old_logp, ref_logp (n, T): log-probs of the chosen tokens under the policy (with
     gradient), under the policy that sampled them, and under the reference (None without a KL).
-    advantages (n,) or (n, T). mask (n, T): tokens that carry loss. policy_mask (n, T): those that carry the
-    policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
+    advantages (n,) or (n, T). mask (n, T): tokens that carry loss. policy_mask (n, T): those that
+    carry the policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
     micro-batches add up to its loss. weights (n,): factors on the rows (None: 1). Everything stays
     on the device, so that a GPU is not waited for. Raises ValueError for a field that is missing or
     of the wrong shape.
@@ -521,9 +521,9 @@ def mean_entropy(nets, policy, b, step, cfg, w, states):
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
     """{parameter: gradient} of the loss of some rows, by a plain backward. Leaves .grad empty.
 
-    With coef (N,) it is the gradient of the sum of coef_i * log-prob of completion i instead, with
-    coef (N, T) that of its tokens. key: see micro_batches. Only influence needs this. Fast paths stay out of it: it is what they are
-    checked against.
+    With coef (N,) or (N, T) it is the gradient of the sum of coef * log-prob of the completions or
+    tokens instead. key: see micro_batches. Only influence needs this. Fast paths stay out of it: it
+    is what they are checked against.
     """
     key = batch.lengths[rows] if key is None else key
     for positions in micro_batches(key, cfg):
@@ -601,7 +601,7 @@ def learning_rate(it, cfg):
 
 def set_learning_rate(optimizer, rate):
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("factor", 1)     # a value head has one
+        group["lr"] = rate
 
 
 @torch.no_grad()
@@ -707,8 +707,8 @@ def build(cfg, given, base, judges):
     reference = copy.deepcopy(policy).requires_grad_(False) if cfg.sync_ref_model else base
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(      # tracin.adam_scale reads its state
-        parameter_groups(policy, trained, cfg.value_lr_factor), lr=cfg.learning_rate,
-        betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
+        trained, lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2),
+        weight_decay=cfg.weight_decay, fused=True)
 
     plain_decode = functools.partial(decode, drop="retire" in cfg.speed)
     nets = Nets(

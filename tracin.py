@@ -438,8 +438,7 @@ def adam_scale(optimizer, gradient):
                 # a tensor to the end: a GPU that holds it need not be waited for
                 steps = torch.as_tensor(state.get("step", 0)).double() + 1
                 v = decay * state.get("exp_avg_sq", 0) + (1 - decay) * gradient[p].square()
-                rate = group.get("factor", 1)      # times the others'
-                scale[p] = rate / ((v / (1 - decay ** steps)).sqrt() + group["eps"])
+                scale[p] = 1 / ((v / (1 - decay ** steps)).sqrt() + group["eps"])
     return scale
 
 

@@ -138,8 +138,8 @@ class Settings:
     # critic (critic.py, docs/critic.md)
     critic: bool = False                # a value head gives every token its baseline, as in PPO:
                                         # scale_rewards and the groups have no part in advantages
-    center_rewards: bool = False        # less their mean over the iteration, so that the values,
-                                        # which start at 0, begin near what they are to become
+    center_rewards: bool = True         # less their mean over the iteration: the values, which
+                                        # start at 0, begin near what they are to become
     gae_gamma: float = 1.0              # discount of later rewards, by token
     gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
     whiten_advantages: bool = True      # to mean 0 and variance 1 over the tokens of an iteration
@@ -147,7 +147,6 @@ class Settings:
     # as if they went on; False: their reward is all they get
     bootstrap_truncated_completions: bool = False
     value_coef: float = 0.1             # times the values' loss, half the squared error by token
-    value_lr_factor: float = 10.0       # times learning_rate, for the head, which starts from zero
     value_clip: float | None = None     # values move at most so far from those recorded, in units
                                         # of the reward; None: anywhere
 

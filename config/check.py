@@ -46,7 +46,7 @@ BETWEEN = {
     (0, 10 ** 9): ("judge_tokens",),    # batches are drawn ahead
 }
 BELOW_1 = ("adam_beta1", "adam_beta2")
-ABOVE_0 = ("learning_rate", "value_lr_factor", "top_p", "top_entropy_quantile")
+ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile")
 
 
 def check(cfg):

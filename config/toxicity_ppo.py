@@ -3,5 +3,4 @@
 from config.toxicity import *
 
 out_dir = "out/toxicity_ppo"
-critic = True
-gae_lambda = 1.0
+critic = True           # scale_rewards has no part then

@@ -163,8 +163,8 @@ def print_loss(nets, cfg, batch, step, loss_of):
     share = 100 * abs(kl_loss) / (abs(kl_loss) + abs(policy_loss) + 1e-12)
     critic = f" + critic {critic_loss:.6f}" if cfg.critic else ""
     print(f"  policy gradient {policy_loss:.6f} + beta * KL {kl_loss:.6f}{critic} = loss "
-          f"{policy_loss + kl_loss + critic_loss:.6f}; the KL is {share:.1f} % of the first two (at "
-          "ratio 1 the policy part is near 0; its gradient is not)")
+          f"{policy_loss + kl_loss + critic_loss:.6f}; the KL is {share:.1f} % of the first two "
+          "(at ratio 1 the policy part is near 0; its gradient is not)")
     print(f"  ratio: min {ratio.min():.6f}, mean {ratio.mean():.6f}, max {ratio.max():.6f} "
           "(1: these weights sampled)")
     return ratio

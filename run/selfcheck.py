@@ -41,7 +41,7 @@ def check_method(nets, cfg, collect, optimizer_steps, loss_of):
         bootstrap_truncated_completions=False)      # all that is planted ended
     method = SimpleNamespace(collect=collect, optimizer_steps=optimizer_steps, loss_of=loss_of)
     if cfg.critic:
-        check_critic(method, nets, small)
+        check_advantages_of_tokens(method, nets, small)
     else:
         check_advantages(method, nets, small)
     check_policy_loss(method, nets, small)
@@ -86,9 +86,9 @@ def check_advantages(method, nets, cfg):
                    "than the standard deviation of their own group")
 
 
-def check_critic(method, nets, cfg):
+def check_advantages_of_tokens(method, nets, cfg):
     """The better completion gets the larger advantage at its end, and values move to returns."""
-    here = check_critic
+    here = check_advantages_of_tokens
     batch = planted_batch(method, nets, cfg)
     last = torch.tensor(LENGTHS) - 1
     at_end = batch.advantages.cpu()[torch.arange(len(last)), last]                  # (N,)
