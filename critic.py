@@ -44,7 +44,8 @@ def values_after(policy, rollout, size):
     cut = (~rollout.ended).nonzero()[:, 0]
     for rows in cut.split(size) if len(cut) else ():
         h = policy(rollout.tokens[rows], rollout.attention_mask[rows])              # (n, P + T, C)
-        values[rows] = policy.value_head(h[torch.arange(len(rows)), last[rows]])
+        number = torch.arange(len(rows), device=h.device)
+        values[rows] = policy.value_head(h[number, last[rows]])
     return values
 
 

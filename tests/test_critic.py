@@ -23,6 +23,7 @@ from run.report import diagnose, print_iteration, print_warnings
 from run.script import BadInput
 from run.selfcheck import check_method
 from sample import decode, generate
+from test_algorithm import PROMPTS as SMALL_PROMPTS
 from test_algorithm import settings as small_settings, world as small_world
 from test_forced import forced_ids
 from test_grpo import END, PROMPTS, gpt, moved, nets_of, sample, settings
@@ -173,7 +174,7 @@ def test_a_chain_with_known_values():
 def teacher_forced(policy, r):
     """Values (N, T) of the chosen tokens by a forward pass."""
     h, _, _, where = completion_states(policy, r)
-    return torch.zeros(r.mask.shape).index_put(where, policy.value_head(h))
+    return torch.zeros(r.mask.shape, device=h.device).index_put(where, policy.value_head(h))
 
 
 @pytest.mark.parametrize("more", [
@@ -192,6 +193,30 @@ def test_recorded_values_are_those_of_a_forward_pass(more):
     part = r[3:5]
     assert torch.equal(part.values, r.values[3:5]), "rows of a rollout keep their values"
     assert generate(gpt(), PROMPT_IDS, 1, 2, seed=7, eos=END).values is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_cuda_graphs_record_the_values_of_a_forward_pass():
+    policy = with_critic(gpt()).cuda()
+    decoder = Decoder(policy)
+    for seed in (7, 8, 9):      # by itself, captured, replayed
+        r = generate(policy, PROMPT_IDS, 4, 8, seed=seed, eos=END, decode=decoder)
+        expected = teacher_forced(policy, r)
+        assert r.values.std() > .1 and (r.values - expected).abs().max() < 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("knobs", [
+    dict(bootstrap_truncated_completions=True), dict(beta=.1, kl_in="reward", kl_estimator="k1"),
+    dict(tracin="advantage")], ids=lambda knobs: next(iter(knobs)))
+def test_an_iteration_on_a_gpu(knobs):
+    cfg = small_settings(critic=True, **knobs)
+    nets, _ = small_world(cfg, torch.device("cuda"))
+    check_method(nets, cfg, grpo.collect, grpo.optimizer_steps, grpo.loss_of)
+    for seed in (1, 2):
+        batch = grpo.collect(nets, SMALL_PROMPTS, cfg, seed)
+        m = update(nets, batch, None, cfg, seed, first=True)
+    assert batch.rollout.values.std() > 0 and m["val/grad_norm"] > 0
 
 
 def test_the_head_stays_in_float32():
