@@ -33,7 +33,8 @@ def take_apart(nets, cfg, grpo):
           "log-prob behind each token")
     print_striking(nets, cfg, prompts, batch, row_norms(nets, cfg, batch, step, grpo.loss_of))
 
-    phase("rewards, by group; advantage = (reward - mean) / divisor, 0 where all are equal")
+    how = "(reward - mean) / divisor, 0 where all are equal"
+    phase("rewards, by group; advantage = " + ("by token, of a critic" if cfg.critic else how))
     print_rewards(batch, cfg, grpo)
 
     phase("loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are "

@@ -79,9 +79,9 @@ def print_iteration(m, max_iters, tokens, seconds_left):
     left = int(seconds_left)
     critic_loss = m.get("critic_loss", 0.0)
     critic = f"critic {critic_loss:.4f}, " if "critic_loss" in m else ""
+    kl = m["loss"] - m["policy_loss"] - critic_loss
     print(f"iter {m['iteration']}/{max_iters}: loss {m['loss']:.4f} (main {m['policy_loss']:.4f}, "
-          f"{critic}kl {m['loss'] - m['policy_loss'] - critic_loss:.4f}), "
-          f"reward {m['reward']:.4f}, "
+          f"{critic}kl {round(kl, 4) + 0.0:.4f}), reward {m['reward']:.4f}, "     # no -0.0000
           f"grad_norm {m['grad_norm']:.3f}, {tokens / seconds:.0f} tok/s, "
           f"time {duration(seconds)}, eta {left // 60}m{left % 60:02d}s", flush=True)
 

@@ -2,6 +2,7 @@
 import copy
 import math
 import os
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import critic
+import explain
 import grpo
 from config import Settings
 from critic import ValueHead, explained_variance, gae, token_advantages, value_loss, whiten
@@ -426,7 +428,7 @@ def test_later_passes_weigh_the_critic_as_they_weigh_the_policy():
 
 RUN = ("--critic=True", "--judge=None", "--eval_judge=None", "--log_micro=False", "--lora_rank=2",
        "--learning_rate=0.01", "--num_iterations=2", "--save_interval=2", "--eval_interval=0",
-       "--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=3",
+       "--beta=0.1", "--sync_ref_model=True", "--ref_model_sync_steps=3", "--tracin=advantage",
        "--bootstrap_truncated_completions=True")
 
 
@@ -462,13 +464,19 @@ def test_the_line_and_the_metrics_of_a_run(run, rows):
     assert len({row["advantage"] for row in first}) > 8
 
 
-def test_other_commands_open_such_a_run(run):
+def test_other_commands_open_such_a_run(run, capsys):
     path = str(run.folder / "ckpt.pt")
     policy, _ = policy_of(path, read_checkpoint(path))
     head = policy.value_head.linear.weight
     assert head.any()
     _, _, trained, _ = open_run(str(run.folder), [])
     assert torch.equal(trained.value_head.linear.weight, head)
+    explain.main([str(run.folder)])
+    explain.main([str(run.folder), "--prompt=the green", "--completion= garden"])
+    out = capsys.readouterr().out
+    assert "critic = True: brute knows log-probs only" in out and "most for it" in out
+    error = re.search(r"tape beside ordinary autograd: error (\S+)", out)
+    assert float(error[1]) < 1e-4
     names = merged_tensors(policy, {}, "gpt2")
     assert not any("value" in name for name in names), "export leaves the critic behind"
 
@@ -477,6 +485,11 @@ def test_a_run_does_not_go_on_without_its_critic(run, grpo):
     with pytest.raises(BadInput, match="critic was True, not False"):
         grpo(run.folder, os.path.join(run.folder.parent, "rule.py"), *RUN, "--critic=False",
              "--bootstrap_truncated_completions=False", "--max_iters=5", "--resume=True")
+
+
+def test_a_step_taken_apart(grpo, tmp_path):
+    out = grpo(tmp_path / "apart", "--critic=True", "--debug_step=True")
+    assert "row 0, returns" in out and " + critic 0." in out and "value_head.linear.weight" in out
 
 
 def test_one_completion_of_each_prompt_is_enough():
