@@ -358,8 +358,9 @@ def check_arithmetic(folder, cfg, rows, method, count):
     """Section 4: takes the first step after a checkpoint again and prints its influences beside
     those of samples.jsonl and, for `count` rollouts, beside those by another method in float64."""
     print("\n4. Is the arithmetic right? Errors are relative to the largest influence")
-    if cfg.entropy_coef and method != "ghost":
-        print(f"  entropy_coef = {cfg.entropy_coef:g}: {method} knows log-probs only: left out")
+    if (cfg.entropy_coef or cfg.critic) and method != "ghost":
+        more = "critic = True" if cfg.critic else f"entropy_coef = {cfg.entropy_coef:g}"
+        print(f"  {more}: {method} knows log-probs only: left out")
         method = "ghost"
     for name, checkpoint in checkpoints(folder):
         it = checkpoint["iteration"]
@@ -499,6 +500,7 @@ def classic(folder, cfg, rows, prompt, completion):
     scores = torch.zeros(len(rows))
     for run in runs:
         policy = policy_of(folder, run)[0].to(device)
+        policy.value_head = None        # no part of a log-prob
         weights = {k: p for k, p in policy.named_parameters() if p.requires_grad}
         loss = row_loss(policy, weights, *as_row(prompt, completion))
         D = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))

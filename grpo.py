@@ -23,7 +23,6 @@ The arithmetic is TRL's, but for these departures, whose reasons docs/trl.md giv
   11  a mini-batch without a token that carries loss is no step
   12  entropy_coef takes the mean over all tokens with loss, also with top_entropy_quantile
   13  a reward function that abstains counts as its mean over the group
-Left out: a critic.
 """
 import contextlib
 import copy
@@ -38,6 +37,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from config import load_settings, usage
+from critic import token_advantages, value_errors, values_after
 from data.comments import get_splits
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import end_tokens, texts_of
@@ -46,7 +46,7 @@ from evaluate import evaluate, print_table
 from judge import reward_functions
 from judge.rewards import score, try_rewards
 from judge.train import check_judges, get_judges
-from model import completion_entropies, completion_logprobs
+from model import completion_entropies, completion_logprobs, completion_states
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
 from run.debug import take_apart
 from run.device import autocast, pick_device, pick_dtype
@@ -101,16 +101,20 @@ def collect(nets, prompts, cfg, seed, log=quiet):
     rewards = total_reward(scores, cfg.reward_weights, cfg.num_generations)         # (N,)
     log.scored(rewards)
 
-    # advantage: the group is its own baseline, so there is no critic
+    # advantage: the group is its own baseline, unless a critic gives each token one
     ref_logp = reference_logprobs(nets, rollout, cfg) if cfg.beta else None         # (N, T)
     penalty, kl = kl_penalty(rollout, ref_logp, cfg)      # (N,), 0 unless kl_in = "reward"
-    advantages = group_advantages(rewards - penalty, cfg.num_generations, cfg.scale_rewards)
-    if cfg.multi_objective_aggregation == "normalize_then_sum":
+    returns = None
+    if cfg.critic:
+        advantages, returns = token_advantages(rollout, rewards, penalty, cfg)      # (N, T)
+    elif cfg.multi_objective_aggregation == "normalize_then_sum":
         advantages = decoupled_advantages(scores, cfg.reward_weights, cfg.num_generations)
+    else:
+        advantages = group_advantages(rewards - penalty, cfg.num_generations, cfg.scale_rewards)
 
     mask, policy_mask = loss_masks(rollout, cfg)                                    # (N, T)
     return Batch(rollout, advantages.to(nets.device), mask, policy_mask, ref_logp, completions,
-                 scores, rewards, kl)
+                 scores, rewards, kl, returns)
 
 
 def update(nets, batch, target, cfg, seed, log=quiet, first=False):
@@ -171,7 +175,7 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
 class Batch:
     """What an iteration learns from, the rows of a prompt side by side."""
     rollout: Rollout
-    advantages: torch.Tensor          # (N,) from the rewards, less beta * KL if kl_in = "reward"
+    advantages: torch.Tensor          # (N,), with a critic (N, T); less the KL if kl_in = "reward"
     mask: torch.Tensor                # (N, T) tokens that carry loss: at most rollout.chosen
     policy_mask: torch.Tensor = None  # (N, T) which of them carry the policy gradient; None: all
     ref_logp: torch.Tensor = None     # (N, T) None at beta 0
@@ -179,13 +183,14 @@ class Batch:
     scores: torch.Tensor = None       # (N, K) by each reward function, on the CPU
     rewards: torch.Tensor = None      # (N,) their weighted sum, on the CPU
     kl: float = None                  # per token, if kl_in = "reward"
+    returns: torch.Tensor = None      # (N, T) what a critic's values are to become
 
     def __getitem__(self, rows):
         """What the loss needs of these rows."""
-        policy_mask = None if self.policy_mask is None else self.policy_mask[rows]
-        ref_logp = None if self.ref_logp is None else self.ref_logp[rows]
-        return Batch(
-            self.rollout[rows], self.advantages[rows], self.mask[rows], policy_mask, ref_logp)
+        policy_mask, ref_logp, returns = (
+            None if x is None else x[rows] for x in (self.policy_mask, self.ref_logp, self.returns))
+        return Batch(self.rollout[rows], self.advantages[rows], self.mask[rows], policy_mask,
+                     ref_logp, returns=returns)
 
     @functools.cached_property
     def lengths(self):
@@ -195,13 +200,13 @@ class Batch:
     @functools.cached_property
     def influence(self):
         """(N,) on the target, filled in by tracin.Influence. NaN: not scored."""
-        return torch.full_like(self.advantages, math.nan)
+        return self.advantages.new_full(self.lengths.shape, math.nan)
 
     @functools.cached_property
     def weights(self):
         """(N,) factors on the rows' losses, which tracin.Influence fills in during the first pass.
         """
-        return torch.ones_like(self.advantages)
+        return self.advantages.new_ones(self.lengths.shape)
 
     def equal_groups(self, num_generations):
         """(B,) True where a group's rewards are all equal: without a KL it teaches nothing."""
@@ -219,6 +224,8 @@ def sample_groups(nets, prompts, cfg, seed):
             temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
             forced=openings(nets.tokenizer, cfg, len(prompts), seed),
             respond=answering(nets.tokenizer, prompts, cfg))
+        if cfg.bootstrap_truncated_completions:
+            rollout.value_after = values_after(nets.policy, rollout, cfg.micro_batch_size)
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 
@@ -303,12 +310,13 @@ def reference_logprobs(nets, rollout, cfg):
 
 
 def kl_penalty(rollout, ref_logp, cfg):
-    """beta * KL of each completion (N,), to be taken off its reward, and the KL per token; 0.0 and
-    None unless kl_in = "reward"."""
+    """beta * KL of each completion (N,), with a critic of each token (N, T), to be taken off the
+    reward, and the KL per token; 0.0 and None unless kl_in = "reward"."""
     if not cfg.beta or cfg.kl_in != "reward":
         return 0.0, None
     kl = kl_estimate(rollout.logp, ref_logp, cfg.kl_estimator) * rollout.chosen     # (N, T)
-    return cfg.beta * kl.sum(1).cpu(), float(kl.sum() / rollout.chosen.sum())
+    penalty = kl if cfg.critic else kl.sum(1).cpu()
+    return cfg.beta * penalty, float(kl.sum() / rollout.chosen.sum())
 
 
 def loss_masks(rollout, cfg):
@@ -343,6 +351,7 @@ class LossTerms(NamedTuple):
     policy_loss: torch.Tensor   # ()
     ratio: torch.Tensor         # (n, T), or (n, 1) at sequence level
     kl: torch.Tensor            # (n, T), or None
+    critic_loss: torch.Tensor = None    # ()
 
 
 class Forward(NamedTuple):
@@ -358,8 +367,8 @@ def grpo_loss(
 
     logp, old_logp, ref_logp (n, T): log-probs of the chosen tokens under the policy (with
     gradient), under the policy that sampled them, and under the reference (None without a KL).
-    advantages (n,). mask (n, T): tokens that carry loss. policy_mask (n, T): those that carry the
-    policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
+    advantages (n,) or (n, T). mask (n, T): tokens that carry loss. policy_mask (n, T): those that
+    carry the policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
     micro-batches add up to its loss. weights (n,): factors on the rows (None: 1). Everything stays
     on the device, so that a GPU is not waited for. Raises ValueError for a field that is missing or
     of the wrong shape.
@@ -404,10 +413,10 @@ def clipped_objective(ratio, logp, advantages, cfg):
     cispo                       stop_gradient(min(ratio, high)) A logp
     sapo                        4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
 
-    At ratio 1 the gradient of each of these is a number per row times that of logp:
-    tracin.serves_both builds on that.
+    At ratio 1 the gradient of each of these is A times that of logp, A a number per row without a
+    critic: tracin.serves_both builds on that.
     """
-    A = advantages[:, None]                                                         # (n, 1)
+    A = advantages.view(len(advantages), -1)                            # (n, 1), or (n, T)
     low, high = cfg.clip_range          # 1 - epsilon, 1 + epsilon_high; cispo: epsilon_high
     if cfg.loss_type == "cispo":
         return ratio.clamp(max=high).detach() * A * logp
@@ -457,7 +466,7 @@ def aggregate(x, mask, step, cfg):
 def check_shapes(logp, **fields):
     """ValueError for a field that is missing or does not go with logp (n, T)."""
     for name, x in fields.items():
-        shape = tuple(logp.shape[:1] if name == "advantages" else logp.shape)
+        shape = tuple(logp.shape[:getattr(x, "ndim", 1)] if name == "advantages" else logp.shape)
         if x is None or tuple(x.shape) != shape:
             found = "missing" if x is None else tuple(x.shape)
             raise ValueError(f"{name}: {found}, must be {shape} to go with logp")
@@ -487,31 +496,36 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
 
     logprobs = logprobs or nets.logprobs
     with autocast(nets.device, nets.dtype):
-        logp = logprobs(policy, b.rollout, cfg.temperature, backward_from)          # (n, T)
+        states = completion_states(policy, b.rollout) if cfg.critic or cfg.entropy_coef else None
+        logp = logprobs(policy, b.rollout, cfg.temperature, backward_from, states)  # (n, T)
     loss, terms = loss_and_terms(logp)
+    w = 1.0 if weights is None else weights[:, None]                                # (n, 1)
     if cfg.entropy_coef:
-        bonus = cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights)
+        bonus = cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, w, states)
         loss = loss - bonus
         terms = terms._replace(policy_loss=terms.policy_loss - bonus.detach())
+    if cfg.critic:
+        errors = value_errors(policy, b.rollout, b.returns, states, cfg.value_clip)     # (n, T)
+        critic_loss = cfg.value_coef * aggregate(errors * w, b.mask, step, cfg)
+        loss = loss + critic_loss
+        terms = terms._replace(critic_loss=critic_loss.detach())
     return Forward(loss, logp, terms, b)
 
 
-def mean_entropy(nets, policy, b, step, cfg, weights):
+def mean_entropy(nets, policy, b, step, cfg, w, states):
     """These rows' part of the mean entropy over all tokens of the step that carry loss, whatever
-    loss_type divides by. Runs a forward pass of its own."""
+    loss_type divides by. w (n, 1): weights. states: of completion_states."""
     with autocast(nets.device, nets.dtype):
-        entropies = completion_entropies(policy, b.rollout, cfg.temperature)        # (n, T)
-    if weights is not None:
-        entropies = entropies * weights[:, None]
-    return (entropies * b.mask).sum() / max(step.num_tokens, 1)
+        entropies = completion_entropies(policy, b.rollout, cfg.temperature, states)    # (n, T)
+    return (entropies * w * b.mask).sum() / max(step.num_tokens, 1)
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
     """{parameter: gradient} of the loss of some rows, by a plain backward. Leaves .grad empty.
 
-    With coef (N,) it is the gradient of the sum of coef_i * log-prob of completion i instead. key:
-    see micro_batches. Only influence needs this. Fast paths stay out of it: it is what they are
-    checked against.
+    With coef (N,) or (N, T) it is the gradient of the sum of coef * log-prob of the completions or
+    tokens instead. key: see micro_batches. Only influence needs this. Fast paths stay out of it: it
+    is what they are checked against.
     """
     key = batch.lengths[rows] if key is None else key
     for positions in micro_batches(key, cfg):
@@ -519,7 +533,7 @@ def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
         out = loss_of(nets, nets.policy, batch, micro, step, cfg, logprobs=completion_logprobs)
         scalar = out.loss
         if coef is not None:
-            scalar = (coef[micro] * (out.logp * batch.mask[micro]).sum(1)).sum()
+            scalar = (coef[micro].view(len(micro), -1) * out.logp * batch.mask[micro]).sum()
         scalar.backward()
     sum_gradients(nets.trained)
     gradient = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in nets.trained}

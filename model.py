@@ -206,6 +206,7 @@ class GPT(nn.Module):
             self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
             if config.tied:
                 self.lm_head.weight = self.wte.weight
+        self.value_head = None  # or critic.ValueHead
 
     def init_weights(self):
         """GPT-2's: residual projections start smaller, so that depth does not grow the stream."""
@@ -301,13 +302,14 @@ def product_dtype(x):
 LOGITS_AT_ONCE = 2 ** 24  # on a GPU 8 times that: it has the memory, and waits at every piece
 
 
-def completion_logprobs(model, rollout, temperature=1.0, backward_from=None):
+def completion_logprobs(model, rollout, temperature=1.0, backward_from=None, states=None):
     """Log-probs (N, T) of the tokens that a policy chose, under `model`, in float32; elsewhere 0.
 
-    backward_from is not needed here. It is for the drop-in of run/fused_head.py, which has to know
-    what backward will be called on, as a function of these log-probs.
+    states: of completion_states, where something else is made of them too. backward_from is not
+    needed here. It is for the drop-in of run/fused_head.py, which has to know what backward will be
+    called on, as a function of these log-probs.
     """
-    h, targets, allowed, where = completion_states(model, rollout)
+    h, targets, allowed, where = states or completion_states(model, rollout)
     logp = token_logprobs(model.lm_head, h, targets, temperature, allowed)          # (M,)
     return torch.zeros(rollout.mask.shape, device=h.device).index_put(where, logp)
 
@@ -353,9 +355,9 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
     return in_pieces(piece, lm_head, h, targets, allowed)
 
 
-def completion_entropies(model, rollout, temperature=1.0):
+def completion_entropies(model, rollout, temperature=1.0, states=None):
     """Entropies (N, T), in nats, of the distributions that a rollout's chosen tokens are drawn
-    from, with gradient; elsewhere 0."""
+    from, with gradient; elsewhere 0. states: as in completion_logprobs."""
     def piece(h, allowed):
         logits = model.lm_head(h).float() / temperature                             # (m, V)
         if allowed is not None:
@@ -363,7 +365,7 @@ def completion_entropies(model, rollout, temperature=1.0):
         logp = logits.log_softmax(-1)
         return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0)).sum(-1)       # 0 * -inf is 0
 
-    h, _, allowed, where = completion_states(model, rollout)
+    h, _, allowed, where = states or completion_states(model, rollout)
     entropies = in_pieces(piece, model.lm_head, h, allowed)                         # (M,)
     return torch.zeros(rollout.mask.shape, device=h.device).index_put(where, entropies)
 

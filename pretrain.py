@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import hub.policy
 from config import Settings, load_settings, usage
+from critic import ValueHead
 from data.chat import encode_prompt
 from data.comments import get_splits
 from data.prompts import prompts_of_questions
@@ -137,13 +138,18 @@ def trainable(base, cfg):
     """Copy the base into the policy that is trained, with gradients on.
 
     With cfg.lora_rank the copy gets adapters, whose initial weights depend on cfg.seed alone. All
-    other weights are frozen and shared with the base, so they are in memory once.
+    other weights are frozen and shared with the base, so they are in memory once. With cfg.critic
+    it gets a value head, which is always trained.
     """
-    if not cfg.lora_rank:
-        return copy.deepcopy(base).requires_grad_(True)
-    policy = copy.deepcopy(base, {id(p): p for p in base.parameters()})
-    torch.manual_seed(seed_for(cfg.seed, "lora"))
-    return add_lora(policy, cfg.lora_rank, cfg.lora_alpha, cfg.lora_layers)
+    if cfg.lora_rank:
+        policy = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+        torch.manual_seed(seed_for(cfg.seed, "lora"))
+        add_lora(policy, cfg.lora_rank, cfg.lora_alpha, cfg.lora_layers)
+    else:
+        policy = copy.deepcopy(base).requires_grad_(True)
+    if cfg.critic:
+        policy.value_head = ValueHead(base.config.n_embd).to(base.wte.weight)
+    return policy
 
 
 def get_tokenizer(cfg):
@@ -193,7 +199,7 @@ def policy_of(path, run):
     else:
         policy = load_gpt(cfg.policy)
         source = load_tokenizer(policy.config.vocab_size)
-    if cfg.lora_rank:
+    if cfg.lora_rank or cfg.critic:
         policy = trainable(policy, cfg)
     check_fit(path, run, policy)
     policy.load_state_dict(run["policy"])

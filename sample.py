@@ -34,6 +34,9 @@ class Rollout:
     ended: torch.Tensor            # (N,) True where the policy's end token, or what answers it,
                                    # ended the row
     allowed: torch.Tensor = None   # (N, T, V) tokens that truncated sampling could draw; None: all
+    # of a policy with a value head, else None
+    values: torch.Tensor = None    # (N, T) expected before each token was drawn; 0 if not chosen
+    value_after: torch.Tensor = None    # (N,) critic.values_after; None: not asked for
 
     def __getitem__(self, rows):
         """The same rollout with only these rows (a slice gives views)."""
@@ -82,7 +85,8 @@ def trim(rollout):
     return Rollout(
         rollout.tokens[:, :width], rollout.attention_mask[:, :width], rollout.mask[:, :T],
         rollout.chosen[:, :T], rollout.logp[:, :T], rollout.entropy[:, :T], rollout.ended,
-        None if rollout.allowed is None else rollout.allowed[:, :T])
+        None if rollout.allowed is None else rollout.allowed[:, :T],
+        None if rollout.values is None else rollout.values[:, :T], rollout.value_after)
 
 
 def concatenate(rollouts, eos):
@@ -91,7 +95,8 @@ def concatenate(rollouts, eos):
         return rollouts[0]
     T = max(r.mask.shape[1] for r in rollouts)
     fill = dict(
-        tokens=eos, attention_mask=True, mask=False, chosen=False, logp=0.0, entropy=0.0)
+        tokens=eos, attention_mask=True, mask=False, chosen=False, logp=0.0, entropy=0.0,
+        values=0.0)
 
     def widen(name, x, more):
         if name == "allowed":
@@ -158,13 +163,13 @@ def draw(probs, u):
     return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
-def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
+def sample_token(model, h, r, rows, t, column, noise, sampling):
     """Draws token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
 
     Where r.chosen is False the token that stands in r.tokens already is kept. column: where token t
     stands there. t and column may be tensors (1,). noise (N, T).
     """
-    logits = lm_head(h).float() / sampling.temperature                              # (n, V)
+    logits = model.lm_head(h).float() / sampling.temperature                              # (n, V)
     if r.allowed is not None:
         logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
         r.allowed[rows, t] = logits > -math.inf
@@ -181,6 +186,8 @@ def sample_token(lm_head, h, r, rows, t, column, noise, sampling):
     r.mask[rows, t] = ~over
     r.logp[rows, t] = logp.masked_fill(over | forced, 0)
     r.entropy[rows, t] = entropy.masked_fill(over | forced, 0)
+    if r.values is not None:
+        r.values[rows, t] = model.value_head(h).masked_fill(over | forced, 0)
     r.tokens[rows, column] = token.masked_fill(over, sampling.ends[0])
     for end in sampling.ends:
         over = over | (token == end) & ~forced
@@ -203,7 +210,7 @@ def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
     h = model(prompt, attention_mask, cache)[:, -1]                                 # (B, C)
     h = h.repeat_interleave(N // B, 0)                                              # (N, C)
     rows = torch.arange(N, device=h.device)
-    sample_token(model.lm_head, h, r, rows, 0, P, noise, sampling)
+    sample_token(model, h, r, rows, 0, P, noise, sampling)
     if respond:
         respond(r, rows, 0, P)
     return cache
@@ -231,7 +238,7 @@ def decode(model, prompt, attention_mask, r, noise, sampling, respond=None, drop
         end = P + t
         mask = None if attention_mask is None else r.attention_mask[rows, :end]
         h = model(r.tokens[rows, end - 1:end], mask, cache, end - 1)[:, 0]          # (n, C)
-        sample_token(model.lm_head, h, r, rows, t, end, noise, sampling)
+        sample_token(model, h, r, rows, t, end, noise, sampling)
         if respond:
             respond(r, rows, t, end)
 
@@ -281,6 +288,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
 
     vocab_size = model.config.vocab_size if sampling.truncates else None
     r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0], vocab_size)
+    if model.value_head is not None:
+        r.values = torch.zeros_like(r.logp)
     if forced is not None:
         forced = forced[first * G:end * G].to(device)
         r.chosen = forced < 0

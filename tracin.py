@@ -150,14 +150,15 @@ class Influence:
         if cfg.tracin == "target":
             return self.gradient_of_function()
         batch, rows = target or (self.batch, self.step.rows)
-        advantages = batch.advantages[rows]                                         # (m,)
+        advantages = batch.advantages[rows]                                      # (m,), or (m, T)
         if cfg.tracin == "self":    # the target is the loss, for which this stands in the log
             coef = None
             weight = -advantages / len(rows)
         else:                       # the target is sum_i coef_i * log-prob of completion i
             rewards = batch.rewards[rows.to(batch.rewards.device)].to(rows.device)
-            coef = weight = target_coefficients(cfg.tracin, rewards, advantages)    # (m,)
-        loss = (weight * (batch.rollout.logp * batch.mask)[rows].sum(1)).sum()
+            coef = weight = target_coefficients(cfg.tracin, rewards, advantages)    # same
+        logp = (batch.rollout.logp * batch.mask)[rows]                              # (m, T)
+        loss = (weight * (logp.sum(1) if weight.dim() == 1 else logp)).sum()
 
         in_first = ~second_half(rows, cfg.num_generations)                          # (m,)
         if target is None and (coef is None or self.one_backward):
@@ -184,7 +185,7 @@ class Influence:
         step = self.step._replace(rows=rows, num_rows=len(rows), num_tokens=num_tokens)
         all_coef = None
         if coef is not None:
-            all_coef = coef.new_zeros(len(batch.mask)).index_copy(0, rows, coef)    # (N,)
+            all_coef = coef.new_zeros(len(batch.mask), *coef.shape[1:]).index_copy(0, rows, coef)
         return [self.gradient_of(self.nets, batch, part, step, self.cfg, coef=all_coef)
                 for part in (rows[in_first], rows[~in_first])]
 
@@ -306,10 +307,10 @@ class Findings(NamedTuple):
 
 
 def serves_both(cfg, batch):
-    """True if the loss of a fresh row is a number times its log-prob (no KL or entropy in it, no
-    token left out) and so is its part in the target."""
-    policy_gradient_only = not cfg.kl_in_loss and not cfg.entropy_coef and batch.policy_mask is None
-    return cfg.tracin not in ("off", "self") and policy_gradient_only
+    """True if the loss of a fresh row is a number times its log-prob (no KL, entropy or critic in
+    it, no token left out) and so is its part in the target."""
+    policy_gradient_only = not cfg.kl_in_loss and not cfg.entropy_coef and not cfg.critic
+    return cfg.tracin not in ("off", "self") and policy_gradient_only and batch.policy_mask is None
 
 
 def second_half(rows, num_generations):
@@ -333,7 +334,8 @@ def halves_apart(batch, rows, num_generations):
 
 
 def target_coefficients(target, rewards, advantages):
-    """coef (n,): the target's loss is sum_i coef_i * log-prob of completion i, of n rollouts.
+    """coef (n,): the target's loss is sum_i coef_i * log-prob of completion i, of n rollouts. With
+    a critic and `advantage` coef (n, T) is by token.
 
     reward: -(reward normalised over these n) / n. advantage: -advantage / n. contrastive: -1 / n
     for the better half by reward, +1 / n for the other. 0 where the reward is NaN.

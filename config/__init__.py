@@ -143,6 +143,21 @@ class Settings:
     scale_rewards: str = "group"        # divide r - mean by the std of the group, batch, or none
     zero_std_groups: str = "keep"       # keep, or drop groups whose rewards are all equal
 
+    # critic (critic.py, docs/critic.md)
+    critic: bool = False                # a value head gives every token its baseline, as in PPO:
+                                        # scale_rewards and the groups have no part in advantages
+    center_rewards: bool = True         # less their mean over the iteration: the values, which
+                                        # start at 0, begin near what they are to become
+    gae_gamma: float = 1.0              # discount of later rewards, by token
+    gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
+    whiten_advantages: bool = True      # to mean 0 and variance 1 over the tokens of an iteration
+    # completions cut at the limit: True: the value after their last token is added to their reward,
+    # as if they went on; False: their reward is all they get
+    bootstrap_truncated_completions: bool = False
+    value_coef: float = 0.1             # times the values' loss, half the squared error by token
+    value_clip: float | None = None     # values move at most so far from those recorded, in units
+                                        # of the reward; None: anywhere
+
     # loss
     loss_type: str = "dapo"             # grpo bnpo dr_grpo dapo cispo sapo
     importance_sampling_level: str = "token"   # or sequence (GSPO; pair it with loss_type grpo)
@@ -242,7 +257,7 @@ class Settings:
         """True if a row's loss in the first pass is a number times its log-prob."""
         one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
         return (one_step and not self.kl_in_loss and not self.entropy_coef
-                and self.top_entropy_quantile == 1)
+                and self.top_entropy_quantile == 1 and not self.critic)
 
     @property
     def clip_range(self):

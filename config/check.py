@@ -29,16 +29,17 @@ AT_LEAST = {  # smallest value
         "epsilon", "epsilon_high", "beta", "entropy_coef", "mini_batch_size", "warmup_iters",
         "max_grad_norm", "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens",
         "num_shown", "expect_rise", "weight_decay", "tracin_val_prompts", "tracin_val_size",
-        "tracin_memory", "max_turns"),
+        "tracin_memory", "max_turns", "value_coef"),
     1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
         "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
-        "vocab_size", "n_layer", "n_head", "n_embd"),
-    2: ("num_generations", "block_size"),
+        "vocab_size", "n_layer", "n_head", "n_embd", "num_generations"),
+    2: ("block_size",),
     1e-6: ("temperature", "sapo_temperature_neg", "sapo_temperature_pos"),
 }
 BETWEEN = {
     (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile",
-             "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction", "force_rate"),
+             "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction", "force_rate",
+             "gae_gamma", "gae_lambda"),
     (257, 50257): ("judge_vocab_size",),
     (0, 2 ** 62): ("seed", "prepare_seed"),
     (0, 1024): ("threads",),
@@ -57,6 +58,7 @@ def check(cfg):
     check_rows(cfg)
     check_parts(cfg)
     check_loss(cfg)
+    check_critic(cfg)
     check_influence(cfg)
     check_rewards(cfg)
     check_environment(cfg)
@@ -172,6 +174,31 @@ def check_loss(cfg):
             "sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")
 
 
+def check_critic(cfg):
+    if cfg.value_clip is not None and not cfg.value_clip > 0:
+        raise BadInput(f"value_clip = {cfg.value_clip}: must be above 0, or None for no clip")
+    if not cfg.critic and cfg.num_generations == 1:
+        raise BadInput("num_generations = 1: must be at least 2, since the group is the baseline; "
+                       "or set critic = True")
+    if not cfg.critic and cfg.bootstrap_truncated_completions:
+        raise BadInput("bootstrap_truncated_completions = True: there is no value to bootstrap "
+                       "from; set critic = True")
+    if not cfg.critic:
+        return
+    only = dict(importance_sampling_level="token", zero_std_groups="keep",
+                multi_objective_aggregation="sum_then_normalize")
+    why = dict(importance_sampling_level="advantages are by token, and so is the ratio",
+               zero_std_groups="a group of equal rewards teaches too",
+               multi_objective_aggregation="no reward is normalised by its group")
+    for name, value in only.items():
+        if getattr(cfg, name) != value:
+            raise BadInput(f"{name} = {getattr(cfg, name)!r} with critic = True: {why[name]}; set "
+                           f"{name} = {value!r}")
+    if cfg.bootstrap_truncated_completions and cfg.mask_truncated_completions:
+        raise BadInput("bootstrap_truncated_completions with mask_truncated_completions: what "
+                       "carries no loss needs no value; unset one of them")
+
+
 def check_influence(cfg):
     for setting, name in (("tracin", "target"), ("tracin_select", "weigh")):
         if getattr(cfg, setting) == name and name not in cfg.functions:
@@ -188,7 +215,8 @@ def check_influence(cfg):
         raise BadInput(
             "tracin_leave_one_out = True: a rollout's own part is not known when its loss is not a "
             "multiple of its log-prob; set kl_in = 'reward' (kl_estimator k1) or beta = 0, and "
-            "mini_batch_size = 0, entropy_coef = 0, top_entropy_quantile = 1; or tracin = 'self'")
+            "mini_batch_size = 0, entropy_coef = 0, top_entropy_quantile = 1, critic = False; or "
+            "tracin = 'self'")
     if cfg.tracin_leave_one_out and cfg.tracin_val_prompts:
         raise BadInput("tracin_leave_one_out = True with tracin_val_prompts: a held-out target "
                        "holds no rollout's own part")

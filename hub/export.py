@@ -60,7 +60,7 @@ def export(model, folder, source, dtype="float32", adapter=None):
 # tensors
 
 def merged_tensors(model, lora, kind):
-    """{published name: tensor} with the adapters merged. A tied head is left out.
+    """{published name: tensor} with the adapters merged. A tied head and the critic's are left out.
 
     lora: {name: its LoRA module}. kind: a key of ARCHITECTURES.
     """
@@ -68,7 +68,7 @@ def merged_tensors(model, lora, kind):
     for name, x in model.state_dict().items():
         module, _, leaf = name.rpartition(".")
         tied_head = name == "lm_head.weight" and model.config.tied
-        if module.endswith((".A", ".B")) or tied_head:
+        if module.endswith((".A", ".B")) or module.startswith("value_head") or tied_head:
             continue
         module = module.removesuffix(".base")
         if module in lora and leaf == "weight" and not lora[module].merged:

@@ -148,7 +148,7 @@ def check_going_on(folder, cfg):
     or with its shape is said before anything is trained."""
     path, content = read_newest(folder)
     before = content["settings"]
-    shape = ["lora_rank"]
+    shape = ["lora_rank", "critic"]
     if cfg.policy == "train":   # another one would be trained first
         shape += ["policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd"]
     if cfg.lora_rank:

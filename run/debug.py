@@ -7,7 +7,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from model import completion_logprobs
 from run.metrics import (
-    batch_metrics, check_scores, influence_metrics, loss_metrics, mean_influence, numbers)
+    batch_metrics, check_scores, influence_metrics, loss_metrics, mean_influence, numbers,
+    row_advantages)
 from run.report import diagnose, diagnose_influence
 from run.script import seed_for
 
@@ -33,7 +34,8 @@ def take_apart(nets, cfg, grpo):
           "log-prob behind each token")
     print_striking(nets, cfg, prompts, batch, row_norms(nets, cfg, batch, step, grpo.loss_of))
 
-    phase("rewards, by group; advantage = (reward - mean) / divisor, 0 where all are equal")
+    how = "(reward - mean) / divisor, 0 where all are equal"
+    phase("rewards, by group; advantage = " + ("by token, of a critic" if cfg.critic else how))
     print_rewards(batch, cfg, grpo)
 
     phase("loss, of all rows at once (mini_batch_size, num_iterations and zero_std_groups are "
@@ -100,10 +102,10 @@ def print_striking(nets, cfg, prompts, batch, norms):
         ("best reward", batch.rewards.nan_to_num(-math.inf).argmax()),
         ("worst reward", batch.rewards.nan_to_num(math.inf).argmin()),
         (f"largest gradient{among}, norm {norms.max():.3e}", norms.argmax()))
+    advantages = row_advantages(batch)
     for why, row in striking:
         i = int(row)
-        print(f"  {why}: row {i}, reward {batch.rewards[i]:.4f}, advantage "
-              f"{batch.advantages[i]:+.4f}")
+        print(f"  {why}: row {i}, reward {batch.rewards[i]:.4f}, advantage {advantages[i]:+.4f}")
         print_completion(nets.tokenizer, prompts[i // cfg.num_generations].text, batch.rollout, i)
 
 
@@ -124,6 +126,9 @@ def print_rewards(batch, cfg, grpo):
     for name, weight, scores in zip(cfg.reward_funcs, cfg.reward_weights, batch.scores.T):
         print(f"  {name} mean {scores.nanmean():.4f}, weight {weight:g}, abstains for "
               f"{100 * scores.isnan().float().mean():.0f} %")
+    if cfg.critic:
+        print_values(batch, cfg)
+        return
     penalty, _ = grpo.kl_penalty(batch.rollout, batch.ref_logp, cfg)
     rewards = batch.rewards - penalty
     if cfg.kl_in == "reward" and cfg.beta:
@@ -143,23 +148,38 @@ def print_rewards(batch, cfg, grpo):
               f"rewards {digits(r)}, advantages {digits(advantages)}")
 
 
+def print_values(batch, cfg):
+    """Rewards of each group, and what the critic makes of its first row, token by token."""
+    print(f"  a critic: gamma {cfg.gae_gamma:g}, lambda {cfg.gae_lambda:g}; advantages "
+          + ("whitened" if cfg.whiten_advantages else "as they are"))
+    for i in range(0, len(batch.mask), cfg.num_generations):
+        here = batch.rollout.chosen[i]
+        print(f"  group {i // cfg.num_generations}: rewards "
+              f"{digits(batch.rewards[i:i + cfg.num_generations])}")
+        for name, x in (("values", batch.rollout.values), ("returns", batch.returns),
+                        ("advantages", batch.advantages)):
+            print(f"    row {i}, {name} {digits(x[i][here])}")
+
+
 def print_loss(nets, cfg, batch, step, loss_of):
     """Forward and backward of all rows; -> policy / sampler of their tokens (M,)."""
-    policy_loss = kl_loss = 0.0
+    policy_loss = kl_loss = critic_loss = 0.0
     ratios = []
     for rows in torch.arange(step.num_rows, device=nets.device).split(cfg.micro_batch_size):
         out = loss_of(nets, nets.policy, batch, rows, step, cfg, logprobs=completion_logprobs)
         out.loss.backward()
         m, = numbers([loss_metrics(out, cfg)])
         policy_loss += m["policy_loss"]
-        kl_loss += m["loss"] - m["policy_loss"]
+        critic_loss += m.get("critic_loss", 0.0)
+        kl_loss += m["loss"] - m["policy_loss"] - m.get("critic_loss", 0.0)
         chosen = batch.rollout.chosen[rows]
         ratios.append((out.logp.detach() - batch.rollout.logp[rows])[chosen].exp())
     ratio = torch.cat(ratios)
     share = 100 * abs(kl_loss) / (abs(kl_loss) + abs(policy_loss) + 1e-12)
-    print(f"  policy gradient {policy_loss:.6f} + beta * KL {kl_loss:.6f} = loss "
-          f"{policy_loss + kl_loss:.6f}; the KL is {share:.1f} % of the two (at ratio 1 the policy "
-          "part is near 0; its gradient is not)")
+    critic = f" + critic {critic_loss:.6f}" if cfg.critic else ""
+    print(f"  policy gradient {policy_loss:.6f} + beta * KL {kl_loss:.6f}{critic} = loss "
+          f"{policy_loss + kl_loss + critic_loss:.6f}; the KL is {share:.1f} % of the first two "
+          "(at ratio 1 the policy part is near 0; its gradient is not)")
     print(f"  ratio: min {ratio.min():.6f}, mean {ratio.mean():.6f}, max {ratio.max():.6f} "
           "(1: these weights sampled)")
     return ratio
@@ -183,6 +203,7 @@ def print_influence(nets, cfg, prompts, batch, step, grpo):
     print("  check: their sum is <G_train, G_target>, with G_train by a plain backward, to "
           f"{float(found.true_error):.1e} of the sum of |influence|")
     scores = batch.influence.tolist()
+    advantages = row_advantages(batch)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     helpful = [i for i in order if scores[i] > 0][:3]
     harmful = [i for i in reversed(order) if scores[i] < 0][:3]
@@ -191,7 +212,7 @@ def print_influence(nets, cfg, prompts, batch, step, grpo):
         for i in rows:
             fate = "kept" if batch.weights[i] != 0 else "left out"
             print(f"    row {i}, influence {scores[i]:+.2e}, {fate}, reward "
-                  f"{batch.rewards[i]:.4f}, advantage {batch.advantages[i]:+.4f}: "
+                  f"{batch.rewards[i]:.4f}, advantage {advantages[i]:+.4f}: "
                   f"{prompts[i // cfg.num_generations].text!r} -> {batch.completions[i]!r}")
     return m
 

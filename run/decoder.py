@@ -193,11 +193,12 @@ def new_buffers(r, prefix, width):
 
 
 def with_copies_of_linears(model, dtype):
-    """A copy of the model that shares all but its Linears' weights, and pairs (copy, original)."""
+    """A copy of the model that shares all but its Linears' weights, and pairs (copy, original). A
+    value head stays in float32."""
     twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     head = twin.lm_head
     pairs = []
-    for module in twin.modules():
+    for module in (*twin.h.modules(), head):
         if isinstance(module, nn.Linear):
             for name, p in list(module.named_parameters(recurse=False)):
                 mine = p.detach().to(dtype)
@@ -221,7 +222,7 @@ def decode_step(model, r, rows, cache, t, P, noise, sampling):
     idx = r.tokens[rows, column - 1][:, None]                                       # (n, 1)
     S = cache[0][0].shape[2]
     h = step_states(model, idx, r.attention_mask[rows, :S], cache, column - 1)
-    sample_token(model.lm_head, h[:, 0], r, rows, t, column, noise, sampling)
+    sample_token(model, h[:, 0], r, rows, t, column, noise, sampling)
     t += 1
 
 

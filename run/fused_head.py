@@ -16,15 +16,15 @@ from model import (completion_logprobs, completion_states, piece_size, product_d
 from run.head import operand
 
 
-def fused_logprobs(model, rollout, temperature, backward_from=None, size=None):
+def fused_logprobs(model, rollout, temperature, backward_from=None, states=None, size=None):
     """model.completion_logprobs for a caller who will call backward on backward_from(logp (N, T)).
 
     It is the plain function without backward_from, without gradients, and where logits are few: at
     most those of `size` tokens (None: model.piece_size).
     """
     if backward_from is None or not torch.is_grad_enabled():
-        return completion_logprobs(model, rollout, temperature)
-    h, targets, allowed, where = completion_states(model, rollout)
+        return completion_logprobs(model, rollout, temperature, states=states)
+    h, targets, allowed, where = states or completion_states(model, rollout)
     row, column = where                                                             # (M,) each
 
     def slopes_of(logp, i, j):

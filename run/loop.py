@@ -11,7 +11,7 @@ import torch
 from run.checkpoint import append_rows, begin_folder, save_checkpoint, write_run_config
 from run.files import read_rows
 from run.folder import claimed_folder
-from run.metrics import batch_metrics, batch_on_host, rollout_toxicity
+from run.metrics import batch_metrics, batch_on_host, rollout_toxicity, row_advantages
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
@@ -183,7 +183,7 @@ def reward_of(row, cfg):
 def sample_rows(it, prompts, batch, cfg):
     """Rows of samples.jsonl: every completion with its reward and advantage."""
     rewards = batch.rewards.tolist()
-    advantages = batch.advantages.tolist()
+    advantages = row_advantages(batch).tolist()
     if cfg.tracin != "off":
         influence = batch.influence.tolist()
         weights = batch.weights.tolist()

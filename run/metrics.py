@@ -11,6 +11,7 @@ import math
 import torch
 from torch.nn.utils import get_total_norm
 
+from critic import explained_variance
 from run.host import to_host
 from run.processes import all_gather, shard
 
@@ -30,7 +31,7 @@ class Meter:
         self.prompt_lengths = batch.rollout.attention_mask[:, :-T].sum(1)                   # (N,)
         self.unread = []            # {name: tensor ()} of micro-batches, on the device
         self.micro_batches = []     # {name: number} of those that were read
-        self.steps = []             # (loss, grad_norm) of each
+        self.steps = []             # (loss, grad_norm, that of the value head) of each
         self.influence = []
         self.first_pass = []        # log-ratios (n, T), then the tokens that count (n, T)
         self.logp_diff = torch.zeros(0)     # trainer less sampler, first pass, of those read
@@ -98,8 +99,10 @@ class Meter:
         """Ends the run if a number that the step depends on is not finite."""
         moments = [x for state in self.nets.optimizer.state.values() for x in state.values()]
         largest = get_total_norm([*moments, self.old_logp()], math.inf)
+        head_norm = value_head_norm(self.nets.policy)
         forced = (self.batch.mask & ~self.batch.rollout.chosen).sum()
-        loss, grad_norm, largest, forced = self.read(self.loss, grad_norm, largest, forced)
+        loss, grad_norm, largest, head_norm, forced = self.read(
+            self.loss, grad_norm, largest, head_norm, forced)
         if forced:
             raise SystemExit(
                 f"stopped: {forced:.0f} tokens that the policy did not choose carry loss; this "
@@ -109,7 +112,8 @@ class Meter:
             raise SystemExit(
                 f"stopped: loss {loss}, grad_norm {grad_norm}; this step was not taken, the last "
                 f"checkpoint stands. {self.not_finite()}")
-        self.steps.append((loss, grad_norm))
+        clipped = max(1.0, grad_norm / (self.cfg.max_grad_norm or math.inf))
+        self.steps.append((loss, grad_norm, head_norm * clipped))
 
     def old_logp(self):
         """Log-probs of the sampled tokens as they were drawn (N, T), 0 where there is none."""
@@ -139,10 +143,13 @@ class Meter:
         metrics |= mean_influence(self.influence)
         if self.batch.kl is not None:
             metrics["kl"] = self.batch.kl
-        metrics["loss"] = sum(loss for loss, _ in self.steps) / num_steps
+        metrics["loss"] = sum(loss for loss, _, _ in self.steps) / num_steps
         metrics["policy_loss"] = sum(m["policy_loss"] for m in micros) / num_steps
-        metrics["grad_norm"] = sum(norm for _, norm in self.steps) / num_steps
+        metrics["grad_norm"] = sum(norm for _, norm, _ in self.steps) / num_steps
         metrics["num_steps"] = len(self.steps)
+        if self.cfg.critic:
+            metrics["critic_loss"] = sum(m["critic_loss"] for m in micros) / num_steps
+            metrics["val/grad_norm"] = sum(norm for _, _, norm in self.steps) / num_steps
         return metrics | sampling_metrics(all_gather(self.logp_diff))
 
 
@@ -171,7 +178,7 @@ def loss_metrics(out, cfg):
     unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
     units = unit.sum().clamp(min=1)
     row_units = unit.sum(1)                                             # (n,) 0: no loss in the row
-    A = out.batch.advantages[:, None]
+    A = out.batch.advantages.view(len(mask), -1)                        # (n, 1), or (n, T)
     metrics = {"tokens": mask.sum(), "units": unit.sum(), "ratio": (ratio * unit).sum() / units}
     low_bound, high_bound = cfg.clip_range
     high = (ratio > high_bound) & (A > 0) & unit
@@ -189,6 +196,8 @@ def loss_metrics(out, cfg):
         metrics["kl"] = (out.terms.kl * mask).sum() / mask.sum().clamp(min=1)
     metrics["loss"] = out.loss.detach()
     metrics["policy_loss"] = out.terms.policy_loss
+    if out.terms.critic_loss is not None:
+        metrics["critic_loss"] = out.terms.critic_loss
     return metrics
 
 
@@ -205,7 +214,7 @@ def mean_over_tokens(micros):
     sequence level), but the extremes."""
     if not micros:
         return {"padding": 0.0}
-    apart = ("tokens", "units", "loss", "policy_loss", "real", "positions")
+    apart = ("tokens", "units", "loss", "policy_loss", "critic_loss", "real", "positions")
     metrics = {}
     for name in micros[0]:
         if name not in apart:
@@ -355,6 +364,32 @@ def batch_on_host(batch):
     return batch
 
 
+def row_advantages(batch):
+    """Advantages (N,): with a critic means over the chosen tokens of each row."""
+    chosen = batch.rollout.chosen
+    if batch.advantages.dim() == 1:
+        return batch.advantages
+    return (batch.advantages * chosen).sum(1) / chosen.sum(1).clamp(min=1)
+
+
+def value_metrics(batch):
+    """Metrics of what the critic expected while sampling, over the tokens that carry loss."""
+    known = batch.mask & ~batch.returns.isnan()
+    values = batch.rollout.values[known]
+    returns = batch.returns[known]
+    return {
+        "val/mean": float(values.mean()),
+        "val/std": std(values),
+        "returns/mean": float(returns.mean()),
+        "val/var_explained": explained_variance(values, returns)}
+
+
+def value_head_norm(policy):
+    """Norm () of the gradient of the value head, 0 without one."""
+    head = policy.value_head.parameters() if policy.value_head else []
+    return get_total_norm([p.grad for p in head])
+
+
 def batch_metrics(batch, cfg):
     """Metrics of a Batch, named as TRL names them."""
     G = cfg.num_generations
@@ -362,7 +397,7 @@ def batch_metrics(batch, cfg):
     if len(known) == 0:
         known = torch.full((1,), math.nan)
     groups = [batch.completions[i:i + G] for i in range(0, len(batch.completions), G)]
-    identical = [len(set(texts)) == 1 for texts in groups]
+    identical = [len(set(texts)) == 1 and G > 1 for texts in groups]
     ended = batch.rollout.ended
     num_tokens = int(batch.rollout.mask.sum())
     metrics = {
@@ -382,6 +417,8 @@ def batch_metrics(batch, cfg):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
     metrics |= cfg.call_metrics(batch.completions)
+    if batch.returns is not None:
+        metrics |= value_metrics(batch)
     lengths = batch.rollout.chosen.sum(1).float()
     terminated = lengths[ended] if ended.any() else torch.zeros(1)
     for kind, x in (("", lengths), ("terminated_", terminated)):

@@ -45,7 +45,12 @@ class StepLog:
         if self.on:
             policy_loss = metrics["policy_loss"]
             total = metrics["loss"]
-            values = f", pg_loss={policy_loss:.6f}, kl={total - policy_loss:.6f}, total={total:.6f}"
+            kl = total - policy_loss
+            critic = ""
+            if "critic_loss" in metrics:
+                kl = kl - metrics["critic_loss"]
+                critic = f" critic={metrics['critic_loss']:.6f},"
+            values = f", pg_loss={policy_loss:.6f},{critic} kl={kl:.6f}, total={total:.6f}"
             self.line(f"[Micro {self.micro}] 4. Loss computed", values)
             self.micro += 1
 
@@ -72,15 +77,17 @@ def print_iteration(m, cfg, tokens, seconds_left):
     """The line of an iteration with metrics m, in which so many tokens were sampled."""
     seconds = m["step_time"]
     left = int(seconds_left)
-    forced = ""
-    if cfg.force_rate or cfg.answers:
-        forced = f"{100 * m['forced']:.1f} % forced, "
+    critic_loss = m.get("critic_loss", 0.0)
+    critic = f"critic {critic_loss:.4f}, " if "critic_loss" in m else ""
+    kl = m["loss"] - m["policy_loss"] - critic_loss
+    forced = f"{100 * m['forced']:.1f} % forced, " if cfg.force_rate or cfg.answers else ""
+    calls = ""
     if "tools/call_frequency" in m:
-        forced += f"{m['tools/call_frequency']:.2f} calls, "
+        calls = f"{m['tools/call_frequency']:.2f} calls, "
     print(f"iter {m['iteration']}/{cfg.max_iters}: loss {m['loss']:.4f} "
-          f"(main {m['policy_loss']:.4f}, kl {m['loss'] - m['policy_loss']:.4f}), "
+          f"(main {m['policy_loss']:.4f}, {critic}kl {round(kl, 4) + 0.0:.4f}), "  # no -0.0000
           f"reward {m['reward']:.4f}, "
-          f"grad_norm {m['grad_norm']:.3f}, {forced}{tokens / seconds:.0f} tok/s, "
+          f"grad_norm {m['grad_norm']:.3f}, {forced}{calls}{tokens / seconds:.0f} tok/s, "
           f"time {duration(seconds)}, eta {left // 60}m{left % 60:02d}s", flush=True)
 
 
@@ -134,7 +141,8 @@ class Progress:
 def print_warnings(m, cfg, dtype, warned):
     """Troubles of an iteration, each kind at most every ten iterations; `warned` remembers when."""
     it = m["iteration"]
-    if abs(m["loss"]) < 5e-5 and m["grad_norm"] > 0 and "zero" not in warned:
+    is_zero = abs(m["loss"]) < 5e-5 and m["grad_norm"] > 0
+    if is_zero and not cfg.critic and "zero" not in warned:
         warned["zero"] = it
         print("note: a loss of 0.0000 with a gradient that is not 0 is right: the ratio is 1 and "
               "the advantages of a group sum to 0. Watch reward and grad_norm.")
@@ -203,6 +211,22 @@ def diagnose(m, cfg):
     if m["grad_norm"] == 0:
         out["gradient"] = (
             "grad_norm is 0: no gradient in this step; see rewards and advantages above")
+    return out | diagnose_values(m)
+
+
+def diagnose_values(m):
+    """Troubles of a critic."""
+    out = {}
+    it = m.get("iteration", 1)
+    explained = m.get("val/var_explained", math.nan)
+    if m.get("val/std") == 0 and it > 1:
+        out["values"] = (
+            f"the critic's values do not move, all are {m['val/mean']:.4g}: it is not trained; "
+            "raise value_coef or learning_rate")
+    if explained < 0 and it > 20:
+        out["explained"] = (
+            f"the critic explains {explained:.2f} of the returns' variance, less than a constant "
+            "would (0): raise value_coef or num_iterations, or unset value_clip")
     return out
 
 
@@ -295,6 +319,9 @@ def describe_cost(cfg, num_weights, memory, fewest):
                 "and 1 backward of the batch for scores and step")
     elif cfg.tracin == "self" or cfg.multiple_of_logp:
         cost = "1 forward and 1 backward serve target, scores and step"
+    elif cfg.critic:
+        cost = ("2 forwards and 2 backwards, since with a critic the loss of a row is not a "
+                "multiple of its log-prob")
     else:
         cost = ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its "
                 "log-prob; kl_in = 'reward' with kl_estimator = 'k1', or beta = 0, and "

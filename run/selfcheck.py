@@ -3,8 +3,9 @@ Is this still GRPO? A planted batch goes through the functions of grpo.py before
 what comes out must be what plain arithmetic says. Takes a few hundredths of a second.
 
 It asks what holds for every GRPO: signs, groups, masks, and that padding and micro-batches change
-nothing. Only the divisors are those of the loss types known here. Whoever changes the method on
-purpose changes the check of that part too; its sentence names it.
+nothing. With a critic there are no groups: it asks for the signs of advantages and of the critic's
+loss instead. Only the divisors are those of the loss types known here. Whoever changes the method
+on purpose changes the check of that part too; its sentence names it.
 
 N = 8 rows: 4 completions of each of 2 prompts, T tokens at most. A completion repeats one token,
 its row's number plus one.
@@ -36,14 +37,19 @@ def check_method(nets, cfg, collect, optimizer_steps, loss_of):
     small = dataclasses.replace(
         cfg, num_prompts=len(PROMPTS), num_generations=G, mini_batch_size=0, decode_batch_size=0,
         micro_batch_size=len(REWARDS), zero_std_groups="keep", tracin="off", beta=0.0,
-        entropy_coef=0.0, reward_funcs=("planted",), reward_weights=(1.0,), force_rate=0.0)
+        entropy_coef=0.0, reward_funcs=("planted",), reward_weights=(1.0,), force_rate=0.0,
+        bootstrap_truncated_completions=False)      # all that is planted ended
     method = SimpleNamespace(collect=collect, optimizer_steps=optimizer_steps, loss_of=loss_of)
-    check_advantages(method, nets, small)
+    if cfg.critic:
+        check_advantages_of_tokens(method, nets, small)
+    else:
+        check_advantages(method, nets, small)
     check_policy_loss(method, nets, small)
     check_padding(method, nets, small)
     check_micro_batches(method, nets, small)
     if cfg.beta:
-        check_kl(method, nets, dataclasses.replace(small, beta=cfg.beta))
+        check_kl(method, nets, dataclasses.replace(
+            small, beta=cfg.beta, value_coef=0.0, whiten_advantages=False))
 
 
 def stop(check, sentence):
@@ -80,6 +86,28 @@ def check_advantages(method, nets, cfg):
                    "than the standard deviation of their own group")
 
 
+def check_advantages_of_tokens(method, nets, cfg):
+    """The better completion gets the larger advantage at its end, and values move to returns."""
+    here = check_advantages_of_tokens
+    batch = planted_batch(method, nets, cfg)
+    last = torch.tensor(LENGTHS) - 1
+    at_end = batch.advantages.cpu()[torch.arange(len(last)), last]                  # (N,)
+    if order(at_end.tolist()) != order(REWARDS):
+        stop(here, "advantages: those of last tokens are in another order than the rewards")
+    step = next(iter(method.optimizer_steps(batch, cfg, 0)))
+    values = batch.rollout.values.clone().requires_grad_()
+    with torch.enable_grad():
+        planted = planted_nets(nets, REWARDS, logp=planted_logp(0).to(nets.device), values=values)
+        out = method.loss_of(planted, planted.policy, batch, step.rows, step, cfg)
+        gradient, = torch.autograd.grad(out.loss, values)
+    tokens = tokens_of(batch)
+    gap = (values.detach() - batch.returns).cpu()
+    if gradient.cpu()[~tokens].any():
+        stop(here, "mask: the critic's loss has a gradient at positions that carry no loss")
+    if cfg.value_coef and not (gradient.cpu() * gap > 0)[tokens].all():
+        stop(here, "critic: a step does not move values towards their returns")
+
+
 def check_policy_loss(method, nets, cfg):
     """Masks, the direction of a step, and the divisors."""
     here = check_policy_loss
@@ -95,7 +123,7 @@ def check_policy_loss(method, nets, cfg):
         stop(here, "mask: the loss has a gradient at positions that carry no loss")
     if not gradient[tokens].all():
         stop(here, "mask: the loss has no gradient at some tokens that carry loss")
-    advantages = batch.advantages.double().cpu()[:, None].expand_as(gradient)       # (N, T)
+    advantages = batch.advantages.double().cpu().view(len(gradient), -1).expand_as(gradient)
     slope = -(gradient / advantages)[tokens]
     if (slope < 0).all():
         stop(here, "loss: a step makes completions with a positive advantage less likely: the sign "
@@ -143,7 +171,7 @@ def check_kl(method, nets, cfg):
     """With equal rewards, a step pulls the policy towards the reference."""
     wrong = ("KL: a step moves the policy away from the reference: the sign of the KL is wrong, or "
              "policy and reference are exchanged")
-    batch = planted_batch(method, nets, cfg, rewards=[0.0] * len(REWARDS))
+    batch = planted_batch(method, nets, cfg, rewards=[0.0] * len(REWARDS), values=0.0)
     tokens = tokens_of(batch)
     above = above_reference().expand_as(tokens) & tokens
     _, _, gradient = loss_and_gradient(method, nets, batch, cfg)
@@ -159,19 +187,30 @@ def check_kl(method, nets, cfg):
 # the planted batch
 
 
-def planted_batch(method, nets, cfg, padding=0, rewards=REWARDS):
-    """collect() with planted completions, rewards and reference -> Batch."""
-    return method.collect(planted_nets(nets, rewards, padding), PROMPTS, cfg, seed=0)
+def planted_batch(method, nets, cfg, padding=0, rewards=REWARDS, values=1.0):
+    """collect() with planted completions, rewards, reference and values -> Batch. values: a factor
+    on those of planted_values."""
+    values = values * planted_values(padding).to(nets.device)
+    planted = planted_nets(nets, rewards, padding, values=values)
+    return method.collect(planted, PROMPTS, cfg, seed=0)
 
 
-def planted_nets(nets, rewards, padding=0, logp=None):
-    """The run's nets, but sampling, tokenizer, rewards and log-probs are planted."""
+def planted_nets(nets, rewards, padding=0, logp=None, values=None):
+    """The run's nets, but sampling, tokenizer, rewards, log-probs and values (N, T) are planted."""
     device = nets.device
     old_logp = planted_logp(padding).to(device)
+    values = planted_values(padding).to(device) if values is None else values
+
+    def policy(tokens, attention_mask):
+        return values[tokens[:, 0], :tokens.shape[1], None]     # hidden states: one, the value
+
+    policy.value_head = lambda h: h[:, 0]
 
     def generate(model, prompts, *more, part=slice(None), **sampling):
         first, end, _ = part.indices(len(PROMPTS))
-        return planted_rollout(padding).map(lambda x: x[first * G:end * G].to(device))
+        rollout = planted_rollout(padding)
+        rollout.values = (values * rollout.mask.to(device)).detach()
+        return rollout.map(lambda x: x[first * G:end * G].to(device))
 
     def logprobs(model, rollout, *more):
         rows = rollout.tokens[:, 0]
@@ -189,7 +228,7 @@ def planted_nets(nets, rewards, padding=0, logp=None):
     tokenizer = SimpleNamespace(eot_token=END, decode=lambda ids: str(ids[0] - 1))
     return dataclasses.replace(
         nets, generate=generate, logprobs=logprobs, reward_funcs={"planted": reward},
-        tokenizer=tokenizer, policy="policy", policy_fn="policy", reference_fn="reference")
+        tokenizer=tokenizer, policy=policy, policy_fn=policy, reference_fn="reference")
 
 
 def planted_rollout(padding):
@@ -215,6 +254,11 @@ def planted_logp(padding):
     return -1 - row / 10 - position / 100
 
 
+def planted_values(padding):
+    """Values (N, T), closer together than rewards, and apart by no power of a discount."""
+    return 0.1 * torch.sin(planted_logp(padding) * 50) - 0.2
+
+
 def above_reference():
     """(N, 1) True for every other row: there the policy is NATS above the reference, elsewhere it
     is at it."""
@@ -230,7 +274,7 @@ def loss_and_gradient(method, nets, batch, cfg, rows=None):
     planted = planted_nets(nets, REWARDS, padding, logp)
     rows = step.rows if rows is None else rows.to(nets.device)
     with torch.enable_grad():
-        out = method.loss_of(planted, "policy", batch, rows, step, cfg)
+        out = method.loss_of(planted, planted.policy, batch, rows, step, cfg)
         gradient, = torch.autograd.grad(out.loss, logp)
     return step, float(out.loss.detach()), gradient.double().cpu()
 

@@ -55,11 +55,11 @@ def settings(reward=mean_token, **knobs):
         num_prompts=len(PROMPTS), **knobs).check()
 
 
-def world(cfg):
+def world(cfg, device=torch.device("cpu")):
     """What grpo.py works with, and a batch. The optimizer is SGD, so that a step goes straight down
     the gradient."""
     given = SimpleNamespace(
-        device=torch.device("cpu"), dtype=torch.float32, tokenizer=TOKENIZER, prompts=PROMPTS,
+        device=device, dtype=torch.float32, tokenizer=TOKENIZER, prompts=PROMPTS,
         eval_prompts=PROMPTS, val_prompts=[])
     nets = build(cfg, given, base=gpt(), judges={})
     nets.optimizer = torch.optim.SGD(nets.trained, lr=0.01)

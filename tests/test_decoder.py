@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._triton import has_triton
 
 from by_hand import PROMPTS, SHAPES, random_gpt, random_ids, with_lora
+from critic import ValueHead
 from model import add_lora, completion_logprobs
 from run.attention import use_attention_by_hand
 from run.decoder import Decoder, decode_step, step_states
@@ -223,6 +224,8 @@ def test_bfloat16_copies_of_the_weights_sample_what_autocast_samples(lora):
 def test_compiled_step_samples_the_same_and_is_compiled_a_few_times_only():
     torch._dynamo.reset()
     model, counts = random_gpt(6, block_size=64), []
+    model.value_head = ValueHead(32)
+    torch.nn.init.normal_(model.value_head.linear.weight)
     decoder, compiled = Decoder(model, graphs=False, bucket=8), CompileCounter()
     decoder.step = torch.compile(decode_step, dynamic=True, fullgraph=True, backend=compiled)
     for seed, width in enumerate((3, 1, 7, 11, 20, 24, 30, 34)):
@@ -230,6 +233,7 @@ def test_compiled_step_samples_the_same_and_is_compiled_a_few_times_only():
         plain, r = (generate(model, prompts, 8, 12, eos=5, seed=seed, decode=d)
                     for d in (decode, decoder))
         assert torch.equal(r.tokens, plain.tokens) and torch.allclose(r.logp, plain.logp, atol=1e-5)
+        assert torch.allclose(r.values, plain.values, atol=1e-4) and r.values.any()
         counts.append(compiled.frame_count)
     assert 1 <= counts[-1] <= 6 and counts[-1] == counts[4], counts
 

@@ -49,6 +49,8 @@ CASES = {
             "--learning_rate=0.03", "--seed=2"),
     "turns": ("--max_turns=2", "--stop_strings=('e', 'a', ' ')", "--force_rate=0.5",
               "--force_text= the", "--decode_batch_size=8", "--beta=0.1"),
+    "critic": ("--critic=True", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1",
+               "--bootstrap_truncated_completions=True", "--num_iterations=2"),
     "random": ("--tracin=contrastive", "--tracin_select=random", "--beta=0.1",
                "--micro_batch_size=4"),
 }
