@@ -527,7 +527,7 @@ def test_warnings(capsys):
     assert diagnose(m | {"val/std": 0.0, "iteration": 1}, cfg) == {}
     assert "less than a constant" in diagnose(m | {"val/var_explained": -.1}, cfg)["explained"]
     assert diagnose(m | {"val/var_explained": -.1, "iteration": 20}, cfg) == {}
-    print_iteration(m, 30, 100, 5)
+    print_iteration(m | {"forced": 0.0}, cfg, 100, 5)
     print_warnings(m, cfg, torch.float32, {})
     assert "loss 0.1235 (main 0.1201, critic 0.0034, kl 0.0000)" in capsys.readouterr().out
 
