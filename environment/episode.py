@@ -97,10 +97,10 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
         over = nothing or bool(answer) and s.num_answers == cfg.max_turns
         ids = [] if over else tokenizer.encode_ordinary(answer)[:room]
         said.append([s.row, over, *ids, *[-1] * (room - len(ids))])
-    write(r, torch.tensor(said).to(r.tokens.device), t, column)
+    force_behind(r, torch.tensor(said).to(r.tokens.device), t, column)
 
 
-def write(r, said, t, column):
+def force_behind(r, said, t, column):
     """Force what was said (m, 2 + room) behind token t: a row, whether it is over, ids or -1."""
     rows, over, ids = said[:, 0], said[:, 1] > 0, said[:, 2:]
     forced = ids >= 0

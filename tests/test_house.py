@@ -92,6 +92,7 @@ def test_lines_have_at_most_100_columns(folder):
 def test_a_name_means_one_thing():
     names = Counter(n.name for tree in TREES.values() for n in tree.body
                     if isinstance(n, (ast.FunctionDef, ast.ClassDef)))
-    everywhere = {"main", "reward", "texts", "questions"}   # of every command, of every config
+    # of every command, of every config
+    everywhere = {"main", "reward", "environment", "texts", "questions"}
     twice = {name for name, count in names.items() if count > 1} - everywhere
     assert not twice, f"functions or classes of these names stand in two files: {sorted(twice)}"
