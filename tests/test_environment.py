@@ -350,7 +350,8 @@ def reward(prompts, completions):
 def test_a_run_with_an_environment(grpo, rows, tmp_path):
     config = tmp_path / "config.py"
     config.write_text(CONFIG)
-    out = grpo(tmp_path / "run", config, "--tracin=reward", "--tracin_val_prompts=2", "--beta=0.1")
+    out = grpo(tmp_path / "run", config, "--tracin=advantage", "--tracin_val_prompts=2",
+               "--beta=0.1")
     lines = [line for line in out.splitlines() if line.startswith("iter ")]
     assert len(lines) == 3 and all(" % forced, " in line for line in lines)
     assert any(" cat" in row["completion"] for row in rows(tmp_path / "run" / "samples.jsonl"))
