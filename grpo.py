@@ -103,7 +103,7 @@ def collect(nets, prompts, cfg, seed, log=quiet):
 
     # advantage: the group is its own baseline, unless a critic gives each token one
     ref_logp = reference_logprobs(nets, rollout, cfg) if cfg.beta else None         # (N, T)
-    penalty, kl = kl_penalty(rollout, ref_logp, cfg)      # (N,), 0 unless kl_in = "reward"
+    penalty, kl = kl_penalty(rollout, ref_logp, cfg)      # 0.0 unless kl_in = "reward"
     returns = None
     if cfg.critic:
         advantages, returns = token_advantages(rollout, rewards, penalty, cfg)      # (N, T)
@@ -187,10 +187,10 @@ class Batch:
 
     def __getitem__(self, rows):
         """What the loss needs of these rows."""
-        policy_mask, ref_logp, returns = (
-            None if x is None else x[rows] for x in (self.policy_mask, self.ref_logp, self.returns))
-        return Batch(self.rollout[rows], self.advantages[rows], self.mask[rows], policy_mask,
-                     ref_logp, returns=returns)
+        policy_mask = None if self.policy_mask is None else self.policy_mask[rows]
+        ref_logp = None if self.ref_logp is None else self.ref_logp[rows]
+        return Batch(
+            self.rollout[rows], self.advantages[rows], self.mask[rows], policy_mask, ref_logp)
 
     @functools.cached_property
     def lengths(self):
@@ -204,8 +204,7 @@ class Batch:
 
     @functools.cached_property
     def weights(self):
-        """(N,) factors on the rows' losses, which tracin.Influence fills in during the first pass.
-        """
+        """(N,) factors on the rows' losses. tracin.Influence sets them during the first pass."""
         return self.advantages.new_ones(self.lengths.shape)
 
     def equal_groups(self, num_generations):
@@ -310,8 +309,8 @@ def reference_logprobs(nets, rollout, cfg):
 
 
 def kl_penalty(rollout, ref_logp, cfg):
-    """beta * KL of each completion (N,), with a critic of each token (N, T), to be taken off the
-    reward, and the KL per token; 0.0 and None unless kl_in = "reward"."""
+    """What is taken off the reward: beta * KL of each completion (N,), with a critic of each token
+    (N, T). And the mean KL per token. 0.0 and None unless kl_in = "reward"."""
     if not cfg.beta or cfg.kl_in != "reward":
         return 0.0, None
     kl = kl_estimate(rollout.logp, ref_logp, cfg.kl_estimator) * rollout.chosen     # (N, T)
@@ -362,18 +361,19 @@ class Forward(NamedTuple):
 
 
 def grpo_loss(
-        logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg, weights=None):
+        logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg, weights=1.0):
     """The loss of some rows, a scalar, and its LossTerms.
 
     logp, old_logp, ref_logp (n, T): log-probs of the chosen tokens under the policy (with
     gradient), under the policy that sampled them, and under the reference (None without a KL).
     advantages (n,) or (n, T). mask (n, T): tokens that carry loss. policy_mask (n, T): those that
     carry the policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
-    micro-batches add up to its loss. weights (n,): factors on the rows (None: 1). Everything stays
+    micro-batches add up to its loss. weights: factors (n, 1) on the rows, or 1.0. Everything stays
     on the device, so that a GPU is not waited for. Raises ValueError for a field that is missing or
     of the wrong shape.
     """
-    check_shapes(logp, old_logp=old_logp, mask=mask, advantages=advantages)
+    check_shapes(logp, old_logp=old_logp, mask=mask)
+    check_shapes(logp if cfg.critic else logp[:, 0], advantages=advantages)
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
     old_logp = old_logp.masked_fill(~mask, 0)
@@ -384,15 +384,14 @@ def grpo_loss(
     if policy_mask is not None:
         check_shapes(logp, policy_mask=policy_mask)
         objective = objective * policy_mask
-    w = 1.0 if weights is None else weights[:, None]                    # (n, 1)
-    policy_loss = aggregate(-objective * w, mask, step, cfg)            # ()
+    policy_loss = aggregate(-objective * weights, mask, step, cfg)      # ()
     if not cfg.kl_in_loss:
         return policy_loss, LossTerms(policy_loss.detach(), ratio.detach(), None)
 
     check_shapes(logp, ref_logp=ref_logp)
     kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)        # (n, T)
     corrected_kl = kl * ratio if cfg.corrects_kl else kl
-    loss = policy_loss + cfg.beta * aggregate(corrected_kl * w, mask, step, cfg)
+    loss = policy_loss + cfg.beta * aggregate(corrected_kl * weights, mask, step, cfg)
     return loss, LossTerms(policy_loss.detach(), ratio.detach(), kl.detach())
 
 
@@ -413,8 +412,8 @@ def clipped_objective(ratio, logp, advantages, cfg):
     cispo                       stop_gradient(min(ratio, high)) A logp
     sapo                        4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
 
-    At ratio 1 the gradient of each of these is A times that of logp, A a number per row without a
-    critic: tracin.serves_both builds on that.
+    At ratio 1 the gradient of each of these is A times that of logp. Without a critic A is a number
+    per row: tracin.serves_both builds on that.
     """
     A = advantages.view(len(advantages), -1)                            # (n, 1), or (n, T)
     low, high = cfg.clip_range          # 1 - epsilon, 1 + epsilon_high; cispo: epsilon_high
@@ -464,12 +463,11 @@ def aggregate(x, mask, step, cfg):
 
 
 def check_shapes(logp, **fields):
-    """ValueError for a field that is missing or does not go with logp (n, T)."""
+    """ValueError for a field that is missing or has another shape than logp."""
     for name, x in fields.items():
-        shape = tuple(logp.shape[:getattr(x, "ndim", 1)] if name == "advantages" else logp.shape)
-        if x is None or tuple(x.shape) != shape:
+        if x is None or x.shape != logp.shape:
             found = "missing" if x is None else tuple(x.shape)
-            raise ValueError(f"{name}: {found}, must be {shape} to go with logp")
+            raise ValueError(f"{name}: {found}, must be {tuple(logp.shape)} to go with logp")
 
 
 def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=None):
@@ -480,9 +478,9 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
     version of it.
     """
     b = batch[rows]
-    weights = None
+    weights = 1.0
     if step.epoch > 0:      # in the first pass keep_helpful weighs the rows, after the backward
-        weights = batch.weights[rows]
+        weights = batch.weights[rows, None]                                         # (n, 1)
 
     def loss_and_terms(logp):
         old_logp = logp.detach() if record_logp else b.rollout.logp
@@ -496,35 +494,34 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
 
     logprobs = logprobs or nets.logprobs
     with autocast(nets.device, nets.dtype):
-        states = completion_states(policy, b.rollout) if cfg.critic or cfg.entropy_coef else None
+        states = completion_states(policy, b.rollout)       # serve log-probs, entropies and values
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from, states)  # (n, T)
     loss, terms = loss_and_terms(logp)
-    w = 1.0 if weights is None else weights[:, None]                                # (n, 1)
     if cfg.entropy_coef:
-        bonus = cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, w, states)
+        bonus = cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights, states)
         loss = loss - bonus
         terms = terms._replace(policy_loss=terms.policy_loss - bonus.detach())
     if cfg.critic:
-        errors = value_errors(policy, b.rollout, b.returns, states, cfg.value_clip)     # (n, T)
-        critic_loss = cfg.value_coef * aggregate(errors * w, b.mask, step, cfg)
+        errors = value_errors(policy, b.rollout, batch.returns[rows], states, cfg.value_clip)
+        critic_loss = cfg.value_coef * aggregate(errors * weights, b.mask, step, cfg)
         loss = loss + critic_loss
         terms = terms._replace(critic_loss=critic_loss.detach())
     return Forward(loss, logp, terms, b)
 
 
-def mean_entropy(nets, policy, b, step, cfg, w, states):
+def mean_entropy(nets, policy, b, step, cfg, weights, states):
     """These rows' part of the mean entropy over all tokens of the step that carry loss, whatever
-    loss_type divides by. w (n, 1): weights. states: of completion_states."""
+    loss_type divides by. weights and states: as in loss_of."""
     with autocast(nets.device, nets.dtype):
         entropies = completion_entropies(policy, b.rollout, cfg.temperature, states)    # (n, T)
-    return (entropies * w * b.mask).sum() / max(step.num_tokens, 1)
+    return (entropies * weights * b.mask).sum() / max(step.num_tokens, 1)
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
     """{parameter: gradient} of the loss of some rows, by a plain backward. Leaves .grad empty.
 
-    With coef (N,) or (N, T) it is the gradient of the sum of coef * log-prob of the completions or
-    tokens instead. key: see micro_batches. Only influence needs this. Fast paths stay out of it: it
+    With coef it is the gradient of the sum of coef * log-prob instead, over completions (N,) or
+    tokens (N, T). key: see micro_batches. Only influence needs this. Fast paths stay out of it: it
     is what they are checked against.
     """
     key = batch.lengths[rows] if key is None else key
