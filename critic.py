@@ -7,10 +7,9 @@ the reward, and generalised advantage estimation (Schulman et al. 2016) makes an
 token from these predictions. The loss of the policy stays as it is; that of the values (Schulman et
 al. 2017) is added.
 
-In the order of an iteration: values, rewards by token, advantages and returns, the loss. This file
-needs nothing but torch. Shapes: N rows of T tokens, n rows of a micro-batch, M chosen tokens of
-several rows, C channels. `chosen` (N, T) is True on the tokens that the policy drew: they are the
-steps of an episode. Tokens that were forced between them are none, and are skipped.
+In the order of an iteration: values, advantages and returns, the loss. Shapes: N rows of T tokens,
+n rows of a micro-batch, M chosen tokens of several rows, C channels. `chosen` (N, T) is True on the
+tokens that the policy drew: they are the steps of an episode, and forced tokens are skipped.
 """
 import math
 
@@ -36,16 +35,13 @@ class ValueHead(nn.Module):
 
 
 def values_after(policy, rollout, size):
-    """Values (N,) after the last token of completions that were cut; 0 where an end token ended
-    them. Runs a forward pass of the rows that were cut, `size` at a time."""
+    """Values (N,) after the last token of completions that were cut; 0 where the row has ended.
+    Runs a forward pass of the rows that were cut, `size` at a time."""
     values = torch.zeros(len(rollout.ended), device=rollout.ended.device)
-    P = rollout.attention_mask.shape[1] - rollout.mask.shape[1]
-    last = P + rollout.mask.sum(1) - 1                                  # (N,) column in tokens
-    cut = (~rollout.ended).nonzero()[:, 0]
+    cut = (~rollout.ended).nonzero()[:, 0]      # these fill the rollout's width
     for rows in cut.split(size) if len(cut) else ():
-        h = policy(rollout.tokens[rows], rollout.attention_mask[rows])              # (n, P + T, C)
-        number = torch.arange(len(rows), device=h.device)
-        values[rows] = policy.value_head(h[number, last[rows]])
+        h = policy(rollout.tokens[rows], rollout.attention_mask[rows])[:, -1]       # (n, C)
+        values[rows] = policy.value_head(h)
     return values
 
 
@@ -56,8 +52,8 @@ def values_after(policy, rollout, size):
 def token_advantages(rollout, rewards, penalty, cfg):
     """Advantages (N, T) and returns (N, T), the numbers that the values are to become.
 
-    rewards (N,): of completions. penalty (N, T): to be taken off token by token (or 0.0). A row
-    whose reward is NaN teaches nothing: its advantages are 0, its returns NaN.
+    rewards (N,): of completions. penalty: taken off token by token (N, T), or 0.0. A row whose
+    reward is NaN teaches nothing: its advantages are 0, its returns NaN.
     """
     values = rollout.values
     chosen = rollout.chosen
@@ -76,7 +72,7 @@ def token_advantages(rollout, rewards, penalty, cfg):
 
 
 def token_rewards(rewards, penalty, chosen):
-    """(N, T): the reward (N,) of a completion at its last chosen token, less the penalty (N, T)."""
+    """(N, T): the rewards (N,) at the last chosen token of each row, less the penalty (N, T)."""
     last = chosen & (chosen.cumsum(1) == chosen.sum(1, keepdim=True))
     return torch.where(last, rewards[:, None], 0.0) - penalty
 
@@ -114,18 +110,18 @@ def whiten(x, mask):
 
 
 def value_errors(policy, rollout, returns, states, clip=None):
-    """value_loss (n, T) of a rollout's chosen tokens; elsewhere 0. states: of
-    model.completion_states, the ones that the log-probs are made of."""
+    """value_loss (n, T) of a rollout's chosen tokens; elsewhere 0. returns (n, T). states: of
+    model.completion_states, which the log-probs are made of too."""
     h, _, _, where = states
     errors = value_loss(policy.value_head(h), rollout.values[where], returns[where], clip)  # (M,)
     return torch.zeros(rollout.mask.shape, device=h.device).index_put(where, errors)
 
 
 def value_loss(values, old_values, returns, clip=None):
-    """Half the squared error of each value (M,); 0 where the return is NaN.
+    """Half the squared error (M,) of each value; 0 where the return is NaN.
 
-    With clip a value gets no further than that from the one recorded while sampling: of the errors
-    of both, the larger counts, as in the policy's loss.
+    With clip the larger of two errors counts: that of the value, and that of the value kept within
+    clip of the one recorded while sampling.
     """
     unknown = returns.isnan()
     loss = (values - returns).masked_fill(unknown, 0).square()

@@ -222,7 +222,7 @@ def sample_groups(nets, prompts, cfg, seed):
             batch_size=cfg.decode_batch_size, part=shard(len(prompts)), eos=eos,
             temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
             forced=openings(nets.tokenizer, cfg, len(prompts), seed),
-            respond=answering(nets.tokenizer, prompts, cfg))
+            respond=answering(nets.tokenizer, prompts, cfg, cfg.num_generations))
         if cfg.bootstrap_truncated_completions:
             rollout.value_after = values_after(nets.policy, rollout, cfg.micro_batch_size)
     return concatenate(all_gather_rollout(rollout), eos[0])

@@ -34,13 +34,13 @@ def _exercise(rng):
         a, b = rng.randint(2, 9), rng.randint(2, 9)
     else:
         a, b = _factors(rng, held_out=False)
-    asks = b > 9 and rng.random() < 0.3
+    asks = b > 9 and rng.random() < 0.3     # large ones only
     working = f" calc({a}*{b}) = {a * b}." if asks else ""
     return f"What is {a}*{b}?{working} It is {a * b}."
 
 
 def _factors(rng, held_out):
-    """Of a large product. Those held out are no exercise."""
+    """Two factors of a large product. One in eleven products is held out: never an exercise."""
     while True:
         a, b = rng.randint(100, 999), rng.randint(10, 99)
         if ((a + 2 * b) % 11 == 0) == held_out:
@@ -54,5 +54,5 @@ def questions(n, seed):
 
 
 def reward(prompts, completions, answer):
-    """1 for the right answer, which must be the policy's own last words."""
+    """1 where the completion's last words give the right answer."""
     return [float(text.endswith(f"It is {right}.")) for text, right in zip(completions, answer)]

@@ -6,7 +6,8 @@ Several turns: an environment answers completions while they are sampled.
 
 Its words are written behind the token that it answers, where the rollout's `chosen` is False. The
 next steps read them like any token, so sampling goes on from the cache and nothing is tokenised
-twice. Openings are forced in the same way, at the start.
+twice. Openings (force_text) are forced in the same way, at the start. Shapes: N rows of a rollout,
+n that still run, m that stopped at this token, T tokens at most.
 """
 import functools
 import itertools
@@ -23,21 +24,17 @@ from run.script import BadInput, seed_for, shown
 # before a rollout
 
 
-def answering(tokenizer, prompts, cfg, num_generations=None):
-    """The `respond` of sample.generate for these prompts; None without an environment.
-
-    num_generations: completions of each prompt; None: those of a rollout.
-    """
+def answering(tokenizer, prompts, cfg, num_generations):
+    """The `respond` of sample.generate for these prompts; None without an environment."""
     if not cfg.answers:
         return None
-    G = num_generations or cfg.num_generations
-    asked = [prompt for prompt in prompts for _ in range(G)]
+    asked = [prompt for prompt in prompts for _ in range(num_generations)]
     return functools.partial(respond, tokenizer, asked, cfg)
 
 
 def openings(tokenizer, cfg, num_prompts, seed):
     """The `forced` of sample.generate (N, T): force_text at the start of a share force_rate of the
-    rows, which depends on the seed alone. None if nothing is forced."""
+    rows, drawn from the seed. None if nothing is forced."""
     if not cfg.force_rate:
         return None
     N = num_prompts * cfg.num_generations
@@ -79,11 +76,11 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
     """Let the environment answer those of the rows (n,) of r whose token t calls for it: the
     policy's end token, or one that completes a stop string.
 
-    Row i of r answers asked[first + i]. column: where token t stands in r.tokens. The answer's
+    Row i of r completes asked[first + i]. column: where token t stands in r.tokens. The answer's
     tokens are forced, as far as there is room, and the row goes on. It has ended where the answer
-    is None, adds nothing to a row at its end, or would be one more than max_turns.
+    is None, is "" after an end token, or would be one more than max_turns.
     """
-    rows = rows_to_read(tokenizer, cfg.stop_strings, r, rows, t, column)
+    rows = rows_to_read(tokenizer, cfg.stop_strings, r, rows, t, column)    # a GPU is waited for
     spoken = read(tokenizer, r, rows, t, column) if len(rows) else []
     spoken = [s for s in spoken if s.ended or reaches_stop(tokenizer, s.turn, cfg.stop_strings)]
     if not spoken:
@@ -93,8 +90,10 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
     room = r.mask.shape[1] - t - 1
     said = []
     for s, answer in zip(spoken, answers):
-        nothing = answer is None or s.ended and not answer
-        over = nothing or bool(answer) and s.num_answers == cfg.max_turns
+        if answer:
+            over = s.num_answers == cfg.max_turns
+        else:
+            over = answer is None or s.ended
         ids = [] if over else tokenizer.encode_ordinary(answer)[:room]
         said.append([s.row, over, *ids, *[-1] * (room - len(ids))])
     force_behind(r, torch.tensor(said).to(r.tokens.device), t, column)
@@ -102,17 +101,17 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
 
 def force_behind(r, said, t, column):
     """Force what was said (m, 2 + room) behind token t: a row, whether it is over, ids or -1."""
-    rows, over, ids = said[:, 0], said[:, 1] > 0, said[:, 2:]
+    rows = said[:, 0]
+    ids = said[:, 2:]
     forced = ids >= 0
     places = slice(column + 1, column + 1 + ids.shape[1])
-    r.ended[rows] = over
+    r.ended[rows] = said[:, 1] > 0
     r.tokens[rows, places] = ids.where(forced, r.tokens[rows, places])
     r.chosen[rows, t + 1:] &= ~forced
 
 
 def rows_to_read(tokenizer, stop_strings, r, rows, t, column):
-    """Those of the rows whose token t is the policy's and may call the environment. Waits for a
-    GPU."""
+    """Those of the rows (n,) whose token t is the policy's own and may call the environment."""
     may_stop = tokens_that_may_stop(tokenizer, stop_strings, r.tokens.device)
     token = r.tokens[rows, column].clamp(max=len(may_stop) - 1)   # a model may have more than these
     drawn = r.mask[rows, t] & r.chosen[rows, t]
@@ -137,7 +136,7 @@ class Spoken(NamedTuple):
     row: int            # of the rollout
     ended: bool         # its last token is an end token
     text: str           # the whole completion, without end tokens
-    turn: list          # ids since the environment spoke last
+    turn: list          # ids behind the last forced token
     num_answers: int
 
 
@@ -145,11 +144,12 @@ def read(tokenizer, r, rows, t, column):
     """Spoken of each of the rows (m,), up to token t."""
     ids = r.tokens[rows, column - t:column + 1]                                     # (m, t + 1)
     chosen = r.chosen[rows, :t + 1]
-    about = torch.cat([rows[:, None], r.ended[rows, None], ids, chosen], 1).tolist()    # one read
+    columns = torch.cat([rows[:, None], r.ended[rows, None], ids, chosen], 1)   # fetched at once
     ends = end_tokens(tokenizer)
     spoken = []
-    for row, ended, *rest in about:
-        ids, chosen = rest[:t + 1], rest[t + 1:]
+    for row, ended, *rest in columns.tolist():
+        ids = rest[:t + 1]
+        chosen = rest[t + 1:]
         text = tokenizer.decode([i for i, own in zip(ids, chosen) if not (own and i in ends)])
         forced = [i for i, own in enumerate(chosen) if not own]
         turn = ids[forced[-1] + 1:] if forced else ids
@@ -160,7 +160,8 @@ def read(tokenizer, r, rows, t, column):
 
 def reaches_stop(tokenizer, turn, stop_strings):
     """Tell whether the last token of a turn completes a stop string."""
-    text, before = tokenizer.decode(turn), tokenizer.decode(turn[:-1])
+    text = tokenizer.decode(turn)
+    before = tokenizer.decode(turn[:-1])
     return any(text.count(stop) > before.count(stop) for stop in stop_strings)
 
 
@@ -182,6 +183,7 @@ def ask(function, prompts, transcripts):
 
 
 def is_plain_text(answer):
+    """Tell whether an answer is a text that can be encoded: no bytes, no lone surrogate."""
     try:
         answer.encode()
     except (AttributeError, UnicodeEncodeError):

@@ -64,11 +64,14 @@ def reply(transcript, tools):
 
     The answer of the last call, if no word stands behind it; "" where there is nothing to answer.
     """
-    for call in find_calls(transcript)[-1:]:
-        behind = transcript[call.end:]
-        if not re.search(r"\w", behind) and not ANSWERED.match(behind):
-            return answer_call(call.name, transcript[call.start:call.end - 1], tools)
-    return ""
+    calls = find_calls(transcript)
+    if not calls:
+        return ""
+    last = calls[-1]
+    behind = transcript[last.end:]
+    if re.search(r"\w", behind) or ANSWERED.match(behind):
+        return ""
+    return answer_call(last.name, transcript[last.start:last.end - 1], tools)
 
 
 def tool_environment(tools):

@@ -37,7 +37,7 @@ class Position(NamedTuple):
 
 
 def positions(seed, asked, plies=PLIES):
-    """Yield positions of random legal games without end, those that may be asked or the others.
+    """Yield positions of random legal games without end: to ask about, or to learn from.
 
     No board is in both: a hash of it decides, so that a policy is never asked what it has read.
     """
@@ -66,11 +66,12 @@ def texts(n, seed, history=HISTORY):
     rng = random.Random(seed)
     lines = []
     for i, position in enumerate(itertools.islice(positions(seed, asked=False), n)):
+        fen = position.fen
         if i % 2:
-            lines.append(play_prompt(position.fen) + greedy_answer(position.fen, rng))
+            line = play_prompt(fen) + play_answer(material_after(fen), rng)
         else:
-            lines.append(rules_prompt(position, history)
-                         + rules_answer(position.fen, position.move))
+            line = rules_prompt(position, history) + rules_answer(fen, position.move)
+        lines.append(line)
     return lines
 
 
@@ -78,16 +79,17 @@ def questions(n, seed, history=HISTORY, judge=None):
     """n rows with a prompt and what its completion is judged by, the two tasks in turn.
 
     answer is the right completion of A:, legal the legal moves of P:; each is None in rows of the
-    other task. judge(fens) -> {move: pawns} of each adds evaluations to the rows of P:.
+    other task. judge(fens) yields {move: pawns} for each: the `evaluations` of the rows of P:.
     """
     rows = []
     for i, position in enumerate(itertools.islice(positions(seed, asked=True), n)):
+        fen = position.fen
         if i % 2:
-            row = dict(text=play_prompt(position.fen), answer=None, legal=legal(position.fen))
+            row = dict(text=play_prompt(fen), answer=None, legal=legal(fen))
         else:
-            answer = rules_answer(position.fen, position.move)
+            answer = rules_answer(fen, position.move)
             row = dict(text=rules_prompt(position, history), answer=answer, legal=None)
-        rows.append(row | dict(fen=position.fen))
+        rows.append(row | dict(fen=fen))
     if judge:
         found = judge([row["fen"] for row in rows if row["legal"]])
         for row in rows:
@@ -149,13 +151,9 @@ def play_answer(evaluations, rng):
     return f"M: {' '.join(best_first)} E: {values} B: {best}"
 
 
-def greedy_answer(fen, rng):
-    """A line of a player who counts the material after the move and sees no further."""
-    return play_answer(material_after(fen), rng)
-
-
 def material_after(fen):
-    """{legal move: the mover's material less the other's after it, in pawns}."""
+    """{legal move: the mover's material less the other's after it, in pawns}. The player of `texts`
+    sees no further."""
     board = chess.Board(fen)
     balance = sum(len(board.pieces(kind, board.turn)) * value
                   - len(board.pieces(kind, not board.turn)) * value
