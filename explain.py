@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import load_settings
 from data.chat import encode_prompt
-from data.prompts import draw_prompts
+from data.prompts import draw_prompts, field_of
 from grpo import (collect, collect_target, loss_of, micro_batches, optimizer_steps, prepare,
                   read_inputs, sort_key)
 from model import completion_logprobs
@@ -472,6 +472,14 @@ def print_culprits(folder, cfg, rows, prompt, completion, show):
     print("\n".join(extremes(rows, scores / scores.std(), show, ("for it", "against it"))))
 
 
+def asked_of(r, cfg):
+    """The prompt of a row of samples.jsonl: its text, or the list of messages that it was."""
+    name = (cfg.prompt_field or cfg.text_field) if cfg.prompts else "text"
+    row = r.get("row")
+    content = field_of(row, name, "samples.jsonl") if row else None
+    return content if isinstance(content, list) else r["prompt"]
+
+
 def classic(folder, cfg, rows, prompt, completion):
     """The rows recorded near the checkpoints and their TracIn scores (n,) on the mean log-prob of
     `completion`: the sum over checkpoints of learning rate x weight x advantage x <its gradient,
@@ -507,8 +515,7 @@ def classic(folder, cfg, rows, prompt, completion):
         rate = run["optimizer"]["param_groups"][0]["lr"]
         for i, r in enumerate(rows):
             ids = (encode(r["completion"]) + [tokenizer.eot_token])[:cfg.max_completion_length]
-            asked = r.get("row", {}).get("messages", r["prompt"])
-            _, read = encode_prompt(tokenizer, asked, f"{folder}: a prompt")
+            _, read = encode_prompt(tokenizer, asked_of(r, cfg), f"{folder}: a prompt")
             product = derivative("brute", policy, D, *as_row(read, ids))
             scores[i] += rate * r.get("weight", 1) * r.get("advantage", 0) * product
     return rows, scores

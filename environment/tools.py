@@ -55,8 +55,10 @@ def answer_call(name, argument, tools):
 
 
 def one_line(opening, result):
-    """An answer on one line, cut after LONGEST characters."""
-    return opening + " ".join(str(result).split())[:LONGEST]
+    """An answer on one line, cut after LONGEST characters. It holds no call, which nobody made:
+    f(3) in it becomes f (3)."""
+    text = PARTS.sub(lambda part: f"{part[1]} (" if part[1] else part[0], str(result))
+    return opening + " ".join(text.split())[:LONGEST]
 
 
 def reply(transcript, tools):

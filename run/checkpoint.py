@@ -173,8 +173,9 @@ def contents_read(nets):
     """{what a run reads besides its settings: short hash of it}"""
     found = {}
     for name in ("prompts", "eval_prompts", "val_prompts"):
-        texts = [prompt.row.get("messages", prompt.text) for prompt in getattr(nets, name)]
-        found[name] = f"{seed_for(texts):x}"
+        contents = [prompt.ids if "messages" in prompt.row else prompt.text
+                    for prompt in getattr(nets, name)]
+        found[name] = f"{seed_for(contents):x}"
     for name, judge in nets.judges.items():
         if hasattr(judge, "hash"):
             found[name] = judge.hash

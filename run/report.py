@@ -219,7 +219,7 @@ def diagnose_values(m):
     out = {}
     it = m.get("iteration", 1)
     explained = m.get("val/var_explained", math.nan)
-    if m.get("val/std") == 0 and it > 1:
+    if m.get("val/std") == 0 and it > 1 and not math.isnan(m["val/mean"]):
         out["values"] = (
             f"the critic's values do not move, all are {m['val/mean']:.4g}: it is not trained; "
             "raise value_coef or learning_rate")

@@ -12,6 +12,7 @@ from data.chat import encode_prompt
 from data.prompts import prompts_of_file, prompts_of_questions
 from data.tokenizer import load_tokenizer
 from hub.tokenizer import gguf_tokenizer, read_tokenizer
+from run.checkpoint import contents_read
 from run.script import BadInput
 from test_hub_tokenizer import learned, refusal, whole, write
 from test_published import get, make_chat, put
@@ -140,6 +141,21 @@ def test_a_file_may_hold_both_texts_and_messages(tmp_path):
                     {"prompt": "the other", "answer": "0"})
     assert t.decode(chat.ids) == RENDERED
     assert chat.row == {"messages": ASKED, "prompt": ASKED, "answer": "1"}
+
+
+def test_a_run_notices_that_prompts_changed(tmp_path):
+    """Also those of text, beside a column called messages."""
+    t = chat_tokenizer(tmp_path)
+
+    def contents(prompt, messages):
+        (tmp_path / "asked.jsonl").write_text(json.dumps(dict(prompt=prompt, messages=messages)))
+        prompts = prompts_of_file(str(tmp_path / "asked.jsonl"), settings(), t, 900)
+        nets = SimpleNamespace(prompts=prompts, eval_prompts=[], val_prompts=[], judges={})
+        return contents_read(nets)["prompts"]
+
+    found = [contents(*asked) for asked in (("a", ASKED), ("b", ASKED), ([SYSTEM, USER], None),
+                                            ([USER], None))]
+    assert len(set(found)) == 4 and found[0] == contents("a", ASKED)
 
 
 def test_questions_may_be_messages(tmp_path):

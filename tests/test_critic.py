@@ -525,6 +525,7 @@ def test_warnings(capsys):
     assert diagnose(m, cfg) == {}
     assert "do not move" in diagnose(m | {"val/std": 0.0}, cfg)["values"]
     assert diagnose(m | {"val/std": 0.0, "iteration": 1}, cfg) == {}
+    assert diagnose(m | {"val/std": 0.0, "val/mean": math.nan}, cfg) == {}, "no token is known"
     assert "less than a constant" in diagnose(m | {"val/var_explained": -.1}, cfg)["explained"]
     assert diagnose(m | {"val/var_explained": -.1, "iteration": 20}, cfg) == {}
     print_iteration(m | {"forced": 0.0}, cfg, 100, 5)

@@ -359,6 +359,19 @@ def test_classic_names_the_rollout_that_is_the_completion(run, rows, name):
     assert all(x.startswith("-") for x in re.findall(r"^ +(\S+)  iteration", against, re.M))
 
 
+def test_a_column_called_messages_is_not_the_prompt(run, rows):
+    folder = run("self")
+    samples = rows(os.path.join(folder, "samples.jsonl"))[::6]
+    cfg = load_settings([os.path.join(folder, "config.json")])
+    _, expected = explain.classic(folder, cfg, samples, "the old", " cat likes")
+    answered = [{"role": "user", "content": "the old"}, {"role": "assistant", "content": "no"}]
+    samples = [r | {"row": {cfg.text_field: r["prompt"], "messages": answered}} for r in samples]
+    _, scores = explain.classic(folder, cfg, samples, "the old", " cat likes")
+    assert torch.equal(scores, expected)
+    cfg.prompts, cfg.prompt_field = "asked.jsonl", "messages"
+    assert explain.asked_of(samples[0], cfg) == answered
+
+
 def test_classic_is_the_sum_over_checkpoints(run, rows):
     """Against the change of the log-prob by a tiny step on one row's loss, at each checkpoint."""
     folder = run("self")

@@ -61,6 +61,16 @@ def test_what_a_tool_does_wrong_is_an_answer():
     assert len(reply("long(1)", table)) < 250 and "\n" not in reply("long(1)", table)
 
 
+def test_what_an_answer_says_is_no_call():
+    table = {"find": lambda text: "(as f(x) = 3)\nin g(h(2)) item(s)", "calc": calc}
+    text = "find(x)"
+    answer = reply(text, table)
+    assert answer == " = (as f (x) = 3) in g (h (2)) item (s)"
+    assert reply(text + answer, table) == "", "the policy's end is no call, and stays its end"
+    assert reply(f"{text}{answer} calc(2)", table) == " = 2"
+    assert call_metrics([text + answer])["tools/call_frequency"] == 1
+
+
 def test_the_list_of_a_prompt_holds_the_names_of_the_table():
     def send_slack_message(text):
         """Send a message.
