@@ -62,11 +62,11 @@ def random_game(rng, most):
 
 
 def texts(n, seed, history=HISTORY):
-    """n lines to learn from, the two tasks in turn."""
+    """n lines to learn from, two of A: for one of P:, which is learned sooner."""
     rng = random.Random(seed)
     lines = []
     for i, position in enumerate(itertools.islice(positions(seed, asked=False), n)):
-        if i % 2:
+        if i % 3 == 2:
             lines.append(play_prompt(position.fen) + greedy_answer(position.fen, rng))
         else:
             lines.append(rules_prompt(position, history)
