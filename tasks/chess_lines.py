@@ -39,7 +39,8 @@ class Position(NamedTuple):
 def positions(seed, asked, plies=PLIES):
     """Yield positions of random legal games without end, those that may be asked or the others.
 
-    No board is in both: a hash of it decides, so that a policy is never asked what it has read.
+    No board is in both: a hash of it decides, so that a policy is never asked about a position
+    whose line it has read.
     """
     rng = random.Random(seed)
     while True:
@@ -89,7 +90,7 @@ def questions(n, seed, history=HISTORY, judge=None):
             row = dict(text=rules_prompt(position, history), answer=answer, legal=None)
         rows.append(row | dict(fen=position.fen))
     if judge:
-        found = judge([row["fen"] for row in rows if row["legal"]])
+        found = iter(list(judge([row["fen"] for row in rows if row["legal"]])))
         for row in rows:
             row["evaluations"] = next(found) if row["legal"] else None
     return rows
