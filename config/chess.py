@@ -17,7 +17,7 @@ max_completion_length = 80
 n_layer = 4
 n_head = 4
 n_embd = 128
-pretrain_tokens = 4_000_000
+pretrain_tokens = 5_000_000
 _HISTORY = 1            # the move alone, as after a reset; the published policy knows up to 10
 dtype = "fast"
 
@@ -26,7 +26,7 @@ eval_interval = 30
 max_prompts = 1500      # four fifths for training; half of them A:
 num_prompts = 16
 num_generations = 8
-learning_rate = 2e-4
+learning_rate = 1e-4
 beta = 0.02
 num_eval_prompts = 64
 num_eval_generations = 8

@@ -39,7 +39,8 @@ class Position(NamedTuple):
 def positions(seed, asked, plies=PLIES):
     """Yield positions of random legal games without end: to ask about, or to learn from.
 
-    No board is in both: a hash of it decides, so that a policy is never asked what it has read.
+    No board is in both: a hash of it decides, so that a policy is never asked about a position
+    whose line it has read.
     """
     rng = random.Random(seed)
     while True:
@@ -62,12 +63,12 @@ def random_game(rng, most):
 
 
 def texts(n, seed, history=HISTORY):
-    """n lines to learn from, the two tasks in turn."""
+    """n lines to learn from, two of A: for one of P:, which is learned sooner."""
     rng = random.Random(seed)
     lines = []
     for i, position in enumerate(itertools.islice(positions(seed, asked=False), n)):
         fen = position.fen
-        if i % 2:
+        if i % 3 == 2:
             line = play_prompt(fen) + play_answer(material_after(fen), rng)
         else:
             line = rules_prompt(position, history) + rules_answer(fen, position.move)
@@ -91,7 +92,7 @@ def questions(n, seed, history=HISTORY, judge=None):
             row = dict(text=rules_prompt(position, history), answer=answer, legal=None)
         rows.append(row | dict(fen=fen))
     if judge:
-        found = judge([row["fen"] for row in rows if row["legal"]])
+        found = iter(list(judge([row["fen"] for row in rows if row["legal"]])))
         for row in rows:
             row["evaluations"] = next(found) if row["legal"] else None
     return rows
