@@ -239,7 +239,7 @@ def test_a_file_of_prompts_for_each(prompts_of, write):
     ("a.txt", "", ["no prompts"]), ("a.txt", "one\n\nthree\n", ["prompt 2", "0 tokens"]),
     ("a.txt", "one\n" + "x" * 300 + "\n", ["prompt 2", "1 to 56", "block_size"]),
     ("a.txt", b"one\n\xff\xfe\n", ["line 2", "0xff"]), ("a.txt", "one\n\0", ["line 2", "NUL"]),
-    ("a.jsonl", '{"text": "a"}\n{"text": ["b"]}', ["row 2", "must be text"]),
+    ("a.jsonl", '{"text": "a"}\n{"text": {"b": 1}}', ["row 2", "must be text"]),
     ("a.jsonl", '{"text": "a\\udfff"}', ["row 1", "half a character"]),
     ("a.csv", "comment\nx\n", ["row 1", "'text'", "comment"]),
     ("a.csv", "text\n", ["no prompts"]), ("a.jsonl", '["x"]\n', ["1"]),
