@@ -361,14 +361,14 @@ class Forward(NamedTuple):
 
 
 def grpo_loss(
-        logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg, weights=1.0):
+        logp, old_logp, ref_logp, advantages, mask, policy_mask, step, cfg, weights=None):
     """The loss of some rows, a scalar, and its LossTerms.
 
     logp, old_logp, ref_logp (n, T): log-probs of the chosen tokens under the policy (with
     gradient), under the policy that sampled them, and under the reference (None without a KL).
     advantages (n,) or (n, T). mask (n, T): tokens that carry loss. policy_mask (n, T): those that
     carry the policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
-    micro-batches add up to its loss. weights: factors (n, 1) on the rows, or 1.0. Everything stays
+    micro-batches add up to its loss. weights (n,): factors on the rows (None: 1). Everything stays
     on the device, so that a GPU is not waited for. Raises ValueError for a field that is missing or
     of the wrong shape.
     """
@@ -384,14 +384,15 @@ def grpo_loss(
     if policy_mask is not None:
         check_shapes(logp, policy_mask=policy_mask)
         objective = objective * policy_mask
-    policy_loss = aggregate(-objective * weights, mask, step, cfg)      # ()
+    w = 1.0 if weights is None else weights[:, None]                    # (n, 1)
+    policy_loss = aggregate(-objective * w, mask, step, cfg)            # ()
     if not cfg.kl_in_loss:
         return policy_loss, LossTerms(policy_loss.detach(), ratio.detach(), None)
 
     check_shapes(logp, ref_logp=ref_logp)
     kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)        # (n, T)
     corrected_kl = kl * ratio if cfg.corrects_kl else kl
-    loss = policy_loss + cfg.beta * aggregate(corrected_kl * weights, mask, step, cfg)
+    loss = policy_loss + cfg.beta * aggregate(corrected_kl * w, mask, step, cfg)
     return loss, LossTerms(policy_loss.detach(), ratio.detach(), kl.detach())
 
 
@@ -478,9 +479,9 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
     version of it.
     """
     b = batch[rows]
-    weights = 1.0
+    weights = torch.ones_like(b.rollout.logp[:, 0])                                 # (n,)
     if step.epoch > 0:      # in the first pass keep_helpful weighs the rows, after the backward
-        weights = batch.weights[rows, None]                                         # (n, 1)
+        weights = batch.weights[rows]
 
     def loss_and_terms(logp):
         old_logp = logp.detach() if record_logp else b.rollout.logp
@@ -503,7 +504,7 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
         terms = terms._replace(policy_loss=terms.policy_loss - bonus.detach())
     if cfg.critic:
         errors = value_errors(policy, b.rollout, batch.returns[rows], states, cfg.value_clip)
-        critic_loss = cfg.value_coef * aggregate(errors * weights, b.mask, step, cfg)
+        critic_loss = cfg.value_coef * aggregate(errors * weights[:, None], b.mask, step, cfg)
         loss = loss + critic_loss
         terms = terms._replace(critic_loss=critic_loss.detach())
     return Forward(loss, logp, terms, b)
@@ -514,7 +515,7 @@ def mean_entropy(nets, policy, b, step, cfg, weights, states):
     loss_type divides by. weights and states: as in loss_of."""
     with autocast(nets.device, nets.dtype):
         entropies = completion_entropies(policy, b.rollout, cfg.temperature, states)    # (n, T)
-    return (entropies * weights * b.mask).sum() / max(step.num_tokens, 1)
+    return (entropies * weights[:, None] * b.mask).sum() / max(step.num_tokens, 1)
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):

@@ -35,7 +35,7 @@ def encode_prompt(tokenizer, content, where):
 
 def with_messages(row, content):
     """Return a prompt's row, with the list of messages in the column `messages` if it is one."""
-    return {"messages": content} | row if isinstance(content, list) else row
+    return row | {"messages": content} if isinstance(content, list) else row
 
 
 def read_messages(messages, where):

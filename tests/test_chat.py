@@ -8,7 +8,7 @@ import pytest
 import data.chat
 import grpo
 import speak
-from data.chat import encode_prompt
+from data.chat import encode_prompt, with_messages
 from data.prompts import prompts_of_file, prompts_of_questions
 from data.tokenizer import load_tokenizer
 from hub.tokenizer import gguf_tokenizer, read_tokenizer
@@ -141,6 +141,7 @@ def test_a_file_may_hold_both_texts_and_messages(tmp_path):
                     {"prompt": "the other", "answer": "0"})
     assert t.decode(chat.ids) == RENDERED
     assert chat.row == {"messages": ASKED, "prompt": ASKED, "answer": "1"}
+    assert with_messages({"messages": None}, ASKED) == {"messages": ASKED}
 
 
 def test_a_run_notices_that_prompts_changed(tmp_path):
