@@ -26,7 +26,7 @@ eval_interval = 20
 max_prompts = 1500      # four fifths for training; half of them A:
 num_prompts = 32
 num_generations = 8
-# a larger rate, or no warm-up, unlearns A: at 6e-4 three of four exact answers are lost
+# 6e-4 from the first step, 16 prompts and beta 0.02 unlearned A: three of four exact answers
 learning_rate = 2e-4
 warmup_iters = 5
 lr_decay = "linear"
