@@ -494,8 +494,10 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
         return (logp * b.mask).sum() if record_logp else loss_and_terms(logp)[0]
 
     logprobs = logprobs or nets.logprobs
+    states = None       # where log-probs, entropies and values share them
     with autocast(nets.device, nets.dtype):
-        states = completion_states(policy, b.rollout)       # serve log-probs, entropies and values
+        if cfg.entropy_coef or cfg.critic:
+            states = completion_states(policy, b.rollout)
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from, states)  # (n, T)
     loss, terms = loss_and_terms(logp)
     if cfg.entropy_coef:

@@ -76,7 +76,8 @@ def test_internal_fields_are_no_settings(name):
 @pytest.mark.parametrize("name", [*NAMES, "resume", "debug_step"])
 def test_every_setting_can_be_given_as_a_flag(name):
     value = getattr(load_settings([]), name)
-    value = not value if type(value) is bool and name != "sync_ref_model" else value
+    needs_more = name in ("sync_ref_model", "bootstrap_truncated_completions")
+    value = not value if type(value) is bool and not needs_more else value
     assert getattr(load_settings([f"--{name}={value}"]), name) == value
 
 
