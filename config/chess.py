@@ -21,8 +21,8 @@ pretrain_tokens = 5_000_000
 _HISTORY = 1            # the move alone, as after a reset; the published policy knows up to 10
 dtype = "fast"
 
-max_iters = 80
-eval_interval = 40
+max_iters = 60
+eval_interval = 30
 max_prompts = 1500      # four fifths for training; half of them A:
 num_prompts = 32
 num_generations = 8
