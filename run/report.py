@@ -200,7 +200,8 @@ def diagnose(m, cfg):
     if m["frac_identical_groups"] > 0:
         out["identical"] = (
             f"{100 * m['frac_identical_groups']:.0f} % of the groups hold {cfg.num_generations} "
-            "identical completions: exploration collapsed; raise temperature or beta")
+            "identical completions, which teach nothing: if they are not what you want, raise "
+            "temperature or beta")
     if m["completions/clipped_ratio"] == 1:
         out["length"] = (
             f"every completion was cut at {cfg.max_completion_length} tokens, so length is not "
@@ -226,7 +227,8 @@ def diagnose_values(m):
     if explained < 0 and it > 20:
         out["explained"] = (
             f"the critic explains {explained:.2f} of the returns' variance, less than a constant "
-            "would (0): raise value_coef or num_iterations, or unset value_clip")
+            "would (0): it follows noise; sample more completions an iteration, or lower "
+            "learning_rate")
     return out
 
 
