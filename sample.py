@@ -169,7 +169,7 @@ def sample_token(model, h, r, rows, t, column, noise, sampling):
     Where r.chosen is False the token that stands in r.tokens already is kept. column: where token t
     stands there. t and column may be tensors (1,). noise (N, T).
     """
-    logits = model.lm_head(h).float() / sampling.temperature                              # (n, V)
+    logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
     if r.allowed is not None:
         logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
         r.allowed[rows, t] = logits > -math.inf
