@@ -17,6 +17,7 @@ runs, which answer counts as what:
     controls    arms that every arm is compared with
     tested      arms that the verdicts are about
     quick       {setting: value} that shrink a run for --quick; optional
+    base        path of a study whose names and arms this one adds to; optional
 
 Every run is a folder of grpo.py in out/study/NAME, what it printed is beside it in .log, and its row
 is in rows.jsonl. A run counts as done when it has a row of its present settings: the same command
@@ -49,14 +50,15 @@ from run.checkpoint import append_rows
 from run.content import newest_checkpoint
 from run.files import read_rows, replacing, write_json
 from run.folder import FREE, is_free, lock_folder, same_settings, unlock
-from run.report import duration
 from run.script import BadInput, end_with_parent, run_script
 
 NEEDED = {"config": str, "arms": dict, "seeds": (range, tuple), "grid": dict, "measure": str,
           "controls": tuple, "tested": tuple}
 USAGE = "usage: python study.py study/clean.py [--table] [--quick] [--workers=N] [--out=FOLDER]"
-END = ("sqrt_kl", "perplexity", "distinct_2", "ended")      # columns of the table, at the end
-OVER_RUN = ("kept", "cosine", "kl_last")                    # and over the iterations
+# columns of the table: of the last evaluation, beside the measure, and over the iterations
+END = ("eval_judge/toxicity", "rewards/planted", "sqrt_kl", "perplexity", "distinct_2", "ended")
+OVER_RUN = ("kept", "cosine", "kl_last")
+SMALLEST = 1e-3         # of a measure, for its logarithm
 QUICK = "**quick: says nothing.** Two seeds of shrunken runs, only to see that everything works."
 SURE = 0.01             # a win needs a corrected p below this
 WORTH = math.log(0.8)   # a no excludes an improvement of 20 %
@@ -80,6 +82,9 @@ def read_study(path, quick=False):
     """The names of a study file, checked, and: name, about (its docstring), values (of the grid,
     (None,) without), setting (of the grid), quick."""
     values, _, source = read_config(path)
+    if "base" in values:
+        base, _, _ = read_config(values.pop("base"))
+        values = base | values | {"arms": base.get("arms", {}) | values.get("arms", {})}
     for name, kind in NEEDED.items():
         if name not in values:
             raise BadInput(f"{path}: no {name}; see python study.py --help")
@@ -183,9 +188,9 @@ def give(job, process, connection, busy):
 
 
 def say_done(job, row, done, of, began):
-    seconds = (time.time() - began) / done * (of - done)
+    minutes = (time.time() - began) / done * (of - done) / 60
     how = f"failed: {row['error']}" if row["error"] else f"{row['seconds']:.0f} s"
-    print(f"{done}/{of} {job.name}: {how}; {duration(seconds)} left", flush=True)
+    print(f"{done}/{of} {job.name}: {how}; {minutes:.1f} min left", flush=True)
 
 
 def start_worker():
@@ -433,7 +438,7 @@ def summarise(study, rows):
             "seeds": len(middles),
             "failed": sorted(run for run, row in study.failed.items() if row["arm"] == arm),
             "end": {name: mean_and_error([e.get(name) for e in ends[arm].values()])
-                    for name in (study.measure, *END, "rewards/planted")},
+                    for name in (study.measure, *END)},
             "run": {name: mean_and_error([row[name] for row in middles]) for name in OVER_RUN},
             "frontier": frontier(points[arm].values()),
             "equal": mean_and_error([math.exp(y) for y in at_equal_kl[arm].values()]),
@@ -467,7 +472,7 @@ def points_of(study, rows, arm, seed):
 
 
 def log_measure(study, evaluation):
-    return math.log(max(evaluation[study.measure], 1e-9))
+    return math.log(max(evaluation[study.measure], SMALLEST))
 
 
 def end_of(row):
@@ -502,7 +507,7 @@ def table(summary):
     at = f", {summary['setting']} = {summary['middle']}" if summary["setting"] else ""
     lines = [f"# {summary['name']}", "", summary["about"], ""]
     lines += [QUICK, ""] if summary["quick"] else []
-    names = [name for name in (measure, *END, "rewards/planted")
+    names = [name for name in dict.fromkeys((measure, *END))
              if not all(math.isnan(a["end"][name][0]) for a in arms.values())]
     rows = [[arm, a["seeds"], *(plus_minus(a["end"][name]) for name in names),
              *(plus_minus(a["run"][name]) for name in OVER_RUN)] for arm, a in arms.items()]

@@ -128,7 +128,7 @@ def get_splits(cfg):
         return split_comments([])
     path = cfg.comments or default_comments()
     written = os.path.getmtime(path) if os.path.exists(path) else None
-    return read_splits(path, cfg.text_field, cfg.label_field, written)
+    return dict(read_splits(path, cfg.text_field, cfg.label_field, written))
 
 
 @functools.lru_cache(maxsize=1)
