@@ -1,11 +1,12 @@
 """
 A: does influence help where every reward is right?
 
-Each arm learns from as many rollouts as `held-out` would (all and self as they are), with steps as
-long as all rollouts would make. The measure is toxicity by the judge of the evaluation, at equal KL.
+The controls random, pods, top_advantage and bottom keep as many rollouts as influence would keep,
+and every step is as long as all rollouts would make it. The measure is toxicity by the judge of the
+evaluation, at equal KL.
 
-Win: an arm of held-out, average, adam is better than all, random and top_advantage at equal KL, each
-with p < 0.01 (sign flips over seeds, corrected after Holm for the 9 comparisons).
+Win: an arm of held-out, average, adam is better than all, random and top_advantage at equal KL,
+each with p < 0.01 (sign flips over seeds, corrected after Holm for the 9 comparisons).
 No: no win, and the 95 % interval of the difference to the best control excludes 20 % less toxicity.
 Else: not decided.
 """

@@ -8,7 +8,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "matplotlib", "profanity_check",
             "safetensors", "tokenizers", "transformers", "trl", "wandb"}
-ROOMS = ("", "config", "data", "environment", "hub", "judge", "run", "tasks")
+ROOMS = ("", "config", "data", "environment", "hub", "judge", "run", "study", "tasks")
 
 
 def module_name(path):
