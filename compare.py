@@ -1,7 +1,7 @@
 """
 Arms beside each other: means, paired differences at equal KL, p-values, verdicts, tables.
 
-study.py makes the runs and hands their rows to summarise; table writes what it returns as Markdown.
+study.py makes the runs and hands their rows to summarise, whose result as_markdown writes as tables.
 A study here is what study.read_study returns; a row is what study.row_of returns.
 """
 import math
@@ -89,7 +89,7 @@ def t_quantile(freedom):
     return float(x[np.searchsorted(np.cumsum(density) * step, 0.475)])
 
 
-def compare(ours, theirs):
+def paired_difference(ours, theirs):
     """Paired differences of two {seed: log measure} over the seeds that both have: their number,
     mean, 95 % interval and p. None without two such seeds."""
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
@@ -102,10 +102,10 @@ def compare(ours, theirs):
             "p": permutation_p(differences)}
 
 
-def compare_all(logs, controls, tested):
-    """{arm: {control: compare(...)}} of {arm: {seed: log measure}}; among the tested arms p is also
-    corrected for all their comparisons."""
-    found = {arm: {control: compare(logs[arm], logs[control]) for control in controls
+def differences_of(logs, controls, tested):
+    """{arm: {control: paired_difference(...)}} of {arm: {seed: log measure}}; the tested arms' p is
+    also corrected for all their comparisons."""
+    found = {arm: {control: paired_difference(logs[arm], logs[control]) for control in controls
                    if control != arm} for arm in logs}
     family = [c for arm in tested for c in found[arm].values() if c]
     for comparison, p in zip(family, holm([c["p"] for c in family])):
@@ -123,8 +123,9 @@ def verdict(comparisons):
         return f"win: better than {', '.join(comparisons)}"
     best = max(comparisons, key=lambda control: comparisons[control]["mean"])
     if comparisons[best]["low"] > WORTH:
+        most = max(0.0, -percent(comparisons[best]["low"]))
         return (f"no: not better than {', '.join(failed)} with p < {SURE:g}, and at most "
-                f"{-percent(comparisons[best]['low']):.0f} % better than {best}")
+                f"{most:.0f} % better than {best} (95 %)")
     return f"not decided: not better than {', '.join(failed)} with p < {SURE:g}"
 
 
@@ -168,12 +169,12 @@ def summarise(study, rows):
                            for found in points[arm].values()),
             "thirds": {name: [mean_and_error(by_third) for by_third in zip(*found)]
                        for name, found in parts_of(middles).items()}}
-    by_kl = compare_all(at_equal_kl, study.controls, study.tested)
+    by_kl = differences_of(at_equal_kl, study.controls, study.tested)
     return {
         "name": study.name, "about": study.about, "quick": study.quick, "measure": study.measure,
         "setting": study.setting, "values": study.values, "middle": middle, "x": x,
         "controls": study.controls, "tested": study.tested, "arms": arms, "equal": by_kl,
-        "end": compare_all(at_end, study.controls, study.tested),
+        "end": differences_of(at_end, study.controls, study.tested),
         "verdicts": {arm: verdict(by_kl[arm]) for arm in study.tested}}
 
 
@@ -222,7 +223,7 @@ def parts_of(rows):
     return parts
 
 
-def table(summary):
+def as_markdown(summary):
     """The summary as Markdown."""
     arms = summary["arms"]
     measure = summary["measure"]

@@ -45,7 +45,7 @@ from typing import NamedTuple
 import torch
 
 import grpo
-from compare import summarise, table
+from compare import as_markdown, summarise
 from config import load_settings, read_config
 from judge.train import auc
 from run.checkpoint import append_rows
@@ -94,7 +94,7 @@ def read_study(path, quick=False):
     return study
 
 
-class Job(NamedTuple):
+class Planned(NamedTuple):
     name: str       # of its folder
     arm: str
     value: object   # of the grid; None without
@@ -118,7 +118,7 @@ def jobs_of(study, out):
             cfg = load_settings(argv)
         except BadInput as e:
             raise BadInput(f"arm {arm!r}: {e}") from e
-        jobs.append(Job(name, arm, value, seed, argv, key_of(cfg)))
+        jobs.append(Planned(name, arm, value, seed, argv, key_of(cfg)))
     return jobs
 
 
@@ -321,7 +321,7 @@ def write_table(study, jobs, out):
     """Prints the table and writes table.txt, and table.json for plot.py."""
     rows, study.failed = done_rows(jobs, out)
     summary = summarise(study, rows)
-    text = table(summary)
+    text = as_markdown(summary)
     with replacing(os.path.join(out, "table.txt")) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(text)
     write_json(os.path.join(out, "table.json"), summary)

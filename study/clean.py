@@ -18,7 +18,7 @@ controls = ("all", "random", "top_advantage")
 tested = ("held-out", "average", "adam")
 
 _held_out = {"tracin": "reward"}    # tracin_val_prompts is in the config
-_same_batch = {"tracin": "self", "tracin_val_prompts": 0}
+_same_batch = {"tracin": "self", "tracin_val_prompts": 0, "tracin_val_reward": None}
 
 arms = {
     "all": {"tracin": "off"},

@@ -1,0 +1,222 @@
+"""Studies: the maths by hand and by brute force, runs that stop and go on, what is refused."""
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from compare import (as_markdown, differences_of, holm, paired_difference, permutation_p, read_line,
+                     summarise, t_quantile, verdict)
+from run.script import BadInput
+from study import found_wrong, jobs_of, read_study, thirds
+
+STUDY = """
+'''Does a part do as well as all?'''
+config = {config!r}
+arms = {{"all": {{}}, "half": {{"tracin": "reward"}}}}
+seeds = (1, 2)
+grid = {{"beta": (0.1,)}}
+measure = "eval_judge/toxicity"
+controls = ("all",)
+tested = ("half",)
+"""
+
+
+@pytest.fixture
+def made(tiny, tmp_path):
+    """A study of two arms and two seeds of the tiny world: .path, .config, .out; rewrite it by
+    .write(old, new)."""
+    config = tmp_path / "tiny.py"
+    flags = (flag.removeprefix("--").split("=", 1) for flag in tiny.flags)
+    lines = [name + " = " + (x if x[0] in "0123456789(" else repr(x)) for name, x in flags]
+    config.write_text("\n".join(lines + ["log_micro = False", ""]))
+    path = tmp_path / "halves.py"
+    path.write_text(STUDY.format(config=str(config)))
+
+    def write(old, new):
+        assert old in path.read_text(), f"the study of this test has no {old!r} to change"
+        path.write_text(path.read_text().replace(old, new))
+
+    return SimpleNamespace(path=str(path), config=str(config), out=str(tmp_path / "out"),
+                           write=write)
+
+
+def logs_of(folder):
+    """The bytes of what a run measured, without times, and its last weights."""
+    texts = [open(os.path.join(folder, name), "rb").read()
+             for name in ("samples.jsonl", "eval.jsonl")]
+    with open(os.path.join(folder, "metrics.jsonl")) as f:
+        rows = [json.loads(line) for line in f]
+    return texts, [{k: v for k, v in row.items() if k != "step_time"} for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------
+# the maths
+
+
+def test_permutation_p_by_hand():
+    assert permutation_p([1, 2, 3, 4, 5]) == 2 / 32, "only all signs and their opposites are as far"
+    assert permutation_p([1, -1]) == 1, "a sum of 0 is no evidence"
+    assert permutation_p([0.1, 0.2, -0.3]) == 1, "digits of a sum of 0 are no evidence"
+
+
+def test_permutation_p_by_brute_force():
+    rng = random.Random(0)
+    d = [rng.gauss(0.4, 1) for _ in range(8)]
+    sums = [abs(sum(s * x for s, x in zip(signs, d)))
+            for signs in itertools.product((-1, 1), repeat=8)]
+    assert permutation_p(d) == sum(s >= abs(sum(d)) - 1e-12 for s in sums) / 256
+    many = [rng.gauss(0.2, 1) for _ in range(30)]
+    z = abs(sum(many)) / math.sqrt(sum(x * x for x in many))
+    normal = 2 * (1 - statistics.NormalDist().cdf(z))
+    assert permutation_p(many) == pytest.approx(normal, abs=0.02), "random flips of 30 differences"
+    assert permutation_p([1.0] * 30) == 1 / 20001, "p is never 0: the true signs are one of them"
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []
+
+
+def test_line_is_read_between_and_beyond_its_points():
+    points = [(0, 1), (1, 3), (2, 5)]
+    assert [read_line(points, x) for x in (0.5, 4)] == pytest.approx([2, 9])
+    assert read_line([(0, 0), (1, 3), (2, 0)], 5) == pytest.approx(1), "least squares: slope 0"
+    assert read_line([(1, 2), (1, 4)], 7) == 3, "without a slope: the mean"
+
+
+@pytest.mark.parametrize("freedom, known", [(1, 12.706), (4, 2.776), (19, 2.093)])
+def test_t_quantile(freedom, known):
+    assert t_quantile(freedom) == pytest.approx(known, abs=1e-3)
+
+
+def test_only_seeds_that_both_have_are_compared():
+    c = paired_difference({1: 1.0, 2: 3.0, 3: 9.0}, {1: 0.0, 2: 0.0, 4: 5.0})
+    assert (c["n"], c["mean"]) == (2, 2) and c["high"] == pytest.approx(2 + 12.706, abs=1e-2)
+
+
+def arms_with(shifts, n=12):
+    """{arm: {seed: log measure}}, shifted by arm, with noise that is small beside 0.1."""
+    rng = random.Random(1)
+    return {arm: {seed: shift + rng.gauss(0, 0.02) for seed in range(n)}
+            for arm, shift in shifts.items()}
+
+
+@pytest.mark.parametrize("shift, word", [(-0.3, "win"), (0.0, "no"), (0.3, "no")])
+def test_verdict(shift, word):
+    logs = arms_with({"all": 0.0, "random": 0.0, "ours": shift})
+    found = differences_of(logs, ("all", "random"), ("ours",))["ours"]
+    assert verdict(found).startswith(f"{word}:"), f"{found} is called {verdict(found)!r}"
+
+
+def test_verdict_needs_every_control_and_enough_seeds():
+    logs = arms_with({"all": 0.0, "random": -0.6, "ours": -0.3})
+    found = differences_of(logs, ("all", "random"), ("ours",))["ours"]
+    assert verdict(found).startswith("no: not better than random "), "it beats one control of two"
+    few = {arm: dict(list(by_seed.items())[:5]) for arm, by_seed in logs.items()}
+    found = differences_of(few, ("all",), ("ours",))["ours"]
+    assert verdict(found).startswith("not decided"), "five seeds cannot reach p < 0.01"
+
+
+def evaluated(kl, measure):
+    return {"kl": kl, "m": measure, "perplexity": 9.0}
+
+
+def run_with(*evaluations):
+    return {"evaluations": [evaluated(0, 1), *evaluations], "kept": None, "cosine": 0.5,
+            "kl_last": 0.1}
+
+
+def test_summary_compares_at_equal_kl():
+    """`far` only goes further on the same line: much lower at its end, equal at equal KL."""
+    study = SimpleNamespace(
+        name="s", about="", quick=True, arms={"all": {}, "far": {}}, seeds=(1, 2), grid={"beta": ()},
+        setting="beta", values=(1, 2, 3), measure="m", controls=("all",), tested=("far",), failed={})
+
+    def line(root):
+        return run_with(evaluated(root ** 2, math.exp(-root)))
+
+    rows = {(arm, value, seed): line(start + 0.1 * value) for seed in (1, 2) for value in (1, 2, 3)
+            for arm, start in (("all", 0.2), ("far", 0.5))}
+    summary = summarise(study, rows)
+    assert summary["x"] == pytest.approx(0.65)
+    assert summary["equal"]["far"]["all"]["mean"] == pytest.approx(0)
+    assert summary["end"]["far"]["all"]["mean"] == pytest.approx(-0.3)
+    assert [summary["arms"][arm]["outside"] for arm in ("all", "far")] == [2, 0]
+    text = as_markdown(summary)
+    assert "says nothing" in text and "-26 %" in text, "the table lacks the quick mark or the end"
+    del rows["far", 2, 2]
+    assert summarise(study, rows)["arms"]["far"]["seeds"] == 1, "a seed counts when it is complete"
+
+
+# ------------------------------------------------------------------------------------------------
+# wrong rewards
+
+
+def test_wrong_rollouts_are_counted_within_iterations():
+    def sample(iteration, wrong, influence, advantage=1.0):
+        return {"iteration": iteration, "influence": influence, "weight": float(influence > 0),
+                "advantage": advantage, "scores": {"wrong": float(wrong)}}
+
+    rows = [sample(1, True, -1), sample(1, False, 1), sample(1, False, -1), sample(1, True, 9, 0.0),
+            sample(2, True, 100), sample(2, False, 200)]
+    found = found_wrong(rows)
+    assert found == {"wrong_kept": 0.5, "right_kept": 2 / 3, "auc": (0.75 + 1) / 2}
+    assert [len(part) for part in thirds(rows, 3)] == [4, 2, 0]
+
+
+# ------------------------------------------------------------------------------------------------
+# runs
+
+
+def test_a_run_in_a_worker_is_that_of_grpo_alone_and_only_what_changed_runs_again(
+        made, script, rows, tmp_path):
+    done = script("study.py", made.path, f"--out={made.out}", "--workers=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| half | 2 " in done.stdout and "1/4 all_beta0.1_seed1" in done.stdout
+    alone = str(tmp_path / "alone")
+    ended = script("grpo.py", made.config, "--tracin=reward", "--seed=2", "--beta=0.1",
+                   "--threads=1", f"--out_dir={alone}")
+    assert ended.returncode == 0, ended.stderr
+    assert logs_of(alone) == logs_of(os.path.join(made.out, "half_beta0.1_seed2")), (
+        "a run after others in a worker differs from the same run alone")
+
+    made.write('"tracin": "reward"', '"tracin": "self"')
+    script("study.py", made.path, f"--out={made.out}", "--workers=2")
+    found = [row["run"] for row in rows(os.path.join(made.out, "rows.jsonl"))]
+    assert sorted(found[4:]) == ["half_beta0.1_seed1", "half_beta0.1_seed2"]
+    assert os.path.exists(os.path.join(made.out, "half_beta0.1_seed1_old1", "samples.jsonl"))
+
+
+def test_a_study_that_is_interrupted_goes_on(made, script, rows):
+    made.write("seeds = (1, 2)", "seeds = (1,)")
+    made.write('"all": {}', '"all": {"max_iters": 400}')
+    process = script("study.py", made.path, f"--out={made.out}", wait=False)
+    folder = os.path.join(made.out, "all_beta0.1_seed1")
+    log = os.path.join(folder, "metrics.jsonl")
+    while not os.path.exists(log) or len(rows(log)) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "2 of 2 runs are left" in err, out + err
+    before = rows(log)
+    made.write('"all": {"max_iters": 400}', f'"all": {{"max_iters": {len(before) + 2}}}')
+    # other settings: a new run. With the same ones it goes on
+    made.write(f'{{"max_iters": {len(before) + 2}}}', '{"max_iters": 400}')
+
+
+def test_a_run_that_fails_is_told_and_tried_again(made, script, rows):
+    made.write("seeds = (1, 2)", "seeds = (1,)")
+    with open(made.config, "a") as f:
+        f.write("import os\nreward_funcs = ('judge', 'odd')\n"
+                "def odd(prompts, completions):\n"
+                "    if max_iters == 2 and not os.path.exists(__file__ + '.ok'): raise SystemExit(7)\n"
+                "    return [0] * len(completions)\n")
+    made.write('"all": {}', '"all": {"max_iters": 2}')
