@@ -195,7 +195,9 @@ def draw_study(summary):
         draw_thirds(ax, name, summary, styles)
     for ax in grid[2 + len(parts):]:
         ax.remove()
-    legend = figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
+    name = summary["name"] + ": quick, says nothing" * summary["quick"]
+    legend = figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=6,
+                           title=name, alignment="left")
     for text in legend.get_texts():
         text.set_parse_math(False)
     return figure
@@ -213,10 +215,6 @@ def styles_of(summary):
     return styles
 
 
-def title_of(summary, text):
-    return f"{text} (quick: says nothing)" if summary["quick"] else text
-
-
 def draw_frontier(ax, summary, styles):
     """The measure against the root of the KL, means over seeds with standard errors."""
     for arm, style in styles.items():
@@ -225,7 +223,7 @@ def draw_frontier(ax, summary, styles):
             (x, x_error), (y, y_error) = points.transpose(1, 2, 0)
             ax.errorbar(x, y, xerr=x_error, yerr=y_error, label=arm, **style)
     ax.axvline(summary["x"], color="0.6", linewidth=0.8, zorder=1)
-    ax.set_title(title_of(summary, f"{summary['measure']}, at the end"))
+    ax.set_title(f"{summary['measure']}, at the end")
     ax.set_xlabel("sqrt(KL to the starting policy), nats per token; line: equal KL")
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter("{x:g}")
@@ -245,7 +243,7 @@ def draw_differences(ax, summary, styles):
     ax.invert_yaxis()
     ax.grid(axis="x")
     ax.grid(visible=False, axis="y")
-    ax.set_title(title_of(summary, f"difference to {control} at equal KL"))
+    ax.set_title(f"difference to {control} at equal KL")
     ax.set_xlabel("%, below 0: better; bars: 95 % over seeds")
 
 
@@ -258,7 +256,7 @@ def draw_thirds(ax, name, summary, styles):
         ax.errorbar(x, y, yerr=error, **styles[arm])
     if name == "auc":
         ax.axhline(0.5, color="0.6", linewidth=0.8, zorder=1)
-    ax.set_title(title_of(summary, THIRDS[name]))
+    ax.set_title(THIRDS[name])
     ax.set_xticks((1, 2, 3), ("first third", "second third", "last third"))
     ax.yaxis.set_major_formatter("{x:g}")
 

@@ -136,8 +136,9 @@ def run_with(*evaluations):
 def test_summary_compares_at_equal_kl():
     """`far` only goes further on the same line: much lower at its end, equal at equal KL."""
     study = SimpleNamespace(
-        name="s", about="", quick=True, arms={"all": {}, "far": {}}, seeds=(1, 2), grid={"beta": ()},
-        setting="beta", values=(1, 2, 3), measure="m", controls=("all",), tested=("far",), failed={})
+        name="s", about="", quick=True, arms={"all": {}, "far": {}}, seeds=(1, 2),
+        grid={"beta": (1, 2, 3)}, setting="beta", values=(1, 2, 3), measure="m",
+        controls=("all",), tested=("far",), failed={})
 
     def line(root):
         return run_with(evaluated(root ** 2, math.exp(-root)))
@@ -145,10 +146,10 @@ def test_summary_compares_at_equal_kl():
     rows = {(arm, value, seed): line(start + 0.1 * value) for seed in (1, 2) for value in (1, 2, 3)
             for arm, start in (("all", 0.2), ("far", 0.5))}
     summary = summarise(study, rows)
-    assert summary["x"] == pytest.approx(0.65)
+    assert summary["x"] == pytest.approx(0.55)
     assert summary["equal"]["far"]["all"]["mean"] == pytest.approx(0)
     assert summary["end"]["far"]["all"]["mean"] == pytest.approx(-0.3)
-    assert [summary["arms"][arm]["outside"] for arm in ("all", "far")] == [2, 0]
+    assert [summary["arms"][arm]["outside"] for arm in ("all", "far")] == [2, 2]
     text = as_markdown(summary)
     assert "says nothing" in text and "-26 %" in text, "the table lacks the quick mark or the end"
     del rows["far", 2, 2]
@@ -175,48 +176,77 @@ def test_wrong_rollouts_are_counted_within_iterations():
 # runs
 
 
-def test_a_run_in_a_worker_is_that_of_grpo_alone_and_only_what_changed_runs_again(
-        made, script, rows, tmp_path):
+def test_runs_in_a_worker_are_those_of_grpo_alone_and_what_failed_or_changed_runs_again(
+        made, script, grpo, rows, tmp_path):
+    made.write("seeds = (1, 2)", "seeds = (1,)")
+    made.write('"half": {', '"odd": {"learning_rate": 1e38}, "half": {')
     done = script("study.py", made.path, f"--out={made.out}", "--workers=1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| half | 2 " in done.stdout and "1/4 all_beta0.1_seed1" in done.stdout
-    alone = str(tmp_path / "alone")
-    ended = script("grpo.py", made.config, "--tracin=reward", "--seed=2", "--beta=0.1",
-                   "--threads=1", f"--out_dir={alone}")
-    assert ended.returncode == 0, ended.stderr
-    assert logs_of(alone) == logs_of(os.path.join(made.out, "half_beta0.1_seed2")), (
+    assert "2/3 odd_beta0.1_seed1: failed: SystemExit: stopped" in done.stdout
+    assert "Failed: odd_beta0.1_seed1" in done.stdout and "| half | 1 " in done.stdout
+    grpo(tmp_path / "alone", "--tracin=reward", "--seed=1", "--beta=0.1", "--threads=1")
+    assert logs_of(tmp_path / "alone") == logs_of(os.path.join(made.out, "half_beta0.1_seed1")), (
         "a run after others in a worker differs from the same run alone")
 
     made.write('"tracin": "reward"', '"tracin": "self"')
-    script("study.py", made.path, f"--out={made.out}", "--workers=2")
-    found = [row["run"] for row in rows(os.path.join(made.out, "rows.jsonl"))]
-    assert sorted(found[4:]) == ["half_beta0.1_seed1", "half_beta0.1_seed2"]
+    script("study.py", made.path, f"--out={made.out}", "--workers=1")
+    found = [row["arm"] for row in rows(os.path.join(made.out, "rows.jsonl"))]
+    assert found == ["all", "odd", "half", "odd", "half"], "only these two are to run again"
     assert os.path.exists(os.path.join(made.out, "half_beta0.1_seed1_old1", "samples.jsonl"))
 
 
 def test_a_study_that_is_interrupted_goes_on(made, script, rows):
     made.write("seeds = (1, 2)", "seeds = (1,)")
-    made.write('"all": {}', '"all": {"max_iters": 400}')
-    process = script("study.py", made.path, f"--out={made.out}", wait=False)
-    folder = os.path.join(made.out, "all_beta0.1_seed1")
-    log = os.path.join(folder, "metrics.jsonl")
+    made.write('"half": {"tracin": "reward"}', '"half": {"max_iters": 2}')
+    made.write('"all": {}', '"all": {"max_iters": 60, "save_interval": 1000}')
+    process = script("study.py", made.path, f"--out={made.out}", "--workers=2", wait=False)
+    log = os.path.join(made.out, "all_beta0.1_seed1", "metrics.jsonl")
     while not os.path.exists(log) or len(rows(log)) < 3:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "2 of 2 runs are left" in err, out + err
-    before = rows(log)
-    made.write('"all": {"max_iters": 400}', f'"all": {{"max_iters": {len(before) + 2}}}')
-    # other settings: a new run. With the same ones it goes on
-    made.write(f'{{"max_iters": {len(before) + 2}}}', '{"max_iters": 400}')
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "2 of 2 runs are left" in err, err
+    done = len(rows(log))
+    assert done < 60, "the run did not stop"
+    again = script("study.py", made.path, f"--out={made.out}", "--workers=2")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [row["iteration"] for row in rows(log)] == list(range(1, 61))
+    with open(os.path.join(made.out, "all_beta0.1_seed1.log")) as f:
+        text = f.read().split("Traceback")[-1]
+    assert f"iter {done + 1}/60" in text, "it did not go on from where it was"
+    assert sorted(os.listdir(made.out)) == [
+        "all_beta0.1_seed1", "all_beta0.1_seed1.log", "half_beta0.1_seed1",
+        "half_beta0.1_seed1.log", "rows.jsonl", "table.json", "table.txt"]
 
 
-def test_a_run_that_fails_is_told_and_tried_again(made, script, rows):
-    made.write("seeds = (1, 2)", "seeds = (1,)")
-    with open(made.config, "a") as f:
-        f.write("import os\nreward_funcs = ('judge', 'odd')\n"
-                "def odd(prompts, completions):\n"
-                "    if max_iters == 2 and not os.path.exists(__file__ + '.ok'): raise SystemExit(7)\n"
-                "    return [0] * len(completions)\n")
-    made.write('"all": {}', '"all": {"max_iters": 2}')
+# ------------------------------------------------------------------------------------------------
+# what is refused
+
+
+@pytest.mark.parametrize("old, new, named", [
+    ("seeds = (1, 2)", "", "no seeds"),
+    ("seeds = (1, 2)", "seeds = 5", "seeds = 5"),
+    ("seeds = (1, 2)", "seeds = (1, 2)\nseed = 1", "'seed' is no name"),
+    ('controls = ("all",)', 'controls = ("al",)', "'al' is no arm; there are all, half"),
+    ('"tracin": "reward"', '"tracing": "reward"', "arm 'half'"),
+    ('"tracin": "reward"', '"tracin": "rewards"', "arm 'half'"),
+    ("(0.1,)", "()", "grid = {'beta': ()}"),
+    ("tiny.py", "nowhere.py", "nowhere.py"),
+    ("seeds", "seeds = = 1", "SyntaxError")])
+def test_a_study_that_cannot_work_is_refused_in_one_line(made, old, new, named):
+    made.write(old, new)
+    with pytest.raises(BadInput) as e:
+        jobs_of(read_study(made.path), made.out)
+    assert named in str(e.value) and "\n" not in str(e.value)
+
+
+def test_runs_go_seed_by_seed_and_quick_shrinks_them(made):
+    made.write('grid = {"beta": (0.1,)}', 'grid = {"beta": (0.1, 0.2)}\nquick = {"max_iters": 1}')
+    made.write("seeds = (1, 2)", "seeds = range(1, 9)")
+    study = read_study(made.path)
+    names = [job.name for job in jobs_of(study, made.out)]
+    assert names[:5] == ["all_beta0.1_seed1", "all_beta0.2_seed1", "half_beta0.1_seed1",
+                         "half_beta0.2_seed1", "all_beta0.1_seed2"] and len(names) == 32
+    quick = jobs_of(read_study(made.path, quick=True), made.out)
+    assert len(quick) == 8 and all("--max_iters=1" in job.argv for job in quick)
