@@ -11,8 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import plot
 from compare import (as_markdown, differences_of, holm, paired_difference, permutation_p, read_line,
                      summarise, t_quantile, verdict)
+from config import load_settings
+from data.comments import get_splits
+from run.files import write_json
 from run.script import BadInput
 from study import found_wrong, jobs_of, read_study, thirds
 
@@ -250,3 +254,39 @@ def test_runs_go_seed_by_seed_and_quick_shrinks_them(made):
                          "half_beta0.2_seed1", "all_beta0.1_seed2"] and len(names) == 32
     quick = jobs_of(read_study(made.path, quick=True), made.out)
     assert len(quick) == 8 and all("--max_iters=1" in job.argv for job in quick)
+
+
+# ------------------------------------------------------------------------------------------------
+# pictures, and what is read once
+
+
+def test_a_study_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arms = ("all", "random", "ours")
+    study = SimpleNamespace(
+        name="s", about="", quick=True, arms=dict.fromkeys(arms), seeds=(1, 2, 3),
+        grid={"beta": (1, 2)}, setting="beta", values=(1, 2), measure="m",
+        controls=("all", "random"), tested=("ours",), failed={})
+    found = {"wrong_kept": 0.5, "right_kept": 0.6, "auc": 0.7}
+    rows = {(arm, value, seed): run_with(evaluated(0.1 * value + 0.01 * seed, 0.2 / value))
+            | ({"wrong": [found] * 3} if arm == "ours" else {})
+            for arm in arms for value in (1, 2) for seed in (1, 2, 3)}
+    write_json(tmp_path / "table.json", summarise(study, rows))
+    plot.main([str(tmp_path), f"--out={tmp_path}/study.svg"])
+    text = (tmp_path / "study.svg").read_text()
+    for shown in ("says nothing", "difference to all at equal KL", "ours", "last third",
+                  "share of wrong rollouts kept"):
+        assert shown in text, f"the picture does not show {shown!r}"
+    with pytest.raises(BadInput, match="--panels"):
+        plot.main([str(tmp_path), "--panels=reward"])
+
+
+def test_comments_are_read_once_and_again_when_they_change(make_comments, tmp_path):
+    path = tmp_path / "comments.csv"
+    cfg = load_settings([f"--comments={make_comments(path, 40)}"])
+    first = get_splits(cfg)
+    first["judge_a"] = ()       # a caller's own dict
+    assert get_splits(cfg)["judge_a"] and get_splits(cfg)["judge_b"] is first["judge_b"]
+    make_comments(path, 80)
+    os.utime(path, (1, 1))
+    assert sum(map(len, get_splits(cfg).values())) > 40, "the file changed and was not read again"
