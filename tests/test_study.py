@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import grpo as trainer
 import plot
 from compare import (as_markdown, differences_of, holm, paired_difference, permutation_p, read_line,
                      summarise, t_quantile, verdict)
@@ -18,7 +19,7 @@ from config import load_settings
 from data.comments import get_splits
 from run.files import write_json
 from run.script import BadInput
-from study import found_wrong, jobs_of, read_study, thirds
+from study import found_wrong, going_on, jobs_of, read_study, thirds
 
 STUDY = """
 '''Does a part do as well as all?'''
@@ -191,6 +192,12 @@ def test_runs_in_a_worker_are_those_of_grpo_alone_and_what_failed_or_changed_run
     grpo(tmp_path / "alone", "--tracin=reward", "--seed=1", "--beta=0.1", "--threads=1")
     assert logs_of(tmp_path / "alone") == logs_of(os.path.join(made.out, "half_beta0.1_seed1")), (
         "a run after others in a worker differs from the same run alone")
+
+    half = jobs_of(read_study(made.path), made.out)[2]
+    folder = os.path.join(made.out, half.name)
+    before = logs_of(folder)
+    trainer.main([*half.argv, *going_on(half.argv, folder)])
+    assert logs_of(folder) == before, "a run that ended before its row was written ran on"
 
     made.write('"tracin": "reward"', '"tracin": "self"')
     script("study.py", made.path, f"--out={made.out}", "--workers=1")
