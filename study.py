@@ -69,6 +69,8 @@ def read_study(path, quick=False):
     values, _, source = read_config(path)
     if "base" in values:
         base, _, _ = read_config(values.pop("base"))
+        if "base" in base:
+            raise BadInput(f"{path}: base = a study that has a base itself: name that one")
         values = base | values | {"arms": base.get("arms", {}) | values.get("arms", {})}
     for name, kind in NEEDED.items():
         if name not in values:

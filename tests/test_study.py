@@ -198,6 +198,7 @@ def test_runs_in_a_worker_are_those_of_grpo_alone_and_what_failed_or_changed_run
     before = logs_of(folder)
     trainer.main([*half.argv, *going_on(half.argv, folder)])
     assert logs_of(folder) == before, "a run that ended before its row was written ran on"
+    assert not os.path.exists(f"{folder}-2"), "it went to another folder"
 
     made.write('"tracin": "reward"', '"tracin": "self"')
     script("study.py", made.path, f"--out={made.out}", "--workers=1")
