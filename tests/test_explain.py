@@ -18,6 +18,7 @@ import tracin
 from config import load_settings
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
+from run import findings
 from run.files import load_file, save_file
 from run.script import BadInput
 
@@ -160,9 +161,9 @@ def test_lists_are_sorted_in_the_units_of_their_iteration(run, rows):
 def test_correlations_and_fifths():
     x = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 9, math.nan])
     cubes = x[:9] ** 3
-    words = explain.relation(x, torch.cat([cubes, x[:1]]), torch.tensor([1.0, 0] * 5)).split()
+    words = findings.relation(x, torch.cat([cubes, x[:1]]), torch.tensor([1.0, 0] * 5)).split()
     assert words[:4] == ["+1.00", "+4.50", "50", "%"]
-    binary = explain.relation(torch.tensor([0.0, 1] * 5), torch.arange(10.0), torch.ones(10))
+    binary = findings.relation(torch.tensor([0.0, 1] * 5), torch.arange(10.0), torch.ones(10))
     assert binary.split()[1:] == ["+4.00", "100", "%", "+5.00", "100", "%"]
     assert binary.index("+4.00") == 27 and binary.index("+5.00") == 27 + 2 * 14     # 2nd and 4th
     unknown = torch.full((4,), math.nan)
@@ -194,16 +195,16 @@ def test_shares_of_a_few_and_of_the_dropped():
     z = torch.full((200,), 0.5).double()
     z[100:] = -0.1
     z[3], z[150] = 30.0, -10.0      # 40 of 99.4
-    held = explain.say_shares(z, z > -0.2)
+    held = findings.say_shares(z, z > -0.2)
     assert held.startswith("A few rollouts decide: the 2 of most influence, for or against (1 %), "
                            "hold 40 % of it; the 1 dropped (0 %) held 10 %")
     assert "changed little" not in held
     z[150] = -0.1
-    held = explain.say_shares(z, z > 0)
+    held = findings.say_shares(z, z > 0)
     assert "the 100 dropped (50 %) held 11 %" in held
     z[100:] = -0.01
-    assert "held 1 %, so leaving them out changed little." in explain.say_shares(z, z > 0)
-    even = explain.say_shares(torch.ones(200), torch.ones(200) > 0)
+    assert "held 1 %, so leaving them out changed little." in findings.say_shares(z, z > 0)
+    even = findings.say_shares(torch.ones(200), torch.ones(200) > 0)
     assert even.startswith("Many rollouts count: the 2 ") and even.endswith("hold 1 % of it.")
 
 
@@ -213,7 +214,7 @@ def test_shares_of_a_few_and_of_the_dropped():
     ([0.8] * 3, "mostly signal"),
     ([0.1, 0.5, 0.9], "0.50 on average, from 0.10 early to 0.90 late"), ([], "^$")])
 def test_whether_the_target_is_noise(cosines, words):
-    assert re.search(words, explain.say_target(cosines))
+    assert re.search(words, findings.say_target(cosines))
 
 
 @pytest.mark.parametrize("plant, words", [
@@ -229,10 +230,10 @@ def test_whether_influence_says_more_than_reward(plant, words):
     advantage, z = (torch.cat([x, torch.zeros(1)]) for x in (advantage, z))
     columns = {"reward": reward, "advantage": advantage, "|advantage|": advantage.abs(),
                "tokens": z}     # of which it does not speak
-    found = explain.say_likeness(z, columns)
+    found = findings.say_likeness(z, columns)
     assert re.search(words, found) and "nan" not in found and "tokens" not in found
     equal = dict.fromkeys(columns, torch.ones(301))
-    assert explain.say_likeness(z, equal) == ""
+    assert findings.say_likeness(z, equal) == ""
 
 
 def test_what_was_different_about_the_helpful():
@@ -241,19 +242,19 @@ def test_what_was_different_about_the_helpful():
     z = torch.where(torch.arange(400) % 20 < its, 1.0, -1.0).double()
     columns = {"reward": its + 0.1 * drawn(400, 1), "tokens": 20 - 3 * z + drawn(400, 2),
                "advantage": 0.4 * z + 0.2 * drawn(400, 3), "|advantage|": torch.ones(400).double()}
-    columns = {name: explain.less_mean(its, x) for name, x in columns.items()}
-    found = explain.say_difference(z, columns)
+    columns = {name: findings.less_mean(its, x) for name, x in columns.items()}
+    found = findings.say_difference(z, columns)
     words = r"helpful had fewer tokens \(by \d.*\), higher advantage \(by 0.\d+\)\.$"
     assert re.search(words, found)
     del columns["tokens"], columns["advantage"]
-    assert "helpful were like the harmful" in explain.say_difference(z, columns)
-    assert explain.say_difference(z.abs(), columns) == ""
+    assert "helpful were like the harmful" in findings.say_difference(z, columns)
+    assert findings.say_difference(z.abs(), columns) == ""
 
 
 def test_less_mean_keeps_what_is_equal_equal():
     its = torch.tensor([1, 1, 1, 2, 2, 2, 2])
     x = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0, 6.0, math.nan]).double()
-    assert explain.less_mean(its, x)[:6].tolist() == [0, 0, 0, -2, -1, 3]
+    assert findings.less_mean(its, x)[:6].tolist() == [0, 0, 0, -2, -1, 3]
 
 
 # ------------------------------------------------------------------------------------------------
