@@ -45,13 +45,14 @@ def evaluate(nets, policy, cfg):
     For each judge: mean toxicity, the share of completions at or above 0.5, and over the
     completions of one prompt the expected maximum and whether any is toxic (Gehman et al. 2020).
     Then perplexity under the frozen starting policy, distinct-n (Li et al. 2016), mean length in
-    tokens, the share that ended by themselves and the share that say nothing. nets needs base,
+    tokens, the share that ended by themselves and the share that say nothing; and the KL per token
+    (k3) of the policy to the one it began as. nets needs base,
     judges, reward_funcs, tokenizer, eval_prompts, device, dtype and generate, which is made for the
     policy.
     """
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
-    perplexity = perplexity_under(nets.base, rollout, k)
+    perplexity, kl = perplexity_under(nets.base, rollout, k)
     ids = rollout.completions(end_tokens(nets.tokenizer))
     completions = [nets.tokenizer.decode(row) for row in ids]
 
@@ -73,6 +74,7 @@ def evaluate(nets, policy, cfg):
     for name in nets.judges:
         measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
     measures["perplexity"] = perplexity
+    measures["kl"] = kl
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.chosen.sum(1).float().mean())
@@ -111,16 +113,23 @@ def rows_at_once(cfg, device):
 
 
 def perplexity_under(base, rollout, k):
-    """Perplexity of the completions under the base policy, in float32."""
+    """Perplexity of the completions under the base policy, in float32, and the KL per token of the
+    policy that wrote them to the base."""
     mine = shard(len(rollout.ended), k)
     logp = []
+    kl = []
     progress = Progress("evaluation, perplexity", "completion", mine.stop - mine.start)
     for i in range(mine.start, mine.stop, AT_ONCE):
         rows = slice(i, min(i + AT_ONCE, mine.stop))
-        logp.append(float(completion_logprobs(base, rollout[rows]).double().sum()))
+        part = rollout[rows]
+        base_logp = completion_logprobs(base, part).double()                        # (n, T)
+        d = base_logp - part.logp
+        logp.append(float(base_logp.sum()))
+        kl.append(float((d.expm1() - d)[part.chosen].sum()))
         if progress.is_due():
             progress.show(rows.stop - mine.start)
-    return math.exp(-sum(all_gather(logp)) / int(rollout.chosen.sum()))
+    tokens = int(rollout.chosen.sum())
+    return math.exp(-sum(all_gather(logp)) / tokens), sum(all_gather(kl)) / tokens
 
 
 def toxicity_measures(name, toxicity):

@@ -50,6 +50,7 @@ from model import completion_entropies, completion_logprobs, completion_states
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
 from run.debug import take_apart
 from run.device import autocast, pick_device, pick_dtype
+from run.held_out import unpack
 from run.loop import Run
 from run.processes import (all_gather, all_gather_rollout, all_reduce, rank0_first, shard,
                            sum_gradients)
@@ -153,8 +154,8 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
             check = first and on_policy
             found = influence.keep_helpful(target, select_seed, check)  # .grad <- rows that help
             meter.add_influence(found)
-            if not batch.weights[step.rows].any():
-                continue                            # no row helps: no step, and no .grad
+            if all(p.grad is None for p in nets.trained):
+                continue                            # no row helps: no step
         else:
             sum_gradients(nets.trained)     # over processes; the tape has done so
 
@@ -237,7 +238,8 @@ def score_rows(reward_funcs, prompts, completions, cfg):
     G = cfg.num_generations
     asked = [prompt for prompt in prompts for _ in range(G)]
     mine = shard(len(completions), G)
-    return all_gather(score(reward_funcs, asked[mine], completions[mine]))
+    asked_for = {name: reward_funcs[name] for name in cfg.reward_funcs}
+    return all_gather(score(asked_for, asked[mine], completions[mine]))
 
 
 def total_reward(scores, weights, num_generations):
@@ -346,10 +348,11 @@ class Step(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """Parts of a loss, without gradient, for the metrics."""
-    policy_loss: torch.Tensor   # ()
+    """Parts of a loss."""
+    policy_loss: torch.Tensor   # () with gradient
     ratio: torch.Tensor         # (n, T), or (n, 1) at sequence level
     kl: torch.Tensor            # (n, T), or None
+    rest: torch.Tensor = 0.0    # () with gradient: what the loss has besides the policy's
     critic_loss: torch.Tensor = None    # ()
 
 
@@ -358,6 +361,8 @@ class Forward(NamedTuple):
     logp: torch.Tensor          # (n, T) with gradient
     terms: LossTerms
     batch: Batch                # of these rows
+    scored: torch.Tensor = None # () the part of the loss that influence scores and weighs
+    rest: torch.Tensor = 0.0    # () the other part
 
 
 def grpo_loss(
@@ -368,9 +373,9 @@ def grpo_loss(
     gradient), under the policy that sampled them, and under the reference (None without a KL).
     advantages (n,) or (n, T). mask (n, T): tokens that carry loss. policy_mask (n, T): those that
     carry the policy gradient (None: all); the KL and the divisors keep `mask`. step: a Step, whose
-    micro-batches add up to its loss. weights (n,): factors on the rows (None: 1). Everything stays
-    on the device, so that a GPU is not waited for. Raises ValueError for a field that is missing or
-    of the wrong shape.
+    micro-batches add up to its loss. weights (n,): factors on the rows (None: 1), with
+    cfg.tracin_kl = "all" on their policy gradient only. Everything stays on the device, so that a
+    GPU is not waited for. Raises ValueError for a field that is missing or of the wrong shape.
     """
     check_shapes(logp, old_logp=old_logp, mask=mask)
     check_shapes(logp if cfg.critic else logp[:, 0], advantages=advantages)
@@ -387,13 +392,15 @@ def grpo_loss(
     w = 1.0 if weights is None else weights[:, None]                    # (n, 1)
     policy_loss = aggregate(-objective * w, mask, step, cfg)            # ()
     if not cfg.kl_in_loss:
-        return policy_loss, LossTerms(policy_loss.detach(), ratio.detach(), None)
+        return policy_loss, LossTerms(policy_loss, ratio.detach(), None)
 
     check_shapes(logp, ref_logp=ref_logp)
     kl = kl_estimate(logp, ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)        # (n, T)
     corrected_kl = kl * ratio if cfg.corrects_kl else kl
-    loss = policy_loss + cfg.beta * aggregate(corrected_kl * w, mask, step, cfg)
-    return loss, LossTerms(policy_loss.detach(), ratio.detach(), kl.detach())
+    if cfg.tracin_kl == "kept":
+        corrected_kl = corrected_kl * w
+    rest = cfg.beta * aggregate(corrected_kl, mask, step, cfg)          # ()
+    return policy_loss + rest, LossTerms(policy_loss, ratio.detach(), kl.detach(), rest)
 
 
 def importance_ratio(logp, old_logp, mask, cfg):
@@ -494,22 +501,31 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
         return (logp * b.mask).sum() if record_logp else loss_and_terms(logp)[0]
 
     logprobs = logprobs or nets.logprobs
+    if cfg.two_parts and step.epoch == 0:
+        logprobs = completion_logprobs      # two backwards follow: the fused head knows of one
     states = None       # where log-probs, entropies and values share them
     with autocast(nets.device, nets.dtype):
         if cfg.entropy_coef or cfg.critic:
             states = completion_states(policy, b.rollout)
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from, states)  # (n, T)
-    loss, terms = loss_and_terms(logp)
+    _, terms = loss_and_terms(logp)
+    policy_loss = terms.policy_loss
+    rest = terms.rest
+    if cfg.tracin_kl == "all":
+        weights = torch.ones_like(weights)      # of the rest
     if cfg.entropy_coef:
         bonus = cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights, states)
-        loss = loss - bonus
-        terms = terms._replace(policy_loss=terms.policy_loss - bonus.detach())
+        rest = rest - bonus
+        terms = terms._replace(policy_loss=policy_loss - bonus)
     if cfg.critic:
         errors = value_errors(policy, b.rollout, batch.returns[rows], states, cfg.value_clip)
         critic_loss = cfg.value_coef * aggregate(errors * weights[:, None], b.mask, step, cfg)
-        loss = loss + critic_loss
-        terms = terms._replace(critic_loss=critic_loss.detach())
-    return Forward(loss, logp, terms, b)
+        rest = rest + critic_loss
+        terms = terms._replace(critic_loss=critic_loss)
+    loss = policy_loss + rest
+    if cfg.tracin_kl == "all":
+        return Forward(loss, logp, terms, b, scored=policy_loss, rest=rest)
+    return Forward(loss, logp, terms, b, scored=loss, rest=0.0)
 
 
 def mean_entropy(nets, policy, b, step, cfg, weights, states):
@@ -520,20 +536,23 @@ def mean_entropy(nets, policy, b, step, cfg, weights, states):
     return (entropies * weights[:, None] * b.mask).sum() / max(step.num_tokens, 1)
 
 
-def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None):
-    """{parameter: gradient} of the loss of some rows, by a plain backward. Leaves .grad empty.
+def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None, part="scored"):
+    """{parameter: gradient} of a part of the loss of some rows, `scored` or `loss` (see Forward),
+    by a plain backward. Leaves .grad empty.
 
-    With coef it is the gradient of the sum of coef * log-prob instead, over completions (N,) or
-    tokens (N, T). key: see micro_batches. Only influence needs this. Fast paths stay out of it: it
-    is what they are checked against.
+    With coef it is the gradient of the sum of coef * ratio to the sampler instead, over completions
+    (N,) or tokens (N, T): on fresh rollouts that of coef * log-prob. key: see micro_batches. Only
+    influence needs this. Fast paths stay out of it: it is what they are checked against.
     """
     key = batch.lengths[rows] if key is None else key
     for positions in micro_batches(key, cfg):
         micro = rows[positions]
         out = loss_of(nets, nets.policy, batch, micro, step, cfg, logprobs=completion_logprobs)
-        scalar = out.loss
+        scalar = getattr(out, part)
         if coef is not None:
-            scalar = (coef[micro].view(len(micro), -1) * out.logp * batch.mask[micro]).sum()
+            mask = batch.mask[micro]
+            ratio = (out.logp - batch.rollout.logp[micro]).masked_fill(~mask, 0).exp()
+            scalar = (coef[micro].view(len(micro), -1) * ratio * mask).sum()
         scalar.backward()
     sum_gradients(nets.trained)
     gradient = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in nets.trained}
@@ -563,7 +582,7 @@ def optimizer_steps(batch, cfg, seed):
         for mini in rows.split(cfg.mini_batch_size or N):
             num_rows = len(mini)
             num_tokens = int(batch.mask[mini].sum())
-            if epoch > 0 and cfg.tracin != "off":
+            if epoch > 0 and cfg.tracin != "off" and not cfg.two_parts:
                 mini = mini[batch.weights[mini] != 0]   # those that influence kept
             if num_tokens > 0 and len(mini) > 0:
                 yield Step(epoch, mini, num_rows, num_tokens)
@@ -630,17 +649,23 @@ class Target(NamedTuple):
 
 
 def collect_target(nets, it, cfg):
-    """A rollout of held-out prompts -> Target of influence.
+    """A rollout of held-out prompts -> Target of influence, which serves tracin_val_every
+    iterations.
 
     None where the target is the batch itself, or influence is off.
     """
     if cfg.tracin == "off" or not cfg.tracin_val_prompts:
         return None
-    prompts = draw_prompts(nets.val_prompts, it, cfg.tracin_val_prompts, cfg.seed)
-    batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "target", it))
-    generator = torch.Generator().manual_seed(seed_for(cfg.seed, "chosen", it))
-    rows = choose_targets(batch.rewards, cfg.tracin_val_size, cfg.tracin_val_select, generator)
-    return Target(batch, rows.to(nets.device))
+    influence = nets.influence
+    if isinstance(influence.held_out, dict):    # of a checkpoint
+        influence.held_out = unpack(influence.held_out, Target, Batch, Rollout, nets.device)
+    if it % cfg.tracin_val_every == 0 or influence.held_out is None:
+        prompts = draw_prompts(nets.val_prompts, it, cfg.tracin_val_prompts, cfg.seed)
+        batch = collect(nets, prompts, cfg.of_target(), seed_for(cfg.seed, "target", it))
+        generator = torch.Generator().manual_seed(seed_for(cfg.seed, "chosen", it))
+        rows = choose_targets(batch.rewards, cfg.tracin_val_size, cfg.tracin_val_select, generator)
+        influence.held_out = Target(batch, rows.to(nets.device))
+    return influence.held_out
 
 
 # ------------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ gradient {parameter: tensor}, mostly the target's.
     python tracin.py out/toxicity_tracin        # explains a run: which rollouts helped, which hurt
 """
 import collections
+import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import runpy
@@ -36,6 +38,8 @@ from torch.nn import functional as F
 # ------------------------------------------------------------------------------------------------
 # influence in a step: record, target, score, select, step
 
+ELSEWHERE = -0.3    # cosine with the average below which the target's gradient starts a new one
+
 
 class Influence:
     """Learns an optimizer step from the rows that lower a target's loss.
@@ -47,8 +51,10 @@ class Influence:
 
     nets, loss_of, gradient_of: of grpo.py. all_reduce(tensors) sums in place over the processes.
 
-    With r_i what the tape records of row i, its loss or its summed log-prob,
-        grad L_i      = loss_coef_i grad r_i
+    A row's loss is P_i + R_i. P_i is scored and weighed; R_i is learned from in all rows. With
+    cfg.tracin_kl = "all" P_i is the policy's part and R_i the rest (KL, entropy, critic); with
+    "kept" P_i is all of it. With r_i what the tape records of row i, P_i or its summed log-prob,
+        grad P_i      = loss_coef_i grad r_i
         grad L_target = sum_j self_coef_j grad r_j      if the target is made of the same rows
         I_i's own part, from row i being in the target, = loss_coef_i self_coef_i |grad r_i|^2
     """
@@ -60,6 +66,9 @@ class Influence:
         self.gradient_of = gradient_of
         self.all_reduce = all_reduce
         self.tape = Tape(nets.policy, memory=cfg.tracin_memory * 2 ** 30, all_reduce=all_reduce)
+        self.held_out = None    # grpo.Target that serves now
+        self.average = {}       # of the target's gradient over steps, {parameter: tensor}
+        self.age = 0            # steps in it
 
     # record
 
@@ -77,8 +86,10 @@ class Influence:
     def forward_backward(self, positions):
         """Forward and recorded backward of some rows, by their positions in the step.
 
-        With one_backward a row's loss and its part in the target are both multiples of its summed
-        log-prob: that one is recorded and serves both. Returns a grpo.Forward.
+        With one_backward what is scored of a row and its part in the target are both multiples of
+        its summed log-prob: that one is recorded and serves both. Of the rest of the loss only the
+        gradient of all rows is wanted: its backward, over the same forward, is summed. Returns a
+        grpo.Forward.
         """
         nets = self.nets
         batch = self.batch
@@ -87,13 +98,16 @@ class Influence:
         row_of_token = batch.rollout.chosen[rows].nonzero()[:, 0]
         self.tape.rows(positions, tokens=row_of_token)
         out = self.loss_of(nets, nets.policy, batch, rows, self.step, self.cfg, self.one_backward)
-        if not self.one_backward:
-            out.loss.backward()
-            return out
-        slope, = torch.autograd.grad(out.loss, out.logp, retain_graph=True)  # equal along a row
-        mask = batch.mask[rows]
-        self.loss_coef[positions] = slope.sum(1) / mask.sum(1).clamp(min=1)
-        (out.logp * mask).sum().backward()
+        two_parts = self.cfg.two_parts
+        recorded = out.scored
+        if self.one_backward:
+            slope, = torch.autograd.grad(out.scored, out.logp, retain_graph=True)   # equal by row
+            mask = batch.mask[rows]
+            self.loss_coef[positions] = slope.sum(1) / mask.sum(1).clamp(min=1)
+            recorded = (out.logp * mask).sum()
+        recorded.backward(retain_graph=two_parts)
+        if two_parts:
+            self.tape.backward_summed(out.rest)
         return out
 
     def keep_helpful(self, target, seed, check):
@@ -109,10 +123,12 @@ class Influence:
 
         weights, fallback = self.weights_of(found.scores, generator)                # (n,)
         kept_grad, batch_grad = self.kept_gradient(weights, found.batch_grad, found.G)
-        factor = self.normalizer(weights)
+        factor = self.normalizer(weights, kept_grad, batch_grad)
         if factor != 1:
             torch._foreach_mul_(list(kept_grad.values()), factor)
-        if weights.any():
+        if self.tape.summed:
+            kept_grad = add(kept_grad, self.tape.summed)
+        if weights.any() or self.tape.summed:
             for p, g in kept_grad.items():
                 p.grad = g
         self.batch.influence[rows] = found.scores
@@ -133,11 +149,13 @@ class Influence:
 
     def true_error(self, found):
         """invariant_error with the step's gradient from a plain backward, in which the tape has no
-        part."""
+        part but for what it summed."""
         # in the micro-batches that were recorded, since bnpo depends on them
         key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
         true_grad = self.gradient_of(
-            self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
+            self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key, part="loss")
+        if self.tape.summed:
+            true_grad = each(torch._foreach_sub, true_grad, self.tape.summed)
         return invariant_error(found.raw_scores, true_grad, found.G)
 
     # target
@@ -196,9 +214,13 @@ class Influence:
         cfg = self.cfg
         if self.one_backward:
             self.all_reduce([self.loss_coef])
+        self.all_reduce(list(self.tape.summed.values()))
         halves, self_coef, target_loss = self.target_gradient(target)
         target_grad = functools.reduce(add, halves)
         batch_grad = target_grad if cfg.tracin == "self" and target is None else None
+        if cfg.tracin_target_ema:
+            target_grad, share = self.averaged(target_grad)
+            self_coef = None if self_coef is None else self_coef * share
         scale = {}
         if cfg.tracin_adam:
             batch_grad = batch_grad or self.tape.gradient(self.loss_coef)
@@ -212,6 +234,21 @@ class Influence:
                              "rewards are not. The last checkpoint stands")
         return Scored(scores, raw_scores, G, scale, halves, target_loss, self_coef, self_share,
                       batch_grad)
+
+    def averaged(self, target_grad):
+        """The average of the target's gradient over steps, corrected for its start at 0, and this
+        step's share in it. It starts anew where the gradient points elsewhere than the average."""
+        decay = self.cfg.tracin_target_ema
+        if self.average and cosine(target_grad, self.average) < ELSEWHERE:
+            self.average = {}
+        if not self.average:
+            self.age = 0
+            self.average = {p: torch.zeros_like(g) for p, g in target_grad.items()}
+        self.age += 1
+        torch._foreach_lerp_(list(self.average.values()), list(target_grad.values()), 1 - decay)
+        unbiased = 1 - decay ** self.age
+        whole = torch._foreach_div(list(self.average.values()), unbiased)
+        return dict(zip(self.average, whole)), (1 - decay) / unbiased
 
     def scored_part(self, target_grad, scale):
         """The target's gradient over cfg.tracin_layers, scaled as AdamW would if asked for."""
@@ -242,14 +279,19 @@ class Influence:
         """Factors on the rows (n,), 0 for those that are not learned from, and whether select used
         its fallback."""
         cfg = self.cfg
+        rows = self.step.rows
         if cfg.tracin_select == "weigh":
-            return check_weights(cfg.functions["weigh"](scores.clone()), scores), False
-        keep, fallback = select(scores, cfg.tracin_select, cfg.tracin_fraction, generator)
+            weights = call_weigh(cfg.functions["weigh"], scores, self.batch, rows)
+            return check_weights(weights, scores), False
+        advantages = self.batch.advantages[rows].view(len(rows), -1).mean(1)    # of a critic: mean
+        rewards = self.batch.rewards.to(rows.device)[rows]
+        keep, fallback = select(scores, cfg.tracin_select, cfg.tracin_fraction, generator,
+                                advantages, rewards, rows // cfg.num_generations)
         return keep.to(scores), fallback
 
     def kept_gradient(self, weights, batch_grad, G):
-        """The weighted gradient, and that of all rows: batch_grad if it is known, else over the
-        parameters of G only.
+        """The weighted gradient of what is scored, and that of all rows: batch_grad if it is known,
+        else over the parameters of G only, unless normalizer needs all.
 
         With batch_grad the tape is asked for the fewer rows, those kept or those dropped.
         """
@@ -257,18 +299,24 @@ class Influence:
         rest = 1 - weights
         if batch_grad is None:
             kept, dropped = self.tape.gradients([coef * weights, coef * rest])
-            return kept, add({p: kept[p] for p in G}, dropped)
+            needed = kept if self.cfg.tracin_normalizer == "norm" else G
+            return kept, add({p: kept[p] for p in needed}, dropped)
         if weights.count_nonzero() <= rest.count_nonzero():
             return self.tape.gradient(coef * weights), batch_grad
         dropped = self.tape.gradient(coef * rest)
         return each(torch._foreach_sub, batch_grad, dropped), batch_grad
 
-    def normalizer(self, weights):
-        """Factor on the gradient: 1, or what makes the loss a mean over the rows kept (over their
-        tokens, if loss_type divides by tokens)."""
+    def normalizer(self, weights, kept_grad, batch_grad):
+        """Factor on the weighted gradient. all: 1. kept: what makes the loss a mean over the rows
+        kept (over their tokens, if loss_type divides by tokens). norm: what makes it as long as the
+        gradient of all rows."""
         loss_type = self.cfg.loss_type
-        if self.cfg.tracin_normalizer == "all":
+        if self.cfg.tracin_normalizer == "all" or not weights.any():
             return 1.0
+        if self.cfg.tracin_normalizer == "norm":
+            lengths = torch.stack([inner(batch_grad, batch_grad), inner(kept_grad, kept_grad)])
+            whole, kept = lengths.sqrt().tolist()
+            return whole / kept if kept else 1.0
         units = torch.ones_like(weights)    # what the loss is divided by, row by row (n,)
         if loss_type in ("dapo", "cispo", "bnpo"):
             units = self.batch.mask[self.step.rows].sum(1)
@@ -284,7 +332,7 @@ class Scored(NamedTuple):
     raw_scores: Tensor      # (n,) before a row's own part in the target is taken off
     G: dict                 # what rows were scored against: {parameter: tensor}
     scale: dict             # what the target's gradient was scaled with, with tracin_adam
-    halves: list            # the target's gradient in two parts
+    halves: list            # the target's gradient of this step in two parts
     target_loss: Tensor     # ()
     self_coef: Tensor       # (n,) see Influence; 0: another batch, None: unknown
     self_share: Tensor      # () see self_influence
@@ -307,10 +355,10 @@ class Findings(NamedTuple):
 
 
 def serves_both(cfg, batch):
-    """True if the loss of a fresh row is a number times its log-prob (no KL, entropy or critic in
-    it, no token left out) and so is its part in the target."""
-    policy_gradient_only = not cfg.kl_in_loss and not cfg.entropy_coef and not cfg.critic
-    return cfg.tracin not in ("off", "self") and policy_gradient_only and batch.policy_mask is None
+    """True if what is scored of a fresh row is a number times its log-prob (no critic, no token
+    left out, no KL or entropy) and so is its part in the target."""
+    by_row = not cfg.critic and batch.policy_mask is None
+    return cfg.tracin not in ("off", "self") and by_row and cfg.scores_policy_only
 
 
 def second_half(rows, num_generations):
@@ -375,33 +423,77 @@ def choose_targets(rewards, size, how, generator):
     return chosen[how]
 
 
-def select(influence, how, fraction=0.5, generator=None):
+def select(influence, how, fraction=0.5, generator=None, advantages=None, rewards=None,
+           prompts=None):
     """influence (n,) -> keep (n,) bool, and True if the fallback was used.
 
     positive: above 0. If fewer than 10 % of the nonzero scores are positive, the better half of the
     nonzero ones is kept (the fallback). drop: all but the worst `fraction` of the negative ones.
-    top: the best `fraction`. bottom, random: controls that keep as many as `positive`. all.
+    top: the best `fraction`. all. Controls that keep as many as `positive`: bottom, random;
+    top_advantage: of the largest |advantage|, advantages (n,); pods: from each prompt about as many,
+    whose rewards (n,) spread widest (PODS, Xu et al. 2025), prompts (n,) being the prompt's number.
     """
     n = len(influence)
     positive, negative = torch.stack([(influence > 0).sum(), (influence < 0).sum()]).tolist()
     nonzero = positive + negative
-    fallback = how in ("positive", "bottom", "random") and positive < 0.1 * nonzero
+    fallback = how not in ("drop", "top", "all") and positive < 0.1 * nonzero
     count = (nonzero + 1) // 2 if fallback else positive
     order = influence.argsort(descending=True)
     if how == "positive" and fallback:  # rows of influence 0, of groups without spread, go last
         order = influence.masked_fill(influence == 0, -torch.inf).argsort(descending=True)
     if how == "random":
         order = torch.randperm(n, generator=generator).to(influence.device)
+    if how == "top_advantage":
+        order = advantages.abs().argsort(descending=True, stable=True)
+    if how == "pods":
+        order = widest(rewards, prompts, count)
     kept = {
         "positive": order[:count],
         "drop": order[:n - int(fraction * negative)],
         "top": order[:round(fraction * n)],
         "bottom": order[n - count:],
         "random": order[:count],
+        "top_advantage": order[:count],
+        "pods": order,
         "all": order}
     if how not in kept:
         raise ValueError(f"no selection is called {how!r}")
     return torch.zeros_like(influence, dtype=torch.bool).index_fill_(0, kept[how], True), fallback
+
+
+def widest(rewards, prompts, count):
+    """Indices of `count` rows, about as many of each prompt, whose rewards have the largest
+    variance: k of a prompt's best rows and the rest of its worst, for the best k. Unknown rewards
+    (NaN) count as the prompt's mean."""
+    chosen = []
+    numbers = prompts.unique().tolist()
+    for j, number in enumerate(numbers):
+        rows = (prompts == number).nonzero()[:, 0]
+        # what the prompts before did not use up is spread over those that are left
+        share = (count - sum(map(len, chosen))) / (len(numbers) - j)
+        size = min(len(rows), round(share))
+        r = rewards[rows]
+        r = torch.where(r.isnan(), r.nanmean().nan_to_num(), r)
+        order = rows[r.argsort(descending=True, stable=True)]
+        sorted_r = r.sort(descending=True, stable=True).values
+        spreads = [torch.cat([sorted_r[:k], sorted_r[len(r) - size + k:]]).var(correction=0)
+                   for k in range(size + 1)] if size else [r.new_zeros(())]
+        k = int(torch.stack(spreads).argmax())
+        chosen.append(torch.cat([order[:k], order[len(r) - size + k:]]))
+    return torch.cat(chosen)
+
+
+def call_weigh(function, scores, batch, rows):
+    """What a config file's weigh(influence) or weigh(influence, batch) returns; batch: a grpo.Batch
+    of these rows."""
+    scores = scores.clone()
+    if len(inspect.signature(function).parameters) < 2:
+        return function(scores)
+    here = rows.cpu()
+    batch = dataclasses.replace(
+        batch[rows], scores=batch.scores[here], rewards=batch.rewards[here],
+        completions=[batch.completions[i] for i in here.tolist()])
+    return function(scores, batch)
 
 
 def check_number(number):
@@ -457,6 +549,12 @@ def add(G, H):
 def inner(G, H):
     """<G, H> of two gradients, over the parameters of H, as a tensor ()."""
     return torch.stack([G[p].flatten() @ H[p].to(G[p]).flatten() for p in H]).double().sum()
+
+
+def cosine(G, H):
+    """Of the angle between two gradients, over the parameters of H: a number."""
+    both, first, second = torch.stack([inner(G, H), inner(G, G), inner(H, H)]).tolist()
+    return both / max((first * second) ** 0.5, 1e-30)
 
 
 def invariant_error(scores, batch_grad, G):
@@ -529,6 +627,7 @@ class Tape:
         self.small = 2 ** 16 if on_gpu else 0   # weights up to which parameters share a product
         self.pool = {}                          # memory of stored gradients, used again
         self.total = None
+        self.summing = False
         self.forget()
 
     def find_layers(self):
@@ -547,6 +646,7 @@ class Tape:
 
     def forget(self):
         """Lets go of what was recorded, but for the memory of stored gradients."""
+        self.summed = {}            # {parameter: gradient} of backward_summed, over the rows here
         self.records = []           # contracted: (module, numbers of its first dimension, a, b)
         self.row_grads = {}         # stored: {(parameter, micro-batch): (n, *shape)}
         self.micro_batches = []
@@ -596,6 +696,15 @@ class Tape:
                          if len(g) == len(self.row_grads[key])}
 
     # recording
+
+    def backward_summed(self, loss):
+        """backward() of a loss whose gradient is wanted of all rows only: adds it to `summed`. Over
+        a graph that another backward was recorded from, or will be (retain_graph)."""
+        if not self.summed:
+            self.summed = {p: torch.zeros_like(p) for p in self.names}
+        self.summing = True
+        loss.backward()
+        self.summing = False
 
     def rows(self, which, tokens=None):
         """What follows is a forward and backward of new rows.
@@ -683,9 +792,14 @@ class Tape:
         return micro, None
 
     def add(self, module, micro, owner, a, b):
-        """Records a layer: the gradient of each row, or a and b."""
+        """Records a layer: the gradient of each row, or a and b; or only its sum."""
         numbers = micro.numbers
         if len(numbers) == 0:
+            return
+        if self.summing:
+            for name, p in module.named_parameters(recurse=False):
+                if p in self.names:
+                    self.summed[p] += parameter_gradient(module, name, a, b)
             return
         # a head in pieces has as many
         tokens = b.shape[:-1].numel() if owner is None else len(micro.tokens)

@@ -202,17 +202,25 @@ class Settings:
     tracin_val_prompts: int = 0         # 0: the target is the same batch; else fresh rollouts of so
     tracin_val_size: int = 0            # many held-out prompts, of which so many (0: all) are the
     tracin_val_select: str = "random"   # target: random, best, worst, balanced (half and half)
+    tracin_val_reward: str | None = None   # "judge" or a function of the config file scores these,
+                                        # a reward that can be trusted; None: as all rollouts
+    tracin_val_every: int = 1           # they serve so many iterations, times the ratio
+    tracin_target_ema: float = 0.0      # decay, a step, of an average of the target's gradient
     tracin_select: str = "positive"     # keep: positive, drop, top, or the controls bottom, random,
-                                        # all (see tracin.select); weigh: a function (influence) of
-                                        # the config file returns a factor for each rollout
+                                        # top_advantage, pods, all (see tracin.select); weigh: a
+                                        # function (influence) or (influence, batch) of the config
+                                        # file returns a factor for each rollout
+    tracin_kl: str = "all"              # all: influence scores and weighs the policy gradient, the
+                                        # rest of the loss (KL, entropy, critic) keeps all rollouts;
+                                        # kept: whole losses
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
     tracin_layers: tuple = ()           # score parameters with one of these in their name; (): all
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (the fast way); what
                                         # does not fit is contracted with the target's gradient
-    tracin_normalizer: str = "all"      # divide the loss by the tokens (or rows) of all, or of the
-                                        # kept
+    tracin_normalizer: str = "all"      # divide what is kept by the tokens (or rows) of all, or of
+                                        # the kept; norm: make its gradient as long as that of all
 
     # evaluation: same prompts and seed each time, temperature 1, nothing truncated
     eval_interval: int = 50             # iterations; 0: only before and after
@@ -254,10 +262,29 @@ class Settings:
 
     @property
     def multiple_of_logp(self):
-        """True if a row's loss in the first pass is a number times its log-prob."""
+        """True if what influence scores of a row in the first pass is a number times its log-prob.
+        """
         one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        return (one_step and not self.kl_in_loss and not self.entropy_coef
-                and self.top_entropy_quantile == 1 and not self.critic)
+        return (one_step and self.scores_policy_only and self.top_entropy_quantile == 1
+                and not self.critic)
+
+    @property
+    def scores_policy_only(self):
+        """True if influence scores nothing but the policy gradient."""
+        return self.tracin_kl == "all" or not (self.kl_in_loss or self.entropy_coef or self.critic)
+
+    @property
+    def two_parts(self):
+        """True if the loss has a part that influence does not score: it keeps all rollouts."""
+        rest = self.kl_in_loss or self.entropy_coef or self.critic
+        return bool(self.tracin != "off" and self.tracin_kl == "all" and rest)
+
+    def of_target(self):
+        """These settings for held-out rollouts, which may have a reward of their own."""
+        if self.tracin_val_reward is None:
+            return self
+        return dataclasses.replace(
+            self, reward_funcs=(self.tracin_val_reward,), reward_weights=(1.0,))
 
     @property
     def clip_range(self):
@@ -302,7 +329,9 @@ def load_settings(argv):
             assign(cfg, name, value, path)
     for typed, name, value in flags:
         assign(cfg, name, value, typed)
-    rewards = cfg.reward_funcs or ("reward",)
+    rewards = list(cfg.reward_funcs or ("reward",))
+    if cfg.tracin_val_reward:
+        rewards.append(cfg.tracin_val_reward)
     if cfg.strange:
         used = [*rewards, cfg.tracin, cfg.tracin_select, "environment", "tools", *SOURCES]
         check_strange(cfg, used)

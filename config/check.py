@@ -21,8 +21,10 @@ CHOICES = {
     "lr_decay": ("constant", "linear", "cosine"),
     "tracin": ("off", "self", "reward", "advantage", "contrastive", "target"),
     "tracin_val_select": ("random", "best", "worst", "balanced"),
-    "tracin_select": ("positive", "drop", "top", "bottom", "random", "all", "weigh"),
-    "tracin_normalizer": ("all", "kept"),
+    "tracin_select": ("positive", "drop", "top", "bottom", "random", "top_advantage", "pods", "all",
+                      "weigh"),
+    "tracin_kl": ("all", "kept"),
+    "tracin_normalizer": ("all", "kept", "norm"),
 }
 AT_LEAST = {  # smallest value
     0: ("max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size",
@@ -32,20 +34,20 @@ AT_LEAST = {  # smallest value
         "tracin_memory", "max_turns", "value_coef"),
     1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
         "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
-        "vocab_size", "n_layer", "n_head", "n_embd", "num_generations"),
+        "vocab_size", "n_layer", "n_head", "n_embd", "num_generations", "tracin_val_every"),
     2: ("block_size",),
     1e-6: ("temperature", "sapo_temperature_neg", "sapo_temperature_pos"),
 }
 BETWEEN = {
     (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile",
              "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction", "force_rate",
-             "gae_gamma", "gae_lambda"),
+             "gae_gamma", "gae_lambda", "tracin_target_ema"),
     (257, 50257): ("judge_vocab_size",),
     (0, 2 ** 62): ("seed", "prepare_seed"),
     (0, 1024): ("threads",),
     (0, 10 ** 9): ("judge_tokens",),    # batches are drawn ahead
 }
-BELOW_1 = ("adam_beta1", "adam_beta2")
+BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")
 ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile")
 
 
@@ -213,10 +215,9 @@ def check_influence(cfg):
     own_batch = cfg.tracin not in ("off", "self") and not cfg.tracin_val_prompts
     if cfg.tracin_leave_one_out and own_batch and not cfg.multiple_of_logp:
         raise BadInput(
-            "tracin_leave_one_out = True: a rollout's own part is not known when its loss is not a "
-            "multiple of its log-prob; set kl_in = 'reward' (kl_estimator k1) or beta = 0, and "
-            "mini_batch_size = 0, entropy_coef = 0, top_entropy_quantile = 1, critic = False; or "
-            "tracin = 'self'")
+            "tracin_leave_one_out = True: a rollout's own part is not known when what is scored is "
+            "not a multiple of its log-prob; set tracin_kl = 'all', mini_batch_size = 0, "
+            "top_entropy_quantile = 1, critic = False; or tracin = 'self'")
     if cfg.tracin_leave_one_out and cfg.tracin_val_prompts:
         raise BadInput("tracin_leave_one_out = True with tracin_val_prompts: a held-out target "
                        "holds no rollout's own part")
@@ -226,6 +227,10 @@ def check_influence(cfg):
             f"tracin_val_size = {cfg.tracin_val_size}, tracin_val_select = "
             f"{cfg.tracin_val_select!r}: they choose from the rollouts of tracin_val_prompts, "
             "which is 0")
+    if not cfg.tracin_val_prompts and (cfg.tracin_val_reward or cfg.tracin_val_every > 1):
+        raise BadInput(
+            f"tracin_val_reward = {cfg.tracin_val_reward!r}, tracin_val_every = "
+            f"{cfg.tracin_val_every}: they are about the rollouts of tracin_val_prompts, which is 0")
     if cfg.tracin_val_size == 1:
         raise BadInput("tracin_val_size = 1: two halves of the target are compared; at least 2, "
                        "or 0 for all")
@@ -242,6 +247,12 @@ def check_rewards(cfg):
     if "judge" in cfg.reward_funcs and cfg.judge is None:
         raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a "
                        "file, or define a reward")
+    name = cfg.tracin_val_reward
+    if name and name not in ("judge", *cfg.functions):
+        raise BadInput(f"tracin_val_reward = {name!r}: neither 'judge' nor a function of the config "
+                       "file")
+    if name == "judge" and cfg.judge is None:
+        raise BadInput("tracin_val_reward = 'judge' but judge = None: set judge = 'train' or a path")
     if len(set(cfg.reward_funcs)) < len(cfg.reward_funcs):
         raise BadInput(f"reward_funcs = {cfg.reward_funcs}: names one twice; raise its weight")
     if cfg.reward_weights is None:

@@ -77,7 +77,7 @@ def as_reward(scores, kind):
 
 
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):
-    """Return {name: function} for the names in cfg.reward_funcs.
+    """Return {name: function} for the names in cfg.reward_funcs, and for cfg.tracin_val_reward.
 
     "judge" is the reward by judges["judge"], whose forward pass runs within precision(). Every
     other name is a function of the config file.
@@ -89,4 +89,5 @@ def reward_functions(cfg, judges, precision=contextlib.nullcontext):
         return [None if says_nothing(text) else r for r, text in zip(rewards, completions)]
 
     functions = cfg.functions | {"judge": judge_reward}
-    return {name: functions[name] for name in cfg.reward_funcs}
+    names = dict.fromkeys([*cfg.reward_funcs, *filter(None, [cfg.tracin_val_reward])])
+    return {name: functions[name] for name in names}

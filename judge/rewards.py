@@ -18,7 +18,8 @@ def try_rewards(cfg, prompts):
     Every prompt must have the columns that they ask for. Then they score a few prompts in place of
     completions, and an empty completion, which a policy may write too.
     """
-    functions = {name: cfg.functions[name] for name in cfg.reward_funcs if name != "judge"}
+    names = {*cfg.reward_funcs, cfg.tracin_val_reward} - {"judge", None}
+    functions = {name: cfg.functions[name] for name in sorted(names)}
     for name, function in functions.items():
         arguments_of(f"reward {name!r}", function, prompts, completions=[])
     some = prompts[:8]

@@ -20,6 +20,7 @@ from config import with_speed
 from run.content import (LOGS, check_fit, check_logs, check_moments, newest_checkpoint,
                          read_newest)
 from run.files import check_tensors, save_file, write_json
+from run.held_out import influence_state, load_influence
 from run.host import small_to_host
 from run.processes import rank_and_size
 from run.script import BadInput, seed_for, uninterrupted
@@ -82,13 +83,15 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
         return
     path = os.path.join(folder, "ckpt.pt")
     new = os.path.join(folder, "ckpt_new.pt")
-    states = dict(policy=nets.policy.state_dict(), optimizer=optimizer, reference=reference)
+    states = dict(policy=nets.policy.state_dict(), optimizer=optimizer, reference=reference,
+                  influence=influence_state(nets.influence, cfg.tracin_val_every))
     states = small_to_host(states)
     with uninterrupted():
         save_file(
             new, "run", iteration=iteration, policy=states["policy"],
             optimizer=states["optimizer"], num_tokens=num_tokens, base_hash=base_hash,
             settings=cfg.public(), source=cfg.source, reference=states["reference"],
+            influence=states["influence"],
             random=random_state(nets.device), inputs=contents_read(nets),
             logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
         if os.path.exists(path):
@@ -160,6 +163,8 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         check_moments(moments, nets.trained)
         if cfg.sync_ref_model:
             check_tensors(content["reference"], nets.reference.state_dict())
+        if nets.influence and content["influence"]:
+            load_influence(nets.influence, content["influence"], nets.device)
     except ValueError as e:
         raise BadInput(f"{path}: does not fit these settings ({e})") from e
     nets.policy.load_state_dict(content["policy"])

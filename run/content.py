@@ -8,6 +8,7 @@ import torch
 from config import Settings, assign, types_of, with_speed
 from config.check import check_parts, check_values
 from run.files import check_tensors, is_dense, load_file, read_rows
+from run.held_out import is_influence_state
 from run.script import BadInput
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
@@ -79,13 +80,15 @@ FIELDS = {      # of a checkpoint: what each must be
     "settings": lambda x: is_named(x, is_setting),
     "source": lambda x: x is None or is_str(x),
     "inputs": lambda x: is_named(x, is_str),
+    "influence": is_influence_state,
 }
 
 
 def read_checkpoint(path):
     """The content of a run's checkpoint, its fields checked by type and range. BadInput if one does
     not fit; whether they fit the settings is load_checkpoint's question."""
-    content = {"inputs": {}} | load_file(path, "run")      # which older runs did not note
+    # which older runs did not note
+    content = {"inputs": {}, "influence": None} | load_file(path, "run")
     missing = [name for name in FIELDS if name not in content]
     if missing:
         raise BadInput(f"{path}: no checkpoint of a run (it has no {', '.join(missing)})")

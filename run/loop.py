@@ -194,11 +194,18 @@ def sample_rows(it, prompts, batch, cfg):
                    advantage=advantages[i])
         if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
             row["row"] = prompt.row
+        if len(cfg.reward_funcs) > 1:
+            row["scores"] = dict(zip(cfg.reward_funcs, known(batch.scores[i].tolist())))
         if cfg.tracin != "off":
             row["influence"] = influence[i]
             row["weight"] = weights[i]
         rows.append(row)
     return rows
+
+
+def known(numbers):
+    """NaN becomes None, which JSON knows."""
+    return [None if math.isnan(x) else x for x in numbers]
 
 
 def warn_about_kl(cfg):

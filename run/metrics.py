@@ -195,9 +195,9 @@ def loss_metrics(out, cfg):
     if out.terms.kl is not None:
         metrics["kl"] = (out.terms.kl * mask).sum() / mask.sum().clamp(min=1)
     metrics["loss"] = out.loss.detach()
-    metrics["policy_loss"] = out.terms.policy_loss
+    metrics["policy_loss"] = out.terms.policy_loss.detach()
     if out.terms.critic_loss is not None:
-        metrics["critic_loss"] = out.terms.critic_loss
+        metrics["critic_loss"] = out.terms.critic_loss.detach()
     return metrics
 
 

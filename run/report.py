@@ -321,13 +321,12 @@ def describe_cost(cfg, num_weights, memory, fewest):
                 "and 1 backward of the batch for scores and step")
     elif cfg.tracin == "self" or cfg.multiple_of_logp:
         cost = "1 forward and 1 backward serve target, scores and step"
-    elif cfg.critic:
-        cost = ("2 forwards and 2 backwards, since with a critic the loss of a row is not a "
-                "multiple of its log-prob")
     else:
-        cost = ("2 forwards and 2 backwards, since the loss of a row is not a multiple of its "
-                "log-prob; kl_in = 'reward' with kl_estimator = 'k1', or beta = 0, and "
-                "mini_batch_size = 0 need 1")
+        cost = ("2 forwards and 2 backwards, since what is scored of a row is not a multiple of "
+                "its log-prob; tracin_kl = 'all', mini_batch_size = 0, top_entropy_quantile = 1 and "
+                "critic = False need 1")
+    if cfg.two_parts:
+        cost += ", and 1 backward for the KL and whatever else keeps all rollouts"
     kept = "all be kept"
     if size > memory:
         kept = f"{memory:g} GB be kept, the rest is contracted with the target's"

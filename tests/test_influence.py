@@ -80,7 +80,10 @@ def flat_grad(loss, policy, **more):
 
 
 def row_gradients(policy, batch, cfg):
-    """Gradient of each row's part of the loss, one autograd backward each: (N, weights)."""
+    """Gradient of each row's part of the loss, one autograd backward each: (N, weights). With
+    tracin_kl = "all" of its policy gradient only, which is what is left at beta = 0."""
+    if cfg.tracin_kl == "all":
+        cfg = without_rest(cfg)
     nets = nets_of(policy, replace(cfg, tracin="off"))
     N = len(batch.mask)
     whole = Step(0, torch.arange(N), N, int(batch.mask.sum()))
@@ -89,9 +92,27 @@ def row_gradients(policy, batch, cfg):
     return torch.stack([flat_grad(loss, policy) for loss in losses])
 
 
+def without_rest(cfg):
+    return replace(cfg, beta=0.0 if cfg.kl_in_loss else cfg.beta, entropy_coef=0.0)
+
+
+def rest_gradient(policy, batch, cfg):
+    """Gradient of what all rows keep with tracin_kl = "all", by difference of two autograds."""
+    rows = torch.arange(len(batch.mask))
+    whole = Step(0, rows, len(rows), int(batch.mask.sum()))
+    gradients = []
+    for knobs in (cfg, without_rest(cfg)):
+        nets = nets_of(policy, replace(knobs, tracin="off"))
+        loss = grpo.loss_of(nets, policy, batch, rows, whole, replace(knobs, tracin="off")).loss
+        gradients.append(flat_grad(loss, policy))
+    return gradients[0] - gradients[1]
+
+
 def target_gradient(policy, batch, rows, cfg):
     """Gradient of the target loss of some rows of a batch, by autograd."""
     if cfg.tracin == "self":
+        if cfg.tracin_kl == "all":
+            cfg = without_rest(cfg)
         nets = nets_of(policy, replace(cfg, tracin="off"))
         whole = Step(0, rows, len(rows), int(batch.mask[rows].sum()))
         loss = grpo.loss_of(nets, policy, batch, rows, whole, cfg).loss
@@ -117,17 +138,20 @@ def with_lora(policy):
 # ------------------------------------------------------------------------------------------------
 # influence and step, exact
 
-ROWS = dict(kl=dict(beta=.1), unit=UNIT, clipped=dict(beta=.1, loss_type="grpo", epsilon=.1))
+ROWS = dict(kl=dict(beta=.1), unit=UNIT, clipped=dict(beta=.1, loss_type="grpo", epsilon=.1),
+            entropy=dict(beta=.1, entropy_coef=.05), kept=dict(beta=.1, tracin_kl="kept"))
 TARGETS = ("self", "reward", "advantage", "contrastive")
 
 
 @functools.cache
 def sampled(knobs, lora):
-    """(batch, held-out batch, gradient of each row of the first)"""
+    """(batch, held-out batch, gradient of each row of the first, that of what all rows keep)"""
     policy = with_lora(gpt()) if lora else gpt()
     cfg, reference = settings(micro_batch_size=8, **ROWS[knobs]), moved(gpt())
     batch = sample(policy, cfg, reference)
-    return batch, sample(policy, cfg, reference, seed=8), row_gradients(policy, batch, cfg)
+    rest = 0.0 if cfg.tracin_kl == "kept" else rest_gradient(policy, batch, cfg)
+    held_out = sample(policy, cfg, reference, seed=8)
+    return batch, held_out, row_gradients(policy, batch, cfg), rest
 
 
 @pytest.mark.parametrize("lora, way", (
@@ -138,7 +162,7 @@ def sampled(knobs, lora):
 def test_influence_and_step_against_one_backward_per_row(target, knobs, held, lora, way):
     policy = with_lora(gpt()) if lora else gpt()
     cfg = settings(tracin=target, micro_batch_size=8, **ROWS[knobs])
-    batch, held_out, g = sampled(knobs, lora)
+    batch, held_out, g, rest = sampled(knobs, lora)
     batch = copy.copy(batch)
     chosen = torch.tensor([0, 3, 4, 9, 10, 15])
     G = target_gradient(policy, *((held_out, chosen) if held else (batch, torch.arange(16))), cfg)
@@ -146,7 +170,7 @@ def test_influence_and_step_against_one_backward_per_row(target, knobs, held, lo
     assert close(batch.influence, g @ G) and m["tracin/invariant_error"] < 1e-5
     kept = (batch.influence > 0).float()
     assert torch.equal(batch.weights, kept) and kept.sum() > 2
-    assert close(flat(seen[0], policy), kept @ g)
+    assert close(flat(seen[0], policy), kept @ g + rest)
     assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
 
 
