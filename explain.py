@@ -95,7 +95,7 @@ def print_logs(folder, cfg, logs, show):
 
     print("\n2. Influence against the rest, each less its mean in the iteration: rank correlation; "
           "then by\n   fifths, the lowest first, mean influence and share kept")
-    print("\n".join(relations(logs)))
+    print("\n".join(relations(logs.z, logs.kept, logs.columns)))
 
     print("\n3. Over time")
     print("\n".join(history(logs.metrics)))
@@ -180,14 +180,15 @@ def rollouts_after(path, checkpoint, cfg):
 
 
 def slopes_of(again, cfg):
-    """{position in the step: d loss / d log-prob of its tokens (T,)}, in float64. With these
-    constants a row alone has the gradient that it has in the batch."""
+    """{position in the step: d loss / d log-prob of its tokens (T,)}, in float64, of the part of
+    the loss that is scored. With these constants a row alone has the gradient that it has in the
+    batch."""
     slopes = {}
     for positions in again.pieces:
         rows = again.step.rows[positions]
         out = loss_of(again.nets, again.nets.policy, again.batch, rows, again.step, cfg,
                       logprobs=completion_logprobs)
-        slope, = torch.autograd.grad(out.loss, out.logp)
+        slope, = torch.autograd.grad(out.scored, out.logp)
         slopes |= dict(zip(positions.tolist(), slope.double()))
     return slopes
 
@@ -228,8 +229,8 @@ def check_arithmetic(again, about, cfg, method, count):
     ghost = scored.scores.cpu().double()
     if target is None and cfg.loss_type != "bnpo":      # which depends on how the rows are split
         halves, _, _ = influence.target_gradient((batch, step.rows))
-        plain = {p: sum(half[p] for half in halves) * scored.scale.get(p, 1) for p in scored.G}
-        worst = max(error(g, plain[p]) for p, g in scored.G.items())
+        worst = max(error(sum(half[p] for half in scored.halves), sum(half[p] for half in halves))
+                    for p in scored.G)
         print(f"  gradient of the target, tape beside ordinary autograd: error {worst:.1e}")
 
     record = [again.recorded[i].get("influence", 0.0) for i in step.rows.tolist()]
@@ -257,6 +258,8 @@ def check_arithmetic(again, about, cfg, method, count):
 
 def more_than_logprobs(cfg):
     """The setting that makes more of a scored loss than the log-probs of its tokens, or ""."""
+    if cfg.tracin_kl == "all":      # only the policy gradient is scored
+        return ""
     if cfg.critic:
         return "critic = True"
     return f"entropy_coef = {cfg.entropy_coef:g}" if cfg.entropy_coef else ""
@@ -281,66 +284,61 @@ def by_method(method, again, cfg, chosen):
 
 
 def words_of(again, cfg, chosen):
-    """{position in the step: the row's Pieces}, for the chosen positions. Influence is in standard
-    deviations of the iteration."""
+    """{position in the step: the row's Pieces}, for the chosen positions."""
     slopes = slopes_of(again, cfg)
     policy = in_float64(again.nets.policy)
     tokenizer = again.nets.tokenizer
-    unit = float(again.scored.scores.std(correction=0)) or 1.0
     words = {}
     for j in chosen:
         row = row_of(again.batch.rollout, again.step.rows[j], cfg.temperature)
         change = logprob_changes(policy, direction_for(again, cfg, j), row)
-        influence = slopes[j][:len(change)] * change / unit
+        influence = slopes[j][:len(change)] * change / unit_of(again)
         words[j] = pieces_of(row, influence, change, tokenizer, end_tokens(tokenizer))
     return words
 
 
+def unit_of(again):
+    """What influences are counted in, as in the logs: their standard deviation."""
+    return float(again.scored.scores.double().std(correction=0)) or 1.0
+
+
+def about_words(about, cfg):
+    more = more_than_logprobs(cfg)
+    return about + (f"; {more}: the tokens have the part of their log-probs only" if more else "")
+
+
 def print_token(again, about, cfg, word):
     """Where a text was pushed up or down, in the step that was taken again."""
-    print(about)
+    print(about_words(about, cfg))
     if again is None:
         return
     rows = again.step.rows.tolist()
     having = [j for j, i in enumerate(rows) if word in again.batch.completions[i]]
-    found = []
-    for j, pieces in words_of(again, cfg, having).items():
-        for first, last, exact in places_of(word, pieces):
-            inside = pieces[first:last]
-            if any(piece.chosen for piece in inside):
-                found.append((sum(piece.influence for piece in inside),
-                              -sum(piece.change for piece in inside), exact, rows[j],
-                              in_context(pieces, first, last)))
-    # " you" is a token, and part of " your"
-    found = [one for one in found if one[2]] or found
+    words = words_of(again, cfg, having)
+    found = [(place, again.recorded[rows[j]]) for j in having
+             for place in places_of(word, words[j])]
+    if any(place.exact for place, _ in found):      # " you" is a token, and a part of " your"
+        found = [(place, row) for place, row in found if place.exact]
     if not found:
-        print(f"{word!r} occurs in none of the {len(rows)} completions.")
+        print(f"{word!r} occurs in none of the {len(rows)} completions that were scored.")
         return
-    up = sum(push > 0 for _, push, *_ in found)
-    total = sum(influence for influence, *_ in found)
-    print(f"{word!r} occurs {len(found)} times. A step on the target pushes it up in {up} places and "
-          f"down in {len(found) - up}.\nIts influence is {total:+.2f} {UNIT} in all: above 0 where the rollout, by its\nadvantage, pushes it the same way."
-          f"\n\n  {'influence':>9}{'advantage':>11}  target")
-    for influence, push, _, i, text in sorted(found, reverse=True):
-        advantage = again.recorded[i].get("advantage", math.nan)
-        prompt = shorten(again.recorded[i]["prompt"])
-        print(f"  {influence:+9.4f}{advantage:+11.2f}  {'up' if push > 0 else 'down':6}  "
-              f"{prompt!r} -> {text}")
-
-
-def in_context(pieces, first, last):
-    """The pieces first to last - 1, marked, within what is around them."""
-    parts = ["".join(piece.text for piece in some)
-             for some in (pieces[:first], pieces[first:last], pieces[last:])]
-    before, word, after = parts
-    return f"{before[-24:]!r} «{word}» {after[:24]!r}"
+    up = sum(place.change < 0 for place, _ in found)
+    total = sum(place.influence for place, _ in found)
+    print(f"{word!r} in {len(found)} places: a step on the target pushes it up in {up}, down in "
+          f"{len(found) - up}.\nIts influence is {total:+.4f} {UNIT} in all: above 0\nwhere the "
+          "rollout, by its advantage, pushes it the same way as the target.\n\n"
+          f"  {'influence':>9}{'advantage':>11}  target")
+    for place, row in sorted(found, key=lambda one: -one[0].influence):
+        print(f"  {place.influence:+9.4f}{row.get('advantage', math.nan):+11.2f}  "
+              f"{'up' if place.change < 0 else 'down':6}  {shorten(row['prompt'])!r} -> "
+              f"{place.text!r}")
 
 
 def write_page(folder, cfg, logs, again, about, show):
     """Writes influence.html; returns its path."""
-    words = f'<p class="note">{visible(about)}</p>'
+    words = f"<p>{visible(about)}</p>"
     if again is not None:
-        words = words_section(about, cards_of(again, cfg, show), UNIT)
+        words = words_section(about_words(about, cfg), cards_of(again, cfg, show), UNIT)
     rows = [row | {"z": z} for row, z in zip(logs.rows, logs.z.tolist())]
     evaluations = []
     if os.path.exists(os.path.join(folder, "eval.jsonl")):
@@ -355,8 +353,7 @@ def write_page(folder, cfg, logs, again, about, show):
 
 def cards_of(again, cfg, show):
     """What the page shows of the most helpful and harmful rows: see run.page.words_section."""
-    scores = again.scored.scores.cpu().double()
-    z = scores / (float(scores.std(correction=0)) or 1.0)
+    z = again.scored.scores.cpu().double() / unit_of(again)
     best, worst = best_and_worst(z, show)
     words = words_of(again, cfg, best + worst)
     cards = {}

@@ -201,13 +201,13 @@ def relation(x, z, kept):
     return "".join(cells).rstrip()
 
 
-def relations(logs):
+def relations(z, kept, columns):
     """Lines: a table of relation(), without columns that are all equal."""
     fifths = "".join(f"{f'fifth {j}':>14}" for j in range(1, 6))
     lines = [f"  {'':12}{'rank corr':>10}{fifths}"]
-    for name, x in logs.columns.items():
+    for name, x in columns.items():
         if len(x[~x.isnan()].unique()) > 1:
-            lines.append(f"  {name:12}" + relation(x, logs.z, logs.kept))
+            lines.append(f"  {name:12}" + relation(x, z, kept))
         else:
             lines.append(f"  {name:12} the same in all rollouts of an iteration")
     return lines

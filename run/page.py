@@ -14,13 +14,13 @@ BLUE, RED, GREY = "#0072B2", "#D55E00", "#999999"
 SIGNS = {"\n": "⏎", "\t": "⇥"}
 MOST_DOTS = 3000
 
-CURVES = (  # title, from which log, {metric: what it is called}
-    ("Reward of the rollouts", "metrics", {"reward": "reward"}),
-    ("KL to the reference, nats per token", "metrics", {"kl": "KL"}),
+CURVES = (  # title, from which log, {metric: what it is called, if there may be two}
+    ("Reward of the rollouts", "metrics", {"reward": ""}),
+    ("KL to the reference, nats per token", "metrics", {"kl": ""}),
     ("Share of the rollouts", "metrics", {
         "tracin/positive_ratio": "above 0", "tracin/selected_ratio": "kept"}),
     ("Cosine of the target's halves: 0 is noise", "metrics", {
-        "tracin/target_cosine": "cosine"}),
+        "tracin/target_cosine": ""}),
     ("Toxicity, evaluated", "eval", {
         "judge/toxicity": "judge", "eval_judge/toxicity": "eval judge"}))
 METRICS = [metric for _, log, names in CURVES if log == "metrics" for metric in names]
@@ -42,9 +42,11 @@ dl div { white-space: nowrap; } dt, dd { display: inline; margin: 0; } dt { colo
 .prompt, .given { color: #777; } .given { text-decoration: underline dotted; }
 b { font-weight: normal; padding: .15em 0; border-radius: 3px; box-shadow: inset 0 0 0 1px #fff; }
 i { font-style: normal; color: #888; font-size: .85em; }
-figure { margin: 0; max-width: 27rem; } figcaption { font-size: .9rem; } svg { width: 100%; height: auto; }
+figure { margin: 0; max-width: 27rem; } figcaption { font-size: .9rem; }
+svg { width: 100%; height: auto; }
 path { fill: none; } text { fill: #555; font-size: 11px; }
-.key { white-space: nowrap; } .key::before { content: "●"; color: var(--c); margin: 0 .25em 0 .8em; }
+.key { white-space: nowrap; }
+.key::before { content: "●"; color: var(--c); margin: 0 .25em 0 .8em; }
 .blue { color: #0072B2; } .red { color: #D55E00; }
 .tint { display: inline-block; width: 7rem; height: .8em; border-radius: 3px;
   background: linear-gradient(90deg, #D55E00b3, #fff, #0072B2b3); }
@@ -86,20 +88,22 @@ def side(figures):
 # which words
 
 
-LEGEND = """<p>Each token is tinted by its own influence; those of a rollout add up to its.
-<span class="blue">Blue</span>: learning from this token helps the target; <span class="red">red</span>:
-it harms the target. A rollout of positive advantage makes its tokens likelier (▲), one of negative
-advantage less likely (▼); blue is where the target wants the same.</p>"""
+LEGEND = (
+    "<p>Each token is tinted by its own influence; those of a rollout add up to its. "
+    '<span class="blue">Blue</span>: learning from this token helps the target; '
+    '<span class="red">red</span>: it harms the target. A rollout of positive advantage pushes '
+    "its tokens up (▲), one of negative advantage down (▼); blue is where the target pushes the "
+    "same way.</p>")
 
 
 def words_section(about, cards, unit):
-    """HTML of the most helpful and harmful rollouts. cards: {heading: [(row of samples.jsonl, its
+    """HTML of helpful and harmful rollouts. cards: {heading: [(row of samples.jsonl, its
     influence, its run.words.Pieces)]}. unit: what influences are counted in."""
-    columns = "".join(column(heading, some, unit) for heading, some in cards.items())
-    return f'<p class="note">{visible(about)}</p>{LEGEND}<div class="side pair">{columns}</div>'
+    lists = "".join(list_of_cards(heading, some, unit) for heading, some in cards.items())
+    return f'<p class="note">{visible(about)}</p>{LEGEND}<div class="side pair">{lists}</div>'
 
 
-def column(heading, some, unit):
+def list_of_cards(heading, some, unit):
     """HTML of one list. Tints are by its own tokens: the harmful may have little of everything."""
     found = sorted(abs(piece.influence) for _, _, pieces in some for piece in pieces)
     if not found:
@@ -134,8 +138,7 @@ def token(piece, full):
         return f'<span class="given" title="not drawn by the policy">{shown}</span>'
     color = "0,114,178" if piece.influence > 0 else "213,94,0"
     share = min(1.0, abs(piece.influence) / full) if full else 0.0
-    word = "less likely" if piece.change > 0 else "likelier"
-    about = f"{piece.influence:+.2g}; a step on the target makes it {word}"
+    about = f"{piece.influence:+.2g}; the target pushes it {'down' if piece.change > 0 else 'up'}"
     tint = f"background:rgba({color},{0.7 * share:.2f})"
     return f'<b style="{tint}" title="{about}">{shown}</b>'
 
@@ -173,8 +176,8 @@ def scatter(name, rows):
 
 
 def chart(title, x_name, series):
-    """HTML of a chart; "" of no series. series: (name, color, points, path with places for them,
-    width of its stroke)."""
+    """HTML of a chart; "" of no series. series: (name or "", color, points, path with places for
+    them, width of its stroke)."""
     if not series:
         return ""
     everything = [point for _, _, points, _, _ in series for point in points]
@@ -199,10 +202,8 @@ def chart(title, x_name, series):
         places = [place for x, y in points for place in (across(x), down(y))]
         marks.append(f'<path d="{path.format(*places)}" stroke="{color}" stroke-width="{width}" '
                      'stroke-linecap="round" stroke-linejoin="round" stroke-opacity=".75"/>')
-    keys = ""
-    if len(series) > 1:
-        keys = "".join(f'<span class="key" style="--c:{color}">{name}</span>'
-                       for name, color, *_ in series)
+    keys = "".join(f'<span class="key" style="--c:{color}">{name}</span>'
+                   for name, color, *_ in series if name)
     return (f'<figure><figcaption>{title}{keys}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
             f'role="img" aria-label="{title}">{"".join(marks)}</svg></figure>')
 

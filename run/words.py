@@ -34,6 +34,14 @@ class Piece(NamedTuple):
     chosen: bool        # by the policy
 
 
+class Place(NamedTuple):
+    """Where a text occurs in a completion; the numbers are of the whole pieces that it lies in."""
+    text: str           # what is around it, with it marked
+    influence: float
+    change: float
+    exact: bool         # it begins and ends where pieces do
+
+
 def row_of(rollout, i, temperature):
     """Row i of a Rollout, whose prompt is padded on the left."""
     r = rollout[i]
@@ -86,37 +94,43 @@ def derivative(method, policy, D, row, slope):
 
 
 def pieces_of(row, influence, change, tokenizer, ends):
-    """The completion of a Row as Pieces, whose texts add up to it and whose influences add up to
-    that of its tokens (T,). ends: the ids that end a completion."""
+    """The completion of a Row as Pieces, whose texts add up to it and whose numbers add up to those
+    of its tokens, influence and change (T,). ends: the ids that end a completion."""
     T = len(row.chosen)
     ids = row.tokens[-T:].tolist()
-    chosen = row.chosen.tolist()
+    chosen, influence, change = (x.tolist() for x in (row.chosen, influence, change))
     decode = tokenizer.decode
     pieces = []
     start = 0
     for end in range(1, T + 1):
-        here, after = ids[start:end], ids[end:end + 3]      # a character has four bytes at most
+        here = ids[start:end]
+        after = ids[end:end + 3]        # a character has four bytes at most
         if decode(here) + decode(after) != decode(here + after):
-            continue            # it ends within a character
-        is_end = ids[start] in ends and chosen[start]
-        pieces.append(Piece("" if is_end else decode(here), float(influence[start:end].sum()),
-                            float(change[start:end].sum()), all(chosen[start:end])))
+            continue                    # it ends within a character
+        is_end = here[0] in ends and chosen[start]
+        pieces.append(Piece("" if is_end else decode(here), sum(influence[start:end]),
+                            sum(change[start:end]), all(chosen[start:end])))
         start = end
     return pieces
 
 
 def places_of(word, pieces):
-    """(first, last + 1, exact) of the pieces that each occurrence of a text lies in. exact: it
-    begins and ends where they do."""
+    """Every Place where a text occurs in the completion that has these Pieces, but for what the
+    policy did not draw."""
     text = "".join(piece.text for piece in pieces)
     ends = list(itertools.accumulate(len(piece.text) for piece in pieces))
     starts = [0, *ends]
-    found = []
+    places = []
     begin = text.find(word)
     while begin >= 0:
         end = begin + len(word)
         first = bisect.bisect_right(ends, begin)
         last = bisect.bisect_left(ends, end)
-        found.append((first, last + 1, starts[first] == begin and ends[last] == end))
+        inside = pieces[first:last + 1]
+        around = text[max(0, begin - 24):begin] + f"«{word}»" + text[end:end + 24]
+        exact = starts[first] == begin and ends[last] == end
+        if any(piece.chosen for piece in inside):
+            places.append(Place(around, sum(piece.influence for piece in inside),
+                                sum(piece.change for piece in inside), exact))
         begin = text.find(word, end)
-    return found
+    return places
