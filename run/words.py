@@ -84,7 +84,8 @@ def derivative(method, policy, D, row, slope):
 
     weights = {k: policy.get_parameter(k).detach().requires_grad_(method == "brute") for k in D}
     if method == "brute":
-        gradient = torch.autograd.grad(loss(weights), list(weights.values()))
+        parameters = list(weights.values())     # a value head is no part of a log-prob
+        gradient = torch.autograd.grad(loss(weights), parameters, materialize_grads=True)
         return float(sum((g * d).sum() for g, d in zip(gradient, D.values())))
     norm = float(sum(d.square().sum() for d in D.values())) ** 0.5
     eps = 1e-4 / max(norm, 1e-30)       # the weights move by 1e-4 in all

@@ -344,7 +344,8 @@ def replayed(folder, *flags):
     """(explain.Again, Settings) of a run."""
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
     numbers = ("iteration", "reward", "advantage", "influence", "weight")
-    again, about = explain.take_again(folder, cfg, explain.read_log(folder, "samples.jsonl", numbers))
+    rows = explain.read_log(folder, "samples.jsonl", numbers)
+    again, about = explain.take_again(folder, cfg, rows)
     assert again is not None, about
     return again, cfg
 
