@@ -41,7 +41,7 @@ dl div { white-space: nowrap; } dt, dd { display: inline; margin: 0; } dt { colo
 .text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; line-height: 1.9; }
 .prompt, .given { color: #777; } .given { text-decoration: underline dotted; }
 b { font-weight: normal; padding: .15em 0; border-radius: 3px; box-shadow: inset 0 0 0 1px #fff; }
-i { font-style: normal; color: #888; font-size: .85em; }
+i { font-style: normal; color: #888; font-size: .85em; } b i { color: #444; }
 figure { margin: 0; max-width: 27rem; } figcaption { font-size: .9rem; }
 svg { width: 100%; height: auto; }
 path { fill: none; } text { fill: #555; font-size: 11px; }
