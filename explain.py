@@ -40,7 +40,7 @@ from run.metrics import bound_of, is_exact
 from run.page import MEASURES, METRICS, page, visible, words_section
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.threads import threads_of, use_threads
-from run.words import (Row, derivative, logprob_changes, pieces_of, places_of, row_logprobs, row_of)
+from run.words import (Row, derivative, logprob_changes, pieces_of, places_of, row_logprobs, row_alone)
 
 USAGE = ("usage: python tracin.py out/toxicity_tracin [--method=ghost|brute|jvp|finite_difference] "
          "[--rows=8] [--show=5] [--html] [--token=TEXT] [--prompt=TEXT --completion=TEXT] "
@@ -271,7 +271,7 @@ def by_method(method, again, cfg, chosen):
     policy = in_float64(again.nets.policy)
     found, spent = [], []
     for j in chosen:
-        row = row_of(again.batch.rollout, again.step.rows[j], cfg.temperature)
+        row = row_alone(again.batch.rollout, again.step.rows[j], cfg.temperature)
         D = direction_for(again, cfg, j)
         began = time.time()
         found.append(derivative(method, policy, D, row, slopes[j][:len(row.chosen)]))
@@ -290,7 +290,7 @@ def words_of(again, cfg, chosen):
     tokenizer = again.nets.tokenizer
     words = {}
     for j in chosen:
-        row = row_of(again.batch.rollout, again.step.rows[j], cfg.temperature)
+        row = row_alone(again.batch.rollout, again.step.rows[j], cfg.temperature)
         change = logprob_changes(policy, direction_for(again, cfg, j), row)
         influence = slopes[j][:len(change)] * change / unit_of(again)
         words[j] = pieces_of(row, influence, change, tokenizer, end_tokens(tokenizer))

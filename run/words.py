@@ -42,7 +42,7 @@ class Place(NamedTuple):
     exact: bool         # it begins and ends where pieces do
 
 
-def row_of(rollout, i, temperature):
+def row_alone(rollout, i, temperature):
     """Row i of a Rollout, whose prompt is padded on the left."""
     r = rollout[i]
     T = int(r.mask.sum())

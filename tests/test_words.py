@@ -6,7 +6,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora, completion_states
-from run.words import Piece, Row, derivative, logprob_changes, pieces_of, places_of, row_of
+from run.words import Piece, Row, derivative, logprob_changes, pieces_of, places_of, row_alone
 from sample import generate
 from tracin import Tape
 
@@ -44,7 +44,7 @@ def test_tokens_add_up_to_the_score_of_their_rollout(dtype, lora):
     scores = tape.dot(G).double()
 
     D = {names[p]: g for p, g in G.items()}
-    rows = [row_of(rollout, i, 0.8) for i in range(6)]
+    rows = [row_alone(rollout, i, 0.8) for i in range(6)]
     found = [slope[i, :len(row.chosen)] * logprob_changes(policy, D, row)
              for i, row in enumerate(rows)]
     size = max(float(influence.abs().sum()) for influence in found)
