@@ -40,7 +40,8 @@ from run.metrics import bound_of, is_exact
 from run.page import MEASURES, METRICS, page, visible, words_section
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.threads import threads_of, use_threads
-from run.words import (Row, derivative, logprob_changes, pieces_of, places_of, row_logprobs, row_alone)
+from run.words import (Row, derivative, logprob_changes, pieces_of, places_of, row_alone,
+                       row_logprobs)
 
 USAGE = ("usage: python tracin.py out/toxicity_tracin [--method=ghost|brute|jvp|finite_difference] "
          "[--rows=8] [--show=5] [--html] [--token=TEXT] [--prompt=TEXT --completion=TEXT] "

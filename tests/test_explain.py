@@ -15,7 +15,7 @@ import torch
 import explain
 import grpo
 import tracin
-from config import load_settings
+from config import load_settings, with_speed
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
 from run import findings
@@ -278,6 +278,14 @@ def test_every_method_agrees_with_the_tape_and_the_record(run, name, method):
     assert max(found[method]) < 2e-5 and len(found[method]) == 2
     assert len(of_target(text)) == (name in ("self", "one backward", "kept"))
     assert all(x < 2e-5 for x in of_target(text))
+
+
+def test_the_part_that_is_scored_is_that_of_the_run(run):
+    assert "No: brute contradicts samples.jsonl" in printed(run("kept"), "--tracin_kl=all")
+    # runs from before this setting weighed whole losses; without influence it says nothing
+    assert with_speed({"tracin": "self"})["tracin_kl"] == "kept"
+    assert with_speed({"tracin": "self", "tracin_kl": "all"})["tracin_kl"] == "all"
+    assert "tracin_kl" not in with_speed({"tracin": "off"})
 
 
 def test_a_wrong_record_is_seen(copied):
