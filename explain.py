@@ -304,8 +304,15 @@ def unit_of(again):
 
 
 def about_words(about, cfg):
+    """The line on the step, and what a reader of its words has to know."""
     more = more_than_logprobs(cfg)
-    return about + (f"; {more}: the tokens have the part of their log-probs only" if more else "")
+    if more:
+        about += f"; {more}: the tokens have the part of their log-probs only"
+    if cfg.kl_in_loss and cfg.tracin_kl == "kept":
+        about += "; tracin_kl = 'kept': the KL pushes too"
+    if cfg.critic:
+        about += "; critic = True: each token has its own advantage, their mean is shown"
+    return about
 
 
 def print_token(again, about, cfg, word):
@@ -442,6 +449,8 @@ def main(argv):
     if (not argv or argv[0].startswith("--") or own["method"] not in METHODS or not numbers
             or own["token"] == ""):
         raise BadInput(USAGE)
+    if sum([html, own["token"] is not None, bool(own["prompt"] or own["completion"])]) > 1:
+        raise BadInput("--html, --token and --prompt ask different questions: ask one at a time")
     folder, show = argv[0], int(own["show"])
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
     numbers = ("iteration", "reward", "advantage", "influence", "weight")

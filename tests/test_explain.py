@@ -375,6 +375,8 @@ def test_a_score_of_more_than_words_is_said_to_be(run):
     folder = run("entropy", "--entropy_coef=0.1", "--tracin_kl=kept")
     assert "entropy_coef = 0.1: the tokens have" in printed(folder, "--token=e")
     assert "the tokens have" not in printed(run("self"), "--token=e")
+    assert "the KL pushes too" in printed(run("kept"), "--token=e")
+    assert "each token has its own advantage" in printed(run("average"), "--token=e")
 
 
 def test_where_a_word_was_pushed(run, rows):
@@ -509,6 +511,8 @@ def test_refusals(run, copied, tmp_path):
     for argv in ([], ["--rows=3"], [folder, "--method=magic"], [folder, "--rows=0"],
                  [folder, "--show"]):
         assert "usage" in refusal(*argv)
+    assert "one at a time" in refusal(folder, "--html", "--token=e")
+    assert "one at a time" in refusal(folder, "--prompt=the", "--token=e")
     assert "config.json: cannot be read" in refusal(tmp_path / "none")
     assert "did you mean 'tracin_adam'" in refusal(folder, "--tracin_adm=True")
     assert "config/toxicity_tracin.py" in refusal(run("off", "--tracin=off"))
