@@ -216,8 +216,8 @@ def span(values):
 
 
 def ticks(low, high):
-    """Three to seven round numbers from low to high."""
+    """Three to eight round numbers from low to high."""
     step = 10.0 ** math.floor(math.log10((high - low) / 3))
-    step *= next(factor for factor in (5, 2, 1) if (high - low) / (factor * step) >= 3)
+    step *= next((factor for factor in (5, 2) if (high - low) / (factor * step) >= 3), 1)
     first = math.ceil(low / step)
     return [round(i * step, 12) for i in range(first, math.floor(high / step) + 1)]

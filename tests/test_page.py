@@ -87,9 +87,9 @@ def test_charts_hold_what_they_are_given():
     assert drawn == scatter("reward", rows), "the sample of dots is drawn anew"
     numbers = [float(x) for x in re.findall(r"M([-0-9.]+) ", drawn)]
     assert min(numbers) >= 48 and max(numbers) <= 360
-    for low, high in ((0, 1), (-3e-5, 2e-5), (0.97, 0.98), (-16.4, 9.2), (0, 1e29)):
+    for low, high in ((0, 1), (-3e-5, 2e-5), (0.97, 0.98), (0, 0.3), (-16.4, 9.2), (0, 1e29)):
         found = ticks(low, high)
-        assert 3 <= len(found) <= 7 and low <= min(found) and max(found) <= high
+        assert 3 <= len(found) <= 8 and low <= min(found) and max(found) <= high
     for x in (0.0, 5.0, -1e-9):
         low, high = span([x, x])
         assert low < x < high and len(ticks(low, high)) >= 3
