@@ -6,6 +6,7 @@ from config.study_toxicity import *
 out_dir = "out/study_garbage"
 reward_funcs = ("judge", "planted")
 tracin_val_reward = "judge"
+eval_interval = 8
 
 
 def planted(prompts, completions):
