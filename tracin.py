@@ -499,13 +499,13 @@ def call_weigh(function, scores, batch, rows):
     """What a config file's weigh(influence) or weigh(influence, batch) returns; batch: a grpo.Batch
     of these rows."""
     scores = scores.clone()
-    if "batch" not in inspect.signature(function).parameters:
+    if list(inspect.signature(function).parameters)[1:2] != ["batch"]:
         return function(scores)
     here = rows.cpu()
     batch = dataclasses.replace(
         batch[rows], scores=batch.scores[here], rewards=batch.rewards[here],
         completions=[batch.completions[i] for i in here.tolist()])
-    return function(scores, batch=batch)
+    return function(scores, batch)
 
 
 def check_number(number):
