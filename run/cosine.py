@@ -3,22 +3,23 @@ How much of a held-out target is signal: the cosine of the gradients of two halv
 prompt, against the number of rollouts; and of two averages over iterations, each of a stream of its
 own. Two rollouts' gradients that agree in nothing have cosine 0.
 
-    python -m study.cosine config/study_toxicity.py          # writes docs/cosine.svg
+    python -m run.cosine config/study_toxicity.py          # writes docs/cosine.svg
 
 A plain run of the config trains the policy; the target is measured beside it and changes nothing.
 """
 import json
-import os
-import sys
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import torch
 
 import grpo
+from compare import mean_and_error
 from config import load_settings
 from data.prompts import draw_prompts
 from run.report import quiet
 from run.script import run_script, seed_for
+from plot import COLORS, look
 from tracin import cosine, target_coefficients
 
 LARGEST = 4096      # rollouts
@@ -51,12 +52,12 @@ def cosines_by_size(nets, cfg, when):
         while len(pieces) > 1:
             found = [cosine(G, H) for G, H in zip(pieces[::2], pieces[1::2])]
             rows += [dict(iteration=when, draw=draw, rollouts=2 * n, cosine=x) for x in found]
-            pieces = [mean_of(G, H) for G, H in zip(pieces[::2], pieces[1::2])]
+            pieces = [average_of(G, H) for G, H in zip(pieces[::2], pieces[1::2])]
             n *= 2
     return rows
 
 
-def mean_of(G, H):
+def average_of(G, H):
     return {p: (g + H[p]) / 2 for p, g in G.items()}
 
 
@@ -73,7 +74,7 @@ def cosines_of_averages(nets, cfg, it, averages):
     return rows
 
 
-def measure(nets, cfg):
+def measure_cosines(nets, cfg):
     """Trains as grpo.train does, without evaluations, and measures on the way."""
     rows = cosines_by_size(nets, cfg, 0)
     averages = {}
@@ -86,35 +87,40 @@ def measure(nets, cfg):
     return rows + cosines_by_size(nets, cfg, cfg.max_iters)
 
 
-def draw(rows, path):
+def draw_cosines(rows, path):
     """Two panels: by the number of rollouts, and by the decay of the average."""
-    import matplotlib.pyplot as plt
-    from plot import COLORS, look
     with look():
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), layout="constrained")
-        sized = [row for row in rows if "rollouts" in row]
-        for color, when in zip(COLORS, sorted({row["iteration"] for row in sized})):
-            here = [row for row in sized if row["iteration"] == when]
-            sizes = sorted({row["rollouts"] for row in here})
-            found = [torch.tensor([row["cosine"] for row in here if row["rollouts"] == size])
-                     for size in sizes]
-            left.errorbar(sizes, [float(x.mean()) for x in found],
-                          [float(x.std() / len(x) ** 0.5) if len(x) > 1 else 0.0 for x in found],
-                          color=color, marker="o", capsize=2, label=f"after {when} iterations")
-        left.set_xscale("log", base=2)
-        left.set_xlabel("held-out rollouts, both halves together")
-        left.set_title("cosine of the target's two halves")
-        left.legend()
+        draw_sizes(left, [row for row in rows if "rollouts" in row])
         for color, decay in zip(COLORS, DECAYS):
             here = [row for row in rows if row.get("decay") == decay]
-            right.plot([row["iteration"] + 1 for row in here], [row["cosine"] for row in here],
-                       color=color, label=f"tracin_target_ema {decay:g}")
+            x = [row["iteration"] + 1 for row in here]
+            y = [row["cosine"] for row in here]
+            right.plot(x, y, color=color)
+            right.annotate(f"{decay:g}", (x[-1], y[-1]), xytext=(4, 0), color=color,
+                           textcoords="offset points", verticalalignment="center")
         right.set_xlabel("iteration")
-        right.set_title(f"cosine of two averages, each of {STREAM} rollouts an iteration")
-        right.legend()
+        right.set_title(f"cosine of two averages of {STREAM} rollouts a step, by decay")
+        left.legend()
         for axes in (left, right):
             axes.axhline(0, color="0.6", linewidth=0.6)
         figure.savefig(path)
+
+
+def draw_sizes(axes, rows):
+    """A line for each time of the run, with standard errors."""
+    for color, when in zip(COLORS, sorted({row["iteration"] for row in rows})):
+        by_size = {}
+        for row in rows:
+            if row["iteration"] == when:
+                by_size.setdefault(row["rollouts"], []).append(row["cosine"])
+        means, errors = zip(*map(mean_and_error, by_size.values()))
+        axes.errorbar(list(by_size), means, errors, color=color, marker="o", capsize=2,
+                      label=f"after {when} iterations")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(by_size), [f"{size:,}" for size in by_size])
+    axes.set_xlabel("held-out rollouts, both halves together")
+    axes.set_title("cosine of the target's two halves")
 
 
 def main(argv):
@@ -122,12 +128,11 @@ def main(argv):
     cfg = replace(cfg, tracin_val_prompts=1)
     given = grpo.read_inputs(cfg)
     nets = grpo.prepare(cfg, given)
-    path = os.path.join("out", "cosine.jsonl")
-    rows = measure(nets, cfg)
-    with open(path, "w") as f:
+    rows = measure_cosines(nets, cfg)
+    with open("out/cosine.jsonl", "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
-    draw(rows, os.path.join("docs", "cosine.svg"))
-    print(f"{path}, docs/cosine.svg")
+    draw_cosines(rows, "docs/cosine.svg")
+    print("out/cosine.jsonl, docs/cosine.svg")
 
 
 if __name__ == "__main__":
