@@ -16,6 +16,7 @@ runs, which answer counts as what:
     measure     what the arms are compared by, lower is better: a measure of the evaluation
     controls    arms that every arm is compared with
     tested      arms that the verdicts are about
+    few         {name: number} of arms that get only so many of the seeds; optional
     quick       {setting: value} that shrink a run for --quick; optional
     base        path of a study whose names and arms this one adds to; optional
 
@@ -78,11 +79,11 @@ def read_study(path, quick=False):
         if not isinstance(values[name], kind):
             raise BadInput(f"{path}: {name} = {values[name]!r}: is of the wrong type; "
                            "see python study.py --help")
-    unknown = sorted(values.keys() - NEEDED.keys() - {"quick"})
+    unknown = sorted(values.keys() - NEEDED.keys() - {"quick", "few"})
     if unknown:
         raise BadInput(f"{path}: {unknown[0]!r} is no name of a study; start it with _")
-    study = SimpleNamespace(**{"quick": {}} | values)
-    for name in (*study.controls, *study.tested):
+    study = SimpleNamespace(**{"quick": {}, "few": {}} | values)
+    for name in (*study.controls, *study.tested, *study.few):
         if name not in study.arms:
             raise BadInput(f"{path}: {name!r} is no arm; there are {', '.join(study.arms)}")
     if len(study.grid) > 1 or not all(study.grid.values()):
@@ -109,6 +110,8 @@ def jobs_of(study, out):
     """All runs, seed by seed. BadInput for settings that grpo.py would refuse."""
     jobs = []
     for seed, arm, value in itertools.product(study.seeds, study.arms, study.values):
+        if seed in study.seeds[study.few.get(arm, len(study.seeds)):]:
+            continue
         point = "" if value is None else f"_{study.setting}{value}"
         name = f"{arm}{point}_seed{seed}".replace(" ", "_").replace("/", "_")
         settings = study.arms[arm] | study.shrink | {"seed": seed, "threads": 1}

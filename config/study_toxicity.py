@@ -12,7 +12,7 @@ max_completion_length = 16
 
 num_prompts = 8
 num_generations = 8
-max_iters = 25
+max_iters = 24
 learning_rate = 5e-4
 
 eval_interval = 0

@@ -18,8 +18,10 @@ from run.script import seed_for as _seed_for
 out_dir = "out/study_wrong"
 reward_funcs = ("inverted", "wrong")
 reward_weights = (1.0, 0.0)     # wrong is recorded, for the study
-tracin_val_prompts = 1          # times num_generations: an eighth of the rollouts of training
+num_prompts = 10
+tracin_val_prompts = 1          # a tenth of the rollouts of training
 tracin_val_reward = "judge"
+eval_interval = 8
 
 
 @functools.cache

@@ -18,8 +18,10 @@ from run.script import seed_for as _seed_for
 out_dir = "out/study_wrong_judge"
 reward_funcs = ("two_judges", "wrong")
 reward_weights = (1.0, 0.0)     # wrong is recorded, for the study
-tracin_val_prompts = 1
+num_prompts = 10
+tracin_val_prompts = 1          # a tenth of the rollouts of training
 tracin_val_reward = "judge"
+eval_interval = 8
 
 
 @functools.cache

@@ -11,7 +11,8 @@ No: no win, and the 95 % interval of the difference to the best control excludes
 Else: not decided.
 """
 config = "config/study_toxicity.py"
-seeds = range(1, 21)
+seeds = range(1, 12)
+few = {"pods": 5, "self": 5, "self_leave-one-out": 5, "bottom": 5}
 grid = {"beta": (0.02, 0.1, 0.4)}
 measure = "eval_judge/toxicity"
 controls = ("all", "random", "top_advantage")
@@ -26,7 +27,7 @@ arms = {
     "pods": _held_out | {"tracin_select": "pods"},
     "top_advantage": _held_out | {"tracin_select": "top_advantage"},
     "held-out": _held_out,
-    "average": _held_out | {"tracin_target_ema": 0.9},
+    "average": _held_out | {"tracin_target_ema": 0.95},
     "adam": _held_out | {"tracin_adam": True},
     "self": _same_batch,
     "self_leave-one-out": _same_batch | {"tracin_leave_one_out": True},

@@ -12,5 +12,7 @@ Else: not decided. Toxicity is beside it, so that an arm which learns nothing is
 that learns the right thing.
 """
 base = "study/clean.py"
+seeds = range(1, 9)
+grid = {}
 config = "config/study_garbage.py"
 measure = "rewards/planted"

@@ -11,18 +11,19 @@ No: no win, and the 95 % interval of the difference to the best control excludes
 Else: not decided.
 """
 config = "config/study_toxicity.py"
-seeds = range(1, 21)
-grid = {"beta": (0.02, 0.1, 0.4)}
+seeds = range(1, 11)
+grid = {}
 measure = "eval_judge/toxicity"
 controls = ("all", "random")
 tested = ("best_16", "random_128", "held-out")
 
-_then = {"tracin": "reward", "tracin_val_prompts": 16, "tracin_normalizer": "all"}
+_now = {"tracin": "reward", "eval_interval": 8}
+_then = _now | {"tracin_val_prompts": 16, "tracin_normalizer": "all"}
 
 arms = {
-    "all": {"tracin": "off"},
-    "random": {"tracin": "reward", "tracin_select": "random"},
-    "held-out": {"tracin": "reward"},
+    "all": _now | {"tracin": "off"},
+    "random": _now | {"tracin_select": "random"},
+    "held-out": _now,
     "best_16": _then | {"tracin_val_size": 16, "tracin_val_select": "best"},
     "random_128": _then | {"tracin_val_size": 128, "tracin_val_select": "random"},
 }
