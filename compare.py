@@ -1,8 +1,8 @@
 """
 Arms beside each other: means, paired differences at equal KL, p-values, verdicts, tables.
 
-study.py makes the runs and hands their rows to summarise, whose result as_markdown writes as tables.
-A study here is what study.read_study returns; a row is what study.row_of returns.
+study.py makes the runs and hands their rows to summarise; as_markdown writes what that returns as
+tables. A study here is what study.read_study returns, a row what study.row_of returns.
 """
 import math
 import statistics
