@@ -50,7 +50,6 @@ from model import completion_entropies, completion_logprobs, completion_states
 from pretrain import get_policy, get_tokenizer, load_policy, trainable
 from run.debug import take_apart
 from run.device import autocast, pick_device, pick_dtype
-from run.held_out import unpack
 from run.loop import Run
 from run.processes import (all_gather, all_gather_rollout, all_reduce, rank0_first, shard,
                            sum_gradients)
@@ -657,15 +656,20 @@ def collect_target(nets, it, cfg):
     if cfg.tracin == "off" or not cfg.tracin_val_prompts:
         return None
     influence = nets.influence
-    if isinstance(influence.held_out, dict):    # of a checkpoint
-        influence.held_out = unpack(influence.held_out, Target, Batch, Rollout, nets.device)
-    if it % cfg.tracin_val_every == 0 or influence.held_out is None:
-        prompts = draw_prompts(nets.val_prompts, it, cfg.tracin_val_prompts, cfg.seed)
-        batch = collect(nets, prompts, cfg.of_target(), seed_for(cfg.seed, "target", it))
-        generator = torch.Generator().manual_seed(seed_for(cfg.seed, "chosen", it))
-        rows = choose_targets(batch.rewards, cfg.tracin_val_size, cfg.tracin_val_select, generator)
-        influence.held_out = Target(batch, rows.to(nets.device))
-    return influence.held_out
+    if it % cfg.tracin_val_every and influence.held_out:
+        batch, rows = influence.held_out
+        if not isinstance(batch, Batch):    # of a checkpoint
+            batch = Batch(**vars(batch))
+        return Target(batch, rows)
+    influence.held_out = None   # rollout.allowed is large: gone before the next one is sampled
+    prompts = draw_prompts(nets.val_prompts, it, cfg.tracin_val_prompts, cfg.seed)
+    batch = collect(nets, prompts, cfg.of_target(), seed_for(cfg.seed, "target", it))
+    generator = torch.Generator().manual_seed(seed_for(cfg.seed, "chosen", it))
+    rows = choose_targets(batch.rewards, cfg.tracin_val_size, cfg.tracin_val_select, generator)
+    target = Target(batch, rows.to(nets.device))
+    if cfg.tracin_val_every > 1:
+        influence.held_out = target
+    return target
 
 
 # ------------------------------------------------------------------------------------------------

@@ -67,7 +67,9 @@ def read_run(folder):
     if "eval_judge/toxicity" in curves:     # the evaluations have this name too
         curves["rollouts/toxicity"] = curves.pop("eval_judge/toxicity")
     if os.path.exists(evaluations):
-        curves |= read_curves(evaluations)
+        measures = read_curves(evaluations)
+        measures.pop("kl", None)    # to the starting policy; the panel has the rollouts'
+        curves |= measures
     if "completions/clipped_ratio" in curves:
         x, clipped = curves["completions/clipped_ratio"]
         curves["completions/ended_ratio"] = x, 1 - clipped

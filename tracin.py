@@ -126,9 +126,9 @@ class Influence:
         factor = self.normalizer(weights, kept_grad, batch_grad)
         if factor != 1:
             torch._foreach_mul_(list(kept_grad.values()), factor)
-        if self.tape.summed:
-            kept_grad = add(kept_grad, self.tape.summed)
-        if weights.any() or self.tape.summed:
+        if found.rest_grad:
+            kept_grad = add(kept_grad, found.rest_grad)
+        if weights.any() or found.rest_grad:
             for p, g in kept_grad.items():
                 p.grad = g
         self.batch.influence[rows] = found.scores
@@ -154,8 +154,8 @@ class Influence:
         key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
         true_grad = self.gradient_of(
             self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key, part="loss")
-        if self.tape.summed:
-            true_grad = each(torch._foreach_sub, true_grad, self.tape.summed)
+        if found.rest_grad:
+            true_grad = each(torch._foreach_sub, true_grad, found.rest_grad)
         return invariant_error(found.raw_scores, true_grad, found.G)
 
     # target
@@ -214,7 +214,7 @@ class Influence:
         cfg = self.cfg
         if self.one_backward:
             self.all_reduce([self.loss_coef])
-        self.all_reduce(list(self.tape.summed.values()))
+        rest_grad = self.sum_rest()
         halves, self_coef, target_loss = self.target_gradient(target)
         target_grad = functools.reduce(add, halves)
         batch_grad = target_grad if cfg.tracin == "self" and target is None else None
@@ -224,7 +224,8 @@ class Influence:
         scale = {}
         if cfg.tracin_adam:
             batch_grad = batch_grad or self.tape.gradient(self.loss_coef)
-            scale = adam_scale(self.nets.optimizer, batch_grad)
+            whole_grad = add(batch_grad, rest_grad) if rest_grad else batch_grad
+            scale = adam_scale(self.nets.optimizer, whole_grad)
         G = self.scored_part(target_grad, scale)
         raw_scores = self.loss_coef * self.tape.dot(G).to(self.loss_coef)           # (n,)
         own, self_share = self.self_influence(raw_scores, self_coef, scale, G, generator)
@@ -233,7 +234,16 @@ class Influence:
             raise SystemExit("stopped: an influence is not finite; the weights or the target's "
                              "rewards are not. The last checkpoint stands")
         return Scored(scores, raw_scores, G, scale, halves, target_loss, self_coef, self_share,
-                      batch_grad)
+                      batch_grad, rest_grad)
+
+    def sum_rest(self):
+        """The gradient, over all processes, of what all rows keep; {} if there is no such part."""
+        if not self.cfg.two_parts:
+            return {}
+        # a process that has no row of this step adds zeros
+        rest_grad = self.tape.summed or {p: torch.zeros_like(p) for p in self.tape.names}
+        self.all_reduce(list(rest_grad.values()))
+        return rest_grad
 
     def averaged(self, target_grad):
         """The average of the target's gradient over steps, corrected for its start at 0, and this
@@ -245,7 +255,8 @@ class Influence:
             self.age = 0
             self.average = {p: torch.zeros_like(g) for p, g in target_grad.items()}
         self.age += 1
-        torch._foreach_lerp_(list(self.average.values()), list(target_grad.values()), 1 - decay)
+        newest = [target_grad[p] for p in self.average]
+        torch._foreach_lerp_(list(self.average.values()), newest, 1 - decay)
         unbiased = 1 - decay ** self.age
         whole = torch._foreach_div(list(self.average.values()), unbiased)
         return dict(zip(self.average, whole)), (1 - decay) / unbiased
@@ -337,6 +348,7 @@ class Scored(NamedTuple):
     self_coef: Tensor       # (n,) see Influence; 0: another batch, None: unknown
     self_share: Tensor      # () see self_influence
     batch_grad: dict        # the gradient of all rows, or None if it was not needed
+    rest_grad: dict         # the gradient of what all rows keep; {}: there is no such part
 
 
 class Findings(NamedTuple):
@@ -430,8 +442,9 @@ def select(influence, how, fraction=0.5, generator=None, advantages=None, reward
     positive: above 0. If fewer than 10 % of the nonzero scores are positive, the better half of the
     nonzero ones is kept (the fallback). drop: all but the worst `fraction` of the negative ones.
     top: the best `fraction`. all. Controls that keep as many as `positive`: bottom, random;
-    top_advantage: of the largest |advantage|, advantages (n,); pods: from each prompt about as many,
-    whose rewards (n,) spread widest (PODS, Xu et al. 2025), prompts (n,) being the prompt's number.
+    top_advantage: of the largest |advantage|, advantages (n,); pods: from each prompt about as
+    many, whose rewards (n,) spread widest (PODS, Xu et al. 2025), prompts (n,) being the prompt's
+    number.
     """
     n = len(influence)
     positive, negative = torch.stack([(influence > 0).sum(), (influence < 0).sum()]).tolist()
@@ -466,11 +479,10 @@ def widest(rewards, prompts, count):
     variance: k of a prompt's best rows and the rest of its worst, for the best k. Unknown rewards
     (NaN) count as the prompt's mean."""
     chosen = []
-    numbers = prompts.unique().tolist()
-    for j, number in enumerate(numbers):
-        rows = (prompts == number).nonzero()[:, 0]
-        # what the prompts before did not use up is spread over those that are left
-        share = (count - sum(map(len, chosen))) / (len(numbers) - j)
+    groups = [(prompts == number).nonzero()[:, 0] for number in prompts.unique().tolist()]
+    groups.sort(key=len)    # what a small one has too few rows for is spread over the larger ones
+    for j, rows in enumerate(groups):
+        share = (count - sum(map(len, chosen))) / (len(groups) - j)
         size = min(len(rows), round(share))
         r = rewards[rows]
         r = torch.where(r.isnan(), r.nanmean().nan_to_num(), r)
@@ -487,7 +499,7 @@ def call_weigh(function, scores, batch, rows):
     """What a config file's weigh(influence) or weigh(influence, batch) returns; batch: a grpo.Batch
     of these rows."""
     scores = scores.clone()
-    if len(inspect.signature(function).parameters) < 2:
+    if list(inspect.signature(function).parameters)[1:2] != ["batch"]:
         return function(scores)
     here = rows.cpu()
     batch = dataclasses.replace(
@@ -703,8 +715,10 @@ class Tape:
         if not self.summed:
             self.summed = {p: torch.zeros_like(p) for p in self.names}
         self.summing = True
-        loss.backward()
-        self.summing = False
+        try:
+            loss.backward()
+        finally:
+            self.summing = False
 
     def rows(self, which, tokens=None):
         """What follows is a forward and backward of new rows.

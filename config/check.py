@@ -230,7 +230,8 @@ def check_influence(cfg):
     if not cfg.tracin_val_prompts and (cfg.tracin_val_reward or cfg.tracin_val_every > 1):
         raise BadInput(
             f"tracin_val_reward = {cfg.tracin_val_reward!r}, tracin_val_every = "
-            f"{cfg.tracin_val_every}: they are about the rollouts of tracin_val_prompts, which is 0")
+            f"{cfg.tracin_val_every}: they are about the rollouts of tracin_val_prompts, which "
+            "is 0")
     if cfg.tracin_val_size == 1:
         raise BadInput("tracin_val_size = 1: two halves of the target are compared; at least 2, "
                        "or 0 for all")
@@ -248,11 +249,12 @@ def check_rewards(cfg):
         raise BadInput("reward_funcs names 'judge' but judge = None: set judge = 'train' or a "
                        "file, or define a reward")
     name = cfg.tracin_val_reward
-    if name and name not in ("judge", *cfg.functions):
-        raise BadInput(f"tracin_val_reward = {name!r}: neither 'judge' nor a function of the config "
-                       "file")
+    if name is not None and name not in ("judge", *cfg.functions):
+        raise BadInput(f"tracin_val_reward = {name!r}: neither 'judge' nor a function of the "
+                       "config file")
     if name == "judge" and cfg.judge is None:
-        raise BadInput("tracin_val_reward = 'judge' but judge = None: set judge = 'train' or a path")
+        raise BadInput("tracin_val_reward = 'judge' but judge = None: set judge = 'train' or a "
+                       "file")
     if len(set(cfg.reward_funcs)) < len(cfg.reward_funcs):
         raise BadInput(f"reward_funcs = {cfg.reward_funcs}: names one twice; raise its weight")
     if cfg.reward_weights is None:

@@ -135,11 +135,16 @@ def damage(path):
 # weights
 
 
-def is_dense(x):
-    """True for an ordinary tensor of floats that holds as many numbers as its shape says."""
+def is_plain(x):
+    """True for an ordinary tensor that holds as many numbers as its shape says."""
     if type(x) is not torch.Tensor or x.layout != torch.strided or x.device.type != "cpu":
         return False
-    return x.is_floating_point() and x.numel() * x.element_size() <= x.untyped_storage().nbytes()
+    return x.numel() * x.element_size() <= x.untyped_storage().nbytes()
+
+
+def is_dense(x):
+    """True for an ordinary tensor of floats that holds as many numbers as its shape says."""
+    return is_plain(x) and x.is_floating_point()
 
 
 def check_tensors(found, wanted):

@@ -195,7 +195,8 @@ def sample_rows(it, prompts, batch, cfg):
         if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
             row["row"] = prompt.row
         if len(cfg.reward_funcs) > 1:
-            row["scores"] = dict(zip(cfg.reward_funcs, known(batch.scores[i].tolist())))
+            scores = without_nan(batch.scores[i].tolist())
+            row["scores"] = dict(zip(cfg.reward_funcs, scores))
         if cfg.tracin != "off":
             row["influence"] = influence[i]
             row["weight"] = weights[i]
@@ -203,7 +204,7 @@ def sample_rows(it, prompts, batch, cfg):
     return rows
 
 
-def known(numbers):
+def without_nan(numbers):
     """NaN becomes None, which JSON knows."""
     return [None if math.isnan(x) else x for x in numbers]
 

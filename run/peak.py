@@ -27,6 +27,7 @@ def peak_bytes(nets, cfg):
     s = sizes(nets, cfg)
     stored, recorded = tape_bytes(nets, s) if nets.influence else (0, 0)
     kept = 2 * s.trained + stored       # AdamW's moments, and what the tape uses again
+    kept += s.trained * bool(cfg.tracin_target_ema)     # the average
     rollout = sampling_bytes(s, s.decoded)
     decoder = getattr(nets.generate, "keywords", {}).get("decode")
     if isinstance(decoder, Decoder):    # keeps its cache and the Linears in bfloat16
@@ -37,6 +38,8 @@ def peak_bytes(nets, cfg):
         # a plain backward: of the check, before there are moments, or of the target's second half;
         # or the target's halves and their sum, of rows kept, dropped and both, and a weighed b
         update = recorded + max(2 * s.trained + update, 6 * s.trained + s.i * s.M * s.V)
+        # the gradient of what all rows keep, and the average corrected for its start
+        update += s.trained * (cfg.two_parts + bool(cfg.tracin_target_ema))
     else:
         update += s.trained                                         # the gradient
     num_evaluated = min(EVALUATED, len(nets.eval_prompts) * cfg.num_eval_generations)

@@ -323,8 +323,8 @@ def describe_cost(cfg, num_weights, memory, fewest):
         cost = "1 forward and 1 backward serve target, scores and step"
     else:
         cost = ("2 forwards and 2 backwards, since what is scored of a row is not a multiple of "
-                "its log-prob; tracin_kl = 'all', mini_batch_size = 0, top_entropy_quantile = 1 and "
-                "critic = False need 1")
+                "its log-prob; tracin_kl = 'all', mini_batch_size = 0, top_entropy_quantile = 1 "
+                "and critic = False need 1")
     if cfg.two_parts:
         cost += ", and 1 backward for the KL and whatever else keeps all rollouts"
     kept = "all be kept"

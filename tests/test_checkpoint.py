@@ -5,22 +5,40 @@ import math
 import os
 import random
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import grpo
 from by_hand import random_gpt
 from config import load_settings
+from data.prompts import Prompt
+from data.tokenizer import load_tokenizer
+from model import completion_logprobs
 from pretrain import load_run
 from run.checkpoint import begin_folder, save_checkpoint, write_run_config
 from run.content import LOGS, check_going_on
 from run.files import load_file, load_gpt, save_file, save_gpt
+from run.processes import all_reduce
 from run.script import BadInput, hash_of
+from sample import generate
+from tracin import Influence
 
 ROW = '{"iteration": 0, "samples": []}\n'
+PROMPTS = [Prompt("a", [5], {}), Prompt("b", [7, 8], {})]
+TOKENIZER = load_tokenizer(300)
 SHAPE = ["--vocab_size=300", "--block_size=24", "--n_layer=1", "--n_head=2", "--n_embd=16"]
+TARGET = ["--max_completion_length=8", "--tracin=reward", "--tracin_val_prompts=2",
+          "--tracin_val_every=5", "--tracin_target_ema=0.9", "--num_generations=3"]
+INFLUENCE = load_settings([*SHAPE, *TARGET, "--beta=0.1"])
+INFLUENCE = replace(INFLUENCE, reward_funcs=("length",), reward_weights=(1.0,))
+
+
+def length(prompts, completions):
+    return [len(text) for text in completions]
 
 
 def small_nets():
@@ -29,16 +47,27 @@ def small_nets():
     trained = list(policy.parameters())
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     reference = copy.deepcopy(policy)
-    return SimpleNamespace(
+    nets = SimpleNamespace(
         policy=policy, base=base, trained=trained, optimizer=optimizer, reference=reference,
-        device=torch.device("cpu"), prompts=[], eval_prompts=[], val_prompts=[], judges={})
+        device=torch.device("cpu"), dtype=torch.float32, prompts=[], eval_prompts=[],
+        val_prompts=PROMPTS, judges={}, reward_funcs={"length": length}, generate=generate,
+        tokenizer=TOKENIZER, logprobs=completion_logprobs, reference_fn=reference)
+    nets.influence = Influence(nets, INFLUENCE, grpo.loss_of, grpo.gradient_of, all_reduce)
+    return nets
 
 
-def step(nets):
-    """An optimizer step, which reads AdamW's moments. Gradients are what they are."""
+def step(nets, it=4):
+    """An optimizer step, which reads AdamW's moments, and the target of an iteration, which reads
+    its average and its rollouts. Gradients are what they are."""
+    target = grpo.collect_target(nets, it, INFLUENCE)
+    whole = grpo.Step(0, target.rows, len(target.rows), 1)
+    coef = torch.ones(len(target.batch.mask))
+    gradient = grpo.gradient_of(nets, target.batch, target.rows, whole, INFLUENCE, coef=coef)
+    nets.influence.averaged(gradient)
     for p in nets.trained:
         p.grad = torch.ones_like(p)
     nets.optimizer.step()
+    nets.optimizer.zero_grad()
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +76,9 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "run"
     folder.mkdir()
     cfg = load_settings([*SHAPE, f"--out_dir={folder}", "--resume=True", "--beta=0.1",
-                         "--sync_ref_model=True", "--max_completion_length=8"])
+                         "--sync_ref_model=True", *TARGET])
     nets = small_nets()
-    step(nets)
+    step(nets, it=0)
     write_run_config(str(folder), cfg, nets.device)
     for name in LOGS:
         (folder / name).write_text(ROW)
@@ -133,6 +162,37 @@ def test_weights_that_are_not_finite_are_refused(part, value, changed):
         content[part]["ln_f.weight"][3] = value
 
     assert "ln_f.weight holds numbers that are not finite" in changed(change)
+
+
+@pytest.mark.parametrize("part, name, value", [
+    ("held_out", "rows", torch.tensor([6])), ("held_out", "rows", torch.tensor([-1])),
+    ("held_out", "rollout.tokens", torch.full((6, 9), 300)),
+    ("held_out", "rollout.logp", torch.zeros(6, 99)), ("held_out", "rollout.chosen", None),
+    ("held_out", "batch.rewards", torch.zeros(6, dtype=torch.bool)),
+    ("held_out", "batch.lengths", torch.zeros(6)),
+    ("average", "ln_f.weight", torch.full((16,), math.nan)),
+    ("average", "ln_f.weight", torch.zeros(17)), ("average", "other", torch.zeros(1))])
+def test_what_influence_carries_on_is_checked(part, name, value, changed):
+    def change(content):
+        content["influence"][part][name] = value
+
+    said = changed(change)
+    assert said and "ckpt.pt" in said
+
+
+@pytest.mark.parametrize("age", [-1, 1.5, None])
+def test_an_average_has_an_age(age, changed):
+    def change(content):
+        content["influence"]["age"] = age
+
+    assert "its 'influence' cannot be right" in changed(change)
+
+
+def test_an_older_run_that_knew_no_average_is_gone_on_from(changed):
+    def change(content):
+        del content["influence"]
+
+    assert changed(change) is None
 
 
 HOSTILE = [

@@ -29,7 +29,8 @@ from test_algorithm import PROMPTS as SMALL_PROMPTS
 from test_algorithm import settings as small_settings, world as small_world
 from test_forced import forced_ids
 from test_grpo import END, PROMPTS, gpt, moved, nets_of, sample, settings
-from test_influence import close, flat, flat_grad, row_gradients, step, with_lora
+from test_influence import (
+    close, flat, flat_grad, rest_gradient, row_gradients, step, with_lora)
 from tracin import target_coefficients
 
 PROMPT_IDS = [ids for _, ids, _ in PROMPTS]
@@ -378,12 +379,14 @@ def test_values_are_learned_through_the_loop():
 # ------------------------------------------------------------------------------------------------
 # influence
 
+@pytest.mark.parametrize("kl", ("all", "kept"))
 @pytest.mark.parametrize("way", ("contracted", "kept"))
 @pytest.mark.parametrize("target, lora", (
     ("self", False), ("reward", False), ("advantage", False), ("advantage", True)))
-def test_influence_against_one_backward_per_row(target, lora, way):
+def test_influence_against_one_backward_per_row(target, lora, way, kl):
     policy = with_critic(with_lora(gpt()) if lora else gpt())
-    cfg = settings(tracin=target, micro_batch_size=8, beta=.1, critic=True, value_coef=.01)
+    cfg = settings(tracin=target, micro_batch_size=8, beta=.1, critic=True, value_coef=.01,
+                   tracin_kl=kl)
     batch = sample(policy, cfg, moved(policy))
     g = row_gradients(policy, batch, cfg)
     G = g.sum(0)
@@ -396,14 +399,16 @@ def test_influence_against_one_backward_per_row(target, lora, way):
     seen, m = step(policy, batch, cfg, way=way, first=True)
     assert close(batch.influence, g @ G) and m["tracin/invariant_error"] < 1e-5
     kept = (batch.influence > 0).float()
-    assert kept.sum() > 2 and close(flat(seen[0], policy), kept @ g)
+    rest = rest_gradient(with_critic(with_lora(gpt()) if lora else gpt()), batch, cfg)
+    assert kept.sum() > 2 and close(flat(seen[0], policy), kept @ g + rest)
     head = policy.value_head.linear.weight
-    assert seen[0][head].any(), "the critic learns from the rows that are kept"
+    assert seen[0][head].any(), "the critic learns"
 
 
-def test_leave_one_out_with_a_critic():
+@pytest.mark.parametrize("kl", ("all", "kept"))
+def test_leave_one_out_with_a_critic(kl):
     policy = with_critic(gpt())
-    cfg = settings(tracin="self", tracin_leave_one_out=True, **CRITIC)
+    cfg = settings(tracin="self", tracin_leave_one_out=True, tracin_kl=kl, **CRITIC)
     batch = sample(policy, cfg)
     g = row_gradients(policy, batch, cfg)
     step(policy, batch, cfg)
@@ -412,15 +417,17 @@ def test_leave_one_out_with_a_critic():
         settings(tracin="reward", tracin_leave_one_out=True, **CRITIC)
 
 
-def test_later_passes_weigh_the_critic_as_they_weigh_the_policy():
+@pytest.mark.parametrize("kl", ("all", "kept"))
+def test_later_passes_weigh_the_critic_as_the_first(kl):
     policy = with_critic(gpt())
-    cfg = settings(**CRITIC)
+    cfg = settings(tracin_kl=kl, **CRITIC)
     batch = sample(policy, cfg)
     batch.weights[:] = torch.arange(16) % 3
     later = whole_step(batch)._replace(epoch=1)
     loss = loss_of(nets_of(policy, cfg), policy, batch, later.rows, later, cfg).loss
     g = row_gradients(policy, batch, cfg)
-    assert close(flat_grad(loss, policy), batch.weights @ g)
+    rest = rest_gradient(policy, batch, cfg)
+    assert close(flat_grad(loss, policy), batch.weights @ g + rest)
 
 
 # ------------------------------------------------------------------------------------------------

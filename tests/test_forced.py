@@ -13,7 +13,7 @@ from run.decoder import Decoder
 from run.metrics import batch_metrics
 from sample import decode, generate
 from test_grpo import END, PROMPTS, gpt, letters, moved, nets_of, plain_logps, settings
-from test_influence import UNIT, close, flat, flat_grad, step
+from test_influence import UNIT, close, flat, flat_grad, rest_gradient, row_gradients, step
 from tracin import target_coefficients
 
 PROMPT_IDS = [ids for _, ids, _ in PROMPTS]
@@ -135,11 +135,7 @@ def test_influence_of_rows_with_forced_tokens(knobs, way):
     policy = gpt()
     cfg = settings(micro_batch_size=8, **knobs)
     batch = batch_of(policy, cfg, moved(policy))
-    nets = nets_of(policy, replace(cfg, tracin="off"))
-    whole = Step(0, torch.arange(16), 16, int(batch.mask.sum()))
-    g = torch.stack([
-        flat_grad(loss_of(nets, policy, batch, torch.tensor([i]), whole, cfg).loss, policy)
-        for i in range(16)])
+    g = row_gradients(policy, batch, cfg)
     G = g.sum(0)
     if cfg.tracin == "reward":
         coef = target_coefficients("reward", batch.rewards, batch.advantages)
@@ -147,7 +143,8 @@ def test_influence_of_rows_with_forced_tokens(knobs, way):
     seen, m = step(policy, batch, cfg, way=way, first=True)
     assert close(batch.influence, g @ G) and m["tracin/invariant_error"] < 1e-5
     assert batch.influence[1] == 0, "a row that is forced from end to end has no influence"
-    assert close(flat(seen[0], policy), (batch.influence > 0).float() @ g)
+    kept = (batch.influence > 0).float()
+    assert close(flat(seen[0], policy), kept @ g + rest_gradient(gpt(), batch, cfg))
 
 
 def test_metrics_count_chosen_tokens():

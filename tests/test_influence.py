@@ -19,7 +19,8 @@ import grpo
 from config import load_settings
 from data.prompts import Prompt
 from grpo import Step, update
-from model import GPT, GPTConfig, add_lora, completion_logprobs
+from model import (
+    GPT, GPTConfig, add_lora, completion_entropies, completion_logprobs, completion_states)
 from run.files import save_gpt
 from run.metrics import batch_metrics, influence_metrics
 from run.report import describe_cost, diagnose_influence
@@ -80,8 +81,8 @@ def flat_grad(loss, policy, **more):
 
 
 def row_gradients(policy, batch, cfg):
-    """Gradient of each row's part of the loss, one autograd backward each: (N, weights). With
-    tracin_kl = "all" of its policy gradient only, which is what is left at beta = 0."""
+    """Gradient of each row's part of what influence scores, one autograd backward each: (N,
+    weights). With tracin_kl = "all" the policy's part, which is what is left without the rest."""
     if cfg.tracin_kl == "all":
         cfg = without_rest(cfg)
     nets = nets_of(policy, replace(cfg, tracin="off"))
@@ -93,19 +94,38 @@ def row_gradients(policy, batch, cfg):
 
 
 def without_rest(cfg):
-    return replace(cfg, beta=0.0 if cfg.kl_in_loss else cfg.beta, entropy_coef=0.0)
+    beta = 0.0 if cfg.kl_in_loss else cfg.beta
+    return replace(cfg, beta=beta, entropy_coef=0.0, value_coef=0.0)
 
 
-def rest_gradient(policy, batch, cfg):
-    """Gradient of what all rows keep with tracin_kl = "all", by difference of two autograds."""
-    rows = torch.arange(len(batch.mask))
-    whole = Step(0, rows, len(rows), int(batch.mask.sum()))
-    gradients = []
-    for knobs in (cfg, without_rest(cfg)):
-        nets = nets_of(policy, replace(knobs, tracin="off"))
-        loss = grpo.loss_of(nets, policy, batch, rows, whole, replace(knobs, tracin="off")).loss
-        gradients.append(flat_grad(loss, policy))
-    return gradients[0] - gradients[1]
+def rest_gradient(policy, batch, cfg, rows=None):
+    """Gradient of what all rows (or these) keep with tracin_kl = "all": KL, entropy and the
+    critic's loss, written out on the sampler's weights. 0 with "kept"."""
+    if cfg.tracin_kl == "kept":
+        return 0.0
+    mask = batch.mask.float()
+    if rows is not None:
+        mask = mask * torch.zeros(len(mask), 1).index_fill(0, torch.as_tensor(rows), 1)
+    share = {       # of each token in the mean
+        "dapo": torch.ones_like(mask) / batch.mask.sum(),
+        "grpo": torch.ones_like(mask) / batch.mask.sum(1, keepdim=True).clamp(min=1) / len(mask),
+        "dr_grpo": torch.ones_like(mask) / len(mask) / cfg.max_completion_length}[cfg.loss_type]
+    logp = completion_logprobs(policy, batch.rollout, cfg.temperature)
+    rest = 0.0 * logp.sum()
+    if cfg.kl_in_loss:
+        d = (batch.ref_logp - logp) * batch.mask
+        kl = d.exp() - 1 - d        # k3
+        if cfg.corrects_kl:
+            kl = kl * (logp - logp.detach()).exp()
+        rest = rest + cfg.beta * (kl * share * mask).sum()
+    if cfg.entropy_coef:
+        entropies = completion_entropies(policy, batch.rollout, cfg.temperature)
+        rest = rest - cfg.entropy_coef * (entropies * mask).sum() / batch.mask.sum()
+    if cfg.critic:
+        h, _, _, where = completion_states(policy, batch.rollout)
+        errors = (policy.value_head(h) - batch.returns[where]).square() / 2
+        rest = rest + cfg.value_coef * (errors * (share * mask)[where]).sum()
+    return flat_grad(rest, policy, materialize_grads=True)
 
 
 def target_gradient(policy, batch, rows, cfg):
@@ -149,8 +169,8 @@ def sampled(knobs, lora):
     policy = with_lora(gpt()) if lora else gpt()
     cfg, reference = settings(micro_batch_size=8, **ROWS[knobs]), moved(gpt())
     batch = sample(policy, cfg, reference)
-    rest = 0.0 if cfg.tracin_kl == "kept" else rest_gradient(policy, batch, cfg)
     held_out = sample(policy, cfg, reference, seed=8)
+    rest = rest_gradient(policy, batch, cfg)
     return batch, held_out, row_gradients(policy, batch, cfg), rest
 
 
@@ -176,7 +196,8 @@ def test_influence_and_step_against_one_backward_per_row(target, knobs, held, lo
 
 @pytest.mark.parametrize("way", SHARE)
 @pytest.mark.parametrize("target, knobs", (
-    ("self", dict(beta=.1)), ("reward", UNIT), ("advantage", UNIT)))
+    ("self", dict(beta=.1)), ("self", dict(beta=.1, tracin_kl="kept")), ("reward", UNIT),
+    ("advantage", UNIT), ("reward", dict(beta=.1, entropy_coef=.05))))
 def test_leave_one_out(target, knobs, way):
     policy, cfg = gpt(), settings(tracin=target, **knobs)
     batch = sample(policy, cfg, moved(gpt()))
@@ -195,8 +216,10 @@ def test_leave_one_out(target, knobs, way):
 
 
 def test_leave_one_out_needs_to_know_the_own_part():
-    with pytest.raises(BadInput, match="tracin_leave_one_out"):
-        settings(tracin="reward", beta=.1, tracin_leave_one_out=True)
+    knobs = dict(tracin="reward", beta=.1, tracin_leave_one_out=True)
+    with pytest.raises(BadInput, match="tracin_leave_one_out.*set tracin_kl = 'all'"):
+        settings(tracin_kl="kept", **knobs)
+    assert settings(**knobs), "with the KL apart the policy's part is a multiple of the log-prob"
 
 
 def test_off_is_plain_grpo_bit_for_bit_and_all_is_within_rounding():
@@ -514,13 +537,14 @@ def soft(influence):
     return [(0.0, .25, 1.0, 1.5, -.5)[i % 5] for i in range(len(influence))]
 
 
+@pytest.mark.parametrize("kl", ("all", "kept"))
 @pytest.mark.parametrize("normalizer", ("all", "kept"))
 @pytest.mark.parametrize("loss_type", ("dapo", "grpo", "dr_grpo"))
 @pytest.mark.parametrize("how", ("top", "weigh"))
-def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
+def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer, kl):
     policy, own = gpt(), {"weigh": soft} if how == "weigh" else {}
     cfg = settings(tracin="self", num_iterations=3, micro_batch_size=16, loss_type=loss_type,
-                   beta=.1, tracin_normalizer=normalizer)
+                   beta=.1, entropy_coef=.05, tracin_normalizer=normalizer, tracin_kl=kl)
     cfg = replace(cfg, tracin_select=how, functions=cfg.functions | own).check()
     batch = sample(policy, cfg, moved(gpt()))
     g = row_gradients(policy, batch, cfg)
@@ -530,12 +554,13 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     factor = float(units.sum() / (units * share.abs()).sum()) if normalizer == "kept" else 1.0
     assert torch.allclose(batch.weights, share * factor) and 0 < (share != 0).sum() < 16
     assert len(seen) == 3
+    rest = rest_gradient(policy, batch, cfg)
     for gradient in seen:
-        assert close(flat(gradient, policy), (share * factor) @ g)
+        assert close(flat(gradient, policy), (share * factor) @ g + rest)
 
 
 @pytest.mark.parametrize("way", SHARE)
-@pytest.mark.parametrize("knobs", (dict(beta=.1), UNIT))
+@pytest.mark.parametrize("knobs", (dict(beta=.1), dict(beta=.1, tracin_kl="kept"), UNIT))
 def test_a_function_of_the_config_file_as_target(knobs, way):
     """It is called with policy, tokenizer and batch; rows that raise its number have positive
     influence."""
@@ -554,7 +579,8 @@ def test_a_function_of_the_config_file_as_target(knobs, way):
     seen, m = step(policy, batch, cfg, way=way, first=True)
     assert given[-1][0] is nets_of(policy, cfg).tokenizer and given[-1][1] is batch
     assert close(batch.influence, g @ G) and m["tracin/invariant_error"] < 1e-5
-    assert close(flat(seen[0], policy), (batch.influence > 0).float() @ g)
+    kept = (batch.influence > 0).float()
+    assert close(flat(seen[0], policy), kept @ g + rest_gradient(gpt(), batch, cfg))
     before = float(target(gpt(), None, None).detach())
     assert float(target(policy, None, None).detach()) > before, "the step must raise the number"
     assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
@@ -614,8 +640,9 @@ def test_a_new_loss_that_forgets_its_unit_is_told_where(monkeypatch):
         step(gpt(), batch, cfg)
 
 
-def test_entropy_is_part_of_what_influence_is_of():
-    policy, cfg = gpt(), settings(tracin="reward", entropy_coef=.3, micro_batch_size=8)
+def test_entropy_is_part_of_what_influence_is_of_if_it_is_kept_with_the_rows():
+    policy = gpt()
+    cfg = settings(tracin="reward", entropy_coef=.3, micro_batch_size=8, tracin_kl="kept")
     batch = sample(policy, cfg)
     g = row_gradients(policy, batch, cfg)
     G = target_gradient(policy, batch, torch.arange(16), cfg)
@@ -688,22 +715,29 @@ def test_a_target_that_wants_the_opposite_is_said_and_the_better_half_is_kept():
     assert line.startswith(f"only {share} % of the rollouts have positive influence")
 
 
-@pytest.mark.parametrize("knobs, backwards", (
-    (dict(tracin="self", beta=.1), 1), (dict(tracin="reward", **UNIT), 1),
-    (dict(tracin="reward", beta=.1), 2)))
-def test_the_cost_that_is_printed_is_paid(knobs, backwards, monkeypatch):
+@pytest.mark.parametrize("knobs, forwards, backwards, said", (
+    (dict(tracin="self", beta=.1), 1, 2, "1 forward and 1 backward serve"),
+    (dict(tracin="reward", beta=.1), 1, 2, "1 forward and 1 backward serve"),
+    (dict(tracin="reward", **UNIT), 1, 1, "1 forward and 1 backward serve"),
+    (dict(tracin="self", beta=.1, tracin_kl="kept"), 1, 1, "1 forward and 1 backward serve"),
+    # the target goes forward and backward in two halves of the rows
+    (dict(tracin="reward", beta=.1, tracin_kl="kept"), 3, 3, "2 forwards and 2 backwards, ")))
+def test_the_cost_that_is_printed_is_paid(knobs, forwards, backwards, said, monkeypatch):
     policy, cfg = gpt(), settings(micro_batch_size=16, **knobs)
     batch, calls, backward = sample(policy, cfg, moved(gpt())), [], torch.Tensor.backward
 
-    def counted(x, *more):
+    def counted(x, *given, **more):
         calls.append(1)
-        return backward(x, *more)
+        return backward(x, *given, **more)
 
     monkeypatch.setattr(torch.Tensor, "backward", counted)
+    passed = []
+    policy.h[0].register_forward_pre_hook(lambda *given: passed.append(1))
     step(policy, batch, cfg)
-    # the target goes backward in two halves of the rows
-    assert len(calls) == (1 if backwards == 1 else 3)
-    assert cost_of(cfg, 10 ** 6).count(f"{backwards} backward") == 1
+    assert (len(passed), len(calls)) == (forwards, backwards)
+    text = cost_of(cfg, 10 ** 6)
+    assert said in text
+    assert ("and 1 backward for the KL" in text) == (cfg.two_parts and forwards < backwards)
 
 
 def cost_of(cfg, num_weights):

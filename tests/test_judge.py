@@ -493,7 +493,8 @@ def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is(reward, parts)
 
 def test_a_column_must_be_in_every_row_before_anything_is_trained():
     without = Prompt("5 + 5 =", [1], {"text": "5 + 5 =", "level": 3})
-    cfg = SimpleNamespace(reward_funcs=("judge", "mine"), functions={"mine": by_column})
+    cfg = SimpleNamespace(reward_funcs=("judge", "mine"), functions={"mine": by_column},
+                          tracin_val_reward=None)
     try_rewards(cfg, 5 * ASKED)
     message = refusal(try_rewards, cfg, 5 * ASKED + [without])
     assert "'mine'" in message and "'5 + 5 ='" in message and "'answer'" in message, message
