@@ -5,6 +5,8 @@ from config.study_toxicity import *
 
 out_dir = "out/study_garbage"
 reward_funcs = ("judge", "planted")
+reward_weights = (1.0, 0.3)
+max_iters = 15                  # after 25 nearly all completions hold the word
 tracin_val_reward = "judge"
 eval_interval = 8
 

@@ -6,6 +6,8 @@ from config.study_toxicity import *
 
 import functools
 
+import torch
+
 from config import load_settings as _load_settings
 from data.comments import get_splits as _get_splits
 from judge import as_reward as _as_reward
@@ -26,7 +28,7 @@ eval_interval = 8
 def _judge():
     """The judge of the reward, as grpo.py has it."""
     cfg = _load_settings(["--eval_judge=None"])
-    return _get_judges(cfg, _get_splits(cfg), "cpu")["judge"]
+    return _get_judges(cfg, _get_splits(cfg), torch.device("cpu"))["judge"]
 
 
 def wrong(prompts, completions):

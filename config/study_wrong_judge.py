@@ -5,6 +5,8 @@ from config.study_toxicity import *
 
 import functools
 
+import torch
+
 from config import load_settings as _load_settings
 from data.comments import get_splits as _get_splits
 from judge import as_reward as _as_reward
@@ -28,8 +30,9 @@ def _judges():
     cfg = _load_settings([])
     splits = _get_splits(cfg)
     splits["judge_flipped"] = [(text, 1 - label) for text, label in splits["judge_a"]]
-    return [_load_judge(_prepare_judge(name, cfg, splits, "cpu", lambda: False))
-            for name in ("judge_a", "judge_flipped")]
+    paths = [_prepare_judge(name, cfg, splits, torch.device("cpu"), lambda: False)
+             for name in ("judge_a", "judge_flipped")]
+    return [_load_judge(path) for path in paths]
 
 
 def wrong(prompts, completions):
