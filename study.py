@@ -23,7 +23,8 @@ runs, which answer counts as what:
 Every run is a folder of grpo.py in out/study/NAME. What it printed is beside it in a .log, and its
 row is in rows.jsonl. A run counts as done when it has a row of its present settings: the same
 command goes on where it stopped, and only a changed arm runs anew (its old folders are renamed).
-Runs go seed by seed, so that a study that is stopped has whole seeds. compare.py makes the table.
+Runs go seed by seed, so that a study that is stopped has whole seeds. run/compare.py makes the
+table.
 
 --workers=N: processes; by default as many as there are cores. --out=FOLDER: in place of
 out/study/NAME.
@@ -46,10 +47,10 @@ from typing import NamedTuple
 import torch
 
 import grpo
-from compare import as_markdown, summarise
 from config import load_settings, read_config
 from judge.train import auc
 from run.checkpoint import append_rows
+from run.compare import as_markdown, summarise
 from run.content import newest_checkpoint
 from run.files import read_rows, replacing, write_json
 from run.folder import FREE, is_free, lock_folder, same_settings, unlock

@@ -13,10 +13,10 @@ import pytest
 
 import grpo as trainer
 import plot
-from compare import (as_markdown, differences_of, holm, paired_difference, permutation_p, read_line,
-                     summarise, t_quantile, verdict)
 from config import load_settings
 from data.comments import get_splits
+from run.compare import (as_markdown, differences_of, holm, paired_difference, permutation_p,
+                         read_line, summarise, t_quantile, verdict)
 from run.files import write_json
 from run.script import BadInput
 from study import found_wrong, going_on, jobs_of, read_study, thirds

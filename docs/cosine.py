@@ -3,7 +3,7 @@ How much of a held-out target is signal: the cosine of the gradients of two halv
 prompt, against the number of rollouts; and of two averages over iterations, each of a stream of its
 own. Two rollouts' gradients that agree in nothing have cosine 0.
 
-    python -m run.cosine config/study_toxicity.py          # writes docs/cosine.svg
+    python -m docs.cosine config/study_toxicity.py          # writes docs/cosine.svg
 
 A plain run of the config trains the policy; the target is measured beside it and changes nothing.
 """
@@ -14,9 +14,9 @@ import matplotlib.pyplot as plt
 import torch
 
 import grpo
-from compare import mean_and_error
 from config import load_settings
 from data.prompts import draw_prompts
+from run.compare import mean_and_error
 from run.report import quiet
 from run.script import run_script, seed_for
 from plot import COLORS, look
