@@ -404,7 +404,8 @@ def compare(nets, batch, step, target, cfg, recorded, method, count):
             influence.forward_backward(positions)
     scored = influence.score(target, torch.Generator().manual_seed(0))
     ghost = scored.scores.cpu().double()
-    if target is None and cfg.loss_type != "bnpo":      # which depends on how the rows are split
+    # bnpo depends on how the rows are split, an average on the steps before
+    if target is None and cfg.loss_type != "bnpo" and not cfg.tracin_target_ema:
         halves, _, _ = influence.target_gradient((batch, step.rows))
         plain = {p: sum(half[p] for half in halves) * scored.scale.get(p, 1) for p in scored.G}
         worst = max(error(g, plain[p]) for p, g in scored.G.items())
@@ -439,7 +440,7 @@ def by_method(method, nets, batch, step, cfg, scored, pieces, chosen):
     for positions in pieces:
         rows = step.rows[positions]
         out = loss_of(nets, nets.policy, batch, rows, step, cfg, logprobs=completion_logprobs)
-        slope, = torch.autograd.grad(out.loss, out.logp)
+        slope, = torch.autograd.grad(out.scored, out.logp)
         slopes |= dict(zip(positions.tolist(), slope.double()))                     # (T,) each
     policy = copy.deepcopy(nets.policy).double()
     policy.recompute = False

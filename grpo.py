@@ -536,8 +536,8 @@ def mean_entropy(nets, policy, b, step, cfg, weights, states):
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None, part="scored"):
-    """{parameter: gradient} of a part of the loss of some rows, `scored` or `loss` (see Forward),
-    by a plain backward. Leaves .grad empty.
+    """{parameter: gradient} of a part of the loss of some rows, `scored`, `rest` or `loss` (see
+    Forward), by a plain backward. Leaves .grad empty.
 
     With coef it is the gradient of the sum of coef * ratio to the sampler instead, over completions
     (N,) or tokens (N, T): on fresh rollouts that of coef * log-prob. key: see micro_batches. Only
