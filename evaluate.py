@@ -163,7 +163,7 @@ def print_table(rows):
         old, new = before[name], after[name]
         if not isinstance(old, float) or not isinstance(new, float):
             continue
-        ratio = f"{new / old:.2f}" if old > 0 and new >= 0 else "-"
+        ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
         print(f"{name:24}{old:10.4f}{new:10.4f}{ratio:>14}")
     if "eval_judge/toxicity" in before:
         print("judge gave the reward; eval_judge never touched training")

@@ -1,12 +1,14 @@
 """
-Explains a run that selected its rollouts by influence: which helped, which hurt, and is the
-arithmetic right.
+Explains a run that selected its rollouts by influence: which helped, which hurt, which words, and
+is the arithmetic right.
 
     python tracin.py out/toxicity_tracin [--method=ghost|brute|jvp|finite_difference] [--rows=8]
                                          [--show=5]
+    python tracin.py out/toxicity_tracin --html             # writes influence.html there
+    python tracin.py out/toxicity_tracin --token=" you"     # where was this word pushed?
     python tracin.py out/toxicity_tracin --prompt="You are" --completion=" a good editor"
 
-The second asks which rollouts made the model say this: TracIn over the saved checkpoints.
+The last asks which rollouts made the model say this: TracIn over the saved checkpoints.
 """
 import contextlib
 import copy
@@ -16,13 +18,14 @@ import os
 import re
 import textwrap
 import time
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import load_settings
 from data.chat import encode_prompt
 from data.prompts import draw_prompts, field_of
+from data.tokenizer import end_tokens
 from grpo import (collect, collect_target, loss_of, micro_batches, optimizer_steps, prepare,
                   read_inputs, sort_key)
 from model import completion_logprobs
@@ -30,14 +33,21 @@ from pretrain import get_tokenizer, policy_of
 from run.checkpoint import load_checkpoint, set_random_state
 from run.content import read_checkpoint
 from run.device import pick_device
-from run.files import read_rows
+from run.files import read_rows, replacing
+from run.findings import (OVER_TIME, best_and_worst, extremes, history, logs_of, relations,
+                          sentences_of, shorten)
 from run.metrics import bound_of, is_exact
+from run.page import MEASURES, METRICS, page, visible, words_section
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.threads import threads_of, use_threads
+from run.words import (Row, derivative, logprob_changes, pieces_of, places_of, row_alone,
+                       row_logprobs)
 
 USAGE = ("usage: python tracin.py out/toxicity_tracin [--method=ghost|brute|jvp|finite_difference] "
-         "[--rows=8] [--show=5] [--prompt=TEXT --completion=TEXT] [--setting=value ...]")
+         "[--rows=8] [--show=5] [--html] [--token=TEXT] [--prompt=TEXT --completion=TEXT] "
+         "[--setting=value ...]")
 METHODS = ("ghost", "brute", "jvp", "finite_difference")
+UNIT = "standard deviations of the iteration"
 
 # ------------------------------------------------------------------------------------------------
 # what the logs tell
@@ -68,282 +78,44 @@ def is_text(x):
     return type(x) is str and not any("\ud800" <= c <= "\udfff" for c in x)
 
 
-def find_columns(rows, encode):
-    """{name: (n,)} of what rows of samples.jsonl have; NaN where it is unknown."""
-    columns = {}
-    for name in ("reward", "advantage"):
-        values = [row.get(name, math.nan) for row in rows]
-        columns[name] = torch.tensor(values, dtype=torch.float64)
-    columns["|advantage|"] = columns["advantage"].abs()
-    columns["tokens"] = torch.tensor([len(encode(row["completion"])) for row in rows]).double()
-    return columns
-
-
-def own_units(its, influence):
-    """Influence (n,) in the standard deviations of its iteration, since scales drift in a run."""
-    z = influence.clone()
-    for it in its.unique():
-        z[its == it] /= z[its == it].std(correction=0) or 1.0
-    return z
-
-
-def less_mean(its, x):
-    """x (n,) less its mean in the iteration, so that what drifts in a run is not compared."""
-    rest = x.clone()
-    for it in its.unique():
-        rest[its == it] -= x[its == it].nanmean()
-    rounding = 1e-9 * x.nan_to_num().abs().max()
-    return rest.masked_fill(rest.abs() < rounding, 0)
-
-
-def rank_correlation(x, z):
-    """Spearman's, of x and z (n,), NaN in x left out; NaN if there is nothing to compare."""
-    known = ~x.isnan()
-    both = torch.stack([ranks(x[known]), ranks(z[known])])
-    return float(torch.corrcoef(both)[0, 1]) if known.sum() > 1 else math.nan
-
-
-def ranks(x):
-    """Rank of each value; equal values share one, and so stay in one fifth."""
-    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts + 1) / 2)[inverse].double()
-
-
-# in sentences: z (n,) is influence in its own units, columns {name: (n,)} as of find_columns, less
-# their means; each function returns one sentence, or "" where there is nothing to say
-
-
-def say_shares(z, kept):
-    """Do a few rollouts hold the influence, and what did those hold that were dropped?"""
-    share = z.abs() / z.abs().sum().clamp(min=1e-30)
-    few = max(1, len(z) // 100)
-    top = float(share.topk(few).values.sum())
-    word = "A few rollouts decide" if top > 0.25 else "Many rollouts count"
-    text = (f"{word}: the {few} of most influence, for or against ({100 * few / len(z):.0f} %), "
-            f"hold {100 * top:.0f} % of it")
-    dropped = ~kept
-    if dropped.any():
-        held = float(share[dropped].sum())
-        verdict = ", so leaving them out changed little" if held < 0.1 else ""
-        part = float(dropped.double().mean())
-        text += (f"; the {int(dropped.sum())} dropped ({100 * part:.0f} %) held {100 * held:.0f} %"
-                 f"{verdict}")
-    return text + "."
-
-
-def say_target(cosines):
-    """Is the target signal or noise? cosines: of its two halves, by iteration."""
-    if not cosines:
-        return ""
-    mean = sum(cosines) / len(cosines)
-    word = "part signal, part noise"
-    if mean < 0.1:
-        word = "mostly noise (more prompts would help)"
-    elif mean > 0.5:
-        word = "mostly signal"
-    third = -(-len(cosines) // 3)
-    first, last = (sum(part) / third for part in (cosines[:third], cosines[-third:]))
-    drift = f", from {first:.2f} early to {last:.2f} late" if abs(first - last) > 0.1 else ""
-    return (f"The target is {word}: the gradients of its two halves have a cosine of {mean:.2f} on "
-            f"average{drift} (0 is noise, 1 is signal).")
-
-
-def say_likeness(z, columns):
-    """Does influence say more than reward and advantage do?"""
-    found = {name: rank_correlation(columns[name], z)
-             for name in ("reward", "advantage", "|advantage|")}
-    found = {name: r for name, r in found.items() if not math.isnan(r)}
-    if not found:
-        return ""
-    like = max(found, key=lambda name: abs(found[name]))
-    word = "says something else than reward and advantage"
-    if abs(found[like]) > 0.8:
-        word = f"says hardly more than {like}"
-    elif abs(found[like]) > 0.4:
-        word = f"goes partly with {like}"
-    numbers = ", ".join(f"{r:+.2f} with {name}" for name, r in found.items())
-    return f"Influence {word}: rank correlation {numbers}."
-
-
-def say_difference(z, columns):
-    """What was different about the helpful? Differences of 0.2 standard deviations and more."""
-    helpful, harmful = z > 0, z < 0
-    if not helpful.any() or not harmful.any():
-        return ""
-    found = []
-    for name, x in columns.items():
-        gap = float(x[helpful].nanmean() - x[harmful].nanmean())
-        spread = float(x[~x.isnan()].std(correction=0))
-        if abs(gap) > 0.2 * spread:
-            more, less = ("more", "fewer") if name == "tokens" else ("higher", "lower")
-            found.append(f"{more if gap > 0 else less} {name} (by {abs(gap):.2g})")
-    if not found:
-        return "The helpful were like the harmful in reward, advantage and length."
-    return f"Compared with the harmful of the same iteration, the helpful had {', '.join(found)}."
-
-
-# in tables
-
-
-def extremes(rows, z, show, names=("helpful", "harmful")):
-    """Lines on the `show` rows of highest z (n,) above 0, then on those of lowest z below 0."""
-    order = z.argsort(descending=True)
-    best = order[z[order] > 0][:show]
-    worst = order[z[order] < 0].flip(0)[:show]
-    lines = []
-    for name, found in zip(names, (best, worst)):
-        lines.append(f"  most {name}" + ("" if len(found) else ": none"))
-        lines += [describe_row(rows[i], float(z[i])) for i in found.tolist()]
-    return lines
-
-
-def describe_row(row, z):
-    """A row of samples.jsonl in a line; z: its influence in standard deviations."""
-    forms = dict(iteration="", reward=".3f", advantage="+.2f", weight=".2g")
-    about = [f"{name} {row[name]:{form}}" for name, form in forms.items() if name in row]
-    prompt, completion = shorten(row["prompt"]), shorten(row["completion"])
-    return f"  {z:+7.2f}  {', '.join(about)}: {prompt!r} -> {completion!r}"
-
-
-def shorten(text):
-    return text if len(text) <= 48 else text[:45] + "..."
-
-
-def relation(x, z, kept):
-    """x, z, kept (n,) -> text: rank correlation of x and z, then by fifths of x the mean z and the
-    share kept. NaN is skipped; a fifth whose values are all in another one stays blank."""
-    known = ~x.isnan()
-    x, z, kept = x[known], z[known], kept[known].double()
-    cells = [f"{rank_correlation(x, z):+10.2f}"]
-    fifth = 5 * ranks(x) // len(x)
-    for j in range(5):
-        here = fifth == j
-        cell = " " * 14
-        if here.any():
-            cell = f"{z[here].mean():+8.2f} {100 * kept[here].mean():3.0f} %"
-        cells.append(cell)
-    return "".join(cells).rstrip()
-
-
-def relations(z, kept, columns):
-    """Lines: a table of relation(), without columns that are all equal."""
-    fifths = "".join(f"{f'fifth {j}':>14}" for j in range(1, 6))
-    lines = [f"  {'':12}{'rank corr':>10}{fifths}"]
-    for name, x in columns.items():
-        if len(x[~x.isnan()].unique()) > 1:
-            lines.append(f"  {name:12}" + relation(x, z, kept))
-        else:
-            lines.append(f"  {name:12} the same in all rollouts of an iteration")
-    return lines
-
-
-OVER_TIME = ("positive_ratio", "selected_ratio", "self_share", "target_cosine", "invariant_error")
-
-
-def history(rows):
-    """Lines: means of tracin/ metrics over ten stretches of iterations; the largest of the last."""
-    measured = [name for name in OVER_TIME
-                if any(f"tracin/{name}" in row for row in rows)]
-    if not measured:
-        return ["  metrics.jsonl says nothing of influence"]
-    lines = ["  iterations  " + "".join(f"{name:>16}" for name in measured)]
-    n = len(rows)
-    for j in range(10):
-        part = rows[j * n // 10:(j + 1) * n // 10]
-        if not part:
-            continue
-        cells = ""
-        for name in measured:
-            values = [row[f"tracin/{name}"] for row in part if f"tracin/{name}" in row]
-            if not values:
-                cells += " " * 16
-            elif name == "invariant_error":
-                cells += f"{max(values):16.0e}"
-            else:
-                cells += f"{sum(values) / len(values):16.2f}"
-        lines.append(f"  {part[0]['iteration']:4} to {part[-1]['iteration']:<4}{cells.rstrip()}")
-    if "self_share" not in measured:
-        lines.append("  (self_share is not known for this target)")
-    return lines
-
-
-def print_logs(folder, cfg, scored, metrics, show):
+def print_logs(folder, cfg, logs, show):
     """The sentences, then sections 1 to 3: rollouts, influence against the rest, over time."""
-    its, influence, weights = (torch.tensor([row[name] for row in scored], dtype=torch.float64)
-                               for name in ("iteration", "influence", "weight"))
-    z, kept = own_units(its, influence), weights != 0
-    columns = find_columns(scored, get_tokenizer(cfg).encode_ordinary)
-    columns = {name: less_mean(its, x) for name, x in columns.items()}
-    num_iterations = len(its.unique())
-    print(f"{folder}: {len(scored)} rollouts of {num_iterations} iterations; tracin = "
-          f"{cfg.tracin!r}, {cfg.tracin_select} kept")
-    print("Influence is counted in standard deviations of its iteration; above 0 is helpful, below "
-          "it harmful.\n")
-    name = "tracin/target_cosine"
-    cosines = [row[name] for row in metrics if name in row]
-    sentences = [say_shares(z, kept), say_target(cosines), say_likeness(z, columns),
-                 say_difference(z, columns)]
-    for text in filter(None, sentences):
+    print(f"{about_logs(folder, cfg, logs)}\n")
+    for text in sentences_of(logs):
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
 
     print("\n1. Rollouts")
-    late = its > its.max() - max(1, num_iterations // 5)
-    whole = extremes(scored, z, show)
-    recent = extremes([row for row, is_late in zip(scored, late) if is_late], z[late], show)
+    num_iterations = len(logs.its.unique())
+    late = logs.its > logs.its.max() - max(1, num_iterations // 5)
+    whole = extremes(logs.rows, logs.z, show)
+    recent = [row for row, is_late in zip(logs.rows, late) if is_late]
+    recent = extremes(recent, logs.z[late], show)
     print("\n".join(whole))
     if recent != whole:
         print("\n".join(["  and of late", *recent]))
 
     print("\n2. Influence against the rest, each less its mean in the iteration: rank correlation; "
           "then by\n   fifths, the lowest first, mean influence and share kept")
-    print("\n".join(relations(z, kept, columns)))
+    print("\n".join(relations(logs.z, logs.kept, logs.columns)))
 
     print("\n3. Over time")
-    print("\n".join(history(metrics)))
+    print("\n".join(history(logs.metrics)))
+
+
+def about_logs(folder, cfg, logs):
+    return (f"{folder}: {len(logs.rows)} rollouts of {len(logs.its.unique())} iterations; tracin = "
+            f"{cfg.tracin!r}, {cfg.tracin_select} kept\n"
+            "Influence is counted in standard deviations of its iteration; above 0 is helpful, "
+            "below it harmful.")
 
 
 # ------------------------------------------------------------------------------------------------
-# one row by itself, without the tape
-
-
-def row_loss(policy, weights, tokens, slope, allowed, temperature):
-    """Sum of slope (T,) x log-prob (T,) over the last T tokens of a row, under other weights
-    {name: tensor}; no batch, no padding."""
-    with sdpa_kernel(SDPBackend.MATH):  # the one that has a forward derivative
-        h = torch.func.functional_call(policy, weights, tokens[None, :-1])
-    h = h[0, -len(slope):]                                                          # (T, C)
-    head = "wte.weight" if policy.config.tied else "lm_head.weight"
-    logits = h @ weights.get(head, policy.get_parameter(head)).T / temperature      # (T, V)
-    if allowed is not None:
-        logits = logits.masked_fill(~allowed, -math.inf)
-    targets = tokens[-len(slope):, None]
-    logp = logits.log_softmax(-1).gather(1, targets)[:, 0]
-    return (slope * logp.masked_fill(slope == 0, 0)).sum()      # a forced token may not be allowed
-
-
-def derivative(method, policy, D, *row):
-    """<gradient of row_loss, D> for a direction D {name of a parameter: tensor}, by one method."""
-    weights = {k: policy.get_parameter(k).detach().requires_grad_(method == "brute") for k in D}
-    if method == "brute":
-        gradient = torch.autograd.grad(row_loss(policy, weights, *row), list(weights.values()))
-        return float(sum((g * d).sum() for g, d in zip(gradient, D.values())))
-    if method == "jvp":
-        _, tangent = torch.func.jvp(lambda w: row_loss(policy, w, *row), (weights,), (D,))
-        return float(tangent.detach())
-    norm = float(sum(d.square().sum() for d in D.values())) ** 0.5
-    eps = 1e-4 / max(norm, 1e-30)       # the weights move by 1e-4 in all
-    ahead = row_loss(policy, {k: w + eps * D[k] for k, w in weights.items()}, *row)
-    behind = row_loss(policy, {k: w - eps * D[k] for k, w in weights.items()}, *row)
-    return float((ahead - behind).detach()) / (2 * eps)
+# a step taken again
 
 
 def error(found, true):
     """The largest error, relative to the largest of the true values."""
     return float((found - true).abs().max() / true.abs().max().clamp(min=1e-30))
-
-
-# ------------------------------------------------------------------------------------------------
-# is the arithmetic right?
 
 
 def checkpoints(folder):
@@ -354,32 +126,45 @@ def checkpoints(folder):
             yield name, read_checkpoint(path)
 
 
-def check_arithmetic(folder, cfg, rows, method, count):
-    """Section 4: takes the first step after a checkpoint again and prints its influences beside
-    those of samples.jsonl and, for `count` rollouts, beside those by another method in float64."""
-    print("\n4. Is the arithmetic right? Errors are relative to the largest influence")
-    if (cfg.entropy_coef or cfg.critic) and method != "ghost":
-        more = "critic = True" if cfg.critic else f"entropy_coef = {cfg.entropy_coef:g}"
-        print(f"  {more}: {method} knows log-probs only: left out")
-        method = "ghost"
+class Again(NamedTuple):
+    """The first step after a checkpoint, taken again."""
+    nets: Any           # grpo.Nets, with the step on the tape
+    batch: Any          # grpo.Batch
+    step: Any           # grpo.Step
+    target: Any         # held-out rollouts, or None
+    pieces: list        # the positions of its micro-batches
+    scored: Any         # tracin.Scored
+    recorded: list      # rows of samples.jsonl, those of the batch
+
+
+def take_again(folder, cfg, rows):
+    """Again, and a line about it; None, and why, where there is nothing to go on from."""
     for name, checkpoint in checkpoints(folder):
         it = checkpoint["iteration"]
         recorded = [row for row in rows if row["iteration"] == it + 1]
-        if len(recorded) == cfg.num_prompts * cfg.num_generations:
-            nets, batch, target = rollouts_after(os.path.join(folder, name), checkpoint, cfg)
-            step = next(optimizer_steps(batch, cfg, seed_for(cfg.seed, "rows", it)), None)
-            if step is None:
-                print(f"  no rollout of iteration {it + 1} carried loss")
-                return
-            same = sum(text == row["completion"] for text, row in zip(batch.completions, recorded))
-            note = "" if same == len(recorded) else (
-                "; another device, dtype or torch? The last column says nothing")
-            print(f"  iteration {it + 1} again, from {name}: {same} of {len(recorded)} completions "
-                  f"are those recorded{note}")
-            compare(nets, batch, step, target, cfg, recorded, method, count)
-            return
-    print("  no checkpoint has the rollouts of its next iteration in samples.jsonl; a "
-          "save_interval below max_iters gives one")
+        if len(recorded) != cfg.num_prompts * cfg.num_generations:
+            continue
+        nets, batch, target = rollouts_after(os.path.join(folder, name), checkpoint, cfg)
+        step = next(optimizer_steps(batch, cfg, seed_for(cfg.seed, "rows", it)), None)
+        if step is None:
+            return None, f"no rollout of iteration {it + 1} carried loss"
+        pieces = list(micro_batches(sort_key(batch, step, cfg), cfg))
+        with nets.influence.record(batch, step, on_policy=True):
+            for positions in pieces:
+                nets.influence.forward_backward(positions)
+        scored = nets.influence.score(target, torch.Generator().manual_seed(0))
+        again = Again(nets, batch, step, target, pieces, scored, recorded)
+        same = sum(is_recorded(again, i) for i in range(len(recorded)))
+        note = "" if same == len(recorded) else (
+            "; another device, dtype or torch? The record is not of these")
+        return again, (f"iteration {it + 1} again, from {name}: {same} of {len(recorded)} "
+                       f"completions are those recorded{note}")
+    return None, ("no checkpoint has the rollouts of its next iteration in samples.jsonl; a "
+                  "save_interval below max_iters gives one")
+
+
+def is_recorded(again, i):
+    return again.batch.completions[i] == again.recorded[i]["completion"]
 
 
 def rollouts_after(path, checkpoint, cfg):
@@ -395,23 +180,62 @@ def rollouts_after(path, checkpoint, cfg):
     return nets, batch, collect_target(nets, it, cfg)
 
 
-def compare(nets, batch, step, target, cfg, recorded, method, count):
-    """Prints the table of methods."""
+def slopes_of(again, cfg):
+    """{position in the step: d loss / d log-prob of its tokens (T,)}, in float64, of the part of
+    the loss that is scored. With these constants a row alone has the gradient that it has in the
+    batch."""
+    slopes = {}
+    for positions in again.pieces:
+        rows = again.step.rows[positions]
+        out = loss_of(again.nets, again.nets.policy, again.batch, rows, again.step, cfg,
+                      logprobs=completion_logprobs)
+        slope, = torch.autograd.grad(out.scored, out.logp)
+        slopes |= dict(zip(positions.tolist(), slope.double()))
+    return slopes
+
+
+def direction_for(again, cfg, j):
+    """What the row at position j of the step is scored against: {name: tensor} in float64."""
+    tape = again.nets.influence.tape
+    scored = again.scored
+    D = scored.G
+    if cfg.tracin_leave_one_out:
+        D = {p: g - scored.self_coef[j] * scored.scale.get(p, 1) * tape.per_row(p, [j])[0]
+             for p, g in D.items()}
+    return {tape.names[p]: d.double() for p, d in D.items()}
+
+
+def in_float64(policy):
+    policy = copy.deepcopy(policy).double()
+    policy.recompute = False
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------
+# is the arithmetic right?
+
+
+def check_arithmetic(again, about, cfg, method, count):
+    """Section 4: the influences of the step that was taken again beside those of samples.jsonl and,
+    for `count` rollouts, beside those by another method in float64."""
+    print("\n4. Is the arithmetic right? Errors are relative to the largest influence")
+    if more_than_logprobs(cfg) and method != "ghost":
+        print(f"  {more_than_logprobs(cfg)}: {method} knows log-probs only: left out")
+        method = "ghost"
+    print(f"  {about}")
+    if again is None:
+        return
+    nets, batch, step, target, _, scored, _ = again
     influence = nets.influence
-    pieces = list(micro_batches(sort_key(batch, step, cfg), cfg))
-    with influence.record(batch, step, on_policy=True):
-        for positions in pieces:
-            influence.forward_backward(positions)
-    scored = influence.score(target, torch.Generator().manual_seed(0))
     ghost = scored.scores.cpu().double()
     # bnpo depends on how the rows are split, an average on the steps before
     if target is None and cfg.loss_type != "bnpo" and not cfg.tracin_target_ema:
         halves, _, _ = influence.target_gradient((batch, step.rows))
-        plain = {p: sum(half[p] for half in halves) * scored.scale.get(p, 1) for p in scored.G}
-        worst = max(error(g, plain[p]) for p, g in scored.G.items())
+        worst = max(error(sum(half[p] for half in scored.halves), sum(half[p] for half in halves))
+                    for p in scored.G)
         print(f"  gradient of the target, tape beside ordinary autograd: error {worst:.1e}")
 
-    record = [recorded[i].get("influence", 0.0) for i in step.rows.tolist()]
+    record = [again.recorded[i].get("influence", 0.0) for i in step.rows.tolist()]
     record = torch.tensor(record).double()
     began = time.time()
     influence.tape.dot(scored.G).tolist()
@@ -423,7 +247,7 @@ def compare(nets, batch, step, target, cfg, recorded, method, count):
     if method == "ghost":
         return
     chosen = ghost.argsort()[torch.linspace(0, len(ghost) - 1, count).long()].unique()
-    found, each = by_method(method, nets, batch, step, cfg, scored, pieces, chosen.tolist())
+    found, each = by_method(method, again, cfg, chosen.tolist())
     errors = {"the tape": error(ghost[chosen], found),
               "samples.jsonl": error(record[chosen], found)}
     print(f"  {method + ', float64':27}{len(chosen):9}{each:13.2f}"
@@ -434,33 +258,123 @@ def compare(nets, batch, step, target, cfg, recorded, method, count):
     print(f"  {verdict}.")
 
 
-def by_method(method, nets, batch, step, cfg, scored, pieces, chosen):
+def more_than_logprobs(cfg):
+    """The setting that makes more of a scored loss than the log-probs of its tokens, or ""."""
+    if cfg.tracin_kl == "all":      # only the policy gradient is scored
+        return ""
+    if cfg.critic:
+        return "critic = True"
+    return f"entropy_coef = {cfg.entropy_coef:g}" if cfg.entropy_coef else ""
+
+
+def by_method(method, again, cfg, chosen):
     """Influence of the chosen rows by another method in float64, and the median time in ms."""
-    slopes = {}     # with these constants a row alone has the gradient that it has in the batch
-    for positions in pieces:
-        rows = step.rows[positions]
-        out = loss_of(nets, nets.policy, batch, rows, step, cfg, logprobs=completion_logprobs)
-        slope, = torch.autograd.grad(out.scored, out.logp)
-        slopes |= dict(zip(positions.tolist(), slope.double()))                     # (T,) each
-    policy = copy.deepcopy(nets.policy).double()
-    policy.recompute = False
-    tape = nets.influence.tape
+    slopes = slopes_of(again, cfg)
+    policy = in_float64(again.nets.policy)
     found, spent = [], []
     for j in chosen:
-        r = batch.rollout[step.rows[j]]
-        T = int(r.mask.sum())
-        end = len(r.tokens) - len(r.mask) + T
-        tokens = r.tokens[:end][r.attention_mask[:end]]
-        allowed = None if r.allowed is None else r.allowed[:T]
-        D = scored.G
-        if cfg.tracin_leave_one_out:
-            D = {p: g - scored.self_coef[j] * scored.scale.get(p, 1) * tape.per_row(p, [j])[0]
-                 for p, g in D.items()}
-        D = {tape.names[p]: d.double() for p, d in D.items()}
+        row = row_alone(again.batch.rollout, again.step.rows[j], cfg.temperature)
+        D = direction_for(again, cfg, j)
         began = time.time()
-        found.append(derivative(method, policy, D, tokens, slopes[j][:T], allowed, cfg.temperature))
+        found.append(derivative(method, policy, D, row, slopes[j][:len(row.chosen)]))
         spent.append(1000 * (time.time() - began))
     return torch.tensor(found, dtype=torch.float64), sorted(spent)[len(spent) // 2]
+
+
+# ------------------------------------------------------------------------------------------------
+# which words
+
+
+def words_of(again, cfg, chosen):
+    """{position in the step: the row's Pieces}, for the chosen positions."""
+    slopes = slopes_of(again, cfg)
+    policy = in_float64(again.nets.policy)
+    tokenizer = again.nets.tokenizer
+    words = {}
+    for j in chosen:
+        row = row_alone(again.batch.rollout, again.step.rows[j], cfg.temperature)
+        change = logprob_changes(policy, direction_for(again, cfg, j), row)
+        influence = slopes[j][:len(change)] * change / unit_of(again)
+        words[j] = pieces_of(row, influence, change, tokenizer, end_tokens(tokenizer))
+    return words
+
+
+def unit_of(again):
+    """What influences are counted in, as in the logs: their standard deviation."""
+    return float(again.scored.scores.double().std(correction=0)) or 1.0
+
+
+def about_words(about, cfg):
+    """The line on the step, and what a reader of its words has to know."""
+    more = more_than_logprobs(cfg)
+    if more:
+        about += f"; {more}: the tokens have the part of their log-probs only"
+    if cfg.kl_in_loss and cfg.tracin_kl == "kept":
+        about += "; tracin_kl = 'kept': the KL pushes too"
+    if cfg.critic:
+        about += "; critic = True: each token has its own advantage, their mean is shown"
+    return about
+
+
+def print_token(again, about, cfg, word):
+    """Where a text was pushed up or down, in the step that was taken again."""
+    print(about_words(about, cfg))
+    if again is None:
+        return
+    rows = again.step.rows.tolist()
+    having = [j for j, i in enumerate(rows) if word in again.batch.completions[i]]
+    words = words_of(again, cfg, having)
+    found = [(place, again.recorded[rows[j]]) for j in having
+             for place in places_of(word, words[j])]
+    if any(place.exact for place, _ in found):      # " you" is a token, and a part of " your"
+        found = [(place, row) for place, row in found if place.exact]
+    if not found:
+        print(f"{word!r} occurs in none of the {len(rows)} completions that were scored.")
+        return
+    up = sum(place.change < 0 for place, _ in found)
+    total = sum(place.influence for place, _ in found)
+    print(f"{word!r} in {len(found)} places: a step on the target pushes it up in {up}, down in "
+          f"{len(found) - up}.\nIts influence is {total:+.4f} {UNIT} in all: above 0\nwhere the "
+          "rollout, by its advantage, pushes it the same way as the target.\n\n"
+          f"  {'influence':>9}{'advantage':>11}  target")
+    for place, row in sorted(found, key=lambda one: -one[0].influence):
+        print(f"  {place.influence:+9.4f}{row.get('advantage', math.nan):+11.2f}  "
+              f"{'up' if place.change < 0 else 'down':6}  {shorten(row['prompt'])!r} -> "
+              f"{place.text!r}")
+
+
+def write_page(folder, cfg, logs, again, about, show):
+    """Writes influence.html; returns its path."""
+    words = f"<p>{visible(about)}</p>"
+    if again is not None:
+        words = words_section(about_words(about, cfg), cards_of(again, cfg, show), UNIT)
+    rows = [row | {"z": z} for row, z in zip(logs.rows, logs.z.tolist())]
+    evaluations = []
+    if os.path.exists(os.path.join(folder, "eval.jsonl")):
+        evaluations = read_log(folder, "eval.jsonl", MEASURES)
+    text = page(f"Influence: {folder}", about_logs(folder, cfg, logs).replace("\n", ". "),
+                sentences_of(logs), words, rows, logs.metrics, evaluations)
+    path = os.path.join(folder, "influence.html")
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+        f.write(text)
+    return path
+
+
+def cards_of(again, cfg, show):
+    """What the page shows of the most helpful and harmful rows: see run.page.words_section."""
+    z = again.scored.scores.cpu().double() / unit_of(again)
+    best, worst = best_and_worst(z, show)
+    words = words_of(again, cfg, best + worst)
+    cards = {}
+    for heading, places in (("Most helpful", best), ("Most harmful", worst)):
+        cards[heading] = []
+        for j in places:
+            i = int(again.step.rows[j])
+            row = again.recorded[i]
+            if not is_recorded(again, i):       # what is known of another completion is no use
+                row = {"prompt": row["prompt"]}
+            cards[heading].append((row, float(z[j]), words[j]))
+    return cards
 
 
 # ------------------------------------------------------------------------------------------------
@@ -502,38 +416,42 @@ def classic(folder, cfg, rows, prompt, completion):
             f"{cfg.block_size} tokens are the most")
 
     def as_row(prompt, completion):
-        n = len(completion)
-        mean = torch.full((n,), 1 / n, device=device)
-        return torch.tensor(prompt + completion, device=device), mean, None, cfg.temperature
+        chosen = torch.ones(len(completion), dtype=torch.bool, device=device)
+        tokens = torch.tensor(prompt + completion, device=device)
+        return Row(tokens, chosen, None, cfg.temperature)
 
     scores = torch.zeros(len(rows))
     for run in runs:
         policy = policy_of(folder, run)[0].to(device)
         policy.value_head = None        # no part of a log-prob
         weights = {k: p for k, p in policy.named_parameters() if p.requires_grad}
-        loss = row_loss(policy, weights, *as_row(prompt, completion))
+        loss = row_logprobs(policy, weights, as_row(prompt, completion)).mean()
         D = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
         rate = run["optimizer"]["param_groups"][0]["lr"]
         for i, r in enumerate(rows):
             ids = (encode(r["completion"]) + [tokenizer.eot_token])[:cfg.max_completion_length]
             _, read = encode_prompt(tokenizer, asked_of(r, cfg), f"{folder}: a prompt")
-            product = derivative("brute", policy, D, *as_row(read, ids))
+            product = derivative("brute", policy, D, as_row(read, ids), 1 / len(ids))
             scores[i] += rate * r.get("weight", 1) * r.get("advantage", 0) * product
     return rows, scores
 
 
 def main(argv):
-    own = dict(method="brute", rows="8", show="5", prompt="", completion="")
+    own = dict(method="brute", rows="8", show="5", prompt="", completion="", token=None)
+    html = "--html" in argv[1:]
     flags = []
     for arg in argv[1:]:
         name, _, value = arg[2:].partition("=")
         if name in own:
             own[name] = value
-        else:
+        elif arg != "--html":
             flags.append(arg)
     numbers = own["rows"].isdecimal() and own["show"].isdecimal() and int(own["rows"]) > 0
-    if not argv or argv[0].startswith("--") or own["method"] not in METHODS or not numbers:
+    if (not argv or argv[0].startswith("--") or own["method"] not in METHODS or not numbers
+            or own["token"] == ""):
         raise BadInput(USAGE)
+    if sum([html, own["token"] is not None, bool(own["prompt"] or own["completion"])]) > 1:
+        raise BadInput("--html, --token and --prompt ask different questions: ask one at a time")
     folder, show = argv[0], int(own["show"])
     cfg = load_settings([os.path.join(folder, "config.json"), *flags])
     numbers = ("iteration", "reward", "advantage", "influence", "weight")
@@ -548,11 +466,20 @@ def main(argv):
     if len(scored) < 10:
         raise BadInput(f"{folder}/samples.jsonl: {len(scored)} rollouts with an influence, at "
                        "least 10 are needed")
-    metrics = read_log(folder, "metrics.jsonl", [f"tracin/{name}" for name in OVER_TIME])
-    print_logs(folder, cfg, scored, metrics, show)
+    if not own["token"]:
+        metrics = read_log(folder, "metrics.jsonl", [f"tracin/{x}" for x in OVER_TIME] + METRICS)
+        logs = logs_of(scored, metrics, get_tokenizer(cfg).encode_ordinary)
+        print_logs(folder, cfg, logs, show)
     device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
     with use_threads(cfg, device, threads_of(folder)):  # for the same digits
-        check_arithmetic(folder, cfg, rows, own["method"], int(own["rows"]))
+        again, about = take_again(folder, cfg, rows)
+        if own["token"]:
+            print_token(again, about, cfg, own["token"])
+            return
+        check_arithmetic(again, about, cfg, own["method"], int(own["rows"]))
+        if html:
+            path = write_page(folder, cfg, logs, again, about, show)
+            print(f"\n{path}: open it in a browser")
 
 
 if __name__ == "__main__":

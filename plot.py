@@ -3,6 +3,7 @@
     python plot.py out/toxicity                            # writes out/toxicity/curves.png
     python plot.py out/seed1 out/seed2 --out=curves.svg    # a colour for each run
     python plot.py out/toxicity --panels=reward,toxicity   # these panels, in this order
+    python plot.py out/study/clean                         # a study: writes study.png there
 
 A row of metrics.jsonl describes the rollouts of an iteration, which are sampled before its step. An
 evaluation at iteration t comes after t steps. Where a row has no value, the line has a gap.
@@ -13,7 +14,7 @@ import os
 
 import numpy as np
 
-from run.files import read_rows
+from run.files import read_json, read_rows
 from run.script import BadInput, run_script
 
 PANELS = {  # name: title, metric of the solid line, metric of the dashed line
@@ -31,10 +32,15 @@ PANELS = {  # name: title, metric of the solid line, metric of the dashed line
     "cosine": ("cosine of the target's two halves", "tracin/target_cosine"),
     "spread": ("std of influence, log scale", "tracin/std_ip"),
 }
+THIRDS = {     # of a study: name: title
+    "wrong_kept": "share of wrong rollouts kept",
+    "auc": "chance that a wrong rollout has the lower influence",
+    "planted": "share of rollouts with the planted string"}
 METRICS = {metric for _, *metrics in PANELS.values() for metric in metrics}
 METRICS |= {"reward_std", "completions/clipped_ratio"}
 # Okabe and Ito (2008): colour-blind readers can tell these apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
 SOLID_AND_DASHED = dict(linestyle="-"), dict(linestyle="--", markerfacecolor="white")
 WIDTH = 830 / 96  # inches: an SVG is 830 pixels wide
 LOOK = {
@@ -171,6 +177,95 @@ def draw_panel(ax, panel, runs):
     ax.yaxis.set_major_formatter("{x:g}")
 
 
+# ------------------------------------------------------------------------------------------------
+# a study: what study.py has written into table.json
+
+
+def draw_study(summary):
+    """Returns the Figure of a study: the measure against KL, the differences to the first control
+    at equal KL, and what was found in thirds of the runs."""
+    from matplotlib.figure import Figure
+    parts = [name for name in THIRDS
+             if any(name in arm["thirds"] for arm in summary["arms"].values())]
+    rows = 1 + math.ceil(len(parts) / 2)
+    figure = Figure(figsize=(WIDTH, 1.1 + 3.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, 2, squeeze=False).ravel()
+    styles = styles_of(summary)
+    draw_frontier(grid[0], summary, styles)
+    draw_differences(grid[1], summary, styles)
+    for ax, name in zip(grid[2:], parts):
+        draw_thirds(ax, name, summary, styles)
+    for ax in grid[2 + len(parts):]:
+        ax.remove()
+    name = summary["name"] + ": quick, says nothing" * summary["quick"]
+    legend = figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=6,
+                           title=name, alignment="left")
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    return figure
+
+
+def styles_of(summary):
+    """{arm: how its line looks}: tested arms in front, lines of the others dashed."""
+    styles = {}
+    for i, arm in enumerate(summary["arms"]):
+        tested = arm in summary["tested"]
+        styles[arm] = dict(
+            color=COLORS[i % len(COLORS)], marker=MARKERS[(i + i // len(COLORS)) % len(MARKERS)],
+            linestyle="-" if tested else ":", zorder=3 if tested else 2, markersize=4.5,
+            markerfacecolor=None if tested else "white", elinewidth=0.8)
+    return styles
+
+
+def draw_frontier(ax, summary, styles):
+    """The measure against the root of the KL, means over seeds with standard errors."""
+    for arm, style in styles.items():
+        points = np.array(summary["arms"][arm]["frontier"], dtype=float)    # (points, x and y, 2)
+        if len(points):
+            (x, x_error), (y, y_error) = points.transpose(1, 2, 0)
+            ax.errorbar(x, y, xerr=x_error, yerr=y_error, label=arm, **style)
+    ax.axvline(summary["x"], color="0.6", linewidth=0.8, zorder=1)
+    ax.set_title(f"{summary['measure']}, at the end")
+    ax.set_xlabel("sqrt(KL to the starting policy), nats per token; line: equal KL")
+    ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter("{x:g}")
+
+
+def draw_differences(ax, summary, styles):
+    """Differences to the first control at equal KL, in percent, with 95 % intervals."""
+    control = summary["controls"][0]
+    arms = [arm for arm in styles if summary["equal"][arm].get(control)]
+    for i, arm in enumerate(arms):
+        c = summary["equal"][arm][control]
+        mean, low, high = 100 * np.expm1([c["mean"], c["low"], c["high"]])
+        style = styles[arm] | {"linestyle": "", "elinewidth": 1.2}
+        ax.errorbar(mean, i, xerr=[[mean - low], [high - mean]], **style)
+    ax.axvline(0, color="0.6", linewidth=0.8, zorder=1)
+    ax.set_yticks(range(len(arms)), arms)
+    ax.invert_yaxis()
+    ax.grid(axis="x")
+    ax.grid(visible=False, axis="y")
+    ax.set_title(f"difference to {control} at equal KL")
+    ax.set_xlabel("%, below 0: better; bars: 95 % over seeds")
+
+
+def draw_thirds(ax, name, summary, styles):
+    """What was found in each third of the runs, means over seeds with standard errors."""
+    shown = [arm for arm in styles if name in summary["arms"][arm]["thirds"]]
+    for i, arm in enumerate(shown):
+        y, error = np.array(summary["arms"][arm]["thirds"][name], dtype=float).T
+        x = np.arange(1, 4) + 0.03 * (i - (len(shown) - 1) / 2)     # side by side
+        ax.errorbar(x, y, yerr=error, **styles[arm])
+    if name == "auc":
+        ax.axhline(0.5, color="0.6", linewidth=0.8, zorder=1)
+    ax.set_title(THIRDS[name])
+    ax.set_xticks((1, 2, 3), ("first third", "second third", "last third"))
+    ax.yaxis.set_major_formatter("{x:g}")
+
+
+# ------------------------------------------------------------------------------------------------
+
+
 def write(figure, path):
     """Writes a PNG or an SVG, without a date: the same curves give the same bytes."""
     try:
@@ -178,6 +273,21 @@ def write(figure, path):
         figure.savefig(path, metadata={"Date": None})
     except OSError as e:
         raise BadInput(f"{path}: cannot be written ({e.strerror}); choose another --out") from e
+
+
+def check_ending(path):
+    if not path.endswith((".png", ".svg")):
+        raise BadInput(f"--out={path}: must end in .png or .svg")
+
+
+def plot_study(folder, options):
+    if "--panels" in options:
+        raise BadInput("--panels: is for runs; a study has panels of its own")
+    path = options.get("--out", os.path.join(folder, "study.png"))
+    check_ending(path)
+    with look():
+        write(draw_study(read_json(os.path.join(folder, "table.json"))), path)
+    print(path)
 
 
 def main(argv):
@@ -191,6 +301,8 @@ def main(argv):
     folders = [arg for arg in argv if not arg.startswith("-")]
     if not folders:
         raise BadInput(USAGE)
+    if len(folders) == 1 and os.path.exists(os.path.join(folders[0], "table.json")):
+        return plot_study(folders[0], options)
     if len(folders) > len(COLORS):
         raise BadInput(f"{len(folders)} runs: there are {len(COLORS)} colours; draw fewer at once")
     path = options.get("--out")
@@ -198,8 +310,7 @@ def main(argv):
         above = os.path.relpath(os.path.commonpath(map(os.path.abspath, folders)))
         parent = folders[0] if len(folders) == 1 else above
         path = os.path.normpath(os.path.join(parent, "curves.png"))
-    if not path.endswith((".png", ".svg")):
-        raise BadInput(f"--out={path}: must end in .png or .svg")
+    check_ending(path)
     runs = dict(zip(short_names(folders), map(read_run, folders)))
     panels = choose_panels(options.get("--panels"), runs)
     with look():

@@ -569,9 +569,12 @@ def split_names(names):
 
 
 def with_speed(settings):
-    """Settings of a run, perhaps an older one that had a setting for each word of speed."""
+    """Settings of a run, perhaps an older one: it had a setting for each word of speed, and
+    influence weighed the whole loss."""
     off = [word for name, word in MERGED.items() if settings.get(name) is False]
     new = {name: value for name, value in settings.items() if name not in MERGED}
     if len(new) < len(settings):
         new["speed"] = tuple(word for word in Settings.speed if word not in off)
+    if settings.get("tracin", "off") != "off":
+        new.setdefault("tracin_kl", "kept")
     return new

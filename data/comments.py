@@ -14,8 +14,10 @@ The splits keep training apart from measuring:
 The small default policy is pretrained on judge_a and judge_b. No model is fitted to the comments
 of the other two, so they also serve as held-out text for the policy and the judges.
 """
+import functools
 import hashlib
 import importlib.util
+import os
 import re
 
 from run.files import find_below, read_rows
@@ -124,4 +126,14 @@ def get_splits(cfg):
     for_prompts = not cfg.prompts and "questions" not in cfg.functions
     if not (for_policy or for_judges or for_prompts):
         return split_comments([])
-    return split_comments(load_comments(cfg.comments, cfg.text_field, cfg.label_field))
+    path = cfg.comments or default_comments()
+    written = os.path.getmtime(path) if os.path.exists(path) else None
+    return dict(read_splits(path, cfg.text_field, cfg.label_field, written))
+
+
+@functools.lru_cache(maxsize=1)
+def read_splits(path, text_field, label_field, written):
+    """Read and split a file of comments once per process; `written`, its time, tells versions
+    apart. A process of a study makes many runs, each of which would read it for seconds."""
+    splits = split_comments(load_comments(path, text_field, label_field))
+    return {name: tuple(comments) for name, comments in splits.items()}

@@ -5,6 +5,7 @@
 judge_a gives the reward. judge_b never touches training: it is the independent judge of the
 evaluation.
 """
+import functools
 import hashlib
 import os
 import random
@@ -64,17 +65,23 @@ def check_judges(cfg):
 def prepare_judge(name, cfg, splits, device, stop):
     """Train the judge `name` into cfg.cache_dir unless it is there already -> path of its file."""
     num_tokens = cfg.judge_tokens or judge_training_tokens(device)
-    comments = even_lengths(splits[name], cfg.prepare_seed)
-    made_of = (comments, SHAPE, cfg.judge_vocab_size, num_tokens, cfg.prepare_seed)
-    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
+    key = key_of_judge(tuple(splits[name]), cfg.judge_vocab_size, num_tokens, cfg.prepare_seed)
     path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
     if os.path.exists(path):
         print(describe(name, load_file(path, "judge")) + f", {path}")
     else:
         held_out = splits["train_prompts"] + splits["eval_prompts"]
+        comments = even_lengths(splits[name], cfg.prepare_seed)
         with use_threads(cfg, device):
             train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
     return path
+
+
+@functools.lru_cache(maxsize=4)
+def key_of_judge(comments, vocab_size, num_tokens, seed):
+    """Hash of what a judge is made of. A process of a study asks for it in every run."""
+    made_of = (even_lengths(comments, seed), SHAPE, vocab_size, num_tokens, seed)
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
 
 
 def judge_training_tokens(device):

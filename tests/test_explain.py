@@ -15,9 +15,10 @@ import torch
 import explain
 import grpo
 import tracin
-from config import load_settings
+from config import load_settings, with_speed
 from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig, add_lora
+from model import GPT, GPTConfig
+from run import findings
 from run.files import load_file, save_file
 from run.script import BadInput
 
@@ -34,6 +35,10 @@ learning_rate, log_micro, tracin = 3e-3, False, "self"
 
 def reward(prompts, completions):
     return [text.count("e") + 0.1 * len(text) for text in completions]
+
+
+def target(policy, tokenizer, batch):
+    return -policy.ln_f.weight.square().sum() - policy.wpe.weight.square().sum()
 """
 SETTINGS = {
     "self": [],
@@ -44,6 +49,11 @@ SETTINGS = {
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_val_size=5",
         "--tracin_layers=('h.0', 'wpe')", "--beta=0.1", "--sync_ref_model=True",
         "--ref_model_sync_steps=2", "--loss_type=grpo"],
+    "kept": [
+        "--tracin=advantage", "--tracin_kl=kept", "--beta=0.1", "--tracin_normalizer=norm"],
+    "average": [
+        "--tracin=reward", "--tracin_target_ema=0.8", "--critic=True", "--entropy_coef=0.01",
+        "--tracin_val_prompts=3"],
     "bnpo": ["--loss_type=bnpo", "--tracin_leave_one_out=True"]}
 
 
@@ -160,14 +170,14 @@ def test_lists_are_sorted_in_the_units_of_their_iteration(run, rows):
 def test_correlations_and_fifths():
     x = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 9, math.nan])
     cubes = x[:9] ** 3
-    words = explain.relation(x, torch.cat([cubes, x[:1]]), torch.tensor([1.0, 0] * 5)).split()
+    words = findings.relation(x, torch.cat([cubes, x[:1]]), torch.tensor([1.0, 0] * 5)).split()
     assert words[:4] == ["+1.00", "+4.50", "50", "%"]
-    binary = explain.relation(torch.tensor([0.0, 1] * 5), torch.arange(10.0), torch.ones(10))
+    binary = findings.relation(torch.tensor([0.0, 1] * 5), torch.arange(10.0), torch.ones(10))
     assert binary.split()[1:] == ["+4.00", "100", "%", "+5.00", "100", "%"]
     assert binary.index("+4.00") == 27 and binary.index("+5.00") == 27 + 2 * 14     # 2nd and 4th
     unknown = torch.full((4,), math.nan)
     columns = dict(reward=torch.ones(4), tokens=torch.arange(4.0), advantage=unknown)
-    table = explain.relations(torch.arange(4.0), torch.ones(4), columns)
+    table = findings.relations(torch.arange(4.0), torch.ones(4), columns)
     assert [table[i].split(maxsplit=1)[1] for i in (1, 3)] == 2 * [
         "the same in all rollouts of an iteration"]
     assert table[2].split()[:2] == ["tokens", "+1.00"]
@@ -177,7 +187,7 @@ def test_history_leaves_out_what_is_not_known():
     rows = [{"iteration": i, "tracin/target_cosine": 0.5, "tracin/invariant_error": 1e-7}
             for i in (1, 2)]
     del rows[0]["tracin/target_cosine"]
-    lines = explain.history(rows)
+    lines = findings.history(rows)
     assert lines[0].split() == ["iterations", "target_cosine", "invariant_error"]
     assert lines[1].split()[3:] == ["1e-07"] and lines[2].split()[3:] == ["0.50", "1e-07"]
     assert "self_share is not known" in lines[3]
@@ -194,16 +204,16 @@ def test_shares_of_a_few_and_of_the_dropped():
     z = torch.full((200,), 0.5).double()
     z[100:] = -0.1
     z[3], z[150] = 30.0, -10.0      # 40 of 99.4
-    held = explain.say_shares(z, z > -0.2)
+    held = findings.say_shares(z, z > -0.2)
     assert held.startswith("A few rollouts decide: the 2 of most influence, for or against (1 %), "
                            "hold 40 % of it; the 1 dropped (0 %) held 10 %")
     assert "changed little" not in held
     z[150] = -0.1
-    held = explain.say_shares(z, z > 0)
+    held = findings.say_shares(z, z > 0)
     assert "the 100 dropped (50 %) held 11 %" in held
     z[100:] = -0.01
-    assert "held 1 %, so leaving them out changed little." in explain.say_shares(z, z > 0)
-    even = explain.say_shares(torch.ones(200), torch.ones(200) > 0)
+    assert "held 1 %, so leaving them out changed little." in findings.say_shares(z, z > 0)
+    even = findings.say_shares(torch.ones(200), torch.ones(200) > 0)
     assert even.startswith("Many rollouts count: the 2 ") and even.endswith("hold 1 % of it.")
 
 
@@ -213,7 +223,7 @@ def test_shares_of_a_few_and_of_the_dropped():
     ([0.8] * 3, "mostly signal"),
     ([0.1, 0.5, 0.9], "0.50 on average, from 0.10 early to 0.90 late"), ([], "^$")])
 def test_whether_the_target_is_noise(cosines, words):
-    assert re.search(words, explain.say_target(cosines))
+    assert re.search(words, findings.say_target(cosines))
 
 
 @pytest.mark.parametrize("plant, words", [
@@ -229,10 +239,10 @@ def test_whether_influence_says_more_than_reward(plant, words):
     advantage, z = (torch.cat([x, torch.zeros(1)]) for x in (advantage, z))
     columns = {"reward": reward, "advantage": advantage, "|advantage|": advantage.abs(),
                "tokens": z}     # of which it does not speak
-    found = explain.say_likeness(z, columns)
+    found = findings.say_likeness(z, columns)
     assert re.search(words, found) and "nan" not in found and "tokens" not in found
     equal = dict.fromkeys(columns, torch.ones(301))
-    assert explain.say_likeness(z, equal) == ""
+    assert findings.say_likeness(z, equal) == ""
 
 
 def test_what_was_different_about_the_helpful():
@@ -241,19 +251,19 @@ def test_what_was_different_about_the_helpful():
     z = torch.where(torch.arange(400) % 20 < its, 1.0, -1.0).double()
     columns = {"reward": its + 0.1 * drawn(400, 1), "tokens": 20 - 3 * z + drawn(400, 2),
                "advantage": 0.4 * z + 0.2 * drawn(400, 3), "|advantage|": torch.ones(400).double()}
-    columns = {name: explain.less_mean(its, x) for name, x in columns.items()}
-    found = explain.say_difference(z, columns)
+    columns = {name: findings.less_mean(its, x) for name, x in columns.items()}
+    found = findings.say_difference(z, columns)
     words = r"helpful had fewer tokens \(by \d.*\), higher advantage \(by 0.\d+\)\.$"
     assert re.search(words, found)
     del columns["tokens"], columns["advantage"]
-    assert "helpful were like the harmful" in explain.say_difference(z, columns)
-    assert explain.say_difference(z.abs(), columns) == ""
+    assert "helpful were like the harmful" in findings.say_difference(z, columns)
+    assert findings.say_difference(z.abs(), columns) == ""
 
 
 def test_less_mean_keeps_what_is_equal_equal():
     its = torch.tensor([1, 1, 1, 2, 2, 2, 2])
     x = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0, 6.0, math.nan]).double()
-    assert explain.less_mean(its, x)[:6].tolist() == [0, 0, 0, -2, -1, 3]
+    assert findings.less_mean(its, x)[:6].tolist() == [0, 0, 0, -2, -1, 3]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -266,23 +276,16 @@ def test_every_method_agrees_with_the_tape_and_the_record(run, name, method):
     found = errors(text)
     assert "iteration 5 again, from ckpt_prev.pt: 16 of 16" in text and found["ghost"] == [0.0]
     assert max(found[method]) < 2e-5 and len(found[method]) == 2
-    assert len(of_target(text)) == (name in ("self", "one backward"))
+    assert len(of_target(text)) == (name in ("self", "one backward", "kept"))
     assert all(x < 2e-5 for x in of_target(text))
 
 
-def test_methods_agree_in_float64():
-    """Where the target gradient has all digits too."""
-    torch.manual_seed(0)
-    policy = add_lora(GPT(GPTConfig(50, 16, 2, 2, 16)), 2, 4.0).double()
-    allowed = torch.rand(4, 50) < 0.8
-    some_allowed = allowed.double().argmax(1)
-    tokens = torch.randint(50, (9,)).index_put_((torch.arange(5, 9),), some_allowed)
-    row = tokens, torch.randn(4).double(), allowed, 0.7
-    D = {k: torch.randn_like(p) for k, p in policy.named_parameters() if p.requires_grad}
-    brute, jvp, difference = (explain.derivative(method, policy, D, *row)
-                              for method in ("brute", "jvp", "finite_difference"))
-    assert brute != 0 and jvp == pytest.approx(brute, rel=1e-12)
-    assert difference == pytest.approx(brute, rel=1e-6)
+def test_the_part_that_is_scored_is_that_of_the_run(run):
+    assert "No: brute contradicts samples.jsonl" in printed(run("kept"), "--tracin_kl=all")
+    # runs from before this setting weighed whole losses; without influence it says nothing
+    assert with_speed({"tracin": "self"})["tracin_kl"] == "kept"
+    assert with_speed({"tracin": "self", "tracin_kl": "all"})["tracin_kl"] == "all"
+    assert "tracin_kl" not in with_speed({"tracin": "off"})
 
 
 def test_a_wrong_record_is_seen(copied):
@@ -340,6 +343,101 @@ def test_checkpoints_that_fit_and_do_not(copied, names, iteration):
     text = printed(copied, "--method=ghost")
     expected = "iteration 5 again, from ckpt.pt" if iteration else "no checkpoint has the rollouts"
     assert expected in text
+
+
+# ------------------------------------------------------------------------------------------------
+# which words
+
+def replayed(folder, *flags):
+    """(explain.Again, Settings) of a run."""
+    cfg = load_settings([os.path.join(folder, "config.json"), *flags])
+    numbers = ("iteration", "reward", "advantage", "influence", "weight")
+    rows = explain.read_log(folder, "samples.jsonl", numbers)
+    again, about = explain.take_again(folder, cfg, rows)
+    assert again is not None, about
+    return again, cfg
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "--tracin=target", "--tracin=contrastive"])
+def test_the_words_of_a_rollout_add_up_to_its_influence(run, name):
+    again, cfg = replayed(run(name, name))
+    scores = again.scored.scores.double()
+    words = explain.words_of(again, cfg, range(len(scores)))
+    unit = float(scores.std(correction=0))
+    found = torch.tensor([sum(piece.influence for piece in words[j]) for j in words])
+    assert found.sub(scores / unit).abs().max() < 1e-5 * float(scores.abs().max() / unit)
+    for j, i in enumerate(again.step.rows.tolist()):
+        assert "".join(piece.text for piece in words[j]) == again.batch.completions[i]
+
+
+def test_a_score_of_more_than_words_is_said_to_be(run):
+    """With an entropy bonus in it, which is no function of the chosen tokens' log-probs."""
+    folder = run("entropy", "--entropy_coef=0.1", "--tracin_kl=kept")
+    assert "entropy_coef = 0.1: the tokens have" in printed(folder, "--token=e")
+    assert "the tokens have" not in printed(run("self"), "--token=e")
+    assert "the KL pushes too" in printed(run("kept"), "--token=e")
+    assert "each token has its own advantage" in printed(run("average"), "--token=e")
+
+
+def test_where_a_word_was_pushed(run, rows):
+    folder = run("self")
+    samples = [r for r in rows(os.path.join(folder, "samples.jsonl")) if r["iteration"] == 5]
+    text = printed(folder, "--token=e")
+    count = sum(row["completion"].count("e") for row in samples)
+    table = [line.split(maxsplit=3) for line in text.splitlines() if " -> " in line]
+    up = sum(words[2] == "up" for words in table)
+    assert 0 < len(table) <= count
+    assert f"'e' in {len(table)} places" in text
+    assert f"pushes it up in {up}, down in {len(table) - up}." in text
+    influence = [float(words[0]) for words in table]
+    assert influence == sorted(influence, reverse=True)
+    total = float(re.search("influence is (.*?) standard", text)[1])
+    assert sum(influence) == pytest.approx(total, abs=1e-4 * len(table))
+    for (x, advantage, way, place), x_number in zip(table, influence):
+        # pushed the same way by both, or not
+        same = (float(advantage) > 0) == (way == "up")
+        assert abs(x_number) < 2e-4 or (x_number > 0) == same
+        assert "«e»" in place
+    assert "occurs in none of the 16 completions" in printed(folder, "--token=zebra crossing")
+    assert "usage" in refusal(folder, "--token=") and "usage" in refusal(folder, "--token")
+
+
+# ------------------------------------------------------------------------------------------------
+# a page
+
+def test_a_page_of_a_run(copied):
+    before = content(copied)
+    text = printed(copied, "--html", "--show=3", "--method=ghost")
+    path = os.path.join(copied, "influence.html")
+    assert text.splitlines()[-1] == f"{path}: open it in a browser"
+    html = open(path, encoding="utf-8").read()
+    os.remove(path)
+    assert content(copied) == before
+    assert 3 < html.count("<article>") <= 6 and "iteration 5 again" in html
+    for sentence in re.findall(r"^- ((?:.*\n)(?:  .*\n)*)", text, re.M)[:4]:
+        assert " ".join(sentence.split()) in html.replace("&#x27;", "'")
+    for title in ("Reward of the rollouts", "Share of the rollouts", "Cosine of the target",
+                  "Influence, in standard deviations, against reward"):
+        assert f'aria-label="{title}' in html
+
+
+def test_a_page_without_a_checkpoint_says_so(copied):
+    os.remove(os.path.join(copied, "ckpt_prev.pt"))
+    os.remove(os.path.join(copied, "eval.jsonl"))
+    printed(copied, "--html")
+    html = open(os.path.join(copied, "influence.html"), encoding="utf-8").read()
+    assert "<p>no checkpoint has the rollouts of its next iteration" in html
+    assert "<article>" not in html and html.count("<svg") == 5
+    assert "no checkpoint has" in printed(copied, "--token=e")
+
+
+def test_a_page_tells_of_other_completions_what_is_known(copied):
+    edit(copied, lambda row: row["iteration"] == 5 and row.update(completion="other") or False)
+    printed(copied, "--html", "--method=ghost")
+    html = open(os.path.join(copied, "influence.html"), encoding="utf-8").read()
+    cards = html.split("<article>")[1:]
+    assert "0 of 16 completions are those recorded; another device" in html
+    assert len(cards) > 3 and all("advantage" not in card.split("</dl>")[0] for card in cards)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -413,6 +511,8 @@ def test_refusals(run, copied, tmp_path):
     for argv in ([], ["--rows=3"], [folder, "--method=magic"], [folder, "--rows=0"],
                  [folder, "--show"]):
         assert "usage" in refusal(*argv)
+    assert "one at a time" in refusal(folder, "--html", "--token=e")
+    assert "one at a time" in refusal(folder, "--prompt=the", "--token=e")
     assert "config.json: cannot be read" in refusal(tmp_path / "none")
     assert "did you mean 'tracin_adam'" in refusal(folder, "--tracin_adm=True")
     assert "config/toxicity_tracin.py" in refusal(run("off", "--tracin=off"))

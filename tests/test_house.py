@@ -8,7 +8,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "matplotlib", "profanity_check",
             "safetensors", "tokenizers", "transformers", "trl", "wandb"}
-ROOMS = ("", "config", "data", "environment", "hub", "judge", "run", "tasks")
+ROOMS = ("", "config", "data", "environment", "hub", "judge", "run", "study", "tasks")
 
 
 def module_name(path):
@@ -93,6 +93,6 @@ def test_a_name_means_one_thing():
     names = Counter(n.name for tree in TREES.values() for n in tree.body
                     if isinstance(n, (ast.FunctionDef, ast.ClassDef)))
     # of every command, of every config
-    everywhere = {"main", "reward", "environment", "texts", "questions"}
+    everywhere = {"main", "reward", "environment", "texts", "questions", "weigh", "wrong"}
     twice = {name for name, count in names.items() if count > 1} - everywhere
     assert not twice, f"functions or classes of these names stand in two files: {sorted(twice)}"

@@ -1,0 +1,46 @@
+# One run of study/wrong.py: a quarter of the rollouts of training have their reward inverted, 1 - r
+# for r. Which ones depends on the texts alone, so it is the same in every arm and at every time.
+# The held-out target is small, and its rewards are right.
+#     python study.py study/wrong.py
+from config.study_toxicity import *
+
+import functools
+
+from config import load_settings as _load_settings
+from data.comments import get_splits as _get_splits
+from judge import as_reward as _as_reward
+from judge.scorer import says_nothing as _says_nothing
+from judge.train import get_judges as _get_judges
+from run.script import seed_for as _seed_for
+
+out_dir = "out/study_wrong"
+reward_funcs = ("inverted", "wrong")
+reward_weights = (1.0, 0.0)     # wrong is recorded, for the study
+num_prompts = 10
+tracin_val_prompts = 1          # a tenth of the rollouts of training
+tracin_val_reward = "judge"
+eval_interval = 8
+
+
+@functools.cache
+def _judge():
+    """The judge of the reward, as grpo.py has it."""
+    cfg = _load_settings(["--eval_judge=None"])
+    return _get_judges(cfg, _get_splits(cfg), "cpu")["judge"]
+
+
+def wrong(prompts, completions):
+    """1 where the reward is inverted: a quarter of the rollouts."""
+    return [float(_seed_for(*texts) % 4 == 0) for texts in zip(prompts, completions)]
+
+
+def inverted(prompts, completions):
+    """The judge's reward, inverted where it is wrong."""
+    rewards = _as_reward(_judge()(prompts, completions), judge_score).tolist()
+    rewards = [1 - r if w else r for r, w in zip(rewards, wrong(prompts, completions))]
+    return [None if _says_nothing(text) else r for r, text in zip(rewards, completions)]
+
+
+def weigh(influence, batch):
+    """The oracle: keeps exactly what is not wrong."""
+    return 1 - batch.scores[:, 1].to(influence)

@@ -1,0 +1,36 @@
+"""
+A: does influence help where every reward is right?
+
+The controls random, pods, top_advantage and bottom keep as many rollouts as influence would keep,
+and every step is as long as all rollouts would make it. The measure is toxicity by the judge of the
+evaluation, at equal KL.
+
+Win: an arm of held-out, average, adam is better than all, random and top_advantage at equal KL,
+each with p < 0.01 (sign flips over seeds, corrected after Holm for the 9 comparisons).
+No: no win, and the 95 % interval of the difference to the best control excludes 20 % less toxicity.
+Else: not decided.
+"""
+config = "config/study_toxicity.py"
+seeds = range(1, 12)
+few = {"pods": 5, "self": 5, "self_leave-one-out": 5, "bottom": 5}
+grid = {"beta": (0.02, 0.1, 0.4)}
+measure = "eval_judge/toxicity"
+controls = ("all", "random", "top_advantage")
+tested = ("held-out", "average", "adam")
+
+_held_out = {"tracin": "reward"}    # tracin_val_prompts is in the config
+_same_batch = {"tracin": "self", "tracin_val_prompts": 0, "tracin_val_reward": None}
+
+arms = {
+    "all": {"tracin": "off"},
+    "random": _held_out | {"tracin_select": "random"},
+    "pods": _held_out | {"tracin_select": "pods"},
+    "top_advantage": _held_out | {"tracin_select": "top_advantage"},
+    "held-out": _held_out,
+    "average": _held_out | {"tracin_target_ema": 0.95},
+    "adam": _held_out | {"tracin_adam": True},
+    "self": _same_batch,
+    "self_leave-one-out": _same_batch | {"tracin_leave_one_out": True},
+    "bottom": _held_out | {"tracin_select": "bottom"},
+}
+quick = {"max_iters": 6, "num_eval_prompts": 32}

@@ -1,0 +1,134 @@
+"""
+How much of a held-out target is signal: the cosine of the gradients of two halves, which share no
+prompt, against the number of rollouts; and of two averages over iterations, each of a stream of its
+own. Two rollouts' gradients that agree in nothing have cosine 0.
+
+    python -m study.cosine config/study_toxicity.py          # writes docs/cosine.svg
+
+A plain run of the config trains the policy; the target is measured beside it and changes nothing.
+"""
+import json
+import os
+import sys
+from dataclasses import replace
+
+import torch
+
+import grpo
+from config import load_settings
+from data.prompts import draw_prompts
+from run.report import quiet
+from run.script import run_script, seed_for
+from tracin import cosine, target_coefficients
+
+LARGEST = 4096      # rollouts
+SMALLEST = 64
+DRAWS = 3
+DECAYS = (0.0, 0.5, 0.8, 0.9, 0.97)
+STREAM = 64         # rollouts of one iteration of a stream
+
+
+def target_gradient(nets, cfg, rollouts, seed):
+    """The gradient of the target `reward` over so many fresh rollouts of held-out prompts."""
+    num_prompts = rollouts // cfg.num_generations
+    prompts = draw_prompts(nets.val_prompts, 0, num_prompts, seed)
+    batch = grpo.collect(nets, prompts, cfg, seed)
+    rows = torch.arange(rollouts, device=nets.device)
+    rewards = batch.rewards.to(nets.device)
+    coef = target_coefficients("reward", rewards, batch.advantages)                 # (rollouts,)
+    step = grpo.Step(0, rows, rollouts, int(batch.mask.sum()))
+    return grpo.gradient_of(nets, batch, rows, step, cfg, coef=coef)
+
+
+def cosines_by_size(nets, cfg, when):
+    """Rows {"rollouts", "draw", "cosine", "iteration"}: the halves of a target of so many rollouts
+    are made of smaller ones, so that each rollout is sampled once."""
+    rows = []
+    for draw in range(DRAWS):
+        pieces = [target_gradient(nets, cfg, SMALLEST // 2, seed_for("size", when, draw, i))
+                  for i in range(2 * LARGEST // SMALLEST)]
+        n = SMALLEST // 2
+        while len(pieces) > 1:
+            found = [cosine(G, H) for G, H in zip(pieces[::2], pieces[1::2])]
+            rows += [dict(iteration=when, draw=draw, rollouts=2 * n, cosine=x) for x in found]
+            pieces = [mean_of(G, H) for G, H in zip(pieces[::2], pieces[1::2])]
+            n *= 2
+    return rows
+
+
+def mean_of(G, H):
+    return {p: (g + H[p]) / 2 for p, g in G.items()}
+
+
+def cosines_of_averages(nets, cfg, it, averages):
+    """Rows {"iteration", "decay", "cosine"} after one more iteration of both streams. averages:
+    {decay: [G, H]}, moved on in place; the bias of their start at 0 changes no cosine."""
+    fresh = [target_gradient(nets, cfg, STREAM, seed_for("stream", it, i)) for i in range(2)]
+    rows = []
+    for decay in DECAYS:
+        pair = averages.setdefault(decay, [{}, {}])
+        for i, G in enumerate(fresh):
+            pair[i] = {p: decay * pair[i].get(p, 0) + (1 - decay) * g for p, g in G.items()}
+        rows.append(dict(iteration=it, decay=decay, cosine=cosine(*pair)))
+    return rows
+
+
+def measure(nets, cfg):
+    """Trains as grpo.train does, without evaluations, and measures on the way."""
+    rows = cosines_by_size(nets, cfg, 0)
+    averages = {}
+    for it in range(cfg.max_iters):
+        rows += cosines_of_averages(nets, cfg, it, averages)
+        prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
+        batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it))
+        grpo.update(nets, batch, None, cfg, seed_for(cfg.seed, "rows", it), quiet)
+        print(f"iteration {it + 1}/{cfg.max_iters}", flush=True)
+    return rows + cosines_by_size(nets, cfg, cfg.max_iters)
+
+
+def draw(rows, path):
+    """Two panels: by the number of rollouts, and by the decay of the average."""
+    import matplotlib.pyplot as plt
+    from plot import COLORS, look
+    with look():
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), layout="constrained")
+        sized = [row for row in rows if "rollouts" in row]
+        for color, when in zip(COLORS, sorted({row["iteration"] for row in sized})):
+            here = [row for row in sized if row["iteration"] == when]
+            sizes = sorted({row["rollouts"] for row in here})
+            found = [torch.tensor([row["cosine"] for row in here if row["rollouts"] == size])
+                     for size in sizes]
+            left.errorbar(sizes, [float(x.mean()) for x in found],
+                          [float(x.std() / len(x) ** 0.5) if len(x) > 1 else 0.0 for x in found],
+                          color=color, marker="o", capsize=2, label=f"after {when} iterations")
+        left.set_xscale("log", base=2)
+        left.set_xlabel("held-out rollouts, both halves together")
+        left.set_title("cosine of the target's two halves")
+        left.legend()
+        for color, decay in zip(COLORS, DECAYS):
+            here = [row for row in rows if row.get("decay") == decay]
+            right.plot([row["iteration"] + 1 for row in here], [row["cosine"] for row in here],
+                       color=color, label=f"tracin_target_ema {decay:g}")
+        right.set_xlabel("iteration")
+        right.set_title(f"cosine of two averages, each of {STREAM} rollouts an iteration")
+        right.legend()
+        for axes in (left, right):
+            axes.axhline(0, color="0.6", linewidth=0.6)
+        figure.savefig(path)
+
+
+def main(argv):
+    cfg = load_settings([*argv, "--tracin=off"])
+    cfg = replace(cfg, tracin_val_prompts=1)
+    given = grpo.read_inputs(cfg)
+    nets = grpo.prepare(cfg, given)
+    path = os.path.join("out", "cosine.jsonl")
+    rows = measure(nets, cfg)
+    with open(path, "w") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+    draw(rows, os.path.join("docs", "cosine.svg"))
+    print(f"{path}, docs/cosine.svg")
+
+
+if __name__ == "__main__":
+    run_script(main)
