@@ -228,8 +228,7 @@ def check_arithmetic(again, about, cfg, method, count):
     nets, batch, step, target, _, scored, _ = again
     influence = nets.influence
     ghost = scored.scores.cpu().double()
-    # bnpo depends on how the rows are split, an average on the steps before
-    if target is None and cfg.loss_type != "bnpo" and not cfg.tracin_target_ema:
+    if target is None and cfg.loss_type != "bnpo":      # which depends on how the rows are split
         halves, _, _ = influence.target_gradient((batch, step.rows))
         worst = max(error(sum(half[p] for half in scored.halves), sum(half[p] for half in halves))
                     for p in scored.G)
