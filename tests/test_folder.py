@@ -320,7 +320,7 @@ def test_the_python_of_strangers_is_executed_only_by_name(
 def test_a_strangers_reward_does_not_score_held_out_rollouts_either(run_with_reward):
     path, proof = run_with_reward
     edit(path, signature=None)
-    flags = ["--reward_funcs=judge", "--tracin=reward", "--tracin_val_prompts=2"]
+    flags = ["--reward_funcs=judge", "--tracin=advantage", "--tracin_val_prompts=2"]
     assert load_settings([path, *flags])
     with pytest.raises(BadInput, match="'reward' is Python of somebody else's run.*--trust=True"):
         load_settings([path, *flags, "--tracin_val_reward=reward"])
