@@ -507,24 +507,24 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
         if cfg.entropy_coef or cfg.critic:
             states = completion_states(policy, b.rollout)
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from, states)  # (n, T)
-    _, terms = loss_and_terms(logp)
-    policy_loss = terms.policy_loss
+    loss, terms = loss_and_terms(logp)
     rest = terms.rest
     if cfg.tracin_kl == "all":
         weights = torch.ones_like(weights)      # of the rest
     if cfg.entropy_coef:
         bonus = cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights, states)
+        loss = loss - bonus
         rest = rest - bonus
-        terms = terms._replace(policy_loss=policy_loss - bonus)
+        terms = terms._replace(policy_loss=terms.policy_loss - bonus)
     if cfg.critic:
         errors = value_errors(policy, b.rollout, batch.returns[rows], states, cfg.value_clip)
         critic_loss = cfg.value_coef * aggregate(errors * weights[:, None], b.mask, step, cfg)
+        loss = loss + critic_loss
         rest = rest + critic_loss
         terms = terms._replace(critic_loss=critic_loss)
-    loss = policy_loss + rest
-    if cfg.tracin_kl == "all":
-        return Forward(loss, logp, terms, b, scored=policy_loss, rest=rest)
-    return Forward(loss, logp, terms, b, scored=loss, rest=0.0)
+    if cfg.tracin_kl == "kept":
+        rest = 0.0
+    return Forward(loss, logp, terms, b, scored=loss - rest, rest=rest)
 
 
 def mean_entropy(nets, policy, b, step, cfg, weights, states):
@@ -536,8 +536,8 @@ def mean_entropy(nets, policy, b, step, cfg, weights, states):
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None, part="scored"):
-    """{parameter: gradient} of a part of the loss of some rows, `scored` or `loss` (see Forward),
-    by a plain backward. Leaves .grad empty.
+    """{parameter: gradient} of a part of the loss of some rows, `scored`, `rest` or `loss` (see
+    Forward), by a plain backward. Leaves .grad empty.
 
     With coef it is the gradient of the sum of coef * ratio to the sampler instead, over completions
     (N,) or tokens (N, T): on fresh rollouts that of coef * log-prob. key: see micro_batches. Only

@@ -148,15 +148,20 @@ class Influence:
                         target, found.target_loss, products, norms, num_stored)
 
     def true_error(self, found):
-        """invariant_error with the step's gradient from a plain backward, in which the tape has no
-        part but for what it summed."""
+        """How far the scores, and the rest's gradient, are from plain backwards, in which the tape
+        has no part: the larger of invariant_error and of the rest's error, relative to the step."""
         # in the micro-batches that were recorded, since bnpo depends on them
         key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
-        true_grad = self.gradient_of(
-            self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key, part="loss")
-        if found.rest_grad:
-            true_grad = each(torch._foreach_sub, true_grad, found.rest_grad)
-        return invariant_error(found.raw_scores, true_grad, found.G)
+        plain = functools.partial(
+            self.gradient_of, self.nets, self.batch, self.step.rows, self.step, self.cfg, key=key)
+        scored = plain(part="scored")
+        error = invariant_error(found.raw_scores, scored, found.G)
+        if not found.rest_grad:
+            return error
+        rest = plain(part="rest")
+        gap = each(torch._foreach_sub, rest, found.rest_grad)
+        size = inner(rest, rest) + inner(scored, scored)
+        return error.maximum((inner(gap, gap) / size.clamp(min=1e-30)).sqrt())
 
     # target
 

@@ -51,6 +51,10 @@ CASES = {
               "--force_text= the", "--decode_batch_size=8", "--beta=0.1"),
     "critic": ("--critic=True", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1",
                "--bootstrap_truncated_completions=True", "--num_iterations=2"),
+    "average": ("--tracin=reward", "--tracin_target_ema=0.7", "--tracin_normalizer=norm",
+                "--tracin_val_prompts=5", "--tracin_val_every=2", "--beta=0.1",
+                "--num_iterations=2", "--mini_batch_size=8", "--micro_batch_size=4",
+                "--learning_rate=0.03"),
     "random": ("--tracin=contrastive", "--tracin_select=random", "--beta=0.1",
                "--micro_batch_size=4"),
 }
@@ -203,7 +207,7 @@ def worst(a, b, rows, tolerance=1e-6):
     out = {}
     apart = {"step_time", "padding", "tracin/kept_gradients"}   # those are of the micro-batches
     for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
-        a_rows, b_rows = rows(a / name), rows(b / name)
+        a_rows, b_rows = (list(map(flattened, rows(path / name))) for path in (a, b))
         assert len(a_rows) == len(b_rows)
         assert all(list(x) == list(y) for x, y in zip(a_rows, b_rows))
         influences = [f for f in a_rows[0] if f == "influence" or f.endswith("_ip")]
@@ -226,6 +230,12 @@ def worst(a, b, rows, tolerance=1e-6):
             if error > tolerance:
                 out[name, field] = error
     return out
+
+
+def flattened(row):
+    """A row with its scores side by side with the rest."""
+    scores = row.pop("scores", {})
+    return row | {f"scores/{name}": float(score) for name, score in scores.items()}
 
 
 def least_spread(rows):

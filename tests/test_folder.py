@@ -317,6 +317,16 @@ def test_the_python_of_strangers_is_executed_only_by_name(
     assert "reward" in load_settings([path, "--trust=True"]).functions and proof.exists()
 
 
+def test_a_strangers_reward_does_not_score_held_out_rollouts_either(run_with_reward):
+    path, proof = run_with_reward
+    edit(path, signature=None)
+    flags = ["--reward_funcs=judge", "--tracin=advantage", "--tracin_val_prompts=2"]
+    assert load_settings([path, *flags])
+    with pytest.raises(BadInput, match="'reward' is Python of somebody else's run.*--trust=True"):
+        load_settings([path, *flags, "--tracin_val_reward=reward"])
+    assert not proof.exists(), "a stranger's Python was executed"
+
+
 def test_a_stranger_does_not_choose_where_is_written(settings, tmp_path):
     leave(settings("--cache_dir=mine"), tmp_path / "run", 2, rows=2)
     path = str(tmp_path / "run" / "config.json")

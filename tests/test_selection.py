@@ -64,6 +64,23 @@ def test_a_step_that_keeps_no_row_takes_the_rest():
     assert not seen and m["num_steps"] == 0 and weights_of(policy).keys() == before.keys()
 
 
+@pytest.mark.parametrize("factor", (1.0, 1.1))
+def test_the_first_step_checks_the_rest_too(factor, monkeypatch):
+    """And in bfloat16 its rounding is not taken for an error of the scores."""
+    summed = tracin.Tape.backward_summed
+    monkeypatch.setattr(
+        tracin.Tape, "backward_summed", lambda tape, loss: summed(tape, factor * loss))
+    cfg = settings(tracin="advantage", beta=.1, critic=True, value_coef=5.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = with_critic(gpt())
+        batch = sample(policy, cfg, moved(gpt()), dtype=dtype)
+        if factor == 1:
+            step(policy, batch, cfg, dtype=dtype, first=True)
+            continue
+        with pytest.raises(SystemExit, match="do not add up"):
+            step(policy, batch, cfg, dtype=dtype, first=True)
+
+
 def test_adams_scaling_is_that_of_the_whole_gradient():
     policy = gpt()
     cfg = settings(tracin="reward", tracin_adam=True, beta=50.0)
@@ -342,14 +359,15 @@ def test_scores_of_several_reward_functions_are_written(tmp_path, capsys):
     assert {row["scores"]["vowels"] for row in rows} > {None}
 
 
-@pytest.mark.parametrize("every, stop", ((3, 2), (3, 3), (1, 2)))
-def test_a_resumed_run_has_its_average_and_its_rollouts(every, stop, tmp_path, capsys):
+@pytest.mark.parametrize("every, stop, knobs", (
+    (3, 2, {}), (3, 3, {}), (1, 2, {}), (3, 2, dict(top_k=20, critic=True))))
+def test_a_resumed_run_has_its_average_and_its_rollouts(every, stop, knobs, tmp_path, capsys):
     """Bit for bit, in the middle of a window too."""
     def run(name, iterations, **more):
         run_of(tmp_path, gpt(), "[sum(map(ord, c)) % 7 for c in completions]", "so\nand\nit\n",
                "I am\nyou\nwhat\n", out_dir=tmp_path / name, max_iters=iterations,
                max_completion_length=8, tracin_val_prompts=2, tracin_val_every=every, beta=.1,
-               tracin_target_ema=.8, learning_rate=.01, eval_interval=0, **more)
+               tracin_target_ema=.8, learning_rate=.01, eval_interval=0, **knobs, **more)
 
     run("whole", 5)
     run("parts", stop)
