@@ -46,8 +46,8 @@ def influence_state(influence, every):
         found = {"rows": rows}
         found |= {f"rollout.{name}": x for name, x in vars(batch.rollout).items()}
         found |= {f"batch.{name}": x for name, x in vars(batch).items()}
-        # no None, and nothing that a batch has computed from these
-        held_out = {name: found[name] for name in FORMS if found[name] is not None}
+        # no None, which unpack leaves out, and nothing that a batch has computed from these
+        held_out = {name: found[name] for name in FORMS if found.get(name) is not None}
     return {"age": influence.age, "average": average, "held_out": held_out}
 
 

@@ -360,7 +360,7 @@ def test_scores_of_several_reward_functions_are_written(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("every, stop, knobs", (
-    (3, 2, {}), (3, 3, {}), (1, 2, {}), (3, 2, dict(top_k=20, critic=True))))
+    (3, 1, {}), (3, 3, {}), (1, 2, {}), (3, 1, dict(top_k=20, critic=True))))
 def test_a_resumed_run_has_its_average_and_its_rollouts(every, stop, knobs, tmp_path, capsys):
     """Bit for bit, in the middle of a window too."""
     def run(name, iterations, **more):
@@ -371,6 +371,7 @@ def test_a_resumed_run_has_its_average_and_its_rollouts(every, stop, knobs, tmp_
 
     run("whole", 5)
     run("parts", stop)
+    run("parts", stop + 1, resume=True)     # saves the rollouts that it was given
     run("parts", 5, resume=True)
     whole, parts = (tmp_path / name for name in ("whole", "parts"))
     assert read(whole / "samples.jsonl") == read(parts / "samples.jsonl")
