@@ -198,7 +198,7 @@ def answer_of(process, connection):
     """The row that a worker sends; one that says how it died, if it did."""
     try:
         return connection.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):     # the second if it died before it read its job
         process.join()
         return {"error": f"the process ended with exit code {process.exitcode}"}
 
@@ -216,7 +216,8 @@ def run_one(job):
     """Makes a run, or goes on with it -> its row. What it prints goes into a log beside it."""
     began = time.time()
     spent = time.process_time()
-    folder = load_settings(job.argv).out_dir
+    cfg = load_settings(job.argv)
+    folder = cfg.out_dir
     os.makedirs(os.path.dirname(folder), exist_ok=True)
     with open(f"{folder}.log", "a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
@@ -224,7 +225,7 @@ def run_one(job):
         try:
             grpo.main([*job.argv, *going_on(job.argv, folder)])
             seconds = {"seconds": time.time() - began, "cpu_seconds": time.process_time() - spent}
-            return row_of(folder) | seconds | {"error": None}
+            return row_of(folder, cfg.max_iters) | seconds | {"error": None}
         except (Exception, SystemExit) as e:
             traceback.print_exc()
             return {"error": traceback.format_exception_only(e)[-1].strip()}
@@ -247,9 +248,14 @@ def going_on(argv, folder):
 # a run's row
 
 
-def row_of(folder):
-    """What a study needs of a run."""
+def row_of(folder, iterations):
+    """What a study needs of a run. BadInput for one that has not come to its end here: grpo.py
+    chooses another folder where this one is in use or has logs without a checkpoint."""
     evaluations = read_rows(os.path.join(folder, "eval.jsonl"))
+    done = evaluations[-1]["iteration"]
+    if done < iterations:
+        raise BadInput(f"{folder}: ends after iteration {done} of {iterations}, and the run went "
+                       "elsewhere (see its .log); move the folder away")
     for row in evaluations:
         del row["samples"]
     metrics = read_rows(os.path.join(folder, "metrics.jsonl"))

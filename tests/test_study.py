@@ -19,7 +19,7 @@ from run.compare import (as_markdown, differences_of, holm, paired_difference, p
                          read_line, summarise, t_quantile, verdict)
 from run.files import write_json
 from run.script import BadInput
-from study import found_wrong, going_on, jobs_of, read_study, thirds
+from study import found_wrong, going_on, jobs_of, read_study, row_of, thirds
 
 STUDY = """
 '''Does a part do as well as all?'''
@@ -230,6 +230,12 @@ def test_a_study_that_is_interrupted_goes_on(made, script, rows):
     assert sorted(os.listdir(made.out)) == [
         "all_beta0.1_seed1", "all_beta0.1_seed1.log", "half_beta0.1_seed1",
         "half_beta0.1_seed1.log", "rows.jsonl", "table.json", "table.txt"]
+
+
+def test_a_folder_whose_run_has_not_ended_gives_no_row(tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"iteration": 0, "samples": []}\n')
+    with pytest.raises(BadInput, match="ends after iteration 0 of 6"):
+        row_of(str(tmp_path), 6)
 
 
 # ------------------------------------------------------------------------------------------------
