@@ -50,7 +50,7 @@ import grpo
 from config import load_settings, read_config
 from judge.train import auc
 from run.checkpoint import append_rows
-from run.compare import as_markdown, summarise
+from run.compare import SURE, as_markdown, least_p, summarise
 from run.content import newest_checkpoint
 from run.files import read_rows, replacing, write_json
 from run.folder import FREE, is_free, lock_folder, same_settings, unlock
@@ -358,6 +358,9 @@ def main(argv):
     study = read_study(paths[0], options["--quick"])
     out = options["--out"] or os.path.join("out", "study", study.name)
     jobs = jobs_of(study, out)
+    if least_p(study) >= SURE and not study.quick:
+        print(f"note: no verdict can be a win: of {len(study.seeds)} seeds the smallest corrected "
+              f"p is {least_p(study):.2g}, and a win needs p < {SURE:g}; plan more seeds")
     if not options["--table"]:
         os.environ["OMP_NUM_THREADS"] = "1"     # for the workers, before they import torch
         os.makedirs(out, exist_ok=True)

@@ -79,6 +79,14 @@ def holm(ps):
     return corrected
 
 
+def least_p(study):
+    """The smallest corrected p that a tested arm can reach against every control."""
+    arms = {*study.tested, *study.controls}
+    seeds = min(study.few.get(arm, len(study.seeds)) for arm in arms)
+    comparisons = sum(arm != control for arm in study.tested for control in study.controls)
+    return min(1.0, comparisons * 2.0 ** (1 - seeds))
+
+
 def t_quantile(freedom):
     """97.5 % quantile of Student's t, from its density in small steps."""
     step = 1e-4

@@ -15,8 +15,8 @@ import grpo as trainer
 import plot
 from config import load_settings
 from data.comments import get_splits
-from run.compare import (as_markdown, differences_of, holm, paired_difference, permutation_p,
-                         read_line, summarise, t_quantile, verdict)
+from run.compare import (as_markdown, differences_of, holm, least_p, paired_difference,
+                         permutation_p, read_line, summarise, t_quantile, verdict)
 from run.files import write_json
 from run.script import BadInput
 from study import found_wrong, going_on, jobs_of, read_study, row_of, thirds
@@ -127,6 +127,14 @@ def test_verdict_needs_every_control_and_enough_seeds():
     few = {arm: dict(list(by_seed.items())[:5]) for arm, by_seed in logs.items()}
     found = differences_of(few, ("all",), ("ours",))["ours"]
     assert verdict(found).startswith("not decided"), "five seeds cannot reach p < 0.01"
+
+
+def test_least_p_is_what_equal_signs_give():
+    for seeds in (5, 8, 11):
+        logs = {arm: dict.fromkeys(range(seeds), x) for arm, x in (("a", 0), ("b", 1), ("c", -1))}
+        c = differences_of(logs, ("a", "b"), ("c", "a"))
+        study = SimpleNamespace(tested=("c", "a"), controls=("a", "b"), seeds=range(seeds), few={})
+        assert least_p(study) == pytest.approx(min(1, max(x["corrected"] for x in c["c"].values())))
 
 
 def evaluated(kl, measure):
