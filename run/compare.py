@@ -244,8 +244,8 @@ def as_markdown(summary):
              *(plus_minus(a["run"][name]) for name in OVER_RUN)] for arm, a in arms.items()]
     lines += [f"## At the end{at}: mean ± standard error", ""]
     lines += markdown(["arm", "seeds", *names, *OVER_RUN], rows)
-    for arm, a in arms.items():
-        lines += [f"Failed: {run}" for run in a["failed"]]
+    failed = [run for a in arms.values() for run in a["failed"]]
+    lines += [""] + [f"- Failed: {run}" for run in failed] if failed else []
     lines += ["", f"## At equal KL, sqrt(KL) = {summary['x']:.3f}: {measure}, difference to each "
               "control (95 %), p", "", NOTE.format(sure=SURE), ""]
     rows = [[arm, plus_minus(a["equal"]), f"{a['outside']} of {a['seeds']}",
