@@ -87,8 +87,10 @@ def read_study(path, quick=False):
     for name in (*study.controls, *study.tested, *study.few):
         if name not in study.arms:
             raise BadInput(f"{path}: {name!r} is no arm; there are {', '.join(study.arms)}")
-    if len(study.grid) > 1 or not all(study.grid.values()):
-        raise BadInput(f"{path}: grid = {study.grid!r}: must be {{}} or one setting and its values")
+    are_values = [isinstance(values, tuple) and values for values in study.grid.values()]
+    if len(study.grid) > 1 or not all(are_values):
+        raise BadInput(f"{path}: grid = {study.grid!r}: must be {{}} or one setting and a tuple of "
+                       "its values")
     study.name = os.path.basename(path).removesuffix(".py") + "_quick" * quick
     study.about = ast.get_docstring(ast.parse(source)) or ""
     study.setting, study.values = next(iter(study.grid.items()), ("", (None,)))

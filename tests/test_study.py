@@ -258,6 +258,7 @@ def test_a_folder_whose_run_has_not_ended_gives_no_row(tmp_path):
     ('"tracin": "reward"', '"tracing": "reward"', "arm 'half'"),
     ('"tracin": "reward"', '"tracin": "rewards"', "arm 'half'"),
     ("(0.1,)", "()", "grid = {'beta': ()}"),
+    ("(0.1,)", "0.1", "grid = {'beta': 0.1}"),
     ("tiny.py", "nowhere.py", "nowhere.py"),
     ("seeds", "seeds = = 1", "SyntaxError")])
 def test_a_study_that_cannot_work_is_refused_in_one_line(made, old, new, named):
