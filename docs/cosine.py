@@ -1,14 +1,13 @@
 """
-How much of a held-out target is signal: the cosine of the gradients of two halves, which share no
-prompt, against the number of rollouts; and of two averages over iterations, each of a stream of its
-own. Two rollouts' gradients that agree in nothing have cosine 0.
+How much of a held-out target is signal: the cosine of the gradients of two halves, whose prompts
+are drawn apart, against the number of rollouts; and of two averages over iterations, each of a
+stream of its own. Two rollouts' gradients that agree in nothing have cosine 0.
 
     python -m docs.cosine config/study_toxicity.py          # writes docs/cosine.svg
 
 A plain run of the config trains the policy; the target is measured beside it and changes nothing.
 """
 import json
-from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import torch
@@ -125,7 +124,6 @@ def draw_sizes(axes, rows):
 
 def main(argv):
     cfg = load_settings([*argv, "--tracin=off"])
-    cfg = replace(cfg, tracin_val_prompts=1)
     given = grpo.read_inputs(cfg)
     nets = grpo.prepare(cfg, given)
     rows = measure_cosines(nets, cfg)
