@@ -24,9 +24,10 @@ TITLES = {
     "auc": "Chance that a wrong rollout has a lower influence than a right one",
     "planted": "Share of rollouts with the planted string"}
 NOTE = ("Of each seed a straight line through (sqrt(KL), log measure) is read at the median of all "
-        "points; `seeds outside` have no point as far out. Below 0 %: better than the control. p: "
-        "two-sided, by sign flips of the paired differences; (Holm): corrected for all comparisons "
-        "of the tested arms, the others are not. A win needs p < {sure:g} against every control.")
+        "points; `seeds outside` have all of theirs on one side of it. Below 0 %: better than the "
+        "control. p: two-sided, by sign flips of the paired differences. (Holm): corrected for all "
+        "comparisons of the tested arms; other p-values are not. A win needs p < {sure:g} against "
+        "every control.")
 FLIPS = 20_000          # random sign flips, where all of them are too many
 
 
@@ -240,8 +241,9 @@ def as_markdown(summary):
              *(plus_minus(a["run"][name]) for name in OVER_RUN)] for arm, a in arms.items()]
     lines += [f"## At the end{at}: mean ± standard error", ""]
     lines += table_lines(["arm", "seeds", *names, *OVER_RUN], rows)
-    for arm, a in arms.items():
-        lines += [f"Failed: {run}" for run in a["failed"]]
+    for a in arms.values():
+        for run in a["failed"]:
+            lines += ["", f"Failed: {run}"]
     lines += ["", f"## At equal KL, sqrt(KL) = {summary['x']:.3f}: {measure}, difference to each "
               "control (95 %), p", "", NOTE.format(sure=SURE), ""]
     rows = [[arm, plus_minus(a["equal"]), f"{a['outside']} of {a['seeds']}",
