@@ -148,10 +148,9 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
         if on_policy:
             meter.check_ratio(stop=first)
 
-        if influence:
+        if influence:                       # .grad <- rows that help, and the rest of the loss
             select_seed = seed_for(seed, "select", steps_taken)
-            check = first and on_policy
-            found = influence.keep_helpful(target, select_seed, check)  # .grad <- rows that help
+            found = influence.keep_helpful(target, select_seed, check=first and on_policy)
             meter.add_influence(found)
             if all(p.grad is None for p in nets.trained):
                 continue        # no row is kept, and no other part of the loss is left: no step

@@ -113,7 +113,7 @@ def jobs_of(study, out):
     jobs = []
     for seed, arm, value in itertools.product(study.seeds, study.arms, study.values):
         if seed in study.seeds[study.few.get(arm, len(study.seeds)):]:
-            continue
+            continue        # beyond the few that this arm gets
         point = "" if value is None else f"_{study.setting}{value}"
         name = f"{arm}{point}_seed{seed}".replace(" ", "_").replace("/", "_")
         settings = study.arms[arm] | study.shrink | {"seed": seed, "threads": 1}
