@@ -76,7 +76,7 @@ def train(nets, cfg, run):
         prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
         batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), log)
 
-        # loss and step; with influence, only from the rows that help a target
+        # loss and step; with influence, the policy gradient only of rows that help a target
         target = collect_target(nets, it, cfg)      # None: no held-out rollouts
         metrics = update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), log,
                          first=it == run.start)
