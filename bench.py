@@ -24,8 +24,8 @@ tracin times the update of one iteration on the same rollouts in several ways, w
 ratios to plain GRPO are what counts. --device=NAME picks the device.
   plain       forward, backward
   kept        forward, recorded backward, target, scores, checks, the gradient of the selected rows,
-              as grpo.py does them for tracin = "self" (a target that is no multiple of the loss
-              costs one more forward and backward)
+              as grpo.py does them for tracin = "self" and no KL (with a KL in the loss one more
+              backward, over the same forward)
   contracted  the same with tracin_memory = 0
   two passes  a recorded backward for the scores only, then forward and backward of the kept rows
   brute       one backward for each row, then forward and backward of half of them, without the

@@ -44,11 +44,10 @@ def evaluate(nets, policy, cfg):
 
     For each judge: mean toxicity, the share of completions at or above 0.5, and over the
     completions of one prompt the expected maximum and whether any is toxic (Gehman et al. 2020).
-    Then perplexity under the frozen starting policy, distinct-n (Li et al. 2016), mean length in
-    tokens, the share that ended by themselves and the share that say nothing; and the KL per token
-    (k3) of the policy to the one it began as. nets needs base,
-    judges, reward_funcs, tokenizer, eval_prompts, device, dtype and generate, which is made for the
-    policy.
+    Then perplexity under the frozen starting policy and the KL to it per token (k3), distinct-n (Li
+    et al. 2016), mean length in tokens, the share that ended by themselves and the share that say
+    nothing. nets needs base, judges, reward_funcs, tokenizer, eval_prompts, device, dtype and
+    generate, which is made for the policy.
     """
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
@@ -113,8 +112,8 @@ def rows_at_once(cfg, device):
 
 
 def perplexity_under(base, rollout, k):
-    """Perplexity of the completions under the base policy, in float32, and the KL per token of the
-    policy that wrote them to the base."""
+    """Perplexity of the completions under the base policy, in float32, and the KL per token (k3) to
+    the base of the policy that wrote them."""
     mine = shard(len(rollout.ended), k)
     logp = []
     kl = []

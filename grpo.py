@@ -76,7 +76,7 @@ def train(nets, cfg, run):
         prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
         batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), log)
 
-        # loss and step; with influence, only from the rows that help a target
+        # loss and step; with influence, the policy gradient only of rows that help a target
         target = collect_target(nets, it, cfg)      # None: no held-out rollouts
         metrics = update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), log,
                          first=it == run.start)
@@ -148,13 +148,12 @@ def update(nets, batch, target, cfg, seed, log=quiet, first=False):
         if on_policy:
             meter.check_ratio(stop=first)
 
-        if influence:
+        if influence:                       # .grad <- rows that help, and the rest of the loss
             select_seed = seed_for(seed, "select", steps_taken)
-            check = first and on_policy
-            found = influence.keep_helpful(target, select_seed, check)  # .grad <- rows that help
+            found = influence.keep_helpful(target, select_seed, check=first and on_policy)
             meter.add_influence(found)
             if all(p.grad is None for p in nets.trained):
-                continue                            # no row helps: no step
+                continue        # no row is kept, and no other part of the loss is left: no step
         else:
             sum_gradients(nets.trained)     # over processes; the tape has done so
 
@@ -237,8 +236,8 @@ def score_rows(reward_funcs, prompts, completions, cfg):
     G = cfg.num_generations
     asked = [prompt for prompt in prompts for _ in range(G)]
     mine = shard(len(completions), G)
-    asked_for = {name: reward_funcs[name] for name in cfg.reward_funcs}
-    return all_gather(score(asked_for, asked[mine], completions[mine]))
+    used = {name: reward_funcs[name] for name in cfg.reward_funcs}  # a target may have its own
+    return all_gather(score(used, asked[mine], completions[mine]))
 
 
 def total_reward(scores, weights, num_generations):
@@ -336,10 +335,8 @@ def loss_masks(rollout, cfg):
 
 
 class Step(NamedTuple):
-    """An optimizer step: its rows of the batch, and what its loss is divided by.
-
-    The divisors are of the whole step, so that the losses of micro-batches add up.
-    """
+    """An optimizer step: its rows of the batch, and what its loss is divided by, numbers of the
+    whole step, so that the losses of micro-batches add up."""
     epoch: int
     rows: torch.Tensor          # (n,)
     num_rows: int
@@ -351,7 +348,7 @@ class LossTerms(NamedTuple):
     policy_loss: torch.Tensor   # () with gradient
     ratio: torch.Tensor         # (n, T), or (n, 1) at sequence level
     kl: torch.Tensor            # (n, T), or None
-    rest: torch.Tensor = 0.0    # () with gradient: what the loss has besides the policy's
+    rest: torch.Tensor = 0.0    # () with gradient: KL, entropy bonus and critic in the loss
     critic_loss: torch.Tensor = None    # ()
 
 
@@ -361,7 +358,7 @@ class Forward(NamedTuple):
     terms: LossTerms
     batch: Batch                # of these rows
     scored: torch.Tensor = None # () the part of the loss that influence scores and weighs
-    rest: torch.Tensor = 0.0    # () the other part
+    rest: torch.Tensor = 0.0    # () the part that is learned from all rows
 
 
 def grpo_loss(
@@ -508,22 +505,18 @@ def loss_of(nets, policy, batch, rows, step, cfg, record_logp=False, logprobs=No
             states = completion_states(policy, b.rollout)
         logp = logprobs(policy, b.rollout, cfg.temperature, backward_from, states)  # (n, T)
     loss, terms = loss_and_terms(logp)
-    rest = terms.rest
     if cfg.tracin_kl == "all":
-        weights = torch.ones_like(weights)      # of the rest
+        weights = torch.ones_like(weights)      # of the terms that follow
     if cfg.entropy_coef:
         bonus = cfg.entropy_coef * mean_entropy(nets, policy, b, step, cfg, weights, states)
         loss = loss - bonus
-        rest = rest - bonus
-        terms = terms._replace(policy_loss=terms.policy_loss - bonus)
+        terms = terms._replace(policy_loss=terms.policy_loss - bonus, rest=terms.rest - bonus)
     if cfg.critic:
         errors = value_errors(policy, b.rollout, batch.returns[rows], states, cfg.value_clip)
         critic_loss = cfg.value_coef * aggregate(errors * weights[:, None], b.mask, step, cfg)
         loss = loss + critic_loss
-        rest = rest + critic_loss
-        terms = terms._replace(critic_loss=critic_loss)
-    if cfg.tracin_kl == "kept":
-        rest = 0.0
+        terms = terms._replace(critic_loss=critic_loss, rest=terms.rest + critic_loss)
+    rest = terms.rest if cfg.tracin_kl == "all" else 0.0
     return Forward(loss, logp, terms, b, scored=loss - rest, rest=rest)
 
 
@@ -536,12 +529,12 @@ def mean_entropy(nets, policy, b, step, cfg, weights, states):
 
 
 def gradient_of(nets, batch, rows, step, cfg, key=None, coef=None, part="scored"):
-    """{parameter: gradient} of a part of the loss of some rows, `scored`, `rest` or `loss` (see
-    Forward), by a plain backward. Leaves .grad empty.
+    """{parameter: gradient} of a part of some rows' loss, by a plain backward. Leaves .grad empty.
 
-    With coef it is the gradient of the sum of coef * ratio to the sampler instead, over completions
-    (N,) or tokens (N, T): on fresh rollouts that of coef * log-prob. key: see micro_batches. Only
-    influence needs this. Fast paths stay out of it: it is what they are checked against.
+    part: a field of Forward, `scored`, `rest` or `loss`. coef, over completions (N,) or tokens
+    (N, T): the sum of coef * policy / sampler takes the place of the loss; on fresh rollouts its
+    gradient is that of coef * log-prob. key: see micro_batches. Only influence needs this function.
+    Fast paths stay out of it: it is what they are checked against.
     """
     key = batch.lengths[rows] if key is None else key
     for positions in micro_batches(key, cfg):
@@ -582,7 +575,7 @@ def optimizer_steps(batch, cfg, seed):
             num_rows = len(mini)
             num_tokens = int(batch.mask[mini].sum())
             if epoch > 0 and cfg.tracin != "off" and not cfg.two_parts:
-                mini = mini[batch.weights[mini] != 0]   # those that influence kept
+                mini = mini[batch.weights[mini] != 0]   # the others have no loss left
             if num_tokens > 0 and len(mini) > 0:
                 yield Step(epoch, mini, num_rows, num_tokens)
 
@@ -648,11 +641,8 @@ class Target(NamedTuple):
 
 
 def collect_target(nets, it, cfg):
-    """A rollout of held-out prompts -> Target of influence, which serves tracin_val_every
-    iterations.
-
-    None where the target is the batch itself, or influence is off.
-    """
+    """Rollouts of held-out prompts -> Target of influence, new every tracin_val_every iterations.
+    None where the target is the batch itself, or influence is off."""
     if cfg.tracin == "off" or not cfg.tracin_val_prompts:
         return None
     influence = nets.influence
@@ -667,8 +657,7 @@ def collect_target(nets, it, cfg):
     generator = torch.Generator().manual_seed(seed_for(cfg.seed, "chosen", it))
     rows = choose_targets(batch.rewards, cfg.tracin_val_size, cfg.tracin_val_select, generator)
     target = Target(batch, rows.to(nets.device))
-    if cfg.tracin_val_every > 1:
-        influence.held_out = target
+    influence.held_out = target if cfg.tracin_val_every > 1 else None
     return target
 
 

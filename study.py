@@ -16,7 +16,7 @@ runs, which answer counts as what:
     measure     what the arms are compared by, lower is better: a measure of the evaluation
     controls    arms that every arm is compared with
     tested      arms that the verdicts are about
-    few         {name: number} of arms that get only so many of the seeds; optional
+    few         {arm: number} of arms that get only so many of the seeds; optional
     quick       {setting: value} that shrink a run for --quick; optional
     base        path of a study whose names and arms this one adds to; optional
 
@@ -66,8 +66,9 @@ USAGE = "usage: python study.py study/clean.py [--table] [--quick] [--workers=N]
 
 
 def read_study(path, quick=False):
-    """The names of a study file, checked, and: name, about (its docstring), values (of the grid,
-    (None,) without), setting (of the grid), quick."""
+    """The names that a study file assigns, checked, as a namespace, with seeds a tuple and quick
+    True or False. It also has name, about (the docstring), setting and values (of the grid; "" and
+    (None,) without) and shrink (what the file calls quick, {} unless quick)."""
     values, _, source = read_config(path)
     if "base" in values:
         base, _, _ = read_config(values.pop("base"))
@@ -114,14 +115,14 @@ def jobs_of(study, out):
     jobs = []
     for seed, arm, value in itertools.product(study.seeds, study.arms, study.values):
         if seed in study.seeds[study.few.get(arm, len(study.seeds)):]:
-            continue
+            continue        # beyond the few that this arm gets
         point = "" if value is None else f"_{study.setting}{value}"
         name = f"{arm}{point}_seed{seed}".replace(" ", "_").replace("/", "_")
         settings = study.arms[arm] | study.shrink | {"seed": seed, "threads": 1}
         if value is not None:
             settings[study.setting] = value
         settings["out_dir"] = os.path.join(out, name)
-        argv = [study.config, *(f"--{name}={x!r}" for name, x in settings.items())]
+        argv = [study.config, *(f"--{setting}={x!r}" for setting, x in settings.items())]
         try:
             cfg = load_settings(argv)
         except BadInput as e:
@@ -131,7 +132,8 @@ def jobs_of(study, out):
 
 
 def key_of(cfg):
-    """Hash of what a run depends on: settings and the text of the config file."""
+    """Hash of settings and of the config file's text. Code is not in it, nor what a config file
+    imports, but for its settings."""
     settings = {name: x for name, x in cfg.public().items() if name not in FREE}
     text = json.dumps([settings, cfg.source], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -181,13 +183,14 @@ def give(job, process, connection, busy):
 
 
 def say_done(job, row, done, of, began):
+    """Prints how a run went and, from the mean so far, when all will be done."""
     minutes = (time.time() - began) / done * (of - done) / 60
     how = f"failed: {row['error']}" if row["error"] else f"{row['seconds']:.0f} s"
     print(f"{done}/{of} {job.name}: {how}; {minutes:.1f} min left", flush=True)
 
 
 def start_worker():
-    """A process that makes the runs that are sent to it -> (process, connection)."""
+    """Starts a process that makes the runs sent to it -> (process, connection)."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=work, args=(there,), daemon=True)
@@ -197,7 +200,7 @@ def start_worker():
 
 
 def answer_of(process, connection):
-    """The row that a worker sends; one that says how it died, if it did."""
+    """The row that a worker sends. If it died, a row that says how."""
     try:
         return connection.recv()
     except (EOFError, ConnectionError):     # the second if it died before it read its job
@@ -215,7 +218,7 @@ def work(connection):
 
 
 def run_one(job):
-    """Makes a run, or goes on with it -> its row. What it prints goes into a log beside it."""
+    """Makes a run, or goes on with it -> its row. What it prints goes to FOLDER.log."""
     began = time.time()
     spent = time.process_time()
     cfg = load_settings(job.argv)
@@ -236,8 +239,8 @@ def run_one(job):
 
 
 def going_on(argv, folder):
-    """Arguments with which grpo.py goes on in this folder, and nowhere else, if it holds this run.
-    A run of other settings there is renamed."""
+    """Further arguments, so that grpo.py works in this folder: --resume if it holds this run and a
+    checkpoint of it. A run of other settings there is renamed."""
     if same_settings(folder, load_settings(argv)):
         return ["--resume=True"] if newest_checkpoint(folder) else []
     if not is_free(folder):
@@ -251,8 +254,10 @@ def going_on(argv, folder):
 
 
 def row_of(folder, iterations):
-    """What a study needs of a run. BadInput for one that has not come to its end here: grpo.py
-    chooses another folder where this one is in use or has logs without a checkpoint."""
+    """What a study needs of a run, from the logs in its folder: evaluations without their samples,
+    means over iterations, and by thirds of the run what was wrong or planted. BadInput for a run
+    that has not come to its end here: grpo.py chooses another folder where this one is in use or
+    has logs without a checkpoint."""
     evaluations = read_rows(os.path.join(folder, "eval.jsonl"))
     done = evaluations[-1]["iteration"]
     if done < iterations:
@@ -291,9 +296,9 @@ def thirds(samples, iterations):
 
 
 def found_wrong(samples):
-    """How well selection tells rollouts whose reward was falsified (scores.wrong = 1) from the
-    others: shares kept of both, and auc, the chance that of two rollouts of an iteration the wrong
-    one has the lower influence. Rows with advantage 0, which carry no policy gradient, are left
+    """How well selection tells rollouts with a wrong reward (scores.wrong = 1) from the others:
+    shares kept of both, and auc, the chance that of a wrong and a right one of an iteration the
+    wrong one has the lower influence. Rows with advantage 0 carry no policy gradient and are left
     out."""
     rows = [s for s in samples if s["advantage"]]
     kept = {0.0: [], 1.0: []}
@@ -311,11 +316,12 @@ def found_wrong(samples):
 
 
 # ------------------------------------------------------------------------------------------------
+# the table
 
 
 def done_rows(jobs, out):
-    """(rows of finished runs by (arm, value, seed), failed ones by name), of the present settings
-    alone. A run that failed is tried again by the next command."""
+    """({(arm, value, seed): row} of finished runs, {run: row} of failed ones), of the present
+    settings only. The next command tries failed runs again."""
     path = os.path.join(out, "rows.jsonl")
     found = {row["run"]: row for row in (read_rows(path) if os.path.exists(path) else [])}
     rows = {}
@@ -333,8 +339,7 @@ def done_rows(jobs, out):
 
 def write_table(study, jobs, out):
     """Prints the table and writes table.txt, and table.json for plot.py."""
-    rows, study.failed = done_rows(jobs, out)
-    summary = summarise(study, rows)
+    summary = summarise(study, *done_rows(jobs, out))
     text = as_markdown(summary)
     with replacing(os.path.join(out, "table.txt")) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(text)

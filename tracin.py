@@ -38,7 +38,7 @@ from torch.nn import functional as F
 # ------------------------------------------------------------------------------------------------
 # influence in a step: record, target, score, select, step
 
-ELSEWHERE = -0.3    # cosine with the average below which the target's gradient starts a new one
+ELSEWHERE = -0.3    # a target's gradient whose cosine with the average is below starts a new one
 
 
 class Influence:
@@ -51,9 +51,9 @@ class Influence:
 
     nets, loss_of, gradient_of: of grpo.py. all_reduce(tensors) sums in place over the processes.
 
-    A row's loss is P_i + R_i. P_i is scored and weighed; R_i is learned from in all rows. With
-    cfg.tracin_kl = "all" P_i is the policy's part and R_i the rest (KL, entropy, critic); with
-    "kept" P_i is all of it. With r_i what the tape records of row i, P_i or its summed log-prob,
+    The loss of row i is P_i + R_i. P_i is scored and weighed; R_i is learned from every row. With
+    cfg.tracin_kl = "all" R_i is the rest beside the policy's part (KL, entropy, critic); with
+    "kept" there is no R_i. With r_i what the tape records of row i, P_i or its summed log-prob,
         grad P_i      = loss_coef_i grad r_i
         grad L_target = sum_j self_coef_j grad r_j      if the target is made of the same rows
         I_i's own part, from row i being in the target, = loss_coef_i self_coef_i |grad r_i|^2
@@ -66,9 +66,9 @@ class Influence:
         self.gradient_of = gradient_of
         self.all_reduce = all_reduce
         self.tape = Tape(nets.policy, memory=cfg.tracin_memory * 2 ** 30, all_reduce=all_reduce)
-        self.held_out = None    # grpo.Target that serves now
-        self.average = {}       # of the target's gradient over steps, {parameter: tensor}
-        self.age = 0            # steps in it
+        self.held_out = None    # grpo.Target that serves several iterations
+        self.average = {}       # {parameter: tensor} of the target's gradient over steps
+        self.age = 0            # steps in the average
 
     # record
 
@@ -87,8 +87,8 @@ class Influence:
         """Forward and recorded backward of some rows, by their positions in the step.
 
         With one_backward what is scored of a row and its part in the target are both multiples of
-        its summed log-prob: that one is recorded and serves both. Of the rest of the loss only the
-        gradient of all rows is wanted: its backward, over the same forward, is summed. Returns a
+        its summed log-prob: that one is recorded and serves both. The rest of the loss has a
+        backward of its own over the same forward, and only its sum over rows is kept. Returns a
         grpo.Forward.
         """
         nets = self.nets
@@ -98,20 +98,20 @@ class Influence:
         row_of_token = batch.rollout.chosen[rows].nonzero()[:, 0]
         self.tape.rows(positions, tokens=row_of_token)
         out = self.loss_of(nets, nets.policy, batch, rows, self.step, self.cfg, self.one_backward)
-        two_parts = self.cfg.two_parts
         recorded = out.scored
         if self.one_backward:
-            slope, = torch.autograd.grad(out.scored, out.logp, retain_graph=True)   # equal by row
+            slope, = torch.autograd.grad(recorded, out.logp, retain_graph=True)  # equal along a row
             mask = batch.mask[rows]
             self.loss_coef[positions] = slope.sum(1) / mask.sum(1).clamp(min=1)
             recorded = (out.logp * mask).sum()
-        recorded.backward(retain_graph=two_parts)
-        if two_parts:
+        recorded.backward(retain_graph=self.cfg.two_parts)
+        if self.cfg.two_parts:
             self.tape.backward_summed(out.rest)
         return out
 
     def keep_helpful(self, target, seed, check):
-        """Writes the gradient of the selected rows to .grad. Returns Findings.
+        """Writes the step to .grad: the gradient of the selected rows, and the rest of the loss of
+        all rows. Returns Findings.
 
         target: (Batch, its rows that are the target), or None for the step's own rows. check: find
         Findings.true_error too, by another backward. Fills in batch.influence and batch.weights.
@@ -148,8 +148,8 @@ class Influence:
                         target, found.target_loss, products, norms, num_stored)
 
     def true_error(self, found):
-        """How far the scores, and the rest's gradient, are from plain backwards, in which the tape
-        has no part: the larger of invariant_error and of the rest's error, relative to the step."""
+        """The larger of two errors against plain backwards, in which the tape has no part: of the
+        scores (invariant_error), and of the rest's gradient, relative to the step's."""
         # in the micro-batches that were recorded, since bnpo depends on them
         key = halves_apart(self.batch, self.step.rows, self.cfg.num_generations)
         plain = functools.partial(
@@ -242,7 +242,7 @@ class Influence:
                       batch_grad, rest_grad)
 
     def sum_rest(self):
-        """The gradient, over all processes, of what all rows keep; {} if there is no such part."""
+        """The gradient of the rest of the loss over all rows; {} if there is no rest."""
         if not self.cfg.two_parts:
             return {}
         # a process that has no row of this step adds zeros
@@ -254,17 +254,15 @@ class Influence:
         """The average of the target's gradient over steps, corrected for its start at 0, and this
         step's share in it. It starts anew where the gradient points elsewhere than the average."""
         decay = self.cfg.tracin_target_ema
-        if self.average and cosine(target_grad, self.average) < ELSEWHERE:
-            self.average = {}
-        if not self.average:
+        if not self.average or cosine(target_grad, self.average) < ELSEWHERE:
             self.age = 0
             self.average = {p: torch.zeros_like(g) for p, g in target_grad.items()}
         self.age += 1
-        newest = [target_grad[p] for p in self.average]
-        torch._foreach_lerp_(list(self.average.values()), newest, 1 - decay)
-        unbiased = 1 - decay ** self.age
-        whole = torch._foreach_div(list(self.average.values()), unbiased)
-        return dict(zip(self.average, whole)), (1 - decay) / unbiased
+        average = list(self.average.values())
+        torch._foreach_lerp_(average, [target_grad[p] for p in self.average], 1 - decay)
+        total = 1 - decay ** self.age       # of the steps' shares so far
+        unbiased = torch._foreach_div(average, total)
+        return dict(zip(self.average, unbiased)), (1 - decay) / total
 
     def scored_part(self, target_grad, scale):
         """The target's gradient over cfg.tracin_layers, scaled as AdamW would if asked for."""
@@ -306,33 +304,33 @@ class Influence:
         return keep.to(scores), fallback
 
     def kept_gradient(self, weights, batch_grad, G):
-        """The weighted gradient of what is scored, and that of all rows: batch_grad if it is known,
-        else over the parameters of G only, unless normalizer needs all.
+        """The weighted gradient of what is scored, and the gradient of all rows, weighed alike:
+        batch_grad if it is known, else over the parameters of G only, unless normalizer needs all.
 
         With batch_grad the tape is asked for the fewer rows, those kept or those dropped.
         """
         coef = self.loss_coef
-        rest = 1 - weights
+        others = 1 - weights
         if batch_grad is None:
-            kept, dropped = self.tape.gradients([coef * weights, coef * rest])
+            kept, dropped = self.tape.gradients([coef * weights, coef * others])
             needed = kept if self.cfg.tracin_normalizer == "norm" else G
             return kept, add({p: kept[p] for p in needed}, dropped)
-        if weights.count_nonzero() <= rest.count_nonzero():
+        if weights.count_nonzero() <= others.count_nonzero():
             return self.tape.gradient(coef * weights), batch_grad
-        dropped = self.tape.gradient(coef * rest)
+        dropped = self.tape.gradient(coef * others)
         return each(torch._foreach_sub, batch_grad, dropped), batch_grad
 
     def normalizer(self, weights, kept_grad, batch_grad):
         """Factor on the weighted gradient. all: 1. kept: what makes the loss a mean over the rows
-        kept (over their tokens, if loss_type divides by tokens). norm: what makes it as long as the
-        gradient of all rows."""
+        kept (over their tokens, if loss_type divides by tokens). norm: what gives it the norm that
+        the gradient of all rows has."""
         loss_type = self.cfg.loss_type
         if self.cfg.tracin_normalizer == "all" or not weights.any():
             return 1.0
         if self.cfg.tracin_normalizer == "norm":
-            lengths = torch.stack([inner(batch_grad, batch_grad), inner(kept_grad, kept_grad)])
-            whole, kept = lengths.sqrt().tolist()
-            return whole / kept if kept else 1.0
+            squares = torch.stack([inner(batch_grad, batch_grad), inner(kept_grad, kept_grad)])
+            of_all, of_kept = squares.sqrt().tolist()
+            return of_all / of_kept if of_kept else 1.0
         units = torch.ones_like(weights)    # what the loss is divided by, row by row (n,)
         if loss_type in ("dapo", "cispo", "bnpo"):
             units = self.batch.mask[self.step.rows].sum(1)
@@ -353,7 +351,7 @@ class Scored(NamedTuple):
     self_coef: Tensor       # (n,) see Influence; 0: another batch, None: unknown
     self_share: Tensor      # () see self_influence
     batch_grad: dict        # the gradient of all rows, or None if it was not needed
-    rest_grad: dict         # the gradient of what all rows keep; {}: there is no such part
+    rest_grad: dict         # the gradient of the rest of the loss over all rows; {}: no rest
 
 
 class Findings(NamedTuple):
@@ -372,8 +370,8 @@ class Findings(NamedTuple):
 
 
 def serves_both(cfg, batch):
-    """True if what is scored of a fresh row is a number times its log-prob (no critic, no token
-    left out, no KL or entropy) and so is its part in the target."""
+    """True if what is scored of a fresh row is a number times its log-prob (no KL or entropy in it,
+    no critic, no token left out) and so is its part in the target."""
     by_row = not cfg.critic and batch.policy_mask is None
     return cfg.tracin not in ("off", "self") and by_row and cfg.scores_policy_only
 
@@ -446,10 +444,11 @@ def select(influence, how, fraction=0.5, generator=None, advantages=None, reward
 
     positive: above 0. If fewer than 10 % of the nonzero scores are positive, the better half of the
     nonzero ones is kept (the fallback). drop: all but the worst `fraction` of the negative ones.
-    top: the best `fraction`. all. Controls that keep as many as `positive`: bottom, random;
-    top_advantage: of the largest |advantage|, advantages (n,); pods: from each prompt about as
-    many, whose rewards (n,) spread widest (PODS, Xu et al. 2025), prompts (n,) being the prompt's
-    number.
+    top: the best `fraction`. all: every row.
+
+    Controls keep as many as `positive` would. bottom: the worst. random. top_advantage: the largest
+    |advantages| (n,). pods: about as many of each prompt, those whose rewards (n,) spread widest
+    (PODS, Xu et al. 2025); prompts (n,) has the number of each row's prompt.
     """
     n = len(influence)
     positive, negative = torch.stack([(influence > 0).sum(), (influence < 0).sum()]).tolist()
@@ -480,9 +479,9 @@ def select(influence, how, fraction=0.5, generator=None, advantages=None, reward
 
 
 def widest(rewards, prompts, count):
-    """Indices of `count` rows, about as many of each prompt, whose rewards have the largest
-    variance: k of a prompt's best rows and the rest of its worst, for the best k. Unknown rewards
-    (NaN) count as the prompt's mean."""
+    """Indices of `count` rows, about as many of each prompt. Of a prompt they are its k best and
+    some of its worst, with the k that gives their rewards the largest variance. A reward that is
+    unknown (NaN) counts as the prompt's mean."""
     chosen = []
     groups = [(prompts == number).nonzero()[:, 0] for number in prompts.unique().tolist()]
     groups.sort(key=len)    # what a small one has too few rows for is spread over the larger ones
@@ -501,8 +500,8 @@ def widest(rewards, prompts, count):
 
 
 def call_weigh(function, scores, batch, rows):
-    """What a config file's weigh(influence) or weigh(influence, batch) returns; batch: a grpo.Batch
-    of these rows."""
+    """What a config file's weigh(influence) or weigh(influence, batch) returns. It is given a copy
+    of the scores, and a grpo.Batch of these rows."""
     scores = scores.clone()
     if list(inspect.signature(function).parameters)[1:2] != ["batch"]:
         return function(scores)
@@ -569,7 +568,7 @@ def inner(G, H):
 
 
 def cosine(G, H):
-    """Of the angle between two gradients, over the parameters of H: a number."""
+    """Cosine of the angle between two gradients of the same parameters: a number."""
     both, first, second = torch.stack([inner(G, H), inner(G, G), inner(H, H)]).tolist()
     return both / max((first * second) ** 0.5, 1e-30)
 
@@ -715,8 +714,8 @@ class Tape:
     # recording
 
     def backward_summed(self, loss):
-        """backward() of a loss whose gradient is wanted of all rows only: adds it to `summed`. Over
-        a graph that another backward was recorded from, or will be (retain_graph)."""
+        """Calls backward() on a loss and adds its gradient to `summed`: no row's own is kept. The
+        graph may be one that another backward is recorded from (retain_graph)."""
         if not self.summed:
             self.summed = {p: torch.zeros_like(p) for p in self.names}
         self.summing = True
@@ -811,7 +810,7 @@ class Tape:
         return micro, None
 
     def add(self, module, micro, owner, a, b):
-        """Records a layer: the gradient of each row, or a and b; or only its sum."""
+        """Records a layer: the gradient of each row, or a and b. Of backward_summed: their sum."""
         numbers = micro.numbers
         if len(numbers) == 0:
             return

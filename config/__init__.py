@@ -202,25 +202,27 @@ class Settings:
     tracin_val_prompts: int = 0         # 0: the target is the same batch; else fresh rollouts of so
     tracin_val_size: int = 0            # many held-out prompts, of which so many (0: all) are the
     tracin_val_select: str = "random"   # target: random, best, worst, balanced (half and half)
-    tracin_val_reward: str | None = None   # "judge" or a function of the config file scores these,
-                                        # a reward that can be trusted; None: as all rollouts
-    tracin_val_every: int = 1           # they serve so many iterations, times the ratio
-    tracin_target_ema: float = 0.0      # decay, a step, of an average of the target's gradient
+    tracin_val_reward: str | None = None    # scores these, a reward that can be trusted: "judge" or
+                                        # a function of the config file; None: reward_funcs
+    tracin_val_every: int = 1           # iterations that these serve; their log-probs then count
+                                        # times the ratio to the policy that sampled them
+    tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
     tracin_select: str = "positive"     # keep: positive, drop, top, or the controls bottom, random,
                                         # top_advantage, pods, all (see tracin.select); weigh: a
                                         # function (influence) or (influence, batch) of the config
                                         # file returns a factor for each rollout
-    tracin_kl: str = "all"              # all: influence scores and weighs the policy gradient, the
-                                        # rest of the loss (KL, entropy, critic) keeps all rollouts;
-                                        # kept: whole losses
+    tracin_kl: str = "all"              # all: influence scores and weighs the policy gradient; the
+                                        # rest of the loss (KL, entropy, critic) is learned from all
+                                        # rollouts. kept: it scores and weighs whole losses
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
     tracin_layers: tuple = ()           # score parameters with one of these in their name; (): all
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (the fast way); what
                                         # does not fit is contracted with the target's gradient
-    tracin_normalizer: str = "all"      # divide what is kept by the tokens (or rows) of all, or of
-                                        # the kept; norm: make its gradient as long as that of all
+    tracin_normalizer: str = "all"      # all, kept: divide what is kept by the tokens (or rows) of
+                                        # all, or of the kept; norm: give its gradient the norm that
+                                        # the gradient of all has
 
     # evaluation: same prompts and seed each time, temperature 1, nothing truncated
     eval_interval: int = 50             # iterations; 0: only before and after
@@ -262,8 +264,7 @@ class Settings:
 
     @property
     def multiple_of_logp(self):
-        """True if what influence scores of a row in the first pass is a number times its log-prob.
-        """
+        """True if what influence scores in the first pass is a multiple of a row's log-prob."""
         one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
         return (one_step and self.scores_policy_only and self.top_entropy_quantile == 1
                 and not self.critic)
@@ -275,7 +276,7 @@ class Settings:
 
     @property
     def two_parts(self):
-        """True if the loss has a part that influence does not score: it keeps all rollouts."""
+        """True if the loss has a part that influence does not score, learned from all rollouts."""
         rest = self.kl_in_loss or self.entropy_coef or self.critic
         return bool(self.tracin != "off" and self.tracin_kl == "all" and rest)
 
@@ -569,8 +570,8 @@ def split_names(names):
 
 
 def with_speed(settings):
-    """Settings of a run, perhaps an older one: it had a setting for each word of speed, and
-    influence weighed the whole loss."""
+    """Settings of a run in today's words. Older runs had a setting for each word of speed, and
+    their influence weighed whole losses."""
     off = [word for name, word in MERGED.items() if settings.get(name) is False]
     new = {name: value for name, value in settings.items() if name not in MERGED}
     if len(new) < len(settings):

@@ -21,9 +21,9 @@ from run.script import run_script, seed_for
 from plot import COLORS, look
 from tracin import cosine, target_coefficients
 
-LARGEST = 4096      # rollouts
+LARGEST = 4096      # rollouts of a target, both halves together
 SMALLEST = 64
-DRAWS = 3
+DRAWS = 3           # of a target of the largest size
 DECAYS = (0.0, 0.5, 0.8, 0.9, 0.97)
 STREAM = 64         # rollouts of one iteration of a stream
 
@@ -41,8 +41,8 @@ def target_gradient(nets, cfg, rollouts, seed):
 
 
 def cosines_by_size(nets, cfg, when):
-    """Rows {"rollouts", "draw", "cosine", "iteration"}: the halves of a target of so many rollouts
-    are made of smaller ones, so that each rollout is sampled once."""
+    """Rows {"rollouts", "draw", "cosine", "iteration"}. A half of a target is the mean of smaller
+    ones, so that each rollout is sampled once; rewards are normalised within the smallest."""
     rows = []
     for draw in range(DRAWS):
         pieces = [target_gradient(nets, cfg, SMALLEST // 2, seed_for("size", when, draw, i))

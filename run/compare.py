@@ -14,19 +14,20 @@ from run.script import BadInput
 # columns of the table: of the last evaluation, beside the measure, and over the iterations
 END = ("eval_judge/toxicity", "rewards/planted", "sqrt_kl", "perplexity", "distinct_2", "ended")
 OVER_RUN = ("kept", "cosine", "kl_last")
-SMALLEST = 1e-3         # of a measure, for its logarithm
+SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 QUICK = "**quick: says nothing.** Two seeds of shrunken runs, only to see that everything works."
-SURE = 0.01             # a win needs a corrected p below this
-WORTH = math.log(0.8)   # a no excludes an improvement of 20 %
+SURE = 0.01             # a win needs corrected p-values below this
+WORTH = math.log(0.8)   # of log measures: a no excludes an improvement of 20 %
 TITLES = {
     "wrong_kept": "Share of rollouts with a wrong reward that is kept",
     "right_kept": "Share of rollouts with a right reward that is kept",
     "auc": "Chance that a wrong rollout has a lower influence than a right one",
     "planted": "Share of rollouts with the planted string"}
 NOTE = ("Of each seed a straight line through (sqrt(KL), log measure) is read at the median of all "
-        "points; `seeds outside` have no point as far out. Below 0 %: better than the control. p: "
-        "two-sided, by sign flips of the paired differences; (Holm): corrected for all comparisons "
-        "of the tested arms, the others are not. A win needs p < {sure:g} against every control.")
+        "points; `seeds outside` have all of theirs on one side of it. Below 0 %: better than the "
+        "control. p: two-sided, by sign flips of the paired differences. (Holm): corrected for all "
+        "comparisons of the tested arms; other p-values are not. A win needs p < {sure:g} against "
+        "every control.")
 FLIPS = 20_000          # random sign flips, where all of them are too many
 
 
@@ -34,9 +35,9 @@ FLIPS = 20_000          # random sign flips, where all of them are too many
 # the maths
 
 
-def read_line(points, x):
-    """Value at x of the straight line through points (x, y) by least squares. Points that share
-    one x have no slope: their mean."""
+def value_on_line(points, x):
+    """Value at x of the straight line that fits points (x, y) best (least squares). Where all
+    points have the same x: their mean."""
     mean_x = statistics.fmean(px for px, _ in points)
     mean_y = statistics.fmean(py for _, py in points)
     spread = sum((px - mean_x) ** 2 for px, _ in points)
@@ -47,7 +48,7 @@ def read_line(points, x):
 
 
 def mean_and_error(values):
-    """(mean, its standard error) of numbers, None left out; the error is NaN for one number."""
+    """(mean, its standard error) of numbers, None left out. Of one number the error is NaN."""
     values = [v for v in values if v is not None]
     if not values:
         return math.nan, math.nan
@@ -56,8 +57,9 @@ def mean_and_error(values):
 
 
 def permutation_p(differences):
-    """Two-sided p of paired differences: the share of their sign flips whose sum is as far from 0
-    as theirs. All 2^n flips up to n = 16, else FLIPS random ones and the true one."""
+    """Two-sided p of paired differences: the share of their sign flips whose sum is at least as far
+    from 0 as theirs. All 2^n flips up to n = 16, which makes p at least 2 / 2^n; else FLIPS random
+    ones and the true signs."""
     d = np.array(differences, dtype=float)
     n = len(d)
     if n <= 16:
@@ -98,8 +100,8 @@ def t_quantile(freedom):
 
 
 def paired_difference(ours, theirs):
-    """Paired differences of two {seed: log measure} over the seeds that both have: their number,
-    mean, 95 % interval and p. None without two such seeds."""
+    """Differences ours - theirs of two {seed: log measure}, over the seeds that both have: their
+    number n, mean, 95 % interval (Student's t) and p. None without two such seeds."""
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     n = len(differences)
     if n < 2:
@@ -111,8 +113,8 @@ def paired_difference(ours, theirs):
 
 
 def differences_of(logs, controls, tested):
-    """{arm: {control: paired_difference(...)}} of {arm: {seed: log measure}}; the tested arms' p is
-    also corrected for all their comparisons."""
+    """{arm: {control: paired_difference}} of logs {arm: {seed: log measure}}. Comparisons of tested
+    arms also have "corrected", their p corrected for the number of these comparisons."""
     found = {arm: {control: paired_difference(logs[arm], logs[control]) for control in controls
                    if control != arm} for arm in logs}
     family = [c for arm in tested for c in found[arm].values() if c]
@@ -122,22 +124,24 @@ def differences_of(logs, controls, tested):
 
 
 def verdict(comparisons):
-    """In words, for a tested arm's {control: comparison}: win, no or not decided, and why."""
+    """win, no or not decided, and why, in words. comparisons: {control: paired_difference} of a
+    tested arm."""
     if not comparisons or not all(comparisons.values()):
         return "not decided: too few seeds"
-    failed = [control for control, c in comparisons.items()
-              if c["mean"] >= 0 or c["corrected"] >= SURE]
-    if not failed:
+    not_beaten = [control for control, c in comparisons.items()
+                  if c["mean"] >= 0 or c["corrected"] >= SURE]
+    if not not_beaten:
         return f"win: better than {', '.join(comparisons)}"
-    best = max(comparisons, key=lambda control: comparisons[control]["mean"])
+    why = f"not better than {', '.join(not_beaten)} with p < {SURE:g}"
+    best = max(comparisons, key=lambda control: comparisons[control]["mean"])   # of the controls
     if comparisons[best]["low"] > WORTH:
         most = max(0.0, -percent(comparisons[best]["low"]))
-        return (f"no: not better than {', '.join(failed)} with p < {SURE:g}, and at most "
-                f"{most:.0f} % better than {best} (95 %)")
-    return f"not decided: not better than {', '.join(failed)} with p < {SURE:g}"
+        return f"no: {why}, and at most {most:.0f} % better than {best} (95 %)"
+    return f"not decided: {why}"
 
 
 def percent(log_ratio):
+    """A difference of logarithms as a change in percent."""
     return 100 * math.expm1(log_ratio)
 
 
@@ -145,11 +149,12 @@ def percent(log_ratio):
 # summary and table
 
 
-def summarise(study, rows):
-    """What the table and the pictures show, as plain values. rows: {(arm, value, seed): row}."""
+def summarise(study, rows, failed):
+    """What the table and the pictures show, as plain values. rows: {(arm, value, seed): row} of the
+    finished runs. failed: {run: row} of the others."""
     middle = study.values[len(study.values) // 2]
     points = {}         # arm -> {seed: [(sqrt(kl), log measure)]}
-    ends = {}           # arm -> {seed: last evaluation, at the middle of the grid}
+    ends = {}           # arm -> {seed: last evaluation at the middle value of the grid}
     for arm in study.arms:
         points[arm] = {seed: found for seed in study.seeds
                        if (found := points_of(study, rows, arm, seed))}
@@ -158,7 +163,7 @@ def summarise(study, rows):
     if not everywhere:
         raise BadInput(f"{study.name}: no seed of any arm is complete yet")
     x = statistics.median(everywhere)
-    at_equal_kl = {arm: {seed: read_line(found, x) for seed, found in by_seed.items()}
+    at_equal_kl = {arm: {seed: value_on_line(found, x) for seed, found in by_seed.items()}
                    for arm, by_seed in points.items()}
     at_end = {arm: {seed: log_measure(study, e) for seed, e in by_seed.items()}
               for arm, by_seed in ends.items()}
@@ -167,7 +172,7 @@ def summarise(study, rows):
         middles = [rows[arm, middle, seed] for seed in points[arm]]
         arms[arm] = {
             "seeds": len(middles),
-            "failed": sorted(run for run, row in study.failed.items() if row["arm"] == arm),
+            "failed": sorted(run for run, row in failed.items() if row["arm"] == arm),
             "end": {name: mean_and_error([e.get(name) for e in ends[arm].values()])
                     for name in (study.measure, *END)},
             "run": {name: mean_and_error([row[name] for row in middles]) for name in OVER_RUN},
@@ -213,14 +218,14 @@ def end_of(row):
 
 
 def frontier(found):
-    """[(mean and error of sqrt(kl), of the measure)] at each point of an arm's curve, over the
-    points of its seeds."""
+    """An arm's curve: [(mean and error of sqrt(kl), those of the measure)] of each point, over
+    seeds. found: the points_of each seed."""
     return [(mean_and_error([x for x, _ in at_point]),
              mean_and_error([math.exp(y) for _, y in at_point])) for at_point in zip(*found)]
 
 
 def parts_of(rows):
-    """{name: [(first, second, third) of each row]} of what was found in thirds of the runs."""
+    """{name: [(first, second, third) of each row]} of what rows have by thirds of their run."""
     parts = {}
     for row in rows:
         found = {"planted": row["planted"]} if "planted" in row else {}
@@ -243,22 +248,23 @@ def as_markdown(summary):
     rows = [[arm, a["seeds"], *(plus_minus(a["end"][name]) for name in names),
              *(plus_minus(a["run"][name]) for name in OVER_RUN)] for arm, a in arms.items()]
     lines += [f"## At the end{at}: mean ± standard error", ""]
-    lines += markdown(["arm", "seeds", *names, *OVER_RUN], rows)
+    lines += table_lines(["arm", "seeds", *names, *OVER_RUN], rows)
     failed = [run for a in arms.values() for run in a["failed"]]
     lines += [""] + [f"- Failed: {run}" for run in failed] if failed else []
     lines += ["", f"## At equal KL, sqrt(KL) = {summary['x']:.3f}: {measure}, difference to each "
               "control (95 %), p", "", NOTE.format(sure=SURE), ""]
     rows = [[arm, plus_minus(a["equal"]), f"{a['outside']} of {a['seeds']}",
-             *differences(summary["equal"][arm], summary["controls"])] for arm, a in arms.items()]
-    lines += markdown(["arm", measure, "seeds outside", *summary["controls"]], rows)
+             *beside_controls(summary["equal"][arm], summary["controls"])]
+            for arm, a in arms.items()]
+    lines += table_lines(["arm", measure, "seeds outside", *summary["controls"]], rows)
     lines += [""] + [f"- {arm}: {text}" for arm, text in summary["verdicts"].items()]
     lines += ["", f"## At the end{at}: difference to each control (95 %), p", ""]
-    rows = [[arm, *differences(summary["end"][arm], summary["controls"])] for arm in arms]
-    lines += markdown(["arm", *summary["controls"]], rows)
+    rows = [[arm, *beside_controls(summary["end"][arm], summary["controls"])] for arm in arms]
+    lines += table_lines(["arm", *summary["controls"]], rows)
     for name in sorted({name for a in arms.values() for name in a["thirds"]}):
         lines += ["", f"## {TITLES[name]}, by thirds of the run{at}", ""]
         rows = [[arm, *map(plus_minus, a["thirds"].get(name, ()))] for arm, a in arms.items()]
-        lines += markdown(["arm", "first", "second", "third"], rows)
+        lines += table_lines(["arm", "first", "second", "third"], rows)
     return "\n".join(lines) + "\n"
 
 
@@ -270,8 +276,8 @@ def plus_minus(mean_error):
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
 
 
-def differences(comparisons, controls):
-    """Cells of the table: an arm beside each control."""
+def beside_controls(comparisons, controls):
+    """Cells of a table: an arm beside each control, in percent."""
     cells = []
     for control in controls:
         c = comparisons.get(control)
@@ -284,8 +290,8 @@ def differences(comparisons, controls):
     return cells
 
 
-def markdown(heads, rows):
-    """Lines of a table, columns padded so that they can be read as they are."""
+def table_lines(heads, rows):
+    """Lines of a Markdown table, columns padded so that they can be read as they are."""
     rows = [[str(cell) for cell in row] + [""] * (len(heads) - len(row)) for row in rows]
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     lines = [heads, ["-" * width for width in widths], *rows]

@@ -103,13 +103,13 @@ def words_section(about, cards, unit):
     return f'<p class="note">{visible(about)}</p>{LEGEND}<div class="side pair">{lists}</div>'
 
 
-def list_of_cards(heading, some, unit):
-    """HTML of one list. Tints are by its own tokens: the harmful may have little of everything."""
-    found = sorted(abs(piece.influence) for _, _, pieces in some for piece in pieces)
+def list_of_cards(heading, cards, unit):
+    """HTML of one list. Tints are relative to its own strongest tokens: the harmful may be weak."""
+    found = sorted(abs(piece.influence) for _, _, pieces in cards for piece in pieces)
     if not found:
         return f"<section><h3>{heading}</h3><p>none</p></section>"
     full = found[int(0.98 * len(found))]
-    articles = "".join(card(*one, full) for one in some)
+    articles = "".join(card(*one, full) for one in cards)
     return (f'<section><h3>{heading}</h3><p class="note">{-full:.2g} <span class="tint"></span> '
             f"{full:+.2g} {unit}</p>{articles}</section>")
 
@@ -176,8 +176,8 @@ def scatter(name, rows):
 
 
 def chart(title, x_name, series):
-    """HTML of a chart; "" of no series. series: (name or "", color, points, path with places for
-    them, width of its stroke)."""
+    """HTML of a chart; "" of no series. series: (name or "", color, points, path with a {} for each
+    coordinate, width of its stroke)."""
     if not series:
         return ""
     everything = [point for _, _, points, _, _ in series for point in points]

@@ -237,8 +237,8 @@ def diagnose_influence(m, cfg, dtype):
     out = {}
     if m["tracin/empty_steps"] > 0:
         out["empty"] = (
-            "influence kept no rollout, so the step was skipped: use tracin_select = 'positive' "
-            "or a larger tracin_fraction")
+            "influence kept no rollout, so a step had no policy gradient: use tracin_select = "
+            "'positive' or a larger tracin_fraction")
     if m["tracin/fallback"] > 0:
         out["fallback"] = (
             f"only {100 * m['tracin/positive_ratio']:.0f} % of the rollouts have positive "

@@ -75,7 +75,7 @@ def logprob_changes(policy, D, row):
 
 def derivative(method, policy, D, row, slope):
     """<gradient of sum_t slope_t log-prob_t, D> for slope (T,) and a direction D {name of a
-    parameter: tensor}, by one method."""
+    parameter: tensor}. method: brute (a backward), jvp or finite_difference."""
     if method == "jvp":
         return float((slope * logprob_changes(policy, D, row)).sum())
 
