@@ -338,13 +338,16 @@ def done_rows(jobs, out):
 
 
 def write_table(study, jobs, out):
-    """Prints the table and writes table.txt, and table.json for plot.py."""
-    summary = summarise(study, *done_rows(jobs, out))
+    """Prints the table and writes table.txt, and table.json for plot.py. Returns the runs that
+    failed."""
+    rows, failed = done_rows(jobs, out)
+    summary = summarise(study, rows, failed)
     text = as_markdown(summary)
     with replacing(os.path.join(out, "table.txt")) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(text)
     write_json(os.path.join(out, "table.json"), summary)
     print(f"\n{text}\n{out}: table.txt; pictures: python plot.py {out}")
+    return failed
 
 
 def main(argv):
@@ -381,7 +384,8 @@ def main(argv):
             run_all(left, options["--workers"], out)
         finally:
             unlock(out, lock)
-    write_table(study, jobs, out)
+    if write_table(study, jobs, out):
+        raise SystemExit("error: runs failed (the table names them); the same command tries again")
 
 
 if __name__ == "__main__":

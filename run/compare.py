@@ -26,8 +26,8 @@ TITLES = {
 NOTE = ("Of each seed a straight line through (sqrt(KL), log measure) is read at the median of all "
         "points; `seeds outside` have all of theirs on one side of it. Below 0 %: better than the "
         "control. p: two-sided, by sign flips of the paired differences. (Holm): corrected for all "
-        "comparisons of the tested arms; other p-values are not. A win needs p < {sure:g} against "
-        "every control.")
+        "comparisons of the tested arms; other p-values and the intervals are not. A win needs "
+        "p < {sure:g} against every control.")
 FLIPS = 20_000          # random sign flips, where all of them are too many
 
 
