@@ -195,7 +195,7 @@ def test_runs_in_a_worker_are_those_of_grpo_alone_and_what_failed_or_changed_run
     made.write("seeds = (1, 2)", "seeds = (1,)")
     made.write('"half": {', '"odd": {"learning_rate": 1e38}, "half": {')
     done = script("study.py", made.path, f"--out={made.out}", "--workers=1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1 and "runs failed" in done.stderr, done.stdout + done.stderr
     assert "2/3 odd_beta0.1_seed1: failed: SystemExit: stopped" in done.stdout
     assert "Failed: odd_beta0.1_seed1" in done.stdout and "| half | 1 " in done.stdout
     grpo(tmp_path / "alone", "--tracin=reward", "--seed=1", "--beta=0.1", "--threads=1")
