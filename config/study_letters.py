@@ -1,5 +1,6 @@
-# One run of study/letters.py: a dense reward, the share of the letter e, of which a quarter is
-# inverted in training. The held-out target is small, and its rewards are right.
+# One run of study/letters.py: a dense reward, the share of the letter e. In training a quarter of
+# the rollouts get theirs mirrored at the mean of their group: their advantages have the wrong sign,
+# and nothing else gives them away. The held-out target is small, and its rewards are right.
 #     python study.py study/letters.py
 from config.quick_test import *
 
@@ -14,7 +15,7 @@ expect_rise = 0.0
 num_prompts = 10
 num_eval_prompts = 64
 num_eval_generations = 4
-reward_funcs = ("inverted", "wrong", "missed", "reward")
+reward_funcs = ("mirrored", "wrong", "missed", "reward")
 reward_weights = (1.0, 0.0, 0.0, 0.0)  # the others are recorded, for the study
 tracin_val_prompts = 1              # times num_generations: a tenth of the rollouts of training
 tracin_val_reward = "reward"
@@ -29,14 +30,19 @@ def missed(prompts, completions):
 
 
 def wrong(prompts, completions):
-    """1 where the reward is inverted: a quarter of the rollouts."""
+    """1 where the reward is mirrored: a quarter of the rollouts."""
     return [float(_seed_for(*texts) % 4 == 0) for texts in zip(prompts, completions)]
 
 
-def inverted(prompts, completions):
-    """The reward, inverted where it is wrong."""
-    rewards = zip(reward(prompts, completions), wrong(prompts, completions))
-    return [1 - r if w else r for r, w in rewards]
+def mirrored(prompts, completions):
+    """The reward, mirrored at the mean of its prompt where it is wrong."""
+    rewards = reward(prompts, completions)
+    of_prompt = {}
+    for prompt, r in zip(prompts, rewards):
+        of_prompt.setdefault(prompt, []).append(r)
+    means = [sum(of_prompt[prompt]) / len(of_prompt[prompt]) for prompt in prompts]
+    return [2 * mean - r if w else r
+            for mean, r, w in zip(means, rewards, wrong(prompts, completions))]
 
 
 def weigh(influence, batch):

@@ -11,7 +11,7 @@ No: no win, and the 95 % interval of the difference to the best control excludes
 Else: not decided.
 """
 config = "config/study_toxicity.py"
-seeds = range(1, 11)
+seeds = range(1, 6)
 grid = {}
 measure = "eval_judge/toxicity"
 controls = ("all", "random")
