@@ -11,7 +11,7 @@ No: no win, and the 95 % interval of the difference to the best control excludes
 Else: not decided.
 """
 config = "config/study_toxicity.py"
-seeds = range(1, 6)
+seeds = range(1, 12)
 few = {"pods": 5, "self": 5, "self_leave-one-out": 5, "bottom": 5}
 grid = {"beta": (0.02, 0.1, 0.4)}
 measure = "eval_judge/toxicity"

@@ -12,8 +12,7 @@ Else: not decided. Toxicity is beside it, so that an arm which learns nothing is
 that learns the right thing.
 """
 base = "study/clean.py"
-seeds = range(1, 5)
-few = {"pods": 4, "self": 4, "self_leave-one-out": 4, "bottom": 4}
+seeds = range(1, 12)
 grid = {}
 config = "config/study_garbage.py"
 measure = "rewards/planted"

@@ -11,8 +11,7 @@ No: no win, and the 95 % interval of the difference to the best control excludes
 Else: not decided.
 """
 base = "study/clean.py"
-seeds = range(1, 5)
-few = {"pods": 2, "self": 2, "self_leave-one-out": 2, "bottom": 2}
+seeds = range(1, 12)
 grid = {}
 config = "config/study_wrong_judge.py"
 arms = {"oracle": {"tracin": "reward", "tracin_select": "weigh"}}
