@@ -24,9 +24,11 @@ tracin times the update of one iteration on the same rollouts in several ways, w
 ratios to plain GRPO are what counts. --device=NAME picks the device.
   plain       forward, backward
   kept        forward, recorded backward, target, scores, checks, the gradient of the selected rows,
-              as grpo.py does them for tracin = "self" and no KL (with a KL in the loss one more
-              backward, over the same forward)
+              as grpo.py does them for tracin = "self" and no KL
   contracted  the same with tracin_memory = 0
+  KL          as kept, for tracin = "reward" and a KL in the loss: one more backward, over the same
+              forward
+  KL, kept    the same with tracin_kl = "kept": two forwards and backwards
   two passes  a recorded backward for the scores only, then forward and backward of the kept rows
   brute       one backward for each row, then forward and backward of half of them, without the
               inner products
@@ -697,9 +699,16 @@ def random_reward(prompts, completions):
 
 def ways_to_update(nets, cfg):
     """{way: function that leaves an update's gradient in .grad}; "generate" samples instead."""
-    batch = collect(nets, nets.prompts, cfg, seed=0)
+    with_kl = replace(cfg, tracin="reward", beta=0.1)
+    batch = collect(nets, nets.prompts, with_kl, seed=0)
     step, = optimizer_steps(batch, cfg, seed=0)
-    contracting = Influence(nets, replace(cfg, tracin_memory=0.0), loss_of, gradient_of, all_reduce)
+
+    def influence_of(cfg):
+        return Influence(nets, cfg, loss_of, gradient_of, all_reduce)
+
+    contracting = influence_of(replace(cfg, tracin_memory=0.0))
+    beside_kl = influence_of(with_kl)
+    of_whole_losses = influence_of(replace(with_kl, tracin_kl="kept"))
 
     def backward(rows):
         for positions in micro_batches(batch.lengths[rows], cfg):
@@ -731,6 +740,8 @@ def ways_to_update(nets, cfg):
         "plain": lambda: backward(step.rows),
         "kept": lambda: one_pass(nets.influence),
         "contracted": lambda: one_pass(contracting),
+        "KL": lambda: one_pass(beside_kl),
+        "KL, kept": lambda: one_pass(of_whole_losses),
         "two passes": two_passes,
         "brute": brute}
 

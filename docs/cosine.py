@@ -15,10 +15,10 @@ import torch
 import grpo
 from config import load_settings
 from data.prompts import draw_prompts
+from plot import COLORS, look
 from run.compare import mean_and_error
 from run.report import quiet
 from run.script import run_script, seed_for
-from plot import COLORS, look
 from tracin import cosine, target_coefficients
 
 LARGEST = 4096      # rollouts of a target, both halves together

@@ -256,6 +256,8 @@ def influence_metrics(found, nets):
         "tracin/target_loss": found.target_loss}
         | {f"tracin/target_grad_norm/{name}": norm for name, norm in found.norms.items()}])[0]
     metrics["tracin/fallback"] = float(found.fallback)
+    if nets.influence.average:
+        metrics["tracin/target_age"] = float(nets.influence.age)
     stored = sum(all_gather([found.num_stored]))
     num_weights = sum(p.numel() for p in nets.trained)
     metrics["tracin/kept_gradients"] = stored / (len(scores) * num_weights)

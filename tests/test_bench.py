@@ -471,14 +471,14 @@ def test_the_ways_to_an_update_that_keep_the_same_rows_end_at_the_same_gradient(
     ways = bench.ways_to_update(nets, cfg)
     assert len(ways["generate"]().mask) == 32
     gradients = {}
-    for way in ("plain", "kept", "contracted", "two passes", "brute"):
+    for way in ("plain", "kept", "contracted", "KL", "KL, kept", "two passes", "brute"):
         ways[way]()
         gradients[way] = torch.cat([p.grad.flatten() for p in nets.trained])
         nets.policy.zero_grad(set_to_none=True)
     size = float(gradients["plain"].abs().max())
     for way in ("contracted", "two passes"):
         torch.testing.assert_close(gradients[way], gradients["kept"], rtol=0, atol=1e-5 * size)
-    for way in ("kept", "brute"):       # which leave rows out
+    for way in ("kept", "KL", "KL, kept", "brute"):     # which leave rows out
         assert (gradients[way] - gradients["plain"]).abs().max() > 1e-2 * size
 
 
@@ -488,7 +488,8 @@ def test_tracin_prints_each_way_beside_plain(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("a shape: 0.1 M weights, cpu, ") and "medians of 2" in lines[1]
     rows = {line[:12].strip(): line[12:].split() for line in lines[3:]}
-    assert list(rows) == ["plain", "kept", "contracted", "two passes", "brute"]
+    assert list(rows) == [
+        "plain", "kept", "contracted", "KL", "KL, kept", "two passes", "brute"]
     assert rows["plain"][3:] == ["1.00x", "1.00x"]
 
 

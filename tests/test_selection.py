@@ -10,9 +10,10 @@ import torch
 import grpo
 import tracin
 from config import load_settings
-from grpo import Step, collect_target
+from docs import cosine as picture
+from grpo import Step, collect_target, update
 from model import completion_logprobs
-from run.script import BadInput
+from run.script import BadInput, seed_for
 from test_critic import with_critic
 from test_grpo import (PROMPTS, gpt, moved, nets_of, same_weights, sample, settings,
                        weights_of)
@@ -190,6 +191,32 @@ def test_an_average_starts_anew_where_the_gradient_turns():
     seen(1.0, 0.0)
     x, share = seen(-.4, math.sqrt(1 - .16))
     assert share == pytest.approx(1.0) and x == pytest.approx(-.4) and influence.age == 1
+
+
+def test_the_age_of_an_average_is_logged():
+    policy = gpt()
+    cfg = settings(tracin="self", tracin_target_ema=.9)
+    nets = nets_of(policy, cfg)
+    batch = sample(policy, cfg, None)
+    ages = [update(nets, batch, None, cfg, 3)["tracin/target_age"] for _ in range(2)]
+    assert ages == [1, 2], "a reader of the log cannot see how many steps are in the average"
+
+
+def test_cosines_of_the_picture_are_of_halves_that_share_no_rollout(monkeypatch):
+    for name, value in (("LARGEST", 64), ("SMALLEST", 16), ("DRAWS", 1), ("STREAM", 8)):
+        monkeypatch.setattr(picture, name, value)
+    cfg = settings()
+    nets = nets_of(gpt(), cfg)
+    rows = picture.cosines_by_size(nets, cfg, 0)
+    assert [row["rollouts"] for row in rows] == [16] * 4 + [32] * 2 + [64]
+    quarters = [picture.target_gradient(nets, cfg, 8, seed_for("size", 0, 0, i)) for i in range(4)]
+    halves = [picture.average_of(*quarters[:2]), picture.average_of(*quarters[2:])]
+    assert rows[4]["cosine"] == pytest.approx(tracin.cosine(*halves), rel=1e-5)
+    averages = {}
+    first, *_ = picture.cosines_of_averages(nets, cfg, 0, averages)
+    G, H = (pair[0] for pair in (averages[0.0], averages[0.97]))
+    assert first["cosine"] == pytest.approx(tracin.cosine(*averages[0.0]), rel=1e-5)
+    assert tracin.cosine(G, H) == pytest.approx(1.0), "one step is its own average, but for length"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -276,6 +276,9 @@ def test_runs_go_seed_by_seed_and_quick_shrinks_them(made):
     names = [job.name for job in jobs_of(study, made.out)]
     assert names[:5] == ["all_beta0.1_seed1", "all_beta0.2_seed1", "half_beta0.1_seed1",
                          "half_beta0.2_seed1", "all_beta0.1_seed2"] and len(names) == 32
+    made.write("seeds = range(1, 9)", 'seeds = range(1, 9)\nfew = {"half": 3}')
+    fewer = [job.seed for job in jobs_of(read_study(made.path), made.out) if job.arm == "half"]
+    assert fewer == [1, 1, 2, 2, 3, 3], "an arm of few seeds does not get the first ones"
     quick = jobs_of(read_study(made.path, quick=True), made.out)
     assert len(quick) == 8 and all("--max_iters=1" in job.argv for job in quick)
 
