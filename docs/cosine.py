@@ -9,7 +9,6 @@ A plain run of the config trains the policy; the target is measured beside it an
 """
 import json
 
-import matplotlib.pyplot as plt
 import torch
 
 import grpo
@@ -89,7 +88,8 @@ def measure_cosines(nets, cfg):
 def draw_cosines(rows, path):
     """Two panels: by the number of rollouts, and by the decay of the average."""
     with look():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), layout="constrained")
+        from matplotlib import pyplot
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.6, 3.2), layout="constrained")
         draw_sizes(left, [row for row in rows if "rollouts" in row])
         for color, decay in zip(COLORS, DECAYS):
             here = [row for row in rows if row.get("decay") == decay]
