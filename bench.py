@@ -69,8 +69,11 @@ import torch.nn as nn
 from config import Settings, load_settings
 from config.check import PARTS
 from data.prompts import draw_prompts
-from grpo import (Batch, Nets, build, collect, collect_target, gradient_of, loss_of, micro_batches,
-                  optimizer_steps, read_inputs, sample_groups, sort_key, update)
+import grpo
+from grpo import (Batch, collect, gradient_of, loss_of, micro_batches, optimizer_steps,
+                  sample_groups, update)
+from run.build import Nets, build, read_inputs
+from selection import collect_target
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, scorer
@@ -84,7 +87,9 @@ from run.prove import PATHS, few_rows, prove, tried
 from run.report import quiet
 from run.script import BadInput, run_script, seed_for
 from sample import Rollout
-from tracin import Influence, Tape, select, serves_both
+import selection
+from selection import select
+from tracin import Influence, Tape
 
 # ------------------------------------------------------------------------------------------------
 # what is measured: iterations of grpo.py, on Nets of the bench's own
@@ -136,7 +141,7 @@ def plain_nets(cfg, given, judge_shape=JUDGE_SHAPE):
     if "judge" in cfg.reward_funcs:
         judges["judge"] = judge_of(cfg, given.device, judge_shape)
     base = copy.deepcopy(given.base, {id(p): p for p in given.base.parameters()})
-    return build(cfg, given, base, judges)
+    return build(cfg, given, base, judges, grpo)
 
 
 def judge_of(cfg, device, shape):
@@ -159,7 +164,7 @@ def iteration(nets, cfg, it, log=quiet):
     """Iteration `it` of grpo.train -> its Batch and the held-out Batch of the target, or None."""
     prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
     batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), log)
-    target = collect_target(nets, it, cfg)
+    target = collect_target(nets, it, cfg, collect)
     update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), log)
     return batch, target[0] if target else None
 
@@ -704,7 +709,7 @@ def ways_to_update(nets, cfg):
     step, = optimizer_steps(batch, cfg, seed=0)
 
     def influence_of(cfg):
-        return Influence(nets, cfg, loss_of, gradient_of, all_reduce)
+        return Influence(nets, cfg, loss_of, gradient_of, selection, all_reduce)
 
     contracting = influence_of(replace(cfg, tracin_memory=0.0))
     beside_kl = influence_of(with_kl)
@@ -712,11 +717,11 @@ def ways_to_update(nets, cfg):
 
     def backward(rows):
         for positions in micro_batches(batch.lengths[rows], cfg):
-            loss_of(nets, nets.policy_fn, batch, rows[positions], step, cfg).loss.backward()
+            loss_of(nets, nets.policy_fn, batch, rows[positions], step, cfg).total.backward()
 
     def record(influence):
         with influence.record(batch, step, on_policy=True):
-            for positions in micro_batches(sort_key(batch, step, cfg), cfg):
+            for positions in micro_batches(batch.lengths[step.rows], cfg):
                 influence.forward_backward(positions)
 
     def one_pass(influence):

@@ -26,10 +26,11 @@ from config import load_settings
 from data.chat import encode_prompt
 from data.prompts import draw_prompts, field_of
 from data.tokenizer import end_tokens
-from grpo import (collect, collect_target, loss_of, micro_batches, optimizer_steps, prepare,
-                  read_inputs, sort_key)
+import grpo
+from grpo import collect, loss_of, micro_batches, optimizer_steps
 from model import completion_logprobs
 from pretrain import get_tokenizer, policy_of
+from run.build import prepare, read_inputs
 from run.checkpoint import load_checkpoint, set_random_state
 from run.content import read_checkpoint
 from run.device import pick_device
@@ -38,6 +39,7 @@ from run.findings import (OVER_TIME, best_and_worst, extremes, history, logs_of,
                           sentences_of, shorten)
 from run.metrics import bound_of, is_exact
 from run.page import MEASURES, METRICS, page, visible, words_section
+from selection import collect_target
 from run.script import BadInput, hash_of, run_script, seed_for
 from run.threads import threads_of, use_threads
 from run.words import (Row, derivative, logprob_changes, pieces_of, places_of, row_alone,
@@ -148,11 +150,11 @@ def take_again(folder, cfg, rows):
         step = next(optimizer_steps(batch, cfg, seed_for(cfg.seed, "rows", it)), None)
         if step is None:
             return None, f"no rollout of iteration {it + 1} carried loss"
-        pieces = list(micro_batches(sort_key(batch, step, cfg), cfg))
+        pieces = list(micro_batches(batch.lengths[step.rows], cfg))
         with nets.influence.record(batch, step, on_policy=True):
             for positions in pieces:
                 nets.influence.forward_backward(positions)
-        scored = nets.influence.score(target, torch.Generator().manual_seed(0))
+        scored = nets.influence.score(target)
         again = Again(nets, batch, step, target, pieces, scored, recorded)
         same = sum(is_recorded(again, i) for i in range(len(recorded)))
         note = "" if same == len(recorded) else (
@@ -170,14 +172,14 @@ def is_recorded(again, i):
 def rollouts_after(path, checkpoint, cfg):
     """(nets, Batch, target) of the iteration that follows a checkpoint."""
     with contextlib.redirect_stdout(io.StringIO()) as said:     # what a run says of its models
-        nets = prepare(cfg, read_inputs(cfg))
+        nets = prepare(cfg, read_inputs(cfg), grpo)
     print(*re.findall("note: .*\n", said.getvalue()), sep="", end="")
     load_checkpoint(checkpoint, path, nets, cfg, hash_of(nets.base))
     set_random_state(checkpoint["random"], nets.device)
     it = checkpoint["iteration"]
     prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
     batch = collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it))
-    return nets, batch, collect_target(nets, it, cfg)
+    return nets, batch, collect_target(nets, it, cfg, collect)
 
 
 def slopes_of(again, cfg):
@@ -189,7 +191,7 @@ def slopes_of(again, cfg):
         rows = again.step.rows[positions]
         out = loss_of(again.nets, again.nets.policy, again.batch, rows, again.step, cfg,
                       logprobs=completion_logprobs)
-        slope, = torch.autograd.grad(out.scored, out.logp)
+        slope, = torch.autograd.grad(out.policy, out.logp)
         slopes |= dict(zip(positions.tolist(), slope.double()))
     return slopes
 
@@ -200,8 +202,8 @@ def direction_for(again, cfg, j):
     scored = again.scored
     D = scored.G
     if cfg.tracin_leave_one_out:
-        D = {p: g - scored.self_coef[j] * scored.scale.get(p, 1) * tape.per_row(p, [j])[0]
-             for p, g in D.items()}
+        own = tape.gradient(torch.arange(tape.n, device=scored.self_coef.device) == j)
+        D = {p: g - scored.self_coef[j] * scored.scale.get(p, 1) * own[p] for p, g in D.items()}
     return {tape.names[p]: d.double() for p, d in D.items()}
 
 
@@ -229,7 +231,7 @@ def check_arithmetic(again, about, cfg, method, count):
     influence = nets.influence
     ghost = scored.scores.cpu().double()
     if target is None and cfg.loss_type != "bnpo":      # which depends on how the rows are split
-        halves, _, _ = influence.target_gradient((batch, step.rows))
+        halves, _ = influence.target_gradient((batch, step.rows))
         worst = max(error(sum(half[p] for half in scored.halves), sum(half[p] for half in halves))
                     for p in scored.G)
         print(f"  gradient of the target, tape beside ordinary autograd: error {worst:.1e}")
@@ -259,11 +261,7 @@ def check_arithmetic(again, about, cfg, method, count):
 
 def more_than_logprobs(cfg):
     """The setting that makes more of a scored loss than the log-probs of its tokens, or ""."""
-    if cfg.tracin_kl == "all":      # only the policy gradient is scored
-        return ""
-    if cfg.critic:
-        return "critic = True"
-    return f"entropy_coef = {cfg.entropy_coef:g}" if cfg.entropy_coef else ""
+    return ""
 
 
 def by_method(method, again, cfg, chosen):
@@ -308,8 +306,6 @@ def about_words(about, cfg):
     more = more_than_logprobs(cfg)
     if more:
         about += f"; {more}: the tokens have the part of their log-probs only"
-    if cfg.kl_in_loss and cfg.tracin_kl == "kept":
-        about += "; tracin_kl = 'kept': the KL pushes too"
     if cfg.critic:
         about += "; critic = True: each token has its own advantage, their mean is shown"
     return about

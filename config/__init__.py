@@ -211,9 +211,6 @@ class Settings:
                                         # top_advantage, pods, all (see tracin.select); weigh: a
                                         # function (influence) or (influence, batch) of the config
                                         # file returns a factor for each rollout
-    tracin_kl: str = "all"              # all: influence scores and weighs the policy gradient; the
-                                        # rest of the loss (KL, entropy, critic) is learned from all
-                                        # rollouts. kept: it scores and weighs whole losses
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
@@ -266,19 +263,12 @@ class Settings:
     def multiple_of_logp(self):
         """True if what influence scores in the first pass is a multiple of a row's log-prob."""
         one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        return (one_step and self.scores_policy_only and self.top_entropy_quantile == 1
-                and not self.critic)
-
-    @property
-    def scores_policy_only(self):
-        """True if influence scores nothing but the policy gradient."""
-        return self.tracin_kl == "all" or not (self.kl_in_loss or self.entropy_coef or self.critic)
+        return one_step and self.top_entropy_quantile == 1 and not self.critic
 
     @property
     def two_parts(self):
         """True if the loss has a part that influence does not score, learned from all rollouts."""
-        rest = self.kl_in_loss or self.entropy_coef or self.critic
-        return bool(self.tracin != "off" and self.tracin_kl == "all" and rest)
+        return bool(self.tracin != "off" and (self.kl_in_loss or self.entropy_coef or self.critic))
 
     def of_target(self):
         """These settings for held-out rollouts, which may have a reward of their own."""
@@ -576,6 +566,4 @@ def with_speed(settings):
     new = {name: value for name, value in settings.items() if name not in MERGED}
     if len(new) < len(settings):
         new["speed"] = tuple(word for word in Settings.speed if word not in off)
-    if settings.get("tracin", "off") != "off":
-        new.setdefault("tracin_kl", "kept")
     return new

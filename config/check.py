@@ -23,7 +23,6 @@ CHOICES = {
     "tracin_val_select": ("random", "best", "worst", "balanced"),
     "tracin_select": ("positive", "drop", "top", "bottom", "random", "top_advantage", "pods", "all",
                       "weigh"),
-    "tracin_kl": ("all", "kept"),
     "tracin_normalizer": ("all", "kept", "norm"),
 }
 AT_LEAST = {  # smallest value
@@ -216,7 +215,7 @@ def check_influence(cfg):
     if cfg.tracin_leave_one_out and own_batch and not cfg.multiple_of_logp:
         raise BadInput(
             "tracin_leave_one_out = True: a rollout's own part is not known when what is scored is "
-            "not a multiple of its log-prob; set tracin_kl = 'all', mini_batch_size = 0, "
+            "not a multiple of its log-prob; set mini_batch_size = 0, "
             "top_entropy_quantile = 1, critic = False; or tracin = 'self'")
     if cfg.tracin_leave_one_out and cfg.tracin_val_prompts:
         raise BadInput("tracin_leave_one_out = True with tracin_val_prompts: a held-out target "

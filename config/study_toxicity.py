@@ -21,7 +21,6 @@ num_eval_generations = 4
 
 # held-out rollouts are the target of influence; what is kept makes as long a step as all would
 tracin_val_prompts = 8
-tracin_kl = "all"
 tracin_normalizer = "norm"
 
 save_interval = 1000

@@ -89,7 +89,7 @@ def row_norms(nets, cfg, batch, step, loss_of):
     norms = []
     for row in step.rows[:NUM_NORMS].split(1):
         out = loss_of(nets, nets.policy, batch, row, step, cfg, logprobs=completion_logprobs)
-        out.loss.backward()
+        out.total.backward()
         norms.append(clip_grad_norm_(nets.trained, math.inf))
         nets.policy.zero_grad(set_to_none=True)
     return torch.stack(norms)
@@ -167,7 +167,7 @@ def print_loss(nets, cfg, batch, step, loss_of):
     ratios = []
     for rows in torch.arange(step.num_rows, device=nets.device).split(cfg.micro_batch_size):
         out = loss_of(nets, nets.policy, batch, rows, step, cfg, logprobs=completion_logprobs)
-        out.loss.backward()
+        out.total.backward()
         m, = numbers([loss_metrics(out, cfg)])
         policy_loss += m["policy_loss"]
         critic_loss += m.get("critic_loss", 0.0)
@@ -189,9 +189,9 @@ def print_influence(nets, cfg, prompts, batch, step, grpo):
     """Scores all rows and leaves the gradient of those kept in .grad -> metrics."""
     nets.policy.zero_grad(set_to_none=True)
     influence = nets.influence
-    target = grpo.collect_target(nets, 0, cfg)
+    target = grpo.collect_target(nets, 0, cfg, grpo.collect)
     with influence.record(batch, step, on_policy=True):
-        for positions in grpo.micro_batches(grpo.sort_key(batch, step, cfg), cfg):
+        for positions in grpo.micro_batches(batch.lengths[step.rows], cfg):
             influence.forward_backward(positions)
     seed = seed_for(cfg.seed, "rows", 0)
     found = influence.keep_helpful(target, seed_for(seed, "select", 0), check=True)

@@ -53,10 +53,7 @@ class FusedHead(torch.autograd.Function):
         logp = h.new_empty(len(h), dtype=torch.float32)
         slopes = h.new_empty(len(h), dtype=torch.float32)
         dh = torch.empty_like(h)
-        record = getattr(lm_head, "record_linear", None)    # a tape forms dw in its own way
-        dw = None
-        if ctx.needs_input_grad[1] and not record:
-            dw = torch.zeros_like(weight)
+        dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         dtype = product_dtype(h)
         w = operand(lm_head.product, weight, dtype)     # (V, C), or padded in V
         V = len(weight)
@@ -76,9 +73,7 @@ class FusedHead(torch.autograd.Function):
             d.scatter_add_(1, target, per_logit)
             d = operand(lm_head.product, d, dtype, dim=1)                           # like w in V
             dh[i:j] = d @ w
-            if record:
-                record(h[i:j], d[:, :V])
-            elif dw is not None:
+            if dw is not None:
                 dw += (d.T @ h[i:j].to(dtype))[:V]
             del logits, d               # before the next piece
         ctx.save_for_backward(dh, dw, slopes)

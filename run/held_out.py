@@ -39,7 +39,8 @@ def influence_state(influence, every):
     that held-out rollouts serve; those that serve one only are not kept."""
     if influence is None:
         return None
-    average = {influence.tape.names[p]: g for p, g in influence.average.items()}
+    names = names_of(influence)
+    average = {names[p]: g for p, g in influence.average.items()}
     held_out = None
     if every > 1 and influence.held_out:
         batch, rows = influence.held_out
@@ -91,8 +92,9 @@ def load_influence(influence, state, device):
     """Gives a tracin.Influence what influence_state found. ValueError where it does not fit."""
     average = state["average"]
     if average:
-        check_tensors(average, {name: p for p, name in influence.tape.names.items()})
-        average = {p: average[name].to(p) for p, name in influence.tape.names.items()}
+        names = names_of(influence)
+        check_tensors(average, {name: p for p, name in names.items()})
+        average = {p: average[name].to(p) for p, name in names.items()}
     held_out = state["held_out"]
     if held_out:
         shape = influence.nets.policy.config
@@ -114,3 +116,7 @@ def unpack(held_out, device):
         parts[part + dot][field] = value if name in on_host else value.to(device)
     batch = SimpleNamespace(rollout=Rollout(**parts["rollout."]), **parts["batch."])
     return batch, parts[""]["rows"]
+
+
+def names_of(influence):
+    return {p: name for name, p in influence.nets.policy.named_parameters() if p.requires_grad}

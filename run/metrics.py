@@ -6,6 +6,7 @@ them. Those of the batch are taken from a copy of it on the CPU.
 """
 import copy
 import dataclasses
+import itertools
 import math
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils import get_total_norm
 from critic import explained_variance
 from run.host import to_host
 from run.processes import all_gather, shard
+from tracin import inner, invariant_error
 
 JUDGE_SHARE = 0.02      # of an iteration's cost
 FEWEST_JUDGED = 32      # rows, for a mean that says something
@@ -174,7 +176,7 @@ def gap_of(logp_diff, exact):
 def loss_metrics(out, cfg):
     """Metrics of a micro-batch, from what loss_of returned, as tensors ()."""
     mask = out.batch.mask
-    ratio = out.terms.ratio                 # (n, T), or (n, 1) at sequence level: then rows count
+    ratio = out.ratio                 # (n, T), or (n, 1) at sequence level: then rows count
     unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
     units = unit.sum().clamp(min=1)
     row_units = unit.sum(1)                                             # (n,) 0: no loss in the row
@@ -192,12 +194,12 @@ def loss_metrics(out, cfg):
         metrics["clip_ratio/high_mean"] = high.sum() / units
         metrics["clip_ratio/high_max"] = high_share.max()
         metrics["clip_ratio/region_mean"] = (low | high).sum() / units
-    if out.terms.kl is not None:
-        metrics["kl"] = (out.terms.kl * mask).sum() / mask.sum().clamp(min=1)
-    metrics["loss"] = out.loss.detach()
-    metrics["policy_loss"] = out.terms.policy_loss.detach()
-    if out.terms.critic_loss is not None:
-        metrics["critic_loss"] = out.terms.critic_loss.detach()
+    if out.kl_by_token is not None:
+        metrics["kl"] = (out.kl_by_token * mask).sum() / mask.sum().clamp(min=1)
+    metrics["loss"] = out.total.detach()
+    metrics["policy_loss"] = (out.policy + out.entropy).detach()
+    if cfg.critic:
+        metrics["critic_loss"] = out.critic.detach()
     return metrics
 
 
@@ -242,6 +244,7 @@ def check_scores(found, nets, cfg):
 def influence_metrics(found, nets):
     """Metrics of a step's influence. found: tracin.Findings."""
     scores = found.scores
+    names = {p: name for name, p in nets.policy.named_parameters() if p.requires_grad}
     metrics = numbers([{
         "tracin/positive_ratio": (scores > 0).float().mean(),
         "tracin/negative_ratio": (scores < 0).float().mean(),
@@ -251,16 +254,13 @@ def influence_metrics(found, nets):
         "tracin/min_ip": scores.min(),
         "tracin/max_ip": scores.max(),
         "tracin/selected_ratio": (found.weights != 0).float().mean(),
-        "tracin/self_share": found.self_share,
-        "tracin/invariant_error": found.error,
-        "tracin/target_loss": found.target_loss}
-        | {f"tracin/target_grad_norm/{name}": norm for name, norm in found.norms.items()}])[0]
+        "tracin/invariant_error": invariant_error(found.raw_scores, found.batch_grad, found.G),
+        }
+        | {f"tracin/target_grad_norm/{names[p]}": sum(half[p] for half in found.halves).norm()
+           for p in list(names)[:3]}])[0]
     metrics["tracin/fallback"] = float(found.fallback)
     if nets.influence.average:
         metrics["tracin/target_age"] = float(nets.influence.age)
-    stored = sum(all_gather([found.num_stored]))
-    num_weights = sum(p.numel() for p in nets.trained)
-    metrics["tracin/kept_gradients"] = stored / (len(scores) * num_weights)
     return metrics | target_metrics(found)
 
 
@@ -269,7 +269,8 @@ def target_metrics(found):
     batch, rows = found.target
     advantages = batch.advantages[rows]
     extremes = advantages.min(), advantages.max()
-    *products, low, high = torch.stack([*found.products, *extremes]).tolist()
+    pairs = itertools.combinations_with_replacement(found.halves, 2)
+    *products, low, high = torch.stack([*(inner(G, H) for G, H in pairs), *extremes]).tolist()
     if len(products) == 1:
         return {"tracin/target_grad_norm": products[0] ** 0.5}
     first, both, second = products      # <G, G>, <G, H>, <H, H> of the two halves

@@ -17,6 +17,7 @@ from run.attention import attend_by_hand
 from run.decoder import Decoder
 from run.fused_head import fused_logprobs
 from run.processes import rank_and_size
+from tracin import trained_layers
 
 EVALUATED = 256     # rows at once, as in evaluate.py
 
@@ -25,8 +26,8 @@ def peak_bytes(nets, cfg):
     """{phase: bytes} beside the weights that are there already, judges included, if all prompts are
     as long as the longest and all completions as long as they may be."""
     s = sizes(nets, cfg)
-    stored, recorded = tape_bytes(nets, s) if nets.influence else (0, 0)
-    kept = 2 * s.trained + stored       # AdamW's moments, and what the tape uses again
+    recorded = tape_bytes(nets, s) if nets.influence else 0
+    kept = 2 * s.trained                # AdamW's moments
     kept += s.trained * bool(cfg.tracin_target_ema)     # the average
     rollout = sampling_bytes(s, s.decoded)
     decoder = getattr(nets.generate, "keywords", {}).get("decode")
@@ -129,21 +130,14 @@ def head_bytes(nets, s):
 
 
 def tape_bytes(nets, s):
-    """Gradients of single rows, and a and b of the layers that the tape contracts, of a step."""
-    tape = nets.influence.tape
-    room = tape.memory
-    contracted = 0
+    """a and b of the layers that the tape records, of a step."""
+    recorded = 0
     for first in range(0, s.rows, s.n):
         n = min(s.n, s.rows - first)
-        for module in reversed(list(tape.layers)):      # in the order of the backward
-            size = 4 * n * sum(p.numel() for p in module.parameters(recurse=False))
+        for module in trained_layers(nets.policy):
             positions = s.T if module is nets.policy.lm_head else s.width - 1
-            short = isinstance(module, nn.Linear) and positions < tape.fewest
-            if isinstance(module, nn.Embedding) or short or size > room:
-                contracted += n * positions * record_bytes(nets, s, module)
-            else:
-                room -= size
-    return tape.memory - room, contracted
+            recorded += n * positions * record_bytes(nets, s, module)
+    return recorded
 
 
 def record_bytes(nets, s, module):

@@ -27,6 +27,7 @@ from run.head import float32_product, set_product, wide_product
 from run.metrics import bound_of, gap_of, is_exact
 from run.processes import all_gather, rank_and_size
 from run.script import BadInput, is_out_of_memory
+from run.stored import StoredTape
 from sample import Rollout
 from tracin import Tape
 
@@ -397,17 +398,18 @@ def compiled_judge(nets, cfg, few):
         missing="" if model is not None else "this run has no judge that could be compiled")
 
 
-def influence(nets, cfg, few, name, memory, leave):
+def influence(nets, cfg, few, new_tape=Tape):
     """Products of two rows' gradients with their sum: from a tape, and each by its own backward."""
     rollout = few.rollout[[0, -1]]      # a row without padding and one with
 
     def recorded():
-        with Tape(nets.policy, memory, fewest=0) as tape:
-            tape.rows(len(rollout.mask), tokens=rollout.chosen.nonzero()[:, 0])
+        n = len(rollout.mask)
+        with new_tape(nets.policy, n) as tape:
+            tape.rows(torch.arange(n), rollout.chosen.nonzero()[:, 0])
             with autocast(nets.device, nets.dtype):
                 logp = nets.logprobs(nets.policy, rollout, cfg.temperature, torch.sum)
             logp.sum().backward()
-        return tape.dot(tape.gradient())
+        return tape.dot(tape.gradient(torch.ones(n, device=nets.device)))
 
     def one_by_one():
         gradients = []
@@ -417,29 +419,32 @@ def influence(nets, cfg, few, name, memory, leave):
             gradients.append(flat_gradient(logp.sum(), nets.trained))
         return torch.stack([g @ sum(gradients) for g in gradients])
 
-    return Path(
-        name, cfg.tracin != "off", fast=recorded, plain=one_by_one,
-        gap=lambda found, expected: (relative(found, expected), bound_of(is_exact(nets, cfg))),
-        without="tracin_memory = 0", leave=leave)
-
-
-def contracted(nets, cfg, few):
     def leave():
         raise SystemExit("stopped before training: influence does not agree with plain gradients "
                          "of single rows; the tape or a layer that it does not know has a bug (or "
                          "try dtype = 'float32', or tracin = 'off')")
 
-    path = influence(nets, cfg, few, "influence, contracted", 0, leave)
-    return path._replace(without="tracin = 'off'")
+    return Path(
+        "influence", cfg.tracin != "off", fast=recorded, plain=one_by_one,
+        gap=lambda found, expected: (relative(found, expected), bound_of(is_exact(nets, cfg))),
+        without="tracin = 'off'", leave=leave)
 
 
-def kept(nets, cfg, few):
-    def leave():
-        nets.influence.tape.memory = 0
+def stored_influence(nets, cfg, few):
+    """Gradients of rows formed in the backward, which pays where rows are long."""
+    fewest = 500 if nets.device.type == "cuda" else 24
+    width = len(nets.prompts[0].ids) + cfg.max_completion_length
+    new_tape = functools.partial(StoredTape, memory=cfg.tracin_memory * 2 ** 30)
 
-    path = influence(nets, cfg, few, "influence, kept", cfg.tracin_memory * 2 ** 30, leave)
-    return path._replace(asked=path.asked and cfg.tracin_memory > 0)
+    def use():
+        nets.influence.new_tape = functools.partial(new_tape, pool={})
+
+    path = influence(nets, cfg, few, new_tape)
+    return path._replace(
+        name="influence, stored", asked=path.asked and cfg.tracin_memory > 0 and width > fewest,
+        without="tracin_memory = 0", use=use, leave=nothing)
 
 
 PATHS = (attention, wide_head, bfloat16_logits, bfloat16, head, graphs, compiled_generate,
-         compiled_reference, compiled_update, compiled_judge, kept, contracted)
+         compiled_reference, compiled_update, compiled_judge, influence,
+         stored_influence)

@@ -255,11 +255,6 @@ def diagnose_influence(m, cfg, dtype):
             f"the target's {m['tracin/target_rows']:.0f} rollouts are too few: the gradients of "
             f"its two halves have cosine {cosine:.2f}; raise num_prompts, or tracin_val_prompts "
             "and tracin_val_size")
-    share = m["tracin/self_share"]
-    if share > 0.5 and not cfg.tracin_leave_one_out:
-        out["self"] = (
-            f"{100 * share:.0f} % of the influence is each rollout's own share in the target: set "
-            "tracin_leave_one_out = True")
     error = m["tracin/invariant_error"]
     exact = dtype == torch.float32 and not cfg.allow_tf32
     if not error <= bound_of(exact):
@@ -283,34 +278,15 @@ def check_tape(nets, cfg):
                 f"{', '.join(trained[:3])}, ...")
     if cfg.tracin == "off":
         return
-    tape = nets.influence.tape
-    num_weights = sum(p.numel() for p in nets.trained)
-    _, processes = rank_and_size()
-    memory = tape.memory / 2 ** 30  # tracin_memory, or 0 if the kept way is off
-    print(describe_cost(cfg, num_weights, memory * processes, tape.fewest))
-
-    longest = max(len(prompt.ids) for prompt in nets.prompts) + cfg.max_completion_length
-    if longest <= tape.fewest:  # nothing is kept
-        return
-    rows = cfg.mini_batch_size or cfg.num_prompts * cfg.num_generations
-    kept = min(memory, gigabytes(-(-rows // processes) * num_weights))
-    if nets.device.type == "cpu":  # which the processes of a machine share
-        kept *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    free = free_memory(nets.device) / 2 ** 30
-    if kept > free:
-        raise BadInput(
-            f"tracin_memory = {cfg.tracin_memory:g}: {kept:.1f} GB of rollouts' gradients are to "
-            f"be kept, and {free:.1f} GB are free; lower it")
+    print(describe_cost(cfg))
 
 
-def describe_cost(cfg, num_weights, memory, fewest):
-    """One line: what an iteration costs beyond plain GRPO. memory: GB, over all processes."""
+def describe_cost(cfg):
+    """One line: what an iteration costs beyond plain GRPO."""
     N = cfg.num_prompts * cfg.num_generations
-    rows = cfg.mini_batch_size or N
-    size = gigabytes(rows * num_weights)
     where = ""
     if cfg.mini_batch_size:
-        where = f", in each of the {N // rows} steps of the first pass"
+        where = f", in each of the {N // cfg.mini_batch_size} steps of the first pass"
     if cfg.tracin_val_prompts:
         n = cfg.tracin_val_prompts * cfg.num_generations
         cost = (f"{n} held-out rollouts are sampled and scored, {min(cfg.tracin_val_size or n, n)} "
@@ -323,17 +299,11 @@ def describe_cost(cfg, num_weights, memory, fewest):
         cost = "1 forward and 1 backward serve target, scores and step"
     else:
         cost = ("2 forwards and 2 backwards, since what is scored of a row is not a multiple of "
-                "its log-prob; tracin_kl = 'all', mini_batch_size = 0, top_entropy_quantile = 1 "
-                "and critic = False need 1")
+                "its log-prob; mini_batch_size = 0, top_entropy_quantile = 1 and critic = False "
+                "need 1")
     if cfg.two_parts:
         cost += ", and 1 backward for the KL and whatever else keeps all rollouts"
-    kept = "all be kept"
-    if size > memory:
-        kept = f"{memory:g} GB be kept, the rest is contracted with the target's"
-    return (f"influence on {cfg.tracin}, {cfg.tracin_select} kept{where}: {cost}; rollouts' "
-            f"gradients are {rows} x {num_weights / 1e6:.1f} M weights = {size:.2f} GB, of which "
-            f"tracin_memory lets {kept} (layers with fewer than {fewest} tokens a row are "
-            "contracted all the same)")
+    return f"influence on {cfg.tracin}, {cfg.tracin_select} kept{where}: {cost}"
 
 
 def gigabytes(numbers):

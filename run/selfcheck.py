@@ -28,10 +28,10 @@ END = 0
 NATS = 0.5
 
 
-def check_method(nets, cfg, collect, optimizer_steps, loss_of):
+def check_method(nets, cfg, method):
     """Ends the run with one sentence where the functions of grpo.py do not do GRPO.
 
-    nets and cfg are the run's. Their sampling, rewards and networks give way to the planted ones;
+    method: the module grpo.py. nets and cfg are the run's. Their sampling, rewards and networks give way to the planted ones;
     the loss stays.
     """
     small = dataclasses.replace(
@@ -39,7 +39,6 @@ def check_method(nets, cfg, collect, optimizer_steps, loss_of):
         micro_batch_size=len(REWARDS), zero_std_groups="keep", tracin="off", beta=0.0,
         entropy_coef=0.0, reward_funcs=("planted",), reward_weights=(1.0,), force_rate=0.0,
         bootstrap_truncated_completions=False)      # all that is planted ended
-    method = SimpleNamespace(collect=collect, optimizer_steps=optimizer_steps, loss_of=loss_of)
     if cfg.critic:
         check_advantages_of_tokens(method, nets, small)
     else:
@@ -99,7 +98,7 @@ def check_advantages_of_tokens(method, nets, cfg):
     with torch.enable_grad():
         planted = planted_nets(nets, REWARDS, logp=planted_logp(0).to(nets.device), values=values)
         out = method.loss_of(planted, planted.policy, batch, step.rows, step, cfg)
-        gradient, = torch.autograd.grad(out.loss, values)
+        gradient, = torch.autograd.grad(out.total, values)
     tokens = tokens_of(batch)
     gap = (values.detach() - batch.returns).cpu()
     if gradient.cpu()[~tokens].any():
@@ -275,8 +274,8 @@ def loss_and_gradient(method, nets, batch, cfg, rows=None):
     rows = step.rows if rows is None else rows.to(nets.device)
     with torch.enable_grad():
         out = method.loss_of(planted, planted.policy, batch, rows, step, cfg)
-        gradient, = torch.autograd.grad(out.loss, logp)
-    return step, float(out.loss.detach()), gradient.double().cpu()
+        gradient, = torch.autograd.grad(out.total, logp)
+    return step, float(out.total.detach()), gradient.double().cpu()
 
 
 def tokens_of(batch):

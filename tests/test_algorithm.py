@@ -16,8 +16,11 @@ from torch.nn import functional as F
 
 from config import Settings
 from data.prompts import Prompt
+import grpo
 from grpo import (
-    Step, build, collect, group_advantages, grpo_loss, kl_estimate, loss_of, update)
+    Batch, Step, collect, group_advantages, grpo_loss, kl_estimate, loss_of, update)
+from run.build import build
+from sample import Rollout
 from model import GPT, GPTConfig, completion_logprobs
 
 END = 0
@@ -61,7 +64,7 @@ def world(cfg, device=torch.device("cpu")):
     given = SimpleNamespace(
         device=device, dtype=torch.float32, tokenizer=TOKENIZER, prompts=PROMPTS,
         eval_prompts=PROMPTS, val_prompts=[])
-    nets = build(cfg, given, base=gpt(), judges={})
+    nets = build(cfg, given, gpt(), {}, grpo)
     nets.optimizer = torch.optim.SGD(nets.trained, lr=0.01)
     return nets, collect(nets, PROMPTS, cfg, seed=1)
 
@@ -80,8 +83,11 @@ def loss_by_hand(logp, old_logp, advantages, mask, rows=slice(None), **knobs):
     mask = torch.tensor(mask, dtype=torch.bool)
     step = SimpleNamespace(num_rows=len(mask), num_tokens=int(mask.sum()))
     logp = logp[rows].requires_grad_()
-    loss, _ = grpo_loss(logp, old_logp[rows], None, advantages[rows], mask[rows], None, step,
-                        replace(Settings(), **knobs))
+    ended = torch.ones(len(logp), dtype=torch.bool)
+    rollout = Rollout(mask[rows], mask[rows], mask[rows], mask[rows], old_logp[rows],
+                      old_logp[rows], ended)
+    loss = grpo_loss(logp, Batch(rollout, advantages[rows], mask[rows]), step,
+                     replace(Settings(), **knobs)).total
     loss.backward()
     return float(loss.detach()), logp.grad
 
@@ -213,7 +219,7 @@ def test_exactly_the_tokens_of_a_completion_carry_gradient(speed):
     cfg = settings(speed=speed)
     nets, batch = world(cfg)
     out = forward(nets, batch, cfg)
-    gradient, = torch.autograd.grad(out.loss, out.logp)                             # (N, T)
+    gradient, = torch.autograd.grad(out.total, out.logp)                             # (N, T)
     for i, length in enumerate(batch.rollout.mask.sum(1).tolist()):
         own, later = gradient[i, :length].tolist(), gradient[i, length:].tolist()
         assert all(own), (
@@ -231,8 +237,8 @@ def test_padding_is_not_read():
     def loss_and_gradient():
         nets.policy.zero_grad()
         out = forward(nets, batch, cfg)
-        out.loss.backward()
-        return float(out.loss.detach()), torch.cat([p.grad.flatten() for p in nets.trained])
+        out.total.backward()
+        return float(out.total.detach()), torch.cat([p.grad.flatten() for p in nets.trained])
 
     loss, gradient = loss_and_gradient()
     P = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
@@ -281,7 +287,7 @@ def test_each_log_prob_is_of_its_token_given_the_tokens_before_it(temperature):
 def test_the_ratio_is_1_on_the_first_pass(knobs):
     cfg = settings(**knobs)
     nets, batch = world(cfg)
-    worst = float((forward(nets, batch, cfg).terms.ratio - 1).abs().max())
+    worst = float((forward(nets, batch, cfg).ratio - 1).abs().max())
     assert worst < 1e-4, (
         f"with {knobs} the policy that sampled the batch has a ratio up to {worst:.4f} off 1: the "
         "log-probs in the loss are not of the distribution that the tokens were drawn from")
@@ -293,7 +299,7 @@ def test_the_ratio_compares_with_the_policy_that_sampled():
     update(nets, batch, None, cfg, seed=1)
     out = forward(nets, batch, cfg)
     expected = (out.logp.detach() - batch.rollout.logp)[batch.mask].exp()
-    found = out.terms.ratio[batch.mask]
+    found = out.ratio[batch.mask]
     gap, moved = float((found - expected).abs().max()), float((expected - 1).abs().max())
     assert moved > 0.01 and gap < 1e-5, (
         f"after a step a sampled token's probability has changed by up to {100 * moved:.1f} %, and "

@@ -25,6 +25,7 @@ from run.files import load_file, load_gpt, save_file, save_gpt
 from run.processes import all_reduce
 from run.script import BadInput, hash_of
 from sample import generate
+import selection
 from tracin import Influence
 
 ROW = '{"iteration": 0, "samples": []}\n'
@@ -52,7 +53,7 @@ def small_nets():
         device=torch.device("cpu"), dtype=torch.float32, prompts=[], eval_prompts=[],
         val_prompts=PROMPTS, judges={}, reward_funcs={"length": length}, generate=generate,
         tokenizer=TOKENIZER, logprobs=completion_logprobs, reference_fn=reference)
-    nets.influence = Influence(nets, INFLUENCE, grpo.loss_of, grpo.gradient_of, all_reduce)
+    nets.influence = Influence(nets, INFLUENCE, grpo.loss_of, grpo.gradient_of, selection, all_reduce)
     return nets
 
 

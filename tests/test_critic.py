@@ -31,7 +31,7 @@ from test_forced import forced_ids
 from test_grpo import END, PROMPTS, gpt, moved, nets_of, sample, settings
 from test_influence import (
     close, flat, flat_grad, rest_gradient, row_gradients, step, with_lora)
-from tracin import target_coefficients
+from selection import target_coefficients
 
 PROMPT_IDS = [ids for _, ids, _ in PROMPTS]
 PLAIN = Settings(center_rewards=False, whiten_advantages=False)

@@ -14,7 +14,7 @@ from run.metrics import batch_metrics
 from sample import decode, generate
 from test_grpo import END, PROMPTS, gpt, letters, moved, nets_of, plain_logps, settings
 from test_influence import UNIT, close, flat, flat_grad, rest_gradient, row_gradients, step
-from tracin import target_coefficients
+from selection import target_coefficients
 
 PROMPT_IDS = [ids for _, ids, _ in PROMPTS]
 T = 8

@@ -23,8 +23,9 @@ import sample as sampling
 from config import Settings, load_settings
 from evaluate import distinct, evaluate
 from grpo import (
-    Forward, Step, collect, decoupled_advantages, draw_prompts, gradient_of, group_advantages,
+    Step, collect, decoupled_advantages, draw_prompts, gradient_of, group_advantages,
     grpo_loss, kl_estimate, learning_rate, loss_of, sync_reference, total_reward, update)
+from run.build import build
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge.rewards import score
@@ -40,6 +41,7 @@ from run.processes import all_reduce
 from run.report import diagnose
 from run.script import BadInput, seed_for
 from sample import generate, truncate
+import selection
 from tracin import Influence
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
@@ -591,7 +593,7 @@ def nets_of(policy, cfg, reference=None, optimizer=None, dtype=FLOAT, prompts=PR
     """What grpo.build makes, around this very policy and reference instead of copies."""
     given = SimpleNamespace(device=CPU, dtype=dtype, tokenizer=TOKENIZER, prompts=prompts,
                             eval_prompts=prompts, val_prompts=prompts)
-    nets = grpo.build(replace(cfg, lora_rank=0, tracin="off"), given, copy.deepcopy(policy), {})
+    nets = build(replace(cfg, lora_rank=0, tracin="off"), given, copy.deepcopy(policy), {}, grpo)
     nets.policy = nets.policy_fn = policy
     nets.reference = nets.reference_fn = reference or policy
     nets.trained = [p for p in policy.parameters() if p.requires_grad]
@@ -601,7 +603,7 @@ def nets_of(policy, cfg, reference=None, optimizer=None, dtype=FLOAT, prompts=PR
     if "head" in cfg.speed and cfg.importance_sampling_level == "token":
         nets.logprobs = fused_logprobs
     if cfg.tracin != "off":
-        nets.influence = Influence(nets, cfg, loss_of, gradient_of, all_reduce)
+        nets.influence = Influence(nets, cfg, loss_of, gradient_of, selection, all_reduce)
     return nets
 
 
