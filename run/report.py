@@ -261,7 +261,7 @@ def diagnose_influence(m, cfg, dtype):
             f"{100 * share:.0f} % of the influence is each rollout's own share in the target: set "
             "tracin_leave_one_out = True")
     error = m["tracin/invariant_error"]
-    exact = dtype == torch.float32 and not cfg.allow_tf32
+    exact = dtype == torch.float32
     if not error <= bound_of(exact):
         out["invariant"] = (
             f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
