@@ -4,10 +4,7 @@ by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
-import functools
 import math
-import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -23,16 +20,13 @@ from judge.scorer import says_nothing
 from judge.train import get_judges
 from model import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
-from run.checkpoint import OTHER_POLICY
-from run.content import check_fit, newest_checkpoint, read_checkpoint
+from run.checkpoint import read_newest
 from run.device import autocast, pick_device, pick_dtype
+from run.files import load_weights
 from run.processes import all_gather, all_gather_rollout, rank0_first, shard
-from run.prove import prove
 from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
-from run.size import check_evaluation_size
-from run.threads import threads_of, use_threads
-from sample import concatenate, decode, generate
+from sample import concatenate, generate
 
 AT_ONCE = 256   # completions that are sampled or scored together
 
@@ -175,39 +169,26 @@ def print_table(rows):
 
 def open_run(folder, flags):
     """(cfg, nets as evaluate needs them, trained policy, iterations) of a run's last checkpoint."""
-    cfg = load_settings([os.path.join(folder, "config.json"), *flags])
-    path = newest_checkpoint(folder) or os.path.join(folder, "ckpt.pt")
-    checkpoint = read_checkpoint(path)
-    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
+    cfg = load_settings([folder, *flags])
+    path, checkpoint = read_newest(folder)
+    device = pick_device(cfg.device)
     splits = get_splits(cfg)
     with rank0_first():
         base = get_policy(cfg, splits, device).to(device).eval().requires_grad_(False)
     tokenizer = get_tokenizer(cfg)
     _, eval_prompts, _ = load_prompts(cfg, tokenizer, splits)
     dtype = pick_dtype(cfg.dtype, device)
-    check_evaluation_size(cfg, base, len(eval_prompts), device, dtype)
     if hash_of(base) != checkpoint["base_hash"]:
-        raise BadInput(OTHER_POLICY.format(path))
+        raise BadInput(f"{path}: this run began from another policy than the settings name now")
     with rank0_first():
         judges = get_judges(cfg, splits, device)
     policy = trainable(base, cfg)
-    check_fit(path, checkpoint, policy)
-    policy.load_state_dict(checkpoint["policy"])
+    load_weights(path, policy, checkpoint["policy"])
     nets = SimpleNamespace(
-        base=base, reference=base, judges=judges, reward_funcs=reward_functions(cfg, judges),
+        base=base, judges=judges, reward_funcs=reward_functions(cfg, judges),
         tokenizer=tokenizer, prompts=eval_prompts, eval_prompts=eval_prompts, device=device,
-        dtype=dtype, trained=[])
-    use_fast_paths(nets, policy, cfg)
+        dtype=dtype, generate=generate)
     return cfg, nets, policy, checkpoint["iteration"]
-
-
-def use_fast_paths(nets, policy, cfg):
-    """Tries them for this policy as a run does, and makes nets use those that hold. Compiling would
-    take longer than an evaluation."""
-    nets.policy = policy
-    plain_decode = functools.partial(decode, drop="retire" in cfg.speed)
-    nets.generate = functools.partial(generate, decode=plain_decode)
-    prove(nets, replace(cfg, compile=(), tracin="off"))
 
 
 def main(argv):
@@ -215,13 +196,11 @@ def main(argv):
         raise BadInput("which run? python evaluate.py out/toxicity [--setting=value ...]")
     cfg, nets, trained, iteration = open_run(argv[0], argv[1:])
     rows = []
-    with use_threads(cfg, nets.device, threads_of(argv[0])):
-        for done, policy in ((0, nets.base), (iteration, trained)):
-            use_fast_paths(nets, policy, cfg)
-            measures, first = evaluate(nets, policy, cfg)
-            shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
-            samples = [dict(prompt=prompt.text, completion=text) for prompt, text in shown]
-            rows.append(dict(iteration=done, **measures, samples=samples))
+    for done, policy in ((0, nets.base), (iteration, trained)):
+        measures, first = evaluate(nets, policy, cfg)
+        shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
+        samples = [dict(prompt=prompt.text, completion=text) for prompt, text in shown]
+        rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)
 
 

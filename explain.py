@@ -32,16 +32,14 @@ from model import completion_logprobs
 from pretrain import get_tokenizer, policy_of
 from run.build import prepare, read_inputs
 from run.checkpoint import load_checkpoint, set_random_state
-from run.content import read_checkpoint
 from run.device import pick_device
-from run.files import read_rows, replacing
+from run.files import load_file, read_rows, replacing
 from run.findings import (OVER_TIME, best_and_worst, extremes, history, logs_of, relations,
                           sentences_of, shorten)
 from run.metrics import bound_of, is_exact
 from run.page import MEASURES, METRICS, page, visible, words_section
 from selection import collect_target
 from run.script import BadInput, hash_of, run_script, seed_for
-from run.threads import threads_of, use_threads
 from run.words import (Row, derivative, logprob_changes, pieces_of, places_of, row_alone,
                        row_logprobs)
 
@@ -125,7 +123,7 @@ def checkpoints(folder):
     for name in ("ckpt_prev.pt", "ckpt.pt"):
         path = os.path.join(folder, name)
         if os.path.exists(path):
-            yield name, read_checkpoint(path)
+            yield name, load_file(path, "run")
 
 
 class Again(NamedTuple):
@@ -189,8 +187,7 @@ def slopes_of(again, cfg):
     slopes = {}
     for positions in again.pieces:
         rows = again.step.rows[positions]
-        out = loss_of(again.nets, again.nets.policy, again.batch, rows, again.step, cfg,
-                      logprobs=completion_logprobs)
+        out = loss_of(again.nets, again.nets.policy, again.batch, rows, again.step, cfg)
         slope, = torch.autograd.grad(out.policy, out.logp)
         slopes |= dict(zip(positions.tolist(), slope.double()))
     return slopes
@@ -397,7 +394,7 @@ def classic(folder, cfg, rows, prompt, completion):
     runs = [run for _, run in checkpoints(folder)]
     tokenizer = get_tokenizer(cfg)
     encode = tokenizer.encode_ordinary
-    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
+    device = pick_device(cfg.device)
     last = rows[-1]["iteration"] if rows else 0
     near = sorted({min(run["iteration"] + 1, last) for run in runs})
     rows = [row for it in near for row in [r for r in rows if r["iteration"] == it][:256]]
@@ -448,7 +445,7 @@ def main(argv):
     if sum([html, own["token"] is not None, bool(own["prompt"] or own["completion"])]) > 1:
         raise BadInput("--html, --token and --prompt ask different questions: ask one at a time")
     folder, show = argv[0], int(own["show"])
-    cfg = load_settings([os.path.join(folder, "config.json"), *flags])
+    cfg = load_settings([folder, *flags])
     numbers = ("iteration", "reward", "advantage", "influence", "weight")
     rows = read_log(folder, "samples.jsonl", numbers, texts=("prompt", "completion"))
     if own["prompt"] or own["completion"]:
@@ -465,8 +462,8 @@ def main(argv):
         metrics = read_log(folder, "metrics.jsonl", [f"tracin/{x}" for x in OVER_TIME] + METRICS)
         logs = logs_of(scored, metrics, get_tokenizer(cfg).encode_ordinary)
         print_logs(folder, cfg, logs, show)
-    device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
-    with use_threads(cfg, device, threads_of(folder)):  # for the same digits
+    device = pick_device(cfg.device)
+    if True:
         again, about = take_again(folder, cfg, rows)
         if own["token"]:
             print_token(again, about, cfg, own["token"])

@@ -80,14 +80,31 @@ def attend(q, k, v, mask, causal, scale):
     """softmax(scale * q k^T) v with q (B, nh, T, hs) and k, v (B, nkv, S, hs) -> (B, nh, T, hs).
 
     mask (B, 1, T, S) is True where a query sees a key, or numbers to add. scale None: 1 / sqrt(hs).
-    run/attention.py puts its own function in place of this one, if speed says so.
+    On a CPU torch's kernel takes two to six times as long as the formula for one position, and for
+    short rows in bfloat16.
     """
-    grouped = True if k.shape[1] < q.shape[1] else False    # a plain bool, for torch.compile
-    if grouped and q.is_cuda:   # torch's fast kernels take no groups beside a mask
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        grouped = False
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    B, nh, T, hs = q.shape
+    nkv, S = k.shape[1:3]
+    low = q.dtype == torch.bfloat16
+    if q.device.type != "cpu" or T > (128 if low else 1):
+        grouped = True if nkv < nh else False    # a plain bool, for torch.compile
+        if grouped and q.is_cuda:   # torch's fast kernels take no groups beside a mask
+            k, v = (x.repeat_interleave(nh // nkv, 1) for x in (k, v))
+            grouped = False
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    q = q.reshape(B, nkv, -1, hs)                                       # (B, nkv, nh / nkv * T, hs)
+    scores = (k @ q.mT).mT if low and T == 1 else q @ k.mT              # k.mT would be copied
+    wide = torch.promote_types(q.dtype, torch.float32)                  # the softmax in float32
+    scores = scores.reshape(B, nh, T, S).to(wide) * (scale or hs ** -0.5)
+    if causal:
+        mask = torch.ones(T, S, dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1).to(v.dtype)                            # (B, nh, T, S)
+    return (weights.view(B, nkv, -1, S) @ v).view(B, nh, T, hs)
 
 
 def extend(cache, start, k, v):
@@ -100,8 +117,6 @@ def extend(cache, start, k, v):
 
 
 class Attention(nn.Module):
-    attend = staticmethod(attend)
-
     def __init__(self, config):
         super().__init__()
         self.causal = config.causal
@@ -144,7 +159,7 @@ class Attention(nn.Module):
             k, v = extend_cache(k, v)
         # a plain bool: torch.compile would break the graph at the symbol that `T > 1` is
         causal = True if self.causal and mask is None and T > 1 else False
-        return self.project(self.attend(q, k, v, mask, causal, self.scale))
+        return self.project(attend(q, k, v, mask, causal, self.scale))
 
 
 class MLP(nn.Module):
@@ -177,9 +192,15 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Hidden states (..., C) -> logits (..., V). On a GPU run/head.py puts another product in place
-    of this one, whose logits are not rounded to bfloat16."""
-    product = staticmethod(F.linear)
+    """Hidden states (..., C) -> logits (..., V). On a GPU they are in float32 also under autocast:
+    bfloat16 would round those near -63, where GPT-2's stand, by 0.25."""
+
+    @staticmethod
+    def product(h, weight):
+        if not h.is_cuda:
+            return F.linear(h, weight)
+        with torch.autocast("cuda", enabled=False):
+            return F.linear(h.to(weight.dtype), weight)
 
     def forward(self, h):
         return self.product(h, self.weight)
@@ -302,13 +323,9 @@ def product_dtype(x):
 LOGITS_AT_ONCE = 2 ** 24  # on a GPU 8 times that: it has the memory, and waits at every piece
 
 
-def completion_logprobs(model, rollout, temperature=1.0, backward_from=None, states=None):
+def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """Log-probs (N, T) of the tokens that a policy chose, under `model`, in float32; elsewhere 0.
-
-    states: of completion_states, where something else is made of them too. backward_from is not
-    needed here. It is for the drop-in of run/fused_head.py, which has to know what backward will be
-    called on, as a function of these log-probs.
-    """
+    states: of completion_states, where something else is made of them too."""
     h, targets, allowed, where = states or completion_states(model, rollout)
     logp = token_logprobs(model.lm_head, h, targets, temperature, allowed)          # (M,)
     return torch.zeros(rollout.mask.shape, device=h.device).index_put(where, logp)

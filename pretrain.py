@@ -23,14 +23,11 @@ from data.comments import get_splits
 from data.prompts import prompts_of_questions
 from data.tokenizer import end_tokens, load_tokenizer, texts_of
 from model import GPT, GPTConfig, add_lora
-from run.attention import use_attention_by_hand
-from run.content import check_fit, newest_checkpoint, read_checkpoint, settings_of
+from run.checkpoint import read_newest
 from run.device import autocast, fast_dtype, pick_device
-from run.files import load_gpt, save_gpt
+from run.files import load_gpt, load_weights, save_gpt
 from run.fit import fit
 from run.script import BadInput, interrupts, run_script, seed_for, shown
-from run.size import check_pretraining_size
-from run.threads import use_threads
 from sample import generate
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -61,8 +58,7 @@ def get_policy(cfg, splits, device, stop=lambda: False):
     if "texts" in cfg.functions:
         texts = enough_texts(cfg, texts, num_tokens)
         held_out = made_up_texts(cfg, 1000, cfg.prepare_seed + 1)
-    with use_threads(cfg, device):
-        return pretrain(cfg, path, texts, held_out, num_tokens, device, stop)
+    return pretrain(cfg, path, texts, held_out, num_tokens, device, stop)
 
 
 def made_up_texts(cfg, n, seed):
@@ -179,8 +175,7 @@ def load_run(path):
     The source is the tokenizer itself, or the folder or GGUF file of a published model.
     """
     if os.path.isdir(path):
-        newest = newest_checkpoint(path) or os.path.join(path, "ckpt.pt")
-        return policy_of(path, read_checkpoint(newest))
+        return policy_of(*read_newest(path))
     policy = load_gpt(path)
     return policy, load_tokenizer(policy.config.vocab_size)
 
@@ -188,33 +183,17 @@ def load_run(path):
 def policy_of(path, run):
     """Rebuild the policy of a checkpoint that grpo.py wrote -> (policy, source of its tokenizer).
 
-    LoRA adapters are on it. path names the checkpoint in messages.
+    LoRA adapters are on it.
     """
-    cfg = settings_of(run, path)
-    if cfg.policy == "train":
-        policy = empty_policy(path, run, cfg)
-        source = load_tokenizer(cfg.vocab_size)
-    elif is_published(cfg):
+    cfg = Settings(**{name: x for name, x in run["settings"].items() if name in vars(Settings())})
+    if is_published(cfg):
         policy, source = hub.policy.load(cfg.policy)
     else:
-        policy = load_gpt(cfg.policy)
-        source = load_tokenizer(policy.config.vocab_size)
-    if cfg.lora_rank or cfg.critic:
-        policy = trainable(policy, cfg)
-    check_fit(path, run, policy)
-    policy.load_state_dict(run["policy"])
+        policy = new_policy(cfg)
+        source = load_tokenizer(cfg.vocab_size)
+    policy = trainable(policy, cfg)
+    load_weights(path, policy, run["policy"])
     return policy, source
-
-
-def empty_policy(path, run, cfg):
-    """Make a GPT of the shape in a checkpoint's settings, once its weights are known to have it."""
-    sizes = [getattr(cfg, name) for name in SHAPE]
-    if cfg.n_layer > len(run["policy"]) or max(sizes) > 2 ** 24:
-        raise BadInput(f"{path}: does not fit its settings (n_layer = {cfg.n_layer}, n_embd = "
-                       f"{cfg.n_embd})")
-    with torch.device("meta"):      # shapes only: nothing of the claimed size is made
-        check_fit(path, run, trainable(new_policy(cfg), cfg))
-    return new_policy(cfg)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,7 +213,6 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     Prints its loss on the held_out texts. Returns it on the CPU.
     """
     began = time.time()
-    check_pretraining_size(cfg, BATCH_SIZE, device)
     tokenizer = load_tokenizer(cfg.vocab_size)
     stream = token_stream(tokenizer, texts, cfg.prepare_seed, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)
@@ -246,8 +224,6 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     eot = tokenizer.eot_token if "texts" in cfg.functions else None
     torch.manual_seed(cfg.prepare_seed)
     model = new_policy(cfg).to(device)
-    if "attention" in cfg.speed:
-        use_attention_by_hand(model)
     dtype = fast_dtype(device)
     num_weights = sum(p.numel() for p in model.parameters())
     print(f"policy: {num_weights / 1e6:.1f}M weights, {num_tokens / 1e6:.1f}M tokens of "
@@ -333,10 +309,8 @@ def main(argv):
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: with block_size = "
                        f"{cfg.block_size} it leaves {room} tokens for a prompt")
     with interrupts() as stop:
-        device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
+        device = pick_device(cfg.device)
         policy = given or get_policy(cfg, get_splits(cfg), device, stop)
-    if "attention" in cfg.speed:
-        use_attention_by_hand(policy)
     rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=end_tokens(tokenizer),
                        seed=cfg.seed)
     for i, completion in enumerate(texts_of(tokenizer, rollout)):

@@ -49,11 +49,10 @@ import torch
 import grpo
 from config import load_settings, read_config
 from judge.train import auc
-from run.checkpoint import append_rows
+from run.checkpoint import append_rows, newest_checkpoint
 from run.compare import SURE, as_markdown, least_p, summarise
-from run.content import newest_checkpoint
 from run.files import read_rows, replacing, write_json
-from run.folder import FREE, is_free, lock_folder, same_settings, unlock
+from run.folder import FREE, is_free, lock_folder, same_settings
 from run.script import BadInput, end_with_parent, run_script
 
 NEEDED = {"config": str, "arms": dict, "seeds": (range, tuple), "grid": dict, "measure": str,
@@ -377,13 +376,11 @@ def main(argv):
         lock = lock_folder(out)
         if not lock:
             raise BadInput(f"{out}: another study is at work there")
-        try:
+        with lock:
             rows, _ = done_rows(jobs, out)
             left = [job for job in jobs if (job.arm, job.value, job.seed) not in rows]
             print(f"{out}: {len(jobs)} runs, {len(left)} to make", flush=True)
             run_all(left, options["--workers"], out)
-        finally:
-            unlock(out, lock)
     if write_table(study, jobs, out):
         raise SystemExit("error: runs failed (the table names them); the same command tries again")
 

@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 
 from config.check import check
 from environment.tools import STOP, call_metrics, check_tools, tool_environment
-from run.files import read_text
+from run.files import read_json, read_text
 from run.script import BadInput, in_one_line, shown
-from run.trust import is_own
 
 
 @dataclass
@@ -48,27 +47,8 @@ class Settings:
     # precision of the forward passes: float32, bfloat16, auto (bfloat16 on cuda from compute
     # capability 8.0, else float32), or fast (also bfloat16 on CPUs that run it faster than float32)
     dtype: str = "auto"
-    allow_tf32: bool = False          # on a GPU: float32 products in TF32, of 10 bits; faster
-    # on a GPU: the same bits each time, resumed or not, as on a CPU; slower, and without compile
-    # (docs/speed.md)
-    deterministic: bool = False
-    # torch.compile: True, or some of generate, judge, reference, update (`bench.py levers` says
-    # what each buys). The pass that influence records is never compiled
-    compile: bool | tuple = ()
-    # fast paths with the same results (but sort changes bnpo); leave one out and its plain version
-    # runs:
-    #   attention  on a CPU: attention written out for one position and for short bfloat16 rows; on
-    #              a GPU: keys that queries share are not repeated for one position
-    #   graphs     on a GPU: each decoding step is one CUDA graph, whose buffers are kept
-    #   head       the gradient of a large vocabulary is formed in the forward pass
-    #   retire     finished rows leave the batch while sampling
-    #   sort       rows of like length share a micro-batch
-    speed: tuple = ("attention", "graphs", "head", "retire", "sort")
-    # a run first tries these, bfloat16 and compiled parts on a few rows. Where one fails or is too
-    # far off, its plain version runs and a line says so. True: that line is an error
-    strict: bool = False
+    compile: bool = False             # torch.compile of policy, reference and sampling
     resume: bool = False              # go on from out_dir/ckpt.pt, with other settings too
-    trust: bool = False               # run the Python in somebody else's config.json
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
     log_micro: bool = True            # numbered lines with memory and time (waits for a GPU)
     wandb_project: str | None = None  # send the metrics there too (pip install wandb)
@@ -204,8 +184,6 @@ class Settings:
     tracin_val_select: str = "random"   # target: random, best, worst, balanced (half and half)
     tracin_val_reward: str | None = None    # scores these, a reward that can be trusted: "judge" or
                                         # a function of the config file; None: reward_funcs
-    tracin_val_every: int = 1           # iterations that these serve; their log-probs then count
-                                        # times the ratio to the policy that sampled them
     tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
     tracin_select: str = "positive"     # keep: positive, drop, top, or the controls bottom, random,
                                         # top_advantage, pods, all (see tracin.select); weigh: a
@@ -232,7 +210,6 @@ class Settings:
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
     source: str | None = field(default=None, repr=False)    # text of the config file
-    strange: str | None = field(default=None, repr=False)   # config.json whose text was not run
 
     @property
     def answers(self):
@@ -290,7 +267,7 @@ class Settings:
 
     def public(self):
         """The settings as plain values, for files."""
-        apart = ("functions", "source", "strange", "resume", "trust", "debug_step")
+        apart = ("functions", "source", "resume", "debug_step")
         names = [f.name for f in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in apart}
 
@@ -298,22 +275,13 @@ class Settings:
 SOURCES = ("texts", "questions")            # a config file's functions that a run uses unasked,
 GIVEN = ("target", "weigh", *SOURCES)       # and all that are no rewards
 
-MERGED = {  # setting of older runs -> its word in speed
-    "retire_rows": "retire", "cuda_graphs": "graphs", "fused_head": "head",
-    "sort_by_length": "sort"}
-
-
 def load_settings(argv):
     """argv (config files and flags, files first) -> checked Settings. Raises BadInput, with the
     nearest valid name for a wrong one."""
     cfg = Settings()
     files, flags = split_arguments(argv)
-    trust = any(name == "trust" and value is True for _, name, value in flags)
     for path in files:
-        values, functions, source = read_config(path, trust)
-        if functions is None:       # a stranger's, not run
-            cfg.strange = path
-            functions = {}
+        values, functions, source = read_config(path)
         cfg.source = "\n".join(filter(None, (cfg.source, source))) or None
         cfg.functions |= functions
         for name, value in values.items():
@@ -323,9 +291,6 @@ def load_settings(argv):
     rewards = list(cfg.reward_funcs or ("reward",))
     if cfg.tracin_val_reward:
         rewards.append(cfg.tracin_val_reward)
-    if cfg.strange:
-        used = [*rewards, cfg.tracin, cfg.tracin_select, "environment", "tools", *SOURCES]
-        check_strange(cfg, used)
     if cfg.tools:
         use_tools(cfg)
     known = (*rewards, "environment", "tools", *GIVEN)
@@ -443,16 +408,13 @@ def value_of(name, text):
 def types_of(name):
     """The types that a setting may have; () if there is no such setting."""
     hint = typing.get_type_hints(Settings).get(name)
-    if hint is None or name in ("functions", "source", "strange"):
+    if hint is None or name in ("functions", "source"):
         return ()
     return typing.get_args(hint) or (hint,)
 
 
 def check_name(name, source):
     """Raises BadInput for what is no setting; source says where it stood."""
-    if name in MERGED:
-        raise BadInput(f"{source}: {name} is a word of speed now: leave {MERGED[name]!r} out of "
-                       f"the tuple {Settings.speed} to turn it off")
     if not types_of(name):
         names = [f.name for f in dataclasses.fields(Settings) if types_of(f.name)]
         near = difflib.get_close_matches(name, names, 1)
@@ -484,65 +446,28 @@ def assign(cfg, name, value, source):
 # config files
 
 
-def read_config(path, trust=False):
-    """({setting: value}, {name: function}, text) of a config file, or of a run's config.json."""
+def read_config(path):
+    """({setting: value}, {name: function}, text) of a config file, of a run's config.json, or of a
+    run's folder: its config.py for the functions, its config.json for the settings."""
+    if os.path.isdir(path):
+        config = os.path.join(path, "config.py")
+        values, functions, source = read_config(config) if os.path.exists(config) else ({}, {}, None)
+        return values | read_config(os.path.join(path, "config.json"))[0], functions, source
+    if path.endswith(".json"):
+        settings = read_json(path).get("settings")
+        if not isinstance(settings, dict):
+            raise BadInput(f"{path}: has no settings, as the config.json of a run has")
+        return settings, {}, None
+    source = read_text(path)
     try:
-        if path.endswith(".json"):
-            return read_run_config(path, trust)
-        source = read_text(path)
         names = runpy.run_path(path)
     except (BadInput, KeyboardInterrupt):
         raise
-    except OSError as e:
-        raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
-    except SystemExit as e:
-        raise BadInput(f"{path}: calls exit({shown(e.code)}); a config file only assigns") from e
-    except BaseException as e:  # whatever a user's file may raise, in one line
+    except (Exception, SystemExit) as e:    # whatever a user's file may raise, in one line
         reason = " ".join(str(e).split())
         raise BadInput(f"{path}: {type(e).__name__}: {reason[:500]}") from e
     values, functions = split_names(names)
     return values, functions, source
-
-
-def read_run_config(path, trust=False):
-    """As read_config, for a config.json. Its functions come from the config file's text inside, if
-    this user's key signed it, or with trust; else they are None and the text is not run."""
-    with open(path, encoding="utf-8") as f:
-        about = json.load(f)
-    if not isinstance(about, dict) or not isinstance(about.get("settings"), dict):
-        raise BadInput(f"{path}: has no settings, as the config.json of a run has")
-    source = about.get("source")
-    own = trust or is_own(about)
-    asked = ("resume", "trust", "debug_step")           # what a file may not ask for,
-    if not own:                                         # and where a stranger's may not write
-        asked += ("out_dir", "cache_dir", "wandb_project")
-    settings = with_speed(about["settings"])
-    values = {name: x for name, x in settings.items() if name not in asked}
-    if not own:
-        values["out_dir"] = os.path.dirname(path) or "."
-        if settings.get("cache_dir") not in (None, Settings.cache_dir):
-            print(f"note: {path} is not signed by a run of yours: its cache_dir is not used "
-                  "(--trust=True)")
-    if not source or not isinstance(source, str):
-        return values, {}, None
-    if not own:
-        return values, None, source
-    names = {}
-    exec(compile(source, path, "exec"), names)
-    _, functions = split_names(names)
-    return values, functions, source
-
-
-def check_strange(cfg, used):
-    """Raises BadInput where a function of a stranger's config.json is needed."""
-    there = re.findall(r"^(?:async def |def |(?=tools\b))(\w+)", cfg.source, re.M)
-    there += cfg.reward_funcs or ()
-    known = ["judge", *cfg.functions]
-    for name in used:
-        if name in there and name not in known:
-            raise BadInput(
-                f"{cfg.strange}: {name!r} is Python of somebody else's run, or of another machine, "
-                "and was not executed: read \"source\" in that file, then add --trust=True")
 
 
 def split_names(names):
@@ -557,13 +482,3 @@ def split_names(names):
         else:
             values[name] = value
     return values, functions
-
-
-def with_speed(settings):
-    """Settings of a run in today's words. Older runs had a setting for each word of speed, and
-    their influence weighed whole losses."""
-    off = [word for name, word in MERGED.items() if settings.get(name) is False]
-    new = {name: value for name, value in settings.items() if name not in MERGED}
-    if len(new) < len(settings):
-        new["speed"] = tuple(word for word in Settings.speed if word not in off)
-    return new

@@ -33,7 +33,7 @@ AT_LEAST = {  # smallest value
         "tracin_memory", "max_turns", "value_coef"),
     1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
         "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
-        "vocab_size", "n_layer", "n_head", "n_embd", "num_generations", "tracin_val_every"),
+        "vocab_size", "n_layer", "n_head", "n_embd", "num_generations"),
     2: ("block_size",),
     1e-6: ("temperature", "sapo_temperature_neg", "sapo_temperature_pos"),
 }
@@ -129,17 +129,6 @@ def check_rows(cfg):
 
 def check_parts(cfg):
     """The parts that tuples name, and the policy's heads."""
-    if cfg.compile is True:
-        cfg.compile = PARTS
-    cfg.compile = cfg.compile or ()
-    all_words = type(cfg).speed
-    if not all(part in PARTS for part in cfg.compile):
-        raise BadInput(f"compile = {cfg.compile}: True, False, or some of {PARTS}")
-    if cfg.deterministic and cfg.compile:
-        raise BadInput(f"deterministic = True with compile = {cfg.compile}: compiled code adds in "
-                       "no fixed order on a GPU; set compile = ()")
-    if not all(word in all_words for word in cfg.speed):
-        raise BadInput(f"speed = {cfg.speed}: must be some of {all_words}")
     if not all(type(part) is str for part in cfg.tracin_layers):
         raise BadInput(f"tracin_layers = {cfg.tracin_layers}: must be parts of parameters' names")
     if not cfg.lora_layers or not all(layer in LORA_LAYERS for layer in cfg.lora_layers):
@@ -226,11 +215,9 @@ def check_influence(cfg):
             f"tracin_val_size = {cfg.tracin_val_size}, tracin_val_select = "
             f"{cfg.tracin_val_select!r}: they choose from the rollouts of tracin_val_prompts, "
             "which is 0")
-    if not cfg.tracin_val_prompts and (cfg.tracin_val_reward or cfg.tracin_val_every > 1):
-        raise BadInput(
-            f"tracin_val_reward = {cfg.tracin_val_reward!r}, tracin_val_every = "
-            f"{cfg.tracin_val_every}: they are about the rollouts of tracin_val_prompts, which "
-            "is 0")
+    if not cfg.tracin_val_prompts and cfg.tracin_val_reward:
+        raise BadInput(f"tracin_val_reward = {cfg.tracin_val_reward!r}: it is about the rollouts of "
+                       "tracin_val_prompts, which is 0")
     if cfg.tracin_val_size == 1:
         raise BadInput("tracin_val_size = 1: two halves of the target are compared; at least 2, "
                        "or 0 for all")

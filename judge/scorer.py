@@ -11,8 +11,7 @@ import torch.nn as nn
 from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
-from run.files import load_file, load_weights, save_file
-from run.host import to_device
+from run.files import load_gpt, save_file
 from run.metrics import weights_of
 from run.script import BadInput, hash_of
 
@@ -32,8 +31,7 @@ class Scorer(nn.Module):
 
 def load_scorer(path, device="cpu"):
     """Load the judge that judge/train.py wrote to a .pt file. Raises BadInput for other files."""
-    content = load_file(path, "judge")
-    model = load_weights(path, content, Scorer).eval().requires_grad_(False)
+    model = load_gpt(path, "judge", Scorer).eval().requires_grad_(False)
     weights = hash_of(model)
     model = model.to(device)
     block_size = model.config.block_size
@@ -88,7 +86,7 @@ def log_odds(model, rows, device, batch_size=256):
         batch = order[start:start + batch_size]
         idx, attention_mask = pad_right([rows[i] for i in batch])
         ordered[start:start + batch_size] = model(
-            to_device(idx, device), to_device(attention_mask, device))
+            idx.to(device, non_blocking=True), attention_mask.to(device, non_blocking=True))
     scores = torch.empty(len(rows))
     scores[order] = ordered.cpu()
     return scores

@@ -20,12 +20,10 @@ from data.tokenizer import load_tokenizer
 from judge import load_judge
 from judge.scorer import Scorer, encode, log_odds, pad_right, save_judge
 from model import GPTConfig
-from run.attention import use_attention_by_hand
 from run.device import autocast, fast_dtype, pick_device
 from run.files import load_file
 from run.fit import fit
 from run.script import BadInput, interrupts, run_script
-from run.threads import use_threads
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 BATCH_SIZE = 64  # comments
@@ -72,8 +70,7 @@ def prepare_judge(name, cfg, splits, device, stop):
     else:
         held_out = splits["train_prompts"] + splits["eval_prompts"]
         comments = even_lengths(splits[name], cfg.prepare_seed)
-        with use_threads(cfg, device):
-            train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
+        train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
     return path
 
 
@@ -109,8 +106,6 @@ def train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop):
 
     torch.manual_seed(cfg.prepare_seed)
     model = Scorer(GPTConfig(vocab_size=cfg.judge_vocab_size, **SHAPE)).to(device)
-    if "attention" in cfg.speed:
-        use_attention_by_hand(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98),
                                   weight_decay=0.01, fused=True)
 
@@ -209,7 +204,7 @@ def describe(name, report):
 def main(argv):
     cfg = load_settings(argv)
     with interrupts() as stop:
-        device = pick_device(cfg.device, cfg.allow_tf32, cfg.deterministic)
+        device = pick_device(cfg.device)
         get_judges(cfg, get_splits(cfg), device, stop)
 
 

@@ -5,7 +5,6 @@ import math
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from model import completion_logprobs
 from run.metrics import (
     batch_metrics, check_scores, influence_metrics, loss_metrics, mean_influence, numbers,
     row_advantages)
@@ -88,7 +87,7 @@ def row_norms(nets, cfg, batch, step, loss_of):
     """Norms (m,) of the gradients of the first rows, at most NUM_NORMS, a backward for each."""
     norms = []
     for row in step.rows[:NUM_NORMS].split(1):
-        out = loss_of(nets, nets.policy, batch, row, step, cfg, logprobs=completion_logprobs)
+        out = loss_of(nets, nets.policy, batch, row, step, cfg)
         out.total.backward()
         norms.append(clip_grad_norm_(nets.trained, math.inf))
         nets.policy.zero_grad(set_to_none=True)
@@ -166,7 +165,7 @@ def print_loss(nets, cfg, batch, step, loss_of):
     policy_loss = kl_loss = critic_loss = 0.0
     ratios = []
     for rows in torch.arange(step.num_rows, device=nets.device).split(cfg.micro_batch_size):
-        out = loss_of(nets, nets.policy, batch, rows, step, cfg, logprobs=completion_logprobs)
+        out = loss_of(nets, nets.policy, batch, rows, step, cfg)
         out.total.backward()
         m, = numbers([loss_metrics(out, cfg)])
         policy_loss += m["policy_loss"]
@@ -228,7 +227,7 @@ def print_step(nets, cfg, batch, step, loss_of):
     nets.optimizer.step()
     with torch.no_grad():
         rows = slice(0, cfg.micro_batch_size)
-        out = loss_of(nets, nets.policy, batch, rows, step, cfg, logprobs=completion_logprobs)
+        out = loss_of(nets, nets.policy, batch, rows, step, cfg)
         after, = numbers([loss_metrics(out, cfg)])
     moved = sum(not torch.equal(p, q) for p, q in zip(nets.policy.parameters(), old))
     print(f"  all {grad_norm:.3e}, clipped to {min(grad_norm, most):.3e}; at learning rate "

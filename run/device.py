@@ -11,7 +11,7 @@ from run.script import BadInput
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def pick_device(name, allow_tf32=False, deterministic=False):
+def pick_device(name):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
     machine has a GPU of its own. allow_tf32, deterministic: see set_up_gpu. Raises BadInput if the
     device does not exist."""
@@ -24,7 +24,7 @@ def pick_device(name, allow_tf32=False, deterministic=False):
     if name == "cuda" and rank_and_size()[1] > 1:
         name = own_gpu(int(os.environ["LOCAL_RANK"]))
     if name.startswith("cuda"):
-        set_up_gpu(allow_tf32, deterministic)
+        set_up_gpu(False, False)
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as e:

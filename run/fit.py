@@ -3,11 +3,8 @@ import math
 import os
 import time
 
-from run.content import check_moments
-from run.files import check_tensors, load_file, save_file
+from run.files import load_file, load_weights, save_file
 from run.report import Progress
-from run.script import BadInput
-from run.threads import Pace
 
 SAVE_SECONDS = 20
 
@@ -31,13 +28,11 @@ def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, s
     about the last 50 steps. Raises KeyboardInterrupt, after saving, once stop() is true.
     """
     start = load_partial(partial, model, optimizers, label, steps)
-    pace = Pace(f"a step of {label}", next(model.parameters()).device, in_a_row=10)
     progress = Progress(label, "step", steps, start)
     saved = time.time()
     loss_sum = 0.0  # exponential moving average of the loss: loss_sum / weight
     weight = 1e-9
     for step in range(start, steps):
-        step_began = time.time()
         set_rates(optimizers, schedule(step, steps))
         loss = loss_at(step)
         loss.backward()
@@ -47,8 +42,6 @@ def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, s
 
         loss_sum = 0.98 * loss_sum + 0.02 * loss.detach()
         weight = 0.98 * weight + 0.02
-        if pace.add(time.time() - step_began):
-            progress.shown = False      # the note stands below it: do not write over that
         if progress.is_due() or step + 1 == steps:
             progress.show(step + 1, f"loss {float(loss_sum) / weight:.3f}, ")
         stopped = stop()
@@ -69,16 +62,9 @@ def load_partial(partial, model, optimizers, label, steps):
     if not os.path.exists(partial):
         return 0
     content = load_file(partial, "partial")
-    try:
-        check_tensors(content["model"], model.state_dict())
-        for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for i, moments in state["state"].items():
-                check_moments({i: moments}, parameters, tuple(moments))
-            optimizer.load_state_dict(state)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise BadInput(f"{partial}: does not fit ({e}): remove it to begin again") from e
-    model.load_state_dict(content["model"])
+    load_weights(partial, model, content["model"])
+    for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
     print(f"{label}: goes on from step {content['step']} of {steps} ({partial})")
     return content["step"]
 

@@ -8,15 +8,14 @@ import time
 
 import torch
 
-from run.checkpoint import append_rows, begin_folder, save_checkpoint, write_run_config
+from run.checkpoint import (append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint,
+                            write_run_config)
 from run.files import read_rows
 from run.folder import claimed_folder
 from run.metrics import batch_metrics, batch_on_host, rollout_toxicity, row_advantages
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
-from run.size import note_memory
-from run.threads import Pace, threads_of, use_threads
 
 
 class Run:
@@ -61,21 +60,23 @@ class Run:
         """Starts anew, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.nets = nets
+        if cfg.threads:
+            torch.set_num_threads(cfg.threads)
         finite = [x.isfinite().all() for x in nets.base.state_dict().values()]
         if not torch.stack(finite).all():       # a GPU is waited for once
             raise BadInput(f"policy = {cfg.policy!r}: holds weights that are not finite")
-        note_memory(nets, cfg)      # before a checkpoint's moments are there
         self.base_hash = hash_of(nets.base)
-        done, self.num_tokens = begin_folder(self.folder, nets, cfg, self.base_hash)
+        done, self.num_tokens = None, 0
+        if cfg.resume and newest_checkpoint(self.folder):
+            done, self.num_tokens = resume(self.folder, nets, cfg, self.base_hash)
+        else:
+            begin_logs(self.folder, cfg)
         if rank_and_size()[1] > 1:
             everyone = all_gather([(self.base_hash, done, hash_of(nets.policy))])
             if len(set(everyone)) > 1:
                 raise BadInput(
                     f"the processes begin with different weights: out_dir = {self.folder!r} and "
                     f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
-        had = None if done is None else threads_of(self.folder)
-        self.until_end.enter_context(use_threads(cfg, nets.device, had))
-        self.pace = Pace("an iteration", nets.device)
         write_run_config(self.folder, cfg, nets.device)
         if self.wandb:
             name = os.path.basename(self.folder)
@@ -102,7 +103,7 @@ class Run:
             if stopped and not last:
                 raise KeyboardInterrupt(
                     f"saved after iteration {done}; the same command goes on, or: "
-                    f"python grpo.py {self.folder}/config.json --resume=True")
+                    f"python grpo.py {self.folder} --resume=True")
 
     def step_log(self):
         return StepLog(self.nets.device, self.cfg.micro_batch_size, self.cfg.log_micro)
@@ -124,7 +125,6 @@ class Run:
         each = (time.time() - self.began) / (it + 1 - self.start)
         print_iteration(m, cfg, batch.rollout.chosen.sum(), each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
-        self.pace.add(seconds)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))
         if self.wandb:

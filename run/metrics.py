@@ -13,7 +13,6 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from critic import explained_variance
-from run.host import to_host
 from run.processes import all_gather, shard
 from tracin import inner, invariant_error
 
@@ -60,7 +59,7 @@ class Meter:
         """Numbers of `more` tensors (). What the micro-batches left on the device is read with
         them, so that a GPU is waited for once."""
         stacked = [torch.stack(list(m.values())) for m in self.unread]
-        near = to_host([*more, *stacked, *self.first_pass])
+        near = [x.cpu() for x in (*more, *stacked, *self.first_pass)]
         first = len(more)
         last = first + len(stacked)
         for names, x in zip(self.unread, near[first:last]):
@@ -157,7 +156,7 @@ class Meter:
 
 def is_exact(nets, cfg):
     """True where products of the forward passes are in float32."""
-    return nets.dtype == torch.float32 and not cfg.allow_tf32
+    return nets.dtype == torch.float32
 
 
 def bound_of(exact):
@@ -361,9 +360,8 @@ def batch_on_host(batch):
     batch.rollout = dataclasses.replace(batch.rollout, allowed=None)
     fields = [(vars(part), name) for part in (batch, batch.rollout)
               for name, x in vars(part).items() if torch.is_tensor(x)]
-    near = to_host([part[name] for part, name in fields])
-    for (part, name), x in zip(fields, near):
-        part[name] = x
+    for part, name in fields:
+        part[name] = part[name].cpu()
     return batch
 
 

@@ -256,7 +256,7 @@ def diagnose_influence(m, cfg, dtype):
             f"its two halves have cosine {cosine:.2f}; raise num_prompts, or tracin_val_prompts "
             "and tracin_val_size")
     error = m["tracin/invariant_error"]
-    exact = dtype == torch.float32 and not cfg.allow_tf32
+    exact = dtype == torch.float32
     if not error <= bound_of(exact):
         out["invariant"] = (
             f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "

@@ -198,9 +198,9 @@ def test_each_completion_is_compared_with_those_of_its_own_prompt():
 # ------------------------------------------------------------------------------------------------
 # masks
 
-@pytest.mark.parametrize("speed", ((), Settings.speed))     # plain and fast code
+@pytest.mark.parametrize("speed", [()])
 def test_a_completion_is_its_tokens_up_to_and_with_the_end_token(speed):
-    _, batch = world(settings(speed=speed))
+    _, batch = world(settings())
     T = batch.mask.shape[1]
     lengths = set()
     for i, ids in enumerate(batch.rollout.tokens[:, -T:].tolist()):
@@ -214,9 +214,9 @@ def test_a_completion_is_its_tokens_up_to_and_with_the_end_token(speed):
     assert len(lengths) > 2, f"choose another seed: all completions have lengths {lengths}"
 
 
-@pytest.mark.parametrize("speed", ((), Settings.speed))
+@pytest.mark.parametrize("speed", [()])
 def test_exactly_the_tokens_of_a_completion_carry_gradient(speed):
-    cfg = settings(speed=speed)
+    cfg = settings()
     nets, batch = world(cfg)
     out = forward(nets, batch, cfg)
     gradient, = torch.autograd.grad(out.total, out.logp)                             # (N, T)

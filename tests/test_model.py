@@ -13,7 +13,7 @@ from by_hand import (
     with_lora)
 from model import (GPT, LORA_LAYERS, GPTConfig, LoRA, add_lora, attend, completion_logprobs,
                    token_logprobs)
-from run.attention import attend_by_hand
+from model import attend as attend_by_hand
 from sample import Rollout, generate
 
 

