@@ -369,9 +369,9 @@ def measure(job, it):
     clock.lap("the rest")
     _, cpu, peak = watch()
     rollout = batch.rollout
-    N, T = batch.mask.shape
+    N, T = batch.loss_mask.shape
     P = rollout.tokens.shape[1] - T
-    used = int(rollout.attention_mask[:, :P].sum() + rollout.mask.sum())
+    used = int(rollout.attention_mask[:, :P].sum() + rollout.completion_mask.sum())
     return SimpleNamespace(
         seconds=clock.seconds | {"all": sum(clock.seconds.values())}, cpu=cpu, peak=peak,
         least=count(nets, cfg, batch, target, clock.judged), shape=(N, P, T),
@@ -527,9 +527,9 @@ def work_of(nets, batch, num_generations):
     pair = 4 * n_layer * attn.n_head * attn.hs
     key_value = 2 * n_layer * attn.n_kv_head * attn.hs * nets.dtype.itemsize    # bytes per token
 
-    T = batch.mask.shape[1]
+    T = batch.loss_mask.shape[1]
     prompt = batch.rollout.attention_mask[:, :-T].sum(1).double()               # (N,) tokens
-    completion = batch.rollout.mask.sum(1).double()                             # (N,)
+    completion = batch.rollout.completion_mask.sum(1).double()                             # (N,)
     row = prompt + completion - 1                       # (N,) the last token is never read
     once = prompt[::num_generations]                    # (B,) a group's prompt is computed once
     N = len(row)
@@ -872,7 +872,7 @@ def turns_of(transformers, ours, device, lengths, times):
 def time_iteration(nets, cfg, it):
     watch = stopwatch(nets.device, held(nets))
     batch, _ = iteration(nets, cfg, it)
-    return *watch(), int(batch.mask.sum())
+    return *watch(), int(batch.loss_mask.sum())
 
 
 def micro_batch_of(cfg):

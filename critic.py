@@ -56,7 +56,7 @@ def token_advantages(rollout, rewards, penalty, cfg):
     reward is NaN teaches nothing: its advantages are 0, its returns NaN.
     """
     values = rollout.values
-    chosen = rollout.chosen
+    chosen = rollout.sampled_mask
     rewards = rewards.to(values.device)
     if cfg.center_rewards:
         rewards = rewards - rewards.nanmean()
@@ -114,7 +114,7 @@ def value_errors(policy, rollout, returns, states, clip=None):
     model.completion_states, which the log-probs are made of too."""
     h, _, _, where = states
     errors = value_loss(policy.value_head(h), rollout.values[where], returns[where], clip)  # (M,)
-    return torch.zeros(rollout.mask.shape, device=h.device).index_put(where, errors)
+    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, errors)
 
 
 def value_loss(values, old_values, returns, clip=None):

@@ -18,7 +18,7 @@ from judge import as_reward, reward_functions
 from judge.rewards import score
 from judge.scorer import says_nothing
 from judge.train import get_judges
-from model import completion_logprobs
+from sample import completion_logprobs
 from pretrain import get_policy, get_tokenizer, trainable
 from run.checkpoint import read_newest
 from run.device import autocast, pick_device, pick_dtype
@@ -70,7 +70,7 @@ def evaluate(nets, policy, cfg):
     measures["kl"] = kl
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
-    measures["mean_length"] = float(rollout.chosen.sum(1).float().mean())
+    measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
     measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
     return measures, completions[::k]
@@ -118,10 +118,10 @@ def perplexity_under(base, rollout, k):
         base_logp = completion_logprobs(base, part).double()                        # (n, T)
         d = base_logp - part.logp
         logp.append(float(base_logp.sum()))
-        kl.append(float((d.expm1() - d)[part.chosen].sum()))
+        kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))
         if progress.is_due():
             progress.show(rows.stop - mine.start)
-    tokens = int(rollout.chosen.sum())
+    tokens = int(rollout.sampled_mask.sum())
     return math.exp(-sum(all_gather(logp)) / tokens), sum(all_gather(kl)) / tokens
 
 

@@ -28,7 +28,7 @@ from data.prompts import draw_prompts, field_of
 from data.tokenizer import end_tokens
 import grpo
 from grpo import collect, loss_of, micro_batches, optimizer_steps
-from model import completion_logprobs
+from sample import completion_logprobs
 from pretrain import get_tokenizer, policy_of
 from run.build import prepare, read_inputs
 from run.checkpoint import load_checkpoint, set_random_state

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 # ------------------------------------------------------------------------------------------------
 # what comes out
@@ -28,14 +29,14 @@ class Rollout:
     tokens: torch.Tensor           # (N, P + T) ids
     attention_mask: torch.Tensor   # (N, P + T) False on the prompt's padding
     mask: torch.Tensor             # (N, T) True on the completion's tokens, the end token included
-    chosen: torch.Tensor           # (N, T) True on those that the policy drew: none that was forced
-    logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 if not chosen
-    entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 if not chosen
+    sampled_mask: torch.Tensor     # (N, T) True on those that the policy drew: none that was forced
+    logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 if not sampled
+    entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 if not sampled
     ended: torch.Tensor            # (N,) True where the policy's end token, or what answers it,
                                    # ended the row
     allowed: torch.Tensor = None   # (N, T, V) tokens that truncated sampling could draw; None: all
     # of a policy with a value head, else None
-    values: torch.Tensor = None    # (N, T) expected before each token was drawn; 0 if not chosen
+    values: torch.Tensor = None    # (N, T) expected before each token was drawn; 0 if not sampled
     value_after: torch.Tensor = None    # (N,) critic.values_after; None: not asked for
 
     def __getitem__(self, rows):
@@ -49,10 +50,10 @@ class Rollout:
     def completions(self, eos):
         """Lists of ids, one per row, without the end tokens (eos: one or several) that the policy
         drew. Another turn may follow one."""
-        T = self.mask.shape[1]
-        tokens = self.tokens[:, -T:].masked_fill(~self.mask, -1)
+        T = self.completion_mask.shape[1]
+        tokens = self.tokens[:, -T:].masked_fill(~self.completion_mask, -1)
         for end in Sampling(eos).ends:
-            tokens = tokens.masked_fill((tokens == end) & self.chosen, -1)
+            tokens = tokens.masked_fill((tokens == end) & self.sampled_mask, -1)
         return [[i for i in ids if i >= 0] for ids in tokens.tolist()]
 
 
@@ -69,8 +70,8 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=No
     return Rollout(
         tokens=torch.cat([prompt_rows, sampled], 1),
         attention_mask=F.pad(mask_rows, (0, T), value=True),
-        mask=torch.zeros(N, T, dtype=torch.bool, device=device),
-        chosen=torch.ones(N, T, dtype=torch.bool, device=device),
+        completion_mask=torch.zeros(N, T, dtype=torch.bool, device=device),
+        sampled_mask=torch.ones(N, T, dtype=torch.bool, device=device),
         logp=torch.zeros(N, T, device=device),
         entropy=torch.zeros(N, T, device=device),
         ended=torch.zeros(N, dtype=torch.bool, device=device),
@@ -79,12 +80,12 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=No
 
 def trim(rollout):
     """The rollout without the columns at its end in which no row has a token."""
-    T = int(rollout.mask.any(0).sum())
-    unused = rollout.mask.shape[1] - T
+    T = int(rollout.completion_mask.any(0).sum())
+    unused = rollout.completion_mask.shape[1] - T
     width = rollout.tokens.shape[1] - unused
     return Rollout(
-        rollout.tokens[:, :width], rollout.attention_mask[:, :width], rollout.mask[:, :T],
-        rollout.chosen[:, :T], rollout.logp[:, :T], rollout.entropy[:, :T], rollout.ended,
+        rollout.tokens[:, :width], rollout.attention_mask[:, :width], rollout.completion_mask[:, :T],
+        rollout.sampled_mask[:, :T], rollout.logp[:, :T], rollout.entropy[:, :T], rollout.ended,
         None if rollout.allowed is None else rollout.allowed[:, :T],
         None if rollout.values is None else rollout.values[:, :T], rollout.value_after)
 
@@ -93,9 +94,9 @@ def concatenate(rollouts, eos):
     """Rollouts of parts of the same prompts -> one rollout of all their rows."""
     if len(rollouts) == 1:
         return rollouts[0]
-    T = max(r.mask.shape[1] for r in rollouts)
+    T = max(r.completion_mask.shape[1] for r in rollouts)
     fill = dict(
-        tokens=eos, attention_mask=True, mask=False, chosen=False, logp=0.0, entropy=0.0,
+        tokens=eos, attention_mask=True, completion_mask=False, sampled_mask=False, logp=0.0, entropy=0.0,
         values=0.0)
 
     def widen(name, x, more):
@@ -107,7 +108,7 @@ def concatenate(rollouts, eos):
     for name, first in vars(rollouts[0]).items():
         if first is None:
             continue
-        parts = [widen(name, getattr(r, name), T - r.mask.shape[1]) for r in rollouts]
+        parts = [widen(name, getattr(r, name), T - r.completion_mask.shape[1]) for r in rollouts]
         columns[name] = torch.cat(parts)
     return Rollout(**columns)
 
@@ -166,7 +167,7 @@ def draw(probs, u):
 def sample_token(model, h, r, rows, t, column, noise, sampling):
     """Draws token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
 
-    Where r.chosen is False the token that stands in r.tokens already is kept. column: where token t
+    Where r.sampled_mask is False the token that stands in r.tokens already is kept. column: where token t
     stands there. t and column may be tensors (1,). noise (N, T).
     """
     logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
@@ -180,10 +181,10 @@ def sample_token(model, h, r, rows, t, column, noise, sampling):
     log_total = total.log()
     logp = logits.gather(1, token[:, None])[:, 0] - log_total
     entropy = log_total - (weights * logits).nansum(-1) / total         # 0 * -inf counts as 0
-    forced = ~r.chosen[rows, t]
+    forced = ~r.sampled_mask[rows, t]
     token = torch.where(forced, r.tokens[rows, column], token)
     over = r.ended[rows]
-    r.mask[rows, t] = ~over
+    r.completion_mask[rows, t] = ~over
     r.logp[rows, t] = logp.masked_fill(over | forced, 0)
     r.entropy[rows, t] = entropy.masked_fill(over | forced, 0)
     if r.values is not None:
@@ -205,7 +206,7 @@ def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
     prompts (n_layer, 2, B, nkv, P, hs). attention_mask (B, P), or None where no prompt is padded.
     """
     B, P = prompt.shape
-    N = len(r.mask)
+    N = len(r.completion_mask)
     cache = model.new_cache(B, P)
     h = model(prompt, attention_mask, cache)[:, -1]                                 # (B, C)
     h = h.repeat_interleave(N // B, 0)                                              # (N, C)
@@ -225,7 +226,7 @@ def decode(model, prompt, attention_mask, r, noise, sampling, respond=None, drop
     drop: rows that have ended leave the batch, so that a step costs what still runs.
     """
     B, P = prompt.shape
-    N, T = r.mask.shape
+    N, T = r.completion_mask.shape
     prefix = prefill(model, prompt, attention_mask, r, noise, sampling, respond)
     cache = model.new_cache(N, P + T)
     cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
@@ -292,8 +293,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         r.values = torch.zeros_like(r.logp)
     if forced is not None:
         forced = forced[first * G:end * G].to(device)
-        r.chosen = forced < 0
-        r.tokens[:, prompt.shape[1]:] = forced.masked_fill(r.chosen, sampling.ends[0])
+        r.sampled_mask = forced < 0
+        r.tokens[:, prompt.shape[1]:] = forced.masked_fill(r.sampled_mask, sampling.ends[0])
     at_once = max(1, batch_size // G) if batch_size else max(1, len(prompt))    # prompts
     for b in range(0, len(prompt), at_once):
         some = slice(b, b + at_once)
@@ -302,8 +303,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         mask = attention_mask[some] if padded else None
         answer = functools.partial(respond, (first + b) * G) if respond else None
         decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
-    r.chosen &= r.mask              # nothing is chosen after the end, and nothing stands there
-    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.mask, sampling.ends[0])
+    r.sampled_mask &= r.completion_mask              # nothing is chosen after the end, and nothing stands there
+    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.ends[0])
     return trim(r)
 
 
@@ -325,6 +326,95 @@ def check_prompts(prompts, max_new_tokens, block_size, temperature):
             raise ValueError(
                 f"prompt {number} has {len(ids)} tokens: must be 1 to {most} (block_size "
                 f"{block_size} less max_completion_length {max_new_tokens})")
+
+
+# ------------------------------------------------------------------------------------------------
+# log-probs of given tokens
+
+LOGITS_AT_ONCE = 2 ** 24  # on a GPU 8 times that: it has the memory, and waits at every piece
+
+
+def completion_logprobs(model, rollout, temperature=1.0, states=None):
+    """Log-probs (N, T) of the tokens that a policy chose, under `model`, in float32; elsewhere 0.
+    states: of completion_states, where something else is made of them too."""
+    h, targets, allowed, where = states or completion_states(model, rollout)
+    logp = token_logprobs(model.lm_head, h, targets, temperature, allowed)          # (M,)
+    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, logp)
+
+
+def completion_states(model, rollout):
+    """What predicts the M chosen tokens of a rollout (sample.Rollout).
+
+    Returns hidden states (M, C), the token ids (M,), the tokens that sampling allowed (M, V) or
+    None, and where they belong in (N, T): a pair of index tensors (M,).
+    Position t predicts token t + 1: the prompt's last position scores the first sampled token.
+    """
+    attention_mask, chosen = rollout.attention_mask, rollout.sampled_mask
+    P = attention_mask.shape[1] - chosen.shape[1]
+    # leave out columns that are padding in all of these rows. The three numbers that this takes are
+    # fetched at once, since a GPU is waited for
+    first = attention_mask.any(0).long().argmax()
+    T = chosen.any(0).cumsum(0).argmax() + 1
+    shortest = attention_mask.sum(1).min()
+    first, T, shortest = torch.stack([first, T, shortest]).tolist()
+
+    tokens = rollout.tokens[:, first:P + T]
+    padded = shortest < attention_mask.shape[1] - first
+    input_mask = attention_mask[:, first:P + T - 1] if padded else None
+    h = model(tokens[:, :-1].contiguous(), input_mask)[:, -T:]                      # (N, T, C)
+    where = chosen.nonzero(as_tuple=True)
+    allowed = None if rollout.allowed is None else rollout.allowed[where]
+    return h[where], tokens[:, -T:][where], allowed, where
+
+
+def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
+    """Log-probs (M,) in float32 of ids targets (M,) after hidden states h (M, C).
+
+    They are of the distribution that the tokens were drawn from: at the sampling temperature, and
+    after truncated sampling over the tokens that were allowed (M, V). Where there are more than
+    LOGITS_AT_ONCE logits they are formed in pieces, and the backward forms each piece again.
+    """
+    def piece(h, targets, allowed):
+        logits = lm_head(h).float() / temperature                                   # (m, V)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -math.inf)
+        return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+
+    return in_pieces(piece, lm_head, h, targets, allowed)
+
+
+def completion_entropies(model, rollout, temperature=1.0, states=None):
+    """Entropies (N, T), in nats, of the distributions that a rollout's chosen tokens are drawn
+    from, with gradient; elsewhere 0. states: as in completion_logprobs."""
+    def piece(h, allowed):
+        logits = model.lm_head(h).float() / temperature                             # (m, V)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -math.inf)
+        logp = logits.log_softmax(-1)
+        return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0)).sum(-1)       # 0 * -inf is 0
+
+    h, _, allowed, where = states or completion_states(model, rollout)
+    entropies = in_pieces(piece, model.lm_head, h, allowed)                         # (M,)
+    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, entropies)
+
+
+def in_pieces(piece, lm_head, h, *more):
+    """piece(h (m, C), ...) -> (m,), of all M rows: at once, or one part of them after the other,
+    whose logits are formed again in the backward."""
+    m = piece_size(lm_head, h)
+    if len(h) <= m:
+        return piece(h, *more)
+    parts = []
+    for i in range(0, len(h), m):
+        some = [None if x is None else x[i:i + m] for x in (h, *more)]
+        parts.append(checkpoint(piece, *some, use_reentrant=False))
+    return torch.cat(parts)
+
+
+def piece_size(lm_head, h):
+    """Number of hidden states that the vocabulary head takes at once."""
+    logits = LOGITS_AT_ONCE * 8 if h.is_cuda else LOGITS_AT_ONCE
+    return max(1, logits // lm_head.weight.shape[0])
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own

@@ -35,7 +35,7 @@ def target_gradient(nets, cfg, rollouts, seed):
     rows = torch.arange(rollouts, device=nets.device)
     rewards = batch.rewards.to(nets.device)
     coef = target_coefficients("reward", rewards, batch.advantages)                 # (rollouts,)
-    step = grpo.Step(0, rows, rollouts, int(batch.mask.sum()))
+    step = grpo.Step(0, rows, rollouts, int(batch.loss_mask.sum()))
     return grpo.gradient_of(nets, batch, rows, step, cfg, coef=coef)
 
 

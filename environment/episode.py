@@ -87,7 +87,7 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
         return
     prompts = [asked[first + s.row] for s in spoken]
     answers = ask(cfg.functions["environment"], prompts, [s.text for s in spoken])
-    room = r.mask.shape[1] - t - 1
+    room = r.completion_mask.shape[1] - t - 1
     said = []
     for s, answer in zip(spoken, answers):
         if answer:
@@ -107,14 +107,14 @@ def force_behind(r, said, t, column):
     places = slice(column + 1, column + 1 + ids.shape[1])
     r.ended[rows] = said[:, 1] > 0
     r.tokens[rows, places] = ids.where(forced, r.tokens[rows, places])
-    r.chosen[rows, t + 1:] &= ~forced
+    r.sampled_mask[rows, t + 1:] &= ~forced
 
 
 def rows_to_read(tokenizer, stop_strings, r, rows, t, column):
     """Those of the rows (n,) whose token t is the policy's own and may call the environment."""
     may_stop = tokens_that_may_stop(tokenizer, stop_strings, r.tokens.device)
     token = r.tokens[rows, column].clamp(max=len(may_stop) - 1)   # a model may have more than these
-    drawn = r.mask[rows, t] & r.chosen[rows, t]
+    drawn = r.completion_mask[rows, t] & r.sampled_mask[rows, t]
     return rows[drawn & (r.ended[rows] | may_stop[token])]
 
 
@@ -143,7 +143,7 @@ class Spoken(NamedTuple):
 def read(tokenizer, r, rows, t, column):
     """Spoken of each of the rows (m,), up to token t."""
     ids = r.tokens[rows, column - t:column + 1]                                     # (m, t + 1)
-    chosen = r.chosen[rows, :t + 1]
+    chosen = r.sampled_mask[rows, :t + 1]
     columns = torch.cat([rows[:, None], r.ended[rows, None], ids, chosen], 1)   # fetched at once
     ends = end_tokens(tokenizer)
     spoken = []

@@ -27,8 +27,8 @@ def take_apart(nets, cfg, grpo):
 
     prompts = grpo.draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
     batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", 0))
-    N = len(batch.mask)
-    step = grpo.Step(0, torch.arange(N, device=nets.device), N, int(batch.mask.sum()))
+    N = len(batch.loss_mask)
+    step = grpo.Step(0, torch.arange(N, device=nets.device), N, int(batch.loss_mask.sum()))
     phase(f"rollout: {len(prompts)} prompts x {cfg.num_generations}; striking completions, the "
           "log-prob behind each token")
     print_striking(nets, cfg, prompts, batch, row_norms(nets, cfg, batch, step, grpo.loss_of))
@@ -96,7 +96,7 @@ def row_norms(nets, cfg, batch, step, loss_of):
 
 def print_striking(nets, cfg, prompts, batch, norms):
     """The rows of the best and the worst reward and of the largest of norms (m,)."""
-    among = "" if len(norms) == len(batch.mask) else f" of the first {len(norms)} rows"
+    among = "" if len(norms) == len(batch.loss_mask) else f" of the first {len(norms)} rows"
     striking = (
         ("best reward", batch.rewards.nan_to_num(-math.inf).argmax()),
         ("worst reward", batch.rewards.nan_to_num(math.inf).argmin()),
@@ -110,11 +110,11 @@ def print_striking(nets, cfg, prompts, batch, norms):
 
 def print_completion(tokenizer, prompt, rollout, i):
     """Tokens of row i, each with its log-prob."""
-    T = rollout.mask.shape[1]
-    n = int(rollout.mask[i].sum())
+    T = rollout.completion_mask.shape[1]
+    n = int(rollout.completion_mask[i].sum())
     ids = rollout.tokens[i, -T:][:n].tolist()
     logp = rollout.logp[i, :n].tolist()
-    chosen = rollout.chosen[i, :n].tolist()
+    chosen = rollout.sampled_mask[i, :n].tolist()
     words = [f"{tokenizer.decode([token])!r} " + (f"{x:.2f}" if own else "forced")
              for token, x, own in zip(ids, logp, chosen)]
     print(f"    {prompt!r} -> " + " ".join(words))
@@ -151,8 +151,8 @@ def print_values(batch, cfg):
     """Rewards of each group, and what the critic makes of its first row, token by token."""
     print(f"  a critic: gamma {cfg.gae_gamma:g}, lambda {cfg.gae_lambda:g}; advantages "
           + ("whitened" if cfg.whiten_advantages else "as they are"))
-    for i in range(0, len(batch.mask), cfg.num_generations):
-        here = batch.rollout.chosen[i]
+    for i in range(0, len(batch.loss_mask), cfg.num_generations):
+        here = batch.rollout.sampled_mask[i]
         print(f"  group {i // cfg.num_generations}: rewards "
               f"{digits(batch.rewards[i:i + cfg.num_generations])}")
         for name, x in (("values", batch.rollout.values), ("returns", batch.returns),
@@ -171,7 +171,7 @@ def print_loss(nets, cfg, batch, step, loss_of):
         policy_loss += m["policy_loss"]
         critic_loss += m.get("critic_loss", 0.0)
         kl_loss += m["loss"] - m["policy_loss"] - m.get("critic_loss", 0.0)
-        chosen = batch.rollout.chosen[rows]
+        chosen = batch.rollout.sampled_mask[rows]
         ratios.append((out.logp.detach() - batch.rollout.logp[rows])[chosen].exp())
     ratio = torch.cat(ratios)
     share = 100 * abs(kl_loss) / (abs(kl_loss) + abs(policy_loss) + 1e-12)

@@ -113,9 +113,9 @@ class Run:
         cfg = self.cfg
         seconds = time.time() - log.start
         batch = batch_on_host(batch)
-        P = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
+        P = batch.rollout.tokens.shape[1] - batch.loss_mask.shape[1]
         prompt_tokens = batch.rollout.attention_mask[:, :P].sum()
-        self.num_tokens += int(prompt_tokens + batch.rollout.mask.sum())
+        self.num_tokens += int(prompt_tokens + batch.rollout.completion_mask.sum())
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.nets.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
@@ -123,7 +123,7 @@ class Run:
              "step_time": seconds,
              **rollout_toxicity(it, prompts, batch, self.nets)}
         each = (time.time() - self.began) / (it + 1 - self.start)
-        print_iteration(m, cfg, batch.rollout.chosen.sum(), each * (cfg.max_iters - it - 1))
+        print_iteration(m, cfg, batch.rollout.sampled_mask.sum(), each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))

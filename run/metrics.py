@@ -28,7 +28,7 @@ class Meter:
         self.batch = batch
         self.cfg = cfg
         self.log = log
-        T = batch.mask.shape[1]
+        T = batch.loss_mask.shape[1]
         self.prompt_lengths = batch.rollout.attention_mask[:, :-T].sum(1)                   # (N,)
         self.unread = []            # {name: tensor ()} of micro-batches, on the device
         self.micro_batches = []     # {name: number} of those that were read
@@ -38,7 +38,7 @@ class Meter:
         self.logp_diff = torch.zeros(0)     # trainer less sampler, first pass, of those read
 
     def begin_step(self):
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.mask.device)
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.loss_mask.device)
         self.rows = []
         self.log_ratios = []
 
@@ -74,7 +74,7 @@ class Meter:
         """Before the first step trainer and sampler are the same weights: their log-probs must
         agree. stop: end the run if they do not."""
         if self.rows:
-            chosen = self.batch.rollout.chosen[torch.cat(self.rows)]
+            chosen = self.batch.rollout.sampled_mask[torch.cat(self.rows)]
             self.first_pass += [torch.cat(self.log_ratios), chosen]
         if not stop:
             return
@@ -101,13 +101,13 @@ class Meter:
         moments = [x for state in self.nets.optimizer.state.values() for x in state.values()]
         largest = get_total_norm([*moments, self.old_logp()], math.inf)
         head_norm = value_head_norm(self.nets.policy)
-        forced = (self.batch.mask & ~self.batch.rollout.chosen).sum()
+        forced = (self.batch.loss_mask & ~self.batch.rollout.sampled_mask).sum()
         loss, grad_norm, largest, head_norm, forced = self.read(
             self.loss, grad_norm, largest, head_norm, forced)
         if forced:
             raise SystemExit(
                 f"stopped: {forced:.0f} tokens that the policy did not choose carry loss; this "
-                "step was not taken. A mask of the loss must stay within rollout.chosen")
+                "step was not taken. A mask of the loss must stay within rollout.sampled_mask")
         loss = sum(all_gather([loss]))
         if not all(map(math.isfinite, (loss, grad_norm, largest))):
             raise SystemExit(
@@ -118,7 +118,7 @@ class Meter:
 
     def old_logp(self):
         """Log-probs of the sampled tokens as they were drawn (N, T), 0 where there is none."""
-        return self.batch.rollout.logp.masked_fill(~self.batch.rollout.mask, 0)
+        return self.batch.rollout.logp.masked_fill(~self.batch.rollout.completion_mask, 0)
 
     def not_finite(self):
         """What is not finite, the cause before its effects, and what to do."""
@@ -174,7 +174,7 @@ def gap_of(logp_diff, exact):
 
 def loss_metrics(out, cfg):
     """Metrics of a micro-batch, from what loss_of returned, as tensors ()."""
-    mask = out.batch.mask
+    mask = out.batch.loss_mask
     ratio = out.ratio                 # (n, T), or (n, 1) at sequence level: then rows count
     unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
     units = unit.sum().clamp(min=1)
@@ -367,7 +367,7 @@ def batch_on_host(batch):
 
 def row_advantages(batch):
     """Advantages (N,): with a critic means over the chosen tokens of each row."""
-    chosen = batch.rollout.chosen
+    chosen = batch.rollout.sampled_mask
     if batch.advantages.dim() == 1:
         return batch.advantages
     return (batch.advantages * chosen).sum(1) / chosen.sum(1).clamp(min=1)
@@ -375,7 +375,7 @@ def row_advantages(batch):
 
 def value_metrics(batch):
     """Metrics of what the critic expected while sampling, over the tokens that carry loss."""
-    known = batch.mask & ~batch.returns.isnan()
+    known = batch.loss_mask & ~batch.returns.isnan()
     values = batch.rollout.values[known]
     returns = batch.returns[known]
     return {
@@ -400,7 +400,7 @@ def batch_metrics(batch, cfg):
     groups = [batch.completions[i:i + G] for i in range(0, len(batch.completions), G)]
     identical = [len(set(texts)) == 1 and G > 1 for texts in groups]
     ended = batch.rollout.ended
-    num_tokens = int(batch.rollout.mask.sum())
+    num_tokens = int(batch.rollout.completion_mask.sum())
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
@@ -409,9 +409,9 @@ def batch_metrics(batch, cfg):
         "advantage_max": float(batch.advantages.abs().max()),
         "frac_reward_zero_std": float(batch.equal_groups(G).float().mean()),
         "frac_identical_groups": sum(identical) / len(identical),
-        "entropy": float(batch.rollout.entropy[batch.mask].mean()),
-        "num_completion_tokens": int(batch.mask.sum()),
-        "forced": 1 - int(batch.rollout.chosen.sum()) / num_tokens,
+        "entropy": float(batch.rollout.entropy[batch.loss_mask].mean()),
+        "num_completion_tokens": int(batch.loss_mask.sum()),
+        "forced": 1 - int(batch.rollout.sampled_mask.sum()) / num_tokens,
         "logp_min": float(batch.rollout.logp.min()),
         "completions/clipped_ratio": float((~ended).float().mean())}
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
@@ -420,7 +420,7 @@ def batch_metrics(batch, cfg):
     metrics |= cfg.call_metrics(batch.completions)
     if batch.returns is not None:
         metrics |= value_metrics(batch)
-    lengths = batch.rollout.chosen.sum(1).float()
+    lengths = batch.rollout.sampled_mask.sum(1).float()
     terminated = lengths[ended] if ended.any() else torch.zeros(1)
     for kind, x in (("", lengths), ("terminated_", terminated)):
         metrics[f"completions/mean_{kind}length"] = float(x.mean())

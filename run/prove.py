@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from model import completion_logprobs
+from sample import completion_logprobs
 from run.device import autocast
 from run.metrics import gap_of, is_exact
 from run.processes import all_gather

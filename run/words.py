@@ -45,10 +45,10 @@ class Place(NamedTuple):
 def row_alone(rollout, i, temperature):
     """Row i of a Rollout, whose prompt is padded on the left."""
     r = rollout[i]
-    T = int(r.mask.sum())
-    end = len(r.tokens) - len(r.mask) + T
+    T = int(r.completion_mask.sum())
+    end = len(r.tokens) - len(r.completion_mask) + T
     allowed = None if r.allowed is None else r.allowed[:T]
-    return Row(r.tokens[:end][r.attention_mask[:end]], r.chosen[:T], allowed, temperature)
+    return Row(r.tokens[:end][r.attention_mask[:end]], r.sampled_mask[:T], allowed, temperature)
 
 
 def row_logprobs(policy, weights, row):

@@ -97,9 +97,9 @@ def allowed_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
 def distributions(model, rollout, prompts, temperature):
     """For each row i and step t under the mask: (i, t, sampled token, logits (V,) / temperature) by
     hand, without padding."""
-    G, T = len(rollout.ended) // len(prompts), rollout.mask.shape[1]
+    G, T = len(rollout.ended) // len(prompts), rollout.completion_mask.shape[1]
     for i, row in enumerate(rollout.tokens[:, -T:].tolist()):
-        prompt, n = prompts[i // G], int(rollout.mask[i].sum())
+        prompt, n = prompts[i // G], int(rollout.completion_mask[i].sum())
         logits = logits_by_hand(model, prompt + row[:n])[len(prompt) - 1:] / temperature
         for t in range(n):
             yield i, t, row[t], logits[t]

@@ -21,7 +21,8 @@ from grpo import (
     Batch, Step, collect, group_advantages, grpo_loss, kl_estimate, loss_of, update)
 from run.build import build
 from sample import Rollout
-from model import GPT, GPTConfig, completion_logprobs
+from model import GPT, GPTConfig
+from sample import completion_logprobs
 
 END = 0
 PROMPTS = [Prompt("2 3", [2, 3], {}), Prompt("5 1 4 1", [5, 1, 4, 1], {})]  # the first is padded
@@ -71,8 +72,8 @@ def world(cfg, device=torch.device("cpu")):
 
 def forward(nets, batch, cfg):
     """loss_of the whole batch as one step."""
-    rows = torch.arange(len(batch.mask))
-    step = Step(epoch=0, rows=rows, num_rows=len(rows), num_tokens=int(batch.mask.sum()))
+    rows = torch.arange(len(batch.loss_mask))
+    step = Step(epoch=0, rows=rows, num_rows=len(rows), num_tokens=int(batch.loss_mask.sum()))
     return loss_of(nets, nets.policy, batch, rows, step, cfg)
 
 
@@ -179,7 +180,7 @@ def test_each_completion_is_compared_with_those_of_its_own_prompt():
         return mean_token(prompts, completions)
 
     _, batch = world(settings(reward, scale_rewards="none"))
-    P = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
+    P = batch.rollout.tokens.shape[1] - batch.loss_mask.shape[1]
     for i, text in enumerate(asked):
         present = batch.rollout.attention_mask[i, :P]
         found = TOKENIZER.decode(batch.rollout.tokens[i, :P][present].tolist())
@@ -201,12 +202,12 @@ def test_each_completion_is_compared_with_those_of_its_own_prompt():
 @pytest.mark.parametrize("speed", [()])
 def test_a_completion_is_its_tokens_up_to_and_with_the_end_token(speed):
     _, batch = world(settings())
-    T = batch.mask.shape[1]
+    T = batch.loss_mask.shape[1]
     lengths = set()
     for i, ids in enumerate(batch.rollout.tokens[:, -T:].tolist()):
         length = ids.index(END) + 1 if END in ids else T
         expected = [int(t < length) for t in range(T)]
-        found = batch.mask[i].int().tolist()
+        found = batch.loss_mask[i].int().tolist()
         assert found == expected, (
             f"the loss mask of row {i}, tokens {ids}, is {found}; it must be {expected}: 1 up to "
             "the first end token (0) and on it, 0 after it")
@@ -220,7 +221,7 @@ def test_exactly_the_tokens_of_a_completion_carry_gradient(speed):
     nets, batch = world(cfg)
     out = forward(nets, batch, cfg)
     gradient, = torch.autograd.grad(out.total, out.logp)                             # (N, T)
-    for i, length in enumerate(batch.rollout.mask.sum(1).tolist()):
+    for i, length in enumerate(batch.rollout.completion_mask.sum(1).tolist()):
         own, later = gradient[i, :length].tolist(), gradient[i, length:].tolist()
         assert all(own), (
             f"row {i} has {length} tokens and the gradients {own}: before the first step none may "
@@ -241,8 +242,8 @@ def test_padding_is_not_read():
         return float(out.total.detach()), torch.cat([p.grad.flatten() for p in nets.trained])
 
     loss, gradient = loss_and_gradient()
-    P = batch.rollout.tokens.shape[1] - batch.mask.shape[1]
-    after_the_end = F.pad(~batch.mask, (P, 0), value=False)
+    P = batch.rollout.tokens.shape[1] - batch.loss_mask.shape[1]
+    after_the_end = F.pad(~batch.loss_mask, (P, 0), value=False)
     for where, padding in (("before the prompts", ~batch.rollout.attention_mask),
                            ("after the completions", after_the_end)):
         assert padding.any(), f"choose another seed: there is no padding {where}"
@@ -261,11 +262,11 @@ def test_padding_is_not_read():
 def test_each_log_prob_is_of_its_token_given_the_tokens_before_it(temperature):
     cfg = settings(temperature=temperature)
     nets, batch = world(cfg)
-    r, T = batch.rollout, batch.mask.shape[1]
+    r, T = batch.rollout, batch.loss_mask.shape[1]
     trainer = completion_logprobs(nets.policy, r, temperature).detach()
     for i, ids in enumerate(r.tokens):
         prompt = ids[:-T][r.attention_mask[i, :-T]].tolist()
-        completion = ids[-T:][r.mask[i]].tolist()
+        completion = ids[-T:][r.completion_mask[i]].tolist()
         for t, token in enumerate(completion):
             before = prompt + completion[:t]        # one row: no padding, no cache
             logits = nets.policy.lm_head(nets.policy(torch.tensor([before])))[0, -1] / temperature
@@ -298,8 +299,8 @@ def test_the_ratio_compares_with_the_policy_that_sampled():
     nets, batch = world(cfg)
     update(nets, batch, None, cfg, seed=1)
     out = forward(nets, batch, cfg)
-    expected = (out.logp.detach() - batch.rollout.logp)[batch.mask].exp()
-    found = out.ratio[batch.mask]
+    expected = (out.logp.detach() - batch.rollout.logp)[batch.loss_mask].exp()
+    found = out.ratio[batch.loss_mask]
     gap, moved = float((found - expected).abs().max()), float((expected - 1).abs().max())
     assert moved > 0.01 and gap < 1e-5, (
         f"after a step a sampled token's probability has changed by up to {100 * moved:.1f} %, and "

@@ -50,7 +50,8 @@ MODEL = """
 from types import SimpleNamespace
 
 import torch
-from model import GPT, GPTConfig, add_lora, completion_logprobs
+from model import GPT, GPTConfig, add_lora
+from sample import completion_logprobs
 
 torch.manual_seed(0)
 shape = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
@@ -79,11 +80,11 @@ torch.manual_seed(0)
 model = GPT(GPTConfig(50, n_layer=2, n_head=2, n_embd=16, block_size=16))
 for truncation in ({}, dict(top_p=0.9)):
     rollout = generate(model, [[3, 1, 4], [5]], 4, 8, eos=49, seed=1, temperature=0.7, **truncation)
-    assert rollout.mask.sum() > 30
+    assert rollout.completion_mask.sum() > 30
     logp = completion_logprobs(model, rollout, 0.7)
     assert torch.allclose(logp, rollout.logp, atol=1e-5)
     assert [len(ids) for ids in rollout.completions(eos=49)] == (
-        rollout.mask.sum(1) - rollout.ended.long()).tolist()
+        rollout.completion_mask.sum(1) - rollout.ended.long()).tolist()
 """
 
 

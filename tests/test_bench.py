@@ -72,7 +72,7 @@ def test_counted_flops_are_those_that_torch_counts(ends, monkeypatch):
     batch, target = bench.iteration(nets, cfg, 1)
 
     found = bench.count(nets, cfg, batch, None, [])
-    mask = batch.mask
+    mask = batch.loss_mask
     read = int(batch.rollout.attention_mask.sum() - (~mask).sum()) - 16
     assert found["policy forward"][0] == read                   # every token but the last is read
     assert found["generate"][0] == int(mask.sum())
@@ -95,7 +95,7 @@ def test_bytes_of_a_decode_are_weights_at_every_step_and_the_cache_so_far():
     batch, _ = bench.iteration(nets, cfg, 0)
     weights = sum(p.numel() for name, p in policy.named_parameters()
                   if p.dim() == 2 and name != "wpe.weight")
-    lengths = batch.mask.sum(1).tolist()
+    lengths = batch.loss_mask.sum(1).tolist()
     # layers, keys and values, channels
     cache = sum(2 * 2 * 64 * (3 + t) for n in lengths for t in range(1, n))
     found = bench.count(nets, cfg, batch, None, [])

@@ -17,7 +17,7 @@ from by_hand import random_gpt
 from config import load_settings
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
-from model import completion_logprobs
+from sample import completion_logprobs
 from pretrain import load_run
 from run.checkpoint import begin_folder, save_checkpoint, write_run_config
 from run.content import LOGS, check_going_on
@@ -62,7 +62,7 @@ def step(nets, it=4):
     its average and its rollouts. Gradients are what they are."""
     target = grpo.collect_target(nets, it, INFLUENCE)
     whole = grpo.Step(0, target.rows, len(target.rows), 1)
-    coef = torch.ones(len(target.batch.mask))
+    coef = torch.ones(len(target.batch.loss_mask))
     gradient = grpo.gradient_of(nets, target.batch, target.rows, whole, INFLUENCE, coef=coef)
     nets.influence.averaged(gradient)
     for p in nets.trained:
@@ -168,7 +168,7 @@ def test_weights_that_are_not_finite_are_refused(part, value, changed):
 @pytest.mark.parametrize("part, name, value", [
     ("held_out", "rows", torch.tensor([6])), ("held_out", "rows", torch.tensor([-1])),
     ("held_out", "rollout.tokens", torch.full((6, 9), 300)),
-    ("held_out", "rollout.logp", torch.zeros(6, 99)), ("held_out", "rollout.chosen", None),
+    ("held_out", "rollout.logp", torch.zeros(6, 99)), ("held_out", "rollout.sampled_mask", None),
     ("held_out", "batch.rewards", torch.zeros(6, dtype=torch.bool)),
     ("held_out", "batch.lengths", torch.zeros(6)),
     ("average", "ln_f.weight", torch.full((16,), math.nan)),

@@ -17,7 +17,7 @@ from critic import ValueHead, explained_variance, gae, token_advantages, value_l
 from evaluate import open_run
 from grpo import Step, loss_of, update
 from hub.export import merged_tensors
-from model import completion_logprobs, completion_states
+from sample import completion_logprobs, completion_states
 from pretrain import policy_of
 from run.content import read_checkpoint
 from run.decoder import Decoder
@@ -177,7 +177,7 @@ def test_a_chain_with_known_values():
 def teacher_forced(policy, r):
     """Values (N, T) of the chosen tokens by a forward pass."""
     h, _, _, where = completion_states(policy, r)
-    return torch.zeros(r.mask.shape, device=h.device).index_put(where, policy.value_head(h))
+    return torch.zeros(r.completion_mask.shape, device=h.device).index_put(where, policy.value_head(h))
 
 
 @pytest.mark.parametrize("more", [
@@ -190,9 +190,9 @@ def test_recorded_values_are_those_of_a_forward_pass(more):
         more = dict(decode=Decoder(policy, graphs=False))
     r = generate(policy, PROMPT_IDS, 4, 8, seed=7, eos=END, **more)
     expected = teacher_forced(policy, r)
-    assert r.values.shape == r.mask.shape and r.values.std() > .1
+    assert r.values.shape == r.completion_mask.shape and r.values.std() > .1
     assert (r.values - expected).abs().max() < 1e-5
-    assert (r.values[~r.chosen] == 0).all()
+    assert (r.values[~r.sampled_mask] == 0).all()
     part = r[3:5]
     assert torch.equal(part.values, r.values[3:5]), "rows of a rollout keep their values"
     assert generate(gpt(), PROMPT_IDS, 1, 2, seed=7, eos=END).values is None
@@ -251,8 +251,8 @@ CRITIC = dict(critic=True, value_coef=.5)
 
 
 def whole_step(batch):
-    n = len(batch.mask)
-    return Step(0, torch.arange(n), n, int(batch.mask.sum()))
+    n = len(batch.loss_mask)
+    return Step(0, torch.arange(n), n, int(batch.loss_mask.sum()))
 
 
 def forward(policy, batch, cfg, rows=slice(None)):
@@ -271,9 +271,9 @@ def test_the_loss_is_that_of_the_policy_plus_that_of_the_values(loss_type):
     values = teacher_forced(later, batch.rollout).detach()
     logp = completion_logprobs(later, batch.rollout).detach()
     policy_part = critic_part = 0.0
-    for i, row in enumerate(batch.mask):
+    for i, row in enumerate(batch.loss_mask):
         for t in row.nonzero()[:, 0].tolist():
-            divisor = {"dapo": int(batch.mask.sum()), "grpo": 16 * int(row.sum()),
+            divisor = {"dapo": int(batch.loss_mask.sum()), "grpo": 16 * int(row.sum()),
                        "dr_grpo": 16 * cfg.max_completion_length}[loss_type]
             A, R = float(batch.advantages[i, t]), float(batch.returns[i, t])
             ratio = math.exp(logp[i, t] - batch.rollout.logp[i, t])
@@ -301,9 +301,9 @@ def test_the_kl_in_the_reward_is_taken_off_token_by_token():
     cfg = settings(kl_in="reward", kl_estimator="k1", beta=.3, gae_lambda=1.0,
                    whiten_advantages=False, center_rewards=False, **CRITIC)
     batch = sample(policy, cfg, reference)
-    gap = (batch.rollout.logp - batch.ref_logp) * batch.rollout.chosen
-    assert batch.kl == pytest.approx(float(gap.sum() / batch.mask.sum()))
-    for i, row in enumerate(batch.rollout.chosen):
+    gap = (batch.rollout.logp - batch.ref_logp) * batch.rollout.sampled_mask
+    assert batch.kl == pytest.approx(float(gap.sum() / batch.loss_mask.sum()))
+    for i, row in enumerate(batch.rollout.sampled_mask):
         for t in row.nonzero()[:, 0].tolist():
             expected = float(batch.rewards[i] - .3 * gap[i, t:].sum() - batch.rollout.values[i, t])
             assert float(batch.advantages[i, t]) == pytest.approx(expected, abs=1e-5)
@@ -352,7 +352,7 @@ def test_a_completion_that_nobody_scored_teaches_nothing():
     rewards[3] = math.nan
     A, returns = token_advantages(batch.rollout, rewards, 0.0, cfg)
     batch = replace(batch, advantages=A, returns=returns, rewards=rewards)
-    others = A[batch.mask & (torch.arange(16) != 3)[:, None]]
+    others = A[batch.loss_mask & (torch.arange(16) != 3)[:, None]]
     assert not A[3].any() and float(others.mean()) == pytest.approx(0, abs=1e-5)
     later = moved(policy)       # whose values are not those recorded
     gradient = flat_grad(forward(later, batch, cfg, slice(3, 4)).loss, later)
@@ -372,7 +372,7 @@ def test_values_are_learned_through_the_loop():
     for it in range(12):
         batch = grpo.collect(nets, PROMPTS, cfg, it)
         update(nets, batch, None, cfg, it)
-    known = batch.mask
+    known = batch.loss_mask
     assert explained_variance(batch.rollout.values[known], batch.returns[known]) > .95
 
 

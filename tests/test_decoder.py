@@ -17,7 +17,8 @@ from torch.utils._triton import has_triton
 
 from by_hand import PROMPTS, SHAPES, random_gpt, random_ids, with_lora
 from critic import ValueHead
-from model import add_lora, completion_logprobs
+from model import add_lora
+from sample import completion_logprobs
 from run.attention import use_attention_by_hand
 from run.decoder import Decoder, decode_step, step_states
 from run.device import autocast
@@ -98,7 +99,7 @@ def test_graphs_sample_what_plain_decoding_samples(shape, truncation, batch_size
                      **truncation)
         for name in ("tokens", "attention_mask", "mask", "ended"):
             assert torch.equal(getattr(r, name), getattr(plain, name)), name
-        assert not truncation or torch.equal(r.allowed[r.mask], plain.allowed[r.mask])
+        assert not truncation or torch.equal(r.allowed[r.completion_mask], plain.allowed[r.completion_mask])
         for name in ("logp", "entropy"):
             torch.testing.assert_close(getattr(r, name), getattr(plain, name), atol=1e-5, rtol=0)
         widths.add(r.tokens.shape[1])
@@ -158,7 +159,7 @@ def test_cuda_graphs_sample_what_plain_decoding_samples(shape, dtype, bound, com
             assert same.all(), "the first tokens, which no graph has drawn"
             gap = (r.logp[:, :2] - plain.logp[:, :2]).abs().median()
             assert float(gap) < bound, "the first two log-probs of the graphs"
-            gaps = (r.logp - logp).abs()[r.mask]
+            gaps = (r.logp - logp).abs()[r.completion_mask]
             worst = gaps.max() if dtype == torch.float32 else gaps.mean()
             assert float(worst) < bound, "log-probs of a graph and of the forward pass"
         with torch.no_grad():

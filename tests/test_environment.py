@@ -13,7 +13,7 @@ from data.prompts import Prompt
 from environment.episode import answering, openings, try_environment
 from evaluate import evaluate, sample_evaluation
 from grpo import collect, loss_masks, sample_groups
-from model import completion_logprobs
+from sample import completion_logprobs
 from run.decoder import Decoder
 from run.metrics import batch_metrics
 from run.report import print_iteration
@@ -50,7 +50,7 @@ def rollout_of(policy, cfg, num_generations=8, respond=True, **more):
 
 def turns_of(rollout):
     """Times that each row was answered (N,)."""
-    own = rollout.chosen | ~rollout.mask
+    own = rollout.sampled_mask | ~rollout.completion_mask
     return (own[:, :-1] & ~own[:, 1:]).sum(1)
 
 
@@ -84,14 +84,14 @@ def test_a_loop_over_single_rows_samples_the_same():
     noise = torch.rand(32, T, generator=torch.Generator().manual_seed(7))
     texts = []
     for i, u in enumerate(noise):
-        n = int(r.mask[i].sum())
-        found = r.tokens[i, -r.mask.shape[1]:][:n].tolist(), r.chosen[i, :n].tolist(), r.ended[i]
+        n = int(r.completion_mask[i].sum())
+        found = r.tokens[i, -r.completion_mask.shape[1]:][:n].tolist(), r.sampled_mask[i, :n].tolist(), r.ended[i]
         assert found == row_by_hand(policy, PROMPTS[i // 8], u, cfg.max_turns), i
         texts.append(TOKENIZER.decode([token for token in found[0] if token != END]))
     assert [TOKENIZER.decode(ids) for ids in r.completions(END)] == texts, "an end token is no text"
     assert {0, 1, 2, 3} == set(turns_of(r).tolist()), "not a test of several turns"
-    is_end = (r.tokens[:, -r.mask.shape[1]:] == END) & r.mask
-    assert (is_end[:, :-1] & r.mask[:, 1:]).any(), "no row went on after its end token"
+    is_end = (r.tokens[:, -r.completion_mask.shape[1]:] == END) & r.completion_mask
+    assert (is_end[:, :-1] & r.completion_mask[:, 1:]).any(), "no row went on after its end token"
     assert 3 < r.ended.sum() < 29
 
 
@@ -131,8 +131,8 @@ def test_parts_of_the_prompts_hear_their_own_answers():
 def test_a_step_learns_from_what_the_policy_chose_alone(knobs):
     policy, cfg = gpt(), world(**knobs)
     batch = collect(nets_of(policy, cfg), PROMPTS, cfg, 7)
-    chosen = batch.rollout.chosen
-    assert torch.equal(batch.mask, chosen) and turns_of(batch.rollout).max() == 3
+    chosen = batch.rollout.sampled_mask
+    assert torch.equal(batch.loss_mask, chosen) and turns_of(batch.rollout).max() == 3
     steps, m = gradients(policy, batch, cfg, first=True)
     assert m["sampling/sampling_logp_difference/max"] < 1e-5 and abs(m["ratio"] - 1) < 1e-5
     batch.rollout.logp[~chosen] = 7.0
@@ -148,8 +148,8 @@ def test_metrics_count_what_the_policy_chose():
     batch = collect(nets, PROMPTS, cfg, 7)
     rollout = batch.rollout
     m = batch_metrics(batch, cfg)
-    lengths = rollout.chosen.sum(1).double()
-    assert m["forced"] == pytest.approx(1 - float(rollout.chosen.sum() / rollout.mask.sum()))
+    lengths = rollout.sampled_mask.sum(1).double()
+    assert m["forced"] == pytest.approx(1 - float(rollout.sampled_mask.sum() / rollout.completion_mask.sum()))
     assert .1 < m["forced"] < .9
     assert m["completions/mean_length"] == pytest.approx(float(lengths.mean()))
     assert m["completions/clipped_ratio"] == float((~rollout.ended).double().mean())
@@ -185,12 +185,12 @@ def planted(texts, cfg, room=8, forced=(), over=()):
     prompt = torch.tensor([[1]] * len(ids))
     r = empty_rollout(prompt, prompt > 0, 1, t + 1 + room, END)
     r.tokens[:, 1:t + 2] = torch.tensor(ids)
-    r.mask[:, :t + 1] = True
+    r.completion_mask[:, :t + 1] = True
     r.ended |= torch.tensor([row[-1] == END for row in ids])
     for i in forced:
-        r.chosen[i, :t] = False
+        r.sampled_mask[i, :t] = False
     for i in over:
-        r.mask[i, t:] = False
+        r.completion_mask[i, t:] = False
         r.ended[i] = True
     rows = torch.arange(len(ids))
     answering(TOKENIZER, PROMPTS, cfg, 1)(0, r, rows, t, t + 1)
@@ -219,7 +219,7 @@ def test_answers_are_cut_and_ends_are_undone():
             TOKENIZER.encode_ordinary("xt")[:2]]
     r = planted(rows, cfg, room=4)
     assert r.ended.tolist() == [False, False, True]
-    assert r.chosen.tolist() == [[True, True, *[False] * 4]] * 2 + [[True] * 6]
+    assert r.sampled_mask.tolist() == [[True, True, *[False] * 4]] * 2 + [[True] * 6]
     assert TOKENIZER.decode(r.tokens[0, 3:].tolist()) == "1234"
     r = planted(rows, cfg, room=0)
     assert r.ended.tolist() == [False, False, True], "an answer without room counts as cut, too"
@@ -284,9 +284,9 @@ def test_whatever_samples_hears_the_environment(capsys):
     policy, cfg = gpt(), world(lambda prompts, texts: [" 77"] * len(texts), num_eval_generations=3)
     nets = nets_of(policy, cfg)
     rollout = sample_evaluation(nets, policy, cfg)
-    answered = rollout.mask & ~rollout.chosen
-    assert answered.any() and rollout.mask.shape == (12, T)
-    lengths = rollout.chosen.sum(1).double()
+    answered = rollout.completion_mask & ~rollout.sampled_mask
+    assert answered.any() and rollout.completion_mask.shape == (12, T)
+    lengths = rollout.sampled_mask.sum(1).double()
     assert evaluate(nets, policy, cfg)[0]["mean_length"] == pytest.approx(float(lengths.mean()))
     spoken = speak(nets, policy, cfg, "you are", 3)
     assert any(" 77" in text for text, _ in spoken)
@@ -316,7 +316,7 @@ def test_openings_are_for_training_and_carry_no_loss(capsys):
     policy = gpt()
     nets = nets_of(policy, cfg)
     batch = collect(nets, PROMPTS, cfg, 7)
-    opened = ~batch.rollout.chosen[:, 0]
+    opened = ~batch.rollout.sampled_mask[:, 0]
     assert 2 < opened.sum() < 14
     assert [text.startswith("calc(") for text in batch.completions] == opened.tolist()
     assert sample_evaluation(nets, policy, cfg).chosen[:, 0].all()
@@ -329,7 +329,7 @@ def test_openings_are_for_training_and_carry_no_loss(capsys):
     share = f"{100 * m['forced']:.1f} % forced"
     assert all(share in line for line in with_share) and "forced" not in without
 
-    batch.mask = loss_masks(batch.rollout, cfg)[0] | batch.rollout.mask
+    batch.loss_mask = loss_masks(batch.rollout, cfg)[0] | batch.rollout.completion_mask
     with pytest.raises(SystemExit, match="the policy did not choose carry loss"):
         train(policy, batch, cfg)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo import Batch, Step, group_advantages, kl_penalty, loss_masks, loss_of, reference_logprobs
-from model import completion_entropies, completion_logprobs
+from sample import completion_entropies, completion_logprobs
 from run.decoder import Decoder
 from run.metrics import batch_metrics
 from sample import decode, generate
@@ -53,20 +53,20 @@ def batch_of(policy, cfg, reference):
 
 def test_forced_tokens_stand_where_they_were_put_and_the_rest_is_drawn():
     r, forced = rollout_of(gpt()), forced_ids()
-    width = r.mask.shape[1]
+    width = r.completion_mask.shape[1]
     tokens = r.tokens[:, -width:]
-    is_forced = (forced[:, :width] >= 0) & r.mask
+    is_forced = (forced[:, :width] >= 0) & r.completion_mask
     assert torch.equal(tokens[is_forced], forced[:, :width][is_forced])
-    assert torch.equal(r.chosen, r.mask & ~is_forced) and 10 < r.chosen.sum() < r.mask.sum() - 10
-    assert not r.chosen[1].any() and r.mask[1].all(), "a row may be forced from end to end"
-    assert tokens[2, 0] == END and r.mask[2, 1], "a forced end token ends no completion"
-    assert (tokens[~r.mask] == END).all()
+    assert torch.equal(r.sampled_mask, r.completion_mask & ~is_forced) and 10 < r.sampled_mask.sum() < r.completion_mask.sum() - 10
+    assert not r.sampled_mask[1].any() and r.completion_mask[1].all(), "a row may be forced from end to end"
+    assert tokens[2, 0] == END and r.completion_mask[2, 1], "a forced end token ends no completion"
+    assert (tokens[~r.completion_mask] == END).all()
     for x in (r.logp, r.entropy):
-        assert (x[~r.chosen] == 0).all() and (x[r.chosen] != 0).all()
+        assert (x[~r.sampled_mask] == 0).all() and (x[r.sampled_mask] != 0).all()
     free = generate(gpt(), PROMPT_IDS, 4, T, seed=7, eos=END)
     assert torch.equal(free.chosen, free.mask), "without forced tokens all are chosen"
     assert not torch.equal(free.tokens, r.tokens)
-    assert [len(ids) for ids in r.completions(END)] == (r.mask.sum(1) - r.ended.long()).tolist()
+    assert [len(ids) for ids in r.completions(END)] == (r.completion_mask.sum(1) - r.ended.long()).tolist()
 
 
 @pytest.mark.parametrize("more", [
@@ -97,8 +97,8 @@ def test_the_trainer_agrees_with_the_sampler_on_chosen_tokens(knobs):
     r = rollout_of(policy, **knobs)
     temperature = knobs.get("temperature", 1.0)
     found = completion_logprobs(policy, r, temperature)
-    assert (found - r.logp).abs().max() < 1e-5 and (found[~r.chosen] == 0).all()
-    for row, chosen, plain in zip(found, r.chosen, plain_logps(policy, r, temperature)):
+    assert (found - r.logp).abs().max() < 1e-5 and (found[~r.sampled_mask] == 0).all()
+    for row, chosen, plain in zip(found, r.sampled_mask, plain_logps(policy, r, temperature)):
         here = chosen[:len(plain)]
         assert torch.allclose(row[:len(plain)][here], plain[here], atol=1e-5)
     entropies = completion_entropies(policy, r, temperature)
@@ -111,8 +111,8 @@ def test_loss_counts_chosen_tokens_only(knobs, loss_type):
     policy, reference = gpt(), moved(gpt())
     cfg = settings(loss_type=loss_type, **knobs)
     batch = batch_of(policy, cfg, reference)
-    chosen = batch.rollout.chosen
-    assert torch.equal(batch.mask, chosen)
+    chosen = batch.rollout.sampled_mask
+    assert torch.equal(batch.loss_mask, chosen)
     whole = Step(0, torch.arange(16), 16, int(chosen.sum()))
     out = loss_of(nets_of(policy, cfg), policy, batch, torch.arange(16), whole, cfg)
     total = 0.0
@@ -151,7 +151,7 @@ def test_metrics_count_chosen_tokens():
     cfg = settings(beta=.1)
     batch = batch_of(gpt(), cfg, moved(gpt()))
     m = batch_metrics(batch, cfg)
-    chosen = batch.rollout.chosen
+    chosen = batch.rollout.sampled_mask
     assert m["num_completion_tokens"] == int(chosen.sum())
     assert m["completions/mean_length"] == pytest.approx(float(chosen.sum(1).float().mean()))
     assert m["entropy"] == pytest.approx(float(batch.rollout.entropy[chosen].mean()))

@@ -30,7 +30,8 @@ from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge.rewards import score
 from judge.scorer import says_nothing
-from model import GPT, GPTConfig, add_lora, completion_logprobs
+from model import GPT, GPTConfig, add_lora
+from sample import completion_logprobs
 from run.attention import use_attention_by_hand
 from run.debug import row_norms
 from run.device import autocast
@@ -636,7 +637,7 @@ def gradients(policy, batch, cfg, **more):
 
 def step_of(batch, rows):
     """These rows of a batch as one optimizer step."""
-    mask = batch.mask[rows]
+    mask = batch.loss_mask[rows]
     return Step(0, rows, len(mask), int(mask.sum()))
 
 
@@ -672,8 +673,8 @@ def plain_logps(model, rollout, temperature=1.0):
     """Log-probs of the sampled tokens, row by row, without padding, mask or cache: a list of
     (tokens of the row,)."""
     out = []
-    P = rollout.tokens.shape[1] - rollout.mask.shape[1]
-    for tokens, present, mask in zip(rollout.tokens, rollout.attention_mask, rollout.mask):
+    P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
+    for tokens, present, mask in zip(rollout.tokens, rollout.attention_mask, rollout.completion_mask):
         n = int(mask.sum())
         prompt = tokens[:P][present[:P]]
         ids = torch.cat([prompt, tokens[P:P + n]])
@@ -692,7 +693,7 @@ def test_on_policy_step_is_reinforce_and_a_second_pass_is_not():
     def reinforce():
         rows = plain_logps(policy, batch.rollout)
         total = sum(A * x.sum() for A, x in zip(batch.advantages, rows))
-        return flat_gradient(policy, -total / batch.mask.sum())
+        return flat_gradient(policy, -total / batch.loss_mask.sum())
 
     (first,), _ = gradients(policy, batch, cfg)
     assert torch.allclose(first, reinforce(), atol=1e-6) and first.norm() > .01
@@ -703,7 +704,7 @@ def test_on_policy_step_is_reinforce_and_a_second_pass_is_not():
     rows = plain_logps(policy, batch.rollout)
     for A, new, old in zip(batch.advantages, rows, batch.rollout.logp):
         rho = (new - old[:len(new)]).exp()
-        clipped -= torch.min(rho * A, rho.clamp(.8, 1.2) * A).sum() / batch.mask.sum()
+        clipped -= torch.min(rho * A, rho.clamp(.8, 1.2) * A).sum() / batch.loss_mask.sum()
     assert torch.allclose(second, flat_gradient(policy, clipped), atol=1e-6)
 
 
@@ -713,9 +714,9 @@ def test_end_token_carries_gradient_and_the_first_pad_does_not():
     rollouts = [generate(policy, [[a, END, z], PROMPTS[1][1]], 4, 8, eos=END, seed=seed)
                 for seed in range(9)]
     rollout, row = next((r, i) for r in rollouts for i in range(4)
-                        if r.ended[i] and 2 <= r.mask[i].sum() < r.mask.shape[1])
-    n = int(rollout.mask[row].sum())
-    P = rollout.tokens.shape[1] - rollout.mask.shape[1]
+                        if r.ended[i] and 2 <= r.completion_mask[i].sum() < r.completion_mask.shape[1])
+    n = int(rollout.completion_mask[row].sum())
+    P = rollout.tokens.shape[1] - rollout.completion_mask.shape[1]
     # the pad is the same token
     assert rollout.tokens[row, P + n - 1] == END == rollout.tokens[row, P + n]
     completion = rollout.completions(END)[row]
@@ -723,11 +724,11 @@ def test_end_token_carries_gradient_and_the_first_pad_does_not():
 
     logp = completion_logprobs(policy, rollout)
     only = torch.zeros(8).index_fill(0, torch.tensor(row), 1.0)
-    loss, _ = loss_and_metrics(logp, rollout.logp, None, only, rollout.mask)
+    loss, _ = loss_and_metrics(logp, rollout.logp, None, only, rollout.completion_mask)
     by_logp, *found = torch.autograd.grad(loss, [logp, *policy.parameters()])
     assert (by_logp[row, :n] != 0).all() and (by_logp[row, n:] == 0).all()
     # without padding or mask, so the end token in the prompt is one that others look at
-    plain = -plain_logps(policy, rollout)[row].sum() / rollout.mask.sum()
+    plain = -plain_logps(policy, rollout)[row].sum() / rollout.completion_mask.sum()
     expected = flat_gradient(policy, plain)
     assert torch.allclose(torch.cat([g.flatten() for g in found]), expected, atol=1e-6)
     rollout.tokens[row, P - 2] = a
@@ -743,7 +744,7 @@ def test_log_probs_are_those_of_the_sampling_temperature(temperature):
     batch = sample(policy, cfg, reference=moved(policy))
     for found, net in ((batch.rollout.logp, policy), (batch.ref_logp, moved(policy))):
         rows = plain_logps(net, batch.rollout, temperature)
-        for row, mask, expected in zip(found, batch.rollout.mask, rows):
+        for row, mask, expected in zip(found, batch.rollout.completion_mask, rows):
             assert torch.allclose(row[mask], expected, atol=1e-5)
     assert log_ratio(policy, batch, cfg).abs().max() < 1e-4
     assert log_ratio(policy, batch, replace(cfg, temperature=1.3)).abs().max() > .05
@@ -764,10 +765,10 @@ def test_temperature_raises_entropy():
 def test_truncated_sampling(knob, allowed):
     policy, cfg = gpt(), settings(**knob)
     batch = sample(policy, cfg)
-    r, P = batch.rollout, batch.rollout.tokens.shape[1] - batch.rollout.mask.shape[1]
+    r, P = batch.rollout, batch.rollout.tokens.shape[1] - batch.rollout.completion_mask.shape[1]
     assert log_ratio(policy, batch, cfg).abs().max() < 1e-4                 # renormalised: ratio 1
     whole = torch.cat(plain_logps(policy, r))
-    assert (r.logp[r.mask] - whole).max() > .1 and (r.logp[r.mask] >= whole - 1e-5).all()
+    assert (r.logp[r.completion_mask] - whole).max() > .1 and (r.logp[r.completion_mask] >= whole - 1e-5).all()
     logits = policy.lm_head(policy(torch.tensor([PROMPTS[0][1]])))[0, -1]
     p = logits.detach().softmax(-1)
     keep = allowed(p)
@@ -787,7 +788,7 @@ def test_seed_makes_the_rollout():
 def test_decode_batch_size_changes_nothing(size):
     a, b = (sample(gpt(), settings(decode_batch_size=size)).rollout for size in (0, size))
     assert torch.equal(a.tokens, b.tokens)
-    assert torch.equal(a.mask, b.mask) and torch.equal(a.ended, b.ended)
+    assert torch.equal(a.mask, b.loss_mask) and torch.equal(a.ended, b.ended)
     assert torch.allclose(a.logp, b.logp, atol=1e-5)
     assert torch.allclose(a.entropy, b.entropy, atol=1e-5)
 
@@ -896,7 +897,7 @@ def test_dropped_groups_leave_the_divisor(loss_type):
     (keep,), _ = gradients(policy, batch, cfg)
     (drop,), m = gradients(policy, batch, replace(cfg, zero_std_groups="drop"))
     by_tokens = loss_type in ("dapo", "bnpo")
-    share = float(batch.mask[8:].sum() / batch.mask.sum()) if by_tokens else .5
+    share = float(batch.loss_mask[8:].sum() / batch.loss_mask.sum()) if by_tokens else .5
     assert keep.norm() > 0 and share < .9 and m["num_steps"] == 1
     assert torch.allclose(keep, drop * share, atol=1e-6)
 
@@ -931,7 +932,7 @@ def test_kl_in_the_reward():
     assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
     assert (batch.advantages - without.advantages).abs().max() > .01
     m = train(policy, batch, cfg)
-    assert m["kl"] == pytest.approx(float(sum(gap) / batch.mask.sum()), abs=1e-5)
+    assert m["kl"] == pytest.approx(float(sum(gap) / batch.loss_mask.sum()), abs=1e-5)
     assert m["loss"] == pytest.approx(m["policy_loss"])
 
 
@@ -943,15 +944,15 @@ def test_mask_truncated_completions():
     batch, plain = sample(policy, cfg), sample(policy, settings())
     ended = batch.rollout.ended
     assert 2 < ended.sum() < 14 and torch.equal(batch.advantages, plain.advantages)
-    assert not batch.mask[~ended].any()
-    assert torch.equal(batch.mask[ended], batch.rollout.mask[ended])
-    assert torch.equal(plain.mask, batch.rollout.mask)
+    assert not batch.loss_mask[~ended].any()
+    assert torch.equal(batch.loss_mask[ended], batch.rollout.completion_mask[ended])
+    assert torch.equal(plain.mask, batch.rollout.completion_mask)
     rows = zip(batch.advantages, plain_logps(policy, batch.rollout), ended)
-    total = -sum(A * x.sum() for A, x, on in rows if on) / batch.rollout.mask[ended].sum()
+    total = -sum(A * x.sum() for A, x, on in rows if on) / batch.rollout.completion_mask[ended].sum()
     (found,), m = gradients(policy, batch, cfg)
     assert torch.allclose(found, flat_gradient(policy, total), atol=1e-6)
     counted = batch_metrics(batch, cfg)["num_completion_tokens"]
-    assert counted == int(batch.mask.sum()) < int(batch.rollout.mask.sum())
+    assert counted == int(batch.loss_mask.sum()) < int(batch.rollout.completion_mask.sum())
 
 
 def test_top_entropy_quantile():
@@ -959,14 +960,14 @@ def test_top_entropy_quantile():
         top_entropy_quantile=.3, beta=.1, use_bias_correction_kl=False)
     reference = moved(policy)
     batch = sample(policy, cfg, reference)
-    chosen = batch.rollout.entropy[batch.mask & batch.policy_mask]
-    left = batch.rollout.entropy[batch.mask & ~batch.policy_mask]
+    chosen = batch.rollout.entropy[batch.loss_mask & batch.policy_mask]
+    left = batch.rollout.entropy[batch.loss_mask & ~batch.policy_mask]
     assert chosen.min() >= left.max()
-    assert len(chosen) / int(batch.mask.sum()) == pytest.approx(.3, abs=.02)
+    assert len(chosen) / int(batch.loss_mask.sum()) == pytest.approx(.3, abs=.02)
     assert sample(policy, replace(cfg, top_entropy_quantile=1.0), reference).policy_mask is None
     new = completion_logprobs(policy, batch.rollout)
-    tokens, total = int(batch.mask.sum()), 0.0
-    for i, t in batch.mask.nonzero().tolist():
+    tokens, total = int(batch.loss_mask.sum()), 0.0
+    for i, t in batch.loss_mask.nonzero().tolist():
         d = batch.ref_logp[i, t] - new[i, t]
         kl = d.exp() - 1 - d                                            # on all tokens
         total += (-batch.advantages[i] * new[i, t] * batch.policy_mask[i, t] + .1 * kl) / tokens
@@ -982,28 +983,28 @@ def test_entropy_coef_takes_the_mean_entropy_off_the_loss(knobs, pieces, monkeyp
     batch = sample(policy, cfg, moved(policy))
     if pieces:
         monkeypatch.setattr(model, "LOGITS_AT_ONCE", 7 * 300)
-    total, P = 0.0, batch.rollout.tokens.shape[1] - batch.rollout.mask.shape[1]
+    total, P = 0.0, batch.rollout.tokens.shape[1] - batch.rollout.completion_mask.shape[1]
     for i, tokens in enumerate(batch.rollout.tokens):
-        n = int(batch.mask[i].sum())
+        n = int(batch.loss_mask[i].sum())
         ids = torch.cat([tokens[:P][batch.rollout.attention_mask[i, :P]], tokens[P:P + n]])
         logits = policy.lm_head(policy(ids[None]))[0, len(ids) - n - 1:-1] / cfg.temperature
         if cfg.top_k:
             logits = truncate(logits, top_k=cfg.top_k)
         p = logits.softmax(-1)
         total -= (p * p.clamp(min=1e-30).log()).sum()
-    bonus = flat_gradient(policy, .2 * total / batch.mask.sum())
+    bonus = flat_gradient(policy, .2 * total / batch.loss_mask.sum())
     (found,), m = gradients(policy, batch, cfg)
     (plain,), without_it = gradients(policy, batch, replace(cfg, entropy_coef=0.0))
     assert torch.allclose(found, plain - bonus, atol=1e-6) and bonus.norm() > 1e-3
     assert without_it["loss"] - m["loss"] == pytest.approx(
-        float(.2 * total.detach() / batch.mask.sum()), abs=1e-5)
+        float(.2 * total.detach() / batch.loss_mask.sum()), abs=1e-5)
 
 
 def test_entropy_is_that_of_tokens_with_loss():
     cfg = settings(mask_truncated_completions=True)
     batch = sample(gpt(end=4), cfg)
-    assert 0 < batch.mask.sum() < batch.rollout.mask.sum()
-    expected = float(batch.rollout.entropy[batch.mask].mean())
+    assert 0 < batch.loss_mask.sum() < batch.rollout.completion_mask.sum()
+    expected = float(batch.rollout.entropy[batch.loss_mask].mean())
     assert batch_metrics(batch, cfg)["entropy"] == pytest.approx(expected)
 
 
@@ -1014,7 +1015,7 @@ def test_entropy_is_that_of_the_sampling_distribution():
     p = truncate(logits, top_k=9).softmax(-1)[0]
     expected = float(-(p[p > 0] * p[p > 0].log()).sum().detach())
     assert batch.rollout.entropy[8, 0] == pytest.approx(expected, abs=1e-5)
-    assert (batch.rollout.entropy[~batch.rollout.mask] == 0).all()
+    assert (batch.rollout.entropy[~batch.rollout.completion_mask] == 0).all()
 
 
 @pytest.mark.parametrize("estimator", ("k1", "k2", "k3"))
@@ -1068,7 +1069,7 @@ def test_loss_settings_reach_the_loss(knobs):
         default, *_ = forward(later, batch, settings(), rows)
         plain = completion_logprobs(later, batch.rollout[rows])
     b = batch[rows]
-    expected, _ = loss_and_metrics(plain, b.rollout.logp, b.ref_logp, b.advantages, b.mask,
+    expected, _ = loss_and_metrics(plain, b.rollout.logp, b.ref_logp, b.advantages, b.loss_mask,
                                    max_completion_length=8, **knobs)
     assert float(found) == pytest.approx(float(expected), abs=1e-6)
     assert abs(float(found) - float(default)) > 1e-4
@@ -1126,7 +1127,7 @@ def test_mini_batches(monkeypatch):
     assert m["policy_loss"] == pytest.approx(loss, abs=1e-6)
     for i in range(0, 16, 2):
         rows = calls[i][0] + calls[i + 1][0]
-        assert calls[i][2] == calls[i + 1][2] == int(batch.mask[rows].sum())
+        assert calls[i][2] == calls[i + 1][2] == int(batch.loss_mask[rows].sum())
     again = spied(monkeypatch)
     train(gpt(), batch, cfg, seed=4)
     assert [rows for rows, *_ in again] != [rows for rows, *_ in calls]
@@ -1147,8 +1148,8 @@ def test_rows_of_like_length_share_a_micro_batch(monkeypatch):
         calls = spied(monkeypatch)
         batch = sample(policy, cfg, moved(policy))
         gradient, m = gradients(moved(policy, seed=6), batch, cfg)
-        length = batch.mask.sum(1)
-        prompt = batch.rollout.attention_mask[:, :-batch.mask.shape[1]].sum(1)
+        length = batch.loss_mask.sum(1)
+        prompt = batch.rollout.attention_mask[:, :-batch.loss_mask.shape[1]].sum(1)
         order = length.argsort(stable=True) if sort else torch.arange(16)
         assert [row for rows, *_ in calls for row in rows] == order.tolist()
         places = sum(4 * int(length[rows].max() + prompt[rows].max()) for rows, *_ in calls)
@@ -1295,7 +1296,7 @@ def test_batch_metrics_against_plain_counting():
     texts = batch.completions
     rewards = by_prompt([text for text in TEXTS for _ in range(4)], texts)
     groups = range(0, 16, 4)
-    lengths, ended = batch.rollout.mask.sum(1).tolist(), batch.rollout.ended.tolist()
+    lengths, ended = batch.rollout.completion_mask.sum(1).tolist(), batch.rollout.ended.tolist()
     done = [n for n, e in zip(lengths, ended) if e]
     assert m == pytest.approx({
         "reward": statistics.fmean(rewards), "reward_std": statistics.stdev(rewards),
@@ -1332,7 +1333,7 @@ def test_step_metrics_do_not_see_the_split(knobs, names):
     policy, cfg = gpt(), settings(beta=.1, **knobs)
     later, batch = moved(policy, .05), sample(policy, cfg, moved(policy))
     whole = floats(loss_metrics(forward(later, batch, cfg), cfg))
-    gap = log_ratio(later, batch, cfg)[batch.rollout.mask]
+    gap = log_ratio(later, batch, cfg)[batch.rollout.completion_mask]
     m = train(later, batch, replace(cfg, micro_batch_size=4))
     for name in (*names, "kl"):
         assert m[name] == pytest.approx(whole[name], abs=1e-5) and m[name] > 0
@@ -1657,7 +1658,7 @@ def test_evaluation_against_plain_counting(dtype):
     with torch.no_grad():
         base_logps = plain_logps(base, rollout)
         nll = -torch.cat(base_logps)
-    drawn = [logp[mask] for logp, mask in zip(rollout.logp, rollout.mask)]
+    drawn = [logp[mask] for logp, mask in zip(rollout.logp, rollout.completion_mask)]
     d = (torch.cat(base_logps) - torch.cat(drawn)).double()
     assert row["perplexity"] == pytest.approx(math.exp(float(nll.mean())), rel=2e-6)
     assert {name: row.pop(name) for name in ("distinct_1", "distinct_2")}
@@ -1669,7 +1670,7 @@ def test_evaluation_against_plain_counting(dtype):
         "eval_judge/any_toxic": sum(max(g) >= .5 for g in groups) / 4,
         "perplexity": math.exp(float(nll.mean())),
         "kl": float((d.exp() - 1 - d).mean()),
-        "mean_length": float(rollout.mask.sum() / (4 * k)),
+        "mean_length": float(rollout.completion_mask.sum() / (4 * k)),
         "ended": float(rollout.ended.sum() / (4 * k)),
         "says_nothing": statistics.fmean(map(says_nothing, texts))}, rel=1e-4)
     assert 0 < row["eval_judge/toxic_share"] < 1 and any(len(text) == 5 for text in texts)
@@ -1908,7 +1909,7 @@ def test_debug_steps_norms_are_those_of_each_rows_gradient():
     policy, cfg = gpt(), settings(beta=.1)
     nets = nets_of(policy, cfg, reference=moved(gpt()))
     batch = collect(nets, PROMPTS, cfg, 7)
-    step = Step(0, torch.arange(16), 16, int(batch.mask.sum()))
+    step = Step(0, torch.arange(16), 16, int(batch.loss_mask.sum()))
     norms = row_norms(nets, cfg, batch, step, loss_of)
     for row in step.rows.split(1):
         gradient = gradient_of(nets, batch, row, step, cfg, part="loss")

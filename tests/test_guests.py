@@ -11,7 +11,8 @@ import torch
 
 from by_hand import PROMPTS, SHAPES, random_gpt, with_lora
 from judge.scorer import Scorer
-from model import Block, GPTConfig, attend, completion_logprobs
+from model import Block, GPTConfig, attend
+from sample import completion_logprobs
 from run.attention import attend_by_hand, use_attention_by_hand
 from run.decoder import Decoder
 from run.device import autocast
@@ -186,8 +187,8 @@ def test_fused_head_has_the_values_and_gradients_of_the_plain_one(
         loss_at(logp).backward()
         found.append([logp.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
         model.zero_grad(set_to_none=True)
-    assert small_pieces == [int(r.mask.sum())]
-    assert (found[0][0][~r.mask] == 0).all() and all(x.any() for x in found[0])
+    assert small_pieces == [int(r.completion_mask.sum())]
+    assert (found[0][0][~r.completion_mask] == 0).all() and all(x.any() for x in found[0])
     for plain, fused in zip(*found, strict=True):
         assert fused.dtype == plain.dtype == torch.float32
         assert float((fused - plain).abs().max()) < bound * float(plain.abs().max())
@@ -200,16 +201,16 @@ def test_fused_head_has_the_values_and_gradients_of_the_plain_one(
 def test_fused_head_is_recorded_as_the_plain_one_is(
         head, truncation, memory, device, small_pieces):
     model, r = policy_and_rollout(head, truncation, device)
-    n = len(r.mask)
+    n = len(r.completion_mask)
     tapes = []
     for f, more in ((completion_logprobs, ()), (fused_logprobs, (loss_at,))):
         with Tape(model, memory=memory, fewest=0) as tape:
             for rows in (torch.arange(5), torch.arange(5, n)):
-                tape.rows(len(rows), r.mask[rows].nonzero()[:, 0])
+                tape.rows(len(rows), r.completion_mask[rows].nonzero()[:, 0])
                 part = r[rows]
                 loss_at(f(model, part, 0.7, *more)).backward()
         tapes.append(tape)
-    assert sum(small_pieces) == int(r.mask.sum())
+    assert sum(small_pieces) == int(r.completion_mask.sum())
     w = torch.linspace(-1, 1, n, device=device)
     G, H = (tape.gradient(w) for tape in tapes)
     scores = [tape.dot(G) for tape in tapes]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from by_hand import random_gpt
-from model import completion_logprobs, token_logprobs
+from sample import completion_logprobs, token_logprobs
 from run.decoder import Decoder
 from run.device import autocast
 from run.fused_head import fused_logprobs
@@ -48,7 +48,7 @@ def with_wide_head(model, device):
 
 
 def mean_gap(a, b, r):
-    return float((a - b)[r.chosen].abs().mean())
+    return float((a - b)[r.sampled_mask].abs().mean())
 
 
 @every_device
@@ -179,7 +179,7 @@ def test_a_tape_gives_the_gradients_of_the_wide_head(device, logprobs, memory, p
     r = generate(model, [[3, 1, 4], [5]], 4, 8, eos=7, seed=2)
     _, *plain = gradients(model, r, logprobs)
     with Tape(model, memory=memory, fewest=0) as tape:
-        tape.rows(len(r.mask), r.mask.nonzero()[:, 0])
+        tape.rows(len(r.completion_mask), r.completion_mask.nonzero()[:, 0])
         with autocast(device, torch.bfloat16):
             logp = logprobs(model, r, 0.7, loss_at)
         loss_at(logp).backward()

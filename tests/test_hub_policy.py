@@ -13,7 +13,8 @@ import torch
 
 import hub.policy
 from hub.tensors import save_tensors
-from model import GPT, GPTConfig, add_lora, completion_logprobs
+from model import GPT, GPTConfig, add_lora
+from sample import completion_logprobs
 from run.script import BadInput
 from run.device import autocast
 from sample import generate, pad_left

@@ -85,8 +85,8 @@ def row_gradients(policy, batch, cfg):
     weights). With tracin_kl = "all" the policy's part, which is what is left without the rest."""
     cfg = without_rest(cfg)
     nets = nets_of(policy, replace(cfg, tracin="off"))
-    N = len(batch.mask)
-    whole = Step(0, torch.arange(N), N, int(batch.mask.sum()))
+    N = len(batch.loss_mask)
+    whole = Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
     losses = (grpo.loss_of(nets, policy, batch, torch.tensor([i]), whole, cfg).total
               for i in range(N))
     return torch.stack([flat_grad(loss, policy) for loss in losses])
@@ -100,24 +100,24 @@ def without_rest(cfg):
 def rest_gradient(policy, batch, cfg, rows=None):
     """Gradient of what all rows (or these) keep with tracin_kl = "all": KL, entropy and the
     critic's loss, written out on the sampler's weights. 0 with "kept"."""
-    mask = batch.mask.float()
+    mask = batch.loss_mask.float()
     if rows is not None:
         mask = mask * torch.zeros(len(mask), 1).index_fill(0, torch.as_tensor(rows), 1)
     share = {       # of each token in the mean
-        "dapo": torch.ones_like(mask) / batch.mask.sum(),
-        "grpo": torch.ones_like(mask) / batch.mask.sum(1, keepdim=True).clamp(min=1) / len(mask),
+        "dapo": torch.ones_like(mask) / batch.loss_mask.sum(),
+        "grpo": torch.ones_like(mask) / batch.loss_mask.sum(1, keepdim=True).clamp(min=1) / len(mask),
         "dr_grpo": torch.ones_like(mask) / len(mask) / cfg.max_completion_length}[cfg.loss_type]
     logp = completion_logprobs(policy, batch.rollout, cfg.temperature)
     rest = 0.0 * logp.sum()
     if cfg.kl_in_loss:
-        d = (batch.ref_logp - logp) * batch.mask
+        d = (batch.ref_logp - logp) * batch.loss_mask
         kl = d.exp() - 1 - d        # k3
         if cfg.corrects_kl:
             kl = kl * (logp - logp.detach()).exp()
         rest = rest + cfg.beta * (kl * share * mask).sum()
     if cfg.entropy_coef:
         entropies = completion_entropies(policy, batch.rollout, cfg.temperature)
-        rest = rest - cfg.entropy_coef * (entropies * mask).sum() / batch.mask.sum()
+        rest = rest - cfg.entropy_coef * (entropies * mask).sum() / batch.loss_mask.sum()
     if cfg.critic:
         h, _, _, where = completion_states(policy, batch.rollout)
         errors = (policy.value_head(h) - batch.returns[where]).square() / 2
@@ -130,7 +130,7 @@ def target_gradient(policy, batch, rows, cfg):
     if cfg.tracin == "self":
         cfg = without_rest(cfg)
         nets = nets_of(policy, replace(cfg, tracin="off"))
-        whole = Step(0, rows, len(rows), int(batch.mask[rows].sum()))
+        whole = Step(0, rows, len(rows), int(batch.loss_mask[rows].sum()))
         loss = grpo.loss_of(nets, policy, batch, rows, whole, cfg).total
     else:
         coef = target_coefficients(cfg.tracin, batch.rewards[rows], batch.advantages[rows])
@@ -203,7 +203,7 @@ def test_leave_one_out(target, knobs, way):
     own = torch.ones(16)
     if target != "self":    # as a multiple of g_i
         coef = target_coefficients(target, batch.rewards, batch.advantages)
-        own = coef * -batch.mask.sum() / batch.advantages
+        own = coef * -batch.loss_mask.sum() / batch.advantages
     own_part = own * g.square().sum(1)
     expected = batch.influence - own_part
     step(before, batch, replace(cfg, tracin_leave_one_out=True), way=way)
@@ -223,7 +223,7 @@ def test_off_is_plain_grpo_bit_for_bit_and_all_is_within_rounding():
         generator = torch.Generator().manual_seed(seed_for(3, epoch))
         rows = rows[torch.randperm(16, generator=generator)]
         for mini in rows.split(8):
-            whole = Step(epoch, mini, 8, int(batch.mask[mini].sum()))
+            whole = Step(epoch, mini, 8, int(batch.loss_mask[mini].sum()))
             for micro in mini.split(4):
                 grpo.loss_of(nets, hand, batch, micro, whole, cfg).total.backward()
             torch.nn.utils.clip_grad_norm_(hand.parameters(), math.inf)
@@ -328,7 +328,7 @@ def test_the_target_is_halved_by_prompt(prompts, halves, target, knobs, held, wa
                    **knobs)
     batch, t = (sample(gpt(), cfg, moved(gpt()), seed=seed, prompts=MANY[:prompts])
                 for seed in (7, 8))
-    n = len(batch.mask)
+    n = len(batch.loss_mask)
     rows = torch.arange(n)
     if held:
         rows = rows.roll(3)     # the target's rows come in any order
@@ -414,7 +414,7 @@ def test_layers_normalizer_and_adam():
         if name == "adam":
             assert not close(batch.influence, g @ G, .01)
     kept = found["kept"][0] > 0
-    share = float(batch.mask.sum() / (batch.mask.sum(1) * kept).sum())
+    share = float(batch.loss_mask.sum() / (batch.loss_mask.sum(1) * kept).sum())
     assert torch.allclose(found["kept"][1], found["plain"][1] * share) and share > 1
     for p, q in zip(found["kept"][2].values(), found["plain"][2].values()):
         assert torch.allclose(p, share * q, atol=1e-6)
@@ -501,7 +501,7 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     g = row_gradients(policy, batch, cfg)
     seen, _ = step(policy, batch, cfg, lr=0.0)      # the weights stay, so all passes are alike
     share = torch.tensor(soft(g)) if own else (batch.weights > 0).float()
-    units = batch.mask.sum(1) if loss_type == "dapo" else torch.ones(16)
+    units = batch.loss_mask.sum(1) if loss_type == "dapo" else torch.ones(16)
     factor = float(units.sum() / (units * share.abs()).sum()) if normalizer == "kept" else 1.0
     assert torch.allclose(batch.weights, share * factor) and 0 < (share != 0).sum() < 16
     assert len(seen) == 3
@@ -764,7 +764,7 @@ def recorded_step(layers, way="contracted", held=False, counter=None, **knobs):
     target = None
     if held:
         target = sample(policy, cfg, moved(policy), seed=8, prompts=MANY), torch.arange(0, 64, 3)
-    whole = Step(0, torch.arange(64), 64, int(batch.mask.sum()))
+    whole = Step(0, torch.arange(64), 64, int(batch.loss_mask.sum()))
     pieces = list(grpo.micro_batches(batch.lengths[whole.rows], cfg))
     with counter or contextlib.nullcontext():
         with influence.record(batch, whole, True):

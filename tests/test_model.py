@@ -244,7 +244,7 @@ def test_completion_logprobs_do_not_depend_on_the_other_rows():
 def test_end_token_carries_gradient_and_what_follows_it_does_not():
     model, hidden = random_gpt(8), []
     r = generate(model, [[3, 1, 4], [5]], 6, 10, eos=7, seed=2)
-    assert r.ended.any() and not r.mask.all()
+    assert r.ended.any() and not r.completion_mask.all()
 
     def keep(module, inputs, output):
         output.retain_grad()
@@ -255,15 +255,15 @@ def test_end_token_carries_gradient_and_what_follows_it_does_not():
     logp.sum().backward()
     # position t is that of the token before the one it scores
     carries = hidden[0].grad.abs().sum(-1) > 0
-    assert torch.equal(carries[:, 2:], r.mask) and not carries[:, :2].any()
-    assert (logp[~r.mask] == 0).all()
+    assert torch.equal(carries[:, 2:], r.completion_mask) and not carries[:, :2].any()
+    assert (logp[~r.completion_mask] == 0).all()
 
 
 def test_tokens_after_the_end_change_no_logprob():
     model = random_gpt(8)
     r = generate(model, [[3, 1, 4], [5]], 6, 10, eos=7, seed=2)
     before = completion_logprobs(model, r)
-    r.tokens[:, 3:][~r.mask] = 2
+    r.tokens[:, 3:][~r.completion_mask] = 2
     assert torch.equal(completion_logprobs(model, r), before)
 
 
@@ -288,8 +288,8 @@ def test_padding_that_rows_share_is_left_out():
     hook = model.register_forward_hook(lambda module, inputs, out: widths.append(out.shape[1]))
     for row in range(18):
         part = completion_logprobs(model, r[row:row + 1])
-        assert part.shape == (1, r.mask.shape[1]) and torch.allclose(part[0], whole[row], atol=1e-5)
-        assert widths[-1] == int(r.attention_mask[row, :4].sum() + r.mask[row].sum()) - 1
+        assert part.shape == (1, r.completion_mask.shape[1]) and torch.allclose(part[0], whole[row], atol=1e-5)
+        assert widths[-1] == int(r.attention_mask[row, :4].sum() + r.completion_mask[row].sum()) - 1
     hook.remove()
     assert len(set(widths)) > 3
 

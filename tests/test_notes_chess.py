@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from conftest import ROOT
 from config import Settings
 from grpo import Step, group_advantages, grpo_loss, kl_estimate, main
-from model import GPT, GPTConfig, completion_logprobs
+from model import GPT, GPTConfig
+from sample import completion_logprobs
 from sample import generate
 
 V = 23
@@ -40,8 +41,8 @@ def by_the_note(policy, ids, prompt_len):
 
 def rows_of(rollout):
     """(ids of prompt and completion without padding, length of the prompt) of each row."""
-    T = rollout.mask.shape[1]
-    for tokens, seen, mask in zip(rollout.tokens, rollout.attention_mask, rollout.mask):
+    T = rollout.completion_mask.shape[1]
+    for tokens, seen, mask in zip(rollout.tokens, rollout.attention_mask, rollout.completion_mask):
         prompt = tokens[:-T][seen[:-T]]
         yield torch.cat([prompt, tokens[-T:][mask]]), len(prompt)
 
@@ -51,7 +52,7 @@ def test_note_003_a_logit_predicts_the_next_token(policy, rollout):
     found = completion_logprobs(policy, rollout)                                    # (N, T)
     for row, (ids, prompt_len) in enumerate(rows_of(rollout)):
         expected = by_the_note(policy, ids, prompt_len)
-        torch.testing.assert_close(found[row][rollout.mask[row]], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[row][rollout.completion_mask[row]], expected, rtol=1e-4, atol=1e-5)
         one_late = by_the_note(policy, ids, prompt_len + 1)
         if len(one_late):
             assert (found[row][:len(one_late)] - one_late).abs().max() > 1e-3
@@ -59,14 +60,14 @@ def test_note_003_a_logit_predicts_the_next_token(policy, rollout):
 
 def test_note_003_log_probs_have_a_row_and_a_column_for_each_token(policy, rollout):
     """The note's gather took all tokens' log-probs at one position: its "shape bug"."""
-    row = int(rollout.mask.sum(1).argmax())
+    row = int(rollout.completion_mask.sum(1).argmax())
     ids, prompt_len = list(rows_of(rollout))[row]
     completion = ids[prompt_len:]
     lp = F.log_softmax(policy.lm_head(policy(ids[None]))[0][prompt_len - 1:-1], dim=-1)
     wrong = lp.gather(1, completion.unsqueeze(0)).squeeze()
     found = completion_logprobs(policy, rollout)
-    right = found[row][rollout.mask[row]]
-    assert found.shape == rollout.mask.shape == rollout.logp.shape
+    right = found[row][rollout.completion_mask[row]]
+    assert found.shape == rollout.completion_mask.shape == rollout.logp.shape
     assert len(completion) > 1 and wrong.shape == right.shape, "the fault is not one of shape"
     torch.testing.assert_close(wrong[0], right[0], rtol=1e-4, atol=1e-5)
     assert (wrong[1:] - right[1:]).abs().max() > 1e-3, "only the first token is right by chance"
@@ -77,7 +78,7 @@ def test_note_003_sampling_and_training_see_the_same_network(policy, rollout):
     assert not any(isinstance(module, torch.nn.Dropout) for module in policy.modules())
     for mode in (True, False):
         logp = completion_logprobs(policy.train(mode), rollout)
-        ratio = (logp - rollout.logp)[rollout.mask].exp()
+        ratio = (logp - rollout.logp)[rollout.completion_mask].exp()
         torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-4, atol=1e-4)
 
 

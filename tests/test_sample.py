@@ -6,7 +6,7 @@ import torch
 
 from by_hand import (
     PROMPTS, TRUNCATIONS, distributions, allowed_by_hand, logits_by_hand, random_gpt)
-from model import completion_logprobs
+from sample import completion_logprobs
 from run.decoder import Decoder
 from run.device import autocast
 from sample import concatenate, draw, generate, pad_left, truncate
@@ -23,7 +23,7 @@ def test_pad_left_puts_padding_left():
 def test_sampler_records_the_distribution_it_drew_from(temperature, truncation):
     model = random_gpt()
     r = generate(model, PROMPTS, 3, 8, eos=49, seed=3, temperature=temperature, **truncation)
-    assert r.mask.sum() > 60 and not r.attention_mask.all()
+    assert r.completion_mask.sum() > 60 and not r.attention_mask.all()
     logp = completion_logprobs(model, r, temperature)
     torch.testing.assert_close(r.logp, logp, rtol=0, atol=1e-5)
     for i, t, token, logits in distributions(model, r, PROMPTS, temperature):
@@ -41,7 +41,7 @@ def test_sampler_records_the_distribution_it_drew_from(temperature, truncation):
 def test_rollout_holds_prompts_padding_and_what_each_field_promises():
     r = generate(random_gpt(), PROMPTS, 2, 4, eos=49, seed=0)
     assert r.tokens.shape == r.attention_mask.shape == (6, 5 + 4)
-    assert r.mask.shape == r.logp.shape == r.entropy.shape == (6, 4)
+    assert r.completion_mask.shape == r.logp.shape == r.entropy.shape == (6, 4)
     assert not r.logp.requires_grad and not r.entropy.requires_grad
     for i in range(6):
         prompt = PROMPTS[i // 2]
@@ -164,7 +164,7 @@ def test_model_that_only_ends_stops_after_one_step():
     model.register_forward_hook(lambda *a: calls.append(1))
     r = generate(model, PROMPTS, 2, 15, eos=49, seed=0)
     assert len(calls) == 1  # the prompts, and nothing after them
-    assert r.mask.tolist() == [[True]] * 6 and r.ended.all()
+    assert r.completion_mask.tolist() == [[True]] * 6 and r.ended.all()
     assert r.tokens[:, 5:].tolist() == [[49]] * 6
     assert r.completions(49) == [[]] * 6
 
@@ -177,12 +177,12 @@ def test_mask_holds_the_end_token_and_nothing_after_it():
         ended = 7 in row
         n = row.index(7) + 1 if ended else len(row)
         lengths.add(n)
-        assert r.mask[i].tolist() == [t < n for t in range(len(row))] and bool(r.ended[i]) == ended
+        assert r.completion_mask[i].tolist() == [t < n for t in range(len(row))] and bool(r.ended[i]) == ended
         assert row[n:] == [7] * (len(row) - n) and texts[i] == row[:n - ended]
         assert (r.logp[i, :n] < 0).all() and (r.entropy[i, :n] > 0).all()
         assert (r.logp[i, n:] == 0).all() and (r.entropy[i, n:] == 0).all()
     assert len(lengths) > 3 and not r.ended.all()
-    assert max(lengths) == r.mask.shape[1]
+    assert max(lengths) == r.completion_mask.shape[1]
 
 
 @pytest.mark.parametrize("fast", (False, True))
@@ -191,11 +191,11 @@ def test_any_of_several_end_tokens_ends(fast):
     way = dict(decode=Decoder(model, graphs=False)) if fast else {}
     r = generate(model, [[1], [2]], 60, 12, eos=(7, 3), seed=2, **way)
     for i, row in enumerate(r.tokens[:, 1:].tolist()):
-        n = int(r.mask[i].sum())
+        n = int(r.completion_mask[i].sum())
         assert not {7, 3} & {*row[:n - 1]}, "no end token within a completion"
         assert bool(r.ended[i]) == (row[n - 1] in (7, 3))
         assert row[n:] == [7] * (len(row) - n), "the first end token fills the rest"
-    last = {row[int(n) - 1] for row, n in zip(r.tokens[:, 1:].tolist(), r.mask.sum(1))}
+    last = {row[int(n) - 1] for row, n in zip(r.tokens[:, 1:].tolist(), r.completion_mask.sum(1))}
     assert {7, 3} <= last, "both end completions"
 
 
@@ -209,19 +209,19 @@ def test_ended_rows_are_not_computed_and_change_no_other(every, prompts, truncat
     hook = model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     r = generate(model, prompts, 8, 12, eos=7, seed=2, **truncation)
     hook.remove()
-    running = r.mask.sum(0).tolist()  # before each token
+    running = r.completion_mask.sum(0).tolist()  # before each token
     assert rows[:1] == [3] and running[0] == 24 and 0 < running[-1] < 12
     T = len(running)
     assert rows[1:][:T - 1] == [running[t // every * every] for t in range(1, T)]
     for i in range(24):  # alone, with the noise of its place
         noise = torch.rand(24, 12, generator=torch.Generator().manual_seed(2))[i]
         ids = list(prompts[i // 8])
-        for t in range(int(r.mask[i].sum())):
+        for t in range(int(r.completion_mask[i].sum())):
             p = (logits_by_hand(model, ids)[-1]).softmax(0)
             if truncation:
                 p = torch.where(r.allowed[i, t], p, 0.0)
             token = int((p.cumsum(0) > noise[t] * p.sum()).nonzero()[0])
-            assert int(r.tokens[i, -r.mask.shape[1] + t]) == token
+            assert int(r.tokens[i, -r.completion_mask.shape[1] + t]) == token
             assert float(r.logp[i, t]) == pytest.approx(float((p[token] / p.sum()).log()), abs=1e-5)
             ids.append(token)
 
@@ -229,7 +229,7 @@ def test_ended_rows_are_not_computed_and_change_no_other(every, prompts, truncat
 def test_width_is_that_of_the_longest_completion():
     model = random_gpt(3)  # few tokens, so that all rows end early
     r = generate(model, [[0, 1]], 4, 20, eos=2, seed=1, top_p=0.99)
-    longest = int(r.mask.sum(1).max())
+    longest = int(r.completion_mask.sum(1).max())
     assert longest < 20 and r.allowed.shape == (4, longest, 3)
     assert r.tokens.shape == r.attention_mask.shape == (4, 2 + longest)
 

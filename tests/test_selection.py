@@ -12,7 +12,7 @@ import tracin
 from config import load_settings
 from docs import cosine as picture
 from grpo import Step, collect_target, update
-from model import completion_logprobs
+from sample import completion_logprobs
 from run.script import BadInput, seed_for
 from test_critic import with_critic
 from test_grpo import (PROMPTS, gpt, moved, nets_of, same_weights, sample, settings,
@@ -132,7 +132,7 @@ def averages(gradients, decay):
 
 
 def recorded(influence, batch, cfg):
-    whole = Step(0, ALL_ROWS, 16, int(batch.mask.sum()))
+    whole = Step(0, ALL_ROWS, 16, int(batch.loss_mask.sum()))
     with influence.record(batch, whole, True):
         for positions in grpo.micro_batches(grpo.sort_key(batch, whole, cfg), cfg):
             influence.forward_backward(positions)
@@ -160,7 +160,7 @@ def test_rows_are_scored_against_an_average(target, knobs, monkeypatch):
             coef = torch.ones(16)
             if target == "reward":
                 coef = target_coefficients(target, batch.rewards, batch.advantages)
-                coef = coef * -batch.mask.sum() / batch.advantages
+                coef = coef * -batch.loss_mask.sum() / batch.advantages
             own = coef * g.square().sum(1) * .3 / (1 - .7 ** (seed + 1))
         recorded(nets.influence, batch, cfg)
         found = nets.influence.keep_helpful(held_out, 0, check=True)
@@ -234,9 +234,9 @@ def test_held_out_rollouts_serve_for_several_iterations_times_their_ratio():
     coef = target_coefficients("reward", batch.rewards[rows], batch.advantages[rows])
     logp = completion_logprobs(later, batch.rollout[rows])
     ratio = (logp - batch.rollout.logp[rows]).detach().exp()
-    G = flat_grad((coef[:, None] * ratio * logp * batch.mask[rows]).sum(), later)
+    G = flat_grad((coef[:, None] * ratio * logp * batch.loss_mask[rows]).sum(), later)
     without = flat_grad((coef[:, None] * completion_logprobs(later, batch.rollout[rows])
-                         * batch.mask[rows]).sum(), later)
+                         * batch.loss_mask[rows]).sum(), later)
     g = row_gradients(later, new, cfg)
     step(later, new, cfg, target=(batch, rows), lr=0.0)
     assert close(new.influence, g @ G)

@@ -51,7 +51,7 @@ def test_no_more_is_counted_than_is_allocated(flags, truncates, tiny_settings):
     policy = new_policy(cfg)
     prompt = torch.zeros(50, 1, dtype=torch.long)
     rollout = empty_rollout(prompt, prompt.bool(), 4, T, 0, 300 if truncates else None)
-    tensors = [rollout.tokens, rollout.attention_mask, rollout.mask, rollout.logp, rollout.entropy,
+    tensors = [rollout.tokens, rollout.attention_mask, rollout.completion_mask, rollout.logp, rollout.entropy,
                torch.zeros(N, T), policy.new_cache(cfg.decode_batch_size or N, 1 + T)]
     if truncates:
         tensors.append(rollout.allowed)

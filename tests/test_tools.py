@@ -205,8 +205,8 @@ def test_a_run_calls_and_its_answers_carry_no_loss(world, rows, tmp_path, capsys
     cfg = load_settings(world())
     nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
     r = grpo.collect(nets, nets.prompts[:2], cfg, 0).rollout
-    tokens = r.tokens[:, -r.mask.shape[1]:]
-    forced = r.mask & ~r.chosen
+    tokens = r.tokens[:, -r.completion_mask.shape[1]:]
+    forced = r.completion_mask & ~r.sampled_mask
     spoken = [nets.tokenizer.decode(ids[own].tolist()) for ids, own in zip(tokens, forced)]
     assert spoken.count(" = 2") > 2, f"the calculator's tokens count as the policy's: {spoken}"
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tracin
 from judge.scorer import Scorer, pad_right
-from model import GPT, GPTConfig, add_lora, token_logprobs
+from model import GPT, GPTConfig, add_lora
+from sample import token_logprobs
 from run.device import autocast
 
 

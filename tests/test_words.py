@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig, add_lora, completion_states
+from model import GPT, GPTConfig, add_lora
+from sample import completion_states
 from run.words import Piece, Row, derivative, logprob_changes, pieces_of, places_of, row_alone
 from sample import generate
 from tracin import Tape
@@ -28,13 +29,13 @@ def test_tokens_add_up_to_the_score_of_their_rollout(dtype, lora):
     forced[1:4, 1:4] = torch.tensor([9, 7, 11])
     rollout = generate(policy, [[1, 2, 3, 4, 5], [6]], 3, 8, seed=1, eos=tuple(range(20, 30)),
                        top_k=30, temperature=0.8, forced=forced)
-    lengths = rollout.mask.sum(1)
+    lengths = rollout.completion_mask.sum(1)
     assert len(lengths.unique()) > 1 and not rollout.attention_mask[3, 0]
-    assert (rollout.mask & ~rollout.chosen).any() and not rollout.allowed.all()
+    assert (rollout.completion_mask & ~rollout.sampled_mask).any() and not rollout.allowed.all()
 
-    slope = torch.randn(rollout.mask.shape).to(dtype)
+    slope = torch.randn(rollout.completion_mask.shape).to(dtype)
     with Tape(policy) as tape:
-        tape.rows(6, tokens=rollout.chosen.nonzero()[:, 0])
+        tape.rows(6, tokens=rollout.sampled_mask.nonzero()[:, 0])
         h, targets, allowed, where = completion_states(policy, rollout)
         logits = (policy.lm_head(h) / 0.8).masked_fill(~allowed, -math.inf)
         logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
