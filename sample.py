@@ -28,7 +28,7 @@ class Rollout:
     i // num_generations."""
     tokens: torch.Tensor           # (N, P + T) ids
     attention_mask: torch.Tensor   # (N, P + T) False on the prompt's padding
-    mask: torch.Tensor             # (N, T) True on the completion's tokens, the end token included
+    completion_mask: torch.Tensor  # (N, T) True on the completion's tokens, the end token included
     sampled_mask: torch.Tensor     # (N, T) True on those that the policy drew: none that was forced
     logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 if not sampled
     entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 if not sampled
