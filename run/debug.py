@@ -128,7 +128,7 @@ def print_rewards(batch, cfg, grpo):
     if cfg.critic:
         print_values(batch, cfg)
         return
-    penalty, _ = grpo.kl_penalty(batch.rollout, batch.ref_logp, cfg)
+    penalty = cfg.beta * batch.kl.sum(1).cpu() if cfg.kl_in_reward else 0.0
     rewards = batch.rewards - penalty
     if cfg.kl_in == "reward" and cfg.beta:
         print("  rewards are less beta * KL here")
@@ -168,9 +168,9 @@ def print_loss(nets, cfg, batch, step, loss_of):
         out = loss_of(nets, nets.policy, batch, rows, step, cfg)
         out.total.backward()
         m, = numbers([loss_metrics(out, cfg)])
-        policy_loss += m["policy_loss"]
+        policy_loss += float((out.policy + out.entropy).detach())
         critic_loss += m.get("critic_loss", 0.0)
-        kl_loss += m["loss"] - m["policy_loss"] - m.get("critic_loss", 0.0)
+        kl_loss += float(out.kl.detach())
         chosen = batch.rollout.sampled_mask[rows]
         ratios.append((out.logp.detach() - batch.rollout.logp[rows])[chosen].exp())
     ratio = torch.cat(ratios)
@@ -188,10 +188,12 @@ def print_influence(nets, cfg, prompts, batch, step, grpo):
     """Scores all rows and leaves the gradient of those kept in .grad -> metrics."""
     nets.policy.zero_grad(set_to_none=True)
     influence = nets.influence
-    target = grpo.collect_target(nets, 0, cfg, grpo.collect)
-    with influence.record(batch, step, on_policy=True):
-        for positions in grpo.micro_batches(batch.lengths[step.rows], cfg):
-            influence.forward_backward(positions)
+    target = None
+    if cfg.tracin_val_prompts:
+        target = grpo.collect_target(nets, 0, cfg, grpo.collect)
+    with influence.record(batch, step, fresh=True):
+        for rows in grpo.micro_batches(batch.lengths, step.rows, cfg):
+            influence.forward_backward(rows)
     seed = seed_for(cfg.seed, "rows", 0)
     found = influence.keep_helpful(target, seed_for(seed, "select", 0), check=True)
     check_scores(found, nets, cfg)

@@ -23,7 +23,8 @@ FEWEST_JUDGED = 32      # rows, for a mean that says something
 class Meter:
     """Collects the metrics of an update: of its micro-batches, its steps and its influence."""
 
-    def __init__(self, nets, batch, cfg, log):
+    def __init__(self, nets, batch, cfg, log, first=False):
+        self.first = first          # iteration of a run
         self.nets = nets
         self.batch = batch
         self.cfg = cfg
@@ -70,13 +71,15 @@ class Meter:
         self.first_pass = []
         return [float(x) for x in near[:first]]
 
-    def check_ratio(self, stop):
+    def check_ratio(self):
         """Before the first step trainer and sampler are the same weights: their log-probs must
-        agree. stop: end the run if they do not."""
+        agree. Ends the run in its first iteration if they do not."""
+        if self.steps:
+            return
         if self.rows:
             chosen = self.batch.rollout.sampled_mask[torch.cat(self.rows)]
             self.first_pass += [torch.cat(self.log_ratios), chosen]
-        if not stop:
+        if not self.first:
             return
         self.read()
         logp_diff = all_gather(self.logp_diff)
@@ -96,7 +99,7 @@ class Meter:
         check_scores(found, self.nets, self.cfg)
         self.influence.append(influence_metrics(found, self.nets))
 
-    def add_step(self, grad_norm):
+    def check_finite(self, grad_norm):
         """Ends the run if a number that the step depends on is not finite."""
         moments = [x for state in self.nets.optimizer.state.values() for x in state.values()]
         largest = get_total_norm([*moments, self.old_logp()], math.inf)
@@ -142,8 +145,8 @@ class Meter:
         num_steps = max(1, len(self.steps))
         metrics = mean_over_tokens(micros)
         metrics |= mean_influence(self.influence)
-        if self.batch.kl is not None:
-            metrics["kl"] = self.batch.kl
+        if self.cfg.kl_in_reward:
+            metrics["kl"] = float(self.batch.kl.sum() / self.batch.rollout.sampled_mask.sum())
         metrics["loss"] = sum(loss for loss, _, _ in self.steps) / num_steps
         metrics["policy_loss"] = sum(m["policy_loss"] for m in micros) / num_steps
         metrics["grad_norm"] = sum(norm for _, norm, _ in self.steps) / num_steps
@@ -196,7 +199,7 @@ def loss_metrics(out, cfg):
     if out.kl_by_token is not None:
         metrics["kl"] = (out.kl_by_token * mask).sum() / mask.sum().clamp(min=1)
     metrics["loss"] = out.total.detach()
-    metrics["policy_loss"] = (out.policy + out.entropy).detach()
+    metrics["policy_loss"] = (out.policy + out.kl).detach()     # as TRL
     if cfg.critic:
         metrics["critic_loss"] = out.critic.detach()
     return metrics
@@ -258,8 +261,9 @@ def influence_metrics(found, nets):
         | {f"tracin/target_grad_norm/{names[p]}": sum(half[p] for half in found.halves).norm()
            for p in list(names)[:3]}])[0]
     metrics["tracin/fallback"] = float(found.fallback)
-    if nets.influence.average:
-        metrics["tracin/target_age"] = float(nets.influence.age)
+    metrics["tracin/self_share"] = float(found.self_share)
+    if nets.influence.average.total:
+        metrics["tracin/target_age"] = float(nets.influence.average.age)
     return metrics | target_metrics(found)
 
 
@@ -276,7 +280,7 @@ def target_metrics(found):
     rewards = batch.rewards[rows.to(batch.rewards.device)]
     return {
         "tracin/target_grad_norm": max(first + second + 2 * both, 0.0) ** 0.5,
-        "tracin/target_cosine": both / max((first * second) ** 0.5, 1e-30),
+        "tracin/target_cosine": both / (first * second) ** 0.5 if first * second else math.nan,
         "tracin/target_advantage_min": low,
         "tracin/target_advantage_max": high,
         "tracin/target_rows": len(rows),
@@ -292,6 +296,14 @@ def mean_influence(steps):
     for name, extreme in (("invariant_error", max), ("min_ip", min), ("max_ip", max)):
         metrics[f"tracin/{name}"] = extreme(m[f"tracin/{name}"] for m in steps)
     return metrics
+
+
+def tensors_differing(nets):
+    """Number of tensors in which the reference differs from the policy: 0 right after a copy."""
+    pairs = zip(nets.reference.parameters(), nets.policy.parameters(), strict=True)
+    differing = sum(not torch.equal(r, p) for r, p in pairs)
+    print(f"reference synced: {differing} tensors differ from the policy's (0 right after a copy)")
+    return differing
 
 
 def sampling_metrics(logp_diff):

@@ -295,7 +295,7 @@ def describe_cost(cfg):
         cost = ("2 forwards and 2 backwards, since what is scored of a row is not a multiple of "
                 "its log-prob; mini_batch_size = 0, top_entropy_quantile = 1 and critic = False "
                 "need 1")
-    if cfg.two_parts:
+    if cfg.has_rest:
         cost += ", and 1 backward for the KL and whatever else keeps all rollouts"
     return f"influence on {cfg.tracin}, {cfg.tracin_select} kept{where}: {cost}"
 
