@@ -58,8 +58,7 @@ def token_advantages(rollout, rewards, penalty, cfg):
     values = rollout.values
     chosen = rollout.sampled_mask
     rewards = rewards.to(values.device)
-    if cfg.center_rewards:
-        rewards = rewards - rewards.nanmean()
+    rewards = rewards - rewards.nanmean()   # the values, which start at 0, begin near their mean
     if rollout.value_after is not None:     # what a completion that was cut might still have got
         rewards = rewards + cfg.gae_gamma * rollout.value_after
     by_token = token_rewards(rewards, penalty, chosen)

@@ -5,15 +5,15 @@
 from config.chess import *
 
 out_dir = "out/chess_stockfish"
-max_prompts = 1024      # half of them P:, 0.05 s each for Stockfish
 
 reward_funcs += ("p_engine_best", "p_engine_moves", "p_engine_values")
 reward_weights += (0.5, 0.3, 0.2)
 
 
 def questions(n, seed):
-    """As in config/chess.py; rows of P: have Stockfish's evaluation of every legal move."""
-    return lines.questions(n, seed, history=1, judge=lines.stockfish)
+    """As in config/chess.py; rows of P:, half of them, have Stockfish's evaluation of every legal
+    move, 0.05 s each."""
+    return lines.questions(min(n, 1024), seed, history=1, judge=lines.stockfish)
 
 
 def p_engine_best(prompts, completions, evaluations):
