@@ -11,7 +11,7 @@
 
 # %% [markdown]
 # ## 1. A small world
-# The policy is a GPT of half a million weights. It has read made-up sentences of eight words
+# The policy is a GPT of a million weights. It has read made-up sentences of eight words
 # (`config/lesson.py`), which takes a few seconds the first time. The reward is a rule: the share
 # of the letter e in a completion.
 
@@ -69,8 +69,8 @@ plt.ylabel("rollout")
 picture("2_rollout")
 
 # %% [markdown]
-# White is after the end of a completion. Dark tokens were a surprise: mostly the first letters of
-# a word, since the rest of the word follows from them.
+# White is after the end of a completion. Dark tokens were a surprise: the policy has read
+# many words at that place, or none like this one.
 #
 # **Try:** `python lesson.py --temperature=0.3`. What happens to the surprises, and what will the
 # group then have to compare?
@@ -255,7 +255,7 @@ print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the
 
 plt.figure(figsize=(8, 3))
 plt.bar(range(len(pieces)), [piece.influence for piece in pieces], color=colors[best])
-plt.xticks(range(len(pieces)), [piece.text or "(end)" for piece in pieces], rotation=60)
+plt.xticks(range(len(pieces)), [piece.text or "(end)" for piece in pieces], rotation=45)
 plt.title(f"{prompts[best // G].text!r} -> {texts[best]!r}")
 plt.ylabel("influence")
 picture("9_words")

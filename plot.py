@@ -116,9 +116,14 @@ def draw_study(found):
     return figure
 
 
-def save(figure, file, format):
-    """Writes a Figure: the same bytes for the same runs, whatever the user's matplotlibrc says."""
-    figure.savefig(file, format=format, dpi=192, metadata={"Date": None} if format == "svg" else {})
+def draw(file, format, drawn, *what):
+    """Writes the Figure drawn(*what): the same bytes for the same runs, whatever the user's
+    matplotlibrc says."""
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type")) if format == "svg" else {}
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(LOOK)
+        drawn(*what).savefig(file, format=format, dpi=192, metadata=nothing)
 
 
 def main(argv):
@@ -130,17 +135,14 @@ def main(argv):
     path = options.get("out", os.path.join(folders[0], "curves.png"))
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(LOOK)
-        table = os.path.join(folders[0], "table.json")
-        if os.path.exists(table):
-            figure = draw_study(read_json(table))
-        else:
-            runs = {folder: read_run(folder) for folder in folders}
-            figure = draw_runs(runs, choose_panels(options.get("panels"), runs))
-        with replacing(path) as tmp:
-            save(figure, tmp, path[-3:])
+    table = os.path.join(folders[0], "table.json")
+    if os.path.exists(table):
+        what = draw_study, read_json(table)
+    else:
+        runs = {folder: read_run(folder) for folder in folders}
+        what = draw_runs, runs, choose_panels(options.get("panels"), runs)
+    with replacing(path) as tmp:
+        draw(tmp, path[-3:], *what)
     print(path)
 
 

@@ -7,19 +7,21 @@ from config.quick_test import *
 
 out_dir = "out/lesson"
 policy = "train"
-pretrain_tokens = 150_000
+vocab_size = 4096
+pretrain_tokens = 100_000
 block_size = 32
-max_completion_length = 20
+max_completion_length = 10
 num_prompts = 4
 num_generations = 6
 micro_batch_size = 24
-max_iters = 20
+max_iters = 30
+learning_rate = 5e-4
 beta = 0.0
 
-_WORDS = [group.split() for group in (
-    "the a my", "old green small quiet sweet warm", "cat tree dog queen bird bee",
-    "sees likes finds keeps paints meets", "the a my", "old green small quiet sweet warm",
-    "river street lamp wheel book moon", "here today again between nearby")]
+_WORDS = [group.split() for group in (  # each is one token
+    "the a my", "old green little young free small", "cat dog girl man boy woman",
+    "needs gets takes makes", "the a my", "old red little black free new",
+    "house book school line door home", "here today again between never together")]
 
 
 def texts(n, seed):
