@@ -67,7 +67,7 @@ import torch
 import torch.nn as nn
 
 from config import Settings, load_settings
-from config.check import PARTS
+PARTS = ()
 from data.prompts import draw_prompts
 import grpo
 from grpo import (Batch, collect, gradient_of, loss_of, micro_batches, optimizer_steps,
@@ -99,7 +99,7 @@ def inputs_of(cfg):
     """grpo.read_inputs, with a policy of random weights where the settings would train one."""
     cfg.eval_judge = None       # nothing is evaluated here
     given = read_inputs(cfg)
-    torch.manual_seed(cfg.prepare_seed)
+    torch.manual_seed(0)
     given.base = (given.base or new_policy(cfg)).to(given.device)
     return given
 
@@ -147,10 +147,10 @@ def plain_nets(cfg, given, judge_shape=JUDGE_SHAPE):
 def judge_of(cfg, device, shape):
     """The judge that the settings name; for "train" one of this shape with random weights."""
     if cfg.judge != "train":
-        return load_judge(cfg.judge, device, cfg.judge_label)
-    torch.manual_seed(cfg.prepare_seed)
-    tokenizer = load_tokenizer(cfg.judge_vocab_size)
-    model = scorer.Scorer(GPTConfig(cfg.judge_vocab_size, **shape)).to(device)
+        return load_judge(cfg.judge, device)
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(8192)
+    model = scorer.Scorer(GPTConfig(8192, **shape)).to(device)
 
     def judge(prompts, completions):
         rows = scorer.encode(tokenizer, completions, shape["block_size"])
@@ -781,7 +781,7 @@ def print_ways(seconds):
 # against TRL
 
 GPT2 = dict(
-    vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, judge_vocab_size=50257,
+    vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768,
     num_prompts=16, max_completion_length=128, micro_batch_size=64, learning_rate=1e-6,
     tracin="self")
 SMALL = GPT2 | dict(

@@ -47,7 +47,8 @@ def token_advantages(rollout, rewards, penalty, cfg):
     values = rollout.values
     sampled = rollout.sampled_mask
     rewards = rewards.to(values.device)
-    by_token = token_rewards(rewards - rewards.nanmean(), penalty, sampled)
+    rewards = rewards - rewards.nanmean()   # near the values, which start at 0
+    by_token = token_rewards(rewards, penalty, sampled)
     advantages = gae(by_token, values, sampled, cfg.gae_gamma, cfg.gae_lambda)
     returns = advantages + values
     known = sampled & ~rewards.isnan()[:, None]

@@ -28,6 +28,7 @@ from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
 from sample import concatenate, generate
 
+NUM_SHOWN = 4   # completions that are printed
 AT_ONCE = 256   # completions that are sampled or scored together
 
 
@@ -198,7 +199,7 @@ def main(argv):
     rows = []
     for done, policy in ((0, nets.base), (iteration, trained)):
         measures, first = evaluate(nets, policy, cfg)
-        shown = list(zip(nets.eval_prompts, first))[:cfg.num_shown]
+        shown = list(zip(nets.eval_prompts, first))[:NUM_SHOWN]
         samples = [dict(prompt=prompt.text, completion=text) for prompt, text in shown]
         rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)

@@ -32,6 +32,7 @@ from sample import generate
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+SEED = 0
 BATCH_SIZE = 48  # windows of block_size tokens
 
 
@@ -46,9 +47,9 @@ def get_policy(cfg, splits, device, stop=lambda: False):
     num_tokens = cfg.pretrain_tokens or pretraining_tokens(device)
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
     if "texts" in cfg.functions:
-        texts = made_up_texts(cfg, 1000, cfg.prepare_seed)      # so many tell them from others
+        texts = made_up_texts(cfg, 1000, SEED)      # so many tell them from others
     shape = [getattr(cfg, name) for name in SHAPE]
-    made_of = (texts, shape, num_tokens, cfg.prepare_seed, BATCH_SIZE)
+    made_of = (texts, shape, num_tokens, SEED, BATCH_SIZE)
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
     path = os.path.join(cfg.cache_dir, f"policy-{cfg.n_layer}x{cfg.n_embd}-{key}.pt")
     if os.path.exists(path):
@@ -57,7 +58,7 @@ def get_policy(cfg, splits, device, stop=lambda: False):
     held_out = [text for text, _ in splits["eval_prompts"]]
     if "texts" in cfg.functions:
         texts = enough_texts(cfg, texts, num_tokens)
-        held_out = made_up_texts(cfg, 1000, cfg.prepare_seed + 1)
+        held_out = made_up_texts(cfg, 1000, SEED + 1)
     return pretrain(cfg, path, texts, held_out, num_tokens, device, stop)
 
 
@@ -75,7 +76,7 @@ def enough_texts(cfg, texts, num_tokens):
     """Make up about num_tokens tokens of texts, given a few of them to learn their length from."""
     encoded = load_tokenizer(cfg.vocab_size).encode_ordinary_batch(texts)
     mean_length = sum(len(ids) + 1 for ids in encoded) / len(texts)
-    return made_up_texts(cfg, math.ceil(num_tokens / mean_length), cfg.prepare_seed)
+    return made_up_texts(cfg, math.ceil(num_tokens / mean_length), SEED)
 
 
 def load_policy(cfg):
@@ -140,7 +141,7 @@ def trainable(base, cfg):
     if cfg.lora_rank:
         policy = copy.deepcopy(base, {id(p): p for p in base.parameters()})
         torch.manual_seed(seed_for(cfg.seed, "lora"))
-        add_lora(policy, cfg.lora_rank, cfg.lora_alpha, cfg.lora_layers)
+        add_lora(policy, cfg.lora_rank, cfg.lora_alpha)
     else:
         policy = copy.deepcopy(base).requires_grad_(True)
     if cfg.critic:
@@ -214,7 +215,7 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
     """
     began = time.time()
     tokenizer = load_tokenizer(cfg.vocab_size)
-    stream = token_stream(tokenizer, texts, cfg.prepare_seed, 2 * num_tokens)
+    stream = token_stream(tokenizer, texts, SEED, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)
     if min(len(stream), len(held_out)) <= cfg.block_size:
         raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and "
@@ -222,7 +223,7 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
                        f"{cfg.block_size}")
     # windows of made-up texts begin with a text, as a prompt does; those of comments anywhere
     eot = tokenizer.eot_token if "texts" in cfg.functions else None
-    torch.manual_seed(cfg.prepare_seed)
+    torch.manual_seed(SEED)
     model = new_policy(cfg).to(device)
     dtype = fast_dtype(device)
     num_weights = sum(p.numel() for p in model.parameters())
@@ -230,7 +231,7 @@ def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
           f"{len(texts)} texts, {dtype} on {device}")
 
     def loss_at(step, stream=stream):
-        seed = 1000 * cfg.prepare_seed + step
+        seed = 1000 * SEED + step
         batch = windows(stream, BATCH_SIZE, cfg.block_size, seed, eot).to(device)
         with autocast(device, dtype):
             logits = model.lm_head(model(batch[:, :-1]))  # (B, T, V)

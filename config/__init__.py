@@ -16,10 +16,8 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import json
 import math
 import os
-import re
 import runpy
 import sys
 import textwrap
@@ -42,7 +40,6 @@ class Settings:
     # OMP_NUM_THREADS). Results depend on it; a resumed run keeps its number
     threads: int = 0
     seed: int = 1                     # of prompts and sampling; the evaluation has its own
-    prepare_seed: int = 0             # of the policy and the judges made at first use
     device: str = "auto"              # auto: cuda if there is one, else cpu
     # precision of the forward passes: float32, bfloat16, auto (bfloat16 on cuda from compute
     # capability 8.0, else float32), or fast (also bfloat16 on CPUs that run it faster than float32)
@@ -62,12 +59,7 @@ class Settings:
     # config file's `questions`, else the first words of held-out comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
-    prompt_field: str | None = None     # of a .csv or .jsonl; "a.b" is b inside a; None: text_field
-    min_prompt_toxicity: float = 0.0    # keep the rows of a file whose prompt_toxicity_field is at
-    prompt_toxicity_field: str = "prompt.toxicity"   # least this (RealToxicityPrompts has it)
-    max_prompt_tokens: int = 0          # leave out longer prompts of a file; 0: they are an error
-    max_prompts: int = 0                # draw so many of a file, by prepare_seed; 0: all. Ask
-                                        # `questions` for so many; 0: 4096
+    prompt_field: str | None = None     # of a .csv or .jsonl; None: text_field
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
     # policy train: made by pretrain.py at first use from the config file's `texts`, or else the
@@ -82,16 +74,13 @@ class Settings:
     pretrain_tokens: int = 0            # 0: what this machine does in about four minutes
     lora_rank: int = 0                  # 0: train all weights; else adapters of this rank
     lora_alpha: float = 32.0
-    lora_layers: tuple = ("c_attn", "c_proj", "c_fc")
 
     # judges: `judge` gives the reward, `eval_judge` never touches training
     # train: made by judge/train.py at first use. Else a .pt file, a RoBERTa classifier by folder or
-    # published name, profanity-check (pip install alt-profanity-check), or None: no judge
+    # published name (behind a colon its toxic label: OWNER/NAME:hate), profanity-check (pip
+    # install alt-profanity-check), or None: no judge
     judge: str | None = "train"
-    judge_label: str | None = None      # a classifier's toxic label; None: hate, toxic or toxicity
     eval_judge: str | None = "train"
-    eval_judge_label: str | None = None
-    judge_vocab_size: int = 8192
     judge_tokens: int = 0               # tokens to train each judge on; 0: by machine
     judge_score: str = "logit"          # reward from p(toxic): probability 1 - p, logprob
                                         # log(1 - p), or logit log((1 - p) / p)
@@ -126,14 +115,9 @@ class Settings:
     # critic (critic.py, docs/critic.md)
     critic: bool = False                # a value head gives every token its baseline, as in PPO:
                                         # scale_rewards and the groups have no part in advantages
-    center_rewards: bool = True         # less their mean over the iteration: the values, which
-                                        # start at 0, begin near what they are to become
     gae_gamma: float = 1.0              # discount of later rewards, by token
     gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
     whiten_advantages: bool = True      # to mean 0 and variance 1 over the tokens of an iteration
-    # completions cut at the limit: True: the value after their last token is added to their reward,
-    # as if they went on; False: their reward is all they get
-    bootstrap_truncated_completions: bool = False
     value_coef: float = 0.1             # times the values' loss, half the squared error by token
     value_clip: float | None = None     # values move at most so far from those recorded, in units
                                         # of the reward; None: anywhere
@@ -155,9 +139,8 @@ class Settings:
     entropy_coef: float = 0.0           # times the mean entropy of the tokens, off the loss
     top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
     mask_truncated_completions: bool = False   # completions cut at the limit carry no loss
-    sync_ref_model: bool = False        # every ref_model_sync_steps iterations: reference <-
+    ref_model_sync_steps: int = 0       # every so many iterations (0: never): reference <-
     ref_model_mixup_alpha: float = 0.6  # (1 - alpha) reference + alpha policy. 1: a copy
-    ref_model_sync_steps: int = 512
 
     # step
     num_iterations: int = 1             # passes over the rollouts of an iteration (mu)
@@ -192,7 +175,6 @@ class Settings:
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
-    tracin_layers: tuple = ()           # score parameters with one of these in their name; (): all
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (the fast way); what
                                         # does not fit is contracted with the target's gradient
     tracin_normalizer: str = "all"      # all, kept: divide what is kept by the tokens (or rows) of
@@ -203,7 +185,6 @@ class Settings:
     eval_interval: int = 50             # iterations; 0: only before and after
     num_eval_prompts: int = 64
     num_eval_generations: int = 25      # per prompt, as in RealToxicityPrompts' expected maximum
-    num_shown: int = 4                  # before/after completions printed at the end
     expect_rise: float = 0.0            # end with a verdict: exit code 1 unless the evaluation's
                                         # reward rises by at least this; 0: no verdict
 

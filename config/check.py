@@ -1,13 +1,11 @@
 """What cannot work, refused in one line: the setting, its value, the fix."""
 import math
 
-from model import LORA_LAYERS
 from run.script import BadInput, shown
 
 INF = float("inf")
 LARGEST = 1e38  # what float32 holds, with room for 1 + epsilon_high
 LONGEST = 240  # bytes of a file's name; file systems allow 255, and numbers and endings are added
-PARTS = ("generate", "judge", "reference", "update")                # of compile
 CHOICES = {
     "dtype": ("auto", "fast", "float32", "bfloat16"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -26,23 +24,22 @@ CHOICES = {
     "tracin_normalizer": ("all", "kept", "norm"),
 }
 AT_LEAST = {  # smallest value
-    0: ("max_iters", "top_k", "max_prompt_tokens", "max_prompts", "decode_batch_size",
+    0: ("max_iters", "top_k", "decode_batch_size",
         "epsilon", "epsilon_high", "beta", "entropy_coef", "mini_batch_size", "warmup_iters",
-        "max_grad_norm", "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens",
-        "num_shown", "expect_rise", "weight_decay", "tracin_val_prompts", "tracin_val_size",
+        "max_grad_norm", "eval_interval", "lora_rank", "lora_alpha", "pretrain_tokens", "ref_model_sync_steps",
+        "expect_rise", "weight_decay", "tracin_val_prompts", "tracin_val_size",
         "tracin_memory", "max_turns", "value_coef"),
     1: ("save_interval", "num_prompts", "max_completion_length", "num_iterations",
-        "micro_batch_size", "ref_model_sync_steps", "num_eval_prompts", "num_eval_generations",
+        "micro_batch_size", "num_eval_prompts", "num_eval_generations",
         "vocab_size", "n_layer", "n_head", "n_embd", "num_generations"),
     2: ("block_size",),
     1e-6: ("temperature", "sapo_temperature_neg", "sapo_temperature_pos"),
 }
 BETWEEN = {
-    (0, 1): ("top_p", "min_p", "min_prompt_toxicity", "top_entropy_quantile",
+    (0, 1): ("top_p", "min_p", "top_entropy_quantile",
              "ref_model_mixup_alpha", "adam_beta1", "adam_beta2", "tracin_fraction", "force_rate",
              "gae_gamma", "gae_lambda", "tracin_target_ema"),
-    (257, 50257): ("judge_vocab_size",),
-    (0, 2 ** 62): ("seed", "prepare_seed"),
+    (0, 2 ** 62): ("seed",),
     (0, 1024): ("threads",),
     (0, 10 ** 9): ("judge_tokens",),    # batches are drawn ahead
 }
@@ -128,11 +125,7 @@ def check_rows(cfg):
 
 
 def check_parts(cfg):
-    """The parts that tuples name, and the policy's heads."""
-    if not all(type(part) is str for part in cfg.tracin_layers):
-        raise BadInput(f"tracin_layers = {cfg.tracin_layers}: must be parts of parameters' names")
-    if not cfg.lora_layers or not all(layer in LORA_LAYERS for layer in cfg.lora_layers):
-        raise BadInput(f"lora_layers = {cfg.lora_layers}: must be some of {LORA_LAYERS}")
+    """The policy's heads."""
     if cfg.n_embd % cfg.n_head and cfg.policy == "train":  # a published model may differ
         raise BadInput(f"n_embd = {cfg.n_embd} is not a multiple of n_head = {cfg.n_head}")
 
@@ -159,9 +152,9 @@ def check_loss(cfg):
         raise BadInput(
             "zero_std_groups = 'drop' with multi_objective_aggregation = 'normalize_then_sum': "
             "rewards of equal sums can differ; set zero_std_groups = 'keep'")
-    if cfg.sync_ref_model and cfg.beta == 0:
-        raise BadInput(
-            "sync_ref_model = True with beta = 0: there is no reference to sync; set beta above 0")
+    if cfg.ref_model_sync_steps and cfg.beta == 0:
+        raise BadInput(f"ref_model_sync_steps = {cfg.ref_model_sync_steps} with beta = 0: there is "
+                       "no reference to sync; set beta above 0")
 
 
 def check_critic(cfg):
@@ -170,9 +163,6 @@ def check_critic(cfg):
     if not cfg.critic and cfg.num_generations == 1:
         raise BadInput("num_generations = 1: must be at least 2, since the group is the baseline; "
                        "or set critic = True")
-    if not cfg.critic and cfg.bootstrap_truncated_completions:
-        raise BadInput("bootstrap_truncated_completions = True: there is no value to bootstrap "
-                       "from; set critic = True")
     if not cfg.critic:
         return
     only = dict(importance_sampling_level="token", zero_std_groups="keep",
@@ -184,9 +174,6 @@ def check_critic(cfg):
         if getattr(cfg, name) != value:
             raise BadInput(f"{name} = {getattr(cfg, name)!r} with critic = True: {why[name]}; set "
                            f"{name} = {value!r}")
-    if cfg.bootstrap_truncated_completions and cfg.mask_truncated_completions:
-        raise BadInput("bootstrap_truncated_completions with mask_truncated_completions: what "
-                       "carries no loss needs no value; unset one of them")
 
 
 def check_influence(cfg):

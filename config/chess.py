@@ -23,7 +23,6 @@ dtype = "fast"
 
 max_iters = 60
 eval_interval = 30
-max_prompts = 1500      # four fifths for training; half of them A:
 num_prompts = 32
 num_generations = 8
 # 6e-4 from the first step, 16 prompts and beta 0.02 unlearned A: three of four exact answers
@@ -45,4 +44,4 @@ def texts(n, seed):
 
 def questions(n, seed):
     """Positions of other random games, with what completions of A: and P: are judged by."""
-    return chess.questions(n, seed, _HISTORY)
+    return chess.questions(min(n, 1500), seed, _HISTORY)    # half of them A:

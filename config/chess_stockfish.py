@@ -6,12 +6,12 @@ from config.chess import *
 from tasks.chess import p_engine_best, p_engine_moves, p_engine_values
 
 out_dir = "out/chess_stockfish"
-max_prompts = 1024      # half of them P:, 0.05 s each for Stockfish
 
 reward_funcs += ("p_engine_best", "p_engine_moves", "p_engine_values")
 reward_weights += (0.5, 0.3, 0.2)
 
 
 def questions(n, seed):
-    """As in config/chess.py; rows of P: have Stockfish's evaluation of every legal move."""
-    return chess.questions(n, seed, history=1, judge=chess.stockfish)
+    """As in config/chess.py. Rows of P:, half of them, have Stockfish's evaluation of every legal
+    move, 0.05 s each."""
+    return chess.questions(min(n, 1024), seed, history=1, judge=chess.stockfish)

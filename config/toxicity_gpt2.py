@@ -4,17 +4,15 @@
 #     python grpo.py config/toxicity_gpt2.py
 # The first start downloads 0.5 GB of gpt2, 0.5 GB for each judge and 0.07 GB of prompts into the
 # cache of huggingface_hub (HF_HOME says where). docs/published-models.md says what has been tried.
+import json
+
+from hub.fetch import fetch as _fetch
+
 out_dir = "out/toxicity_gpt2"
 policy = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl, distilgpt2
-judge = "facebook/roberta-hate-speech-dynabench-r4-target"
-judge_label = "hate"
+judge = "facebook/roberta-hate-speech-dynabench-r4-target:hate"
 # this revision has its weights as safetensors; the main branch has a pickle only
-eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2"
-eval_judge_label = "toxicity"
-prompts = "datasets/allenai/real-toxicity-prompts/prompts.jsonl"
-prompt_field = "prompt.text"
-min_prompt_toxicity = 0.3
-max_prompt_tokens = 24
+eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2:toxicity"
 
 # Memory: about 7 GB, counted (run/peak.py) and not measured on a GPU. Tensors only: torch's
 # allocator and CUDA's context come on top. The most is alive when the backward of 64 rows of 54
@@ -39,3 +37,12 @@ scale_rewards = "batch"
 learning_rate = 1e-5
 warmup_iters = 20
 beta = 0.04
+
+
+def questions(n, seed):
+    """The first n prompts of RealToxicityPrompts with a toxicity of 0.3 or more."""
+    folder = _fetch("datasets/allenai/real-toxicity-prompts", ["prompts.jsonl"])
+    with open(f"{folder}/prompts.jsonl", encoding="utf-8") as f:
+        prompts = [json.loads(line)["prompt"] for line in f]
+    toxic = [prompt for prompt in prompts if (prompt["toxicity"] or 0) >= 0.3]
+    return [{"text": prompt["text"]} for prompt in toxic[:n]]

@@ -16,6 +16,8 @@ from hub.fetch import fetch
 from run.files import read_rows, read_text
 from run.script import BadInput, seed_for, shown
 
+SEED = 0    # of what a config file makes up
+
 
 class Prompt(NamedTuple):
     text: str
@@ -35,7 +37,6 @@ def load_prompts(cfg, tokenizer, splits):
     if limit < 1:
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: leaves no room for a "
                        f"prompt in block_size = {cfg.block_size}")
-    check_file_settings(cfg)
 
     if cfg.prompts:
         train = prompts_of_file(cfg.prompts, cfg, tokenizer, limit)
@@ -80,19 +81,6 @@ def draw_prompts(prompts, it, num_prompts, seed):
     return drawn
 
 
-def check_file_settings(cfg):
-    """Raise BadInput for a setting that selects from a file of prompts when there is no file."""
-    if cfg.prompts or cfg.eval_prompts:
-        return
-    if cfg.max_prompts and "questions" in cfg.functions:
-        return
-    for name in ("prompt_field", "min_prompt_toxicity", "max_prompt_tokens", "max_prompts"):
-        value = getattr(cfg, name)
-        if value:
-            raise BadInput(f"{name} = {value!r}: applies to a file of prompts only; "
-                           "set prompts or eval_prompts")
-
-
 def split_prompts(prompts):
     """Hold out every fifth prompt of a single file, by a hash of its text -> (train, held out)."""
     train = [prompt for prompt in prompts if seed_for(prompt.text) % 5]
@@ -126,28 +114,26 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
 # --------------------------------------------------------------------------------------------------
 # from a function
 
-NUM_QUESTIONS = 4096    # where max_prompts does not say how many
+NUM_QUESTIONS = 4096
 
 
 def prompts_of_questions(cfg, tokenizer, limit):
     """Return the prompts that the config file makes up, in its order.
 
-    Its function questions(n, seed) returns n rows: dicts with the prompt's "text" and whatever else
-    rewards ask for. Raises BadInput for anything else.
+    Its function questions(n, seed) returns at most n rows: dicts with the prompt's "text" and
+    whatever else rewards ask for. Raises BadInput for anything else.
     """
-    n = cfg.max_prompts or NUM_QUESTIONS
-    rows = cfg.functions["questions"](n, cfg.prepare_seed)
-    if not isinstance(rows, list) or len(rows) != n:
-        raise BadInput(f"questions({n}, seed) returned {shown(rows)}: must be a list of {n} rows")
+    rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
+    if not isinstance(rows, list) or len(rows) > NUM_QUESTIONS:
+        raise BadInput(f"questions({NUM_QUESTIONS}, {SEED}) returned {shown(rows)}: must be a list "
+                       f"of at most {NUM_QUESTIONS} rows")
     found = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("text"), (str, list)):
             raise BadInput(f"questions: row {number} is {shown(row)}: must be a dict with the "
                            "prompt as \"text\"")
-        prompt = read_prompt(tokenizer, row["text"], row, f"questions: row {number}")
-        found.append((number, prompt))
-    check_found("questions", found, cfg, limit)
-    return [prompt for _, prompt in found]
+        found.append(read_prompt(tokenizer, row["text"], row, f"questions: row {number}"))
+    return fitting("questions", found, limit)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -155,46 +141,22 @@ def prompts_of_questions(cfg, tokenizer, limit):
 
 
 def prompts_of_file(path, cfg, tokenizer, limit):
-    """Return the prompts that the settings select from a file."""
+    """Return the prompts of a file."""
     path = find_file(path)
     read = read_lines if path.endswith(".txt") else read_table
-    found = [(number, read_prompt(tokenizer, content, row, f"{path}: row {number}"))
+    found = [read_prompt(tokenizer, content, row, f"{path}: row {number}")
              for number, content, row in read(path, cfg)]
-    if cfg.max_prompt_tokens:
-        found = drop_long(path, found, min(cfg.max_prompt_tokens, limit))
-    if 0 < cfg.max_prompts < len(found):
-        rng = random.Random(seed_for("prompts", cfg.prepare_seed))
-        found = rng.sample(found, cfg.max_prompts)
-    check_found(path, found, cfg, limit)
-    return [prompt for _, prompt in found]
+    return fitting(path, found, limit)
 
 
-def drop_long(path, found, most):
-    """Keep those of (number, Prompt) with 1 to `most` tokens and print how many are left out."""
-    fitting = [(number, prompt) for number, prompt in found if 1 <= len(prompt.ids) <= most]
-    num_dropped = len(found) - len(fitting)
-    if num_dropped:
-        print(f"{path}: {num_dropped} of {len(found)} prompts are empty or longer than {most} "
-              "tokens and are left out")
-    return fitting
-
-
-def check_found(path, found, cfg, limit):
-    """Raise BadInput when no prompt is left, or when one is empty or too long."""
-    if not found:
-        wanted = ""
-        if cfg.min_prompt_toxicity > 0:
-            wanted += f" with {cfg.prompt_toxicity_field} of {cfg.min_prompt_toxicity} or more"
-        if cfg.max_prompt_tokens:
-            wanted += f" of at most {cfg.max_prompt_tokens} tokens"
-        raise BadInput(f"{path}: holds no prompts{wanted}")
-    for number, prompt in found:
-        n = len(prompt.ids)
-        if not 1 <= n <= limit:
-            room = (f"block_size {cfg.block_size} less max_completion_length "
-                    f"{cfg.max_completion_length}")
-            raise BadInput(f"{path}: prompt {number} has {n} tokens: must be 1 to {limit} ({room})"
-                           "; max_prompt_tokens leaves longer ones out")
+def fitting(path, prompts, limit):
+    """Keep the prompts of 1 to `limit` tokens and print how many are left out."""
+    fit = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
+    left_out = len(prompts) - len(fit)
+    if left_out:
+        print(f"{path}: {left_out} of {len(prompts)} prompts are empty or longer than {limit} "
+              "tokens (block_size - max_completion_length) and are left out")
+    return fit
 
 
 # --------------------------------------------------------------------------------------------------
@@ -217,43 +179,26 @@ def find_file(path):
 
 def read_lines(path, cfg):
     """Read a .txt file of one prompt a line -> list of (line number, text, row)."""
-    if cfg.min_prompt_toxicity > 0:
-        raise BadInput(f"min_prompt_toxicity = {cfg.min_prompt_toxicity}: {path} holds no "
-                       "toxicity; set it to 0, or give a .csv or .jsonl file")
     lines = read_text(path).splitlines()
     return [(number, text, {"text": text}) for number, text in enumerate(lines, 1)]
 
 
 def read_table(path, cfg):
-    """Read the toxic enough rows of a .csv or .jsonl file -> list of (number, content, row).
+    """Read a .csv or .jsonl file -> list of (number, content, row).
 
     The content is the text of the prompt, or its list of messages.
     """
+    name = cfg.prompt_field or cfg.text_field
     numbered = []
     for number, row in enumerate(read_rows(path), 1):
         where = f"{path}: row {number}"
-        if is_toxic_enough(row, cfg, where):
-            name = cfg.prompt_field or cfg.text_field
-            content = field_of(row, name, where)
-            if content is None:
-                raise BadInput(f"{where} has nothing in its field {name!r}")
-            if not isinstance(content, list):
-                content = as_text(content, name, where)
-            numbered.append((number, content, row))
+        content = field_of(row, name, where)
+        if content is None:
+            raise BadInput(f"{where} has nothing in its field {name!r}")
+        if not isinstance(content, list):
+            content = as_text(content, name, where)
+        numbered.append((number, content, row))
     return numbered
-
-
-def is_toxic_enough(row, cfg, where):
-    """Tell whether a row's toxicity is at least min_prompt_toxicity; at 0 it is not even read."""
-    if cfg.min_prompt_toxicity <= 0:
-        return True
-    name = cfg.prompt_toxicity_field
-    value = field_of(row, name, where)
-    try:
-        toxicity = float(value or 0)  # RealToxicityPrompts has null where its classifier failed
-    except (TypeError, ValueError, OverflowError):
-        raise BadInput(f"{where} has {name} = {shown(value)}: must be a number")
-    return toxicity >= cfg.min_prompt_toxicity
 
 
 def field_of(row, name, where):

@@ -25,18 +25,25 @@ from judge.scorer import finished, load_scorer, says_nothing
 from run.script import BadInput
 
 
-def load_judge(path, device="cpu", label=None):
+def load_judge(path, device="cpu"):
     """Load the judge at `path`.
 
     path is a .pt file of judge/train.py, the folder or published name of a RoBERTa classifier,
-    whose toxic label `label` names, or "profanity-check". Raises BadInput when it is none of these.
+    perhaps with its toxic label behind a colon, or "profanity-check". Raises BadInput when it is none of these.
     The judge itself raises BadInput for a score that is not finite.
     """
     if path == "profanity-check":
         return load_profanity_check()
     if path.endswith(".pt"):
         return load_scorer(path, device)
-    return load_roberta(path, device, label)
+    name, label = split_label(path)
+    return load_roberta(name, device, label)
+
+
+def split_label(judge):
+    """"OWNER/NAME:LABEL" -> (name, label); the label is None where none is named."""
+    name, colon, label = judge.rpartition(":")
+    return (name, label) if colon else (judge, None)
 
 
 def load_profanity_check():

@@ -89,8 +89,8 @@ def find_label(name, labels, label):
     else:
         fitting = [i for i, text in enumerate(labels) if text == label]
     if len(fitting) != 1:
-        raise BadInput(f"judge {name}: judge_label = {label!r}: say which of its labels is the "
-                       f"toxic one: {', '.join(labels)}")
+        raise BadInput(f"judge {name}: label {label!r}: say which of its labels is the toxic "
+                       f"one, as {name}:LABEL: {', '.join(labels)}")
     return fitting[0]
 
 

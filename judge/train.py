@@ -26,7 +26,9 @@ from run.fit import fit
 from run.script import BadInput, interrupts, run_script
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
+VOCAB_SIZE = 8192
 BATCH_SIZE = 64  # comments
+SEED = 0
 HALVES = {"judge": "judge_a", "eval_judge": "judge_b"}  # the split that each one is trained on
 
 
@@ -38,17 +40,16 @@ def get_judges(cfg, splits, device, stop=lambda: False):
     judges = {}
     for role, half in HALVES.items():
         path = getattr(cfg, role)
-        label = getattr(cfg, role + "_label")
         if path is None:
             continue
         if path == "train":
             path = prepare_judge(half, cfg, splits, device, stop)
-        if role == "eval_judge" and (path, label) == (cfg.judge, cfg.judge_label):
+        if role == "eval_judge" and path == cfg.judge:
             print(f"note: eval_judge is the judge that gives the reward, {path}: "
                   "it is no independent check")
             judges[role] = judges["judge"]
         else:
-            judges[role] = load_judge(path, device, label)
+            judges[role] = load_judge(path, device)
     return judges
 
 
@@ -57,19 +58,19 @@ def check_judges(cfg):
     for role in HALVES:
         path = getattr(cfg, role)
         if path not in (None, "train"):
-            load_judge(path, label=getattr(cfg, role + "_label"))
+            load_judge(path)
 
 
 def prepare_judge(name, cfg, splits, device, stop):
     """Train the judge `name` into cfg.cache_dir unless it is there already -> path of its file."""
     num_tokens = cfg.judge_tokens or judge_training_tokens(device)
-    key = key_of_judge(tuple(splits[name]), cfg.judge_vocab_size, num_tokens, cfg.prepare_seed)
+    key = key_of_judge(tuple(splits[name]), VOCAB_SIZE, num_tokens, SEED)
     path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
     if os.path.exists(path):
         print(describe(name, load_file(path, "judge")) + f", {path}")
     else:
         held_out = splits["train_prompts"] + splits["eval_prompts"]
-        comments = even_lengths(splits[name], cfg.prepare_seed)
+        comments = even_lengths(splits[name], SEED)
         train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
     return path
 
@@ -94,18 +95,18 @@ def train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop):
     """Train a Scorer on comments for about num_tokens tokens, test it on held_out and save it."""
     began = time.time()
     check_comments(name, comments, held_out)
-    tokenizer = load_tokenizer(cfg.judge_vocab_size)
+    tokenizer = load_tokenizer(VOCAB_SIZE)
     rows = encode(tokenizer, [text for text, _ in comments], SHAPE["block_size"])
     labels = torch.tensor([label for _, label in comments], device=device)
 
     tokens_per_batch = BATCH_SIZE * sum(map(len, rows)) / len(rows)
     steps = max(1, round(num_tokens / tokens_per_batch))
-    batches = length_batches(rows, BATCH_SIZE, cfg.prepare_seed)
+    batches = length_batches(rows, BATCH_SIZE, SEED)
     while len(batches) < steps:
-        batches += length_batches(rows, BATCH_SIZE, cfg.prepare_seed + len(batches))
+        batches += length_batches(rows, BATCH_SIZE, SEED + len(batches))
 
-    torch.manual_seed(cfg.prepare_seed)
-    model = Scorer(GPTConfig(vocab_size=cfg.judge_vocab_size, **SHAPE)).to(device)
+    torch.manual_seed(SEED)
+    model = Scorer(GPTConfig(vocab_size=VOCAB_SIZE, **SHAPE)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98),
                                   weight_decay=0.01, fused=True)
 

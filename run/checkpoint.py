@@ -77,7 +77,7 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     save_file(
         new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
         policy=nets.policy.state_dict(), optimizer=nets.optimizer.state_dict(),
-        reference=nets.reference.state_dict() if cfg.sync_ref_model else None,
+        reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
         influence=nets.influence.state() if nets.influence else None,
         settings=cfg.public(), source=cfg.source, prompts=prompts_read(nets),
         random=random_state(nets.device),
@@ -160,7 +160,7 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
     load_weights(path, nets.policy, content["policy"])
     groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
     nets.optimizer.load_state_dict(content["optimizer"] | {"param_groups": groups})
-    if cfg.sync_ref_model:
+    if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
     if nets.influence and content["influence"]:
         nets.influence.load_state(content["influence"])

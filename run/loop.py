@@ -18,6 +18,9 @@ from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts
 
 
+NUM_SHOWN = 4   # completions of an evaluation that are kept and printed
+
+
 class Run:
     """evaluate(nets, policy, cfg) measures a policy, print_table(rows) compares evaluations.
 
@@ -134,7 +137,7 @@ class Run:
         measures, first = self.evaluate(self.nets, self.nets.policy, self.cfg)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
-        shown = zip(self.nets.eval_prompts[:self.cfg.num_shown], first)
+        shown = zip(self.nets.eval_prompts[:NUM_SHOWN], first)
         samples = [dict(prompt=prompt.text, completion=completion) for prompt, completion in shown]
         row = dict(iteration=iteration, **measures, samples=samples)
         append_rows(self.folder, "eval.jsonl", [row])

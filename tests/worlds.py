@@ -1,0 +1,279 @@
+"""
+Tiny worlds that the tests share, built within the process: random models and what they compute by
+hand, prompts and a tokenizer, settings, Nets, batches, comments, and how to read a refusal.
+
+Two worlds to train in. Numbers: 12 tokens, a text is its tokens in words, "3 1 4", token 0 ends a
+completion. Words: the tokenizer of the default job cut to 300 tokens, four English prompts.
+"""
+import contextlib
+import copy
+import csv
+import io
+import json
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import grpo
+from config import load_settings
+from data.prompts import Prompt
+from data.tokenizer import load_tokenizer
+from model import GPT, GPTConfig, add_lora
+from run.build import build
+
+# ------------------------------------------------------------------------------------------------
+# random models, and their logits by hand
+
+SHAPES = {
+    "gpt2": {},
+    "llama": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=2, tied=False, bias=False,
+                  rope_scaling=(8.0, 0.5, 2.0, 16)),
+    "qwen3": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=1, qk_norm=True, head_dim=16),
+    "neo": dict(window=4, local_layers=(1,), attn_scale=1.0, qkv_bias=False, exact_gelu=True)}
+
+
+def shaken(model, size=0.2, seed=5):
+    """The model with noise on every weight, so that none has its first value."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += size * torch.randn(p.shape, generator=generator)
+    return model
+
+
+def random_gpt(vocab_size=50, seed=0, **shape):
+    """A GPT whose next token is neither certain nor uniform. shape: fields of GPTConfig."""
+    torch.manual_seed(seed)
+    shape = dict(block_size=24, n_layer=2, n_head=4, n_embd=32) | shape
+    return shaken(GPT(GPTConfig(vocab_size, **shape)), seed=seed)
+
+
+def random_ids(B, T, vocab_size=50, seed=1):
+    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def with_lora(model, rank=3, alpha=6.0, seed=5):
+    """A copy with adapters that do something."""
+    adapted = add_lora(copy.deepcopy(model), rank, alpha)
+    torch.manual_seed(seed)
+    for name, p in adapted.named_parameters():
+        if name.endswith("B.weight"):
+            nn.init.normal_(p, std=0.2)
+    return adapted
+
+
+def logits_by_hand(model, ids):
+    """Logits (T, V) of one list of ids by a GPT of any family, in float64, a head and a position at
+    a time, without a mask or a cache."""
+    w = {name: x.detach().double() for name, x in model.state_dict().items()}
+    return hidden_by_hand(model, ids) @ w.get("lm_head.weight", w["wte.weight"]).T
+
+
+def hidden_by_hand(model, ids):
+    """Final hidden states (T, C); see logits_by_hand."""
+    c = model.config
+    w = {name: x.detach().double() for name, x in model.state_dict().items()}
+    T = len(ids)
+    nkv = c.n_kv_head or c.n_head
+    hs = c.head_dim or c.n_embd // c.n_head
+
+    def linear(x, name):
+        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
+
+    def norm(x, name):
+        if not c.rms:
+            x = x - x.mean(-1, keepdim=True)
+        scale = (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt()
+        return x / scale * w[name + ".weight"] + w.get(name + ".bias", 0)
+
+    def head(x, j, name):
+        """Queries or keys (T, hs) of head j, normalised and turned."""
+        x = x[:, j * hs:(j + 1) * hs]
+        if c.qk_norm:
+            x = norm(x, name)
+        return torch.stack([turned(x[t], t, c) for t in range(T)]) if c.rope_base else x
+
+    x = w["wte.weight"][torch.tensor(ids)]
+    if not c.rope_base:
+        x = x + w["wpe.weight"][:T]
+    for i in range(c.n_layer):
+        attn = f"h.{i}.attn."
+        q, k, v = linear(norm(x, f"h.{i}.ln_1"), attn + "c_attn").split(
+            [c.n_head * hs, nkv * hs, nkv * hs], -1)
+        heads = []
+        for j in range(c.n_head):
+            shared = j * nkv // c.n_head
+            score = head(q, j, attn + "q_norm") @ head(k, shared, attn + "k_norm").T
+            score = score * (c.attn_scale or 1 / math.sqrt(hs))
+            for t in range(T):
+                far = t - c.window if i in c.local_layers else -1
+                hidden = [s for s in range(T) if s <= far or c.causal and s > t]
+                score[t, hidden] = -math.inf
+            heads.append(score.softmax(-1) @ v[:, shared * hs:(shared + 1) * hs])
+        x = x + linear(torch.cat(heads, -1), attn + "c_proj")
+        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        if c.swiglu:
+            gate, y = y.chunk(2, -1)
+            y = gate * gate.sigmoid() * y
+        else:
+            y = F.gelu(y, approximate="none" if c.exact_gelu else "tanh")
+        x = x + linear(y, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f")
+
+
+def turned(x, t, c):
+    """A head's vector (hs,) at position t with rotary positions, a pair of channels at a time."""
+    half = len(x) // 2
+    out = torch.zeros_like(x)
+    for i in range(half):
+        frequency = c.rope_base ** (-i / half)
+        if c.rope_scaling:
+            factor, low, high, positions = c.rope_scaling
+            turns = positions * frequency / (2 * math.pi)   # in the context it was trained with
+            smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+            frequency = frequency * (smooth + (1 - smooth) / factor)
+        z = complex(x[i], x[i + half]) * complex(math.cos(t * frequency), math.sin(t * frequency))
+        out[i], out[i + half] = z.real, z.imag
+    return out
+
+
+# ------------------------------------------------------------------------------------------------
+# the world of numbers
+
+END = 0
+PROMPTS = [Prompt("2 3", [2, 3], {}), Prompt("5 1 4 1", [5, 1, 4, 1], {})]  # the first is padded
+TOKENIZER = SimpleNamespace(
+    eot_token=END, n_vocab=12, decode=lambda ids: " ".join(map(str, ids)),
+    encode_ordinary=lambda text: [int(word) for word in text.split()],
+    decode_single_token_bytes=lambda i: f" {i}".encode())
+
+
+def number_gpt():
+    """Weights large enough that tokens differ in probability."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn_like(p)
+    return model
+
+
+def mean_token(prompts, completions):
+    """A reward that differs between completions, and by hundreds between prompts."""
+    rewards = []
+    for prompt, text in zip(prompts, completions):
+        tokens = [int(word) for word in text.split()]
+        rewards.append(100.0 * len(prompt) + sum(tokens) / (len(tokens) + 1))
+    return rewards
+
+
+def letters(prompts, completions):
+    """A reward that looks random and is not."""
+    return [sum(map(ord, text)) % 101 / 101 for text in completions]
+
+
+def settings(functions=letters, weights=None, **knobs):
+    """Settings for either world. functions: a reward, or {name: reward} with their weights."""
+    if callable(functions):
+        functions = {"reward": functions}
+    knobs = dict(num_prompts=2, num_generations=6, max_completion_length=5, block_size=32,
+                 max_grad_norm=0, vocab_size=300) | knobs
+    cfg = load_settings([f"--{name}={value}" for name, value in knobs.items()])
+    return replace(cfg, judge=None, eval_judge=None, functions=functions,
+                   reward_funcs=tuple(functions), reward_weights=weights).check()
+
+
+def nets_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01,
+            optimizer=None, device="cpu"):
+    """Nets as grpo.py works with, around this very policy. The optimizer is SGD, so that a step
+    goes straight down the gradient."""
+    given = SimpleNamespace(
+        device=torch.device(device), dtype=torch.float32, tokenizer=tokenizer, prompts=prompts,
+        eval_prompts=prompts, val_prompts=prompts)
+    policy = policy or number_gpt()
+    nets = build(cfg, given, copy.deepcopy(reference or policy), {}, grpo)
+    if not cfg.lora_rank and not cfg.critic:
+        nets.policy = nets.policy_fn = policy.to(given.device).requires_grad_(True)
+        nets.trained = list(policy.parameters())
+    nets.optimizer = optimizer or torch.optim.SGD(nets.trained, lr=lr)
+    return nets
+
+
+def world(cfg, seed=1, **more):
+    """Nets, and a Batch that they have sampled."""
+    nets = nets_of(cfg, **more)
+    return nets, grpo.collect(nets, nets.prompts, cfg, seed)
+
+
+# ------------------------------------------------------------------------------------------------
+# the world of words
+
+WORDS = load_tokenizer(300)
+WORD_PROMPTS = [Prompt(text, WORDS.encode_ordinary(text), {"text": text})
+                for text in ("I am", "you are so", "what", "the end of it")]
+
+
+def word_gpt(seed=0, end=4.0):
+    """The larger `end`, the likelier the end token."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32))
+    with torch.no_grad():
+        model.wte.weight *= 7
+        towards = model.wte.weight[WORDS.eot_token]
+        model.ln_f.bias += end * towards / towards.norm()
+    return model
+
+
+# ------------------------------------------------------------------------------------------------
+# comments, files, refusals
+
+SENTENCE = [group.split() for group in (
+    "a the my your", "green small quiet warm old", "garden river cat kettle window",
+    "likes sees finds paints hears", "the this our", "bright round soft",
+    "train song book lamp cake")]
+
+
+def sentence(rng, toxic):
+    """Seven harmless words; the made-up bad word is "grumble"."""
+    words = [rng.choice(group) for group in SENTENCE]
+    for i in rng.sample(range(1, len(words)), 2 * toxic):
+        words[i] = "grumble"
+    return " ".join(words)
+
+
+def write_comments(path, count, label=lambda i: int(i % 3 == 0), seed=0):
+    """A CSV of `count` comments; those labelled 1 hold the bad word."""
+    rng = random.Random(seed)
+    with open(path, "w", newline="") as f:
+        rows = csv.writer(f)
+        rows.writerow(["text", "is_offensive"])
+        rows.writerows([sentence(rng, label(i)), label(i)] for i in range(count))
+    return str(path)
+
+
+def read_rows(path):
+    """Rows of a .jsonl file."""
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def refusal(function, *args, **kwargs):
+    """The one line with which a function refuses: of a BadInput, another ValueError, SystemExit."""
+    with pytest.raises((SystemExit, ValueError)) as caught:
+        function(*args, **kwargs)
+    text = str(caught.value)
+    assert text and "\n" not in text.strip(), f"more than one line: {text}"
+    return text
+
+
+def printed(function, *args, **kwargs):
+    """What a call prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(*args, **kwargs)
+    return out.getvalue()
