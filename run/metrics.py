@@ -17,11 +17,12 @@ from tracin import inner, invariant_error
 class Meter:
     """Collects the metrics of an update: of its micro-batches, its steps and its influence."""
 
-    def __init__(self, nets, batch, cfg, log):
+    def __init__(self, nets, batch, cfg, log, first=False):
         self.nets = nets
         self.batch = batch
         self.cfg = cfg
         self.log = log
+        self.first = first          # iteration of a run
         T = batch.loss_mask.shape[1]
         self.prompt_lengths = batch.rollout.attention_mask[:, :-T].sum(1)           # (N,)
         self.micro_batches = []     # {name: tensor ()}
@@ -30,11 +31,7 @@ class Meter:
         self.log_ratios = []        # of the first pass (n, T): trainer's log-probs less sampler's
         self.sampled = []           # (n, T) tokens that these speak of
 
-    def begin_step(self, fresh, stop):
-        """fresh: the policy is still the one that sampled. stop: end the run if it then does not
-        agree with the sampler."""
-        self.fresh = fresh
-        self.stop = stop
+    def begin_step(self):
         self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.loss_mask.device)
 
     @torch.no_grad()
@@ -47,7 +44,7 @@ class Meter:
         metrics["positions"] = len(rows) * (prompts.max() + completions.max())
         self.micro_batches.append(metrics)
         self.loss += metrics["loss"]
-        if self.fresh:
+        if not self.steps:          # the policy is still the one that sampled
             self.log_ratios.append(loss.logp - loss.batch.rollout.logp)
             self.sampled.append(loss.batch.rollout.sampled_mask)
         self.log.loss(loss)
@@ -62,8 +59,8 @@ class Meter:
 
     def check_ratio(self):
         """Before the first step trainer and sampler are the same weights: their log-probs must
-        agree."""
-        logp_diff = self.logp_diff() if self.fresh and self.stop else []
+        agree. Ends the run in its first iteration if they do not."""
+        logp_diff = self.logp_diff() if self.first and not self.steps else []
         if len(logp_diff) == 0:
             return
         gap, bound = gap_of(logp_diff, self.nets.dtype)
@@ -124,9 +121,9 @@ class Meter:
         num_steps = max(1, len(self.steps))
         metrics = mean_over_tokens(micros)
         metrics |= mean_influence(self.influence)
-        if self.cfg.beta and self.cfg.kl_in == "reward":
-            kl = torch.as_tensor(self.batch.kl)
-            metrics["kl"] = float(kl.sum() / self.batch.rollout.sampled_mask.sum()) if kl.dim() else float(kl)
+        if self.cfg.kl_in_reward:
+            sampled = self.batch.rollout.sampled_mask
+            metrics["kl"] = float(self.batch.kl.sum() / sampled.sum())
         metrics["loss"] = sum(loss for loss, _ in self.steps) / num_steps
         for name in ("policy_loss", "kl_loss", "entropy_loss", "critic_loss"):
             if name == "policy_loss" or micros and name in micros[0]:
@@ -182,10 +179,12 @@ def loss_metrics(loss, cfg):
         metrics["kl"] = (loss.kl_by_token * mask).sum() / mask.sum().clamp(min=1)
     metrics["loss"] = loss.total.detach()
     metrics["policy_loss"] = (loss.policy.double() + loss.kl).detach()      # TRL's
-    for name in ("kl", "entropy", "critic"):
-        part = getattr(loss, name)
-        if torch.is_tensor(part):
-            metrics[f"{name}_loss"] = part.detach()
+    if cfg.kl_in_loss:
+        metrics["kl_loss"] = loss.kl.detach()
+    if cfg.entropy_coef:
+        metrics["entropy_loss"] = loss.entropy.detach()
+    if cfg.critic:
+        metrics["critic_loss"] = loss.critic.detach()
     return metrics
 
 
@@ -241,8 +240,8 @@ def influence_metrics(found, nets):
         "tracin/invariant_error": invariant_error(found.raw_scores, found.batch_grad, found.G)}])
     metrics["tracin/self_share"] = float(found.self_share)
     metrics["tracin/fallback"] = float(found.fallback)
-    if nets.influence.average:
-        metrics["tracin/target_age"] = float(nets.influence.age)
+    if nets.influence.average.total:
+        metrics["tracin/target_age"] = float(nets.influence.average.age)
     return metrics | target_metrics(found)
 
 
@@ -279,9 +278,11 @@ def mean_influence(steps):
 
 
 def tensors_differing(nets):
-    """How many tensors of the reference differ from the policy's: 0 if it was just copied."""
+    """How many tensors of the reference differ from the policy's, which a line says too."""
     pairs = zip(nets.reference.parameters(), nets.policy.parameters(), strict=True)
-    return sum(not torch.equal(r, p) for r, p in pairs)
+    differing = sum(not torch.equal(r, p) for r, p in pairs)
+    print(f"reference synced: {differing} tensors differ from the policy's (0 right after a copy)")
+    return differing
 
 
 def std(x):

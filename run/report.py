@@ -43,7 +43,7 @@ class StepLog:
         """A grpo.Loss, read only if the line is printed."""
         if self.on:
             values = f", pg_loss={loss.policy + loss.entropy:.6f},"
-            if torch.is_tensor(loss.critic):
+            if loss.critic.requires_grad:
                 values += f" critic={loss.critic:.6f},"
             values += f" kl={loss.kl:.6f}, total={loss.total:.6f}"
             self.line(f"[Micro {self.micro}] 4. Loss computed", values)
