@@ -9,7 +9,6 @@ V = vocab_size, n rows still running.
 """
 import functools
 import math
-import os
 import runpy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -418,4 +417,4 @@ def piece_size(lm_head, h):
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own
-    runpy.run_path(os.path.join(os.path.dirname(__file__), "speak.py"), run_name="__main__")
+    runpy.run_module("explain.speak", run_name="__main__")

@@ -7,8 +7,8 @@ A config file is Python that assigns names of Settings. `from config.toxicity im
 another file. Names that begin with an underscore and imported modules are the file's own business.
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
 override the file, and a later one an earlier one of the same name. Functions with a fixed name:
-reward, target, weigh, environment (environment/episode.py), and those that stand in for data: texts
-(pretrain.py), questions (data/prompts.py). So has the table `tools` (environment/tools.py).
+reward, target, weigh, environment (tasks/turns.py), and those that stand in for data: texts
+(pretrain.py), questions (data/prompts.py). So has the table `tools` (tasks/tools.py).
 
 The folder of a run is a config too: its config.json has all settings. The functions come from the
 config files that are named beside it, or from those that the run noted, if they are unchanged.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from config.check import check
-from environment.tools import STOP, call_metrics, check_tools, tool_environment
+from tasks.tools import STOP, call_metrics, check_tools, tool_environment
 from run.files import read_json, read_text
 from run.script import BadInput, in_one_line, shown
 
@@ -95,7 +95,7 @@ class Settings:
                                         # Memory only
 
     # a function (prompts, transcripts) of the config file called environment answers a completion
-    # that reaches its end token or a stop string (docs/environments.md)
+    # that reaches its end token or a stop string (docs/tasks.md)
     max_turns: int = 8                  # times that it answers a completion, at most; 0: never
     stop_strings: tuple = ()
     force_rate: float = 0.0             # share of training's completions that begin with force_text
@@ -201,7 +201,7 @@ class Settings:
 
     @property
     def tools(self):
-        """The config file's table of tools, {} without (environment/tools.py)."""
+        """The config file's table of tools, {} without (tasks/tools.py)."""
         return self.functions.get("tools") or {}
 
     def call_metrics(self, completions):
@@ -308,7 +308,7 @@ def use_tools(cfg):
     check_tools(cfg.tools)
     if "environment" in cfg.functions:
         raise BadInput("tools with a function environment: who answers? Call "
-                       "environment.tools.reply in yours and leave tools out")
+                       "tasks.tools.reply in yours and leave tools out")
     cfg.functions["environment"] = tool_environment(cfg.tools)
     if STOP not in cfg.stop_strings:
         cfg.stop_strings += (STOP,)

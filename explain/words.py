@@ -8,8 +8,6 @@ target's gradient, its influence is a sum over its tokens,
 
 and torch.func.jvp gives the second factor of all tokens at once. Nothing of the tape is used here.
 """
-import bisect
-import itertools
 import math
 from typing import NamedTuple
 
@@ -32,14 +30,6 @@ class Piece(NamedTuple):
     influence: float    # in the standard deviations of its iteration
     change: float       # of its log-prob, by a step along the target's gradient
     chosen: bool        # by the policy
-
-
-class Place(NamedTuple):
-    """Where a text occurs in a completion; the numbers are of the whole pieces that it lies in."""
-    text: str           # what is around it, with it marked
-    influence: float
-    change: float
-    exact: bool         # it begins and ends where pieces do
 
 
 def row_alone(rollout, i, temperature):
@@ -73,27 +63,6 @@ def logprob_changes(policy, D, row):
     return tangent.detach()
 
 
-def derivative(method, policy, D, row, slope):
-    """<gradient of sum_t slope_t log-prob_t, D> for slope (T,) and a direction D {name of a
-    parameter: tensor}. method: brute (a backward), jvp or finite_difference."""
-    if method == "jvp":
-        return float((slope * logprob_changes(policy, D, row)).sum())
-
-    def loss(weights):
-        return (slope * row_logprobs(policy, weights, row)).sum()
-
-    weights = {k: policy.get_parameter(k).detach().requires_grad_(method == "brute") for k in D}
-    if method == "brute":
-        parameters = list(weights.values())     # a value head is no part of a log-prob
-        gradient = torch.autograd.grad(loss(weights), parameters, materialize_grads=True)
-        return float(sum((g * d).sum() for g, d in zip(gradient, D.values())))
-    norm = float(sum(d.square().sum() for d in D.values())) ** 0.5
-    eps = 1e-4 / max(norm, 1e-30)       # the weights move by 1e-4 in all
-    ahead = loss({k: w + eps * D[k] for k, w in weights.items()})
-    behind = loss({k: w - eps * D[k] for k, w in weights.items()})
-    return float((ahead - behind).detach()) / (2 * eps)
-
-
 def pieces_of(row, influence, change, tokenizer, ends):
     """The completion of a Row as Pieces, whose texts add up to it and whose numbers add up to those
     of its tokens, influence and change (T,). ends: the ids that end a completion."""
@@ -113,25 +82,3 @@ def pieces_of(row, influence, change, tokenizer, ends):
                             sum(change[start:end]), all(chosen[start:end])))
         start = end
     return pieces
-
-
-def places_of(word, pieces):
-    """Every Place where a text occurs in the completion that has these Pieces, but for what the
-    policy did not draw."""
-    text = "".join(piece.text for piece in pieces)
-    ends = list(itertools.accumulate(len(piece.text) for piece in pieces))
-    starts = [0, *ends]
-    places = []
-    begin = text.find(word)
-    while begin >= 0:
-        end = begin + len(word)
-        first = bisect.bisect_right(ends, begin)
-        last = bisect.bisect_left(ends, end)
-        inside = pieces[first:last + 1]
-        around = text[max(0, begin - 24):begin] + f"«{word}»" + text[end:end + 24]
-        exact = starts[first] == begin and ends[last] == end
-        if any(piece.chosen for piece in inside):
-            places.append(Place(around, sum(piece.influence for piece in inside),
-                                sum(piece.change for piece in inside), exact))
-        begin = text.find(word, end)
-    return places
