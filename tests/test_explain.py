@@ -176,7 +176,7 @@ def test_refusals(run, tmp_path):
     folder = run("self")
     for argv in ([], ["--show=3"], [folder, "--show=x"], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
-    assert "config.json" in refusal(explain.main, [str(tmp_path / "none")])
+    assert "none: cannot be read" in refusal(explain.main, [str(tmp_path / "none")])
     assert "did you mean 'tracin_adam'" in refusal(explain.main, [folder, "--tracin_adm=True"])
     long = "--completion=" + "long " * 40
     assert "together at most" in refusal(explain.main, [folder, "--prompt=the", long])

@@ -1,0 +1,97 @@
+"""`python sample.py RUN`: what a policy says, and what the judges make of it."""
+import io
+import re
+
+import pytest
+import torch
+
+from evaluate import open_run
+from explain import speak
+from worlds import printed, refusal
+
+LINE = re.compile(r"^ +(\d\.\d{3}) +(\d\.\d{3})  ('.*'|\".*\")$")
+
+
+@pytest.fixture(scope="module")
+def run(grpo, tmp_path_factory):
+    """A run of three iterations whose steps are so large that the policy must change."""
+    out = tmp_path_factory.mktemp("speak") / "run"
+    grpo(out, "--learning_rate=0.01", "--beta=0")
+    return str(out)
+
+
+def say(run, *argv):
+    """The lines printed after the one that explains the numbers."""
+    text = printed(speak.main, [run, *argv])
+    before, explanation, after = text.partition("other rewards are as they are\n")
+    assert explanation, f"the numbers are not explained: {text!r}"
+    return after.splitlines()
+
+
+def spoken(lines):
+    """[(score by each judge, the completion)] of the lines that hold a completion."""
+    return [m.groups() for m in map(LINE.match, lines) if m]
+
+
+def test_completions_have_the_scores_of_the_judges(run):
+    lines = say(run, "--prompt=a green river", "--num=3")
+    assert lines[0] == "'a green river'"
+    assert lines[1].split()[:2] == ["judge", "eval_judge"] and "after 3 iterations" in lines[1]
+    assert len(spoken(lines)) == 3 and len(spoken(say(run, "--prompt=a green river"))) == 5
+    cfg, nets, policy, _ = open_run(run, [])
+    said = speak.speak(nets, policy, cfg, "my grumble", 4)
+    for name, judge in nets.judges.items():
+        with torch.no_grad():
+            expected = torch.sigmoid(judge(["my grumble"] * 4, [text for text, _ in said]))
+        torch.testing.assert_close(torch.tensor([scores[name] for _, scores in said]), expected)
+
+
+def test_the_same_command_says_the_same_and_settings_reach_the_sampler(run):
+    first = spoken(say(run, "--prompt=the old"))
+    assert spoken(say(run, "--prompt=the old")) == first
+    assert spoken(say(run, "--prompt=the old", "--seed=7")) != first
+    greedy = spoken(say(run, "--prompt=the old", "--top_k=1"))
+    assert len(set(greedy)) == 1, "with top_k = 1 all completions must be the same"
+
+
+def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):
+    lines = say(run, "--prompt=your quiet", "--before=True", "--num=4")
+    titles = [i for i, line in enumerate(lines) if "eval_judge" in line]
+    before, after = spoken(lines[:titles[1]]), spoken(lines[titles[1]:])
+    assert "before training" in lines[titles[0]] and len(before) == len(after) == 4
+    assert spoken(say(run, "--prompt=your quiet", "--num=4")) == after != before
+    cfg, nets, _, _ = open_run(run, [])
+    base = [text for text, _ in speak.speak(nets, nets.base, cfg, "your quiet", 4)]
+    assert [eval(text) for *_, text in before] == base
+
+
+def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
+    config = tmp_path / "sums.py"
+    config.write_text("reward_funcs = ('judge', 'length', 'right')\n"
+                      "def length(prompts, completions):\n"
+                      "    return [float(len(c)) for c in completions]\n"
+                      "def right(prompts, completions, answer):\n"
+                      "    return [a == c for a, c in zip(answer, completions)]\n")
+    (tmp_path / "sums.csv").write_text(
+        "text,answer\n" + "".join(f"{i} + 1 =,{i + 1}\n" for i in range(20)))
+    grpo(tmp_path / "run", str(config), f"--prompts={tmp_path / 'sums.csv'}", "--max_iters=0",
+         "--eval_judge=None")
+    lines = say(str(tmp_path / "run"), "--prompt=7 + 1 =", "--num=2")
+    assert lines[1].startswith("note: no column for 'right': ") and "'answer'" in lines[1]
+    assert lines[2].split()[:2] == ["judge", "length"]
+    for line in lines[3:]:
+        _, number, text = line.split(None, 2)
+        assert float(number) == len(eval(text))
+
+
+def test_a_bad_line_does_not_end_it_and_a_bad_command_does(run, monkeypatch, script):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a green\n\n" + "river " * 40 + "\nthe old\n"))
+    lines = say(run, "--num=1")
+    assert sum(line.startswith("error: 'river") for line in lines) == 1 and "'the old'" in lines
+    assert len(spoken(lines)) == 2, "an empty line is no prompt"
+    for prompt in ("", "river " * 40):
+        assert "must be 1 to 24 " in refusal(speak.main, [run, f"--prompt={prompt}"])
+    for argv in ([], ["--prompt=a"], [run, "--num=0"], [run, "--before=yes"]):
+        assert "usage" in refusal(speak.main, argv)
+    done = script("sample.py", run, "--prompt=a green", "--num=2")
+    assert done.returncode == 0 and len(spoken(done.stdout.splitlines())) == 2, done.stderr
