@@ -13,7 +13,7 @@ from config import load_settings
 from data.comments import get_splits
 from data.prompts import load_prompts
 from data.tokenizer import end_tokens
-from environment.episode import answering
+from tasks.turns import answering
 from judge import as_reward, reward_functions
 from judge.rewards import score
 from judge.scorer import says_nothing

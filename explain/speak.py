@@ -16,7 +16,7 @@ import torch
 from data.chat import encode_prompt, with_messages
 from data.prompts import Prompt
 from data.tokenizer import end_tokens, texts_of
-from environment.episode import answering, try_environment
+from tasks.turns import answering, try_environment
 from evaluate import open_run
 from judge.rewards import score
 from run.device import autocast
