@@ -197,7 +197,7 @@ WARNINGS = {
         "'positive' or a larger tracin_fraction"),
     "fallback": (
         lambda m: m["tracin/fallback"] > 0,
-        "only {tracin/positive_ratio:.2f} of the rollouts have positive influence: kept the better "
+        "only {tracin/positive_ratio:.0%} of the rollouts have positive influence: kept the better "
         "half instead; is the target too small or of another kind?"),
     "contrast": (
         lambda m: m["tracin/target_contrast"] < 0.3,
@@ -211,7 +211,7 @@ WARNINGS = {
         "and tracin_val_size"),
     "self": (
         lambda m: m["tracin/self_share"] > 0.5 and not m["tracin_leave_one_out"],
-        "{tracin/self_share:.2f} of the influence is each rollout's own share in the target: set "
+        "{tracin/self_share:.0%} of the influence is each rollout's own share in the target: set "
         "tracin_leave_one_out = True"),
     "estimator": (
         lambda m: m["flat_kl"],
