@@ -195,6 +195,8 @@ class Head(nn.Linear):
     """Hidden states (..., C) -> logits (..., V). On a GPU they are in float32 also under autocast:
     bfloat16 would round those near -63, where GPT-2's stand, by 0.25."""
 
+    kind = nn.Linear    # for tracin.Tape
+
     @staticmethod
     def product(h, weight):
         if not h.is_cuda:

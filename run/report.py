@@ -9,6 +9,7 @@ import torch
 from run.device import free_memory, memory
 from run.metrics import bound_of, std
 from run.script import BadInput
+from tracin import Tape
 
 # ------------------------------------------------------------------------------------------------
 # lines
@@ -131,18 +132,18 @@ class Progress:
 
 def check_tape(nets, cfg):
     """Says what influence will cost. BadInput for more memory than is free."""
-    if cfg.tracin == "off":
+    if nets.influence is None:
         return
     rows = cfg.mini_batch_size or cfg.num_prompts * cfg.num_generations
     num_weights = sum(p.numel() for p in nets.trained)
     size = rows * num_weights * 4 / 2 ** 30
-    kept = min(size, cfg.tracin_memory)
+    stored = 0.0 if nets.influence.new_tape is Tape else min(size, cfg.tracin_memory)
     print(f"influence: {rows} rows x {num_weights / 1e6:.1f} M weights = {size:.2f} GB of "
-          f"gradients, of which tracin_memory lets {kept:.2f} GB be stored")
+          f"gradients, of which {stored:.2f} GB are stored")
     free = free_memory(nets.device) / 2 ** 30
-    if kept > free:
-        raise BadInput(f"tracin_memory = {cfg.tracin_memory:g}: {kept:.1f} GB of gradients are to "
-                       f"be stored, and {free:.1f} GB are free; lower it")
+    if stored > free:
+        raise BadInput(f"tracin_memory = {cfg.tracin_memory:g}: {stored:.1f} GB of gradients are "
+                       f"to be stored, and {free:.1f} GB are free; lower it")
 
 
 # ------------------------------------------------------------------------------------------------

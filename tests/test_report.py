@@ -11,6 +11,8 @@ from grpo import Loss
 from run import report
 from run.report import (
     WARNINGS, Progress, StepLog, check_tape, duration, print_iteration, print_warnings, troubles)
+from run.stored import StoredTape
+from tracin import Tape
 from worlds import printed, refusal, settings
 
 CPU = torch.device("cpu")
@@ -167,13 +169,15 @@ def test_a_warning_comes_back_after_ten_iterations():
 
 
 def test_influence_says_what_it_costs_and_that_it_does_not_fit(monkeypatch):
-    nets = SimpleNamespace(trained=[torch.zeros(1000, 2500)], device=CPU)
-    assert printed(check_tape, nets, settings()) == ""
+    nets = SimpleNamespace(trained=[torch.zeros(1000, 2500)], device=CPU, influence=None)
     cfg = settings(tracin="self", num_prompts=8, num_generations=4)
+    assert printed(check_tape, nets, cfg) == ""
+    nets.influence = SimpleNamespace(new_tape=Tape)
     assert printed(check_tape, nets, cfg) == (
-        "influence: 32 rows x 2.5 M weights = 0.30 GB of gradients, of which tracin_memory lets "
-        "0.30 GB be stored\n")
+        "influence: 32 rows x 2.5 M weights = 0.30 GB of gradients, of which 0.00 GB are stored\n")
+    nets.influence.new_tape = StoredTape
     cfg.mini_batch_size = 8
-    assert "8 rows x 2.5 M weights = 0.07 GB" in printed(check_tape, nets, cfg)
+    assert "8 rows x 2.5 M weights = 0.07 GB of gradients, of which 0.07" in printed(
+        check_tape, nets, cfg)
     monkeypatch.setattr(report, "free_memory", lambda device: 2 ** 26)
     assert "tracin_memory = 8: 0.1 GB" in refusal(check_tape, nets, cfg)
