@@ -138,9 +138,9 @@ def prompts_of_rows(rows, field, path, tokenizer, limit):
     prompts = []
     for number, row in enumerate(rows, 1):
         where = f"{path}: row {number}"
-        if not isinstance(row, dict) or row.get(field) is None:
+        content = field_of(row, field)
+        if content is None:
             raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
-        content = row[field]
         if not isinstance(content, list):
             content = as_text(content, field, where)
         prompt = read_prompt(tokenizer, content, row, where)
@@ -151,3 +151,10 @@ def prompts_of_rows(rows, field, path, tokenizer, limit):
         print(f"{path}: {left_out} of {len(rows)} prompts are empty or longer than {limit} tokens "
               "(block_size - max_completion_length) and are left out")
     return prompts
+
+
+def field_of(row, name):
+    """A field of a row, None without; "a.b" is b inside a."""
+    for part in name.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row
