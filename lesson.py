@@ -69,8 +69,8 @@ plt.ylabel("rollout")
 picture("2_rollout")
 
 # %% [markdown]
-# White is after the end of a completion. Dark tokens were a surprise: the policy has read
-# many words at that place, or none like this one.
+# White is after the end of a completion. Dark tokens were a surprise: words that do not stand at
+# this place in what the policy has read.
 #
 # **Try:** `python lesson.py --temperature=0.3`. What happens to the surprises, and what will the
 # group then have to compare?
@@ -214,7 +214,7 @@ def target_loss():
         return float(grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg).policy)
 
 
-SIZE = 0.01
+SIZE = 0.002
 what_it_did = []
 for row in step.rows:
     gradient = gradient_of(row[None])
@@ -233,7 +233,7 @@ plt.ylabel("what the step did")
 picture("8_promise")
 
 # %% [markdown]
-# **Try:** `SIZE = 10`. Influence is a straight line along a curved loss: how long does it hold?
+# **Try:** `SIZE = 0.1`. Influence is a straight line along a curved loss: how long does it hold?
 
 # %% [markdown]
 # ## 9. Which words

@@ -142,8 +142,8 @@ def check(again, cfg):
     error = (found.scores[chosen] - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
     agrees = float(error) < bound_of(is_exact(nets, cfg))
     verdict = "agrees with" if agrees else "CONTRADICTS"
-    return (f"The tape {verdict} a plain backward for each of {len(chosen)} rollouts (error "
-            f"{float(error):.0e} of the largest influence).")
+    return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each of "
+            f"{len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
 
 
 # ------------------------------------------------------------------------------------------------
