@@ -30,12 +30,14 @@ from config import load_settings
 from data.chat import encode_prompt
 from data.prompts import draw_prompts
 from data.tokenizer import end_tokens
+from explain import own_flags
 from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, set_random_state
 from run.files import load_file, read_json, read_rows, replacing
-from run.metrics import bound_of, is_exact, row_advantages
+from run.loop import sample_rows
+from run.metrics import bound_of, is_exact
 from run.script import BadInput, hash_of, run_script, seed_for
 from tracin import inner
 
@@ -81,21 +83,10 @@ def iteration_after(nets, path, cfg, asked):
     found = nets.influence.score(target)
     generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
     weights, _ = selection.weights_of(found.scores, batch, step.rows, cfg, generator)
-    return Again(nets, batch, step, pieces, found,
-                 rows_of(it, prompts, batch, step, found.scores, weights, cfg))
-
-
-def rows_of(it, prompts, batch, step, scores, weights, cfg):
-    """The rows of a step as they stand in samples.jsonl."""
-    advantages = row_advantages(batch).tolist()
-    rewards = batch.rewards.tolist()
-    rows = []
-    for i, score, weight in zip(step.rows.tolist(), scores.tolist(), weights.tolist()):
-        rows.append(dict(
-            iteration=it + 1, prompt=prompts[i // cfg.num_generations].text,
-            completion=batch.completions[i], reward=rewards[i], advantage=advantages[i],
-            influence=score, weight=weight))
-    return rows
+    batch.influence[step.rows] = found.scores
+    batch.weights[step.rows] = weights
+    rows = sample_rows(it, prompts, batch, cfg)
+    return Again(nets, batch, step, pieces, found, [rows[i] for i in step.rows.tolist()])
 
 
 def saying(prompt, completion):
@@ -142,8 +133,8 @@ def check(again, cfg):
     error = (found.scores[chosen] - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
     agrees = float(error) < bound_of(is_exact(nets, cfg))
     verdict = "agrees with" if agrees else "CONTRADICTS"
-    return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each of "
-            f"{len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
+    return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each "
+            f"of {len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -195,11 +186,19 @@ def cards_of(again, cfg, show, count):
 # what is printed and written
 
 
-def describe(row, z):
-    prompt, completion = (text if len(text) <= 48 else text[:45] + "..."
-                          for text in (row["prompt"], row["completion"]))
-    return (f"  {z:+7.2f}  iteration {row['iteration']}, reward {row['reward']:.3f}, advantage "
-            f"{row['advantage']:+.2f}, weight {row['weight']:.2g}: {prompt!r} -> {completion!r}")
+def shorten(text):
+    return repr(text if len(text) <= 48 else text[:45] + "...")
+
+
+def print_rollouts(rows, show):
+    z = own_units(rows)
+    for name, places in zip(("helpful", "harmful"), best_and_worst(z, show)):
+        print(f"\nmost {name}")
+        for i in places:
+            row = rows[i]
+            print(f"  {z[i]:+7.2f}  iteration {row['iteration']}, reward {row['reward']:.3f}, "
+                  f"advantage {row['advantage']:+.2f}, weight {row['weight']:.2g}: "
+                  f"{shorten(row['prompt'])} -> {shorten(row['completion'])}")
 
 
 def curves(folder):
@@ -215,12 +214,6 @@ def curves(folder):
         return f"<p>{e}</p>"
     text = svg.getvalue().decode()
     return text[text.index("<svg"):]
-
-
-def print_rollouts(rows, show):
-    z = own_units(rows)
-    for name, places in zip(("helpful", "harmful"), best_and_worst(z, show)):
-        print(f"\nmost {name}", *(describe(rows[i], float(z[i])) for i in places), sep="\n")
 
 
 def checkpoints_of(folder, before, both):
@@ -240,21 +233,14 @@ def scored_rows(folder):
 
 
 def read_arguments(argv):
-    own = {"show": "5", "words": "64", "prompt": "", "completion": "", "before": False}
-    rest = []
-    for arg in argv[1:]:
-        name, _, value = arg[2:].partition("=")
-        if arg == "--before":
-            own["before"] = True
-        elif name in own and arg.startswith("--"):
-            own[name] = value
-        else:
-            rest.append(arg)
+    before = "--before" in argv
+    own, flags = own_flags(argv[1:], {"show": "5", "words": "64", "prompt": "", "completion": ""})
+    flags = [flag for flag in flags if flag != "--before"]
     numbers = own["show"].isdecimal() and own["words"].isdecimal()
     both = bool(own["prompt"]) == bool(own["completion"])
     if not argv or argv[0].startswith("--") or not numbers or not both:
         raise BadInput(USAGE)
-    return argv[0], own, rest
+    return argv[0], own, before, flags
 
 
 def settings_of(folder, flags, prompt, completion):
@@ -274,11 +260,11 @@ def settings_of(folder, flags, prompt, completion):
 
 
 def main(argv):
-    folder, own, flags = read_arguments(argv)
+    folder, own, before, flags = read_arguments(argv)
     show = int(own["show"])
     asked = own["completion"]
     cfg = settings_of(folder, flags, own["prompt"], asked)
-    paths = checkpoints_of(folder, own["before"], bool(asked))
+    paths = checkpoints_of(folder, before, bool(asked))
     for path in paths:
         load_file(path, "run", mmap=True)   # what is wrong with it is said first
     recorded = [] if asked else scored_rows(folder)
@@ -286,18 +272,19 @@ def main(argv):
     with contextlib.redirect_stdout(io.StringIO()):     # what a run says of its models
         nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo)
 
-    sampled, cards, counted, checks = [], [], [], []
+    sampled = []
+    cards = []
+    counted = []
+    checks = []
     for path in paths:
         again = iteration_after(nets, path, cfg, bool(asked))
-        some, more = cards_of(again, cfg, show, int(own["words"]))
+        shown, pieces = cards_of(again, cfg, show, int(own["words"]))
         sampled += again.rows
-        cards += some
-        counted += more
+        cards += shown
+        counted += pieces
         checks.append(check(again, cfg))
     rows = recorded or sampled
 
-    its = sorted({row["iteration"] for row in sampled})
-    where = " and ".join(f"iteration {it}" for it in its)
     target = f"{asked!r} after {own['prompt']!r}" if asked else f"{cfg.tracin!r}"
     about = (f"{folder}: {len(rows)} rollouts of {len({row['iteration'] for row in rows})} "
              f"iterations, target {target}. Influence is in standard deviations of its iteration: "
@@ -308,15 +295,16 @@ def main(argv):
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     print_rollouts(rows, show)
     words = strongest(counted)
-    print(f"\nwords of {where}:", ", ".join(f"{text!r} {x:+.2f}" for text, x in words))
+    where = " and ".join(str(it) for it in sorted({row["iteration"] for row in sampled}))
+    print(f"\nwords of iteration {where}:", ", ".join(f"{text!r} {x:+.2f}" for text, x in words))
 
+    about_words = f"The rollouts below are of iteration {where}, scored after {' and '.join(paths)}."
     best, worst = best_and_worst(torch.tensor([row["z"] for row, _ in cards]), show)
     lists = {"Most helpful": [cards[j] for j in best], "Most harmful": [cards[j] for j in worst]}
+    text = page(f"Influence: {folder}", about, sentences, about_words, words, lists, curves(folder))
     path = os.path.join(folder, "influence.html")
-    about_words = f"The rollouts below are of {where}, scored after {' and '.join(paths)}."
     with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(page(f"Influence: {folder}", about, sentences, about_words, words, lists,
-                     curves(folder)))
+        f.write(text)
     print(f"\n{path}: open it in a browser")
 
 
