@@ -4,6 +4,7 @@ by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
+import run  # noqa: F401 (before torch: how its threads wait)
 import math
 from types import SimpleNamespace
 

@@ -5,6 +5,7 @@
 makes the small default policy, a GPT trained from scratch on the comments or on the texts that the
 config file makes up, and prints samples of it. grpo.py makes it at first use too.
 """
+import run  # noqa: F401 (before torch: how its threads wait)
 import copy
 import hashlib
 import math

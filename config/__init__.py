@@ -21,7 +21,7 @@ import runpy
 import sys
 import textwrap
 import typing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from config.check import check
