@@ -4,7 +4,7 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
     python tracin.py out/toxicity_tracin                    # prints it, writes influence.html there
     python tracin.py out/toxicity --tracin=reward           # a run that was made without influence
     python tracin.py out/toxicity --before                  # from ckpt_prev.pt, before the end
-    python tracin.py out/toxicity config/mine.py            # with a target that mine.py defines
+    python tracin.py out/toxicity config/mine.py --tracin=target    # the function in mine.py
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
                                                             # what makes the model say this?
 
