@@ -159,11 +159,9 @@ def get_tokenizer(cfg):
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
     tokenizer = hub.policy.tokenizer_of(hub.policy.locate(cfg.policy))
-    given = (tokenizer.eot_token, *tokenizer.before_text, *tokenizer.ids)
-    largest = max(i for i in given if i is not None)
-    if largest >= cfg.vocab_size:
-        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {largest}, the model has "
-                       f"{cfg.vocab_size} tokens: these files do not belong together")
+    if tokenizer.largest >= cfg.vocab_size:
+        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the model "
+                       f"has {cfg.vocab_size} tokens: these files do not belong together")
     return tokenizer
 
 

@@ -69,10 +69,10 @@ def render(tokenizer, messages, where):
             messages=messages, tools=None, documents=None, add_generation_prompt=True,
             **tokenizer.names)
     except jinja2.TemplateSyntaxError as e:
-        raise BadInput(f"{tokenizer.core.name}: the chat template is not readable, line "
+        raise BadInput(f"{tokenizer.source}: the chat template is not readable, line "
                        f"{e.lineno}: {shown(e.message)}") from e
     except Exception as e:      # a template may divide by zero, or raise whatever it likes
-        raise BadInput(f"{where}: the chat template of {tokenizer.core.name} refuses the messages: "
+        raise BadInput(f"{where}: the chat template of {tokenizer.source} refuses the messages: "
                        f"{shown(str(e), 300)}") from e
 
 

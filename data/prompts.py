@@ -12,7 +12,7 @@ import torch
 
 from data.chat import encode_prompt, with_messages
 from data.comments import as_text
-from hub.fetch import fetch
+from hub.files import fetch
 from run.files import read_rows, read_text
 from run.script import BadInput, seed_for, shown
 
