@@ -22,12 +22,12 @@ import torch
 import matplotlib.pyplot as plt
 
 import grpo
+import selection
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
 from explain.words import logprob_changes, pieces_of, row_alone
 from sample import completion_logprobs
-from selection import select
 from tracin import Tape, cosine, inner
 
 CONFIG = "config/lesson.py"
@@ -164,7 +164,8 @@ nets.policy.load_state_dict(start)      # back to where we were
 
 # %%
 def gradient_of(rows):
-    return grpo.gradient_of(nets, batch, rows, step, cfg, part="policy")    # {parameter: tensor}
+    """{parameter: gradient} of the loss of these rows, by a plain backward."""
+    return selection.gradient_of(grpo, nets, cfg, batch, rows, step, "policy")
 
 
 target = gradient_of(step.rows)
@@ -261,7 +262,7 @@ picture("9_words")
 # Near 0 it is noise, and so is the choice.
 
 # %%
-keep, _ = select(influence, "positive")
+keep, _ = selection.select(influence, "positive")
 first_half = torch.arange(N) < N // 2
 halves = [tape.gradient(half.float()) for half in (first_half, ~first_half)]
 print(f"{int(keep.sum())} of {N} rollouts are kept; the cosine of their gradient with that of all "

@@ -16,6 +16,7 @@ With --prompt they are of the iterations that follow both checkpoints.
 """
 import collections
 import contextlib
+import copy
 import io
 import math
 import os
@@ -37,7 +38,7 @@ from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, set_random_state
 from run.files import load_file, read_json, read_rows, replacing
 from run.loop import sample_rows
-from run.metrics import bound_of, is_exact
+from run.metrics import bound_of
 from run.script import BadInput, hash_of, run_script, seed_for
 from tracin import inner
 
@@ -55,7 +56,7 @@ class Again(NamedTuple):
     nets: Any           # grpo.Nets, with the step on the tape
     batch: Any          # grpo.Batch
     step: Any           # grpo.Step
-    pieces: list        # the positions of its micro-batches
+    micros: list        # its rows, by micro-batch
     found: Any          # tracin.Findings
     rows: list          # as in samples.jsonl
 
@@ -71,22 +72,25 @@ def iteration_after(nets, path, cfg, asked):
     it = content["iteration"]
     prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
     batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it))
-    target = selection.collect_target(nets, it, cfg, grpo.collect)
+    target = None
+    if cfg.tracin_val_prompts:
+        target = selection.collect_target(nets, it, cfg, grpo.collect)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
         raise BadInput(f"{path}: no rollout of iteration {it + 1} carries loss; try --before")
-    pieces = list(grpo.micro_batches(batch.lengths[step.rows], cfg))
-    with nets.influence.record(batch, step, True):
-        for positions in pieces:
-            nets.influence.forward_backward(positions)
+    micros = list(grpo.micro_batches(batch.lengths, step.rows, cfg))
+    with nets.influence.record(batch, step, fresh=True):
+        for rows in micros:
+            nets.influence.forward_backward(rows)
     found = nets.influence.score(target)
     generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
     weights, _ = selection.weights_of(found.scores, batch, step.rows, cfg, generator)
-    batch.influence[step.rows] = found.scores
-    batch.weights[step.rows] = weights
-    rows = sample_rows(it, prompts, batch, cfg)
-    return Again(nets, batch, step, pieces, found, [rows[i] for i in step.rows.tolist()])
+    noted = copy.copy(batch)    # the weights of the batch itself would weigh its loss
+    noted.influence = torch.zeros_like(batch.weights).index_copy(0, step.rows, found.scores)
+    noted.weights = torch.zeros_like(batch.weights).index_copy(0, step.rows, weights)
+    rows = sample_rows(it, prompts, noted, cfg)
+    return Again(nets, batch, step, micros, found, [rows[i] for i in step.rows.tolist()])
 
 
 def saying(prompt, completion):
@@ -110,11 +114,12 @@ def saying(prompt, completion):
 def scored_against(again, cfg, j):
     """{parameter: tensor}: what the row at position j of the step is scored against."""
     found = again.found
-    if not cfg.tracin_leave_one_out:
+    if not cfg.tracin_leave_one_out or found.target_coef is None:
         return found.G
+    i = int(again.step.rows[j])
     tape = again.nets.influence.tape
-    own = tape.gradient(torch.arange(tape.n, device=found.self_coef.device) == j)
-    return {p: g - found.self_coef[j] * found.scale.get(p, 1) * own[p]
+    own = tape.gradient(torch.arange(len(found.target_coef), device=found.scores.device) == i)
+    return {p: g - found.target_coef[i] * found.scale.get(p, 1) * own[p]
             for p, g in found.G.items()}
 
 
@@ -127,11 +132,11 @@ def check(again, cfg):
     chosen = order[torch.linspace(0, len(order) - 1, CHECKED).long()].unique().tolist()
     plain = []
     for j in chosen:
-        g = grpo.gradient_of(nets, batch, step.rows[[j]], step, cfg, part="policy")
+        g = nets.influence.gradient_of(batch, step.rows[[j]], step, "policy")
         plain.append(inner(g, scored_against(again, cfg, j)))
     plain = torch.stack(plain).to(found.scores)
     error = (found.scores[chosen] - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
-    agrees = float(error) < bound_of(is_exact(nets, cfg))
+    agrees = float(error) < bound_of(nets.dtype)
     verdict = "agrees with" if agrees else "CONTRADICTS"
     return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each "
             f"of {len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
@@ -143,22 +148,23 @@ def check(again, cfg):
 
 def words_of(again, cfg, chosen):
     """{position in the step: the row's Pieces}, influence in standard deviations."""
-    nets, batch, step, pieces, found, _ = again
+    nets, batch, step, micros, found, _ = again
     unit = float(found.scores.std(correction=0)) or 1.0
     names = {p: name for name, p in nets.policy.named_parameters()}
+    ends = end_tokens(nets.tokenizer)
+    position = {row: j for j, row in enumerate(step.rows.tolist())}
     words = {}
-    for positions in pieces:
-        loss = grpo.loss_of(nets, nets.policy, batch, step.rows[positions], step, cfg)
-        slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (n, T)
-        for place, j in enumerate(positions.tolist()):
-            if j not in chosen:
-                continue
-            row = row_alone(batch.rollout, step.rows[j], cfg.temperature)
-            D = {names[p]: g for p, g in scored_against(again, cfg, j).items()}
-            change = logprob_changes(nets.policy, D, row)
-            influence = slope[place, :len(change)] * change / unit
-            ends = end_tokens(nets.tokenizer)
-            words[j] = pieces_of(row, influence, change, nets.tokenizer, ends)
+    for rows in micros:
+        loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
+        slopes, = torch.autograd.grad(loss.policy, loss.logp)                   # (n, T)
+        for i, slope in zip(rows.tolist(), slopes):
+            j = position[i]
+            if j in chosen:
+                row = row_alone(batch.rollout, i, cfg.temperature)
+                D = {names[p]: g for p, g in scored_against(again, cfg, j).items()}
+                change = logprob_changes(nets.policy, D, row)
+                influence = slope[:len(change)] * change / unit
+                words[j] = pieces_of(row, influence, change, nets.tokenizer, ends)
     return words
 
 
