@@ -4,12 +4,11 @@ The critic of PPO: what a completion is still worth, estimated at every token.
 GRPO compares a completion with others of its prompt. With `critic = True` a token is compared with
 what was expected before it: a value head on the policy's last hidden states predicts the rest of
 the reward, and generalised advantage estimation (Schulman et al. 2016) makes an advantage of each
-token from these predictions. The loss of the policy stays as it is; that of the values (Schulman et
-al. 2017) is added.
+token from these predictions. A loss of the values is added to that of the policy.
 
-In the order of an iteration: values, advantages and returns, the loss. Shapes: N rows of T tokens,
-n rows of a micro-batch, M chosen tokens of several rows, C channels. `chosen` (N, T) is True on the
-tokens that the policy drew: they are the steps of an episode, and forced tokens are skipped.
+In the order of an iteration: values, advantages and returns, loss. Shapes: N rows of T tokens, n
+rows of a micro-batch, M sampled tokens of several rows, C channels. `sampled` (N, T) is True on the
+tokens that the policy drew: they are the steps of an episode. Forced tokens are skipped.
 """
 import math
 
@@ -34,17 +33,6 @@ class ValueHead(nn.Module):
             return self.linear(h.to(self.linear.weight.dtype))[..., 0].float()
 
 
-def values_after(policy, rollout, size):
-    """Values (N,) after the last token of completions that were cut; 0 where the row has ended.
-    Runs a forward pass of the rows that were cut, `size` at a time."""
-    values = torch.zeros(len(rollout.ended), device=rollout.ended.device)
-    cut = (~rollout.ended).nonzero()[:, 0]      # these fill the rollout's width
-    for rows in cut.split(size) if len(cut) else ():
-        h = policy(rollout.tokens[rows], rollout.attention_mask[rows])[:, -1]       # (n, C)
-        values[rows] = policy.value_head(h)
-    return values
-
-
 # ------------------------------------------------------------------------------------------------
 # advantages and returns
 
@@ -56,38 +44,36 @@ def token_advantages(rollout, rewards, penalty, cfg):
     reward is NaN teaches nothing: its advantages are 0, its returns NaN.
     """
     values = rollout.values
-    chosen = rollout.sampled_mask
+    sampled = rollout.sampled_mask
     rewards = rewards.to(values.device)
-    rewards = rewards - rewards.nanmean()   # the values, which start at 0, begin near their mean
-    if rollout.value_after is not None:     # what a completion that was cut might still have got
-        rewards = rewards + cfg.gae_gamma * rollout.value_after
-    by_token = token_rewards(rewards, penalty, chosen)
-    advantages = gae(by_token, values, chosen, cfg.gae_gamma, cfg.gae_lambda)
+    rewards = rewards - rewards.nanmean()   # the values start at 0, near their mean
+    by_token = token_rewards(rewards, penalty, sampled)
+    advantages = gae(by_token, values, sampled, cfg.gae_gamma, cfg.gae_lambda)
     returns = advantages + values
-    known = chosen & ~rewards.isnan()[:, None]
+    known = sampled & ~rewards.isnan()[:, None]
     if cfg.whiten_advantages:
         advantages = whiten(advantages, known)
     return advantages.masked_fill(~known, 0), returns
 
 
-def token_rewards(rewards, penalty, chosen):
-    """(N, T): the rewards (N,) at the last chosen token of each row, less the penalty (N, T)."""
-    last = chosen & (chosen.cumsum(1) == chosen.sum(1, keepdim=True))
+def token_rewards(rewards, penalty, sampled):
+    """(N, T): the rewards (N,) at the last sampled token of each row, less the penalty (N, T)."""
+    last = sampled & (sampled.cumsum(1) == sampled.sum(1, keepdim=True))
     return torch.where(last, rewards[:, None], 0.0) - penalty
 
 
-def gae(rewards, values, chosen, gamma=1.0, lam=0.95):
-    """Advantages (N, T) of the chosen tokens, elsewhere 0, of rewards and values (N, T):
+def gae(rewards, values, sampled, gamma=1.0, lam=0.95):
+    """Advantages (N, T) of the sampled tokens, elsewhere 0, of rewards and values (N, T):
 
         A_t = delta_t + gamma lam A_t'          delta_t = r_t + gamma V_t' - V_t
 
-    with t' the next chosen token of the row; after the last one A and V are 0. lam = 1: the sum of
+    with t' the next sampled token of the row; after the last one A and V are 0. lam = 1: the sum of
     rewards to come less V_t, without bias; lam = 0: delta_t, with the least variance.
     """
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])                    # (N,)
     for t in reversed(range(values.shape[1])):
-        here = chosen[:, t]
+        here = sampled[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(here, values[:, t], next_value)
@@ -109,8 +95,8 @@ def whiten(x, mask):
 
 
 def value_errors(policy, rollout, returns, states, clip=None):
-    """value_loss (n, T) of a rollout's chosen tokens; elsewhere 0. returns (n, T). states: of
-    model.completion_states, which the log-probs are made of too."""
+    """value_loss (n, T) of a rollout's sampled tokens; elsewhere 0. returns (n, T). states: of
+    sample.completion_states, which the log-probs are made of too."""
     h, _, _, where = states
     errors = value_loss(policy.value_head(h), rollout.values[where], returns[where], clip)  # (M,)
     return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, errors)

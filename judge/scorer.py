@@ -12,7 +12,6 @@ from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
 from run.files import load_gpt, save_file
-from run.metrics import weights_of
 from run.script import BadInput, hash_of
 
 
@@ -42,7 +41,6 @@ def load_scorer(path, device="cpu"):
         return finished(path, log_odds(judge.model, rows, device), completions)
 
     judge.model = model
-    judge.num_weights = weights_of(model)
     judge.hash = weights        # it is never trained again
     return judge
 

@@ -8,15 +8,14 @@ import time
 
 import torch
 
-from run.checkpoint import (append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint,
-                            write_run_config)
+from run.checkpoint import (
+    append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)
 from run.files import read_rows
 from run.folder import claimed_folder
-from run.metrics import batch_metrics, batch_on_host, rollout_toxicity, row_advantages
+from run.metrics import batch_metrics, rollout_toxicity, row_advantages
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
-from run.script import BadInput, hash_of, interrupts
-
+from run.script import BadInput, hash_of, interrupts, optional
 
 NUM_SHOWN = 4   # completions of an evaluation that are kept and printed
 
@@ -39,7 +38,11 @@ class Run:
         self.evaluate = evaluate
         self.print_table = print_table
         self.warned = {}                        # {kind of trouble: iteration it was last said}
-        self.wandb = import_wandb(cfg)
+        self.wandb = None
+        if cfg.wandb_project and rank_and_size()[0] == 0:
+            with optional("wandb"):
+                import wandb
+            self.wandb = wandb
 
     def __enter__(self):
         cfg = self.cfg
@@ -69,22 +72,21 @@ class Run:
         if not torch.stack(finite).all():       # a GPU is waited for once
             raise BadInput(f"policy = {cfg.policy!r}: holds weights that are not finite")
         self.base_hash = hash_of(nets.base)
-        done, self.num_tokens = None, 0
+        self.num_tokens = 0
+        done = None
         if cfg.resume and newest_checkpoint(self.folder):
             done, self.num_tokens = resume(self.folder, nets, cfg, self.base_hash)
         else:
             begin_logs(self.folder, cfg)
-        if rank_and_size()[1] > 1:
-            everyone = all_gather([(self.base_hash, done, hash_of(nets.policy))])
-            if len(set(everyone)) > 1:
-                raise BadInput(
-                    f"the processes begin with different weights: out_dir = {self.folder!r} and "
-                    f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
+        everyone = all_gather([(self.base_hash, done, hash_of(nets.policy))])
+        if len(set(everyone)) > 1:
+            raise BadInput(
+                f"the processes begin with different weights: out_dir = {self.folder!r} and "
+                f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
         write_run_config(self.folder, cfg, nets.device)
         if self.wandb:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
-        warn_about_kl(cfg)
         self.start = done or 0
         if done is None:
             self.evaluation(0)
@@ -115,18 +117,18 @@ class Run:
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
         seconds = time.time() - log.start
-        batch = batch_on_host(batch)
-        P = batch.rollout.tokens.shape[1] - batch.loss_mask.shape[1]
-        prompt_tokens = batch.rollout.attention_mask[:, :P].sum()
+        T = batch.loss_mask.shape[1]
+        prompt_tokens = batch.rollout.attention_mask[:, :-T].sum()
         self.num_tokens += int(prompt_tokens + batch.rollout.completion_mask.sum())
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.nets.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              "epoch": (it + 1) * cfg.num_prompts / len(self.nets.prompts),
              "step_time": seconds,
-             **rollout_toxicity(it, prompts, batch, self.nets)}
+             **rollout_toxicity(prompts, batch, self.nets)}
         each = (time.time() - self.began) / (it + 1 - self.start)
-        print_iteration(m, cfg, batch.rollout.sampled_mask.sum(), each * (cfg.max_iters - it - 1))
+        sampled = int(batch.rollout.sampled_mask.sum())
+        print_iteration(m, cfg, sampled, each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.nets.dtype, self.warned)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))
@@ -187,9 +189,8 @@ def sample_rows(it, prompts, batch, cfg):
     """Rows of samples.jsonl: every completion with its reward and advantage."""
     rewards = batch.rewards.tolist()
     advantages = row_advantages(batch).tolist()
-    if cfg.tracin != "off":
-        influence = batch.influence.tolist()
-        weights = batch.weights.tolist()
+    influence = batch.influence.tolist()
+    weights = batch.weights.tolist()
     rows = []
     for i, completion in enumerate(batch.completions):
         prompt = prompts[i // cfg.num_generations]
@@ -198,36 +199,10 @@ def sample_rows(it, prompts, batch, cfg):
         if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
             row["row"] = prompt.row
         if len(cfg.reward_funcs) > 1:
-            scores = without_nan(batch.scores[i].tolist())
+            scores = [None if math.isnan(x) else x for x in batch.scores[i].tolist()]
             row["scores"] = dict(zip(cfg.reward_funcs, scores))
         if cfg.tracin != "off":
             row["influence"] = influence[i]
             row["weight"] = weights[i]
         rows.append(row)
     return rows
-
-
-def without_nan(numbers):
-    """NaN becomes None, which JSON knows."""
-    return [None if math.isnan(x) else x for x in numbers]
-
-
-def warn_about_kl(cfg):
-    if not cfg.beta or cfg.corrects_kl:
-        return
-    if (cfg.kl_in == "reward") != (cfg.kl_estimator == "k1"):
-        better = "k1" if cfg.kl_in == "reward" else "k2 or k3"
-        print(f"note: kl_estimator = {cfg.kl_estimator!r} has almost no gradient with kl_in = "
-              f"{cfg.kl_in!r}; use {better}")
-
-
-def import_wandb(cfg):
-    """The package wandb where cfg.wandb_project asks for it, on rank 0; else None."""
-    if not cfg.wandb_project or rank_and_size()[0] > 0:
-        return None
-    try:
-        import wandb
-    except ImportError as e:
-        raise BadInput(
-            f"wandb_project = {cfg.wandb_project!r}: pip install wandb, or leave it None") from e
-    return wandb

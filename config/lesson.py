@@ -1,0 +1,36 @@
+# The small world of lesson.py: made-up sentences, and as reward the share of the letter e.
+#     python lesson.py
+#     python grpo.py config/lesson.py        # the same world, trained
+import random as _random
+
+from config.quick_test import *
+
+out_dir = "out/lesson"
+policy = "train"
+vocab_size = 4096
+pretrain_tokens = 100_000
+block_size = 32
+max_completion_length = 10
+num_prompts = 4
+num_generations = 6
+micro_batch_size = 24
+max_iters = 30
+learning_rate = 5e-4
+beta = 0.0
+expect_rise = 0.1
+
+_WORDS = [group.split() for group in (  # each is one token
+    "the a my", "old green little young free small", "cat dog girl man boy woman",
+    "needs gets takes makes", "the a my", "old red little black free new",
+    "house book school line door home", "here today again between never together")]
+
+
+def texts(n, seed):
+    """Sentences of eight words, for pretraining."""
+    rng = _random.Random(seed)
+    return [" ".join(map(rng.choice, _WORDS)) for _ in range(n)]
+
+
+def questions(n, seed):
+    """The first three words of such sentences."""
+    return [{"text": " ".join(text.split()[:3])} for text in texts(n, seed)]

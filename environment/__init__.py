@@ -1,1 +1,0 @@
-"""What answers a completion while it is sampled."""

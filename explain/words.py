@@ -1,0 +1,84 @@
+"""
+Which words: the influence of every token of a row, from a forward-mode pass over that row alone.
+
+A row's loss depends on the weights by its T log-probs. To first order in a step of size e along the
+target's gradient, its influence is a sum over its tokens,
+
+    I_i = sum_t I_it,    I_it = d L_i / d logp_it  x  d logp_it / d e
+
+and torch.func.jvp gives the second factor of all tokens at once. Nothing of the tape is used here.
+"""
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+class Row(NamedTuple):
+    """A prompt and its completion of T tokens: no batch, no padding."""
+    tokens: Tensor      # (P + T,) ids
+    chosen: Tensor      # (T,) True on those that the policy drew
+    allowed: Tensor     # (T, V) tokens that truncated sampling could draw; None: all
+    temperature: float
+
+
+class Piece(NamedTuple):
+    """A token of a completion, or the few that share a character."""
+    text: str           # "" is the end token
+    influence: float    # in the standard deviations of its iteration
+    change: float       # of its log-prob, by a step along the target's gradient
+    chosen: bool        # by the policy
+
+
+def row_alone(rollout, i, temperature):
+    """Row i of a Rollout, whose prompt is padded on the left."""
+    r = rollout[i]
+    T = int(r.completion_mask.sum())
+    end = len(r.tokens) - len(r.completion_mask) + T
+    allowed = None if r.allowed is None else r.allowed[:T]
+    return Row(r.tokens[:end][r.attention_mask[:end]], r.sampled_mask[:T], allowed, temperature)
+
+
+def row_logprobs(policy, weights, row):
+    """Log-probs (T,) of the tokens of a Row under other weights {name: tensor}, 0 if not chosen."""
+    T = len(row.chosen)
+    with sdpa_kernel(SDPBackend.MATH):  # the one that has a forward derivative
+        h = torch.func.functional_call(policy, weights, row.tokens[None, :-1])
+    h = h[0, -T:]                                                                   # (T, C)
+    head = "wte.weight" if policy.config.tied else "lm_head.weight"
+    logits = h @ weights.get(head, policy.get_parameter(head)).T / row.temperature  # (T, V)
+    if row.allowed is not None:
+        logits = logits.masked_fill(~row.allowed, -math.inf)
+    logp = logits.log_softmax(-1).gather(1, row.tokens[-T:, None])[:, 0]
+    return logp.masked_fill(~row.chosen, 0)     # a forced token may not be allowed
+
+
+def logprob_changes(policy, D, row):
+    """d log-prob / d e (T,) of the tokens of a Row, at weights + e D. D {name of a parameter:
+    tensor}."""
+    weights = {k: policy.get_parameter(k).detach() for k in D}
+    _, tangent = torch.func.jvp(lambda w: row_logprobs(policy, w, row), (weights,), (D,))
+    return tangent.detach()
+
+
+def pieces_of(row, influence, change, tokenizer, ends):
+    """The completion of a Row as Pieces, whose texts add up to it and whose numbers add up to those
+    of its tokens, influence and change (T,). ends: the ids that end a completion."""
+    T = len(row.chosen)
+    ids = row.tokens[-T:].tolist()
+    chosen, influence, change = (x.tolist() for x in (row.chosen, influence, change))
+    decode = tokenizer.decode
+    pieces = []
+    start = 0
+    for end in range(1, T + 1):
+        here = ids[start:end]
+        after = ids[end:end + 3]        # a character has four bytes at most
+        if decode(here) + decode(after) != decode(here + after):
+            continue                    # it ends within a character
+        is_end = here[0] in ends and chosen[start]
+        pieces.append(Piece("" if is_end else decode(here), sum(influence[start:end]),
+                            sum(change[start:end]), all(chosen[start:end])))
+        start = end
+    return pieces
