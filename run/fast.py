@@ -115,7 +115,7 @@ def compare(nets, cfg, rollout, expected_logp, expected_gradient):
     far = float((gradient - expected_gradient).norm() / scale)
     gaps = {
         "log-probs": gap_of(logp - expected_logp, nets.dtype),
-        "the gradient": (far, 1e-3 if nets.dtype == torch.float32 else 0.1),
+        "gradients": (far, 1e-3 if nets.dtype == torch.float32 else 0.1),
         "log-probs of sampling": gap_of(scored - sampled.logp, nets.dtype),
         "the reference's log-probs": gap_of(reference - plain_reference, nets.dtype)}
     for name, (gap, bound) in gaps.items():
