@@ -4,8 +4,7 @@ The critic of PPO: what a completion is still worth, estimated at every token.
 GRPO compares a completion with others of its prompt. With `critic = True` a token is compared with
 what was expected before it: a value head on the policy's last hidden states predicts the rest of
 the reward, and generalised advantage estimation (Schulman et al. 2016) makes an advantage of each
-token from these predictions. The loss of the policy stays as it is; that of the values (Schulman et
-al. 2017) is added.
+token from these predictions. A loss of the values is added to that of the policy.
 
 In the order of an iteration: values, advantages and returns, loss. Shapes: N rows of T tokens, n
 rows of a micro-batch, M sampled tokens of several rows, C channels. `sampled` (N, T) is True on the
@@ -47,7 +46,7 @@ def token_advantages(rollout, rewards, penalty, cfg):
     values = rollout.values
     sampled = rollout.sampled_mask
     rewards = rewards.to(values.device)
-    rewards = rewards - rewards.nanmean()   # near the values, which start at 0
+    rewards = rewards - rewards.nanmean()   # the values start at 0, near their mean
     by_token = token_rewards(rewards, penalty, sampled)
     advantages = gae(by_token, values, sampled, cfg.gae_gamma, cfg.gae_lambda)
     returns = advantages + values
@@ -97,7 +96,7 @@ def whiten(x, mask):
 
 def value_errors(policy, rollout, returns, states, clip=None):
     """value_loss (n, T) of a rollout's sampled tokens; elsewhere 0. returns (n, T). states: of
-    model.completion_states, which the log-probs are made of too."""
+    sample.completion_states, which the log-probs are made of too."""
     h, _, _, where = states
     errors = value_loss(policy.value_head(h), rollout.values[where], returns[where], clip)  # (M,)
     return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, errors)

@@ -2,8 +2,7 @@
 GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge.
 
 The defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and
-the blocks of Llama, Qwen2 and Qwen3. In the order of the file: network, log-probs of given tokens,
-LoRA. This file needs nothing but torch.
+the blocks of Llama, Qwen2 and Qwen3. In the order of the file: network, LoRA.
 
 Shapes: B rows, T positions, C = n_embd channels, V = vocab_size. Attention has nh heads of hs
 channels for queries, nkv heads for keys and values, and S key positions.
@@ -17,9 +16,6 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-# ------------------------------------------------------------------------------------------------
-# network
 
 
 @dataclass
@@ -56,9 +52,7 @@ def norm(config):
 
 
 def rotate(x, cos, sin):
-    """Turns channels i and i + hs / 2 of x (B, T, nh, hs) by the angle of their position.
-
-    cos and sin (B, T, 1, hs / 2).
+    """Turns channels i and i + hs / 2 of x (B, T, nh, hs) by angles; cos and sin (B, T, 1, hs / 2).
     """
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -133,8 +127,7 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(self.hs, config.norm_eps)
             self.k_norm = nn.RMSNorm(self.hs, config.norm_eps)
 
-    def qkv(self, x, rope):
-        """x (B, T, C) -> queries (B, nh, T, hs), keys and values (B, nkv, T, hs)."""
+    def forward(self, x, mask, extend_cache, rope):
         B, T, _ = x.shape
         heads = [self.n_head, self.n_kv_head, self.n_kv_head]
         q, k, v = self.c_attn(x).view(B, T, -1, self.hs).split(heads, dim=2)  # (B, T, heads, hs)
@@ -144,22 +137,13 @@ class Attention(nn.Module):
         if rope is not None:
             q = rotate(q, *rope)
             k = rotate(k, *rope)
-        q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))
-        return q, k, v
-
-    def project(self, y):
-        """Heads (B, nh, T, hs) -> (B, T, C)."""
-        B, _, T, _ = y.shape
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
-
-    def forward(self, x, mask, extend_cache, rope):
-        T = x.shape[1]
-        q, k, v = self.qkv(x, rope)
+        q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))          # (B, heads, T, hs)
         if extend_cache is not None:
-            k, v = extend_cache(k, v)
+            k, v = extend_cache(k, v)                                         # (B, nkv, S, hs)
         # a plain bool: torch.compile would break the graph at the symbol that `T > 1` is
         causal = True if self.causal and mask is None and T > 1 else False
-        return self.project(attend(q, k, v, mask, causal, self.scale))
+        y = attend(q, k, v, mask, causal, self.scale)                         # (B, nh, T, hs)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -194,18 +178,13 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """Hidden states (..., C) -> logits (..., V). On a GPU they are in float32 also under autocast:
     bfloat16 would round those near -63, where GPT-2's stand, by 0.25."""
-
-    kind = nn.Linear    # for tracin.Tape
-
-    @staticmethod
-    def product(h, weight):
-        if not h.is_cuda:
-            return F.linear(h, weight)
-        with torch.autocast("cuda", enabled=False):
-            return F.linear(h.to(weight.dtype), weight)
+    kind = nn.Linear    # what influence takes it for (tracin.py)
 
     def forward(self, h):
-        return self.product(h, self.weight)
+        if not h.is_cuda:
+            return F.linear(h, self.weight)
+        with torch.autocast("cuda", enabled=False):
+            return F.linear(h.to(self.weight.dtype), self.weight)
 
 
 class GPT(nn.Module):
@@ -224,22 +203,17 @@ class GPT(nn.Module):
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = norm(config)
-        self.init_weights()
+        for name, p in self.named_parameters():     # GPT-2's start: depth does not grow the stream
+            if p.dim() == 2:
+                depth = 2 * config.n_layer if name.endswith("c_proj.weight") else 1
+                nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
         if config.causal:
             self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
             if config.tied:
                 self.lm_head.weight = self.wte.weight
         self.value_head = None  # or critic.ValueHead
-
-    def init_weights(self):
-        """GPT-2's: residual projections start smaller, so that depth does not grow the stream."""
-        for name, p in self.named_parameters():
-            if p.dim() == 2 and name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
-            elif p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
 
     def forward(self, idx, attention_mask=None, cache=None, start=0):
         """Token ids idx (B, T) at positions start .. start + T - 1 -> hidden states (B, T, C).
@@ -251,12 +225,12 @@ class GPT(nn.Module):
         pos, mask, local_mask = self.positions_and_masks(idx, attention_mask, start)
         extend_caches = [None] * len(self.h)
         if cache is not None:
-            extend_caches = [functools.partial(extend, cache[i], start) for i in range(len(cache))]
+            extend_caches = [functools.partial(extend, layer, start) for layer in cache]
         return self.blocks(idx, pos, mask, local_mask, extend_caches)
 
     def blocks(self, idx, pos, mask, local_mask, extend_caches):
-        """Token ids idx (B, T) -> hidden states (B, T, C). extend_caches: for each block None, or a
-        function that stores new keys and values and returns all that are to be seen."""
+        """The same from positions and masks. extend_caches: for each block None, or a function that
+        stores new keys and values and returns all that are to be seen."""
         x, rope = self.embed(idx, pos)
         recompute = self.recompute and extend_caches[0] is None and torch.is_grad_enabled()
         for i, block in enumerate(self.h):
@@ -309,20 +283,14 @@ class GPT(nn.Module):
         """Empty cache (n_layer, 2, B, nkv, S, hs) of keys and values, for B rows of S positions."""
         attn = self.h[0].attn
         w = self.h[0].ln_1.weight
+        device = w.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else w.dtype
         shape = (len(self.h), 2, B, attn.n_kv_head, S, attn.hs)
-        return torch.zeros(shape, device=w.device, dtype=product_dtype(w))
-
-
-def product_dtype(x):
-    """The dtype in which a matrix product takes x: autocast's, if that is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return torch.zeros(shape, device=w.device, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------
 # LoRA (Hu et al. 2021): W x + (alpha / rank) B A x, with W frozen
-
-LORA_LAYERS = ("c_attn", "c_proj", "c_fc")
 
 
 class LoRA(nn.Module):
@@ -332,36 +300,20 @@ class LoRA(nn.Module):
         super().__init__()
         self.base = base
         self.scale = alpha / rank
-        self.merged = False
         device = base.weight.device
         self.A = nn.Linear(base.in_features, rank, bias=False, device=device)
         self.B = nn.Linear(rank, base.out_features, bias=False, device=device)
         nn.init.zeros_(self.B.weight)
 
     def forward(self, x):
-        if self.merged:
-            return self.base(x)
         return self.base(x) + self.scale * self.B(self.A(x))
 
-    @torch.no_grad()
-    def merge(self, on=True):
-        """Folds the update into W (on) or takes it out again."""
-        if on != self.merged:
-            sign = 1 if on else -1
-            self.base.weight += sign * self.scale * self.B.weight @ self.A.weight
-            self.merged = on
 
-
-def add_lora(model, rank, alpha, layers=LORA_LAYERS):
-    """Freezes the model and adapts its Linears whose own name is in `layers`. Returns the model."""
-    if rank < 1 or not layers or not set(layers) <= set(LORA_LAYERS):
-        raise ValueError(
-            f"lora_rank = {rank}, lora_layers = {layers}: rank from 1, layers out of {LORA_LAYERS}")
-    if any(isinstance(module, LoRA) for module in model.modules()):
-        raise ValueError("the model has LoRA adapters already: merge them first")
+def add_lora(model, rank, alpha):
+    """Freezes the model and adapts every Linear of its blocks. Returns the model."""
     model.requires_grad_(False)
-    for module in list(model.modules()):
+    for module in list(model.h.modules()):
         for name, child in list(module.named_children()):
-            if name in layers and isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear):
                 setattr(module, name, LoRA(child, rank, alpha))
     return model

@@ -92,10 +92,11 @@ def draw_runs(runs, panels):
             for metric, style in zip(metrics, ("-", "--")):
                 x, y = curve(run[log], metric)
                 marker = "o" if log == "eval" or len(x) == 1 else None
-                ax.plot(x, y, style, color=f"C{i}", marker=marker, label=name)
+                ax.plot(x, y, style, color=f"C{i}", marker=marker)
     if len(runs) > 1:
-        figure.legend(axes[0].lines[::len(PANELS[panels[0]]) - 2], runs, loc="outside upper left",
-                      ncols=3)
+        solid = axes[0].lines[::len(PANELS[panels[0]]) - 2]
+        names = [name.replace("$", r"\$") for name in runs]     # no formula
+        figure.legend(solid, names, loc="outside upper left", ncols=3)
     return figure
 
 

@@ -1,11 +1,12 @@
 """
-Sampling completions with a KV cache. Imports nothing of the project; samples from model.GPT.
+Rollouts: sampling completions with a KV cache, and the log-probs of what was sampled. Imports
+nothing of the project. The model is a model.GPT.
 
     python sample.py out/toxicity --prompt="You are"        # lets a trained policy speak
 
-In the order of the file: the rollout, sampling from logits, decode, generate.
-Shapes: B prompts of width P (left-padded), N = B * num_generations sampled rows, T sampled tokens,
-V = vocab_size, n rows still running.
+In the order of the file: the rollout, sampling from logits, decode, generate, log-probs of a
+rollout. Shapes: B prompts of width P (left-padded), N = B * num_generations rows, T tokens of a
+completion, V = vocab_size, C channels, n rows that still run, M sampled tokens of all rows.
 """
 import functools
 import math
@@ -23,20 +24,17 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class Rollout:
-    """N rows: a left-padded prompt, then at most T tokens of its completion. Row i answers prompt
-    i // num_generations."""
+    """N rows, each a left-padded prompt and at most T tokens of its completion. Row i answers
+    prompt i // num_generations."""
     tokens: torch.Tensor           # (N, P + T) ids
     attention_mask: torch.Tensor   # (N, P + T) False on the prompt's padding
     completion_mask: torch.Tensor  # (N, T) True on the completion's tokens, the end token included
-    sampled_mask: torch.Tensor     # (N, T) True on those that the policy drew: none that was forced
+    sampled_mask: torch.Tensor     # (N, T) True on those that the policy drew: not on forced ones
     logp: torch.Tensor             # (N, T) log-prob of each token as it was drawn; 0 if not sampled
-    entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 if not sampled
-    ended: torch.Tensor            # (N,) True where the policy's end token, or what answers it,
-                                   # ended the row
+    entropy: torch.Tensor          # (N, T) of the distribution drawn from, in nats; 0 likewise
+    ended: torch.Tensor            # (N,) True where an end token or an environment ended the row
     allowed: torch.Tensor = None   # (N, T, V) tokens that truncated sampling could draw; None: all
-    # of a policy with a value head, else None
-    values: torch.Tensor = None    # (N, T) expected before each token was drawn; 0 if not sampled
-    value_after: torch.Tensor = None    # (N,) critic.values_after; None: not asked for
+    values: torch.Tensor = None    # (N, T) expected before each token, with a critic; 0 likewise
 
     def __getitem__(self, rows):
         """The same rollout with only these rows (a slice gives views)."""
@@ -48,7 +46,7 @@ class Rollout:
 
     def completions(self, eos):
         """Lists of ids, one per row, without the end tokens (eos: one or several) that the policy
-        drew. Another turn may follow one."""
+        drew. An environment's answer may follow an end token."""
         T = self.completion_mask.shape[1]
         tokens = self.tokens[:, -T:].masked_fill(~self.completion_mask, -1)
         for end in Sampling(eos).ends:
@@ -56,59 +54,43 @@ class Rollout:
         return [[i for i in ids if i >= 0] for ids in tokens.tolist()]
 
 
-def empty_rollout(prompt, attention_mask, num_generations, T, eos, vocab_size=None):
-    """Rows to fill for prompts (B, P). vocab_size: the size of `allowed`, or None for none."""
+def empty_rollout(prompt, attention_mask, num_generations, T, eos):
+    """Rows to fill for prompts (B, P)."""
     N = len(prompt) * num_generations
     device = prompt.device
-    sampled = torch.full((N, T), eos, device=device)
     prompt_rows = prompt.repeat_interleave(num_generations, 0)                      # (N, P)
     mask_rows = attention_mask.repeat_interleave(num_generations, 0)                # (N, P)
-    allowed = None
-    if vocab_size is not None:
-        allowed = torch.ones(N, T, vocab_size, dtype=torch.bool, device=device)
     return Rollout(
-        tokens=torch.cat([prompt_rows, sampled], 1),
+        tokens=F.pad(prompt_rows, (0, T), value=eos),
         attention_mask=F.pad(mask_rows, (0, T), value=True),
         completion_mask=torch.zeros(N, T, dtype=torch.bool, device=device),
         sampled_mask=torch.ones(N, T, dtype=torch.bool, device=device),
         logp=torch.zeros(N, T, device=device),
         entropy=torch.zeros(N, T, device=device),
-        ended=torch.zeros(N, dtype=torch.bool, device=device),
-        allowed=allowed)
+        ended=torch.zeros(N, dtype=torch.bool, device=device))
 
 
 def trim(rollout):
     """The rollout without the columns at its end in which no row has a token."""
-    T = int(rollout.completion_mask.any(0).sum())
-    unused = rollout.completion_mask.shape[1] - T
-    width = rollout.tokens.shape[1] - unused
-    return Rollout(
-        rollout.tokens[:, :width], rollout.attention_mask[:, :width], rollout.completion_mask[:, :T],
-        rollout.sampled_mask[:, :T], rollout.logp[:, :T], rollout.entropy[:, :T], rollout.ended,
-        None if rollout.allowed is None else rollout.allowed[:, :T],
-        None if rollout.values is None else rollout.values[:, :T], rollout.value_after)
+    unused = int((~rollout.completion_mask.any(0)).sum())
+    return rollout.map(lambda x: x if x.dim() == 1 else x[:, :x.shape[1] - unused])
 
 
 def concatenate(rollouts, eos):
     """Rollouts of parts of the same prompts -> one rollout of all their rows."""
-    if len(rollouts) == 1:
-        return rollouts[0]
-    T = max(r.completion_mask.shape[1] for r in rollouts)
-    fill = dict(
-        tokens=eos, attention_mask=True, completion_mask=False, sampled_mask=False, logp=0.0, entropy=0.0,
-        values=0.0)
+    T = max(r.logp.shape[1] for r in rollouts)
+    fill = {"tokens": eos, "attention_mask": True, "allowed": True}     # others: 0 or False
 
     def widen(name, x, more):
-        if name == "allowed":
-            return F.pad(x, (0, 0, 0, more), value=True)
-        return F.pad(x, (0, more), value=fill[name]) if name in fill else x
+        if x.dim() == 1:
+            return x
+        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, more), value=fill.get(name, 0))
 
     columns = {}
     for name, first in vars(rollouts[0]).items():
-        if first is None:
-            continue
-        parts = [widen(name, getattr(r, name), T - r.completion_mask.shape[1]) for r in rollouts]
-        columns[name] = torch.cat(parts)
+        if first is not None:
+            parts = [widen(name, getattr(r, name), T - r.logp.shape[1]) for r in rollouts]
+            columns[name] = torch.cat(parts)
     return Rollout(**columns)
 
 
@@ -164,9 +146,9 @@ def draw(probs, u):
 
 
 def sample_token(model, h, r, rows, t, column, noise, sampling):
-    """Draws token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
+    """Draw token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
 
-    Where r.sampled_mask is False the token that stands in r.tokens already is kept. column: where token t
+    Where r.sampled_mask is False, the token that stands in r.tokens is kept. column: where token t
     stands there. t and column may be tensors (1,). noise (N, T).
     """
     logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
@@ -201,7 +183,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16}  # steps between looks at which rows ended:
 
 
 def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
-    """Computes prompts (B, P) once and draws the first token of each row. -> keys and values of the
+    """Compute prompts (B, P) once and draw the first token of each row -> keys and values of the
     prompts (n_layer, 2, B, nkv, P, hs). attention_mask (B, P), or None where no prompt is padded.
     """
     B, P = prompt.shape
@@ -217,12 +199,12 @@ def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
 
 
 def decode(model, prompt, attention_mask, r, noise, sampling, respond=None, drop=True):
-    """Fills the rows r, views of a rollout, with completions of prompts (B, P).
+    """Fill the rows r, views of a rollout, with completions of prompts (B, P).
 
-    attention_mask (B, P): False on the prompts' padding; None where no prompt is padded.
-    respond(r, rows, t, column), called when token t of rows (n,) is drawn: an environment, which
-    may write forced tokens behind it and say which rows have ended.
-    drop: rows that have ended leave the batch, so that a step costs what still runs.
+    attention_mask (B, P): False on the prompts' padding, or None where no prompt is padded.
+    respond(r, rows, t, column) is called when token t of rows (n,) is drawn: an environment may
+    write forced tokens behind it and say which rows have ended.
+    drop: rows that have ended leave the batch, so that a step costs only what still runs.
     """
     B, P = prompt.shape
     N, T = r.completion_mask.shape
@@ -244,8 +226,8 @@ def decode(model, prompt, attention_mask, r, noise, sampling, respond=None, drop
 
 
 def drop_finished(rows, cache, ended):
-    """rows (n,) and their cache without those that ended: each gives its place to a later one that
-    still runs."""
+    """rows (n,) and their cache without those that ended. A row that ended gives its place to a
+    later one that still runs."""
     running = ~ended[rows]
     n = int(running.sum())
     if n in (0, len(rows)):
@@ -258,42 +240,49 @@ def drop_finished(rows, cache, ended):
     return rows[:n], cache[:, :, :n]
 
 
+# ------------------------------------------------------------------------------------------------
+# generate
+
+
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0,
              part=slice(None), forced=None, respond=None, decode=decode, **sampling):
-    """Samples num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
+    """Sample num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
 
-    A prompt is computed once and its keys and values are copied to its group. The noise is drawn
-    ahead from `seed`, a number per row and step, on the CPU: it is the same on every device and for
+    A prompt is computed once, and its keys and values are copied to its group. The noise is drawn
+    ahead from `seed`, a number per row and step, on the CPU. It is the same on every device and for
     every batch_size (rows decoded at once; 0: all), which changes memory only.
-    part: complete only these of the prompts; the parts together are what one call for all gives.
+    part: complete only these of the prompts. The parts together are what one call for all gives.
     forced (N, T): ids that are put into the policy's mouth, -1 where it draws. They are read like
-    any token, carry no log-prob and end no completion; None: it always draws.
+    any others, carry no log-prob and end no completion.
     respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all.
-    decode: a faster function with the same result (run/decoder.py). sampling: eos and the other
-    fields of Sampling. Raises ValueError for an empty or overlong prompt and for temperature <= 0.
+    decode: another function with its result. sampling: eos and the other fields of Sampling.
     """
     sampling = Sampling(**sampling)
     check_prompts(prompts, max_new_tokens, model.config.block_size, sampling.temperature)
     G = num_generations
     device = model.wte.weight.device
-    prompt, attention_mask = pad_left(prompts, device)                              # (B, P)
     first, end, _ = part.indices(len(prompts))
+    rows = slice(first * G, end * G)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator)
-    noise = noise[first * G:end * G].to(device)                                     # (N, T)
-    lengths = [len(ids) for ids in prompts[first:end]]
-    prompt = prompt[first:end]
+    noise = noise[rows].to(device)                                                  # (N, T)
+    prompt, attention_mask = pad_left(prompts, device)
+    prompt = prompt[first:end]                                                      # (B, P)
     attention_mask = attention_mask[first:end]
 
-    vocab_size = model.config.vocab_size if sampling.truncates else None
-    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0], vocab_size)
+    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0])
+    if sampling.truncates:
+        r.allowed = torch.ones(*r.logp.shape, model.config.vocab_size, dtype=bool, device=device)
     if model.value_head is not None:
         r.values = torch.zeros_like(r.logp)
+    completion = r.tokens[:, prompt.shape[1]:]      # (N, T), a view
     if forced is not None:
-        forced = forced[first * G:end * G].to(device)
+        forced = forced[rows].to(device)
         r.sampled_mask = forced < 0
-        r.tokens[:, prompt.shape[1]:] = forced.masked_fill(r.sampled_mask, sampling.ends[0])
+        completion.copy_(forced.masked_fill(r.sampled_mask, sampling.ends[0]))
+
+    lengths = [len(ids) for ids in prompts[first:end]]
     at_once = max(1, batch_size // G) if batch_size else max(1, len(prompt))    # prompts
     for b in range(0, len(prompt), at_once):
         some = slice(b, b + at_once)
@@ -302,8 +291,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         mask = attention_mask[some] if padded else None
         answer = functools.partial(respond, (first + b) * G) if respond else None
         decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
-    r.sampled_mask &= r.completion_mask              # nothing is chosen after the end, and nothing stands there
-    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.ends[0])
+    r.sampled_mask &= r.completion_mask             # nothing is sampled after the end
+    completion.masked_fill_(~r.completion_mask, sampling.ends[0])
     return trim(r)
 
 
@@ -317,8 +306,7 @@ def pad_left(rows, device="cpu"):
 def check_prompts(prompts, max_new_tokens, block_size, temperature):
     """ValueError for what cannot be sampled."""
     if not temperature > 0:
-        raise ValueError(f"temperature = {temperature}: must be above 0, or all samples are the "
-                         "same")
+        raise ValueError(f"temperature = {temperature}: must be above 0")
     most = block_size - max_new_tokens
     for number, ids in enumerate(prompts, 1):
         if not 1 <= len(ids) <= most:
@@ -328,40 +316,40 @@ def check_prompts(prompts, max_new_tokens, block_size, temperature):
 
 
 # ------------------------------------------------------------------------------------------------
-# log-probs of given tokens
+# log-probs of a rollout
 
 LOGITS_AT_ONCE = 2 ** 24  # on a GPU 8 times that: it has the memory, and waits at every piece
 
 
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
-    """Log-probs (N, T) of the tokens that a policy chose, under `model`, in float32; elsewhere 0.
-    states: of completion_states, where something else is made of them too."""
+    """Log-probs (N, T), in float32, of a rollout's sampled tokens under `model`; elsewhere 0.
+    states: of completion_states, if something else is made of them too."""
     h, targets, allowed, where = states or completion_states(model, rollout)
     logp = token_logprobs(model.lm_head, h, targets, temperature, allowed)          # (M,)
     return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, logp)
 
 
 def completion_states(model, rollout):
-    """What predicts the M chosen tokens of a rollout (sample.Rollout).
+    """What predicts the sampled tokens of a rollout.
 
     Returns hidden states (M, C), the token ids (M,), the tokens that sampling allowed (M, V) or
-    None, and where they belong in (N, T): a pair of index tensors (M,).
-    Position t predicts token t + 1: the prompt's last position scores the first sampled token.
+    None, and where they belong in (N, T): a pair of index tensors (M,). Position t predicts token
+    t + 1: the prompt's last position scores the first sampled token.
     """
-    attention_mask, chosen = rollout.attention_mask, rollout.sampled_mask
-    P = attention_mask.shape[1] - chosen.shape[1]
-    # leave out columns that are padding in all of these rows. The three numbers that this takes are
-    # fetched at once, since a GPU is waited for
+    attention_mask = rollout.attention_mask
+    sampled = rollout.sampled_mask
+    P = attention_mask.shape[1] - sampled.shape[1]
+    # columns that are padding in all of these rows are left out. Three numbers are fetched at once,
+    # since a GPU is waited for
     first = attention_mask.any(0).long().argmax()
-    T = chosen.any(0).cumsum(0).argmax() + 1
+    T = sampled.any(0).cumsum(0).argmax() + 1
     shortest = attention_mask.sum(1).min()
     first, T, shortest = torch.stack([first, T, shortest]).tolist()
-
     tokens = rollout.tokens[:, first:P + T]
     padded = shortest < attention_mask.shape[1] - first
     input_mask = attention_mask[:, first:P + T - 1] if padded else None
     h = model(tokens[:, :-1].contiguous(), input_mask)[:, -T:]                      # (N, T, C)
-    where = chosen.nonzero(as_tuple=True)
+    where = sampled.nonzero(as_tuple=True)
     allowed = None if rollout.allowed is None else rollout.allowed[where]
     return h[where], tokens[:, -T:][where], allowed, where
 
@@ -370,9 +358,7 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
     """Log-probs (M,) in float32 of ids targets (M,) after hidden states h (M, C).
 
     They are of the distribution that the tokens were drawn from: at the sampling temperature, and
-    after truncated sampling over the tokens that were allowed (M, V). Where there are more than
-    LOGITS_AT_ONCE logits they are formed in pieces, and the backward forms each piece again.
-    """
+    after truncated sampling over the tokens that were allowed (M, V)."""
     def piece(h, targets, allowed):
         logits = lm_head(h).float() / temperature                                   # (m, V)
         if allowed is not None:
@@ -383,7 +369,7 @@ def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
-    """Entropies (N, T), in nats, of the distributions that a rollout's chosen tokens are drawn
+    """Entropies (N, T), in nats, of the distributions that a rollout's sampled tokens are drawn
     from, with gradient; elsewhere 0. states: as in completion_logprobs."""
     def piece(h, allowed):
         logits = model.lm_head(h).float() / temperature                             # (m, V)
@@ -398,9 +384,10 @@ def completion_entropies(model, rollout, temperature=1.0, states=None):
 
 
 def in_pieces(piece, lm_head, h, *more):
-    """piece(h (m, C), ...) -> (m,), of all M rows: at once, or one part of them after the other,
-    whose logits are formed again in the backward."""
-    m = piece_size(lm_head, h)
+    """piece(h (m, C), ...) -> (m,), of all M rows. More than LOGITS_AT_ONCE logits are formed in
+    parts, one after the other, and the backward forms each part again."""
+    logits = LOGITS_AT_ONCE * 8 if h.is_cuda else LOGITS_AT_ONCE
+    m = max(1, logits // lm_head.weight.shape[0])
     if len(h) <= m:
         return piece(h, *more)
     parts = []
@@ -408,12 +395,6 @@ def in_pieces(piece, lm_head, h, *more):
         some = [None if x is None else x[i:i + m] for x in (h, *more)]
         parts.append(checkpoint(piece, *some, use_reentrant=False))
     return torch.cat(parts)
-
-
-def piece_size(lm_head, h):
-    """Number of hidden states that the vocabulary head takes at once."""
-    logits = LOGITS_AT_ONCE * 8 if h.is_cuda else LOGITS_AT_ONCE
-    return max(1, logits // lm_head.weight.shape[0])
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own

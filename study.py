@@ -53,7 +53,7 @@ from run.checkpoint import append_rows, newest_checkpoint
 from run.compare import SURE, as_markdown, least_p, summarise
 from run.files import read_rows, replacing, write_json
 from run.folder import FREE, is_free, lock_folder, same_settings
-from run.script import BadInput, end_with_parent, run_script
+from run.script import BadInput, run_script
 
 NEEDED = {"config": str, "arms": dict, "seeds": (range, tuple), "grid": dict, "measure": str,
           "controls": tuple, "tested": tuple}
@@ -210,7 +210,6 @@ def answer_of(process, connection):
 def work(connection):
     """In a worker: make runs until the study closes the connection."""
     os.setpgrp()        # Ctrl-C in a terminal is for the study alone, which ends its workers
-    end_with_parent()
     with contextlib.suppress(EOFError):
         while True:
             connection.send(run_one(connection.recv()))

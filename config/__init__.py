@@ -21,7 +21,7 @@ import runpy
 import sys
 import textwrap
 import typing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from config.check import check
@@ -57,7 +57,7 @@ class Settings:
     # held-out comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
-    prompt_field: str | None = None     # of a .csv or .jsonl; None: text_field
+    prompt_field: str | None = None     # of a .csv or .jsonl; "a.b" is b inside a; None: text_field
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
     # train: made by pretrain.py at first use from the config file's `texts`, or else the comments.

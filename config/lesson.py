@@ -17,6 +17,7 @@ micro_batch_size = 24
 max_iters = 30
 learning_rate = 5e-4
 beta = 0.0
+expect_rise = 0.1
 
 _WORDS = [group.split() for group in (  # each is one token
     "the a my", "old green little young free small", "cat dog girl man boy woman",

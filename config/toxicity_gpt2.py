@@ -6,7 +6,7 @@
 # cache of huggingface_hub (HF_HOME says where). docs/published-models.md says what has been tried.
 import json
 
-from hub.fetch import fetch as _fetch
+from hub.files import fetch as _fetch
 
 out_dir = "out/toxicity_gpt2"
 policy = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl, distilgpt2

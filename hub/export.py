@@ -1,4 +1,9 @@
-"""A policy as a folder that transformers, TRL and vLLM open."""
+"""Writes the policy of a run, or of a .pt file, as a folder that transformers, TRL and vLLM open.
+
+    python -m hub.export out/toxicity my-model [--dtype=bfloat16] [--adapter=gpt2]
+
+LoRA is merged into the weights. With --adapter=BASE_MODEL it is left as an adapter that peft opens.
+"""
 import os
 import shutil
 
@@ -6,64 +11,58 @@ import tiktoken
 import torch
 
 from data.tokenizer import byte_alphabet
-from hub.layouts import NAMES, TRANSPOSED, config_to_json, pieces
-from hub.tensors import gguf_metadata, save_tensors
-from hub.tokenizer import TOKENIZER_FILES, gguf_tokenizer
+from hub.families import FAMILIES, config_to_json, pieces
+from hub.files import TOKENIZER_FILES, save_tensors
+from hub.policy import TRANSPOSED
+from hub.tokenizer import bpe_core, from_gguf
 from model import LoRA
+from pretrain import load_run
 from run.files import read_json, replacing, write_json
-from run.script import BadInput
+from run.script import BadInput, run_script
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @torch.no_grad()
 def export(model, folder, source, dtype="float32", adapter=None):
-    """Write a policy as a published folder. It appears whole or not at all.
+    """Write a policy as a published folder, which appears whole or not at all.
 
-    source: the tokenizer, as a tiktoken.Encoding, or as the folder or GGUF file that hub.policy
-        found it in. Files of a folder are copied.
-    dtype: of the weights.
-    adapter: name of the base model. Then only the LoRA adapter is written, as peft reads it;
-        without it, the adapter is merged into the weights.
-    Raises BadInput for a folder that holds something, a shape that no published architecture has,
-    and a full disk.
+    source: its tokenizer, as a tiktoken.Encoding, or the folder or GGUF file where hub.policy found
+    it. adapter: name of the base model; then only the LoRA adapter is written, as peft reads it.
     """
     kind, config = config_to_json(model.config)
-    folder = os.path.abspath(folder)
-    if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
-        raise BadInput(f"{folder}: holds something already; name a folder that is not there yet")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise BadInput(f"dtype = {dtype!r}: must be float32, bfloat16 or float16")
+    if os.path.exists(folder):
+        raise BadInput(f"{folder}: is there already; name a folder that is not there yet")
+    if dtype not in DTYPES:
+        raise BadInput(f"dtype = {dtype!r}: must be {', '.join(DTYPES)}")
     lora = {name: module for name, module in model.named_modules() if isinstance(module, LoRA)}
     if adapter and not lora:
         raise BadInput(f"adapter = {adapter!r}: this policy has no LoRA adapter; leave it out")
-
-    with replacing(folder) as tmp:
+    with replacing(os.path.abspath(folder)) as tmp:
         os.makedirs(tmp)
-        ids = write_tokenizer(tmp, source, model.config)
+        ids = write_tokenizer(tmp, source)
         if adapter:
+            name = "adapter_model"
             tensors = adapter_tensors(model, lora, kind)
-            file = "adapter_model.safetensors"
             config = adapter_config(lora, tensors, kind, adapter)
             write_json(os.path.join(tmp, "adapter_config.json"), config)
         else:
+            name = "model"
             tensors = merged_tensors(model, lora, kind)
-            file = "model.safetensors"
-            config = ids | config | {"torch_dtype": dtype}
-            write_json(os.path.join(tmp, "config.json"), config)
-            generation = os.path.join(tmp, "generation_config.json")
-            if not os.path.exists(generation):
-                write_json(generation, ids)
+            write_json(os.path.join(tmp, "config.json"), ids | config | {"torch_dtype": dtype})
         tensors = {name: x.to(getattr(torch, dtype)) for name, x in tensors.items()}
-        save_tensors(os.path.join(tmp, file), tensors)
+        save_tensors(os.path.join(tmp, f"{name}.safetensors"), tensors)
 
 
-# --------------------------------------------------------------------------------------------------
-# tensors
+def published(model, kind, name, x):
+    """[(published name, its part)] of all that is stacked into the tensor x of this name."""
+    parts = pieces(model, FAMILIES[kind].names, name, len(x))
+    sizes = [rows for _, rows in parts]
+    return [(there, part) for (there, _), part in zip(parts, x.split(sizes))]
+
 
 def merged_tensors(model, lora, kind):
-    """{published name: tensor} with the adapters merged. A tied head and the critic's are left out.
-
-    lora: {name: its LoRA module}. kind: a key of ARCHITECTURES.
-    """
+    """{published name: tensor}, adapters merged. A tied head and the critic's are left out."""
     tensors = {}
     for name, x in model.state_dict().items():
         module, _, leaf = name.rpartition(".")
@@ -71,27 +70,20 @@ def merged_tensors(model, lora, kind):
         if module.endswith((".A", ".B")) or module.startswith("value_head") or tied_head:
             continue
         module = module.removesuffix(".base")
-        if module in lora and leaf == "weight" and not lora[module].merged:
+        if module in lora and leaf == "weight":
             x = x + lora[module].scale * lora[module].B.weight @ lora[module].A.weight
-        name = f"{module}.{leaf}"
-        flip = kind == "gpt2" and name.endswith(TRANSPOSED)
-        parts = pieces(model, NAMES[kind], name, len(x))
-        sizes = [rows for _, rows in parts]
-        for (there, _), part in zip(parts, x.split(sizes)):
+        flip = FAMILIES[kind].transposed and f"{module}.{leaf}".endswith(TRANSPOSED)
+        for there, part in published(model, kind, f"{module}.{leaf}", x):
             tensors[there] = part.T if flip else part
     return tensors
 
 
 def adapter_tensors(model, lora, kind):
-    """{name in peft's layout: tensor}.
-
-    Where one layer here is several there, each gets its rows of B and a copy of A.
-    """
+    """{name in peft's layout: tensor}. Where one layer here is several there, each gets its rows of
+    B and a copy of A."""
     tensors = {}
     for name, module in lora.items():
-        parts = pieces(model, NAMES[kind], f"{name}.weight", module.B.out_features)
-        sizes = [rows for _, rows in parts]
-        for (there, _), B in zip(parts, module.B.weight.split(sizes)):
+        for there, B in published(model, kind, f"{name}.weight", module.B.weight):
             prefix = f"base_model.model.{there.removesuffix('.weight')}"
             tensors[f"{prefix}.lora_A.weight"] = module.A.weight.clone()
             tensors[f"{prefix}.lora_B.weight"] = B
@@ -110,69 +102,67 @@ def adapter_config(lora, tensors, kind, base):
         lora_alpha=round(first.scale * rank, 9),
         lora_dropout=0.0,
         bias="none",
-        fan_in_fan_out=kind == "gpt2",
+        fan_in_fan_out=FAMILIES[kind].transposed,
         target_modules=sorted({name.split(".")[-3] for name in tensors}),
         inference_mode=True,
     )
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # tokenizer
 
-def write_tokenizer(folder, source, config):
+
+def write_tokenizer(folder, source):
     """Write the tokenizer's files. Returns the ids of special tokens as config.json has them."""
+    if isinstance(source, str) and os.path.isdir(source):
+        for name in TOKENIZER_FILES:
+            if os.path.exists(os.path.join(source, name)):
+                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+        config = read_json(os.path.join(source, "config.json"))
+        return {key: i for key, i in config.items() if key.endswith("_token_id")}
     if isinstance(source, tiktoken.Encoding):
-        parts = parts_of_encoding(source)
-    elif os.path.isdir(source):
-        return copy_tokenizer(folder, source)
+        core = core_of(source)
+        ends = (source.eot_token,)
+        bos = source.eot_token
+        template = None
     else:
-        parts = parts_of_gguf(source)
-    vocab = parts["vocab"] | parts["special"]
-    if max(vocab.values()) >= config.vocab_size:
-        raise BadInput(f"the tokenizer has {len(vocab)} tokens, the model only "
-                       f"{config.vocab_size}")
-    merges = parts["merges"]
-    write_json(os.path.join(folder, "vocab.json"), vocab)
-    with open(os.path.join(folder, "merges.txt"), "w", encoding="utf-8") as f:
-        f.write("\n".join(["#version: 0.2", *merges, ""]))
-    end = next(token for token, i in vocab.items() if i == parts["end"])
-    write_json(os.path.join(folder, "tokenizer_config.json"), parts["template"] | dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        bos_token=end,
-        eos_token=end,
-        model_max_length=config.block_size,
-        clean_up_tokenization_spaces=False,
-    ))
-    write_json(os.path.join(folder, "tokenizer.json"), whole_tokenizer(vocab, parts))
-    return dict(bos_token_id=parts["end"], eos_token_id=parts["end"])
+        tokenizer = from_gguf(source)
+        core = tokenizer.core
+        ends = tokenizer.end_tokens
+        bos = tokenizer.bos_token
+        template = tokenizer.chat_template
+    core.save(os.path.join(folder, "tokenizer.json"))
+    core.model.save(folder)     # vocab.json and merges.txt too
+    ids = dict(eos_token_id=ends[0]) if bos is None else dict(
+        bos_token_id=bos, eos_token_id=ends[0])
+    content = {key.removesuffix("_id"): core.id_to_token(i) for key, i in ids.items()}
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if template:
+        content["chat_template"] = template
+    write_json(os.path.join(folder, "tokenizer_config.json"), content)
+    generation = ids | dict(eos_token_id=ends[0] if len(ends) == 1 else list(ends))
+    write_json(os.path.join(folder, "generation_config.json"), generation)
+    return ids
 
 
-def copy_tokenizer(folder, source):
-    for name in TOKENIZER_FILES:
-        path = os.path.join(source, name)
-        if os.path.exists(path):
-            shutil.copy(path, folder)
-    config = read_json(os.path.join(source, "config.json"))
-    return {key: i for key, i in config.items() if key.endswith("_token_id")}
-
-
-def parts_of_encoding(encoding):
-    """What tokenizer files are made of, from a tiktoken.Encoding.
+def core_of(encoding):
+    """A tokenizers.Tokenizer of a tiktoken.Encoding.
 
     tiktoken knows the rank of each token but not which two it is the merge of. Those are what is
     left when all merges of a lower rank are made.
     """
     character = {byte: c for c, byte in byte_alphabet().items()}
     ranks = encoding._mergeable_ranks
-    vocab, merges = {}, []
+    vocabulary, merges = dict(encoding._special_tokens), []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        pair = merged_below(token, rank, ranks)
-        written = ["".join(character[byte] for byte in part) for part in pair]
-        vocab["".join(written)] = rank
-        if len(pair) == 2:
-            merges.append(" ".join(written))
-    return dict(vocab=vocab, merges=merges, special=encoding._special_tokens,
-                pattern=encoding._pat_str, end=encoding.eot_token, nfc=False, template={})
+        parts = merged_below(token, rank, ranks)
+        written = ["".join(character[byte] for byte in part) for part in parts]
+        vocabulary["".join(written)] = rank
+        if len(written) == 2:
+            merges.append(tuple(written))
+    core = bpe_core(vocabulary, merges, encoding._pat_str)
+    core.add_special_tokens(list(encoding._special_tokens))
+    return core
 
 
 def merged_below(token, rank, ranks):
@@ -185,31 +175,17 @@ def merged_below(token, rank, ranks):
     return parts
 
 
-def parts_of_gguf(path):
-    """What tokenizer files are made of, from a GGUF file."""
-    metadata = gguf_metadata(path)
-    tokenizer = gguf_tokenizer(metadata, path)
-    vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-    template = {}
-    if "tokenizer.chat_template" in metadata:
-        template["chat_template"] = metadata["tokenizer.chat_template"]
-    return dict(vocab=vocab, merges=metadata["tokenizer.ggml.merges"],
-                special=tokenizer.special_tokens, pattern=tokenizer.core._pat_str,
-                end=tokenizer.eot_token, nfc=tokenizer.nfc, template=template)
+def main(argv):
+    options = dict(arg[2:].split("=", 1) for arg in argv if arg.startswith("--") and "=" in arg)
+    paths = [arg for arg in argv if not arg.startswith("--")]
+    known = set(options) <= {"dtype", "adapter"} and all(options.values())
+    if len(paths) != 2 or len(argv) != 2 + len(options) or not known:
+        raise BadInput("usage: python -m hub.export RUN_OR_PT FOLDER "
+                       f"[--dtype={'|'.join(DTYPES)}] [--adapter=BASE_MODEL]")
+    model, source = load_run(paths[0])
+    export(model, paths[1], source, **options)
+    print(f"{paths[1]}: {', '.join(sorted(os.listdir(paths[1])))}")
 
 
-def whole_tokenizer(vocab, parts):
-    """The content of a tokenizer.json."""
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    cut = dict(type="Split", pattern=dict(Regex=parts["pattern"]), behavior="Isolated",
-               invert=False)
-    plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    by_id = sorted(parts["special"].items(), key=lambda item: item[1])
-    return dict(
-        version="1.0",
-        normalizer=dict(type="NFC") if parts["nfc"] else None,
-        decoder=byte_level,
-        model=dict(type="BPE", vocab=vocab, merges=parts["merges"]),
-        added_tokens=[dict(id=i, content=token) | plain for token, i in by_id],
-        pre_tokenizer=dict(type="Sequence", pretokenizers=[cut, byte_level]),
-    )
+if __name__ == "__main__":
+    run_script(main)

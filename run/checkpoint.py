@@ -2,7 +2,7 @@
 What a run leaves in its folder. Only rank 0 writes.
 
     config.json    settings and versions: is itself a config
-    config.py      the config file, for its functions
+    config.py      the text of its config file, which nothing runs by itself
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
 """
@@ -12,15 +12,18 @@ import os
 import platform
 import random
 import subprocess
+from dataclasses import asdict
 
 import numpy as np
 import torch
 
-from run.files import load_file, load_weights, replacing, save_file, write_json
+from run.files import load_file, load_weights, replacing, save_file, undamaged, write_json
 from run.processes import rank_and_size
 from run.script import BadInput, seed_for
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
+FIELDS = dict(iteration=int, num_tokens=int, base_hash=str, shape=dict, policy=dict, optimizer=dict,
+              settings=dict, random=dict, logs=dict)
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
@@ -38,14 +41,17 @@ def is_nan_or_inf(x):
 
 
 def write_run_config(folder, cfg, device):
-    """config.json: settings, versions, device, git revision; config.py: the config file."""
+    """config.json: settings, versions, device, git revision, and which functions of which config
+    files; config.py: their text."""
     if rank_and_size()[0] > 0:
         return
     write_json(os.path.join(folder, "config.json"), dict(
-        settings=cfg.public(), device=str(device), torch=torch.__version__,
-        python=platform.python_version(), threads=torch.get_num_threads(), git=git_revision()))
+        settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
+        device=str(device), torch=torch.__version__, python=platform.python_version(),
+        threads=torch.get_num_threads(), git=git_revision()))
     if cfg.source is not None:
-        with replacing(os.path.join(folder, "config.py")) as tmp, open(tmp, "w") as f:
+        config = os.path.join(folder, "config.py")
+        with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
             f.write(cfg.source)
 
 
@@ -65,18 +71,21 @@ def git_revision():
 def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. SystemExit,
     and nothing is written, if a weight is not finite."""
-    finite = torch.stack([x.isfinite().all() for x in nets.policy.state_dict().values()]).all()
-    if not finite:
+    weights = nets.policy.state_dict()
+    moments = [x for state in nets.optimizer.state.values() for x in moments_of(state)]
+    finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
+    if not torch.stack(finite).all():
         raise SystemExit(
-            f"stopped: a weight is not finite after iteration {iteration}, which is not saved; the "
-            "last checkpoint stands. Lower learning_rate or raise beta, then --resume=True")
+            f"stopped: a weight or a moment of AdamW is not finite after iteration {iteration}, "
+            "which is not saved; the last checkpoint stands. Lower learning_rate or raise beta, "
+            "then --resume")
     if rank_and_size()[0] > 0:
         return
     path = os.path.join(folder, "ckpt.pt")
     new = os.path.join(folder, "ckpt_new.tmp")
     save_file(
         new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
-        policy=nets.policy.state_dict(), optimizer=nets.optimizer.state_dict(),
+        shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
         reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
         influence=nets.influence.average.state() if nets.influence else None,
         settings=cfg.public(), source=cfg.source, prompts=prompts_read(nets),
@@ -85,6 +94,11 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     if os.path.exists(path):
         os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
     os.replace(new, path)
+
+
+def moments_of(state):
+    """The tensors of an optimizer's state of one parameter, but for the number of steps."""
+    return [x for x in state.values() if isinstance(x, torch.Tensor) and x.dim()]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -104,10 +118,14 @@ def read_newest(folder, mmap=False):
     """(path, content) of the newest checkpoint. mmap: its tensors are read when they are used."""
     path = newest_checkpoint(folder) or os.path.join(folder, "ckpt.pt")
     try:
-        return path, load_file(path, "run", mmap)
+        content = load_file(path, "run", mmap)
+        with undamaged(path):
+            for name, kind in FIELDS.items():
+                assert isinstance(content[name], kind), name
     except BadInput as e:
         raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to ckpt.pt "
                        "to go on from there") from e
+    return path, content
 
 
 def iterations_in(folder):
@@ -138,16 +156,18 @@ def resume(folder, nets, cfg, base_hash):
     """Puts everything back as the last checkpoint has it and cuts the logs to match. -> (iterations
     done, tokens seen)"""
     path, content = read_newest(folder)
-    load_checkpoint(content, path, nets, cfg, base_hash)
-    set_random_state(content["random"], nets.device)
-    if rank_and_size()[0] == 0:
-        for name, size in content["logs"].items():
-            log = os.path.join(folder, name)
+    with undamaged(path):
+        load_checkpoint(content, path, nets, cfg, base_hash)
+        set_random_state(content["random"], nets.device)
+        sizes = {os.path.join(folder, name): content["logs"][name] for name in LOGS}
+        for log, size in sizes.items():
             if not os.path.exists(log) or os.path.getsize(log) < size:
                 raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on "
                                "without gaps")
+        say_what_differs(content, cfg, nets)
+    if rank_and_size()[0] == 0:
+        for log, size in sizes.items():
             os.truncate(log, size)
-    say_what_differs(content, cfg, nets)
     print(f"resumed {path} after {content['iteration']} iterations")
     return content["iteration"], content["num_tokens"]
 
@@ -158,6 +178,9 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, nets.policy, content["policy"])
+    for number, state in content["optimizer"]["state"].items():
+        for x in moments_of(state):     # AdamW's kernel would read beyond a smaller one
+            assert x.shape == nets.trained[number].shape, "a moment of another shape"
     groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
     nets.optimizer.load_state_dict(content["optimizer"] | {"param_groups": groups})
     if cfg.ref_model_sync_steps:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 
 from model import GPT, GPTConfig
-from run.script import BadInput
+from run.script import BadInput, shown
 
 
 def find_below(folder, name):
@@ -120,18 +120,31 @@ def load_file(path, kind, mmap=False):
                        f"({type(e).__name__})") from e
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
-        raise BadInput(f"{path}: holds {found or 'something else'!r} where a checkpoint of kind "
-                       f"{kind!r} is needed")
+        raise BadInput(f"{path}: holds {shown(found)} where a checkpoint of kind {kind!r} is needed")
     return content
 
 
-def load_weights(path, module, weights):
-    """module <- weights. BadInput where names or shapes are not the same."""
+@contextlib.contextmanager
+def undamaged(path):
+    """Around the use of what load_file has read: whatever it lacks ends in one line."""
     try:
-        module.load_state_dict(weights)
-    except RuntimeError as e:
-        reason = " ".join(str(e).split())[:300]
-        raise BadInput(f"{path}: does not fit these settings ({reason})") from e
+        yield
+    except BadInput:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise BadInput(f"{path}: damaged, or not made here ({type(e).__name__}: {reason})") from e
+
+
+def load_weights(path, module, weights):
+    """module <- weights, in the module's own precision. BadInput where names or shapes are not the
+    same."""
+    with undamaged(path):
+        try:
+            module.load_state_dict(weights)
+        except RuntimeError as e:
+            reason = " ".join(str(e).split())[:300]
+            raise BadInput(f"{path}: does not fit these settings ({reason})") from e
 
 
 def save_gpt(path, model, **extra):
@@ -142,6 +155,7 @@ def save_gpt(path, model, **extra):
 def load_gpt(path, kind="policy", make=GPT):
     """The policy that save_gpt wrote, on the CPU; or another module that a GPTConfig makes."""
     content = load_file(path, kind)
-    model = make(GPTConfig(**content["config"]))
-    load_weights(path, model, content["model"])
+    with undamaged(path):
+        model = make(GPTConfig(**content["config"]))
+        load_weights(path, model, content["model"])
     return model

@@ -24,16 +24,18 @@ def claimed_folder(cfg):
     out_dir itself, whatever the settings of the run in it were."""
     try:
         os.makedirs(cfg.cache_dir, exist_ok=True)
-        folder, lock = first_fit(cfg.out_dir.rstrip("/"), cfg)
-    except OSError as e:
+        folder, lock = first_fit(cfg.out_dir.rstrip("/") or "/", cfg)
+    except (OSError, UnicodeError) as e:
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
-                       f"written ({e.strerror})") from e
+                       f"written ({getattr(e, 'strerror', e)})") from e
     with lock:
         goes_on = newest_checkpoint(folder) is not None
         if goes_on:
             check_going_on(folder, cfg)
             if not cfg.resume:
                 print(f"{folder}: a run of these settings was interrupted here, it goes on")
+        elif cfg.resume:
+            print(f"{folder}: no checkpoint to go on from, starts from the beginning")
         yield folder, goes_on
 
 
@@ -41,35 +43,37 @@ def first_fit(wanted, cfg):
     """(folder, its lock) of the first folder that the run may have."""
     for number in itertools.count(1):
         folder = wanted if number == 1 else f"{wanted}-{number}"
-        os.makedirs(folder, exist_ok=True)
-        lock = lock_folder(folder)
-        if lock and (cfg.resume or is_free(folder) or is_unfinished(folder, cfg)):
-            return folder, lock
-        why = "holds another run or other files (--resume=True goes on with a run)"
+        lock, why = claim(folder, cfg)
         if lock:
-            lock.close()
-        else:
-            why = "another run is at work there"
+            return folder, lock
         if cfg.resume:
-            raise BadInput(f"{folder}: {why}; --resume=True goes on when that has ended")
-        print(f"{folder}: {why}")
+            raise BadInput(f"{folder}: {why}; --resume goes on with a run that has ended")
+        print(f"{folder}: {why} (--resume goes on with a run)")
 
 
-def lock_folder(folder):
-    """Locks a folder until the file that is returned is closed or the process ends; None if another
-    process has it."""
+def claim(folder, cfg):
+    """(lock, why not) of a folder, None where the run may not have it."""
+    has_run = newest_checkpoint(folder) or os.path.exists(os.path.join(folder, "config.json"))
+    if not is_free(folder) and not has_run:
+        return None, "holds other files"    # where not even a lock is made
+    os.makedirs(folder, exist_ok=True)
     lock = open(os.path.join(folder, LOCK), "w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)    # until it is closed or the process ends
     except BlockingIOError:
         lock.close()
-        return None
-    return lock
+        return None, "another run is at work there"
+    goes_on = cfg.resume and newest_checkpoint(folder)
+    if goes_on or is_free(folder) or is_unfinished(folder, cfg):
+        return lock, None
+    lock.close()
+    why = "holds another run" if newest_checkpoint(folder) else "holds a run without a checkpoint"
+    return None, why
 
 
 def is_free(folder):
-    """True where nothing is lost: at most a lock, halves of files and empty logs."""
-    for name in os.listdir(folder):
+    """True where nothing is lost: no folder, or at most a lock, halves of files and empty logs."""
+    for name in os.listdir(folder) if os.path.lexists(folder) else []:
         is_empty_log = name in LOGS and os.path.getsize(os.path.join(folder, name)) == 0
         if name != LOCK and not name.endswith(".tmp") and not is_empty_log:
             return False

@@ -5,7 +5,6 @@ All hold the same weights and the same batch. Each computes its share of the row
 are put together for all. With one process every function here returns what it is given.
 """
 import contextlib
-import functools
 import importlib
 import time
 from datetime import timedelta
@@ -13,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(days=1)    # while rank 0 makes policy and judges
+PATIENCE = timedelta(hours=12)  # while rank 0 makes policy and judges
 MESSAGE = 2 ** 24               # numbers in a message of several tensors: 64 MB in float32
 
 
@@ -32,6 +31,30 @@ def shard(n, group=1):
     return slice(groups * rank // size * group, groups * (rank + 1) // size * group)
 
 
+def join():
+    """Joins the processes that torchrun started: gloo for tensors on the CPU, NCCL for a GPU's."""
+    # now, since its functions keep for good a group that they find, and AdamW imports it later
+    importlib.import_module("torch.distributed.nn.functional")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE)
+
+
+@contextlib.contextmanager
+def leaving():
+    """After this block the process has left the others, if there were any."""
+    together = False
+    try:
+        yield
+        together = True
+    except KeyboardInterrupt:       # all of them stop at the same point
+        together = True
+        raise
+    finally:
+        # a thread of gloo that outlives Python may abort it; the end of NCCL waits for the others
+        if rank_and_size()[1] > 1 and (together or not torch.cuda.is_available()):
+            dist.destroy_process_group()
+
+
 @contextlib.contextmanager
 def or_peer_is_gone():
     """Ends this process when another one is gone. It waits a second first, so that torchrun blames
@@ -46,41 +69,9 @@ def or_peer_is_gone():
             f"({reason}); the last checkpoint stands") from None
 
 
-def join():
-    """Joins the processes that torchrun started. They talk through gloo, on the CPU."""
-    # now, since its functions keep for good a group that they find, and AdamW imports it later
-    importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group("gloo")
-
-
-@contextlib.contextmanager
-def leaving():
-    """After this block the process has left the others, if there were any."""
-    together = False
-    try:
-        yield
-        together = True
-    except KeyboardInterrupt:       # all of them stop at the same point
-        together = True
-        raise
-    finally:
-        nccl = gpu_group.cache_info().currsize > 0
-        gpu_group.cache_clear()
-        # a thread of gloo that outlives Python may abort it; the end of NCCL waits for the others
-        if dist.is_available() and dist.is_initialized() and (together or not nccl):
-            dist.destroy_process_group()
-
-
-@functools.cache
-def gpu_group(device):
-    """The group for sums of tensors on GPUs, one GPU a process, which NCCL connects at once. All
-    processes must call this at the same point. RuntimeError if they cannot be connected."""
-    return dist.new_group(backend="nccl", device_id=device)
-
-
-def all_gather(rows, group=None):
+def all_gather(rows):
     """A list or a tensor (n, ...) from each process, n may differ -> on every process all of them,
-    joined in rank order. group: a gloo group; None: all processes."""
+    joined in rank order."""
     _, size = rank_and_size()
     if size == 1:
         return rows
@@ -88,10 +79,8 @@ def all_gather(rows, group=None):
     is_tensor = isinstance(rows, torch.Tensor)
     sent = rows.cpu().clone() if is_tensor else rows   # a clone: a view would bring all it views
     with or_peer_is_gone():
-        dist.all_gather_object(parts, sent, group)
-    if is_tensor:
-        return torch.cat(parts).to(rows.device)
-    return sum(parts, [])
+        dist.all_gather_object(parts, sent)
+    return torch.cat(parts).to(rows.device) if is_tensor else sum(parts, [])
 
 
 def all_gather_rollout(rollout):
@@ -110,7 +99,7 @@ def all_reduce(tensors):
     for parts in messages(tensors):
         flat = parts[0] if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
         with or_peer_is_gone():
-            dist.all_reduce(flat, group=gpu_group(flat.device) if flat.is_cuda else None)
+            dist.all_reduce(flat)
         if len(parts) > 1:
             sums = flat.split([x.numel() for x in parts])
             torch._foreach_copy_(parts, [y.view_as(x) for x, y in zip(parts, sums)])
@@ -143,19 +132,10 @@ def sum_gradients(parameters):
 
 @contextlib.contextmanager
 def rank0_first():
-    """Rank 0 runs the block first; the others then find the files that it made. They wait for it
-    longer than for anything else, in a group of their own."""
+    """Rank 0 runs the block first; the others then find the files that it made."""
     rank, size = rank_and_size()
-    if size == 1:
-        yield
-        return
-    with or_peer_is_gone():
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
-    try:
-        if rank > 0:
-            all_gather([], patient)
-        yield
-        if rank == 0:
-            all_gather([], patient)
-    finally:
-        dist.destroy_process_group(patient)
+    if rank > 0:
+        all_gather([])      # waits for rank 0
+    yield
+    if rank == 0 and size > 1:
+        all_gather([])

@@ -1,14 +1,11 @@
 """What every command needs: help, one-line errors, exit codes, signals, seeds."""
 import contextlib
-import ctypes
-import errno
 import functools
 import hashlib
 import os
 import signal
 import socket
 import sys
-import threading
 import traceback
 
 import torch
@@ -74,23 +71,18 @@ def run_script(main, usage=None):
     is called without arguments prints usage(False) and starts nothing.
     """
     if dist.is_available() and dist.is_torchelastic_launched():
-        end_with_parent()
         join()
     rank, size = rank_and_size()
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
     if rank > 0:
         sys.stdout = open(os.devnull, "w")
-    argv = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):     # characters that the output does not know
+        if hasattr(stream, "reconfigure"):      # tests put other things there
+            stream.reconfigure(errors="backslashreplace")
     try:
-        with leaving(), printing_anywhere():
-            if "--help" in argv or "-h" in argv:
-                text = usage(True) if usage else main.__globals__["__doc__"]
-                print(text.strip())
-            elif usage and not argv:
-                print(usage(False).strip())
-                sys.exit(2)
-            else:
-                main(argv)
+        with leaving():
+            call(main, sys.argv[1:], usage)
+            sys.stdout.flush()
     except BadInput as e:
         print(f"error: {who}{e}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(2)
@@ -98,6 +90,9 @@ def run_script(main, usage=None):
         if rank == 0:  # the others end alike
             print(f"interrupted: {who}{e}", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:     # as in `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at the end
+        sys.exit(141)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
     except (MemoryError, RuntimeError) as e:
@@ -109,37 +104,21 @@ def run_script(main, usage=None):
                          "smaller model. The last checkpoint, if there is one, stands") from None
 
 
+def call(main, argv, usage):
+    if "--help" in argv or "-h" in argv:
+        text = usage(True) if usage else main.__globals__["__doc__"]
+        print(text.strip())
+    elif usage and not argv:
+        print(usage(False).strip())
+        sys.exit(2)
+    else:
+        main(argv)
+
+
 def is_out_of_memory(error):
     """True also for what torch raises where the memory of the host ends, a RuntimeError."""
     known = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, known) or "can't allocate memory" in str(error)
-
-
-@contextlib.contextmanager
-def printing_anywhere():
-    """Within this block a character that the output does not know is printed as its number. Output
-    that nobody reads, as in `| head -1`, ends the program quietly; a full disk ends it with a line.
-    """
-    if sys.stdout is None:  # closed by the caller
-        sys.stdout = open(os.devnull, "w")
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # tests put other things there
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except OSError as e:
-        try:
-            print(flush=True)   # fails again if it was the output that failed
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())   # Python flushes once more when it ends
-            if e.errno == errno.EPIPE:
-                sys.exit(141)
-            raise SystemExit(f"stopped: standard output: {e.strerror}") from None
-        raise
 
 
 @contextlib.contextmanager
@@ -152,54 +131,16 @@ def interrupts():
         if seen:
             raise KeyboardInterrupt("at once; what was saved last stands")
         seen.append(number)
-        say("signal heard: what is being done is finished and saved; a second one ends at once")
+        if rank_and_size()[0] == 0:     # os.write: print could be in the middle of another line
+            os.write(2, b"signal heard: what is being done is finished and saved; a second one "
+                        b"ends at once\n")
 
-    with handled_by(handler):
-        yield lambda: bool(seen)
-
-
-@contextlib.contextmanager
-def uninterrupted():
-    """Within this block SIGINT and SIGTERM wait for its end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield                   # signals are the main thread's business
-        return
-    held = []
-
-    def hold(number, frame):
-        held.append(number)
-        say("signal heard: a file is being written, which is finished first")
-
-    with handled_by(hold):
-        yield
-    for number in held:
-        signal.raise_signal(number)
-
-
-@contextlib.contextmanager
-def handled_by(handler):
-    """Within this block handler(number, frame) is called at SIGINT and SIGTERM."""
     previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield lambda: bool(seen)
     finally:
         for s, old_handler in previous.items():
             signal.signal(s, old_handler)
-
-
-def say(line):
-    """Writes a line at once, as a signal handler may: print could be in the middle of another."""
-    if rank_and_size()[0] == 0:
-        with contextlib.suppress(OSError):      # nobody reads
-            os.write(2, f"{line}\n".encode())
-
-
-def end_with_parent():
-    """Asks Linux for a SIGTERM to this process when its parent dies, so that torchrun's processes
-    do not outlive it."""
-    PR_SET_PDEATHSIG = 1
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def seed_for(*purpose):

@@ -1,15 +1,14 @@
-"""speak.py, which is `python sample.py RUN`: what a policy says, and what the judges make of it."""
+"""`python sample.py RUN`: what a policy says, and what the judges make of it."""
 import io
 import re
 
 import pytest
 import torch
 
-import speak
 from evaluate import open_run
-from run.script import BadInput
+from explain import speak
+from worlds import printed, refusal
 
-EXPLANATION = "the judges' numbers are probabilities of toxic; other rewards are as they are\n"
 LINE = re.compile(r"^ +(\d\.\d{3}) +(\d\.\d{3})  ('.*'|\".*\")$")
 
 
@@ -21,139 +20,78 @@ def run(grpo, tmp_path_factory):
     return str(out)
 
 
-@pytest.fixture
-def say(run, capsys):
-    """say("--num=2") -> the lines printed after the one that explains the numbers."""
-    def start(*argv):
-        capsys.readouterr()
-        speak.main([run, *argv])
-        return after_explanation(capsys.readouterr().out)
-    return start
-
-
-def after_explanation(text):
-    before, explanation, after = text.partition(EXPLANATION)
+def say(run, *argv):
+    """The lines printed after the one that explains the numbers."""
+    text = printed(speak.main, [run, *argv])
+    before, explanation, after = text.partition("other rewards are as they are\n")
     assert explanation, f"the numbers are not explained: {text!r}"
     return after.splitlines()
 
 
 def spoken(lines):
     """[(score by each judge, the completion)] of the lines that hold a completion."""
-    found = [LINE.match(line) for line in lines]
-    return [m.groups() for m in found if m]
+    return [m.groups() for m in map(LINE.match, lines) if m]
 
 
-def test_it_prints_as_many_completions_as_asked_with_a_score_of_each_judge(say):
-    lines = say("--prompt=a green river", "--num=3")
-    assert lines[0] == "'a green river'", "the prompt is not shown first"
-    assert lines[1].split()[:2] == ["judge", "eval_judge"], f"the columns are not named: {lines[1]}"
-    assert "after 3 iterations" in lines[1], "the policy's iteration is not named"
-    assert len(spoken(lines)) == 3, f"3 completions asked for, printed: {lines[2:]}"
-    assert len(spoken(say("--prompt=a green river"))) == 5, "5 completions unless --num says else"
-
-
-def test_scores_are_the_judges_on_prompt_and_completion(run):
+def test_completions_have_the_scores_of_the_judges(run):
+    lines = say(run, "--prompt=a green river", "--num=3")
+    assert lines[0] == "'a green river'"
+    assert lines[1].split()[:2] == ["judge", "eval_judge"] and "after 3 iterations" in lines[1]
+    assert len(spoken(lines)) == 3 and len(spoken(say(run, "--prompt=a green river"))) == 5
     cfg, nets, policy, _ = open_run(run, [])
     said = speak.speak(nets, policy, cfg, "my grumble", 4)
-    completions = [completion for completion, _ in said]
     for name, judge in nets.judges.items():
         with torch.no_grad():
-            expected = torch.sigmoid(judge(["my grumble"] * 4, completions))
-        got = torch.tensor([scores[name] for _, scores in said])
-        torch.testing.assert_close(got, expected, msg=f"{name} scored something else")
+            expected = torch.sigmoid(judge(["my grumble"] * 4, [text for text, _ in said]))
+        torch.testing.assert_close(torch.tensor([scores[name] for _, scores in said]), expected)
 
 
-def test_the_same_prompt_gets_the_same_answer_and_another_seed_another(say):
-    first = spoken(say("--prompt=the old"))
-    assert spoken(say("--prompt=the old")) == first, "the same command gave other completions"
-    assert spoken(say("--prompt=the old", "--seed=7")) != first, "--seed changes nothing"
-    assert spoken(say("--prompt=the small")) != first, "the prompt changes nothing"
-
-
-def test_sampling_settings_reach_the_sampler(say):
-    greedy = spoken(say("--prompt=the old", "--num=4", "--top_k=1"))
+def test_the_same_command_says_the_same_and_settings_reach_the_sampler(run):
+    first = spoken(say(run, "--prompt=the old"))
+    assert spoken(say(run, "--prompt=the old")) == first
+    assert spoken(say(run, "--prompt=the old", "--seed=7")) != first
+    greedy = spoken(say(run, "--prompt=the old", "--top_k=1"))
     assert len(set(greedy)) == 1, "with top_k = 1 all completions must be the same"
-    short = spoken(say("--prompt=the old", "--max_completion_length=1", "--temperature=2"))
-    longer = spoken(say("--prompt=the old", "--temperature=2"))
-    assert max(len(c) for *_, c in short) < max(len(c) for *_, c in longer), \
-        "max_completion_length = 1 is no shorter than 8"
 
 
-def test_before_shows_the_policy_from_before_training_with_the_same_noise(say, run):
-    lines = say("--prompt=your quiet", "--before=True", "--num=4")
+def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):
+    lines = say(run, "--prompt=your quiet", "--before=True", "--num=4")
     titles = [i for i, line in enumerate(lines) if "eval_judge" in line]
-    assert len(titles) == 2, f"two policies, two tables; printed: {lines}"
-    assert "before training" in lines[titles[0]], "the policy from before training comes first"
     before, after = spoken(lines[:titles[1]]), spoken(lines[titles[1]:])
-    assert len(before) == len(after) == 4
-    assert before != after, "the policy before training is the trained one"
-    assert spoken(say("--prompt=your quiet", "--num=4")) == after, \
-        "--before changes what the trained policy says"
-
+    assert "before training" in lines[titles[0]] and len(before) == len(after) == 4
+    assert spoken(say(run, "--prompt=your quiet", "--num=4")) == after != before
     cfg, nets, _, _ = open_run(run, [])
     base = [text for text, _ in speak.speak(nets, nets.base, cfg, "your quiet", 4)]
-    assert [eval(c) for *_, c in before] == base, "the first table is not the base policy's"
+    assert [eval(text) for *_, text in before] == base
 
 
-def test_a_reward_of_the_config_is_shown_beside_the_judges(grpo, tiny, tmp_path, capsys):
-    config = tmp_path / "length.py"
-    config.write_text("reward_funcs = ('length',)\n"
-                      "def length(prompts, completions):\n"
-                      "    return [float(len(c)) for c in completions]\n")
-    grpo(tmp_path / "run", str(config), "--eval_judge=None", "--max_iters=1")
-    capsys.readouterr()
-    speak.main([str(tmp_path / "run"), "--prompt=my kettle", "--num=2"])
-    lines = after_explanation(capsys.readouterr().out)
-    names = lines[1].split()
-    assert names[:2] == ["judge", "length"], f"the reward is a column beside the judge: {names}"
-    for line in lines[2:]:
-        line = line.strip().split(None, 1)[1]
-        number, text = line.split(None, 1)
-        assert float(number) == len(eval(text)), f"not the length of its completion: {line}"
-
-
-def test_a_reward_that_needs_an_answer_is_left_out_with_a_note(grpo, tmp_path, capsys):
+def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
     config = tmp_path / "sums.py"
-    config.write_text("reward_funcs = ('judge', 'right')\n"
+    config.write_text("reward_funcs = ('judge', 'length', 'right')\n"
+                      "def length(prompts, completions):\n"
+                      "    return [float(len(c)) for c in completions]\n"
                       "def right(prompts, completions, answer):\n"
                       "    return [a == c for a, c in zip(answer, completions)]\n")
     (tmp_path / "sums.csv").write_text(
         "text,answer\n" + "".join(f"{i} + 1 =,{i + 1}\n" for i in range(20)))
-    grpo(tmp_path / "run", str(config), f"--prompts={tmp_path / 'sums.csv'}", "--max_iters=0")
-    capsys.readouterr()
-    speak.main([str(tmp_path / "run"), "--prompt=7 + 1 =", "--num=2"])
-    lines = after_explanation(capsys.readouterr().out)
-    assert lines[1].startswith("note: no column for 'right': ") and "'answer'" in lines[1], lines
-    assert len(spoken(lines)) == 2, f"the judges' columns must remain: {lines}"
+    grpo(tmp_path / "run", str(config), f"--prompts={tmp_path / 'sums.csv'}", "--max_iters=0",
+         "--eval_judge=None")
+    lines = say(str(tmp_path / "run"), "--prompt=7 + 1 =", "--num=2")
+    assert lines[1].startswith("note: no column for 'right': ") and "'answer'" in lines[1]
+    assert lines[2].split()[:2] == ["judge", "length"]
+    for line in lines[3:]:
+        _, number, text = line.split(None, 2)
+        assert float(number) == len(eval(text))
 
 
-def test_prompts_are_read_from_the_input_and_a_bad_line_does_not_end_it(say, monkeypatch):
+def test_a_bad_line_does_not_end_it_and_a_bad_command_does(run, monkeypatch, script):
     monkeypatch.setattr("sys.stdin", io.StringIO("a green\n\n" + "river " * 40 + "\nthe old\n"))
-    lines = say("--num=1")
-    assert lines[0] == "'a green'"
-    assert sum(line.startswith("error: prompt 'river") for line in lines) == 1, lines
-    assert "'the old'" in lines, "a prompt that is too long ended the program"
+    lines = say(run, "--num=1")
+    assert sum(line.startswith("error: 'river") for line in lines) == 1 and "'the old'" in lines
     assert len(spoken(lines)) == 2, "an empty line is no prompt"
-
-
-@pytest.mark.parametrize("prompt", ["", "river " * 40])
-def test_a_prompt_that_does_not_fit_ends_in_one_line(run, prompt):
-    with pytest.raises(BadInput, match="must be 1 to 24 "):
-        speak.main([run, f"--prompt={prompt}"])
-
-
-@pytest.mark.parametrize("argv", [[], ["--prompt=a"], ["RUN", "--num=0"], ["RUN", "--num=two"],
-                                  ["RUN", "--before=yes"]])
-def test_a_wrong_command_gets_the_usage(argv):
-    with pytest.raises(BadInput, match="usage: python sample.py RUN"):
-        speak.main(argv)
-
-
-def test_sample_py_is_the_command(run, script):
+    for prompt in ("", "river " * 40):
+        assert "must be 1 to 24 " in refusal(speak.main, [run, f"--prompt={prompt}"])
+    for argv in ([], ["--prompt=a"], [run, "--num=0"], [run, "--before=yes"]):
+        assert "usage" in refusal(speak.main, argv)
     done = script("sample.py", run, "--prompt=a green", "--num=2")
-    assert done.returncode == 0, done.stderr
-    assert len(spoken(done.stdout.splitlines())) == 2, done.stdout
-    missing = script("sample.py", run + "-not", "--prompt=a")
-    assert missing.returncode == 2
-    assert missing.stderr.startswith("error: "), f"not one line: {missing.stderr}"
-    assert missing.stderr.count("\n") == 1, f"not one line: {missing.stderr}"
+    assert done.returncode == 0 and len(spoken(done.stdout.splitlines())) == 2, done.stderr
