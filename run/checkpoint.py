@@ -87,7 +87,7 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
         new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
         shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
         reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=nets.influence.state() if nets.influence else None,
+        influence=nets.influence.average.state() if nets.influence else None,
         settings=cfg.public(), source=cfg.source, prompts=prompts_read(nets),
         random=random_state(nets.device),
         logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
@@ -186,7 +186,7 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
     if nets.influence and content["influence"]:
-        nets.influence.load_state(content["influence"])
+        nets.influence.average.load_state(content["influence"])
 
 
 def say_what_differs(content, cfg, nets):

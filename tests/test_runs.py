@@ -508,7 +508,9 @@ def test_a_reward_that_abstains(grpo, tmp_path):
 def test_exit_code_2_and_one_line(main, argv, part, tiny, tmp_path, monkeypatch, capsys):
     reward_file(tmp_path, "return [float('nan')] * len(completions)")
     argv = [a.format(tmp=tmp_path) for a in argv]
-    monkeypatch.setattr(sys, "argv", ["x.py", *argv, *tiny.flags, f"--out_dir={tmp_path / 'run'}"])
+    more = [*tiny.flags, f"--out_dir={tmp_path / 'run'}"]
+    argv = [*argv, *more] if main is evaluate.main else [*more, *argv]
+    monkeypatch.setattr(sys, "argv", ["x.py", *argv])
     with pytest.raises(SystemExit) as caught:
         run_script(main)
     err = capsys.readouterr().err
