@@ -18,7 +18,6 @@ from hub.files import fetch, load_tensors, one_line
 from hub.tokenizer import from_folder
 from judge.scorer import finished, log_odds
 from run.files import read_json
-from run.metrics import weights_of
 from run.script import BadInput, shown
 
 TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is named
@@ -130,7 +129,6 @@ def load_roberta(name, device="cpu", label=None):
         return finished(name, log_odds(judge.model, rows, device, batch_size=32), completions)
 
     judge.model = model
-    judge.num_weights = weights_of(model)
     return judge
 
 
