@@ -24,7 +24,7 @@ from pretrain import get_policy, get_tokenizer, trainable
 from run.checkpoint import read_newest
 from run.device import autocast, pick_device, pick_dtype
 from run.files import load_weights
-from run.processes import all_gather, all_gather_rollout, rank0_first, shard
+from run.processes import all_gather, all_gather_rollout, shard
 from run.report import Progress
 from run.script import BadInput, hash_of, run_script, seed_for
 from sample import concatenate, generate
@@ -170,32 +170,30 @@ def print_table(rows):
 
 
 def open_run(folder, flags):
-    """(cfg, nets as evaluate needs them, trained policy, iterations) of a run's last checkpoint."""
+    """(cfg, nets as evaluate needs them, trained policy, iterations) of a run's last checkpoint.
+    flags: settings that should differ, and the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
     path, checkpoint = read_newest(folder)
     device = pick_device(cfg.device)
     splits = get_splits(cfg)
-    with rank0_first():
-        base = get_policy(cfg, splits, device).to(device).eval().requires_grad_(False)
+    base = get_policy(cfg, splits, device, may_train=False).to(device).eval().requires_grad_(False)
     tokenizer = get_tokenizer(cfg)
     _, eval_prompts, _ = load_prompts(cfg, tokenizer, splits)
-    dtype = pick_dtype(cfg.dtype, device)
     if hash_of(base) != checkpoint["base_hash"]:
         raise BadInput(f"{path}: this run began from another policy than the settings name now")
-    with rank0_first():
-        judges = get_judges(cfg, splits, device)
+    judges = get_judges(cfg, splits, device, may_train=False)
     policy = trainable(base, cfg)
     load_weights(path, policy, checkpoint["policy"])
     nets = SimpleNamespace(
         base=base, judges=judges, reward_funcs=reward_functions(cfg, judges),
         tokenizer=tokenizer, prompts=eval_prompts, eval_prompts=eval_prompts, device=device,
-        dtype=dtype, generate=generate)
+        dtype=pick_dtype(cfg.dtype, device), generate=generate)
     return cfg, nets, policy, checkpoint["iteration"]
 
 
 def main(argv):
     if not argv or argv[0].startswith("--"):
-        raise BadInput("which run? python evaluate.py out/toxicity [--setting=value ...]")
+        raise BadInput("which run? python evaluate.py out/toxicity [CONFIG.py] [--setting=value]")
     cfg, nets, trained, iteration = open_run(argv[0], argv[1:])
     rows = []
     for done, policy in ((0, nets.base), (iteration, trained)):

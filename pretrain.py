@@ -3,7 +3,8 @@
     python pretrain.py config/toxicity.py
 
 makes the small default policy, a GPT trained from scratch on the comments or on the texts that the
-config file makes up, and prints samples of it. grpo.py makes it at first use too.
+config file makes up, and prints samples of it. grpo.py makes it at first use too. The file that it
+prints can be named as a policy: --policy=FILE.pt
 """
 import run  # noqa: F401 (before torch: how its threads wait)
 import copy
@@ -26,7 +27,7 @@ from data.tokenizer import end_tokens, load_tokenizer, texts_of
 from model import GPT, GPTConfig, add_lora
 from run.checkpoint import read_newest
 from run.device import autocast, fast_dtype, pick_device
-from run.files import load_gpt, load_weights, save_gpt
+from run.files import load_gpt, load_weights, save_gpt, undamaged
 from run.fit import fit
 from run.script import BadInput, interrupts, run_script, seed_for, shown
 from sample import generate
@@ -41,26 +42,31 @@ BATCH_SIZE = 48  # windows of block_size tokens
 # the policy that the settings name
 
 
-def get_policy(cfg, splits, device, stop=lambda: False):
-    """Return the policy on the CPU: loaded, or for "train" pretrained once into cfg.cache_dir."""
+def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
+    """Return the policy on the CPU: loaded, or for "train" pretrained once into cfg.cache_dir.
+
+    Raises BadInput if it would have to be pretrained and may_train is False.
+    """
     if cfg.policy != "train":
         return load_policy(cfg)
-    num_tokens = cfg.pretrain_tokens or pretraining_tokens(device)
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
     if "texts" in cfg.functions:
         texts = made_up_texts(cfg, 1000, SEED)      # so many tell them from others
     shape = [getattr(cfg, name) for name in SHAPE]
-    made_of = (texts, shape, num_tokens, SEED, BATCH_SIZE)
+    made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
     path = os.path.join(cfg.cache_dir, f"policy-{cfg.n_layer}x{cfg.n_embd}-{key}.pt")
     if os.path.exists(path):
         print(f"policy: {path}")
         return load_gpt(path)
+    if not may_train:
+        raise BadInput(f"{path}: the policy that this run began from is not there; python "
+                       f"pretrain.py {cfg.out_dir} makes it again")
     held_out = [text for text, _ in splits["eval_prompts"]]
     if "texts" in cfg.functions:
-        texts = enough_texts(cfg, texts, num_tokens)
+        texts = made_up_tokens(cfg, texts)
         held_out = made_up_texts(cfg, 1000, SEED + 1)
-    return pretrain(cfg, path, texts, held_out, num_tokens, device, stop)
+    return pretrain(cfg, path, texts, held_out, device, stop)
 
 
 def made_up_texts(cfg, n, seed):
@@ -73,28 +79,31 @@ def made_up_texts(cfg, n, seed):
     return texts
 
 
-def enough_texts(cfg, texts, num_tokens):
-    """Make up about num_tokens tokens of texts, given a few of them to learn their length from."""
+def made_up_tokens(cfg, texts):
+    """Make up about pretrain_tokens tokens of texts, given a few of them to learn their length."""
     encoded = load_tokenizer(cfg.vocab_size).encode_ordinary_batch(texts)
     mean_length = sum(len(ids) + 1 for ids in encoded) / len(texts)
-    return made_up_texts(cfg, math.ceil(num_tokens / mean_length), SEED)
+    return made_up_texts(cfg, math.ceil(cfg.pretrain_tokens / mean_length), SEED)
 
 
 def load_policy(cfg):
     """Load the policy that is named by a file or published name; return None for "train".
 
-    A published model brings its own shape: it overrides the settings, and overridden values are
-    printed. A .pt file must have the shape of the settings, because they choose its tokenizer;
-    BadInput otherwise. Raises BadInput too where a completion leaves no room for a prompt.
+    It brings its own shape: it overrides the settings, and overridden values are printed. Raises
+    BadInput where a completion leaves no room for a prompt.
     """
     if cfg.policy == "train":
         return None
-    if is_published(cfg):
-        policy, _ = hub.policy.load(cfg.policy)
-        adopt_shape(cfg, policy.config)
-    else:
-        policy = load_gpt(cfg.policy)
-        check_shape(cfg, policy.config)
+    policy = hub.policy.load(cfg.policy)[0] if is_published(cfg) else load_gpt(cfg.policy)
+    ignored = []
+    for name in SHAPE:
+        wanted = getattr(cfg, name)
+        found = getattr(policy.config, name)
+        if wanted not in (getattr(Settings, name), found):
+            ignored.append(f"{name} = {wanted}")
+        setattr(cfg, name, found)
+    if ignored:
+        print(f"note: {cfg.policy} has its own shape; ignored: {', '.join(ignored)}")
     if cfg.max_completion_length >= cfg.block_size:
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: {cfg.policy} has "
                        f"{cfg.block_size} positions for prompt and completion")
@@ -104,27 +113,6 @@ def load_policy(cfg):
 def is_published(cfg):
     """Tell whether the policy is a published model: neither pretrained here nor a .pt file."""
     return cfg.policy != "train" and not cfg.policy.endswith(".pt")
-
-
-def adopt_shape(cfg, config):
-    """Put a model's shape into the settings and print the settings that it overrides."""
-    ignored = []
-    for name in SHAPE:
-        wanted = getattr(cfg, name)
-        if wanted not in (getattr(Settings, name), getattr(config, name)):
-            ignored.append(f"{name} = {wanted}")
-        setattr(cfg, name, getattr(config, name))
-    if ignored:
-        print(f"note: {cfg.policy} has its own shape; ignored: {', '.join(ignored)}")
-
-
-def check_shape(cfg, config):
-    """Raise BadInput when a model's shape is not the one of the settings."""
-    for name in SHAPE:
-        wanted = getattr(cfg, name)
-        found = getattr(config, name)
-        if wanted != found:
-            raise BadInput(f"{name} = {wanted} but {cfg.policy} has {found}: set {name} = {found}")
 
 
 def new_policy(cfg):
@@ -140,7 +128,8 @@ def trainable(base, cfg):
     it gets a value head, which is always trained.
     """
     if cfg.lora_rank:
-        policy = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+        shared = {id(p): p for p in base.parameters()}
+        policy = copy.deepcopy(base, shared)
         torch.manual_seed(seed_for(cfg.seed, "lora"))
         add_lora(policy, cfg.lora_rank, cfg.lora_alpha)
     else:
@@ -172,7 +161,7 @@ def get_tokenizer(cfg):
 def load_run(path):
     """Load the policy of a run's folder or of a .pt file -> (policy, source of its tokenizer).
 
-    The source is the tokenizer itself, or the folder or GGUF file of a published model.
+    The source is the tokenizer itself, or the folder or file of a published model.
     """
     if os.path.isdir(path):
         return policy_of(*read_newest(path))
@@ -180,39 +169,32 @@ def load_run(path):
     return policy, load_tokenizer(policy.config.vocab_size)
 
 
-def policy_of(path, run):
+def policy_of(path, content):
     """Rebuild the policy of a checkpoint that grpo.py wrote -> (policy, source of its tokenizer).
 
     LoRA adapters are on it.
     """
-    cfg = Settings(**{name: x for name, x in run["settings"].items() if name in vars(Settings())})
+    with undamaged(path):
+        known = vars(Settings())
+        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
+        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
+        load_weights(path, policy, content["policy"])
     if is_published(cfg):
-        policy, source = hub.policy.load(cfg.policy)
-    else:
-        policy = new_policy(cfg)
-        source = load_tokenizer(cfg.vocab_size)
-    policy = trainable(policy, cfg)
-    load_weights(path, policy, run["policy"])
-    return policy, source
+        return policy, hub.policy.locate(cfg.policy)
+    return policy, load_tokenizer(cfg.vocab_size)
 
 
 # --------------------------------------------------------------------------------------------------
 # pretraining
 
 
-def pretraining_tokens(device):
-    """Return how many tokens to pretrain on: about four minutes of work."""
-    if device.type == "cuda":
-        return 12_000_000
-    return 3_000_000 if fast_dtype(device) == torch.bfloat16 else 1_500_000
-
-
-def pretrain(cfg, path, texts, held_out, num_tokens, device, stop):
-    """Train a new policy on texts for about num_tokens tokens and save it at `path`.
+def pretrain(cfg, path, texts, held_out, device, stop):
+    """Train a new policy on texts for about pretrain_tokens tokens and save it at `path`.
 
     Prints its loss on the held_out texts. Returns it on the CPU.
     """
     began = time.time()
+    num_tokens = cfg.pretrain_tokens
     tokenizer = load_tokenizer(cfg.vocab_size)
     stream = token_stream(tokenizer, texts, SEED, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)

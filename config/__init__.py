@@ -57,7 +57,7 @@ class Settings:
     # held-out comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
-    prompt_field: str | None = None     # of a .csv or .jsonl; None: text_field
+    prompt_field: str | None = None     # of a .csv or .jsonl; "a.b" is b inside a; None: text_field
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
     # train: made by pretrain.py at first use from the config file's `texts`, or else the comments.
@@ -213,6 +213,10 @@ class Settings:
         return self.beta > 0 and self.kl_in == "loss"
 
     @property
+    def kl_in_reward(self):
+        return self.beta > 0 and self.kl_in == "reward"
+
+    @property
     def corrects_kl(self):
         """True if the KL in the loss is multiplied with the ratio."""
         if self.use_bias_correction_kl is None:
@@ -226,9 +230,9 @@ class Settings:
         return one_step and self.top_entropy_quantile == 1 and not self.critic
 
     @property
-    def two_parts(self):
-        """True if the loss has a part that influence does not score, learned from all rollouts."""
-        return bool(self.tracin != "off" and (self.kl_in_loss or self.entropy_coef or self.critic))
+    def has_rest(self):
+        """True if the loss has more than the policy's part: influence does not score the rest."""
+        return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
     def of_target(self):
         """These settings for held-out rollouts, which may have a reward of their own."""

@@ -6,14 +6,9 @@ in jinja2's sandbox, with what transformers gives it.
 """
 import datetime
 import functools
-import importlib.metadata
 import json
-import re
 
 from run.script import BadInput, optional, shown
-
-OLDEST = (3, 1, 6)      # version of jinja2: programs escape from the sandbox of older ones
-
 
 def encode_prompt(tokenizer, content, where):
     """Encode a prompt -> (its text for rewards and logs, its ids).
@@ -22,6 +17,7 @@ def encode_prompt(tokenizer, content, where):
     of a text begin with the <bos> that the model's own tokenizer puts there. where: names the
     prompt in a BadInput.
     """
+    check_text(content, where)
     if isinstance(content, list):
         messages = read_messages(content, where)
         said = [message["content"] for message in messages if message["role"] == "user"]
@@ -33,26 +29,29 @@ def encode_prompt(tokenizer, content, where):
     return content, [*before, *ids] if ids else []      # an empty prompt stays empty
 
 
+def check_text(content, where):
+    """Raise BadInput for half a character, which JSON can hold and no file."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
+        raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
+
+
 def with_messages(row, content):
     """Return a prompt's row, with the list of messages in the column `messages` if it is one."""
     return row | {"messages": content} if isinstance(content, list) else row
 
 
 def read_messages(messages, where):
-    """Return the messages as a template may read them: plain data, nothing that is None."""
-    if not messages:
-        raise BadInput(f"{where}: the list of messages is empty")
+    """Return the messages as a template may read them, without fields that are None."""
     for number, message in enumerate(messages, 1):
-        fields = message if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+        given = message if isinstance(message, dict) else {}
+        if not all(isinstance(given.get(name), str) for name in ("role", "content")):
             raise BadInput(f"{where}: message {number} is {shown(message)}: must be "
                            '{"role": ..., "content": ...}, both texts')
-    given = [{name: x for name, x in message.items() if x is not None} for message in messages]
-    try:
-        return json.loads(json.dumps(given))
-    except (TypeError, ValueError, RecursionError) as e:
-        raise BadInput(f"{where}: {shown(messages)} are no messages that JSON can hold "
-                       f"({e})") from e
+    if not messages:
+        raise BadInput(f"{where}: the list of messages is empty")
+    return [{name: x for name, x in message.items() if x is not None} for message in messages]
 
 
 def render(tokenizer, messages, where):
@@ -63,7 +62,6 @@ def render(tokenizer, messages, where):
                        "text, or a policy with a template")
     with optional("jinja2"):
         import jinja2
-    check_version(importlib.metadata.version("jinja2"))
     try:
         return compile_template(template).render(
             messages=messages, tools=None, documents=None, add_generation_prompt=True,
@@ -74,13 +72,6 @@ def render(tokenizer, messages, where):
     except Exception as e:      # a template may divide by zero, or raise whatever it likes
         raise BadInput(f"{where}: the chat template of {tokenizer.source} refuses the messages: "
                        f"{shown(str(e), 300)}") from e
-
-
-def check_version(version):
-    """Raise BadInput for a jinja2 whose sandbox has known holes."""
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if found < OLDEST:
-        raise BadInput(f"jinja2 {version} is too old for chat templates: pip install -U jinja2")
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import importlib.util
 import os
 import re
 
-from run.files import find_below, read_rows
+from run.files import find_below, read_json, read_rows, write_json
 from run.script import BadInput, shown
 
 # Percentiles of a hash of the text. The split of a comment depends on nothing but the comment,
@@ -43,20 +43,15 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
     path is a .csv or .jsonl file, or None for the default. Raises BadInput for a missing package,
     file or field, and for a label that is neither true, false nor a number from 0 to 1.
     """
-    if path is None:
-        path = default_comments()
+    path = path or default_comments()
     comments = []
     for number, row in enumerate(read_rows(path), 1):
+        where = f"{path}: row {number}"
         for field in (text_field, label_field):
             if row.get(field) is None:
-                names = sorted(map(str, row))
-                raise BadInput(f"{path}: row {number} has no field {field!r}; it has {names}")
-        try:
-            label = read_label(row[label_field])
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            raise BadInput(f"{path}: row {number} has {label_field} = {shown(row[label_field])}: "
-                           "must be true/false or a number from 0 to 1")
-        text = clean(as_text(row[text_field], text_field, f"{path}: row {number}"))
+                raise BadInput(f"{where} has no field {field!r}; it has {sorted(map(str, row))}")
+        text = clean(as_text(row[text_field], text_field, where))
+        label = read_label(row[label_field], label_field, where)
         if text:
             comments.append((text, label))
     if not comments:
@@ -79,14 +74,17 @@ def as_text(value, name, where):
     return str(value)
 
 
-def read_label(value):
+def read_label(value, name, where):
     """Turn true, false or a number from 0 to 1 (toxic from 0.5) into 1.0 or 0.0."""
     word = str(value).lower()
     if word in ("true", "false"):
         return float(word == "true")
-    probability = float(value)
-    if not 0 <= probability <= 1:  # NaN is refused too
-        raise ValueError("must be from 0 to 1")
+    try:
+        probability = float(value)
+        assert 0 <= probability <= 1    # NaN is not
+    except (TypeError, ValueError, OverflowError, AssertionError):
+        raise BadInput(f"{where} has {name} = {shown(value)}: must be true/false or a number from "
+                       "0 to 1") from None
     return float(probability >= 0.5)
 
 
@@ -117,9 +115,10 @@ def split_comments(comments):
 
 
 def get_splits(cfg):
-    """Load and split the comments that the settings name.
+    """Load and split the comments that the settings name, as far as anything needs them.
 
-    The splits are empty where nothing needs them: policy, judges and prompts come from elsewhere.
+    The splits of the judges are empty where neither policy nor judges are made, and all are where
+    the prompts come from elsewhere too.
     """
     for_policy = cfg.policy == "train" and "texts" not in cfg.functions
     for_judges = "train" in (cfg.judge, cfg.eval_judge)
@@ -128,7 +127,10 @@ def get_splits(cfg):
         return split_comments([])
     path = cfg.comments or default_comments()
     written = os.path.getmtime(path) if os.path.exists(path) else None
-    return dict(read_splits(path, cfg.text_field, cfg.label_field, written))
+    file = (path, cfg.text_field, cfg.label_field, written)
+    if for_policy or for_judges:
+        return dict(read_splits(*file))
+    return prompt_splits(cfg.cache_dir, file)
 
 
 @functools.lru_cache(maxsize=1)
@@ -137,3 +139,13 @@ def read_splits(path, text_field, label_field, written):
     apart. A process of a study makes many runs, each of which would read it for seconds."""
     splits = split_comments(load_comments(path, text_field, label_field))
     return {name: tuple(comments) for name, comments in splits.items()}
+
+
+def prompt_splits(cache_dir, file):
+    """The splits with the prompts alone, which are kept in cache_dir: a tenth of the file."""
+    key = hashlib.sha256(repr(file).encode()).hexdigest()[:8]
+    path = os.path.join(cache_dir, f"prompts-{key}.json")
+    if not os.path.exists(path):
+        splits = read_splits(*file)
+        write_json(path, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
+    return split_comments([]) | read_json(path)

@@ -1,22 +1,20 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file or of a function.
 
-A file is read, then prompts are selected, then they are split into those of training and those of
-the evaluation.
+They are read, those that do not fit are left out, and they are split into those of training and
+those of the evaluation.
 """
-import os
 import random
-import re
 from typing import NamedTuple
 
 import torch
 
 from data.chat import encode_prompt, with_messages
 from data.comments import as_text
-from hub.files import fetch
 from run.files import read_rows, read_text
 from run.script import BadInput, seed_for, shown
 
-SEED = 0    # of what a config file makes up
+SEED = 0                # of what a config file makes up
+NUM_QUESTIONS = 4096    # at most
 
 
 class Prompt(NamedTuple):
@@ -71,7 +69,8 @@ def read_prompt(tokenizer, content, row, where):
 def draw_prompts(prompts, it, num_prompts, seed):
     """Return the prompts of iteration it: all come once in random order, then again in another."""
     n = len(prompts)
-    drawn, orders = [], {}
+    drawn = []
+    orders = {}
     for j in range(it * num_prompts, (it + 1) * num_prompts):
         epoch = j // n
         if epoch not in orders:
@@ -89,7 +88,7 @@ def split_prompts(prompts):
 
 
 # --------------------------------------------------------------------------------------------------
-# from the comments
+# where they come from
 
 
 def prompts_of_comments(comments, cfg, tokenizer, limit):
@@ -105,16 +104,10 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
         if len(words) <= count:
             continue
         start = " ".join(words[:count]) if count else text
-        _, ids = encode_prompt(tokenizer, start, "a comment")
-        if 1 <= len(ids) <= limit:
-            prompts.append(Prompt(start, ids, {"text": start}))
+        prompt = read_prompt(tokenizer, start, {"text": start}, "a comment")
+        if 1 <= len(prompt.ids) <= limit:
+            prompts.append(prompt)
     return prompts
-
-
-# --------------------------------------------------------------------------------------------------
-# from a function
-
-NUM_QUESTIONS = 4096
 
 
 def prompts_of_questions(cfg, tokenizer, limit):
@@ -127,87 +120,41 @@ def prompts_of_questions(cfg, tokenizer, limit):
     if not isinstance(rows, list) or len(rows) > NUM_QUESTIONS:
         raise BadInput(f"questions({NUM_QUESTIONS}, {SEED}) returned {shown(rows)}: must be a list "
                        f"of at most {NUM_QUESTIONS} rows")
-    found = []
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not isinstance(row.get("text"), (str, list)):
-            raise BadInput(f"questions: row {number} is {shown(row)}: must be a dict with the "
-                           "prompt as \"text\"")
-        found.append(read_prompt(tokenizer, row["text"], row, f"questions: row {number}"))
-    return fitting("questions", found, limit)
-
-
-# --------------------------------------------------------------------------------------------------
-# from a file: select
+    return prompts_of_rows(rows, "text", "questions", tokenizer, limit)
 
 
 def prompts_of_file(path, cfg, tokenizer, limit):
-    """Return the prompts of a file."""
-    path = find_file(path)
-    read = read_lines if path.endswith(".txt") else read_table
-    found = [read_prompt(tokenizer, content, row, f"{path}: row {number}")
-             for number, content, row in read(path, cfg)]
-    return fitting(path, found, limit)
+    """Return the prompts of a .txt file, one a line, or of the rows of a .csv or .jsonl file."""
+    if path.endswith(".txt"):
+        rows = [{"text": line} for line in read_text(path).splitlines()]
+        return prompts_of_rows(rows, "text", path, tokenizer, limit)
+    return prompts_of_rows(read_rows(path), cfg.prompt_field or cfg.text_field, path, tokenizer,
+                           limit)
 
 
-def fitting(path, prompts, limit):
-    """Keep the prompts of 1 to `limit` tokens and print how many are left out."""
-    fit = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
-    left_out = len(prompts) - len(fit)
-    if left_out:
-        print(f"{path}: {left_out} of {len(prompts)} prompts are empty or longer than {limit} "
-              "tokens (block_size - max_completion_length) and are left out")
-    return fit
-
-
-# --------------------------------------------------------------------------------------------------
-# from a file: read
-
-
-def find_file(path):
-    """Return the local path of a file of prompts; "datasets/OWNER/NAME/FILE" is downloaded."""
-    if not path.endswith((".txt", ".csv", ".jsonl")):
-        raise BadInput(f"{path}: prompts must be a .txt, .csv or .jsonl file")
-    if os.path.exists(path) or not path.startswith("datasets/"):
-        return path
-    revision = "@refs/[^/]+/[^/]+|@[^/]+"
-    match = re.fullmatch(f"(datasets/[^/@]+/[^/@]+(?:{revision})?)/(.+)", path)
-    if not match:
-        raise BadInput(f"{path}: no such file; a published one is datasets/OWNER/NAME/FILE")
-    name, file = match.groups()
-    return os.path.join(fetch(name, [file]), file)
-
-
-def read_lines(path, cfg):
-    """Read a .txt file of one prompt a line -> list of (line number, text, row)."""
-    lines = read_text(path).splitlines()
-    return [(number, text, {"text": text}) for number, text in enumerate(lines, 1)]
-
-
-def read_table(path, cfg):
-    """Read a .csv or .jsonl file -> list of (number, content, row).
-
-    The content is the text of the prompt, or its list of messages.
-    """
-    name = cfg.prompt_field or cfg.text_field
-    numbered = []
-    for number, row in enumerate(read_rows(path), 1):
+def prompts_of_rows(rows, field, path, tokenizer, limit):
+    """Return the prompts in this field of the rows: a text each, or a list of messages. Prints how
+    many are left out since they do not fit."""
+    prompts = []
+    for number, row in enumerate(rows, 1):
         where = f"{path}: row {number}"
-        content = field_of(row, name, where)
+        content = field_of(row, field)
         if content is None:
-            raise BadInput(f"{where} has nothing in its field {name!r}")
+            raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
         if not isinstance(content, list):
-            content = as_text(content, name, where)
-        numbered.append((number, content, row))
-    return numbered
+            content = as_text(content, field, where)
+        prompt = read_prompt(tokenizer, content, row, where)
+        if 1 <= len(prompt.ids) <= limit:
+            prompts.append(prompt)
+    left_out = len(rows) - len(prompts)
+    if left_out:
+        print(f"{path}: {left_out} of {len(rows)} prompts are empty or longer than {limit} tokens "
+              "(block_size - max_completion_length) and are left out")
+    return prompts
 
 
-def field_of(row, name, where):
-    """Return the field `name` of a row; "a.b" is field b inside field a."""
-    path = [name] if name in row else name.split(".")  # a field may have a dot in its name
-    value = row
-    for part in path:
-        if not isinstance(value, dict) or part not in value:
-            names = sorted(map(str, row))
-            raise BadInput(f"{where} has no field {name!r}; it has {names}")
-        value = value[part]
-    return value
+def field_of(row, name):
+    """A field of a row, None without; "a.b" is b inside a."""
+    for part in name.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row

@@ -33,10 +33,11 @@ SEED = 0
 HALVES = {"judge": "judge_a", "eval_judge": "judge_b"}  # the split that each one is trained on
 
 
-def get_judges(cfg, splits, device, stop=lambda: False):
+def get_judges(cfg, splits, device, stop=lambda: False, may_train=True):
     """Return {"judge": judge, "eval_judge": judge}, without those that the settings set to None.
 
-    A judge is loaded from where the settings say (see load_judge), or trained here first.
+    A judge is loaded from where the settings say (see load_judge), or trained here first. Raises
+    BadInput if it would have to be and may_train is False.
     """
     judges = {}
     for role, half in HALVES.items():
@@ -44,7 +45,7 @@ def get_judges(cfg, splits, device, stop=lambda: False):
         if path is None:
             continue
         if path == "train":
-            path = prepare_judge(half, cfg, splits, device, stop)
+            path = prepare_judge(half, cfg, splits, device, stop, may_train)
         if role == "eval_judge" and path == cfg.judge:
             print(f"note: eval_judge is the judge that gives the reward, {path}: "
                   "it is no independent check")
@@ -62,13 +63,16 @@ def check_judges(cfg):
             load_judge(path)
 
 
-def prepare_judge(name, cfg, splits, device, stop):
+def prepare_judge(name, cfg, splits, device, stop, may_train=True):
     """Train the judge `name` into cfg.cache_dir unless it is there already -> path of its file."""
-    num_tokens = cfg.judge_tokens or judge_training_tokens(device)
+    num_tokens = cfg.judge_tokens
     key = key_of_judge(tuple(splits[name]), VOCAB_SIZE, num_tokens, SEED)
     path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
     if os.path.exists(path):
         print(describe(name, load_file(path, "judge")) + f", {path}")
+    elif not may_train:
+        raise BadInput(f"{path}: the judge of this run is not there; python -m judge.train "
+                       f"{cfg.out_dir} makes it again")
     else:
         held_out = splits["train_prompts"] + splits["eval_prompts"]
         comments = even_lengths(splits[name], SEED)
@@ -81,11 +85,6 @@ def key_of_judge(comments, vocab_size, num_tokens, seed):
     """Hash of what a judge is made of. A process of a study asks for it in every run."""
     made_of = (even_lengths(comments, seed), SHAPE, vocab_size, num_tokens, seed)
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
-
-
-def judge_training_tokens(device):
-    """Return how many tokens train a judge in about 40 s on two CPU cores."""
-    return 2_000_000 if fast_dtype(device) == torch.bfloat16 else 1_000_000
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 import platform
 import random
 import subprocess
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from run.processes import rank_and_size
 from run.script import BadInput, seed_for
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-FIELDS = dict(iteration=int, num_tokens=int, base_hash=str, policy=dict, optimizer=dict,
+FIELDS = dict(iteration=int, num_tokens=int, base_hash=str, shape=dict, policy=dict, optimizer=dict,
               settings=dict, random=dict, logs=dict)
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
@@ -84,9 +85,9 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     new = os.path.join(folder, "ckpt_new.tmp")
     save_file(
         new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
-        policy=weights, optimizer=nets.optimizer.state_dict(),
+        shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
         reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=nets.influence.state() if nets.influence else None,
+        influence=nets.influence.average.state() if nets.influence else None,
         settings=cfg.public(), source=cfg.source, prompts=prompts_read(nets),
         random=random_state(nets.device),
         logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
@@ -185,7 +186,7 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
     if nets.influence and content["influence"]:
-        nets.influence.load_state(content["influence"])
+        nets.influence.average.load_state(content["influence"])
 
 
 def say_what_differs(content, cfg, nets):

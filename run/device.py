@@ -92,3 +92,19 @@ def free_memory(device):
     except (OSError, ValueError):
         return math.inf
     return min(free, default=math.inf)
+
+
+def check_fits(cfg, device):
+    """Raises BadInput where the weights and the keys and values of the rows that are decoded at once
+    are alone too much: a slip in a setting, which would end in "Killed"."""
+    rows = cfg.decode_batch_size or cfg.num_prompts * cfg.num_generations // rank_and_size()[1]
+    share = 1 if cfg.policy == "train" else 8   # queries that may share a key
+    kept = 2 * cfg.n_layer * cfg.n_embd // share * cfg.max_completion_length
+    weights = 8 * cfg.n_layer * cfg.n_embd ** 2
+    least = (2 * kept * rows + 4 * weights) / 2 ** 30
+    free = free_memory(device) / 2 ** 30
+    if least > free:
+        raise BadInput(
+            f"num_prompts * num_generations = {rows} rows, n_layer = {cfg.n_layer}, n_embd = "
+            f"{cfg.n_embd}: need at least {least:.0f} GB of memory, {free:.0f} GB are free; lower "
+            "num_prompts, decode_batch_size, max_completion_length or the policy's size")

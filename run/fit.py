@@ -3,10 +3,48 @@ import math
 import os
 import time
 
-from run.files import load_file, load_weights, save_file
+from run.files import load_file, load_weights, save_file, undamaged
 from run.report import Progress
 
 SAVE_SECONDS = 20
+
+
+def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):
+    """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x trapezoid(step, steps).
+
+    The state is saved to the file `partial` now and then; a call that finds the file continues from
+    it. loss_at must depend on nothing but the weights and the step, so that an interruption changes
+    no result. Prints loss and remaining time under the name `label`. Raises KeyboardInterrupt, after
+    saving, once stop() is true.
+    """
+    start = load_partial(partial, model, optimizers, label, steps)
+    progress = Progress(label, "step", steps, start)
+    saved = time.time()
+    rates = [[group["initial_lr"] for group in o.param_groups] for o in optimizers]
+    mean = None     # of the loss, over about the last 50 steps
+    for step in range(start, steps):
+        for optimizer, base in zip(optimizers, rates):
+            for group, rate in zip(optimizer.param_groups, base):
+                group["lr"] = rate * trapezoid(step, steps)
+        loss = loss_at(step)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        mean = loss.detach() if mean is None else mean.lerp(loss.detach(), 0.02)
+        if progress.is_due() or step + 1 == steps:
+            progress.show(step + 1, f"loss {float(mean):.3f}, ")
+        stopped = stop()
+        if stopped or time.time() - saved > SAVE_SECONDS:
+            save_file(partial, "partial", model=model.state_dict(), step=step + 1,
+                      optimizers=[o.state_dict() for o in optimizers])
+            saved = time.time()
+        if stopped:
+            raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
+    if mean is not None and not math.isfinite(float(mean)):
+        raise SystemExit(f"stopped: the loss of {label} became {float(mean)}; remove {partial} and "
+                         "lower its learning rate")
 
 
 def trapezoid(step, steps, warmup=0.02, decay=0.5):
@@ -19,59 +57,17 @@ def trapezoid(step, steps, warmup=0.02, decay=0.5):
     return min(1.0, up, down)
 
 
-def fit(model, optimizers, loss_at, steps, partial, label, schedule=trapezoid, stop=lambda: False):
-    """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x schedule(step, steps).
-
-    The state is saved to the file `partial` now and then; a call that finds the file continues from
-    it. loss_at must depend on nothing but the weights and the step, so that an interruption changes
-    no result. Prints loss and remaining time under the name `label`, and returns the mean loss of
-    about the last 50 steps. Raises KeyboardInterrupt, after saving, once stop() is true.
-    """
-    start = load_partial(partial, model, optimizers, label, steps)
-    progress = Progress(label, "step", steps, start)
-    saved = time.time()
-    loss_sum = 0.0  # exponential moving average of the loss: loss_sum / weight
-    weight = 1e-9
-    for step in range(start, steps):
-        set_rates(optimizers, schedule(step, steps))
-        loss = loss_at(step)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        loss_sum = 0.98 * loss_sum + 0.02 * loss.detach()
-        weight = 0.98 * weight + 0.02
-        if progress.is_due() or step + 1 == steps:
-            progress.show(step + 1, f"loss {float(loss_sum) / weight:.3f}, ")
-        stopped = stop()
-        if stopped or time.time() - saved > SAVE_SECONDS:
-            save_file(partial, "partial", model=model.state_dict(), step=step + 1,
-                      optimizers=[o.state_dict() for o in optimizers])
-            saved = time.time()
-        if stopped:
-            raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
-    if not math.isfinite(float(loss_sum)):
-        raise SystemExit(f"stopped: the loss of {label} became {float(loss_sum)}; "
-                         f"remove {partial} and lower its learning rate")
-    return float(loss_sum) / weight
-
-
 def load_partial(partial, model, optimizers, label, steps):
     """Put back what `fit` saved, if anything -> the step to start from."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]       # saved with the optimizer's state
     if not os.path.exists(partial):
         return 0
     content = load_file(partial, "partial")
-    load_weights(partial, model, content["model"])
-    for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
-    print(f"{label}: goes on from step {content['step']} of {steps} ({partial})")
-    return content["step"]
-
-
-def set_rates(optimizers, scale):
-    """Set every learning rate to `scale` times the one that its optimizer was made with."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            base = group.setdefault("base_lr", group["lr"])  # saved with the optimizer's state
-            group["lr"] = base * scale
+    with undamaged(partial):
+        load_weights(partial, model, content["model"])
+        for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        print(f"{label}: goes on from step {content['step']} of {steps} ({partial})")
+        return content["step"]

@@ -34,6 +34,8 @@ def claimed_folder(cfg):
             check_going_on(folder, cfg)
             if not cfg.resume:
                 print(f"{folder}: a run of these settings was interrupted here, it goes on")
+        elif cfg.resume:
+            print(f"{folder}: no checkpoint to go on from, starts from the beginning")
         yield folder, goes_on
 
 
@@ -65,7 +67,8 @@ def claim(folder, cfg):
     if goes_on or is_free(folder) or is_unfinished(folder, cfg):
         return lock, None
     lock.close()
-    return None, "holds another run"
+    why = "holds another run" if newest_checkpoint(folder) else "holds a run without a checkpoint"
+    return None, why
 
 
 def is_free(folder):

@@ -9,6 +9,7 @@ import torch
 from run.device import free_memory, memory
 from run.metrics import bound_of, std
 from run.script import BadInput
+from tracin import Tape
 
 # ------------------------------------------------------------------------------------------------
 # lines
@@ -131,18 +132,18 @@ class Progress:
 
 def check_tape(nets, cfg):
     """Says what influence will cost. BadInput for more memory than is free."""
-    if cfg.tracin == "off":
+    if nets.influence is None:
         return
     rows = cfg.mini_batch_size or cfg.num_prompts * cfg.num_generations
     num_weights = sum(p.numel() for p in nets.trained)
     size = rows * num_weights * 4 / 2 ** 30
-    kept = min(size, cfg.tracin_memory)
+    stored = 0.0 if nets.influence.new_tape is Tape else min(size, cfg.tracin_memory)
     print(f"influence: {rows} rows x {num_weights / 1e6:.1f} M weights = {size:.2f} GB of "
-          f"gradients, of which tracin_memory lets {kept:.2f} GB be stored")
+          f"gradients, of which {stored:.2f} GB are stored")
     free = free_memory(nets.device) / 2 ** 30
-    if kept > free:
-        raise BadInput(f"tracin_memory = {cfg.tracin_memory:g}: {kept:.1f} GB of gradients are to "
-                       f"be stored, and {free:.1f} GB are free; lower it")
+    if stored > free:
+        raise BadInput(f"tracin_memory = {cfg.tracin_memory:g}: {stored:.1f} GB of gradients are "
+                       f"to be stored, and {free:.1f} GB are free; lower it")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ WARNINGS = {
         "'positive' or a larger tracin_fraction"),
     "fallback": (
         lambda m: m["tracin/fallback"] > 0,
-        "only {tracin/positive_ratio:.2f} of the rollouts have positive influence: kept the better "
+        "only {tracin/positive_ratio:.0%} of the rollouts have positive influence: kept the better "
         "half instead; is the target too small or of another kind?"),
     "contrast": (
         lambda m: m["tracin/target_contrast"] < 0.3,
@@ -211,7 +212,7 @@ WARNINGS = {
         "and tracin_val_size"),
     "self": (
         lambda m: m["tracin/self_share"] > 0.5 and not m["tracin_leave_one_out"],
-        "{tracin/self_share:.2f} of the influence is each rollout's own share in the target: set "
+        "{tracin/self_share:.0%} of the influence is each rollout's own share in the target: set "
         "tracin_leave_one_out = True"),
     "estimator": (
         lambda m: m["flat_kl"],

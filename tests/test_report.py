@@ -1,0 +1,183 @@
+"""What a run prints: lines to the letter, and each warning in its case alone."""
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from config import Settings
+from grpo import Loss
+from run import report
+from run.report import (
+    WARNINGS, Progress, StepLog, check_tape, duration, print_iteration, print_warnings, troubles)
+from run.stored import StoredTape
+from tracin import Tape
+from worlds import printed, refusal, settings
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves; memory is 812 MB."""
+    now = SimpleNamespace(time=100.0)
+    monkeypatch.setattr(report.time, "time", lambda: now.time)
+    monkeypatch.setattr(report, "memory", lambda device: 812 * 2 ** 20)
+    return now
+
+
+def a_loss(**parts):
+    return Loss(**{name: torch.tensor(x, requires_grad=True) for name, x in parts.items()})
+
+
+# ------------------------------------------------------------------------------------------------
+# lines
+
+
+def test_the_numbered_lines_to_the_letter(clock, capsys):
+    log = StepLog(CPU, micro_batch_size=2, on=True)
+    clock.time += 1.5
+    log.generated(4)
+    clock.time += 0.25
+    log.scored(torch.tensor([0.25, 0.75, math.nan]))
+    clock.time += 0.125
+    log.loss(a_loss(policy=-0.012345, kl=0.001234))
+    log.loss(a_loss(policy=0.5, entropy=-0.25, kl=0.001, critic=2.0))
+    clock.time += 1.0
+    log.stepped()
+    assert capsys.readouterr().out == """\
+[Micro 0] 1. Iteration start: mem=812 MB, time=0.000s
+[Micro 0] 2. Samples generated (4 rows for all micro-batches): mem=812 MB, time=1.500s
+[Micro 0] 3. Samples scored: mem=812 MB, time=0.250s, rewards=0.5000±0.3536
+[Micro 0] 4. Loss computed: mem=812 MB, time=0.125s, pg_loss=-0.012345, kl=0.001234, total=-0.011111
+[Micro 1] 4. Loss computed: mem=812 MB, time=0.000s, pg_loss=0.250000, critic=2.000000, kl=0.001000, total=2.251000
+5. Optimizer step finished: mem=812 MB, step=1.000s, time=2.875s total
+"""
+    StepLog(CPU, micro_batch_size=4, on=True).generated(4)
+    assert "2. Samples generated: mem" in capsys.readouterr().out
+    silent = StepLog(None, micro_batch_size=4, on=False)
+    silent.generated(4)
+    silent.scored(None)
+    silent.loss(None)
+    silent.stepped()
+    assert capsys.readouterr().out == ""
+
+
+METRICS = dict(iteration=12, loss=-0.0111, policy_loss=-0.0111, kl_loss=0.0012, reward=0.57,
+               grad_norm=0.83, step_time=2.0, forced=0.125)
+
+
+def line(cfg=Settings(), **changes):
+    return printed(print_iteration, METRICS | changes, cfg, 2480, 100.9)
+
+
+def test_the_line_of_an_iteration_to_the_letter():
+    assert line() == (
+        "iter 12/100: loss -0.0111 (main -0.0123, kl 0.0012), reward 0.5700, grad_norm 0.830, "
+        "1240 tok/s, time 2.00s, eta 1m40s\n")
+    assert "kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
+    assert "(main -0.0123, critic 0.3000, kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
+    assert "(main -0.0133, kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
+    assert "0.830, 12.5 % forced, 1240" in line(Settings(force_rate=0.5))
+    assert "0.830, 1.50 calls, 1240" in line(**{"tools/call_frequency": 1.5})
+    for seconds, expected in ((0.0435, "43.5ms"), (0.4349, "435ms"), (4.351, "4.35s"),
+                              (43.51, "43.5s"), (0.9996, "1.00s"), (435.1, "435s")):
+        assert duration(seconds) == expected
+
+
+def test_progress_is_a_line_every_ten_seconds(clock, capsys):
+    progress = Progress("policy", "step", 500, start=100)
+    for done in range(101, 121):
+        clock.time += 1
+        if progress.is_due():
+            progress.show(done, "loss 4.421, ")
+    assert capsys.readouterr().out == "policy: step 111/500, loss 4.421, 389 s left\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# warnings
+
+GOOD = {
+    "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "advantage_max": 1.0,
+    "num_completion_tokens": 9, "sampling/sampling_logp_difference/mean": 0.0, "grad_norm": 1.0,
+    "completions/clipped_ratio": 0.5, "rewards/a/std": 0.1, "rewards/b/std": 0.1}
+INFLUENCE = {
+    "tracin/empty_steps": 0, "tracin/fallback": 0.0, "tracin/positive_ratio": 0.6,
+    "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9, "tracin/target_rows": 8,
+    "tracin/self_share": 0.1, "tracin/invariant_error": 1e-7}
+CASES = {   # kind: (what is wrong, words of its sentence)
+    "reward": ({"reward": math.nan, "reward_min": math.nan, "reward_max": math.nan}, "returned None"),
+    "equal": ({"reward_min": 0.5, "reward_max": 0.5, "advantage_max": 0.0}, "of the batch are 0.5:"),
+    "advantage": ({"advantage_max": 0.0}, "(rewards 0 to 1, equal within each group)"),
+    "constant": ({"rewards/b/std": 0.0}, "'b' gave every completion the same score"),
+    "tokens": ({"num_completion_tokens": 0}, "no completion tokens carry loss"),
+    "ratio": ({"sampling/sampling_logp_difference/mean": 0.0512}, "disagree by 0.051 nats"),
+    "kl": ({"kl": 5.25}, "KL 5.2 nats per token is exploding"),
+    "length": ({"completions/clipped_ratio": 1.0}, "cut at 32 tokens"),
+    "tools": ({"tools/failure_frequency": 1.0}, "every call was answered with an error"),
+    "gradient": ({"grad_norm": 0.0}, "grad_norm is 0"),
+    "critic": ({"val/var_explained": -0.2}, "explains -0.20 of the returns' variance"),
+    "empty": ({"tracin/empty_steps": 1}, "kept no rollout"),
+    "fallback": ({"tracin/fallback": 1.0, "tracin/positive_ratio": 0.05}, "only 5% of the rollouts"),
+    "contrast": ({"tracin/target_contrast": 0.2}, "spread 0.20 times as wide"),
+    "noise": ({"tracin/target_cosine": 0.05}, "8 rollouts are too few"),
+    "self": ({"tracin/self_share": 0.64}, "64% of the influence"),
+    "invariant": ({"tracin/invariant_error": 2e-3}, "relative error 2.0e-03"),
+    "estimator": ({}, "kl_estimator = 'k1' has almost no gradient with kl_in = 'loss'")}
+TWO = Settings(reward_funcs=("a", "b"), tracin="self")
+FLAT = Settings(reward_funcs=("a", "b"), beta=0.1, kl_estimator="k1", use_bias_correction_kl=False)
+
+
+def test_each_warning_fires_in_its_case_alone():
+    assert CASES.keys() == WARNINGS.keys()
+    assert troubles(GOOD, TWO, torch.float32) == {}
+    assert troubles(GOOD | INFLUENCE, TWO, torch.float32) == {}
+    for kind, (wrong, words) in CASES.items():
+        cfg = FLAT if kind == "estimator" else TWO
+        found = troubles(GOOD | INFLUENCE | wrong, cfg, torch.float32)
+        assert list(found) == [kind], kind
+        assert words in found[kind], found[kind]
+        assert "\n" not in found[kind] and "nan" not in found[kind]
+
+
+def test_what_is_no_trouble():
+    def kinds(m, cfg=TWO, dtype=torch.float32):
+        return list(troubles(GOOD | INFLUENCE | m, cfg, dtype))
+
+    unknown = {"tracin/target_cosine": math.nan, "tracin/self_share": math.nan}
+    assert kinds(unknown) == []
+    assert kinds({"tracin/invariant_error": math.nan}) == ["invariant"]
+    assert kinds({"tracin/invariant_error": 2e-3}, dtype=torch.bfloat16) == []
+    assert kinds({"tracin/self_share": 0.9}, Settings(
+        reward_funcs=("a", "b"), tracin_leave_one_out=True)) == []
+    assert kinds({"val/var_explained": -0.2, "iteration": 20}) == []
+    assert kinds({"rewards/a/std": 0.0}, Settings(reward_funcs=("a",))) == [], "said by `equal`"
+
+
+def test_a_warning_comes_back_after_ten_iterations():
+    warned = {}
+    said = [it for it in range(1, 24) if printed(
+        print_warnings, GOOD | {"iteration": it, "kl": 9.0}, TWO, torch.float32, warned)]
+    assert said == [1, 11, 21]
+    out = printed(print_warnings, GOOD | {"kl": 9.0}, TWO, torch.float32, {})
+    assert re.fullmatch(r"WARNING: KL 9.0 nats .*\n", out)
+
+
+# ------------------------------------------------------------------------------------------------
+# what influence costs
+
+
+def test_influence_says_what_it_costs_and_that_it_does_not_fit(monkeypatch):
+    nets = SimpleNamespace(trained=[torch.zeros(1000, 2500)], device=CPU, influence=None)
+    cfg = settings(tracin="self", num_prompts=8, num_generations=4)
+    assert printed(check_tape, nets, cfg) == ""
+    nets.influence = SimpleNamespace(new_tape=Tape)
+    assert printed(check_tape, nets, cfg) == (
+        "influence: 32 rows x 2.5 M weights = 0.30 GB of gradients, of which 0.00 GB are stored\n")
+    nets.influence.new_tape = StoredTape
+    cfg.mini_batch_size = 8
+    assert "8 rows x 2.5 M weights = 0.07 GB of gradients, of which 0.07" in printed(
+        check_tape, nets, cfg)
+    monkeypatch.setattr(report, "free_memory", lambda device: 2 ** 26)
+    assert "tracin_memory = 8: 0.1 GB" in refusal(check_tape, nets, cfg)
