@@ -605,7 +605,7 @@ def warmed(nets, cfg):
     optimizer = torch.optim.AdamW(nets.trained, lr=1e-4)
     start = [p.detach().clone() for p in nets.trained]
     others = [row_gradients(nets, batch_of(cfg, seed, MANY), cfg).sum(0) for seed in range(5)]
-    for i in range(300):
+    for i in range(150):
         set_grad(nets.trained, others[i % 5])
         optimizer.step()
     for p, x in zip(nets.trained, start):
