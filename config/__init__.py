@@ -464,13 +464,14 @@ def read_config(path):
 
 def is_run(path):
     """True for the folder of a run, or its config.json."""
-    return os.path.isdir(path) or path.endswith(".json")
+    return os.path.isdir(path) or os.path.basename(path) == "config.json"
 
 
 def read_run(path):
     """What a run's config.json holds; with its "folder", the "path" of config.json, and "source",
     the text of its config files."""
-    folder = (os.path.dirname(path) or ".") if path.endswith(".json") else path.rstrip("/")
+    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    folder = folder.rstrip("/") or "/"
     path = os.path.join(folder, "config.json")
     run = {"functions": [], "files": []} | read_json(path)
     if not isinstance(run.get("settings"), dict):
