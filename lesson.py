@@ -8,8 +8,7 @@
 # Every function here is the project's own. What you change in `grpo.py` or `tracin.py` changes
 # here too. Run it with `python lesson.py` (pictures go to `out/lesson`), or cell by cell as a
 # notebook. `lesson.ipynb` holds what it prints and draws; `python -m explain.notebook` makes it.
-
-# %% [markdown]
+#
 # ## 1. A small world
 # The policy is a GPT of a million weights. It has read made-up sentences of eight words
 # (`config/lesson.py`), which takes a few seconds the first time. The reward is a rule: the share
@@ -23,12 +22,12 @@ import torch
 import matplotlib.pyplot as plt
 
 import grpo
+import selection
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
 from explain.words import logprob_changes, pieces_of, row_alone
 from sample import completion_logprobs
-from selection import select
 from tracin import Tape, cosine, inner
 
 CONFIG = "config/lesson.py"
@@ -48,9 +47,8 @@ def picture(name):
 
 
 # %% [markdown]
-# **Try:** other words in `config/lesson.py`, or the policy and the prompts of another config file.
-
-# %% [markdown]
+# **Try:** another reward in `config/lesson.py`, such as the share of the letter o, or other words.
+#
 # ## 2. Rollout
 # The policy writes six completions of each prompt. The log-prob of every token is kept at the
 # moment when it is drawn: training will ask how much likelier the token has become since.
@@ -74,8 +72,7 @@ picture("2_rollout")
 #
 # **Try:** `python lesson.py --temperature=0.3`. What happens to the surprises, and what will the
 # group then have to compare?
-
-# %% [markdown]
+#
 # ## 3. Score and advantage
 # Each completion gets a reward. Its advantage is its distance from the mean of its group, in
 # standard deviations of the group: $A_i = (r_i - \mathrm{mean}) / \mathrm{std}$. The group is its
@@ -97,8 +94,7 @@ picture("3_advantages")
 # %% [markdown]
 # **Try:** `--scale_rewards=none` divides by no standard deviation. Which prompt loses weight, and
 # is that fair?
-
-# %% [markdown]
+#
 # ## 4. The clip
 # The objective of a token is $\min(\rho A,\ \mathrm{clip}(\rho) A)$, where
 # $\rho = p_\mathrm{policy} / p_\mathrm{sampler}$ is how much likelier the token has become. Where
@@ -118,8 +114,7 @@ picture("4_clip")
 
 # %% [markdown]
 # **Try:** `--loss_type=cispo` and `--loss_type=sapo` draw other curves. Where do they still learn?
-
-# %% [markdown]
+#
 # ## 5. The step
 # `grpo.collect` does cells 2 and 3 in one call. Then: loss, backward, optimizer step. The loss is
 # about 0, because the advantages of a group add up to 0 and all ratios are 1. Its gradient is not.
@@ -143,8 +138,8 @@ norm = torch.nn.utils.clip_grad_norm_(nets.trained, cfg.max_grad_norm)
 nets.optimizer.step()
 nets.optimizer.zero_grad()
 change = row_logprobs() - before
-print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}, gradient norm "
-      f"{float(norm):.2f}")
+print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}, "
+      f"gradient norm {float(norm):.2f}")
 
 plt.figure(figsize=(5, 3))
 plt.scatter(batch.advantages, change, color=colors)
@@ -160,8 +155,7 @@ nets.policy.load_state_dict(start)      # back to where we were
 #
 # **Try:** flip the sign of the objective in `grpo.clipped_objective` and run this cell again. Then
 # run `python grpo.py config/lesson.py` and look at the reward. Flip it back!
-
-# %% [markdown]
+#
 # ## 6. Influence by definition
 # The **target** is what we want to get better; here it is the loss of all 24 rollouts. The
 # influence of rollout $i$ is the inner product of two gradients, that of its own loss and that of
@@ -170,7 +164,8 @@ nets.policy.load_state_dict(start)      # back to where we were
 
 # %%
 def gradient_of(rows):
-    return grpo.gradient_of(nets, batch, rows, step, cfg, part="policy")    # {parameter: tensor}
+    """{parameter: gradient} of the loss of these rows, by a plain backward."""
+    return selection.gradient_of(grpo, nets, cfg, batch, rows, step, "policy")
 
 
 target = gradient_of(step.rows)
@@ -180,8 +175,7 @@ print("influence of the first group:", [f"{x:+.4f}" for x in by_hand[:G]])
 # %% [markdown]
 # **Try:** take the first group alone as target, `gradient_of(step.rows[:G])`. Do rollouts of other
 # prompts still have influence, and why?
-
-# %% [markdown]
+#
 # ## 7. The same from one backward
 # A tape keeps, for every layer, its input and the gradient of its output. Together they are the
 # gradient of each rollout, so that one backward gives all 24 influences.
@@ -202,8 +196,7 @@ picture("7_influence")
 
 # %% [markdown]
 # **Try:** add up all influences, then compute `inner(target, target)`. Why are they equal?
-
-# %% [markdown]
+#
 # ## 8. What a tiny step really did
 # Influence is a promise about a step. We keep it: take a tiny step on one rollout alone, and see
 # by how much the target's loss went down.
@@ -234,8 +227,7 @@ picture("8_promise")
 
 # %% [markdown]
 # **Try:** `SIZE = 0.1`. Influence is a straight line along a curved loss: how long does it hold?
-
-# %% [markdown]
+#
 # ## 9. Which words
 # A rollout's influence is a sum over its tokens: how much its loss asks for the token, times how
 # much a step on the target changes the token's log-prob.
@@ -262,8 +254,7 @@ picture("9_words")
 
 # %% [markdown]
 # **Try:** `influence.argmin()`. Which of its tokens did the harm?
-
-# %% [markdown]
+#
 # ## 10. Learn from the helpful
 # `grpo.py --tracin=self` does this in every step: it drops the rollouts of negative influence and
 # steps along the gradient of the others. Is that a good idea? Look at the target first. The
@@ -271,7 +262,7 @@ picture("9_words")
 # Near 0 it is noise, and so is the choice.
 
 # %%
-keep, _ = select(influence, "positive")
+keep, _ = selection.select(influence, "positive")
 first_half = torch.arange(N) < N // 2
 halves = [tape.gradient(half.float()) for half in (first_half, ~first_half)]
 print(f"{int(keep.sum())} of {N} rollouts are kept; the cosine of their gradient with that of all "

@@ -4,7 +4,7 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
     python tracin.py out/toxicity_tracin                    # prints it, writes influence.html there
     python tracin.py out/toxicity --tracin=reward           # a run that was made without influence
     python tracin.py out/toxicity --before                  # from ckpt_prev.pt, before the end
-    python tracin.py out/toxicity config/mine.py            # with a target that mine.py defines
+    python tracin.py out/toxicity config/mine.py --tracin=target    # the function in mine.py
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
                                                             # what makes the model say this?
 
@@ -16,6 +16,7 @@ With --prompt they are of the iterations that follow both checkpoints.
 """
 import collections
 import contextlib
+import copy
 import io
 import math
 import os
@@ -30,12 +31,14 @@ from config import load_settings
 from data.chat import encode_prompt
 from data.prompts import draw_prompts
 from data.tokenizer import end_tokens
+from explain import own_flags
 from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, set_random_state
 from run.files import load_file, read_json, read_rows, replacing
-from run.metrics import bound_of, is_exact, row_advantages
+from run.loop import sample_rows
+from run.metrics import bound_of
 from run.script import BadInput, hash_of, run_script, seed_for
 from tracin import inner
 
@@ -53,7 +56,7 @@ class Again(NamedTuple):
     nets: Any           # grpo.Nets, with the step on the tape
     batch: Any          # grpo.Batch
     step: Any           # grpo.Step
-    pieces: list        # the positions of its micro-batches
+    micros: list        # its rows, by micro-batch
     found: Any          # tracin.Findings
     rows: list          # as in samples.jsonl
 
@@ -69,33 +72,25 @@ def iteration_after(nets, path, cfg, asked):
     it = content["iteration"]
     prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
     batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it))
-    target = selection.collect_target(nets, it, cfg, grpo.collect)
+    target = None
+    if cfg.tracin_val_prompts:
+        target = selection.collect_target(nets, it, cfg, grpo.collect)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
         raise BadInput(f"{path}: no rollout of iteration {it + 1} carries loss; try --before")
-    pieces = list(grpo.micro_batches(batch.lengths[step.rows], cfg))
-    with nets.influence.record(batch, step, True):
-        for positions in pieces:
-            nets.influence.forward_backward(positions)
+    micros = list(grpo.micro_batches(batch.lengths, step.rows, cfg))
+    with nets.influence.record(batch, step, fresh=True):
+        for rows in micros:
+            nets.influence.forward_backward(rows)
     found = nets.influence.score(target)
     generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
     weights, _ = selection.weights_of(found.scores, batch, step.rows, cfg, generator)
-    return Again(nets, batch, step, pieces, found,
-                 rows_of(it, prompts, batch, step, found.scores, weights, cfg))
-
-
-def rows_of(it, prompts, batch, step, scores, weights, cfg):
-    """The rows of a step as they stand in samples.jsonl."""
-    advantages = row_advantages(batch).tolist()
-    rewards = batch.rewards.tolist()
-    rows = []
-    for i, score, weight in zip(step.rows.tolist(), scores.tolist(), weights.tolist()):
-        rows.append(dict(
-            iteration=it + 1, prompt=prompts[i // cfg.num_generations].text,
-            completion=batch.completions[i], reward=rewards[i], advantage=advantages[i],
-            influence=score, weight=weight))
-    return rows
+    noted = copy.copy(batch)    # the weights of the batch itself would weigh its loss
+    noted.influence = torch.zeros_like(batch.weights).index_copy(0, step.rows, found.scores)
+    noted.weights = torch.zeros_like(batch.weights).index_copy(0, step.rows, weights)
+    rows = sample_rows(it, prompts, noted, cfg)
+    return Again(nets, batch, step, micros, found, [rows[i] for i in step.rows.tolist()])
 
 
 def saying(prompt, completion):
@@ -119,11 +114,12 @@ def saying(prompt, completion):
 def scored_against(again, cfg, j):
     """{parameter: tensor}: what the row at position j of the step is scored against."""
     found = again.found
-    if not cfg.tracin_leave_one_out:
+    if not cfg.tracin_leave_one_out or found.target_coef is None:
         return found.G
+    i = int(again.step.rows[j])
     tape = again.nets.influence.tape
-    own = tape.gradient(torch.arange(tape.n, device=found.self_coef.device) == j)
-    return {p: g - found.self_coef[j] * found.scale.get(p, 1) * own[p]
+    own = tape.gradient(torch.arange(len(found.target_coef), device=found.scores.device) == i)
+    return {p: g - found.target_coef[i] * found.scale.get(p, 1) * own[p]
             for p, g in found.G.items()}
 
 
@@ -136,14 +132,14 @@ def check(again, cfg):
     chosen = order[torch.linspace(0, len(order) - 1, CHECKED).long()].unique().tolist()
     plain = []
     for j in chosen:
-        g = grpo.gradient_of(nets, batch, step.rows[[j]], step, cfg, part="policy")
+        g = nets.influence.gradient_of(batch, step.rows[[j]], step, "policy")
         plain.append(inner(g, scored_against(again, cfg, j)))
     plain = torch.stack(plain).to(found.scores)
     error = (found.scores[chosen] - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
-    agrees = float(error) < bound_of(is_exact(nets, cfg))
+    agrees = float(error) < bound_of(nets.dtype)
     verdict = "agrees with" if agrees else "CONTRADICTS"
-    return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each of "
-            f"{len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
+    return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each "
+            f"of {len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -152,22 +148,23 @@ def check(again, cfg):
 
 def words_of(again, cfg, chosen):
     """{position in the step: the row's Pieces}, influence in standard deviations."""
-    nets, batch, step, pieces, found, _ = again
+    nets, batch, step, micros, found, _ = again
     unit = float(found.scores.std(correction=0)) or 1.0
     names = {p: name for name, p in nets.policy.named_parameters()}
+    ends = end_tokens(nets.tokenizer)
+    position = {row: j for j, row in enumerate(step.rows.tolist())}
     words = {}
-    for positions in pieces:
-        loss = grpo.loss_of(nets, nets.policy, batch, step.rows[positions], step, cfg)
-        slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (n, T)
-        for place, j in enumerate(positions.tolist()):
-            if j not in chosen:
-                continue
-            row = row_alone(batch.rollout, step.rows[j], cfg.temperature)
-            D = {names[p]: g for p, g in scored_against(again, cfg, j).items()}
-            change = logprob_changes(nets.policy, D, row)
-            influence = slope[place, :len(change)] * change / unit
-            ends = end_tokens(nets.tokenizer)
-            words[j] = pieces_of(row, influence, change, nets.tokenizer, ends)
+    for rows in micros:
+        loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
+        slopes, = torch.autograd.grad(loss.policy, loss.logp)                   # (n, T)
+        for i, slope in zip(rows.tolist(), slopes):
+            j = position[i]
+            if j in chosen:
+                row = row_alone(batch.rollout, i, cfg.temperature)
+                D = {names[p]: g for p, g in scored_against(again, cfg, j).items()}
+                change = logprob_changes(nets.policy, D, row)
+                influence = slope[:len(change)] * change / unit
+                words[j] = pieces_of(row, influence, change, nets.tokenizer, ends)
     return words
 
 
@@ -195,11 +192,19 @@ def cards_of(again, cfg, show, count):
 # what is printed and written
 
 
-def describe(row, z):
-    prompt, completion = (text if len(text) <= 48 else text[:45] + "..."
-                          for text in (row["prompt"], row["completion"]))
-    return (f"  {z:+7.2f}  iteration {row['iteration']}, reward {row['reward']:.3f}, advantage "
-            f"{row['advantage']:+.2f}, weight {row['weight']:.2g}: {prompt!r} -> {completion!r}")
+def shorten(text):
+    return repr(text if len(text) <= 48 else text[:45] + "...")
+
+
+def print_rollouts(rows, show):
+    z = own_units(rows)
+    for name, places in zip(("helpful", "harmful"), best_and_worst(z, show)):
+        print(f"\nmost {name}")
+        for i in places:
+            row = rows[i]
+            print(f"  {z[i]:+7.2f}  iteration {row['iteration']}, reward {row['reward']:.3f}, "
+                  f"advantage {row['advantage']:+.2f}, weight {row['weight']:.2g}: "
+                  f"{shorten(row['prompt'])} -> {shorten(row['completion'])}")
 
 
 def curves(folder):
@@ -215,12 +220,6 @@ def curves(folder):
         return f"<p>{e}</p>"
     text = svg.getvalue().decode()
     return text[text.index("<svg"):]
-
-
-def print_rollouts(rows, show):
-    z = own_units(rows)
-    for name, places in zip(("helpful", "harmful"), best_and_worst(z, show)):
-        print(f"\nmost {name}", *(describe(rows[i], float(z[i])) for i in places), sep="\n")
 
 
 def checkpoints_of(folder, before, both):
@@ -240,21 +239,14 @@ def scored_rows(folder):
 
 
 def read_arguments(argv):
-    own = {"show": "5", "words": "64", "prompt": "", "completion": "", "before": False}
-    rest = []
-    for arg in argv[1:]:
-        name, _, value = arg[2:].partition("=")
-        if arg == "--before":
-            own["before"] = True
-        elif name in own and arg.startswith("--"):
-            own[name] = value
-        else:
-            rest.append(arg)
+    before = "--before" in argv
+    own, flags = own_flags(argv[1:], {"show": "5", "words": "64", "prompt": "", "completion": ""})
+    flags = [flag for flag in flags if flag != "--before"]
     numbers = own["show"].isdecimal() and own["words"].isdecimal()
     both = bool(own["prompt"]) == bool(own["completion"])
     if not argv or argv[0].startswith("--") or not numbers or not both:
         raise BadInput(USAGE)
-    return argv[0], own, rest
+    return argv[0], own, before, flags
 
 
 def settings_of(folder, flags, prompt, completion):
@@ -274,11 +266,11 @@ def settings_of(folder, flags, prompt, completion):
 
 
 def main(argv):
-    folder, own, flags = read_arguments(argv)
+    folder, own, before, flags = read_arguments(argv)
     show = int(own["show"])
     asked = own["completion"]
     cfg = settings_of(folder, flags, own["prompt"], asked)
-    paths = checkpoints_of(folder, own["before"], bool(asked))
+    paths = checkpoints_of(folder, before, bool(asked))
     for path in paths:
         load_file(path, "run", mmap=True)   # what is wrong with it is said first
     recorded = [] if asked else scored_rows(folder)
@@ -286,18 +278,19 @@ def main(argv):
     with contextlib.redirect_stdout(io.StringIO()):     # what a run says of its models
         nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo)
 
-    sampled, cards, counted, checks = [], [], [], []
+    sampled = []
+    cards = []
+    counted = []
+    checks = []
     for path in paths:
         again = iteration_after(nets, path, cfg, bool(asked))
-        some, more = cards_of(again, cfg, show, int(own["words"]))
+        shown, pieces = cards_of(again, cfg, show, int(own["words"]))
         sampled += again.rows
-        cards += some
-        counted += more
+        cards += shown
+        counted += pieces
         checks.append(check(again, cfg))
     rows = recorded or sampled
 
-    its = sorted({row["iteration"] for row in sampled})
-    where = " and ".join(f"iteration {it}" for it in its)
     target = f"{asked!r} after {own['prompt']!r}" if asked else f"{cfg.tracin!r}"
     about = (f"{folder}: {len(rows)} rollouts of {len({row['iteration'] for row in rows})} "
              f"iterations, target {target}. Influence is in standard deviations of its iteration: "
@@ -308,15 +301,16 @@ def main(argv):
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     print_rollouts(rows, show)
     words = strongest(counted)
-    print(f"\nwords of {where}:", ", ".join(f"{text!r} {x:+.2f}" for text, x in words))
+    where = " and ".join(str(it) for it in sorted({row["iteration"] for row in sampled}))
+    print(f"\nwords of iteration {where}:", ", ".join(f"{text!r} {x:+.2f}" for text, x in words))
 
+    about_words = f"The rollouts below are of iteration {where}, scored after {' and '.join(paths)}."
     best, worst = best_and_worst(torch.tensor([row["z"] for row, _ in cards]), show)
     lists = {"Most helpful": [cards[j] for j in best], "Most harmful": [cards[j] for j in worst]}
+    text = page(f"Influence: {folder}", about, sentences, about_words, words, lists, curves(folder))
     path = os.path.join(folder, "influence.html")
-    about_words = f"The rollouts below are of {where}, scored after {' and '.join(paths)}."
     with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(page(f"Influence: {folder}", about, sentences, about_words, words, lists,
-                     curves(folder)))
+        f.write(text)
     print(f"\n{path}: open it in a browser")
 
 

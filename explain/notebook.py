@@ -51,16 +51,14 @@ def run_cell(code, names):
 def notebook_of(text):
     names = {"__name__": "lesson"}
     cells = []
-    for number, (is_markdown, body) in enumerate(cells_of(text)):
-        cell = dict(id=f"cell-{number}", metadata={}, source=body)
-        if is_markdown:
-            cell |= dict(cell_type="markdown")
-        else:
+    for is_markdown, body in cells_of(text):
+        cell = dict(cell_type="markdown", metadata={}, source=body)
+        if not is_markdown:
             outputs = run_cell(body, names)
             cell |= dict(cell_type="code", execution_count=None, outputs=outputs)
         cells.append(cell)
-    return dict(cells=cells, metadata=dict(language_info=dict(name="python")), nbformat=4,
-                nbformat_minor=5)
+    language = dict(name="python")
+    return dict(cells=cells, metadata=dict(language_info=language), nbformat=4, nbformat_minor=4)
 
 
 def main(argv):

@@ -18,6 +18,7 @@ from data.prompts import Prompt
 from data.tokenizer import end_tokens, texts_of
 from tasks.turns import answering, try_environment
 from evaluate import open_run
+from explain import own_flags
 from judge.rewards import score
 from run.device import autocast
 from run.script import BadInput, run_script, seed_for
@@ -72,14 +73,8 @@ def answer(nets, policies, cfg, prompt, num, chat):
 
 
 def main(argv):
-    own = dict(prompt=None, num="5", before="False", chat="False")
-    flags = []
-    for arg in argv[1:]:
-        name, equals, value = arg[2:].partition("=")
-        if name in own and equals:
-            own[name] = value
-        else:
-            flags.append(arg)
+    defaults = dict(prompt=None, num="5", before="False", chat="False")
+    own, flags = own_flags(argv[1:], defaults)
     num = int(own["num"]) if own["num"].isdecimal() else 0
     answers = {own["before"].title(), own["chat"].title()}
     if not argv or argv[0].startswith("--") or num < 1 or not answers <= {"True", "False"}:

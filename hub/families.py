@@ -168,20 +168,24 @@ def numbers_of(family, content):
     fields = {}
     for name, key in family.keys.items():
         value = content.get(key)
-        if value is not None and type(value) not in (int, float) or value == 0:
-            raise ValueError(f"{key} = {shown(value)}")
         if value is None and name in REQUIRED:
             raise ValueError(f"{key} is missing")
-        if value is not None:
-            fields[name] = value
+        if value is None:
+            continue
+        least = 1 if name in REQUIRED else 0
+        if type(value) is not type(getattr(GPTConfig, name)) or value < least:
+            raise ValueError(f"{key} = {shown(value)}")
+        fields[name] = value
     return fields
 
 
 def checked(c):
-    """The GPTConfig, if its heads fit together: tensors do not show it."""
+    """The GPTConfig, if its numbers fit together where tensors do not show it."""
     hs = c.head_dim or c.n_embd // c.n_head
     if c.n_head % (c.n_kv_head or c.n_head) or c.rope_base and hs % 2:
         raise ValueError(f"{c.n_head} heads of {hs} channels, {c.n_kv_head} of keys and values")
+    if c.local_layers and not c.window:
+        raise ValueError("window_size = 0")
     return c
 
 
@@ -191,7 +195,7 @@ def local_layers(content, n_layer):
     types = content.get("attention_types")
     layers = []
     for kinds, times in types or ():
-        layers += kinds * min(times, n_layer)
+        layers += kinds * min(times, n_layer + 1)
     if len(layers) != n_layer or not set(layers) <= {"global", "local"}:
         raise ValueError(f"attention_types = {shown(types)}: must name global or local for each of "
                          f"{n_layer} layers")

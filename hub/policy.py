@@ -11,7 +11,7 @@ from hub.files import fetch, load_tensors, one_line, read_gguf
 from hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
 from run.files import find_below, read_json
-from run.script import BadInput
+from run.script import BadInput, shown
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 BUFFERS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq")  # no weights
@@ -95,7 +95,7 @@ def fill(config, names, tensors, transposed, path):
             parts.append(x)
         if not wrong:
             state[name] = torch.cat(parts).float().contiguous()
-    wrong += [f"{name} has no place" for name in tensors if not name.endswith(BUFFERS)]
+    wrong += [f"{shown(name)} has no place" for name in tensors if not name.endswith(BUFFERS)]
     if wrong:
         raise BadInput(f"{path}: the tensors are not those of the model: {'; '.join(wrong[:3])}")
     if tied:

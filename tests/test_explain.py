@@ -153,8 +153,8 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, script, tmp_p
     assert "words of iteration 3" in printed(explain.main, [folder, "--before", "--show=1"])
     text = printed(explain.main, [run("off"), "--show=1", "--words=1"])
     assert "16 rollouts of 1 iterations, target 'reward'" in text
-    (tmp_path / "mine.py").write_text("tracin = 'target'\n" + TARGET)
-    text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--show=1"])
+    (tmp_path / "mine.py").write_text(CONFIG + TARGET)
+    text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target", "--show=1"])
     assert "target 'target'" in text and "agrees with" in text
     done = script("tracin.py", folder, "--show=1")
     assert done.returncode == 0 and "agrees with" in done.stdout and not done.stderr
@@ -235,19 +235,18 @@ def test_tokens_that_share_a_character_are_one_piece():
 def test_sentences_say_what_was_planted():
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 300, generator=generator).tolist()
-    rows = [dict(iteration=i // 100, completion="e" * (5 + i % 7), reward=a + i, advantage=b,
-                 influence=math.exp(a) - 0.5, weight=float(a > 0))
-            for i, (a, b) in enumerate(zip(*noise))]
-    planted = [row | dict(reward=row["influence"]) for row in rows]
-    planted[7]["reward"] = math.nan
+    planted = [dict(iteration=i // 100, completion="e" * (5 + i % 7), reward=a, advantage=b,
+                    influence=math.exp(a) - 0.5, weight=float(a > 0))
+               for i, (a, b) in enumerate(zip(*noise))]
+    planted[7]["reward"] = math.nan     # that no reward function scored
     metrics = [{"tracin/target_cosine": x} for x in (0.02, None, -0.01)]
     shares, target, likeness, difference = sentences_of(planted, metrics, list)
     assert "strongest 3 of 300" in shares and "dropped hold" in shares
     assert "mostly noise" in target and "0.01" in target
-    assert "hardly more than reward" in likeness and "+1.00 with reward" in likeness
+    assert "hardly more than reward" in likeness and "nan" not in likeness
     assert "higher reward" in difference and "advantage" not in difference
     assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]
-    alike = [row | dict(reward=1.0, advantage=0.0, completion="e") for row in rows]
+    alike = [row | dict(reward=1.0, advantage=0.0, completion="e") for row in planted]
     assert "were like the harmful" in sentences_of(alike, [], list)[-1]
 
 
