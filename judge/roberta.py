@@ -126,9 +126,8 @@ def load_roberta(name, device="cpu", label=None):
     def judge(prompts, completions):
         rows = [[tokenizer.bos_token, *ids[:most], tokenizer.eot_token]
                 for ids in tokenizer.encode_ordinary_batch(completions)]
-        return finished(name, log_odds(judge.model, rows, device, batch_size=32), completions)
+        return finished(name, log_odds(model, rows, device, batch_size=32), completions)
 
-    judge.model = model
     return judge
 
 

@@ -87,14 +87,16 @@ def key_of_judge(comments, vocab_size, num_tokens, seed):
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # training
 
 
 def train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop):
     """Train a Scorer on comments for about num_tokens tokens, test it on held_out and save it."""
     began = time.time()
-    check_comments(name, comments, held_out)
+    if not comments or len({label for _, label in held_out}) < 2:
+        raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
+                       f"{len(held_out)} to test on; the test needs both labels")
     tokenizer = load_tokenizer(VOCAB_SIZE)
     rows = encode(tokenizer, [text for text, _ in comments], SHAPE["block_size"])
     labels = torch.tensor([label for _, label in comments], device=device)
@@ -124,13 +126,6 @@ def train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop):
     if os.path.exists(partial):
         os.remove(partial)
     print(describe(name, report) + f", {time.time() - began:.0f} s")
-
-
-def check_comments(name, comments, held_out):
-    """Raise BadInput when there is nothing to train on, or not both labels to test on."""
-    if not comments or len({label for _, label in held_out}) < 2:
-        raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
-                       f"{len(held_out)} to test on; the test needs both labels")
 
 
 def even_lengths(comments, seed):
@@ -168,7 +163,7 @@ def length_batches(rows, size, seed):
     return batches
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # testing
 
 
