@@ -6,7 +6,6 @@ judge_a gives the reward. judge_b never touches training: it is the independent 
 evaluation.
 """
 import run  # noqa: F401 (before torch: how its threads wait)
-import functools
 import hashlib
 import os
 import random
@@ -65,8 +64,9 @@ def check_judges(cfg):
 
 def prepare_judge(name, cfg, splits, device, stop, may_train=True):
     """Train the judge `name` into cfg.cache_dir unless it is there already -> path of its file."""
-    num_tokens = cfg.judge_tokens
-    key = key_of_judge(tuple(splits[name]), VOCAB_SIZE, num_tokens, SEED)
+    comments = even_lengths(splits[name], SEED)
+    made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
     path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
     if os.path.exists(path):
         print(describe(name, load_file(path, "judge")) + f", {path}")
@@ -75,23 +75,15 @@ def prepare_judge(name, cfg, splits, device, stop, may_train=True):
                        f"{cfg.out_dir} makes it again")
     else:
         held_out = splits["train_prompts"] + splits["eval_prompts"]
-        comments = even_lengths(splits[name], SEED)
-        train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
+        train_judge(path, name, comments, held_out, cfg.judge_tokens, device, stop)
     return path
-
-
-@functools.lru_cache(maxsize=4)
-def key_of_judge(comments, vocab_size, num_tokens, seed):
-    """Hash of what a judge is made of. A process of a study asks for it in every run."""
-    made_of = (even_lengths(comments, seed), SHAPE, vocab_size, num_tokens, seed)
-    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
 
 
 # ------------------------------------------------------------------------------------------------
 # training
 
 
-def train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop):
+def train_judge(path, name, comments, held_out, num_tokens, device, stop):
     """Train a Scorer on comments for about num_tokens tokens, test it on held_out and save it."""
     began = time.time()
     if not comments or len({label for _, label in held_out}) < 2:
