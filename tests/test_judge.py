@@ -218,6 +218,7 @@ def test_what_is_no_classifier_is_one_line(make):
             (dict(model_type="bert"), "", "model_type = 'bert'"),
             (dict(is_decoder=True), "", "is_decoder"), (dict(hidden_act="relu"), "", "hidden_act"),
             (dict(position_embedding_type="relative_key"), "", "position_embedding_type"),
+            (dict(pad_token_id=2), "", "pad_token_id"),
             (dict(num_attention_heads=3), "", "num_attention_heads")):
         folder = make(**changes)
         assert says in refusal(load_judge, folder + label), changes
