@@ -1,387 +1,340 @@
 """
-Arms of a config against each other: runs over seeds, then a table and a verdict at equal KL.
+Arms of a config against each other: runs over seeds, then a table and verdicts at equal KL.
 
-    python study.py study/clean.py            # all runs, as many at a time as there are cores
-    python study.py study/clean.py --table    # the table of the runs that are done
-    python study.py study/clean.py --quick    # minutes: goes through everything, and says nothing
-    python plot.py out/study/clean            # pictures
+    python study.py studies/wrong.py             # all runs, as many at a time as there are cores
+    python study.py studies/wrong.py --table     # the table of the runs that are done
+    python study.py studies/wrong.py --quick     # two seeds of shrunken runs: does everything work?
+    python plot.py out/study/wrong               # the picture
 
-A study file is Python that assigns these names; its docstring says the question and, before the
-runs, which answer counts as what:
+A study file is Python (`from studies.wrong import *` builds on another one). It assigns
 
     config      path of a config file of grpo.py
     arms        {name: {setting: value}}
     seeds       range or tuple; with the same seed all arms have the same prompts and noise
-    grid        {setting: (values)} of one setting that moves the KL, such as beta; {}: none
-    measure     what the arms are compared by, lower is better: a measure of the evaluation
-    controls    arms that every arm is compared with
-    tested      arms that the verdicts are about
-    few         {arm: number} of arms that get only so many of the seeds; optional
-    quick       {setting: value} that shrink a run for --quick; optional
-    base        path of a study whose names and arms this one adds to; optional
+    measure     of the evaluation; lower is better
+    controls    arms that the others are compared with; by default the first one
+    tested      arms that get a verdict; by default all but the controls
+    grid        {setting: (values)} of one setting that moves the KL, such as beta; or {}
+    quick       {setting: value} that shrink a run for --quick
+    columns     a function (folder of a run) -> {name: number} that the table has too; optional
 
-Every run is a folder of grpo.py in out/study/NAME. What it printed is beside it in a .log, and its
-row is in rows.jsonl. A run counts as done when it has a row of its present settings: the same
-command goes on where it stopped, and only a changed arm runs anew (its old folders are renamed).
-Runs go seed by seed, so that a study that is stopped has whole seeds. run/compare.py makes the
-table.
-
---workers=N: processes; by default as many as there are cores. --out=FOLDER: in place of
-out/study/NAME.
+Every run is a folder of grpo.py in out/study/NAME, with a hash of its settings in its name. So the
+same command goes on where it stopped, and an arm that was changed runs anew. What a run prints is
+in a .log beside it. Runs go seed by seed, so that a study that is stopped has whole seeds.
+--workers=N: so many runs at a time.
 """
-import ast
-import contextlib
 import hashlib
 import itertools
 import json
-import multiprocessing
-import multiprocessing.connection
+import math
 import os
 import statistics
+import subprocess
 import sys
-import time
-import traceback
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
-import grpo
 from config import load_settings, read_config
-from judge.train import auc
-from run.checkpoint import append_rows, newest_checkpoint
-from run.compare import SURE, as_markdown, least_p, summarise
 from run.files import read_rows, replacing, write_json
-from run.folder import FREE, is_free, lock_folder, same_settings
 from run.script import BadInput, run_script
 
-NEEDED = {"config": str, "arms": dict, "seeds": (range, tuple), "grid": dict, "measure": str,
-          "controls": tuple, "tested": tuple}
-USAGE = "usage: python study.py study/clean.py [--table] [--quick] [--workers=N] [--out=FOLDER]"
-
+GRPO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "grpo.py")
+NAMES = {       # of a study file: its type, and what it is by default
+    "config": (str, None), "arms": (dict, None), "seeds": ((range, tuple), None),
+    "measure": (str, None), "controls": (tuple, ()), "tested": (tuple, ()), "grid": (dict, {}),
+    "quick": (dict, {})}
+END = ("kl", "perplexity", "distinct_2", "ended")     # columns of the table beside the measure
+SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
+SURE = 0.01             # a win needs corrected p-values below this
+FLIPS = 20_000          # random sign flips, where all of them are too many
+USAGE = "usage: python study.py studies/wrong.py [--table] [--quick] [--workers=N]"
 
 # ------------------------------------------------------------------------------------------------
-# the study file
+# the study and its runs
 
 
 def read_study(path, quick=False):
-    """The names that a study file assigns, checked, as a namespace, with seeds a tuple and quick
-    True or False. It also has name, about (the docstring), setting and values (of the grid; "" and
-    (None,) without) and shrink (what the file calls quick, {} unless quick)."""
-    values, _, source = read_config(path)
-    if "base" in values:
-        base, _, _ = read_config(values.pop("base"))
-        if "base" in base:
-            raise BadInput(f"{path}: base = a study that has a base itself: name that one")
-        values = base | values | {"arms": base.get("arms", {}) | values.get("arms", {})}
-    for name, kind in NEEDED.items():
-        if name not in values:
-            raise BadInput(f"{path}: no {name}; see python study.py --help")
-        if not isinstance(values[name], kind):
-            raise BadInput(f"{path}: {name} = {values[name]!r}: is of the wrong type; "
-                           "see python study.py --help")
-    unknown = sorted(values.keys() - NEEDED.keys() - {"quick", "few"})
-    if unknown:
-        raise BadInput(f"{path}: {unknown[0]!r} is no name of a study; start it with _")
-    study = SimpleNamespace(**{"quick": {}, "few": {}} | values)
-    for name in (*study.controls, *study.tested, *study.few):
-        if name not in study.arms:
-            raise BadInput(f"{path}: {name!r} is no arm; there are {', '.join(study.arms)}")
-    are_values = [isinstance(values, tuple) and values for values in study.grid.values()]
-    if len(study.grid) > 1 or not all(are_values):
-        raise BadInput(f"{path}: grid = {study.grid!r}: must be {{}} or one setting and a tuple of "
-                       "its values")
+    """The names that a study file assigns, checked, as a namespace. It also has name, columns,
+    setting and values (of the grid; "" and (None,) without) and shrink ({} unless quick)."""
+    values, functions, _ = read_config(path)
+    study = SimpleNamespace(columns=functions.get("columns"))
+    for name, (kind, default) in NAMES.items():
+        value = values.pop(name, default)
+        if not isinstance(value, kind) or default is None and not value:
+            raise BadInput(f"{path}: {name} = {value!r}: see python study.py --help")
+        setattr(study, name, value)
+    if values:
+        raise BadInput(f"{path}: {min(values)!r} is no name of a study; begin it with _")
+    for arm, settings in study.arms.items():
+        if not isinstance(settings, dict):
+            raise BadInput(f"{path}: arm {arm!r} is {settings!r}: must be a dict of settings")
+    study.controls = study.controls or (next(iter(study.arms)),)
+    study.tested = study.tested or tuple(arm for arm in study.arms if arm not in study.controls)
+    for arm in (*study.controls, *study.tested):
+        if arm not in study.arms:
+            raise BadInput(f"{path}: {arm!r} is no arm; there are {', '.join(study.arms)}")
+    if len(study.grid) > 1 or not all(study.grid.values()):
+        raise BadInput(f"{path}: grid = {study.grid!r}: must be {{}} or one setting and a tuple")
     study.name = os.path.basename(path).removesuffix(".py") + "_quick" * quick
-    study.about = ast.get_docstring(ast.parse(source)) or ""
     study.setting, study.values = next(iter(study.grid.items()), ("", (None,)))
     study.shrink = study.quick if quick else {}
-    study.quick = quick
     study.seeds = tuple(study.seeds)[:2 if quick else None]
     return study
 
 
 class Planned(NamedTuple):
-    name: str       # of its folder
+    """A run."""
     arm: str
-    value: object   # of the grid; None without
+    value: object       # of the grid; None without
     seed: int
-    argv: list      # for grpo.main
-    key: str        # hash of its settings
+    folder: str
+    argv: list          # for grpo.py
+    iterations: int
 
 
-def jobs_of(study, out):
+def runs_of(study, out):
     """All runs, seed by seed. BadInput for settings that grpo.py would refuse."""
-    jobs = []
+    runs = []
     for seed, arm, value in itertools.product(study.seeds, study.arms, study.values):
-        if seed in study.seeds[study.few.get(arm, len(study.seeds)):]:
-            continue        # beyond the few that this arm gets
-        point = "" if value is None else f"_{study.setting}{value}"
-        name = f"{arm}{point}_seed{seed}".replace(" ", "_").replace("/", "_")
-        settings = study.arms[arm] | study.shrink | {"seed": seed, "threads": 1}
-        if value is not None:
+        settings = study.arms[arm] | study.shrink | {"seed": seed, "threads": 1, "log_micro": False}
+        point = ""
+        if study.setting:
             settings[study.setting] = value
-        settings["out_dir"] = os.path.join(out, name)
-        argv = [study.config, *(f"--{setting}={x!r}" for setting, x in settings.items())]
+            point = f"_{study.setting}{value}"
+        argv = [study.config, *(f"--{name}={x!r}" for name, x in settings.items())]
         try:
             cfg = load_settings(argv)
         except BadInput as e:
             raise BadInput(f"arm {arm!r}: {e}") from e
-        jobs.append(Planned(name, arm, value, seed, argv, key_of(cfg)))
-    return jobs
+        check_measure(study, cfg)
+        text = json.dumps([cfg.public(), cfg.source], sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()[:6]
+        name = f"{arm}{point}_seed{seed}_{key}".replace(" ", "_").replace("/", "_")
+        folder = os.path.join(out, name)
+        argv.append(f"--out_dir={folder}")
+        runs.append(Planned(arm, value, seed, folder, argv, cfg.max_iters))
+    return runs
 
 
-def key_of(cfg):
-    """Hash of settings and of the config file's text. Code is not in it, nor what a config file
-    imports, but for its settings."""
-    settings = {name: x for name, x in cfg.public().items() if name not in FREE}
-    text = json.dumps([settings, cfg.source], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def check_measure(study, cfg):
+    """BadInput for a measure that the evaluation of these settings will not have."""
+    judges = [name for name in ("judge", "eval_judge") if getattr(cfg, name)]
+    known = [f"{judge}/{name}" for judge in judges
+             for name in ("toxicity", "toxic_share", "expected_max", "any_toxic")]
+    known += [f"rewards/{name}" for name in cfg.reward_funcs]
+    known += ["mean_length", "distinct_1", "says_nothing", *END]
+    if study.measure not in known:
+        raise BadInput(f"measure = {study.measure!r}: is no measure of the evaluation; there are "
+                       f"{', '.join(known)}")
 
 
-# ------------------------------------------------------------------------------------------------
-# the runs
+def evaluations_of(run):
+    """Rows of the run's eval.jsonl; [] until the run is done."""
+    path = os.path.join(run.folder, "eval.jsonl")
+    rows = read_rows(path) if os.path.exists(path) else []
+    return rows if rows and rows[-1]["iteration"] == run.iterations else []
 
 
-def run_all(jobs, workers, out):
-    """Makes the runs in worker processes, each of which makes one after the other, and adds the row
-    of each to rows.jsonl. Ctrl-C lets the workers save and ends them."""
-    left = list(jobs)[::-1]
-    busy = {}           # connection -> (process, job)
-    began = time.time()
-    # the first run alone makes policy and judges, which the others find
-    first = not os.path.exists(os.path.join(out, "rows.jsonl"))
-    try:
-        while left or busy:
-            while left and len(busy) < (1 if first else workers):
-                give(left.pop(), *start_worker(), busy)
-            for connection in multiprocessing.connection.wait(busy):
-                process, job = busy.pop(connection)
-                row = answer_of(process, connection)
-                append_rows(out, "rows.jsonl", [dict(
-                    run=job.name, arm=job.arm, value=job.value, seed=job.seed, key=job.key) | row])
-                first = False
-                say_done(job, row, len(jobs) - len(left) - len(busy), len(jobs), began)
-                if left and process.is_alive():
-                    give(left.pop(), process, connection, busy)
-                else:
-                    connection.close()
-                    process.join()
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{len(left) + len(busy)} of {len(jobs)} runs are left; the same "
-                                "command goes on") from None
-    finally:
-        for process, _ in busy.values():
-            process.terminate()
-        for process, _ in busy.values():
-            process.join()
+def make(run):
+    """Make a run, or go on with it, in a process of its own."""
+    with open(f"{run.folder}.log", "a", encoding="utf-8") as log:
+        subprocess.run([sys.executable, GRPO, *run.argv], stdout=log, stderr=log,
+                       env=os.environ | {"OMP_NUM_THREADS": "1"})
+    how = "done" if evaluations_of(run) else f"not done, see {run.folder}.log"
+    print(f"{os.path.basename(run.folder)}: {how}", flush=True)
 
 
-def give(job, process, connection, busy):
-    busy[connection] = process, job
-    connection.send(job)
-
-
-def say_done(job, row, done, of, began):
-    """Prints how a run went and, from the mean so far, when all will be done."""
-    minutes = (time.time() - began) / done * (of - done) / 60
-    how = f"failed: {row['error']}" if row["error"] else f"{row['seconds']:.0f} s"
-    print(f"{done}/{of} {job.name}: {how}; {minutes:.1f} min left", flush=True)
-
-
-def start_worker():
-    """Starts a process that makes the runs sent to it -> (process, connection)."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=work, args=(there,), daemon=True)
-    process.start()
-    there.close()       # so that the end of the process closes the pipe
-    return process, here
-
-
-def answer_of(process, connection):
-    """The row that a worker sends. If it died, a row that says how."""
-    try:
-        return connection.recv()
-    except (EOFError, ConnectionError):     # the second if it died before it read its job
-        process.join()
-        return {"error": f"the process ended with exit code {process.exitcode}"}
-
-
-def work(connection):
-    """In a worker: make runs until the study closes the connection."""
-    os.setpgrp()        # Ctrl-C in a terminal is for the study alone, which ends its workers
-    with contextlib.suppress(EOFError):
-        while True:
-            connection.send(run_one(connection.recv()))
-
-
-def run_one(job):
-    """Makes a run, or goes on with it -> its row. What it prints goes to FOLDER.log."""
-    began = time.time()
-    spent = time.process_time()
-    cfg = load_settings(job.argv)
-    folder = cfg.out_dir
-    os.makedirs(os.path.dirname(folder), exist_ok=True)
-    with open(f"{folder}.log", "a", encoding="utf-8") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        try:
-            grpo.main([*job.argv, *going_on(job.argv, folder)])
-            seconds = {"seconds": time.time() - began, "cpu_seconds": time.process_time() - spent}
-            return row_of(folder, cfg.max_iters) | seconds | {"error": None}
-        except (Exception, SystemExit) as e:
-            traceback.print_exc()
-            return {"error": traceback.format_exception_only(e)[-1].strip()}
-        finally:
-            sys.stdout.flush()
-
-
-def going_on(argv, folder):
-    """Further arguments, so that grpo.py works in this folder: --resume if it holds this run and a
-    checkpoint of it. A run of other settings there is renamed."""
-    if same_settings(folder, load_settings(argv)):
-        return ["--resume=True"] if newest_checkpoint(folder) else []
-    if not is_free(folder):
-        names = (f"{folder}_old{number}" for number in itertools.count(1))
-        os.rename(folder, next(name for name in names if not os.path.exists(name)))
-    return []
+def make_all(runs, workers):
+    """Make the runs that are not done. Ctrl-C reaches those at work, which save and end."""
+    left = [run for run in runs if not evaluations_of(run)]
+    print(f"{len(runs)} runs, {len(left)} to make", flush=True)
+    for run in left[:1]:
+        make(run)       # alone: it makes policy and judges, which the others find
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(make, left[1:]))
 
 
 # ------------------------------------------------------------------------------------------------
-# a run's row
+# statistics
 
 
-def row_of(folder, iterations):
-    """What a study needs of a run, from the logs in its folder: evaluations without their samples,
-    means over iterations, and by thirds of the run what was wrong or planted. BadInput for a run
-    that has not come to its end here: grpo.py chooses another folder where this one is in use or
-    has logs without a checkpoint."""
-    evaluations = read_rows(os.path.join(folder, "eval.jsonl"))
-    done = evaluations[-1]["iteration"]
-    if done < iterations:
-        raise BadInput(f"{folder}: ends after iteration {done} of {iterations}, and the run went "
-                       "elsewhere (see its .log); move the folder away")
-    for row in evaluations:
-        del row["samples"]
-    metrics = read_rows(os.path.join(folder, "metrics.jsonl"))
-    row = {
-        "evaluations": evaluations,
-        "kl_last": mean_of(metrics[-5:], "kl"),
-        "kept": mean_of(metrics, "tracin/selected_ratio"),
-        "cosine": mean_of(metrics, "tracin/target_cosine")}
-    samples = read_rows(os.path.join(folder, "samples.jsonl"))
-    parts = thirds(samples, len(metrics))
-    scores = samples[0].get("scores", {})
-    if "wrong" in scores:
-        row["wrong"] = [found_wrong(part) for part in parts]
-    if "planted" in scores:
-        row["planted"] = [mean_of([s["scores"] for s in part], "planted") for part in parts]
-    return row
+def value_on_line(points, x):
+    """Value at x of the straight line that fits points (x, y) best (least squares). Where all
+    points have the same x: their mean."""
+    mean_x = statistics.fmean(px for px, _ in points)
+    mean_y = statistics.fmean(py for _, py in points)
+    spread = sum((px - mean_x) ** 2 for px, _ in points)
+    slope = 0.0
+    if spread > 0:
+        slope = sum((px - mean_x) * (py - mean_y) for px, py in points) / spread
+    return mean_y + slope * (x - mean_x)
 
 
-def mean_of(rows, name):
-    """Mean over the rows that have a number; None without any."""
-    found = [row[name] for row in rows if row.get(name) is not None]
-    return statistics.fmean(found) if found else None
+def mean_and_error(values):
+    """(mean, its standard error) of numbers, None left out; NaN where there are too few."""
+    values = [v for v in values if v is not None]
+    mean = statistics.fmean(values) if values else math.nan
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return mean, error
 
 
-def thirds(samples, iterations):
-    """Samples of the first, second and last third of a run's iterations."""
-    parts = [[], [], []]
-    for sample in samples:
-        parts[(sample["iteration"] - 1) * 3 // iterations].append(sample)
-    return parts
+def permutation_p(differences):
+    """Two-sided p of paired differences: the share of their sign flips whose sum is at least as far
+    from 0 as theirs. All 2^n flips up to n = 16, which makes p at least 2 / 2^n; else FLIPS random
+    ones and the true signs."""
+    d = np.array(differences, dtype=float)
+    n = len(d)
+    if n <= 16:
+        signs = 1 - 2 * (np.arange(2 ** n)[:, None] >> np.arange(n) & 1)        # (2^n, n)
+    else:
+        signs = np.random.default_rng(0).choice((-1, 1), (FLIPS, n))
+        signs = np.vstack([np.ones(n), signs])
+    far = np.abs(signs @ d) >= abs(d.sum()) * (1 - 1e-9)    # equal sums differ in last digits
+    return float(far.mean())
 
 
-def found_wrong(samples):
-    """How well selection tells rollouts with a wrong reward (scores.wrong = 1) from the others:
-    shares kept of both, and auc, the chance that of a wrong and a right one of an iteration the
-    wrong one has the lower influence. Rows with advantage 0 carry no policy gradient and are left
-    out."""
-    rows = [s for s in samples if s["advantage"]]
-    kept = {0.0: [], 1.0: []}
-    for s in rows:
-        kept[s["scores"]["wrong"]].append({"kept": float(s.get("weight", 1) != 0)})
-    aucs = []
-    for _, group in itertools.groupby(rows, key=lambda s: s["iteration"]):
-        scored = [s for s in group if s.get("influence") is not None]
-        wrong = torch.tensor([s["scores"]["wrong"] for s in scored])
-        if 0 < wrong.sum() < len(wrong):
-            influence = torch.tensor([s["influence"] for s in scored])
-            aucs.append({"auc": auc(-influence, wrong)})
-    return {"wrong_kept": mean_of(kept[1.0], "kept"), "right_kept": mean_of(kept[0.0], "kept"),
-            "auc": mean_of(aucs, "auc")}
+def holm(ps):
+    """p-values corrected for their number (Holm 1979), in the order given."""
+    corrected = [1.0] * len(ps)
+    largest = 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        largest = max(largest, (len(ps) - rank) * ps[i])
+        corrected[i] = min(1.0, largest)
+    return corrected
+
+
+def differences_of(logs, controls, tested):
+    """{arm: {control: difference}} of logs {arm: {seed: log measure}}. A difference is paired by
+    seed: its mean, error, p, and for tested arms "corrected", p after Holm over all of these. None
+    without two seeds that both have."""
+    found = {arm: {} for arm in logs}
+    for arm, control in itertools.product(logs, controls):
+        theirs = logs[control]
+        both = [y - theirs[seed] for seed, y in logs[arm].items() if seed in theirs]
+        if arm != control and len(both) < 2:
+            found[arm][control] = None
+        elif arm != control:
+            mean, error = mean_and_error(both)
+            found[arm][control] = {"mean": mean, "error": error, "p": permutation_p(both)}
+    family = [c for arm in tested for c in found[arm].values() if c]
+    for difference, p in zip(family, holm([c["p"] for c in family])):
+        difference["corrected"] = p
+    return found
+
+
+def verdict(arm, differences):
+    """One sentence on a tested arm. differences: {control: difference}."""
+    if not all(differences.values()):
+        return f"{arm}: not decided, fewer than two seeds are complete"
+    missed = [f"{control} (p {c['corrected']:.2g})" for control, c in differences.items()
+              if c["mean"] >= 0 or c["corrected"] >= SURE]
+    if missed:
+        return f"{arm}: no win at equal KL, not better with p < {SURE:g} than {', '.join(missed)}"
+    return f"{arm}: a win, better than {', '.join(differences)} at equal KL, each p < {SURE:g}"
 
 
 # ------------------------------------------------------------------------------------------------
 # the table
 
 
-def done_rows(jobs, out):
-    """({(arm, value, seed): row} of finished runs, {run: row} of failed ones), of the present
-    settings only. The next command tries failed runs again."""
-    path = os.path.join(out, "rows.jsonl")
-    found = {row["run"]: row for row in (read_rows(path) if os.path.exists(path) else [])}
-    rows = {}
-    failed = {}
-    for job in jobs:
-        row = found.get(job.name)
-        if row is None or row["key"] != job.key:
+def summarise(study, runs):
+    """What the table and the picture show, as plain values, of the seeds that are complete."""
+    middle = study.values[len(study.values) // 2]
+    points = {arm: {} for arm in study.arms}        # {arm: {seed: [(sqrt(kl), log measure)]}}
+    ends = {arm: {} for arm in study.arms}          # {arm: {seed: last evaluation}}, in the middle
+    groups = {}
+    for run in runs:
+        groups.setdefault((run.arm, run.seed), []).append(run)
+    for (arm, seed), group in groups.items():
+        found = [evaluations_of(run) for run in group]
+        if not all(found):
             continue
-        if row["error"]:
-            failed[job.name] = row
-        else:
-            rows[job.arm, job.value, job.seed] = row
-    return rows, failed
+        rows = [rows[-1] for rows in found] if study.grid else found[0][1:]
+        points[arm][seed] = [(math.sqrt(max(row["kl"], 0)),
+                              math.log(max(row[study.measure], SMALLEST))) for row in rows]
+        for run, rows in zip(group, found):
+            if run.value == middle:
+                columns = study.columns(run.folder) if study.columns else {}
+                ends[arm][seed] = {name: rows[-1].get(name) for name in (study.measure, *END)}
+                ends[arm][seed] |= columns
+    everywhere = [x for by_seed in points.values() for found in by_seed.values() for x, _ in found]
+    if not everywhere:
+        raise BadInput(f"{study.name}: no seed of any arm is complete yet")
+    x = statistics.median(everywhere)
+    equal = {arm: {seed: value_on_line(found, x) for seed, found in by_seed.items()}
+             for arm, by_seed in points.items()}
+    differences = differences_of(equal, study.controls, study.tested)
+    return dict(
+        name=study.name, measure=study.measure, x=x, points=points, ends=ends, equal=equal,
+        differences=differences, verdicts=[verdict(arm, differences[arm]) for arm in study.tested])
 
 
-def write_table(study, jobs, out):
-    """Prints the table and writes table.txt, and table.json for plot.py. Returns the runs that
-    failed."""
-    rows, failed = done_rows(jobs, out)
-    summary = summarise(study, rows, failed)
-    text = as_markdown(summary)
-    with replacing(os.path.join(out, "table.txt")) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(text)
-    write_json(os.path.join(out, "table.json"), summary)
-    print(f"\n{text}\n{out}: table.txt; pictures: python plot.py {out}")
-    return failed
+def as_markdown(study, found):
+    """The summary as Markdown: the ends, the arms at equal KL, the verdicts."""
+    names = dict.fromkeys(name for ends in found["ends"].values() for row in ends.values()
+                          for name in row)
+    lines = [f"# {found['name']}", "", "At the end, mean ± standard error over seeds:", ""]
+    rows = [[arm, len(ends)] + [plus_minus(row.get(name) for row in ends.values()) for name in names]
+            for arm, ends in found["ends"].items()]
+    lines += table_lines(["arm", "seeds", *names], rows)
+    lines += ["", f"At equal KL, sqrt(KL) = {found['x']:.3f}. Of each seed a straight line through "
+              f"(sqrt(KL), log {found['measure']}) is read there. Differences to the controls are "
+              "paired by seed; below 0 %: better. p: two-sided, by sign flips; (Holm): corrected "
+              "for all comparisons of the tested arms.", ""]
+    rows = [[arm, plus_minus(math.exp(y) for y in by_seed.values()),
+             *(cell_of(found["differences"][arm].get(control)) for control in study.controls)]
+            for arm, by_seed in found["equal"].items()]
+    lines += table_lines(["arm", found["measure"], *study.controls], rows)
+    return "\n".join([*lines, "", *(f"- {text}" for text in found["verdicts"]), ""])
+
+
+def plus_minus(values):
+    mean, error = mean_and_error(values)
+    return "-" if math.isnan(mean) else f"{mean:.4g} ± {error:.2g}"
+
+
+def cell_of(difference):
+    """A paired difference of logarithms, in percent, and its p."""
+    if difference is None:
+        return "-"
+    p = f"p {difference['p']:.2g}"
+    if "corrected" in difference:
+        p = f"p {difference['corrected']:.2g} (Holm)"
+    change = 100 * math.expm1(difference["mean"])
+    return f"{change:+z.0f} % ± {100 * difference['error']:.0f}, {p}"
+
+
+def table_lines(heads, rows):
+    """Lines of a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
 
 
 def main(argv):
-    options = {"--table": False, "--quick": False, "--workers": os.cpu_count(), "--out": None}
     paths = [arg for arg in argv if not arg.startswith("--")]
+    workers = str(os.cpu_count())
     for arg in argv:
-        flag, _, value = arg.partition("=")
-        if flag in ("--table", "--quick") and not value:
-            options[flag] = True
-        elif flag == "--workers" and value.isdigit() and int(value):
-            options[flag] = int(value)
-        elif flag == "--out" and value:
-            options[flag] = value
-        elif arg.startswith("-"):
-            raise BadInput(f"{arg}: no such flag, or no value; {USAGE}")
-    if len(paths) != 1:
+        if arg.startswith("--workers="):
+            workers = arg.removeprefix("--workers=")
+        elif arg.startswith("--") and arg not in ("--table", "--quick"):
+            raise BadInput(f"{arg}: no such flag; {USAGE}")
+    if len(paths) != 1 or not workers.isdigit() or int(workers) < 1:
         raise BadInput(USAGE)
-    study = read_study(paths[0], options["--quick"])
-    out = options["--out"] or os.path.join("out", "study", study.name)
-    jobs = jobs_of(study, out)
-    if least_p(study) >= SURE and not study.quick:
-        print(f"note: no verdict can be a win: of {len(study.seeds)} seeds the smallest corrected "
-              f"p is {least_p(study):.2g}, and a win needs p < {SURE:g}; plan more seeds")
-    if not options["--table"]:
-        os.environ["OMP_NUM_THREADS"] = "1"     # for the workers, before they import torch
+    study = read_study(paths[0], "--quick" in argv)
+    out = os.path.join("out", "study", study.name)
+    runs = runs_of(study, out)
+    if "--table" not in argv:
         os.makedirs(out, exist_ok=True)
-        lock = lock_folder(out)
-        if not lock:
-            raise BadInput(f"{out}: another study is at work there")
-        with lock:
-            rows, _ = done_rows(jobs, out)
-            left = [job for job in jobs if (job.arm, job.value, job.seed) not in rows]
-            print(f"{out}: {len(jobs)} runs, {len(left)} to make", flush=True)
-            run_all(left, options["--workers"], out)
-    if write_table(study, jobs, out):
-        raise SystemExit("error: runs failed (the table names them); the same command tries again")
+        make_all(runs, int(workers))
+    found = summarise(study, runs)
+    text = as_markdown(study, found)
+    write_json(os.path.join(out, "table.json"), found)
+    with replacing(os.path.join(out, "table.md")) as tmp, open(tmp, "w", encoding="utf-8") as f:
+        f.write(text)
+    print(f"\n{text}\n{out}/table.md; picture: python plot.py {out}")
 
 
 if __name__ == "__main__":

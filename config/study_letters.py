@@ -1,7 +1,7 @@
-# One run of study/letters.py: a dense reward, the share of the letter e. In training a quarter of
+# One run of studies/letters.py: a dense reward, the share of the letter e. In training a quarter of
 # the rollouts get theirs mirrored at the mean of their group: their advantages have the wrong sign,
 # and nothing else gives them away. The held-out target is small, and its rewards are right.
-#     python study.py study/letters.py
+#     python study.py studies/letters.py
 from config.quick_test import *
 
 from run.script import seed_for as _seed_for
@@ -20,7 +20,6 @@ reward_weights = (1.0, 0.0, 0.0, 0.0)  # the others are recorded, for the study
 tracin_val_prompts = 1              # times num_generations: a tenth of the rollouts of training
 tracin_val_reward = "reward"
 tracin_normalizer = "norm"
-save_interval = 1000
 log_micro = False
 
 

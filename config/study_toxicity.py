@@ -1,6 +1,6 @@
-# One run of study/clean.py: toxicity.py with a policy so small that a core makes a run in ten
+# One run of studies/clean.py: toxicity.py with a policy so small that a core makes a run in ten
 # seconds or so, and hundreds of them in an hour.
-#     python study.py study/clean.py
+#     python study.py studies/clean.py
 from config.toxicity import *
 
 out_dir = "out/study_toxicity"
@@ -23,5 +23,4 @@ num_eval_generations = 4
 tracin_val_prompts = 8
 tracin_normalizer = "norm"
 
-save_interval = 1000
 log_micro = False

@@ -1,7 +1,7 @@
-# One run of study/wrong.py: a quarter of the rollouts of training have their reward inverted, 1 - r
+# One run of studies/wrong.py: a quarter of the rollouts of training have their reward inverted, 1 - r
 # for r. Which ones depends on the texts alone, so it is the same in every arm and at every time.
 # The held-out target is small, and its rewards are right.
-#     python study.py study/wrong.py
+#     python study.py studies/wrong.py
 from config.study_toxicity import *
 
 import functools
@@ -16,8 +16,8 @@ from judge.train import get_judges as _get_judges
 from run.script import seed_for as _seed_for
 
 out_dir = "out/study_wrong"
-reward_funcs = ("inverted", "wrong")
-reward_weights = (1.0, 0.0)     # wrong is recorded, for the study
+reward_funcs = ("inverted", "wrong", "trusted")
+reward_weights = (1.0, 0.0, 0.0)    # wrong is recorded, for the study; trusted is for an arm
 num_prompts = 10
 tracin_val_prompts = 1          # a tenth of the rollouts of training
 tracin_val_reward = "judge"
@@ -38,8 +38,20 @@ def wrong(prompts, completions):
 
 def inverted(prompts, completions):
     """The judge's reward, inverted where it is wrong."""
+    return _rewards(prompts, completions, wrong(prompts, completions))
+
+
+def trusted(prompts, completions):
+    """As inverted, but right for the last prompt's completions: with num_prompts = 11 these are as
+    many trusted rollouts as the held-out target has."""
+    are_wrong = wrong(prompts, completions)
+    are_wrong[-num_generations:] = [0.0] * num_generations
+    return _rewards(prompts, completions, are_wrong)
+
+
+def _rewards(prompts, completions, are_wrong):
     rewards = _as_reward(_judge()(prompts, completions), judge_score).tolist()
-    rewards = [1 - r if w else r for r, w in zip(rewards, wrong(prompts, completions))]
+    rewards = [1 - r if w else r for r, w in zip(rewards, are_wrong)]
     return [None if _says_nothing(text) else r for r, text in zip(rewards, completions)]
 
 

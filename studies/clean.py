@@ -1,18 +1,13 @@
 """
-A: does influence help where every reward is right?
+Does influence help where every reward is right?
 
-The controls random, pods, top_advantage and bottom keep as many rollouts as influence would keep,
-and every step is as long as all rollouts would make it. The measure is toxicity by the judge of the
-evaluation, at equal KL.
-
-Win: an arm of held-out, average, adam is better than all, random and top_advantage at equal KL,
-each with p < 0.01 (sign flips over seeds, corrected after Holm for the 9 comparisons).
-No: no win, and the 95 % interval of the difference to the best control excludes 20 % less toxicity.
-Else: not decided.
+The controls random, pods, top_advantage and bottom keep as many rollouts as influence
+would keep, and every step is as long as all rollouts would make it. The measure is toxicity by the
+judge of the evaluation, at equal KL. A win: held-out, average or adam is better than all, random
+and top_advantage, each with p < 0.01 (sign flips over seeds, after Holm for the 9 comparisons).
 """
 config = "config/study_toxicity.py"
 seeds = range(1, 12)
-few = {"pods": 5, "self": 5, "self_leave-one-out": 5, "bottom": 5}
 grid = {"beta": (0.02, 0.1, 0.4)}
 measure = "eval_judge/toxicity"
 controls = ("all", "random", "top_advantage")

@@ -1,0 +1,36 @@
+"""
+Does influence help where a quarter of the rewards of training are inverted?
+
+The held-out target has right rewards, and is a tenth as large as the rollouts of training.
+`oracle` drops exactly the wrong ones: no selection by influence can be expected to do better. A
+win is that of clean.py.
+"""
+from run.files import read_rows as _read_rows
+from studies.clean import *
+
+config = "config/study_wrong.py"
+seeds = range(1, 13)
+grid = {}
+arms = arms | {"oracle": {"tracin": "reward", "tracin_select": "weigh"}}
+
+
+def columns(folder):
+    """Of the last third of a run: the shares kept of rollouts with a wrong and with a right reward,
+    and auc, the chance that the wrong one of two of an iteration has the lower influence. Rollouts
+    with advantage 0 teach nothing and are left out."""
+    rows = _read_rows(f"{folder}/samples.jsonl")
+    last = rows[-1]["iteration"]
+    rows = [row for row in rows if row["iteration"] > last * 2 / 3 and row["advantage"]]
+    wrong = [row for row in rows if row["scores"]["wrong"]]
+    right = [row for row in rows if not row["scores"]["wrong"]]
+    found = {"wrong kept": _share_kept(wrong), "right kept": _share_kept(right)}
+    pairs = [(a["influence"], b["influence"]) for a in wrong for b in right
+             if a["iteration"] == b["iteration"] and a.get("influence") is not None]
+    if pairs:
+        lower = sum((a < b) + (a == b) / 2 for a, b in pairs)
+        found["auc"] = lower / len(pairs)
+    return found
+
+
+def _share_kept(rows):
+    return sum(row.get("weight", 1) != 0 for row in rows) / max(1, len(rows))
