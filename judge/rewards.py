@@ -20,7 +20,8 @@ def try_rewards(cfg, prompts):
     for name, function in functions.items():
         arguments_of(f"reward {name!r}", function, prompts, completions=[])
     texts = [prompt.text for prompt in prompts[:8]]
-    score(functions, prompts[:8] + prompts[:1], texts + [""])
+    if functions:
+        score(functions, prompts[:8] + prompts[:1], texts + [""])
 
 
 def score(reward_funcs, prompts, completions):

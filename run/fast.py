@@ -107,15 +107,15 @@ def compare(nets, cfg, rollout, expected_logp, expected_gradient):
     logp, gradient = logp_and_gradient(nets, cfg, rollout)
     sampled = few_rows(nets, cfg, nets.generate)
     scored, _ = logp_and_gradient(nets, cfg, sampled)
-    with torch.no_grad(), autocast(nets.device, nets.dtype):
-        reference = completion_logprobs(nets.reference_fn, rollout, cfg.temperature)
     with torch.no_grad():
         plain_reference = completion_logprobs(nets.reference, rollout, cfg.temperature)
+        with autocast(nets.device, nets.dtype):
+            reference = completion_logprobs(nets.reference_fn, rollout, cfg.temperature)
     scale = expected_gradient.norm().clamp(min=1e-30)
     far = float((gradient - expected_gradient).norm() / scale)
     gaps = {
         "log-probs": gap_of(logp - expected_logp, nets.dtype),
-        "the gradient": (far, 1e-3 if nets.dtype == torch.float32 else 0.1),
+        "gradients": (far, 1e-3 if nets.dtype == torch.float32 else 0.1),
         "log-probs of sampling": gap_of(scored - sampled.logp, nets.dtype),
         "the reference's log-probs": gap_of(reference - plain_reference, nets.dtype)}
     for name, (gap, bound) in gaps.items():
@@ -167,7 +167,7 @@ class Decoder:
             self.step(model, own, sampling)
             if respond:
                 respond(own.rollout, own.rows, t, P + t)
-        own.store(r)
+        copy_rollout(own.rollout, r)
 
 
 @dataclass
@@ -182,8 +182,7 @@ class Buffers:
 
     def load(self, r, prefix, noise):
         P = prefix.shape[4]
-        for mine, given in self.pairs(r):
-            mine.copy_(given)
+        copy_rollout(r, self.rollout)
         for layer, given in zip(self.cache, prefix):
             for mine, x in zip(layer, given):
                 mine[:, :, :P].copy_(x)
@@ -191,15 +190,13 @@ class Buffers:
         self.t.fill_(1)
         self.start.fill_(P)
 
-    def store(self, r):
-        for mine, given in self.pairs(r):
-            given.copy_(mine)
 
-    def pairs(self, r):
-        """(tensor here, the one of r), cut to the width of r."""
-        for mine, given in zip(vars(self.rollout).values(), vars(r).values()):
-            if given is not None:
-                yield mine[..., :given.shape[-1]], given
+def copy_rollout(source, target):
+    """Copies tensor by tensor, as far as the narrower of the two goes."""
+    for x, y in zip(vars(source).values(), vars(target).values()):
+        if x is not None:
+            width = min(x.shape[-1], y.shape[-1])
+            y[..., :width].copy_(x[..., :width])
 
 
 def new_buffers(r, prefix, width):
@@ -210,14 +207,13 @@ def new_buffers(r, prefix, width):
     rollout.attention_mask = r.attention_mask.new_zeros(N, width)
     shape = (*prefix.shape[2:4], width, prefix.shape[5])                    # (N, nkv, width, hs)
     cache = [(prefix.new_zeros(shape), prefix.new_zeros(shape)) for _ in prefix]
-    start = torch.zeros(1, dtype=torch.long, device=device)
     own = Buffers(
         rollout, torch.zeros(N, T, device=device), torch.arange(N, device=device), cache,
-        t=start.clone(), start=start)
+        t=torch.ones(1, dtype=torch.long, device=device),
+        start=torch.ones(1, dtype=torch.long, device=device))
     if device.type == "cuda":       # a graph may write only where it knows the address
-        layers = [x for layer in cache for x in layer]
-        written = [x for x in vars(rollout).values() if x is not None]
-        for x in (*layers, *written, own.noise, own.rows, own.t, own.start):
+        found, _ = torch.utils._pytree.tree_flatten([vars(rollout), vars(own)])
+        for x in filter(torch.is_tensor, found):
             torch._dynamo.mark_static_address(x)
     return own
 

@@ -65,7 +65,8 @@ class Meter:
             return
         gap, bound = gap_of(logp_diff, self.nets.dtype)
         if not math.isfinite(gap):
-            raise SystemExit(f"stopped before the first step: {self.not_finite()}")
+            raise SystemExit("stopped before the first step: log-probs are not finite; is the "
+                             "policy's file damaged? If not, try dtype = 'float32'")
         if gap > bound:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
@@ -79,41 +80,19 @@ class Meter:
 
     def check_finite(self, grad_norm):
         """Ends the run if a number that the next step depends on is not finite."""
-        largest = get_total_norm([*self.moments(), self.old_logp()], math.inf)
-        found = torch.stack([self.loss, grad_norm.double(), largest.double()]).tolist()
-        loss = sum(all_gather(found[:1]))
-        grad_norm = found[1]
-        if not all(map(math.isfinite, (loss, *found))):
-            raise SystemExit(
-                f"stopped: loss {loss}, grad_norm {grad_norm}; this step was not taken, the last "
-                f"checkpoint stands. {self.not_finite()}")
-        self.steps.append((loss, grad_norm))
-
-    def moments(self):
-        """What AdamW remembers."""
         states = self.nets.optimizer.state.values()
-        return [x for state in states for x in state.values() if torch.is_tensor(x)]
-
-    def old_logp(self):
-        """Log-probs of the sampled tokens as they were drawn (N, T), 0 where there is none."""
-        return self.batch.rollout.logp.masked_fill(~self.batch.rollout.completion_mask, 0)
-
-    def not_finite(self):
-        """What is not finite, the cause before its effects, and what to do."""
-        causes = {
-            "The policy's weights are not finite: its file or the checkpoint is damaged":
-                self.nets.policy.parameters(),
-            "AdamW's moments are not finite: go on from an earlier checkpoint":
-                self.moments(),
-            "A reward is too large for float32: let the reward function return less":
-                [self.batch.rewards.masked_fill(self.batch.rewards.isnan(), 0)],
-            "A log-prob of the sampled tokens is not finite: raise temperature, or set dtype = "
-            "'float32'":
-                [self.old_logp()]}
-        for text, tensors in causes.items():
-            if not all(x.isfinite().all() for x in tensors):
-                return text
-        return "Lower learning_rate or raise beta, then --resume=True"
+        moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
+        rollout = self.batch.rollout
+        old_logp = rollout.logp.masked_fill(~rollout.completion_mask, 0)
+        largest = get_total_norm([*moments, old_logp], math.inf)
+        found = torch.stack([self.loss, grad_norm.double(), largest.double()]).tolist()
+        found[0] = sum(all_gather(found[:1]))
+        if not all(map(math.isfinite, found)):
+            raise SystemExit(
+                f"stopped: loss {found[0]}, grad_norm {found[1]}, largest moment of AdamW or "
+                f"log-prob of a sampled token {found[2]}; this step was not taken, the last "
+                "checkpoint stands. Lower learning_rate or raise beta, then --resume=True")
+        self.steps.append(found[:2])
 
     def metrics(self):
         """{name: number} of the whole update, over all processes."""
@@ -125,8 +104,9 @@ class Meter:
             sampled = self.batch.rollout.sampled_mask
             metrics["kl"] = float(self.batch.kl.sum() / sampled.sum())
         metrics["loss"] = sum(loss for loss, _ in self.steps) / num_steps
-        for name in ("policy_loss", "kl_loss", "entropy_loss", "critic_loss"):
-            if name == "policy_loss" or micros and name in micros[0]:
+        metrics["policy_loss"] = 0.0        # where no row carries loss
+        for name in micros[0] if micros else ():
+            if name.endswith("_loss"):
                 metrics[name] = sum(m[name] for m in micros) / num_steps
         metrics["grad_norm"] = sum(norm for _, norm in self.steps) / num_steps
         metrics["num_steps"] = len(self.steps)

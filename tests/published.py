@@ -4,10 +4,16 @@ import cmath
 import json
 import math
 import os
+import random
+import shutil
 
 import torch
 
+from data.tokenizer import GPT2_PATTERN, load_tokenizer
+from hub.export import core_of, export
 from hub.files import save_tensors
+from hub.tokenizer import bpe_core
+from model import GPT, GPTConfig
 
 V, C, H = 23, 12, 4     # tokens, channels, heads
 GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, n_positions=32,
@@ -274,3 +280,140 @@ def slower(frequency, c):
         return frequency / rope["factor"]
     smooth = (positions / length - low) / (high - low)
     return (1 - smooth) * frequency / rope["factor"] + smooth * frequency
+
+
+# ------------------------------------------------------------------------------------------------
+# whole folders: a policy of each family with its tokenizer, a judge, prompts
+
+
+def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), seed=0):
+    """As openai-community/gpt2 is published: vocab.json and merges.txt, the end token named in
+    config.json alone."""
+    torch.manual_seed(seed)
+    export(GPT(config), folder, load_tokenizer(300))
+    for name in ("tokenizer.json", "generation_config.json"):
+        os.remove(os.path.join(folder, name))
+    put(folder, tokenizer_config=dict(model_max_length=config.block_size))
+    return folder
+
+
+MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT = GPTConfig(
+    vocab_size=320, block_size=64, n_layer=2, n_head=4, n_embd=18, n_kv_head=2, head_dim=6,
+    n_inner=24, rms=True, rope_base=50.0, swiglu=True, bias=False, qkv_bias=False, qk_norm=True,
+    tied=False)
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+            "{% endfor %}{{ '<|im_start|>assistant\\n' }}")
+
+
+def chat_core(size=300, pattern=GPT2_PATTERN):
+    """A tokenizers.Tokenizer of GPT-2's first merges, special tokens first, as SmolLM2 has them."""
+    model = json.loads(core_of(load_tokenizer(size)).to_str())["model"]
+    tokens = sorted(model["vocab"].keys() - set(MARKS), key=model["vocab"].get)
+    vocabulary = {token: i for i, token in enumerate(MARKS + tokens)}
+    core = bpe_core(vocabulary, [tuple(merge) for merge in model["merges"]], pattern)
+    core.add_special_tokens(MARKS)
+    return core
+
+
+def make_chat(folder, config=CHAT, seed=0):
+    """As Qwen/Qwen3-0.6B: tokenizer.json, a chat template with an end token of its own, a
+    vocabulary padded beyond the tokenizer's."""
+    torch.manual_seed(seed)
+    export(GPT(config), folder, load_tokenizer(300))
+    chat_core().save(os.path.join(folder, "tokenizer.json"))
+    put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE),
+        generation_config=dict(eos_token_id=[0, 2]))
+    for name in ("vocab.json", "merges.txt"):
+        os.remove(os.path.join(folder, name))
+    return folder
+
+
+def make_roberta(folder, gpt2, labels, seed, **changes):
+    """As facebook/roberta-hate-speech-dynabench-r4-target: its own numbers for the tokens that the
+    folder gpt2 has."""
+    with open(os.path.join(gpt2, "vocab.json"), encoding="utf-8") as f:
+        tokens = sorted(json.load(f).keys() - {"<|endoftext|>"})
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *tokens, "<mask>"]
+    c = dict(architectures=["RobertaForSequenceClassification"], model_type="roberta",
+             vocab_size=len(tokens), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+             intermediate_size=24, max_position_embeddings=26, type_vocab_size=1,
+             layer_norm_eps=1e-5, hidden_act="gelu", bos_token_id=0, pad_token_id=1, eos_token_id=2,
+             id2label={str(i): label for i, label in enumerate(labels)}) | changes
+    os.makedirs(folder)
+    shutil.copy(os.path.join(gpt2, "merges.txt"), folder)
+    put(folder, config=c, vocab={token: i for i, token in enumerate(tokens)},
+        special_tokens_map=dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>"))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: 0.5 * torch.randn(shape, generator=generator) + ("LayerNorm.weight" in name)
+               for name, shape in shapes_of_roberta(c, len(labels)).items()}
+    save_tensors(os.path.join(folder, "model.safetensors"), tensors)
+    return folder
+
+
+def shapes_of_roberta(c, num_labels):
+    C = c["hidden_size"]
+    wide = c["intermediate_size"]
+    rows = {"word": c["vocab_size"], "position": c["max_position_embeddings"],
+            "token_type": c["type_vocab_size"]}
+    found = {f"roberta.embeddings.{name}_embeddings.weight": (n, C) for name, n in rows.items()}
+    linears = {"classifier.dense": (C, C), "classifier.out_proj": (num_labels, C)}
+    norms = ["roberta.embeddings.LayerNorm"]
+    for i in range(c["num_hidden_layers"]):
+        at = f"roberta.encoder.layer.{i}."
+        linears |= {f"{at}attention.self.{name}": (C, C) for name in ("query", "key", "value")}
+        linears |= {at + "attention.output.dense": (C, C), at + "intermediate.dense": (wide, C),
+                    at + "output.dense": (C, wide)}
+        norms += [at + "attention.output.LayerNorm", at + "output.LayerNorm"]
+    for name, shape in linears.items():
+        found |= {name + ".weight": shape, name + ".bias": shape[:1]}
+    for name in norms:
+        found |= {name + ".weight": (C,), name + ".bias": (C,)}
+    return found
+
+
+def roberta_by_hand(c, tensors, ids):
+    """Logits (labels,) of one text in float64, a head and a query at a time."""
+    w = {name.replace("roberta.", "").replace("encoder.layer.", ""): x.double()
+         for name, x in tensors.items()}
+    hs = c["hidden_size"] // c["num_attention_heads"]
+
+    def linear(x, name):
+        return x @ w[name + ".weight"].T + w[name + ".bias"]
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + c["layer_norm_eps"]).sqrt()
+        return x * w[name + ".weight"] + w[name + ".bias"]
+
+    x = w["embeddings.word_embeddings.weight"][torch.tensor(ids)]
+    x = x + w["embeddings.position_embeddings.weight"][2:2 + len(ids)]
+    x = norm(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+    for i in range(c["num_hidden_layers"]):
+        q, k, v = (linear(x, f"{i}.attention.self.{name}") for name in ("query", "key", "value"))
+        mixed = torch.zeros_like(x)
+        for t in range(len(ids)):
+            for j in range(0, c["hidden_size"], hs):
+                weight = (k[:, j:j + hs] @ q[t, j:j + hs] / math.sqrt(hs)).softmax(0)
+                mixed[t, j:j + hs] = weight @ v[:, j:j + hs]
+        y = linear(mixed, f"{i}.attention.output.dense")
+        x = norm(x + y, f"{i}.attention.output.LayerNorm")
+        y = linear(x, f"{i}.intermediate.dense")
+        y = linear(y * (1 + torch.erf(y / math.sqrt(2))) / 2, f"{i}.output.dense")
+        x = norm(x + y, f"{i}.output.LayerNorm")
+    return linear(torch.tanh(linear(x[0], "classifier.dense")), "classifier.out_proj")
+
+
+def make_prompts(path, count=60, seed=0):
+    """As allenai/real-toxicity-prompts: a row has a prompt and a continuation, each with its
+    scores, now and then null."""
+    rng = random.Random(seed)
+    words = "the a cat river runs sees it's old and, we \u201cnever\u201d".split()
+    with open(path, "w", encoding="utf-8") as f:
+        for i in range(count):
+            score = None if i % 7 == 0 else round(rng.random(), 3)
+            text = f"{i} " + " ".join(rng.choices(words, k=rng.randint(1, 7)))
+            row = {"filename": f"{i}.txt", "prompt": {"text": text, "toxicity": score},
+                   "continuation": {"text": " and so on.", "toxicity": 0.5}}
+            f.write(json.dumps(row) + "\n")
+    return str(path)

@@ -4,8 +4,8 @@ Is this GRPO? The tests to read first, and to run after every change to the algo
     python -m pytest tests/test_algorithm.py        # a few seconds
 
 Each looks for one classic mistake and fails with a sentence that names it. The other files test the
-same code in depth. The world: a GPT with 12 tokens and random weights. Token 0 ends a completion.
-A text is its tokens in words, "3 1 4".
+same code in depth. The world (worlds.py): a GPT with 12 tokens and random weights. Token 0 ends a
+completion. A text is its tokens in words, "3 1 4".
 """
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,59 +15,10 @@ import torch
 from torch.nn import functional as F
 
 from config import Settings
-from data.prompts import Prompt
-import grpo
 from grpo import (
-    Batch, Step, collect, group_advantages, grpo_loss, kl_estimate, loss_of, update)
-from run.build import build
-from sample import Rollout
-from model import GPT, GPTConfig
-from sample import completion_logprobs
-
-END = 0
-PROMPTS = [Prompt("2 3", [2, 3], {}), Prompt("5 1 4 1", [5, 1, 4, 1], {})]  # the first is padded
-TOKENIZER = SimpleNamespace(eot_token=END, decode=lambda ids: " ".join(map(str, ids)))
-
-
-def gpt():
-    """Weights large enough that tokens differ in probability."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16))
-    return shaken(model, 0.2)
-
-
-def shaken(model, size):
-    with torch.no_grad():
-        for p in model.parameters():
-            p += size * torch.randn_like(p)
-    return model
-
-
-def mean_token(prompts, completions):
-    """A reward that differs between completions, and by hundreds between prompts."""
-    rewards = []
-    for prompt, text in zip(prompts, completions):
-        tokens = [int(word) for word in text.split()]
-        rewards.append(100.0 * len(prompt) + sum(tokens) / (len(tokens) + 1))
-    return rewards
-
-
-def settings(reward=mean_token, **knobs):
-    knobs = dict(num_generations=6, max_completion_length=5) | knobs
-    return replace(
-        Settings(), judge=None, eval_judge=None, functions={"reward": reward}, max_grad_norm=0.0,
-        num_prompts=len(PROMPTS), **knobs).check()
-
-
-def world(cfg, device=torch.device("cpu")):
-    """What grpo.py works with, and a batch. The optimizer is SGD, so that a step goes straight down
-    the gradient."""
-    given = SimpleNamespace(
-        device=device, dtype=torch.float32, tokenizer=TOKENIZER, prompts=PROMPTS,
-        eval_prompts=PROMPTS, val_prompts=[])
-    nets = build(cfg, given, gpt(), {}, grpo)
-    nets.optimizer = torch.optim.SGD(nets.trained, lr=0.01)
-    return nets, collect(nets, PROMPTS, cfg, seed=1)
+    Batch, Step, collect, group_advantages, grpo_loss, kl_estimate, loss_masks, loss_of, update)
+from sample import Rollout, completion_logprobs, truncate
+from worlds import END, PROMPTS, TOKENIZER, mean_token, settings, shaken, world
 
 
 def forward(nets, batch, cfg):
@@ -159,7 +110,7 @@ def test_a_large_beta_pulls_the_policy_back_to_the_reference():
 
     cfg = settings(equal, beta=5.0, num_generations=64)
     nets, _ = world(cfg)
-    shaken(nets.policy, 0.05)
+    shaken(nets.policy, 0.1)
     before = kl_to_reference(nets)
     update(nets, collect(nets, PROMPTS, cfg, seed=1), None, cfg, seed=1)
     after = kl_to_reference(nets)
@@ -167,6 +118,28 @@ def test_a_large_beta_pulls_the_policy_back_to_the_reference():
         f"a step with beta = 5 and equal rewards took KL(policy, reference) from {before:.4f} to "
         f"{after:.4f}: it must fall. Is the KL subtracted from the loss, or left out of it, or are "
         "the reference's log-probs not the reference's?")
+
+
+@pytest.mark.parametrize("kl_in", ("loss", "reward"))
+def test_a_completion_that_the_reference_finds_unlikely_is_worth_less(kl_in):
+    def equal(prompts, completions):
+        return [1.0] * len(completions)
+
+    cfg = settings(equal, beta=1.0, kl_in=kl_in, kl_estimator="k1", scale_rewards="none",
+                   num_generations=12)
+    nets, _ = world(cfg)
+    shaken(nets.policy, 0.1)
+    batch = collect(nets, PROMPTS, cfg, seed=2)
+    log_ratio = (batch.rollout.logp - batch.ref_logp).sum(1).view(2, -1)    # policy / reference
+    if kl_in == "loss":
+        assert not batch.advantages.any(), "equal rewards: without a KL in them, no advantages"
+        assert (batch.kl == 0).all()
+        return
+    expected = (log_ratio.mean(1, keepdim=True) - log_ratio).flatten()
+    assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4), (
+        "with kl_in = 'reward' and equal rewards the advantage is the group's mean of log(policy / "
+        "reference) less the completion's own. Is the KL added to the reward, where it must be "
+        "taken off?")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -199,8 +172,7 @@ def test_each_completion_is_compared_with_those_of_its_own_prompt():
 # ------------------------------------------------------------------------------------------------
 # masks
 
-@pytest.mark.parametrize("speed", [()])
-def test_a_completion_is_its_tokens_up_to_and_with_the_end_token(speed):
+def test_a_completion_is_its_tokens_up_to_and_with_the_end_token():
     _, batch = world(settings())
     T = batch.loss_mask.shape[1]
     lengths = set()
@@ -215,8 +187,7 @@ def test_a_completion_is_its_tokens_up_to_and_with_the_end_token(speed):
     assert len(lengths) > 2, f"choose another seed: all completions have lengths {lengths}"
 
 
-@pytest.mark.parametrize("speed", [()])
-def test_exactly_the_tokens_of_a_completion_carry_gradient(speed):
+def test_exactly_the_tokens_of_a_completion_carry_gradient():
     cfg = settings()
     nets, batch = world(cfg)
     out = forward(nets, batch, cfg)
@@ -253,6 +224,43 @@ def test_padding_is_not_read():
         assert abs(new_loss - loss) < 1e-6 and gap < 1e-6, (
             f"other ids in the padding {where} changed the loss by {new_loss - loss:.2e} and the "
             f"gradient by up to {gap:.2e}: nothing may read them")
+
+
+def test_an_ended_row_leaves_the_cache_to_those_that_run():
+    """Rows that end early leave the decoding batch: what the others draw must not change."""
+    cfg = settings(num_generations=16, max_completion_length=10)
+    nets, batch = world(cfg)
+    lengths = batch.rollout.completion_mask.sum(1)
+    assert len(lengths.unique()) > 3, "choose another seed: rows end together"
+    trainer = completion_logprobs(nets.policy, batch.rollout, cfg.temperature)
+    gap = float((trainer - batch.rollout.logp).abs().max().detach())
+    assert gap < 1e-4, (
+        f"after rows have ended the sampler's log-probs are up to {gap:.3f} off: does a row read "
+        "the cache of another one?")
+
+
+# ------------------------------------------------------------------------------------------------
+# which tokens
+
+def test_top_p_keeps_the_token_that_crosses_the_line():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    for top_p, expected in ((0.4, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (0.99, 4)):
+        found = int((truncate(logits, top_p=top_p) > -torch.inf).sum())
+        assert found == expected, (
+            f"top_p = {top_p} of probabilities 0.5, 0.3, 0.15, 0.05 keeps {found} tokens; the "
+            f"fewest that have that much together are {expected}")
+
+
+def test_the_entropy_quantile_keeps_the_least_certain_tokens():
+    _, batch = world(settings())
+    r = batch.rollout
+    mask, policy_mask = loss_masks(r, settings(top_entropy_quantile=0.3))
+    assert torch.equal(mask, batch.loss_mask), "the quantile is of the policy gradient alone"
+    kept, dropped = r.entropy[mask & policy_mask], r.entropy[mask & ~policy_mask]
+    assert float(kept.min()) >= float(dropped.max()), (
+        "top_entropy_quantile keeps tokens of less entropy than some that it drops: it must keep "
+        "the least certain ones")
+    assert len(kept) / int(mask.sum()) == pytest.approx(0.3, abs=0.07)
 
 
 # ------------------------------------------------------------------------------------------------

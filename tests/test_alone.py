@@ -11,7 +11,7 @@ from conftest import ROOT
 TAPE = """
 import torch
 import torch.nn as nn
-from tracin import Tape
+from tracin import Tape, check_exact
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 5), nn.Tanh(),
@@ -31,18 +31,18 @@ for i in range(6):
     alone.append(torch.cat([g.flatten() for g in gradient]))
 alone = torch.stack(alone)                                              # (6, weights)
 
-for memory in (0, 2 ** 20):
-    with Tape(model, 6) as tape:
-        for rows in torch.arange(6).split(4):
-            tape.rows(rows)
-            losses(rows).sum().backward()
-    G = tape.gradient(torch.ones(6))
-    target = torch.cat([g.flatten() for g in G.values()])
-    assert torch.allclose(target, alone.sum(0))
-    assert torch.allclose(tape.dot(G), alone @ target)
-    assert torch.allclose(tape.norms(), alone.square().sum(1))
-    some = torch.cat([g.flatten() for g in tape.gradient(weights).values()])
-    assert torch.allclose(some, weights @ alone)
+with Tape(model, 6) as tape:
+    for rows in torch.arange(6).split(4):
+        tape.rows(rows)
+        losses(rows).sum().backward()
+G = tape.gradient(torch.ones(6))
+target = torch.cat([g.flatten() for g in G.values()])
+assert torch.allclose(target, alone.sum(0))
+assert torch.allclose(tape.dot(G), alone @ target)
+assert torch.allclose(tape.norms(torch.arange(6)), alone.square().sum(1))
+some = torch.cat([g.flatten() for g in tape.gradient(weights).values()])
+assert torch.allclose(some, weights @ alone)
+check_exact(model, lambda rows: losses(rows).sum(), torch.arange(3))
 
 """
 
@@ -60,8 +60,8 @@ for more in ({}, llama):
     model = GPT(GPTConfig(50, **shape, **more))
     tokens = torch.randint(50, (3, 9))
     rollout = SimpleNamespace(tokens=tokens, attention_mask=torch.ones(3, 9, dtype=torch.bool),
-                              mask=torch.ones(3, 4, dtype=torch.bool),
-                              chosen=torch.ones(3, 4, dtype=torch.bool), allowed=None)
+                              completion_mask=torch.ones(3, 4, dtype=torch.bool),
+                              sampled_mask=torch.ones(3, 4, dtype=torch.bool), allowed=None)
     logp = completion_logprobs(model, rollout)
     logits = model.lm_head(model(tokens[:, :-1]))[:, -4:]
     right = logits.log_softmax(-1).gather(2, tokens[:, -4:, None])[:, :, 0]
@@ -73,8 +73,8 @@ for more in ({}, llama):
 
 SAMPLE = """
 import torch
-from model import GPT, GPTConfig, completion_logprobs
-from sample import generate
+from model import GPT, GPTConfig
+from sample import completion_logprobs, generate
 
 torch.manual_seed(0)
 model = GPT(GPTConfig(50, n_layer=2, n_head=2, n_embd=16, block_size=16))
@@ -89,7 +89,7 @@ for truncation in ({}, dict(top_p=0.9)):
 
 
 @pytest.mark.parametrize("files, script", [
-    (["tracin.py"], TAPE), (["model.py"], MODEL), (["model.py", "sample.py"], SAMPLE)],
+    (["tracin.py"], TAPE), (["model.py", "sample.py"], MODEL), (["model.py", "sample.py"], SAMPLE)],
     ids=["tape", "model", "sample"])
 def test_it_runs_without_the_project(files, script, tmp_path):
     for name in files:

@@ -139,7 +139,7 @@ def test_the_head_in_pieces_gives_the_same_numbers(monkeypatch):
         found.append([logp.detach(), *(p.grad for p in model.parameters())])
         model.zero_grad()
     for x, y in zip(*found):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert (x - y).norm() <= 1e-5 * x.norm()
 
 
 def test_the_head_of_a_cpu_is_an_ordinary_linear():
@@ -193,7 +193,7 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
 @pytest.mark.parametrize("change, says", [
     (lambda h: h + 0.05 * h.abs().mean(), "note: compile off: log-probs are off by"),
     (lambda h: h * math.nan, "note: compile off: log-probs are off by nan"),
-    (lambda h: h.detach() + 0 * h, "note: compile off: the gradient is"),
+    (lambda h: h.detach() + 0 * h, "note: compile off: gradients are off"),
     (raising, "note: compile off: no compiler here\n")])
 def test_compile_that_does_not_hold_goes(monkeypatch, change, says):
     monkeypatch.setattr(torch, "compile", compiled(change))
@@ -216,11 +216,12 @@ def test_a_sampler_or_a_reference_that_does_not_hold_goes(monkeypatch):
 
     def spoil_the_second(function, **how):      # the policy, then the reference
         calls.append(function)
-        return compiled(lambda h: h + (len(calls) == 2))(function)
+        number = len(calls)
+        return compiled(lambda h: h * number)(function)
 
     monkeypatch.setattr(torch, "compile", spoil_the_second)
     nets, cfg = word_nets(compile=True)
-    assert "compile off" in printed(prove, nets, cfg)
+    assert "the reference's log-probs are off" in printed(prove, nets, cfg)
 
 
 def off_under_autocast(wrong):
@@ -259,11 +260,11 @@ def test_weights_that_are_not_finite_are_left_to_the_first_step(monkeypatch):
 
 
 def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):
-    """With torch's own graphs, shapes and guards, but without the minutes of its compiler."""
+    """With torch's own graphs, shapes and guards, but without its code generator, which is slow."""
     plain = tmp_path / "plain"
     fast_one = tmp_path / "fast"
     grpo(plain, "--beta=0.1", "--max_iters=2")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     out = grpo(fast_one, "--beta=0.1", "--max_iters=2", "--compile=True")
     assert "compile off" not in out
     for log in ("metrics.jsonl", "samples.jsonl"):

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import hub.policy
-from data.tokenizer import GPT2_PATTERN, load_tokenizer
+from data.tokenizer import load_tokenizer
 from hub.export import core_of, export
 from hub.families import spelled_out
 from hub.files import fetch, load_tensors, read_gguf, save_tensors
-from hub.tokenizer import bpe_core, from_folder, gguf_tokenizer
+from hub.tokenizer import from_folder, gguf_tokenizer
 from model import GPT, GPTConfig
-from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, NEO, QWEN2, QWEN3, V, logits_by_hand,
-                       make_tensors, put, write, write_gguf)
+from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V,
+                       chat_core, logits_by_hand, make_tensors, put, write, write_gguf)
 from run.files import save_gpt
 from sample import pad_left
 from worlds import random_ids, refusal, with_lora
@@ -240,24 +240,9 @@ def test_gguf_of_another_kind_is_one_line(tmp_path):
 TEXTS = ["", " ", "don't I'll WE'VE 'S", "a    b   c  ", "\n\n\t \r\n x\r\n\r\ny", "1234567 3.14 a1",
          "the theatre, the other!!! ???", "\U0001f642 na\u00efve e\u0301 \u4e2d\u6587 \u2028\u00a0x",
          "x" * 300, "".join(map(chr, range(256))), "a</s>b<|endoftext|><|im_start|>"]
-MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-
-
-def chat_core(pattern=GPT2_PATTERN, **cuts):
-    """A tokenizers.Tokenizer of GPT-2's first merges, special tokens first, as SmolLM2 has them."""
-    core = core_of(load_tokenizer(2000))
-    model = json.loads(core.to_str())["model"]
-    tokens = sorted((i, token) for token, i in model["vocab"].items() if token not in MARKS)
-    vocabulary = {token: i for i, token in enumerate([*MARKS, *(token for _, token in tokens)])}
-    core = bpe_core(vocabulary, [tuple(merge) for merge in model["merges"]], pattern, **cuts)
-    core.add_special_tokens(MARKS)
-    return core
-
-
 def write_chat(folder, **config):
     os.makedirs(folder, exist_ok=True)
-    chat_core().save(str(folder / "tokenizer.json"))
+    chat_core(2000).save(str(folder / "tokenizer.json"))
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE) | config)
     return str(folder)
 
@@ -312,7 +297,7 @@ def test_generation_config_alone_says_what_ends_a_completion_where_it_names_some
 def test_ids_that_the_models_own_tokenizer_puts_before_a_text(tmp_path):
     from tokenizers.processors import TemplateProcessing
 
-    core = chat_core()
+    core = chat_core(2000)
     core.post_processor = TemplateProcessing(
         single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), (MARKS[2], 2)])
     write_chat(tmp_path)
@@ -321,7 +306,7 @@ def test_ids_that_the_models_own_tokenizer_puts_before_a_text(tmp_path):
 
 
 def test_gguf_vocabularies_cut_words_as_their_names_say():
-    core = chat_core()
+    core = chat_core(2000)
     model = json.loads(core.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     kinds = [3 if token in MARKS else 1 for token in tokens]
@@ -427,7 +412,7 @@ def test_exported_tokenizers_give_the_same_ids(tmp_path):
     assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
     assert {"vocab.json", "merges.txt", "tokenizer.json"} <= set(os.listdir(tmp_path / "out"))
 
-    vocabulary = json.loads(chat_core().to_str())["model"]
+    vocabulary = json.loads(chat_core(2000).to_str())["model"]
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
                 "tokenizer.ggml.tokens": sorted(vocabulary["vocab"], key=vocabulary["vocab"].get),
                 "tokenizer.ggml.merges": [" ".join(m) for m in vocabulary["merges"]],

@@ -117,7 +117,6 @@ def test_metrics_samples_and_evaluations(finished):
     for row in metrics:
         assert {"loss", "kl", "grad_norm", "reward", "entropy", "num_tokens"} <= row.keys()
         assert all(math.isfinite(x) for x in row.values() if x is not None)
-        assert abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 1e-4
         rewards = [x["reward"] for x in samples if x["iteration"] == row["iteration"]]
         known = [r for r in rewards if r is not None]   # None: the judge abstained
         assert abs(sum(known) / len(known) - row["reward"]) < 1e-5
@@ -449,7 +448,7 @@ def test_a_checkpoint_never_holds_what_is_not_finite(grpo, tmp_path, monkeypatch
         return metrics
 
     monkeypatch.setattr(trainer, "update", poisoned)
-    assert "not finite after iteration 2" in refusal(grpo, tmp_path / "run")
+    assert "not finite after iteration 1" in refusal(grpo, tmp_path / "run", "--save_interval=1")
     assert load_file(str(tmp_path / "run" / "ckpt.pt"), "run")["iteration"] == 0
 
 
@@ -508,7 +507,9 @@ def test_a_reward_that_abstains(grpo, tmp_path):
 def test_exit_code_2_and_one_line(main, argv, part, tiny, tmp_path, monkeypatch, capsys):
     reward_file(tmp_path, "return [float('nan')] * len(completions)")
     argv = [a.format(tmp=tmp_path) for a in argv]
-    monkeypatch.setattr(sys, "argv", ["x.py", *argv, *tiny.flags, f"--out_dir={tmp_path / 'run'}"])
+    more = [*tiny.flags, f"--out_dir={tmp_path / 'run'}"]
+    argv = [*argv, *more] if main is evaluate.main else [*more, *argv]
+    monkeypatch.setattr(sys, "argv", ["x.py", *argv])
     with pytest.raises(SystemExit) as caught:
         run_script(main)
     err = capsys.readouterr().err

@@ -1,0 +1,351 @@
+"""The numbers of an iteration beside plain Python, their names, and what ends a run."""
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+from run.metrics import (
+    batch_metrics, bound_of, check_scores, gap_of, influence_metrics, loss_metrics,
+    mean_influence, mean_over_tokens, numbers, rollout_toxicity, row_advantages, std,
+    target_metrics, tensors_differing)
+from worlds import letters, mean_token, nets_of, printed, refusal, settings, world
+
+CLIP = 0.01     # so narrow that a pass after a step is clipped
+
+
+def batch_of(cfg, seed=1):
+    """Nets and a batch whose ratios are not 1, as after a step."""
+    nets, batch = world(cfg, seed)
+    noise = torch.randn(batch.rollout.logp.shape, generator=torch.Generator().manual_seed(seed))
+    batch.rollout.logp += 0.05 * noise * batch.rollout.sampled_mask
+    return nets, batch
+
+
+def whole_step(batch):
+    N = len(batch.lengths)
+    return grpo.Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
+
+
+def metrics_of(nets, batch, cfg, size):
+    """Metrics of an update's loss, of micro-batches of so many rows."""
+    step = whole_step(batch)
+    found = []
+    for rows in step.rows.split(size):
+        loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
+        m = loss_metrics(loss, cfg)
+        m["real"] = m["positions"] = torch.tensor(1.0)
+        found.append(m)
+    return numbers(found)
+
+
+def by_hand(nets, batch, cfg):
+    """ratio, clip ratios and KL, a token (or a row) at a time."""
+    with torch.no_grad():
+        loss = grpo.loss_of(nets, nets.policy, batch, slice(None), whole_step(batch), cfg)
+    low, high = cfg.clip_range
+    ratios, below, above, kl = [], [], [], []
+    for i, mask in enumerate(batch.loss_mask):
+        tokens = mask.nonzero()[:, 0].tolist()
+        units = tokens
+        if cfg.importance_sampling_level == "sequence":
+            units = tokens[:1]
+        for t in units:
+            ratio = math.exp(loss.logp[i, t] - batch.rollout.logp[i, t])
+            if units is not tokens:
+                gaps = [float(loss.logp[i, s] - batch.rollout.logp[i, s]) for s in tokens]
+                ratio = math.exp(sum(gaps) / len(gaps))
+            A = batch.advantages[i, t] if cfg.critic else batch.advantages[i]
+            ratios.append(ratio)
+            below.append(bool(ratio < low and A < 0))
+            above.append(bool(ratio > high and A > 0))
+        if cfg.beta:
+            d = batch.ref_logp[i] - loss.logp[i]
+            kl += [float(math.exp(d[t]) - d[t] - 1) for t in tokens]
+    n = len(ratios)
+    found = {"ratio": sum(ratios) / n}
+    if cfg.loss_type == "cispo":
+        found["cispo_clip_ratio"] = sum(above) / n
+    elif cfg.loss_type != "sapo":
+        found["clip_ratio/low_mean"] = sum(below) / n
+        found["clip_ratio/high_mean"] = sum(above) / n
+        found["clip_ratio/region_mean"] = (sum(below) + sum(above)) / n
+    if kl:
+        found["kl"] = sum(kl) / len(kl)
+    return found
+
+
+def test_metrics_of_the_loss_are_those_of_plain_python():
+    cases = [dict(loss_type=name) for name in
+             ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")]
+    cases += [dict(importance_sampling_level="sequence", loss_type="grpo"),
+              dict(critic=True), dict(beta=0.1), dict(mask_truncated_completions=True, beta=0.1),
+              dict(mask_truncated_completions=True, importance_sampling_level="sequence",
+                   loss_type="grpo")]
+    some_clipped = 0
+    for case in cases:
+        high = 1 + CLIP if case.get("loss_type") == "cispo" else CLIP
+        cfg = settings(letters, epsilon=CLIP, epsilon_high=high, **case)
+        nets, batch = batch_of(cfg)
+        expected = by_hand(nets, batch, cfg)
+        for size in (12, 5):        # in one piece, and in three
+            found = mean_over_tokens(metrics_of(nets, batch, cfg, size))
+            found.pop("padding")
+            assert found == pytest.approx(expected, 1e-5, 1e-6), case
+        some_clipped += expected.get("clip_ratio/low_mean", 0) > 0
+        some_clipped += expected.get("clip_ratio/high_mean", 0) > 0
+    assert some_clipped > 8
+
+
+def test_parts_of_the_loss_as_trl_names_them():
+    """policy_loss is the loss without the entropy's bonus and with the KL."""
+    cfg = settings(letters, beta=0.1, entropy_coef=0.01)
+    nets, batch = batch_of(cfg)
+    m, = metrics_of(nets, batch, cfg, 12)
+    assert m["loss"] == pytest.approx(m["policy_loss"] + m["entropy_loss"], 1e-6)
+    without = replace(cfg, entropy_coef=0.0)
+    plain, = metrics_of(nets, batch, without, 12)
+    assert plain["loss"] == pytest.approx(plain["policy_loss"], 1e-6)
+    assert plain["policy_loss"] == pytest.approx(m["policy_loss"], 1e-6)
+    assert "entropy_loss" not in plain
+    neither = replace(without, beta=0.0)
+    bare, = metrics_of(nets, batch, neither, 12)
+    assert bare["policy_loss"] == pytest.approx(m["policy_loss"] - m["kl_loss"], 1e-5)
+    assert "kl_loss" not in bare and "kl" not in bare
+
+    cfg = settings(letters, critic=True)
+    nets, batch = batch_of(cfg)
+    m, = metrics_of(nets, batch, cfg, 12)
+    assert m["loss"] == pytest.approx(m["policy_loss"] + m["critic_loss"], 1e-6)
+
+
+def updated(cfg, first=True, **more):
+    nets, batch = world(cfg, **more)
+    metrics = grpo.update(nets, batch, None, cfg, seed=1, first=first)
+    return metrics | batch_metrics(batch, cfg)
+
+
+def test_an_update_has_these_metrics_and_no_others():
+    always = {
+        "ratio", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+        "padding", "loss", "policy_loss", "grad_norm", "num_steps",
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+        "reward", "reward_std", "reward_min", "reward_max", "advantage_max",
+        "frac_reward_zero_std", "entropy", "num_completion_tokens", "forced",
+        "completions/clipped_ratio", "completions/mean_length",
+        "completions/mean_terminated_length", "rewards/reward/mean", "rewards/reward/std"}
+    assert updated(settings()).keys() == always
+    more = updated(settings(beta=0.1, entropy_coef=0.1))
+    assert more.keys() - always == {"kl", "kl_loss", "entropy_loss"}
+    more = updated(settings(critic=True))
+    assert more.keys() - always == {"critic_loss", "val/mean", "val/std", "val/var_explained"}
+    more = updated(settings(tracin="reward"))
+    assert more.keys() - always == {"tracin/" + name for name in (
+        "positive_ratio", "negative_ratio", "mean_ip", "std_ip", "min_ip", "max_ip",
+        "selected_ratio", "self_share", "invariant_error", "fallback", "target_grad_norm",
+        "target_cosine", "target_rows", "target_contrast", "empty_steps")}
+
+
+def test_an_update_sums_over_its_micro_batches_and_steps():
+    """Equal whatever the micro-batches; the steps' losses are averaged."""
+    for case in (dict(), dict(num_iterations=2, mini_batch_size=4, beta=0.1, learning_rate=0.1)):
+        found = [updated(settings(micro_batch_size=size, **case)) for size in (12, 5)]
+        for m in found:
+            m.pop("padding")
+        assert found[0] == pytest.approx(found[1], 1e-4, 1e-6)
+    assert found[0]["num_steps"] == 6
+    assert found[0]["ratio"] != 1.0
+    assert found[0]["sampling/sampling_logp_difference/max"] < 1e-5, "of the first pass alone"
+
+
+def test_kl_in_the_reward_is_logged_per_token():
+    cfg = settings(beta=0.1, kl_in="reward", kl_estimator="k1")
+    nets, batch = world(cfg)
+    batch.kl = torch.rand_like(batch.rollout.logp) * batch.rollout.sampled_mask
+    m = grpo.update(nets, batch, None, cfg, seed=1)
+    expected = batch.kl.sum() / batch.rollout.sampled_mask.sum()
+    assert m["kl"] == pytest.approx(float(expected)) and "kl_loss" not in m
+
+
+# ------------------------------------------------------------------------------------------------
+# of the batch
+
+
+def test_metrics_of_a_batch_are_those_of_plain_python():
+    cfg = settings({"a": letters, "b": mean_token}, weights=(1.0, 0.5))
+    _, batch = world(cfg)
+    batch.rewards[3] = math.nan
+    r = batch.rollout
+    m = batch_metrics(batch, cfg)
+    known = [x for x in batch.rewards.tolist() if not math.isnan(x)]
+    mean = sum(known) / len(known)
+    spread = math.sqrt(sum((x - mean) ** 2 for x in known) / (len(known) - 1))
+    lengths = [sum(row) for row in r.sampled_mask.tolist()]
+    ended = [n for n, over in zip(lengths, r.ended.tolist()) if over]
+    entropies = [float(r.entropy[i, t]) for i, n in enumerate(lengths) for t in range(n)]
+    expected = {
+        "reward": mean, "reward_std": spread, "reward_min": min(known), "reward_max": max(known),
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/mean_terminated_length": sum(ended) / len(ended),
+        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        "num_completion_tokens": sum(lengths), "forced": 0.0,
+        "entropy": sum(entropies) / len(entropies), "frac_reward_zero_std": 0.0}
+    assert 0 < len(ended) < len(lengths)
+    assert {name: m[name] for name in expected} == pytest.approx(expected, 1e-5)
+    assert m["rewards/b/mean"] == pytest.approx(float(batch.scores[:, 1].mean()), 1e-6)
+
+
+def test_a_batch_without_rewards_or_ends():
+    cfg = settings(lambda prompts, completions: [None] * len(completions))
+    _, batch = world(cfg)
+    batch.rollout.ended[:] = False
+    m = batch_metrics(batch, cfg)
+    assert math.isnan(m["reward"]) and math.isnan(m["reward_min"])
+    assert m["completions/mean_terminated_length"] == 0.0
+    assert m["frac_reward_zero_std"] == 1.0
+
+
+def test_std_is_exactly_0_for_equal_numbers():
+    for same in ([0.1] * 7, [0.1], [], [math.nan, 0.3]):
+        assert std(torch.tensor(same)) == 0.0
+    assert std(torch.tensor([1.0, math.nan, 3.0])) == pytest.approx(math.sqrt(2))
+
+
+def test_advantages_of_rows_are_means_over_what_the_policy_drew():
+    cfg = settings(letters, critic=True)
+    _, batch = world(cfg)
+    for i, n in enumerate(batch.rollout.sampled_mask.sum(1).tolist()):
+        assert row_advantages(batch)[i] == pytest.approx(float(batch.advantages[i, :n].mean()), 1e-5)
+
+
+def test_toxicity_is_of_all_rollouts_in_every_iteration():
+    cfg = settings()
+    nets, batch = world(cfg)
+    asked = []
+
+    def judge(prompts, completions):
+        asked.append((prompts, completions))
+        return torch.linspace(-2, 2, len(completions))
+
+    assert rollout_toxicity(nets.prompts, batch, nets) == {}
+    nets.judges = {"judge": judge}
+    assert rollout_toxicity(nets.prompts, batch, nets) == {}
+    nets.judges = {"eval_judge": judge}
+    found = rollout_toxicity(nets.prompts, batch, nets)
+    texts = [prompt.text for prompt in nets.prompts for _ in range(6)]
+    assert asked == [(texts, batch.completions)]
+    expected = sum(1 / (1 + math.exp(-x)) for x in torch.linspace(-2, 2, 12).tolist()) / 12
+    assert found == {"eval_judge/toxicity": pytest.approx(expected, 1e-5)}
+
+
+def test_tensors_that_differ_after_a_sync():
+    nets = nets_of(settings(ref_model_sync_steps=1, beta=0.1))
+    assert tensors_differing(SimpleNamespace(policy=nets.policy, reference=nets.policy)) == 0
+    with torch.no_grad():
+        nets.policy.ln_f.bias += 1
+    assert "1 tensors differ" in printed(tensors_differing, nets)
+
+
+# ------------------------------------------------------------------------------------------------
+# of influence
+
+
+def test_metrics_of_influence():
+    cfg = settings(tracin="reward")
+    nets, batch = world(cfg)
+    found = []
+    keep = nets.influence.keep_helpful
+    nets.influence.keep_helpful = lambda *args: found.append(keep(*args)) or found[-1]
+    grpo.update(nets, batch, None, cfg, seed=1)
+    m = influence_metrics(found[0], nets)
+    scores = batch.influence.tolist()
+    assert m["tracin/positive_ratio"] == pytest.approx(sum(x > 0 for x in scores) / 12)
+    assert m["tracin/selected_ratio"] == pytest.approx(float((batch.weights != 0).float().mean()))
+    assert (m["tracin/min_ip"], m["tracin/max_ip"]) == (min(scores), max(scores))
+    halves = found[0].halves
+    first, second = (torch.cat([g.flatten() for g in half.values()]) for half in halves)
+    assert m["tracin/target_grad_norm"] == pytest.approx(float((first + second).norm()), 1e-5)
+    cosine = first @ second / first.norm() / second.norm()
+    assert m["tracin/target_cosine"] == pytest.approx(float(cosine), 1e-4)
+    assert m["tracin/target_contrast"] == pytest.approx(1.0) and m["tracin/target_rows"] == 12
+
+    whole = SimpleNamespace(halves=[halves[0]], target=found[0].target)
+    assert math.isnan(target_metrics(whole)["tracin/target_cosine"]), "a function has no halves"
+    nothing = {p: torch.zeros_like(g) for p, g in halves[0].items()}
+    whole.halves = [halves[0], nothing]
+    m = target_metrics(whole)
+    assert math.isnan(m["tracin/target_cosine"]), "nor has one prompt"
+    assert m["tracin/target_grad_norm"] == pytest.approx(float(first.norm()), 1e-5)
+
+    steps = [{"tracin/selected_ratio": x, "tracin/invariant_error": x, "tracin/min_ip": x,
+              "tracin/max_ip": x, "tracin/mean_ip": x} for x in (0.0, 1.0)]
+    assert mean_influence(steps) == {
+        "tracin/selected_ratio": 0.5, "tracin/invariant_error": 1.0, "tracin/min_ip": 0.0,
+        "tracin/max_ip": 1.0, "tracin/mean_ip": 0.5, "tracin/empty_steps": 1}
+
+
+# ------------------------------------------------------------------------------------------------
+# what ends a run
+
+
+def test_influences_that_do_not_add_up_end_the_run():
+    for dtype in (torch.float32, torch.bfloat16):
+        bound = bound_of(dtype)
+        check_scores(SimpleNamespace(true_error=torch.tensor(0.9 * bound)), dtype)
+        check_scores(SimpleNamespace(true_error=None), dtype)
+        for error in (1.1 * bound, math.nan):
+            found = SimpleNamespace(true_error=torch.tensor(error))
+            assert "do not add up" in refusal(check_scores, found, dtype)
+
+
+def test_a_ratio_that_is_not_1_ends_the_first_iteration():
+    cfg = settings()
+    for first in (True, False):
+        nets, batch = batch_of(cfg)
+        if first:
+            text = refusal(grpo.update, nets, batch, None, cfg, seed=1, first=first)
+            assert "the ratio is not 1" in text and "nats" in text
+        else:
+            m = grpo.update(nets, batch, None, cfg, seed=1, first=first)
+            assert m["sampling/sampling_logp_difference/mean"] > 0.01
+    assert gap_of(torch.tensor([0.0, -0.02]), torch.float32) == (pytest.approx(0.02), 1e-3)
+    assert gap_of(torch.tensor([0.0, -0.02]), torch.bfloat16) == (pytest.approx(0.01), 0.05)
+
+
+def test_a_number_that_is_not_finite_ends_the_run_before_the_step():
+    def weights(nets, batch):
+        nets.policy.ln_f.bias.data[0] = math.nan
+
+    def moments(nets, batch):
+        p = nets.trained[0]
+        nets.optimizer.state[p]["exp_avg"] = torch.full_like(p, math.inf)
+
+    def reward(nets, batch):
+        batch.rewards[0] = math.inf
+        batch.advantages[0] = math.nan
+
+    def old_logp(nets, batch):
+        batch.rollout.logp[0, 0] = -math.inf
+
+    def advantage(nets, batch):
+        batch.advantages[0] = math.inf
+
+    for spoil in (weights, moments, reward, old_logp, advantage):
+        cfg = settings()
+        nets, batch = world(cfg)
+        spoil(nets, batch)
+        before = [p.clone() for p in nets.trained]
+        text = refusal(grpo.update, nets, batch, None, cfg, seed=1)
+        assert text.startswith("stopped: loss") and "this step was not taken" in text, text
+        for p, q in zip(nets.trained, before):
+            assert torch.equal(p.nan_to_num(), q.nan_to_num())
+    assert "log-probs are not finite" in refusal(
+        grpo.update, *world_with(weights), None, settings(), seed=1, first=True)
+
+
+def world_with(spoil):
+    nets, batch = world(settings())
+    spoil(nets, batch)
+    return nets, batch
