@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,7 +160,8 @@ def test_stored_gradients_change_nothing(knobs):
         seen, m = step_of(nets, batch, cfg, first=True)
         found.append((batch.influence, seen[0], m["tracin/self_share"]))
     (a, g, share), (b, h, other) = found
-    assert close(a, b, 1e-5) and close(g, h, 1e-5) and other == pytest.approx(share, rel=1e-3, nan_ok=True)
+    assert close(a, b, 1e-5) and close(g, h, 1e-5)
+    assert other == pytest.approx(share, rel=1e-3, nan_ok=True)
 
 
 def test_a_tape_that_stores_something_else_is_not_used(capsys):
@@ -252,7 +254,6 @@ def test_the_first_step_is_checked_against_an_ordinary_backward():
             continue
         said = refusal(step_of, nets, batch, cfg, first=True)
         assert "the influences do not add up" in said
-        assert nets.policy.wte.weight.grad is not None or True
 
 
 # ------------------------------------------------------------------------------------------------
@@ -376,7 +377,6 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
 
 def given_of():
     """What run.build.read_inputs finds, of a policy that is still to be trained."""
-    from types import SimpleNamespace
     return SimpleNamespace(
         device=torch.device("cpu"), dtype=torch.float32, base=None, tokenizer=WORDS, splits={},
         prompts=WORD_PROMPTS, eval_prompts=WORD_PROMPTS, val_prompts=WORD_PROMPTS)
@@ -411,7 +411,8 @@ def test_select():
     x = torch.tensor([3.0, -1, 0, 2, -5, 1, -2, -.5, -.1, -.2])
     for how, fraction, rows in (("positive", .5, [0, 3, 5]), ("all", .5, list(range(10))),
                                 ("top", .2, [0, 3]), ("top", 0.0, []), ("bottom", .5, [1, 4, 6]),
-                                ("drop", 1.0, [0, 2, 3, 5]), ("drop", .34, [0, 1, 2, 3, 5, 7, 8, 9])):
+                                ("drop", 1.0, [0, 2, 3, 5]),
+                                ("drop", .34, [0, 1, 2, 3, 5, 7, 8, 9])):
         assert chosen(x, how, fraction) == (rows, False), how
     drawn = {tuple(chosen(x, "random", generator=torch.Generator().manual_seed(i))[0])
              for i in range(20)}
@@ -461,11 +462,8 @@ def test_with_a_critic_top_advantage_goes_by_the_mean_over_sampled_tokens():
     """A row of four tokens of 0.4 is not before a row of one token of 1."""
     cfg = words(tracin="self", critic=True, tracin_select="top_advantage")
     batch = batch_of(cfg)
-    by_hand = [float(A[on].abs().mean() * A[on].mean().sign()) if on.any() else 0.0
-               for A, on in zip(batch.advantages, batch.rollout.sampled_mask)]
     mean = [float(A[on].mean()) if on.any() else 0.0
             for A, on in zip(batch.advantages, batch.rollout.sampled_mask)]
-    assert len(by_hand) == 16
     found = selection.advantage_of_rows(batch)
     assert found.tolist() == pytest.approx(mean, abs=1e-6)
     step_of(nets_for(cfg), batch, cfg)

@@ -160,7 +160,8 @@ def plain_advantages(rewards, G, scale):
 @pytest.mark.parametrize("scale", ("group", "batch", "none"))
 def test_advantages_against_plain_python(scale):
     for rewards in ([1, 0, 3, 3.5, 2, 2, 2, 2, -1, 5, 0, 0], [NAN, 3, NAN, NAN, 1, 2, 3, 4],
-                    [.1, NAN, .7, .2, NAN, NAN, NAN, NAN, 1, 1, NAN, 1], [0, 0, 0, 1e-3, 5, 5, 5, NAN]):
+                    [.1, NAN, .7, .2, NAN, NAN, NAN, NAN, 1, 1, NAN, 1],
+                    [0, 0, 0, 1e-3, 5, 5, 5, NAN]):
         found = group_advantages(torch.tensor(rewards, dtype=torch.float64), 4, scale)
         assert found.tolist() == pytest.approx(plain_advantages(rewards, 4, scale), abs=1e-12)
 

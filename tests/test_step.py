@@ -290,7 +290,8 @@ def forced_batch(cfg, policy, reference, **sampling):
     forced = ids.where(torch.rand(16, 8, generator=generator) < .3, -1)
     forced[1] = ids[1]
     nets = nets_of(cfg, policy, WORD_PROMPTS, WORDS, reference)
-    nets.generate = lambda *args, **kwargs: generate(*args, **kwargs | dict(forced=forced) | sampling)
+    more = dict(forced=forced) | sampling
+    nets.generate = lambda *args, **kwargs: generate(*args, **kwargs | more)
     return nets, collect(nets, WORD_PROMPTS, cfg, 7)
 
 
