@@ -200,7 +200,7 @@ def test_the_rates_of_a_fit(tmp_path):
     assert torch.allclose(torch.tensor(rates), torch.tensor([[0.1 * s, 0.02 * s] for s in scales]))
     assert loss_at(0) < 1e-6
     with pytest.raises(SystemExit, match="the loss of test became nan"):
-        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, str(tmp_path / "p"), "test")
+        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, str(tmp_path), "test")
 
 
 # ------------------------------------------------------------------------------------------------

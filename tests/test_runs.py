@@ -160,7 +160,8 @@ def test_progress_is_a_line_every_while():
     progress.last -= 11
     assert progress.is_due(), "10 seconds without a word"
     progress.began -= 4
-    assert printed(progress.show, 20, "loss 4.421, ") == "policy: step 20/40, loss 4.421, 8 s left\n"
+    said = printed(progress.show, 20, "loss 4.421, ")
+    assert said == "policy: step 20/40, loss 4.421, 8 s left\n"
 
 
 def test_log_micro_off_changes_the_lines_alone(grpo, finished, tmp_path):
@@ -501,7 +502,8 @@ def test_a_reward_that_abstains(grpo, tmp_path):
 
 
 @pytest.mark.parametrize("main, argv, part", [
-    (trainer.main, ["{tmp}/reward.py"], "'reward'"), (pretrain.main, ["--device=quantum"], "device"),
+    (trainer.main, ["{tmp}/reward.py"], "'reward'"),
+    (pretrain.main, ["--device=quantum"], "device"),
     (judge.train.main, ["--comments=nowhere.csv"], "nowhere.csv"),
     (evaluate.main, ["nowhere"], "nowhere")])
 def test_exit_code_2_and_one_line(main, argv, part, tiny, tmp_path, monkeypatch, capsys):
