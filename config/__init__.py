@@ -159,8 +159,8 @@ class Settings:
     tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
     # what is kept (selection.py). bottom to all: controls; weigh: the config file's function
     # (influence) or (influence, batch) returns a factor for each rollout
-    tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage", "pods",
-                           "all", "weigh"] = "positive"
+    tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
+                           "top_reward", "pods", "all", "weigh"] = "positive"
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
