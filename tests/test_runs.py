@@ -1,5 +1,6 @@
 """Whole runs on a tiny model: what they print and leave behind, how they go on after an
 interruption, what they refuse."""
+import importlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from run.report import Progress, duration
 from run.script import run_script
 from worlds import printed, read_rows, refusal
 
+explain = importlib.import_module("explain.__main__")
 NOISE = """
 import os, random, time
 import numpy, torch
@@ -558,8 +560,9 @@ def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
     for flag, again in ((f"--cache_dir={tmp_path / 'none'}", "pretrain.py"),
                         ("--judge_tokens=64000", "judge.train"),
                         ("--pretrain_tokens=1000000000000", "pretrain.py")):
-        message = refusal(evaluate.main, [str(copy_of_six), noise, flag])
-        assert "is not there" in message and again in message
+        for main in (evaluate.main, explain.main):
+            message = refusal(main, [str(copy_of_six), noise, flag])
+            assert "is not there" in message and again in message
     for argv in ([], ["--seed=1"]):
         assert "which run" in refusal(evaluate.main, argv)
 
