@@ -58,7 +58,8 @@ def write_run_config(folder, cfg, device):
 def git_revision():
     here = os.path.dirname(os.path.abspath(__file__))
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
+        command = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     except OSError:  # no git
         return None
     return done.stdout.strip() or None
@@ -69,8 +70,8 @@ def git_revision():
 
 
 def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
-    """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. SystemExit,
-    and nothing is written, if a weight is not finite."""
+    """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. Raises
+    SystemExit, and writes nothing, if a weight is not finite."""
     weights = nets.policy.state_dict()
     moments = [x for state in nets.optimizer.state.values() for x in moments_of(state)]
     finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
@@ -123,8 +124,8 @@ def read_newest(folder, mmap=False):
             for name, kind in FIELDS.items():
                 assert isinstance(content[name], kind), name
     except BadInput as e:
-        raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to ckpt.pt "
-                       "to go on from there") from e
+        raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
+                       "ckpt.pt to go on from there") from e
     return path, content
 
 

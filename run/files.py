@@ -120,7 +120,8 @@ def load_file(path, kind, mmap=False):
                        f"({type(e).__name__})") from e
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
-        raise BadInput(f"{path}: holds {shown(found)} where a checkpoint of kind {kind!r} is needed")
+        raise BadInput(f"{path}: holds {shown(found)} where a checkpoint of kind {kind!r} is "
+                       "needed")
     return content
 
 
