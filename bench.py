@@ -38,7 +38,7 @@ from judge.train import get_judges
 from pretrain import new_policy
 from run.build import build, read_inputs
 from run.device import pick_dtype
-from run.prove import prove
+from run.fast import prove
 from run.script import BadInput, run_script, seed_for
 from selection import collect_target
 
@@ -110,8 +110,10 @@ def iteration(nets, cfg, it):
     prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
     batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), clock)
     clock.lap("reference, advantage")
-    target = collect_target(nets, it, cfg, grpo.collect)
-    clock.lap("target")
+    target = None
+    if cfg.tracin != "off" and cfg.tracin_val_prompts:
+        target = collect_target(nets, it, cfg, grpo.collect)
+        clock.lap("target")
     grpo.update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), clock)
     clock.lap("influence, step")
     return Round(clock.phases, int(batch.rollout.sampled_mask.sum()), peak_memory(nets.device))

@@ -277,8 +277,8 @@ def as_markdown(study, found):
     names = dict.fromkeys(name for ends in found["ends"].values() for row in ends.values()
                           for name in row)
     lines = [f"# {found['name']}", "", "At the end, mean ± standard error over seeds:", ""]
-    rows = [[arm, len(ends)] + [plus_minus(row.get(name) for row in ends.values()) for name in names]
-            for arm, ends in found["ends"].items()]
+    rows = [[arm, len(ends), *(plus_minus(row.get(name) for row in ends.values())
+                               for name in names)] for arm, ends in found["ends"].items()]
     lines += table_lines(["arm", "seeds", *names], rows)
     lines += ["", f"At equal KL, sqrt(KL) = {found['x']:.3f}. Of each seed a straight line through "
               f"(sqrt(KL), log {found['measure']}) is read there. Differences to the controls are "

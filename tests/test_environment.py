@@ -1,31 +1,33 @@
 """
-An environment that answers: what it says is read and never learned, and what was sampled around it
-is what a loop over single rows samples, on every path.
+What answers a completion while it is sampled: an environment, or tools. Its words are read and
+never learned, and what is sampled around them is what a loop over single rows samples.
 """
 import functools
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+import explain.speak
 from config import load_settings
+from conftest import ROOT
 from data.prompts import Prompt
-from environment.episode import answering, openings, try_environment
 from evaluate import evaluate, sample_evaluation
-from grpo import collect, loss_masks, sample_groups
-from sample import completion_logprobs
-from run.decoder import Decoder
+from grpo import collect, sample_groups
+from run.fast import Decoder
 from run.metrics import batch_metrics
-from run.report import print_iteration
-from run.script import BadInput
-from sample import decode, empty_rollout, generate
-from speak import speak
-from test_decoder import RecordingDecoder
-from test_grpo import END, PROMPTS, TEXTS, TOKENIZER, gpt, gradients, nets_of, settings, train
+from sample import completion_logprobs, decode, empty_rollout, generate
+from tasks.tools import (
+    calc, call_metrics, check_prompts_name, check_tools, find_calls, list_tools, reply,
+    tool_environment)
+from tasks.turns import answering, openings, try_environment
+from worlds import WORD_PROMPTS, WORDS, nets_of, refusal, settings, word_gpt
 
 T = 20
 STOPS = tuple("aeinorst ?")
-PROMPT_IDS = [prompt.ids for prompt in PROMPTS]
+END = WORDS.eot_token
+IDS = [prompt.ids for prompt in WORD_PROMPTS]
 
 
 def game(prompts, transcripts):
@@ -34,24 +36,25 @@ def game(prompts, transcripts):
     return [None if n == 0 else "" if n == 1 else f" {n}t" for n in last]
 
 
-def world(function=game, **knobs):
-    functions = {"letters": lambda prompts, completions: [text.count("t") for text in completions]}
-    knobs = dict(max_turns=3, max_completion_length=T) | knobs
-    cfg = settings(functions, **knobs)
-    cfg.functions = functions | {"environment": function}
+def with_game(function=game, **knobs):
+    cfg = settings(**dict(max_turns=3, max_completion_length=T, num_generations=8) | knobs)
+    cfg.functions = cfg.functions | {"environment": function}
     return replace(cfg, stop_strings=STOPS).check()
 
 
-def rollout_of(policy, cfg, num_generations=8, respond=True, **more):
-    if respond:
-        more["respond"] = answering(TOKENIZER, PROMPTS, cfg, num_generations)
-    return generate(policy, PROMPT_IDS, num_generations, T, seed=7, eos=END, **more)
+def rollout_of(cfg, **more):
+    respond = answering(WORDS, WORD_PROMPTS, cfg, 8)
+    return generate(word_gpt(), IDS, 8, T, seed=7, eos=END, respond=respond, **more)
 
 
 def turns_of(rollout):
     """Times that each row was answered (N,)."""
     own = rollout.sampled_mask | ~rollout.completion_mask
     return (own[:, :-1] & ~own[:, 1:]).sum(1)
+
+
+# ------------------------------------------------------------------------------------------------
+# turns
 
 
 def row_by_hand(policy, prompt, u, max_turns):
@@ -63,14 +66,14 @@ def row_by_hand(policy, prompt, u, max_turns):
         cdf = policy.lm_head(h).float().softmax(0).cumsum(0)
         token = int((cdf <= u[len(ids)] * cdf[-1]).sum())
         ids, own = [*ids, token], [*own, True]
-        new, turn = TOKENIZER.decode([token]), TOKENIZER.decode(ids[start:])
+        new, turn = WORDS.decode([token]), WORDS.decode(ids[start:])
         if token != END and not any(stop in new and stop in turn for stop in STOPS):
             continue
-        answer, = game([prompt.text], [TOKENIZER.decode([i for i in ids if i != END])])
+        answer, = game([prompt.text], [WORDS.decode([i for i in ids if i != END])])
         nothing = answer is None or token == END and not answer
         if nothing or answer and answers == max_turns:
             return ids, own, True
-        forced = TOKENIZER.encode_ordinary(answer)[:T - len(ids)]
+        forced = WORDS.encode_ordinary(answer)[:T - len(ids)]
         if forced:
             ids, own = ids + forced, own + [False] * len(forced)
             answers, start = answers + 1, len(ids)
@@ -79,110 +82,67 @@ def row_by_hand(policy, prompt, u, max_turns):
 
 @torch.no_grad()
 def test_a_loop_over_single_rows_samples_the_same():
-    policy, cfg = gpt(), world()
-    r = rollout_of(policy, cfg)
+    cfg = with_game()
+    r = rollout_of(cfg)
     noise = torch.rand(32, T, generator=torch.Generator().manual_seed(7))
-    texts = []
+    tokens = r.tokens[:, -r.completion_mask.shape[1]:]
     for i, u in enumerate(noise):
         n = int(r.completion_mask[i].sum())
-        found = r.tokens[i, -r.completion_mask.shape[1]:][:n].tolist(), r.sampled_mask[i, :n].tolist(), r.ended[i]
-        assert found == row_by_hand(policy, PROMPTS[i // 8], u, cfg.max_turns), i
-        texts.append(TOKENIZER.decode([token for token in found[0] if token != END]))
-    assert [TOKENIZER.decode(ids) for ids in r.completions(END)] == texts, "an end token is no text"
+        found = tokens[i, :n].tolist(), r.sampled_mask[i, :n].tolist(), r.ended[i]
+        assert found == row_by_hand(word_gpt(), WORD_PROMPTS[i // 8], u, cfg.max_turns), i
+        own_ends = (tokens[i, :n] == END) & r.sampled_mask[i, :n]
+        assert r.completions(END)[i] == tokens[i, :n][~own_ends].tolist()
     assert {0, 1, 2, 3} == set(turns_of(r).tolist()), "not a test of several turns"
-    is_end = (r.tokens[:, -r.completion_mask.shape[1]:] == END) & r.completion_mask
+    is_end = (tokens == END) & r.completion_mask
     assert (is_end[:, :-1] & r.completion_mask[:, 1:]).any(), "no row went on after its end token"
     assert 3 < r.ended.sum() < 29
 
 
-PATHS = [
-    dict(batch_size=8), dict(decode=functools.partial(decode, drop=False)),
-    dict(decode=lambda policy: Decoder(policy, graphs=False)),
-    dict(decode=lambda policy: RecordingDecoder(policy, bucket=8))]
-
-
-@pytest.mark.parametrize("truncation", [{}, dict(top_k=40)])
-@pytest.mark.parametrize("path", PATHS)
 @torch.no_grad()
-def test_every_way_of_decoding_gives_the_same(path, truncation, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)   # no step may wait
-    policy, cfg = gpt(), world()
-    plain = rollout_of(policy, cfg, **truncation)
-    if "decode" in path and not isinstance(path["decode"], functools.partial):
-        path = dict(decode=path["decode"](policy))
-    other = rollout_of(policy, cfg, **path, **truncation)
-    for name in ("tokens", "mask", "chosen", "ended"):
-        assert torch.equal(getattr(plain, name), getattr(other, name)), name
-    found = completion_logprobs(policy, other)
-    assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees with the sampler"
-    assert turns_of(other).max() == 3
+def test_every_way_of_decoding_gives_the_same():
+    cfg = with_game()
+    decoder = Decoder(torch.device("cpu"), compiled=False)
+    for truncation in ({}, dict(top_k=40)):
+        plain = rollout_of(cfg, **truncation)
+        for way in (dict(batch_size=8), dict(decode=functools.partial(decode, drop=False)),
+                    dict(decode=decoder)):
+            other = rollout_of(cfg, **way, **truncation)
+            for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
+                assert torch.equal(getattr(plain, name), getattr(other, name)), (way, name)
+            found = completion_logprobs(word_gpt(), other)
+            assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
 
 
 def test_parts_of_the_prompts_hear_their_own_answers():
-    policy, cfg = gpt(), world(lambda prompts, texts: [f" {prompt}" for prompt in prompts])
-    whole = rollout_of(policy, cfg)
-    last = rollout_of(policy, cfg, part=slice(2, 4), batch_size=8)
-    width = last.mask.shape[1]
-    assert torch.equal(last.tokens[:, -width:], whole.tokens[16:, -whole.mask.shape[1]:][:, :width])
-    assert TEXTS[3] in TOKENIZER.decode(last.completions(END)[-1])
+    heard = []
+
+    def listen(prompts, transcripts):
+        heard.extend(prompts)
+        return [None] * len(prompts)
+
+    rollout_of(with_game(listen), part=slice(2, 4), batch_size=8)
+    assert set(heard) == {WORD_PROMPTS[2].text, WORD_PROMPTS[3].text}
 
 
-@pytest.mark.parametrize("knobs", [dict(beta=.1), dict(speed=("attention", "retire"))])
-def test_a_step_learns_from_what_the_policy_chose_alone(knobs):
-    policy, cfg = gpt(), world(**knobs)
-    batch = collect(nets_of(policy, cfg), PROMPTS, cfg, 7)
-    chosen = batch.rollout.sampled_mask
-    assert torch.equal(batch.loss_mask, chosen) and turns_of(batch.rollout).max() == 3
-    steps, m = gradients(policy, batch, cfg, first=True)
-    assert m["sampling/sampling_logp_difference/max"] < 1e-5 and abs(m["ratio"] - 1) < 1e-5
-    batch.rollout.logp[~chosen] = 7.0
-    if batch.ref_logp is not None:
-        batch.ref_logp[~chosen] = -7.0
-    other, _ = gradients(policy, batch, cfg, first=True)
-    assert torch.equal(steps[0], other[0]), "a gradient depends on log-probs of forced tokens"
-
-
-def test_metrics_count_what_the_policy_chose():
-    cfg = world()
-    nets = nets_of(gpt(), cfg)
-    batch = collect(nets, PROMPTS, cfg, 7)
-    rollout = batch.rollout
-    m = batch_metrics(batch, cfg)
-    lengths = rollout.sampled_mask.sum(1).double()
-    assert m["forced"] == pytest.approx(1 - float(rollout.sampled_mask.sum() / rollout.completion_mask.sum()))
-    assert .1 < m["forced"] < .9
-    assert m["completions/mean_length"] == pytest.approx(float(lengths.mean()))
-    assert m["completions/clipped_ratio"] == float((~rollout.ended).double().mean())
-
-
-@pytest.mark.parametrize("max_turns", (1, 2))
-def test_max_turns(max_turns):
-    cfg = world(lambda prompts, texts: [" so?"] * len(texts), max_turns=max_turns)
-    r = rollout_of(gpt(), cfg)
-    answered = turns_of(r)
-    assert answered.max() == max_turns
-    assert (answered[r.ended] == max_turns).all(), "only an answer too many ends an episode here"
-    assert r.ended.any()
-
-
-def test_without_an_environment_nothing_changes():
-    free = rollout_of(gpt(), world(), respond=False)
-    off = rollout_of(gpt(), world(max_turns=0))
-    quiet = world(lambda prompts, texts: [None] * len(texts))
-    silent = rollout_of(gpt(), replace(quiet, stop_strings=()))
-    for name, x in vars(free).items():
-        if x is not None:
-            assert torch.equal(x, getattr(off, name)), name
-            assert torch.equal(x, getattr(silent, name)), f"{name}: an end that is agreed to"
+def test_max_turns_and_no_turns():
+    chatty = with_game(lambda prompts, texts: [" so?"] * len(texts), max_turns=2)
+    r = rollout_of(chatty)
+    assert turns_of(r).max() == 2 and (turns_of(r)[r.ended] == 2).all() and r.ended.any()
+    free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
+    off = rollout_of(with_game(max_turns=0))
+    quiet = replace(with_game(lambda prompts, texts: [None] * len(texts)), stop_strings=())
+    for name in ("tokens", "completion_mask", "sampled_mask", "logp", "ended"):
+        assert torch.equal(getattr(free, name), getattr(off, name)), name
+        assert torch.equal(getattr(free, name), getattr(rollout_of(quiet), name)), name
 
 
 def planted(texts, cfg, room=8, forced=(), over=()):
     """Rows whose last token is the last of these texts (or ids), just drawn -> the rollout. forced:
     rows whose tokens but the last were forced. over: rows that ended before it."""
-    ids = [TOKENIZER.encode_ordinary(text) if isinstance(text, str) else text for text in texts]
+    ids = [WORDS.encode_ordinary(text) if isinstance(text, str) else text for text in texts]
     t = len(ids[0]) - 1
     assert all(len(row) == t + 1 for row in ids)
-    prompt = torch.tensor([[1]] * len(ids))
+    prompt = torch.ones(len(ids), 1, dtype=torch.long)
     r = empty_rollout(prompt, prompt > 0, 1, t + 1 + room, END)
     r.tokens[:, 1:t + 2] = torch.tensor(ids)
     r.completion_mask[:, :t + 1] = True
@@ -192,8 +152,7 @@ def planted(texts, cfg, room=8, forced=(), over=()):
     for i in over:
         r.completion_mask[i, t:] = False
         r.ended[i] = True
-    rows = torch.arange(len(ids))
-    answering(TOKENIZER, PROMPTS, cfg, 1)(0, r, rows, t, t + 1)
+    answering(WORDS, WORD_PROMPTS, cfg, 1)(0, r, torch.arange(len(ids)), t, t + 1)
     return r
 
 
@@ -204,7 +163,7 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
         heard.extend(transcripts)
         return [""] * len(transcripts)
 
-    cfg = replace(world(listen), stop_strings=("</a>", "é"))
+    cfg = replace(with_game(listen), stop_strings=("</a>", "é"))
     planted(["x</a>", "x</b>", "</a>y", "</a>>"], cfg)
     assert heard == ["x</a>"], "the last of these completed it one token before"
     planted(["ab é", "ab è"], cfg)
@@ -214,151 +173,189 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
 
 
 def test_answers_are_cut_and_ends_are_undone():
-    cfg = world(lambda prompts, texts: ["1234567890" if "e" in text else None for text in texts])
-    rows = [[*TOKENIZER.encode_ordinary("e"), END], TOKENIZER.encode_ordinary("xe")[:2],
-            TOKENIZER.encode_ordinary("xt")[:2]]
+    cfg = with_game(lambda prompts, texts: ["1234567890" if "e" in x else None for x in texts])
+    rows = [[*WORDS.encode_ordinary("e"), END], WORDS.encode_ordinary("xe")[:2],
+            WORDS.encode_ordinary("xt")[:2]]
     r = planted(rows, cfg, room=4)
     assert r.ended.tolist() == [False, False, True]
     assert r.sampled_mask.tolist() == [[True, True, *[False] * 4]] * 2 + [[True] * 6]
-    assert TOKENIZER.decode(r.tokens[0, 3:].tolist()) == "1234"
+    assert WORDS.decode(r.tokens[0, 3:].tolist()) == "1234"
     r = planted(rows, cfg, room=0)
     assert r.ended.tolist() == [False, False, True], "an answer without room counts as cut, too"
-    assert r.completions(END)[2] == rows[2], "a stop string that ends a row is a part of its text"
+
+
+def test_what_samples_hears_the_environment_and_is_given_columns(capsys):
+    seen = []
+
+    def tell(prompts, transcripts, number, rows):
+        seen.extend(zip(prompts, number, rows))
+        return [" 77"] * len(prompts)
+
+    prompts = [Prompt(text, ids, {"text": text, "number": i})
+               for i, (text, ids, _) in enumerate(WORD_PROMPTS)]
+    cfg = with_game(tell, num_eval_generations=3, num_generations=2)
+    nets = nets_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
+    try_environment(cfg, prompts, WORDS)
+    for sampled in (sample_groups(nets, prompts, cfg, 3),
+                    sample_evaluation(nets, nets.policy, cfg)):
+        assert (sampled.completion_mask & ~sampled.sampled_mask).any()
+    assert {(text, i) for text, i, _ in seen} == {(p.text, p.row["number"]) for p in prompts}
+    lengths = sampled.sampled_mask.sum(1).double()
+    measured = evaluate(nets, nets.policy, cfg)[0]["mean_length"]
+    assert measured == pytest.approx(float(lengths.mean()))
+    spoken = explain.speak.speak(nets, nets.policy, cfg, "you are", 3)
+    assert not any(" 77" in text for text, _ in spoken)
+    assert "asks for the column 'number'" in capsys.readouterr().out
+
+
+def test_metrics_count_what_the_policy_drew():
+    cfg = with_game()
+    nets = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
+    batch = collect(nets, WORD_PROMPTS, cfg, 7)
+    r = batch.rollout
+    m = batch_metrics(batch, cfg)
+    assert m["forced"] == pytest.approx(1 - float(r.sampled_mask.sum() / r.completion_mask.sum()))
+    assert .1 < m["forced"] < .9 and torch.equal(batch.loss_mask, r.sampled_mask)
+    assert m["completions/mean_length"] == pytest.approx(float(r.sampled_mask.sum(1).double().mean()))
 
 
 def fails(prompts, transcripts):
     raise KeyError(transcripts[0])
 
 
-@pytest.mark.parametrize("function, message", [
-    (fails, r"environment raised KeyError: .*, for the prompt"),
-    (lambda p, texts: "yes", "returned 'yes': must be a list with a text, or None, for each"),
-    (lambda p, texts: texts[1:], "environment returned 18 answers for 19 transcripts"),
-    (lambda p, texts: [3] * len(texts), "returned 3 for the transcript .*: must be a text, or"),
+def empties(prompts, transcripts):
+    transcripts.clear()
+    return []
+
+
+WRONG = [   # function, words of the refusal
+    (fails, "environment raised KeyError: "), (lambda p, texts: "yes", "returned 'yes': must be"),
+    (lambda p, texts: texts[1:], "for each of 19 transcripts"), (empties, "returned []: must be"),
+    (lambda p, texts: [3] * len(texts), "returned 3 for the transcript"),
     (lambda p, texts: ["\ud800"] * len(texts), "must be a text"),
-    (lambda p, texts, answer: texts, "environment asks for the column 'answer'; the prompt 'last'"),
-    (lambda: [], r"environment takes \(\): must take"),
-])
-def test_what_an_environment_does_wrong_is_one_line(function, message):
-    cfg = world(function)
-    known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in PROMPTS]
-    with pytest.raises(BadInput, match=message) as error:
-        try_environment(cfg, [*known * 2, Prompt("last", [1], {"text": "last"})], TOKENIZER)
-    assert "\n" not in str(error.value)
+    (lambda p, texts, answer: texts, "asks for the column 'answer'; the prompt 'last'"),
+    (lambda: [], "environment takes (): must take")]
 
 
-@pytest.mark.parametrize("knobs, message", [
-    (dict(force_rate=.5), "set force_text"), (dict(force_rate=2.0), "force_rate = 2.0"),
-    (dict(max_turns=-1), "max_turns = -1"), (dict(stop_strings=(3,)), "must be text"),
-    (dict(stop_strings=("",)), "must not be empty"),
-    (dict(functions={}), "stop_strings = .*: the config file defines no function environment"),
-    (dict(force_rate=.5, force_text="12345678901234567890"), "its 20 tokens leave no room")])
-def test_settings_that_cannot_work(knobs, message):
-    cfg = world()
-    cfg.functions |= knobs.pop("functions", cfg.functions)
-    if message.startswith("stop_strings"):
-        del cfg.functions["environment"]
-    with pytest.raises(BadInput, match=message):
-        try_environment(replace(cfg, **knobs).check(), PROMPTS, TOKENIZER)
-
-
-def test_an_environment_is_given_columns():
-    prompts = [Prompt(text, ids, {"text": text, "sum": i}) for i, (text, ids, _) in
-               enumerate(PROMPTS)]
-    seen = []
-
-    def tell(prompts, transcripts, sum, rows):
-        seen.extend(zip(prompts, sum, rows))
-        return [None] * len(prompts)
-
-    cfg = world(tell)
-    try_environment(cfg, prompts, TOKENIZER)
-    seen.clear()
-    cfg = replace(cfg, num_generations=2)
-    sample_groups(nets_of(gpt(), cfg), prompts, cfg, 3)
-    assert {text for text, _, _ in seen} == set(TEXTS)
-    assert all(row == {"text": text, "sum": n} and TEXTS[n] == text for text, n, row in seen)
-
-
-def test_whatever_samples_hears_the_environment(capsys):
-    policy, cfg = gpt(), world(lambda prompts, texts: [" 77"] * len(texts), num_eval_generations=3)
-    nets = nets_of(policy, cfg)
-    rollout = sample_evaluation(nets, policy, cfg)
-    answered = rollout.completion_mask & ~rollout.sampled_mask
-    assert answered.any() and rollout.completion_mask.shape == (12, T)
-    lengths = rollout.sampled_mask.sum(1).double()
-    assert evaluate(nets, policy, cfg)[0]["mean_length"] == pytest.approx(float(lengths.mean()))
-    spoken = speak(nets, policy, cfg, "you are", 3)
-    assert any(" 77" in text for text, _ in spoken)
-    cfg.functions["environment"] = lambda prompts, texts, answer: [" 77"] * len(texts)
-    spoken = speak(nets, policy, cfg, "you are", 3)
-    assert not any(" 77" in text for text, _ in spoken)
-    assert "note: without the environment: environment asks for the column 'answer'" in (
-        capsys.readouterr().out)
+def test_what_an_environment_does_wrong_is_one_line():
+    known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in WORD_PROMPTS]
+    prompts = [*known * 2, Prompt("last", [1], {"text": "last"})]
+    for function, words in WRONG:
+        assert words in refusal(try_environment, with_game(function), prompts, WORDS)
+    cfg = with_game(force_rate=.5, force_text="12345678901234567890")
+    assert "its 20 tokens leave no room" in refusal(try_environment, cfg, known, WORDS)
 
 
 def test_an_opening_is_forced_on_its_share_of_the_rows():
-    cfg = world(force_rate=.25, force_text="calc(", num_generations=400)
-    ids = TOKENIZER.encode_ordinary("calc(")
-    forced = openings(TOKENIZER, cfg, 4, seed=3)
+    cfg = with_game(force_rate=.25, force_text="calc(", num_generations=400)
+    ids = WORDS.encode_ordinary("calc(")
+    forced = openings(WORDS, cfg, 4, seed=3)
     opened = forced[:, 0] >= 0
     assert abs(float(opened.double().mean()) - .25) < .04
     assert (forced[opened, :len(ids)] == torch.tensor(ids)).all()
     assert (forced[~opened] == -1).all() and (forced[:, len(ids):] == -1).all()
-    assert torch.equal(forced[:800], openings(TOKENIZER, cfg, 2, seed=3)), "rows draw in order"
-    assert not torch.equal(forced, openings(TOKENIZER, cfg, 4, seed=4))
-    assert openings(TOKENIZER, world(force_text="calc("), 4, seed=3) is None
-
-
-def test_openings_are_for_training_and_carry_no_loss(capsys):
-    cfg = world(lambda prompts, texts: [None] * len(texts), force_rate=.5, force_text="calc(",
-                num_eval_generations=8)
-    policy = gpt()
-    nets = nets_of(policy, cfg)
-    batch = collect(nets, PROMPTS, cfg, 7)
+    assert not torch.equal(forced, openings(WORDS, cfg, 4, seed=4))
+    assert openings(WORDS, with_game(), 4, seed=3) is None
+    cfg = with_game(lambda prompts, texts: [None] * len(texts), force_rate=.5, force_text="calc(")
+    nets = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
+    batch = collect(nets, WORD_PROMPTS, cfg, 7)
     opened = ~batch.rollout.sampled_mask[:, 0]
-    assert 2 < opened.sum() < 14
+    assert 4 < opened.sum() < 28
     assert [text.startswith("calc(") for text in batch.completions] == opened.tolist()
-    assert sample_evaluation(nets, policy, cfg).chosen[:, 0].all()
-
-    m = train(policy, batch, cfg, first=True) | batch_metrics(batch, cfg)
-    assert m["sampling/sampling_logp_difference/max"] < 1e-5
-    for line in (cfg, world(), replace(cfg, force_rate=0.0, functions={})):
-        print_iteration(m | dict(iteration=1, step_time=1.0), line, 5, 1.0)
-    *with_share, without = capsys.readouterr().out.splitlines()
-    share = f"{100 * m['forced']:.1f} % forced"
-    assert all(share in line for line in with_share) and "forced" not in without
-
-    batch.loss_mask = loss_masks(batch.rollout, cfg)[0] | batch.rollout.completion_mask
-    with pytest.raises(SystemExit, match="the policy did not choose carry loss"):
-        train(policy, batch, cfg)
+    assert sample_evaluation(nets, nets.policy, cfg).sampled_mask[:, 0].all()
 
 
-CONFIG = """
-stop_strings = ("e", "a")
-force_rate = 0.5
-force_text = " the"
+# ------------------------------------------------------------------------------------------------
+# tools
 
-def environment(prompts, transcripts):
-    return [" cat" if "cat" not in text else None for text in transcripts]
+TABLE = {"calc": calc}
+REPLIES = {
+    "calc(12*7)": " = 84", "calc( (1+2)*3 )": " = 9", "I think": "", "calc(12*7) = 84": "",
+    "calc(12*7": "", "(12*7)": "", ")": "", "calc(12*7).\n": " = 84", "calc(12*7) so": "",
+    "calc(1/0) error: division by zero": "", "calc(1) = ?": "", "calc(1) = 1, calc(2)": " = 2",
+    "(calc(2)": " = 2", "calx(1)": " error: no tool 'calx'; there is calc",
+    "calc(1/0)": " error: division by zero",
+    "calc(one)": " error: only numbers, + - * / and brackets, at most 100 characters"}
 
-def reward(prompts, completions):
-    return [len(text) % 5 for text in completions]
-"""
+
+def test_a_call_is_answered_with_its_result_or_its_error():
+    for text, added in REPLIES.items():
+        assert reply(text, TABLE) == added, text
+        assert tool_environment(TABLE)(["?", "?"], ["no call", text]) == ["", added]
+    table = {"long": lambda text: "ab \n" * 9999, "find": lambda text: "(as f(x) = 3)\nin g(h(2))"}
+    assert len(reply("long(1)", table)) < 250 and "\n" not in reply("long(1)", table)
+    answer = reply("find(x)", table)
+    assert answer == " = (as f (x) = 3) in g (h (2))"
+    assert reply("find(x)" + answer, table) == "", "what an answer says is no call"
 
 
-def test_a_run_with_an_environment(grpo, rows, tmp_path):
-    config = tmp_path / "config.py"
-    config.write_text(CONFIG)
-    out = grpo(tmp_path / "run", config, "--tracin=advantage", "--tracin_val_prompts=2",
-               "--beta=0.1")
-    lines = [line for line in out.splitlines() if line.startswith("iter ")]
-    assert len(lines) == 3 and all(" % forced, " in line for line in lines)
-    assert any(" cat" in row["completion"] for row in rows(tmp_path / "run" / "samples.jsonl"))
-    assert all(row["forced"] > 0 for row in rows(tmp_path / "run" / "metrics.jsonl"))
+def test_the_parser_takes_any_text():
+    rng = random.Random(0)
+    pieces = ["calc", "(", ")", "(", ")", "1", "*", " ", "\n", "=", "é", "\0", "_", "🙂", " = "]
+    for _ in range(2000):
+        text = "".join(rng.choices(pieces, k=rng.randrange(12)))
+        for call in find_calls(text):
+            assert text[:call.start].endswith(f"{call.name}(") and text[call.end - 1] == ")"
+        added = reply(text, TABLE)
+        assert added.startswith((" = ", " error: ")) or not added, f"{text!r} got {added!r}"
+    for text in ("(" * 50_000 + ")" * 50_000, "a" * 100_000 + ")", "f(" * 50_000 + ")" * 50_000):
+        reply(text, TABLE)
 
-    path = tmp_path / "run" / "config.json"
-    assert load_settings([str(path)]).answers
-    path.write_text(path.read_text().replace('"signature": "', '"signature": "0'))
-    with pytest.raises(BadInput, match="'environment' is Python of somebody else's run"):
-        load_settings([str(path), "--reward_funcs=judge"])
+
+def test_calls_and_failures_are_counted_in_the_texts():
+    texts = ["calc(1) = 1 calc(x) error: no", "calc(2", "calc(3)", "calx(1) error: no"]
+    assert call_metrics(texts) == {"tools/call_frequency": 3 / 4, "tools/failure_frequency": 2 / 3}
+    assert set(call_metrics([]).values()) == {0}
+
+
+def test_prompts_and_table_name_the_same_tools():
+    """A real mistake: the prompt said slack_send_message, the table send_slack_message."""
+    def send_slack_message(text):
+        """Send a message.
+
+        And more that no prompt shows."""
+
+    table = {"calc": calc, "send_slack_message": send_slack_message}
+    shown = list_tools(table)
+    assert shown.endswith("\nsend_slack_message(text): Send a message.")
+    check_prompts_name(table, [shown + "\nWhat is 2*2?", "What is (2*2)?"])
+    line = refusal(check_prompts_name, table, ["You have slack_send_message(text). Hello"])
+    assert "'slack_send_message'" in line and "'send_slack_message'" in line
+
+
+def test_a_tool_that_cannot_be_called_with_one_text_is_refused():
+    async def later(text):
+        return text
+
+    for tool in (lambda a, b: a, lambda: 1, later, 7):
+        assert "can be called with one text" in refusal(check_tools, {"calc": tool})
+    assert "must be a word" in refusal(check_tools, {"my calc": calc})
+    assert "must be a dict" in refusal(check_tools, [calc])
+    check_tools({"calc": calc, "upper": str.upper, "more": lambda a, b=2: a})
+
+
+def test_calc():
+    rng = random.Random(0)
+    for _ in range(1500):
+        text = "".join(rng.choices(["1", "23", ".5", "+", "-", "*", "/", "(", ")", " "], k=7))
+        try:
+            expected = eval(text) if "**" not in text and "//" not in text else None
+        except (SyntaxError, TypeError, ZeroDivisionError):
+            expected = None
+        try:
+            found = float(calc(text))
+        except (ValueError, ZeroDivisionError):
+            found = None
+        assert found == (expected and pytest.approx(expected, rel=1e-9)), text
+    assert [str(calc(x)) for x in ("347*86", " 6/2 ", "1/4", "1.50")] == ["29842", "3", "0.25", "1.5"]
+    for text in ("9**9", "7//2", "1 if 1 else 2", "1e5", "()", "3(4)", "...", "²", "٣", "1\n+1", "",
+                 "1" + "+1" * 60, "__import__('os')"):
+        assert reply(f"calc({text})", TABLE)[:8] == " error: ", text
+
+
+def test_the_config_file_of_the_calculator():
+    cfg = load_settings([f"{ROOT}/config/calculator.py"])
+    assert cfg.functions["environment"](["?"], ["calc(347*86)"]) == [" = 29842"]
+    question, = cfg.functions["questions"](1, 0)
+    texts = cfg.functions["texts"](2000, 0)
+    assert any(" calc(" in text for text in texts) and not any(question["text"] in t for t in texts)
