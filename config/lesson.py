@@ -5,12 +5,13 @@ import random as _random
 
 from config.quick_test import *
 
-out_dir = "out/lesson"
+out_dir = "out/lesson_run"
 policy = "train"
 vocab_size = 4096
 pretrain_tokens = 100_000
 block_size = 32
 max_completion_length = 10
+seed = 8  # four prompts that differ
 num_prompts = 4
 num_generations = 6
 micro_batch_size = 24

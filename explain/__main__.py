@@ -16,7 +16,6 @@ With --prompt they are of the iterations that follow both checkpoints.
 """
 import collections
 import contextlib
-import copy
 import io
 import math
 import os
@@ -53,7 +52,8 @@ PANELS = ("reward", "toxicity", "kl", "selected", "cosine")
 
 class Again(NamedTuple):
     """An optimizer step that is scored and not taken."""
-    nets: Any           # grpo.Nets, with the step on the tape
+    nets: Any           # grpo.Nets
+    tape: Any           # tracin.Tape
     batch: Any          # grpo.Batch
     step: Any           # grpo.Step
     micros: list        # its rows, by micro-batch
@@ -80,17 +80,15 @@ def iteration_after(nets, path, cfg, asked):
     if step is None:
         raise BadInput(f"{path}: no rollout of iteration {it + 1} carries loss; try --before")
     micros = list(grpo.micro_batches(batch.lengths, step.rows, cfg))
-    with nets.influence.record(batch, step, fresh=True):
+    with nets.influence.record(batch, step, fresh=True) as tape:
         for rows in micros:
             nets.influence.forward_backward(rows)
-    found = nets.influence.score(target)
-    generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
-    weights, _ = selection.weights_of(found.scores, batch, step.rows, cfg, generator)
-    noted = copy.copy(batch)    # the weights of the batch itself would weigh its loss
-    noted.influence = torch.zeros_like(batch.weights).index_copy(0, step.rows, found.scores)
-    noted.weights = torch.zeros_like(batch.weights).index_copy(0, step.rows, weights)
-    rows = sample_rows(it, prompts, noted, cfg)
-    return Again(nets, batch, step, micros, found, [rows[i] for i in step.rows.tolist()])
+    found = nets.influence.keep_helpful(target, seed_for(seed, "select", 0))
+    nets.policy.zero_grad(set_to_none=True)     # no step is taken
+    rows = sample_rows(it, prompts, batch, cfg)
+    batch.weights.fill_(1.0)                    # they would weigh the loss
+    scored = [rows[i] for i in step.rows.tolist()]
+    return Again(nets, tape, batch, step, micros, found, scored)
 
 
 def saying(prompt, completion):
@@ -117,8 +115,7 @@ def scored_against(again, cfg, j):
     if not cfg.tracin_leave_one_out or found.target_coef is None:
         return found.G
     i = int(again.step.rows[j])
-    tape = again.nets.influence.tape
-    own = tape.gradient(torch.arange(len(found.target_coef), device=found.scores.device) == i)
+    own = again.tape.gradient(torch.arange(len(found.target_coef), device=found.scores.device) == i)
     return {p: g - found.target_coef[i] * found.scale.get(p, 1) * own[p]
             for p, g in found.G.items()}
 
@@ -127,7 +124,7 @@ def check(again, cfg):
     """A sentence: the tape's influences beside those by a plain backward for each rollout."""
     if cfg.loss_type == "bnpo":
         return "Not checked: with loss_type = 'bnpo' a rollout alone has another loss."
-    nets, batch, step, _, found, _ = again
+    nets, _, batch, step, _, found, _ = again
     order = found.scores.argsort()
     chosen = order[torch.linspace(0, len(order) - 1, CHECKED).long()].unique().tolist()
     plain = []
@@ -148,7 +145,7 @@ def check(again, cfg):
 
 def words_of(again, cfg, chosen):
     """{position in the step: the row's Pieces}, influence in standard deviations."""
-    nets, batch, step, micros, found, _ = again
+    nets, _, batch, step, micros, found, _ = again
     unit = float(found.scores.std(correction=0)) or 1.0
     names = {p: name for name, p in nets.policy.named_parameters()}
     ends = end_tokens(nets.tokenizer)
@@ -192,10 +189,6 @@ def cards_of(again, cfg, show, count):
 # what is printed and written
 
 
-def shorten(text):
-    return repr(text if len(text) <= 48 else text[:45] + "...")
-
-
 def print_rollouts(rows, show):
     z = own_units(rows)
     for name, places in zip(("helpful", "harmful"), best_and_worst(z, show)):
@@ -204,7 +197,7 @@ def print_rollouts(rows, show):
             row = rows[i]
             print(f"  {z[i]:+7.2f}  iteration {row['iteration']}, reward {row['reward']:.3f}, "
                   f"advantage {row['advantage']:+.2f}, weight {row['weight']:.2g}: "
-                  f"{shorten(row['prompt'])} -> {shorten(row['completion'])}")
+                  f"{row['prompt'][:48]!r} -> {row['completion'][:48]!r}")
 
 
 def curves(folder):

@@ -5,9 +5,7 @@ A judge is a function of two lists of N texts:
     judge(prompts, completions) -> log-odds of "toxic", float32 (N,), every one of them finite
 
 Above 0 the completion is more likely toxic than clean. All judges here read the completion alone,
-as RealToxicityPrompts scores continuations: the prompt is not the policy's doing. A judge that is a
-network has it as judge.model(idx, attention_mask), so that the caller may compile it, and says
-judge.num_weights, those of embeddings left out.
+as RealToxicityPrompts scores continuations: the prompt is not the policy's doing.
 
 A text that says nothing (empty, a single symbol, no letter or digit) is clean to every judge. As a
 reward the judge abstains, so that the policy learns neither to fall silent nor to avoid it.
@@ -36,7 +34,7 @@ def load_judge(name, device="cpu"):
     return load_roberta(folder, device, label)
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # rewards
 
 

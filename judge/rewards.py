@@ -109,27 +109,29 @@ def arguments_of(what, function, prompts, completions):
     except (TypeError, ValueError):     # some functions written in C have none
         return [texts, completions], {}
 
-    kinds = {p.kind for p in parameters.values()}
-    wraps = inspect.Parameter.VAR_POSITIONAL in kinds       # perhaps a function of two parameters
-    by_position = [name for name, p in parameters.items() if p.kind in (
-        p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     args = [texts, completions]
     if "completions" in parameters:
         known |= {"prompts": texts, "completions": completions}
         args = [] if next(iter(parameters)) in known else [texts]
-    elif len(by_position) < 2 and not wraps:
+    try:
+        filled = inspect.signature(function).bind_partial(*args).arguments
+    except TypeError:
         raise BadInput(f"{what} takes ({', '.join(parameters)}): must take (prompts, completions); "
-                       "rows or columns of the prompts' file may follow")
+                       "rows or columns of the prompts' file may follow") from None
+    # *args: perhaps a wrapper that hands all on to a function of two parameters
+    wraps = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     kwargs = {}
     for name, p in parameters.items():
-        if name in by_position[:len(args)] or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        if name in filled or p.kind is p.VAR_POSITIONAL:
+            continue
+        if p.kind is p.VAR_KEYWORD:
+            left = [] if wraps else known.keys() - parameters.keys()
+            kwargs |= {key: known[key] for key in left}
             continue
         if p.default is p.empty:
             check_column(what, name, prompts, known)
         if name in known:
             kwargs[name] = known[name]
-    if inspect.Parameter.VAR_KEYWORD in kinds and not wraps:
-        kwargs |= {name: x for name, x in known.items() if name not in parameters}
     return args, kwargs
 
 

@@ -12,7 +12,7 @@ from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
 from run.files import load_gpt, save_file
-from run.script import BadInput, hash_of
+from run.script import BadInput
 
 
 class Scorer(nn.Module):
@@ -30,18 +30,14 @@ class Scorer(nn.Module):
 
 def load_scorer(path, device="cpu"):
     """Load the judge that judge/train.py wrote to a .pt file. Raises BadInput for other files."""
-    model = load_gpt(path, "judge", Scorer).eval().requires_grad_(False)
-    weights = hash_of(model)
-    model = model.to(device)
+    model = load_gpt(path, "judge", Scorer).to(device).eval().requires_grad_(False)
     block_size = model.config.block_size
     tokenizer = load_tokenizer(model.config.vocab_size)
 
     def judge(prompts, completions):
         rows = encode(tokenizer, completions, block_size)
-        return finished(path, log_odds(judge.model, rows, device), completions)
+        return finished(path, log_odds(model, rows, device), completions)
 
-    judge.model = model
-    judge.hash = weights        # it is never trained again
     return judge
 
 
@@ -60,7 +56,7 @@ def save_judge(path, model, **report):
     save_file(path, "judge", config=asdict(model.config), model=model.state_dict(), **report)
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # shared by the judges
 
 

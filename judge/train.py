@@ -6,7 +6,6 @@ judge_a gives the reward. judge_b never touches training: it is the independent 
 evaluation.
 """
 import run  # noqa: F401 (before torch: how its threads wait)
-import functools
 import hashlib
 import os
 import random
@@ -65,8 +64,9 @@ def check_judges(cfg):
 
 def prepare_judge(name, cfg, splits, device, stop, may_train=True):
     """Train the judge `name` into cfg.cache_dir unless it is there already -> path of its file."""
-    num_tokens = cfg.judge_tokens
-    key = key_of_judge(tuple(splits[name]), VOCAB_SIZE, num_tokens, SEED)
+    comments = even_lengths(splits[name], SEED)
+    made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
     path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
     if os.path.exists(path):
         print(describe(name, load_file(path, "judge")) + f", {path}")
@@ -75,26 +75,20 @@ def prepare_judge(name, cfg, splits, device, stop, may_train=True):
                        f"{cfg.out_dir} makes it again")
     else:
         held_out = splits["train_prompts"] + splits["eval_prompts"]
-        comments = even_lengths(splits[name], SEED)
-        train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop)
+        train_judge(path, name, comments, held_out, cfg.judge_tokens, device, stop)
     return path
 
 
-@functools.lru_cache(maxsize=4)
-def key_of_judge(comments, vocab_size, num_tokens, seed):
-    """Hash of what a judge is made of. A process of a study asks for it in every run."""
-    made_of = (even_lengths(comments, seed), SHAPE, vocab_size, num_tokens, seed)
-    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
-
-
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # training
 
 
-def train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop):
+def train_judge(path, name, comments, held_out, num_tokens, device, stop):
     """Train a Scorer on comments for about num_tokens tokens, test it on held_out and save it."""
     began = time.time()
-    check_comments(name, comments, held_out)
+    if not comments or len({label for _, label in held_out}) < 2:
+        raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
+                       f"{len(held_out)} to test on; the test needs both labels")
     tokenizer = load_tokenizer(VOCAB_SIZE)
     rows = encode(tokenizer, [text for text, _ in comments], SHAPE["block_size"])
     labels = torch.tensor([label for _, label in comments], device=device)
@@ -124,13 +118,6 @@ def train_judge(path, name, cfg, comments, held_out, num_tokens, device, stop):
     if os.path.exists(partial):
         os.remove(partial)
     print(describe(name, report) + f", {time.time() - began:.0f} s")
-
-
-def check_comments(name, comments, held_out):
-    """Raise BadInput when there is nothing to train on, or not both labels to test on."""
-    if not comments or len({label for _, label in held_out}) < 2:
-        raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
-                       f"{len(held_out)} to test on; the test needs both labels")
 
 
 def even_lengths(comments, seed):
@@ -168,7 +155,7 @@ def length_batches(rows, size, seed):
     return batches
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # testing
 
 

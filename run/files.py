@@ -131,7 +131,8 @@ def undamaged(path):
         yield
     except BadInput:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as e:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as e:
         reason = " ".join(str(e).split())[:200]
         raise BadInput(f"{path}: damaged, or not made here ({type(e).__name__}: {reason})") from e
 

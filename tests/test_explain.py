@@ -49,7 +49,8 @@ SETTINGS = {
         "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
     "held out": [
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_val_size=5", "--beta=0.1",
-        "--tracin_select=random", "--ref_model_sync_steps=2", "--loss_type=grpo"],
+        "--tracin_select=random", "--tracin_normalizer=norm", "--ref_model_sync_steps=2",
+        "--loss_type=grpo"],
     "average": [
         "--tracin=reward", "--tracin_target_ema=0.8", "--critic=True", "--entropy_coef=0.01",
         "--tracin_val_prompts=3"]}
@@ -154,7 +155,8 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, script, tmp_p
     text = printed(explain.main, [run("off"), "--show=1", "--words=1"])
     assert "16 rollouts of 1 iterations, target 'reward'" in text
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
-    text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target", "--show=1"])
+    argv = [run("off"), str(tmp_path / "mine.py"), "--tracin=target", "--show=1"]
+    text = printed(explain.main, argv)
     assert "target 'target'" in text and "agrees with" in text
     done = script("tracin.py", folder, "--show=1")
     assert done.returncode == 0 and "agrees with" in done.stdout and not done.stderr
@@ -169,7 +171,7 @@ def test_what_makes_the_model_say_this(run):
     helpful, harmful = text.split("most harmful")
     assert "32 rollouts of 2 iterations" in text
     assert f"iteration 3, reward {best['reward']:.3f}" in helpful
-    assert f"-> {best['completion'][:45]!r}" in helpful
+    assert f"-> {best['completion'][:48]!r}" in helpful
 
 
 def test_refusals(run, tmp_path):
@@ -255,7 +257,8 @@ def test_sentences_say_what_was_planted():
 
 NASTY = ("<script>alert(1)</script>", "\"'><img src=x onerror=alert(2)>", "&lt;b&gt; &#60;",
          "a\x00b\x1b[31m\x7f\x85", "\ud800 half", "line\n\ttab \u2028", "\u202egnp.exe\u200b",
-         "</p></article></html><!--", "]]><style>*{display:none}</style>", "{0} {x} %s", "été 🙂 中文")
+         "</p></article></html><!--", "]]><style>*{display:none}</style>", "{0} {x} %s",
+         "été 🙂 中文")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 

@@ -1,198 +1,325 @@
-"""run/files.py: a file is written whole or not at all; what is read is checked and never run."""
-import errno
-import json
+"""
+Files are written whole or not at all, and what is read is checked and never run. Around them: the
+supervised loop and its partial file, devices, exit codes, signals, output that nobody reads.
+"""
+import copy
+import math
 import os
 import random
-import resource
-import stat
+import shlex
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from by_hand import random_gpt
-from run.files import (find_below, load_file, load_gpt, read_json, replacing, save_file, save_gpt,
-                       write_json)
-from run.script import BadInput
+import run.device
+from conftest import ROOT
+from pretrain import optimizers
+from run.device import free_memory, pick_device, pick_dtype
+from run.files import (find_below, load_file, load_gpt, read_json, read_rows, read_text, replacing,
+                       save_file, save_gpt, undamaged, write_json)
+from run.fit import fit, trapezoid
+from run.script import BadInput, hash_of, interrupts, run_script, seed_for, shown
+from worlds import random_gpt, random_ids, refusal
+
+# ------------------------------------------------------------------------------------------------
+# files
 
 
 def test_find_below_searches_subfolders_and_names_what_is_missing(tmp_path):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "x.json").write_text("1")
-    assert find_below(tmp_path, "x.json") == str(tmp_path / "a" / "b" / "x.json")
-    with pytest.raises(BadInput, match="y.json is missing below"):
-        find_below(tmp_path, "y.json")
+    (tmp_path / "a [1]" / "b").mkdir(parents=True)
+    (tmp_path / "a [1]" / "b" / "x.json").write_text("1")
+    assert find_below(tmp_path / "a [1]", "x.json") == str(tmp_path / "a [1]" / "b" / "x.json")
+    assert "y.json is missing below" in refusal(find_below, tmp_path, "y.json")
 
 
-class Full:
-    """A file on a disk that is full after 1000 bytes."""
+@pytest.mark.parametrize("error, seen", [
+    (OSError(28, "No space left on device"), BadInput), (ValueError("mine"), ValueError),
+    (KeyboardInterrupt(), KeyboardInterrupt)])
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_failure_leaves_what_was_there_and_nothing_else(error, seen, folder, tmp_path):
+    path = str(tmp_path / "new" / "x")
+    with replacing(path) as tmp, open(tmp, "w") as f:
+        f.write("old")
+        assert not os.path.exists(path)
+    with pytest.raises(seen), replacing(path) as tmp:
+        os.makedirs(f"{tmp}/sub") if folder else open(tmp, "w").close()
+        raise error
+    assert open(path).read() == "old" and os.listdir(tmp_path / "new") == ["x"]
+    with replacing(path) as tmp, open(tmp, "w") as f:
+        f.write("new")
+    assert open(path).read() == "new" and os.listdir(tmp_path / "new") == ["x"]
 
-    def __init__(self, f):
-        self.f, self.flush = f, f.flush
 
-    def write(self, data):
-        if self.f.tell() + len(data) > 1000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self.f.write(data)
-
-
-def test_save_file_that_fails_midway_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = str(tmp_path / "a.pt")
-    save_file(path, "policy", x=torch.arange(3))
+    save_file(path, "run", x=torch.arange(3), nested=dict(y=[1.5, None, "z"]))
 
-    monkeypatch.setattr(torch, "save", lambda content, f, save=torch.save: save(content, Full(f)))
-    with pytest.raises(BadInput, match="a.pt: could not be written .No space left on device."):
-        save_file(path, "policy", x=torch.arange(40000))
-    assert torch.equal(load_file(path, "policy")["x"], torch.arange(3))
+    def full(content, path):
+        open(path, "w").write("half")
+        raise RuntimeError("PytorchStreamWriter failed\nsecond line")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert "a.pt: could not be written" in refusal(save_file, path, "run", x=1)
+    found = load_file(path, "run")
+    assert torch.equal(found["x"], torch.arange(3)) and found["nested"]["y"] == [1.5, None, "z"]
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_save_file_makes_folders_replaces_and_leaves_nothing_else(tmp_path, monkeypatch):
-    path = str(tmp_path / "new" / "folder" / "a.pt")
-    for x in (1, 2):
-        save_file(path, "run", x=x, nested=dict(y=[1.5, None, "z"]))
-    assert load_file(path, "run") == dict(kind="run", x=2, nested=dict(y=[1.5, None, "z"]))
-    assert os.listdir(tmp_path / "new" / "folder") == ["a.pt"]
-    monkeypatch.chdir(tmp_path)
-    save_file("bare.pt", "run", x=3)
-    assert load_file("bare.pt", "run")["x"] == 3
-
-
-def test_missing_file_is_bad_input(tmp_path):
-    path = str(tmp_path / "none.pt")
-    with pytest.raises(BadInput, match="none.pt: no such file"):
-        load_file(path, "policy")
-
-
-def test_broken_file_is_bad_input(tmp_path):
+def test_a_broken_checkpoint_is_one_line(tmp_path):
     path = str(tmp_path / "cut.pt")
+    assert "no such file" in refusal(load_file, path, "policy")
     save_gpt(path, random_gpt())
-    with open(path, "rb") as f:
-        data = f.read()
+    data = open(path, "rb").read()
     ends = (0, 1, 10, 100, 1000, len(data) // 2, len(data) - 20, len(data) - 1)
     broken = [data[:n] for n in ends]
     for content in broken + [bytes(2000), b"not a checkpoint", random.Random(0).randbytes(5000)]:
-        with open(path, "wb") as f:
-            f.write(content)
-        with pytest.raises(BadInput, match="cut.pt: not a readable checkpoint"):
-            load_gpt(path)
-    with pytest.raises(BadInput, match="not a readable checkpoint"):
-        load_file(str(tmp_path), "policy")
-
-
-@pytest.mark.parametrize("change", [
-    dict(n_head=3), dict(n_head=0), dict(n_layer=5), dict(n_embd=16), dict(no_such_field=1)])
-def test_a_shape_that_does_not_fit_its_weights_is_bad_input(change, tmp_path):
-    path = str(tmp_path / "p.pt")
-    model = random_gpt()
-    config = vars(model.config) | change
-    save_file(path, "policy", config=config, model=model.state_dict())
-    with pytest.raises(BadInput, match="p.pt: weights and shape do not fit"):
-        load_gpt(path)
-
-
-def test_file_of_another_kind_is_bad_input(tmp_path):
-    path = str(tmp_path / "other.pt")
-    save_file(path, "judge", x=1)
-    wrong_kind = "other.pt: holds 'judge' where a checkpoint of kind 'policy'"
-    with pytest.raises(BadInput, match=wrong_kind):
-        load_gpt(path)
-    for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind=None)):
+        open(path, "wb").write(content)
+        assert "cut.pt: not a readable checkpoint" in refusal(load_gpt, path)
+    for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind="judge")):
         torch.save(content, path)
-        with pytest.raises(BadInput, match="other.pt: holds 'something else' where"):
-            load_file(path, "policy")
+        assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, path)
+    for config in (3, None, dict(n_head=3), dict(n_head=0), dict(no_such_field=1), dict(n_layer=5)):
+        if isinstance(config, dict):
+            config = vars(random_gpt().config) | config
+        save_file(path, "policy", config=config, model=random_gpt().state_dict())
+        assert "cut.pt: d" in refusal(load_gpt, path)      # damaged, or does not fit
+    save_file(path, "policy", config=vars(random_gpt().config), model=7)
+    assert "damaged, or not made here" in refusal(load_gpt, path)
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
-    path, proof = str(tmp_path / "evil.pt"), tmp_path / "proof"
-    with open(path, "wb") as f:
-        # a pickle that calls os.mkdir(proof)
-        f.write(b"cos\nmkdir\n(V" + str(proof).encode() + b"\ntR.")
-    with pytest.raises(BadInput, match="evil.pt"):
-        load_file(path, "policy")
+    path = str(tmp_path / "evil.pt")
+    proof = tmp_path / "proof"
+    pickle = b"cos\nmkdir\n(V" + str(proof).encode() + b"\ntR."     # calls os.mkdir(proof)
+    open(path, "wb").write(pickle)
+    assert "evil.pt" in refusal(load_file, path, "policy")
     torch.save(dict(kind="policy", x=os.mkdir), path)
-    with pytest.raises(BadInput, match="evil.pt"):
-        load_file(path, "policy")
+    assert "evil.pt" in refusal(load_file, path, "policy")
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_policy_comes_back_bit_for_bit(tmp_path, bias):
-    model, path = random_gpt(bias=bias), str(tmp_path / "policy.pt")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_policy_comes_back_in_float32(dtype, tmp_path):
+    model = random_gpt().to(dtype)
+    path = str(tmp_path / "policy.pt")
     save_gpt(path, model, loss=1.25)
     back = load_gpt(path)
     assert back.config == model.config and load_file(path, "policy")["loss"] == 1.25
     assert back.state_dict().keys() == model.state_dict().keys()
     for name, x in model.state_dict().items():
-        assert torch.equal(back.state_dict()[name], x), name
-    assert back.lm_head.weight is back.wte.weight and os.listdir(tmp_path) == ["policy.pt"]
+        found = back.state_dict()[name]
+        assert found.dtype == torch.float32 and torch.equal(found, x.float()), name
+    assert back.lm_head.weight is back.wte.weight
 
 
-def test_a_file_or_folder_takes_its_name_when_it_is_whole(tmp_path):
-    path = str(tmp_path / "new" / "x")
-    with replacing(path) as tmp, open(tmp, "w") as f:
-        f.write("old")
-        assert not os.path.exists(path)
-    with replacing(path) as tmp:
-        with open(tmp, "w") as f:
-            f.write("new")
-        assert open(path).read() == "old"
-    assert open(path).read() == "new" and os.listdir(tmp_path / "new") == ["x"]
-    with replacing(str(tmp_path / "folder")) as tmp:
-        os.makedirs(f"{tmp}/sub")
-    assert os.listdir(tmp_path / "folder") == ["sub"] and len(os.listdir(tmp_path)) == 2
+def test_text_json_and_rows(tmp_path):
+    path = str(tmp_path / "a.json")
+    write_json(path, {"grüß": [1, None]})
+    assert read_json(path) == {"grüß": [1, None]} and read_json("nowhere", missing=3) == 3
+    rows = tmp_path / "rows.jsonl"
+    for content, part in ((b"[1]", "no JSON object"), (b"{", "JSON"), (b"[" * 9 ** 5, "JSON"),
+                          (b"{}\n\xff", "line 2 is not UTF-8")):
+        rows.write_bytes(content)
+        message = refusal(read_text if b"\xff" in content else read_json, str(rows))
+        assert part in message and "rows.jsonl" in message
+    rows.write_text('{"a": 1}\n\n{"a": "\u2028"}\n')
+    assert read_rows(rows) == [{"a": 1}, {"a": "\u2028"}]
+    rows.write_text('{"a": 1}\n{"a":\n')
+    assert "row 2 is no JSON object" in refusal(read_rows, rows)
+    assert "must end in .csv or .jsonl" in refusal(read_rows, tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("error, seen", [
-    (OSError(28, "No space left on device"), BadInput), (OSError("odd"), BadInput),
-    (ValueError("mine"), ValueError), (KeyboardInterrupt(), KeyboardInterrupt)])
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, error, seen, folder):
-    path = tmp_path / "x"
-    path.mkdir() if folder else path.write_text("old")
-    with pytest.raises(seen) as caught:
-        with replacing(str(path)) as tmp:
-            os.mkdir(tmp) if folder else open(tmp, "w").close()
-            raise error
-    assert os.listdir(tmp_path) == ["x"] and (folder or path.read_text() == "old")
-    if seen is BadInput:
-        assert str(caught.value).startswith(f"{path}: could not be written (")
+def test_what_a_file_lacks_is_one_line():
+    for broken in (lambda: {}["x"], lambda: None.x, lambda: int("x"), lambda: [1][3]):
+        with pytest.raises(BadInput, match="a.pt: damaged, or not made here"), undamaged("a.pt"):
+            broken()
 
 
-def test_json_comes_back_and_a_full_disk_keeps_the_old_file(tmp_path):
-    path, content = str(tmp_path / "x.json"), {"ä": [1, 2.5, None], "b": {"c": "中"}}
-    before = os.umask(0o022)
-    write_json(path, content)
-    os.umask(before)
-    assert read_json(path) == content == json.load(open(path, encoding="utf-8"))
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o644
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(BadInput, match="x.json: could not be written .File too large."):
-            write_json(path, {"long": "x" * 5000})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert read_json(path) == content and os.listdir(tmp_path) == ["x.json"]
+# ------------------------------------------------------------------------------------------------
+# the supervised loop
 
 
-@pytest.mark.parametrize("data, says", [
-    (b"{", "cannot be read as JSON"), (b"", "cannot be read as JSON"),
-    (b"[1]", "holds no JSON object"),
-    (b"null", "holds no JSON object"), (b'{"a": "\xff"}', "cannot be read as JSON"),
-    (b'{"a":' + b"[" * 100_000, "cannot be read as JSON"),
-    (b'{"n": {"a": 1, "a": 2}}', "cannot be read as JSON (a name stands twice")])
-def test_what_is_no_object_is_named(tmp_path, data, says):
-    path = tmp_path / "x.json"
-    path.write_bytes(data)
-    for missing in (None, {}):
-        with pytest.raises(BadInput) as caught:
-            read_json(path, missing)
-        assert str(caught.value).startswith(f"{path}: {says}") and "\n" not in str(caught.value)
+def train(partial, steps=8, until=None, crash=False):
+    """A GPT trained on random tokens -> it and the steps made. until: the step before which it is
+    stopped or crashes."""
+    model = random_gpt(seed=0 if not os.path.exists(partial) else 1)
+    made = []
+
+    def loss_at(step):
+        if crash and step == until:
+            raise RuntimeError("power cut")
+        made.append(step)
+        idx = random_ids(4, 9, seed=step)
+        logits = model.lm_head(model(idx[:, :-1]))
+        return F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
+
+    stop = (lambda: made[-1:] == [until - 1]) if until and not crash else lambda: False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("run.fit.SAVE_SECONDS", -1 if crash else 1e9)
+        try:
+            fit(model, optimizers(model), loss_at, steps, partial, "test", stop)
+        except (KeyboardInterrupt, RuntimeError) as e:
+            made.append(str(e))
+    return model, made
 
 
-def test_a_missing_file_may_have_a_default(tmp_path):
-    assert read_json(tmp_path / "x.json", missing={}) == {}
-    with pytest.raises(BadInput, match="x.json: no such file"):
-        read_json(tmp_path / "x.json")
-    with pytest.raises(BadInput, match="cannot be read as JSON"):
-        read_json(tmp_path, missing={})
+@pytest.mark.parametrize("crash", [False, True])
+def test_interrupted_fit_goes_on_as_if_it_had_not_been(crash, tmp_path):
+    whole, made = train(str(tmp_path / "whole.pt"))
+    assert made == list(range(8)) and not (tmp_path / "whole.pt").exists()
+    partial = str(tmp_path / "partial.pt")
+    _, first = train(partial, until=1, crash=crash)
+    _, second = train(partial, until=6, crash=crash)    # while the learning rate goes down
+    model, third = train(partial)
+    assert (first[:-1], second[:-1], third) == ([0], [1, 2, 3, 4, 5], [6, 7])
+    assert ("power cut" if crash else "test is saved") in first[-1]
+    assert hash_of(model) == hash_of(whole) != hash_of(random_gpt())
+    save_file(partial, "partial", model=model.state_dict(), step=3, optimizers=[{"state": 1}] * 2)
+    assert "damaged" in refusal(train, partial)
+
+
+def test_the_rates_of_a_fit(tmp_path):
+    model = nn.Linear(2, 1)
+    groups = [dict(params=[model.weight], lr=0.1), dict(params=[model.bias], lr=0.02)]
+    optimizer = torch.optim.SGD(groups)
+    rates = []
+
+    def loss_at(step):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        return (model(torch.tensor([1.0, -2.0])) - 3).square().sum()
+
+    fit(model, [optimizer], loss_at, 100, str(tmp_path / "p"), "test")
+    scales = [trapezoid(i, 100) for i in range(100)]
+    assert scales == [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
+    assert torch.allclose(torch.tensor(rates), torch.tensor([[0.1 * s, 0.02 * s] for s in scales]))
+    assert loss_at(0) < 1e-6
+    with pytest.raises(SystemExit, match="the loss of test became nan"):
+        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, str(tmp_path / "p"), "test")
+
+
+# ------------------------------------------------------------------------------------------------
+# devices
+
+
+def test_devices_and_precisions(monkeypatch, capsys):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert pick_device("cpu") == cpu
+    for name in ("quantum", "meta", "cuda:99"):
+        assert f"device = '{name}': not on this machine" in refusal(pick_device, name)
+    has = {cpu: torch.bfloat16, gpu: torch.bfloat16}
+    monkeypatch.setattr(run.device, "fast_dtype", lambda device: has[device])
+    found = [pick_dtype(name, device) for device in (cpu, gpu)
+             for name in ("auto", "fast", "float32", "bfloat16")]
+    f, h = torch.float32, torch.bfloat16
+    assert found == [f, h, f, h, h, h, f, h]
+    assert torch.get_float32_matmul_precision() == "high"       # TF32 beside bfloat16, and never
+    pick_dtype("float32", gpu)                                  # where float32 is asked for
+    assert torch.get_float32_matmul_precision() == "highest"
+    has[gpu] = f
+    assert pick_dtype("auto", gpu) == f
+    assert "emulates it" in refusal(pick_dtype, "bfloat16", gpu)
+
+
+def test_free_memory_is_known_here():
+    assert 2 ** 20 < free_memory(torch.device("cpu")) < 2 ** 50
+
+
+# ------------------------------------------------------------------------------------------------
+# commands
+
+
+def test_seeds_and_hashes():
+    assert seed_for(1, "rollout", 0) == 29435854404557282
+    cases = [(), (1,), (2,), ("1",), (1, 2), (2, 1), (12,), (1, "rollout", 0), (1, "rows", 0)]
+    assert len({seed_for(*case) for case in cases}) == len(cases)
+    model = random_gpt()
+    hashes = {hash_of(model), hash_of(copy.deepcopy(model))}
+    assert len(hashes) == 1
+    for p in model.parameters():
+        with torch.no_grad():
+            p.view(-1)[-1] += 1
+        hashes.add(hash_of(model))
+    assert len(hashes) == 1 + len(list(model.parameters()))
+    assert shown(10 ** 5000) == "<int>" and len(shown("x" * 500)) < 100
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_interrupts(number, capfd):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interrupts() as stop:
+        assert not stop()
+        signal.raise_signal(number)
+        assert stop() and capfd.readouterr().err.startswith("signal heard: ")
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+def raising(error):
+    def main(argv):
+        raise error
+    return main
+
+
+@pytest.mark.parametrize("error, code, text", [
+    (BadInput("x = 1: no"), 2, "error: x = 1: no\n"), (SystemExit("stopped"), "stopped", ""),
+    (KeyboardInterrupt("saved"), 130, "interrupted: saved\n")])
+def test_errors_become_exit_codes(error, code, text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_script(raising(error))
+    assert caught.value.code == code and capsys.readouterr().err == text
+
+
+def test_running_out_of_memory_is_one_line_and_other_errors_are_not():
+    with pytest.raises(SystemExit, match="stopped: out of memory .*; lower micro_batch_size"):
+        run_script(lambda argv: torch.empty(2 ** 57))
+    for error in (RuntimeError("odd"), FileNotFoundError("odd")):
+        with pytest.raises(type(error), match="odd"):
+            run_script(raising(error))
+
+
+PRINTS = """
+import sys
+sys.path.insert(0, {root!r})
+from run.script import run_script
+
+def main(argv):
+    for i in range({lines}):
+        print("gr\\u00fc\\u00df \\u4e2d \\ud800", i)
+
+run_script(main)
+"""
+
+
+@pytest.mark.parametrize("tail, lines, code", [("cat -v", 1, 0), ("head -1", 20000, 141)])
+def test_output_in_another_locale_or_that_nobody_reads(tail, lines, code):
+    program = shlex.quote(PRINTS.format(root=ROOT, lines=lines))
+    command = f"{sys.executable} -c {program} | {tail}; exit ${{PIPESTATUS[0]}}"
+    env = dict(os.environ, LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert r"\ud800 0" in done.stdout and done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, "3000"), (dict(GOMP_SPINCOUNT="7"), "7"), (dict(OMP_WAIT_POLICY="ACTIVE"), "None")])
+def test_threads_that_wait_spin_for_a_moment_only(given, expected):
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    code = "import run, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=env | given, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.stdout.split() == [expected, "False"]
+
+
+def test_check_fits_knows_a_slip_from_a_large_run(monkeypatch):
+    cfg = SimpleNamespace(num_prompts=32, num_generations=8, decode_batch_size=0, policy="train",
+                          n_layer=12, n_embd=768, max_completion_length=128)
+    monkeypatch.setattr(run.device, "free_memory", lambda device: 16 * 2 ** 30)
+    run.device.check_fits(cfg, torch.device("cpu"))
+    cfg.num_prompts = 32000
+    assert "rows, n_layer = 12" in refusal(run.device.check_fits, cfg, torch.device("cpu"))

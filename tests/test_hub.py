@@ -105,7 +105,7 @@ REFUSALS = [
     (GPT2, dict(num_attention_heads=3), "num_attention_heads = 3 contradicts n_head"),
     (GPT2, dict(n_head=None), "n_head is missing"),
     (GPT2, dict(n_head="4"), "n_head = '4'"),
-    (GPT2, dict(n_head=5), "n_embd = 12 is not a multiple of n_head = 5"),
+    (GPT2, dict(n_head=5), "n_embd = 12 must be a multiple of n_head"),
     (GPT2, dict(n_positions=64), r"wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)"),
     (GPT2, dict(n_layer=10 ** 9), "28 tensors for 1000000000 layers"),
     (GPT2, dict(n_layer=1), "h.1.*has no place"),

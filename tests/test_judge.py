@@ -134,15 +134,14 @@ def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     assert "judge.pt" in message and "'hello you'" in message and "nan" in message
 
 
-def test_interrupted_training_goes_on_to_the_same_weights_and_report(tiny, tmp_path):
-    cfg = load_settings([*tiny.flags, f"--cache_dir={tmp_path}"])
+def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
     rng = random.Random(0)
     comments = [(sentence(rng, i % 3 == 0), float(i % 3 == 0)) for i in range(200)]
     held_out = comments[:60]
 
     def train(name, stop):
         path = str(tmp_path / f"{name}.pt")
-        train_judge(path, "judge_a", cfg, comments, held_out, 20_000, CPU, stop)
+        train_judge(path, "judge_a", comments, held_out, 20_000, CPU, stop)
         return load_file(path, "judge")
 
     whole = train("whole", lambda: False)
@@ -219,6 +218,7 @@ def test_what_is_no_classifier_is_one_line(make):
             (dict(model_type="bert"), "", "model_type = 'bert'"),
             (dict(is_decoder=True), "", "is_decoder"), (dict(hidden_act="relu"), "", "hidden_act"),
             (dict(position_embedding_type="relative_key"), "", "position_embedding_type"),
+            (dict(pad_token_id=2), "", "pad_token_id"),
             (dict(num_attention_heads=3), "", "num_attention_heads")):
         folder = make(**changes)
         assert says in refusal(load_judge, folder + label), changes

