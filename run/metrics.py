@@ -65,8 +65,7 @@ class Meter:
             return
         gap, bound = gap_of(logp_diff, self.nets.dtype)
         if not math.isfinite(gap):
-            raise SystemExit("stopped before the first step: log-probs are not finite; is the "
-                             "policy's file damaged? If not, try dtype = 'float32'")
+            raise SystemExit(f"stopped before the first step: {self.not_finite()}")
         if gap > bound:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
@@ -80,19 +79,38 @@ class Meter:
 
     def check_finite(self, grad_norm):
         """Ends the run if a number that the next step depends on is not finite."""
-        states = self.nets.optimizer.state.values()
-        moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
-        rollout = self.batch.rollout
-        old_logp = rollout.logp.masked_fill(~rollout.completion_mask, 0)
-        largest = get_total_norm([*moments, old_logp], math.inf)
+        largest = get_total_norm([*self.moments(), self.old_logp()], math.inf)
         found = torch.stack([self.loss, grad_norm.double(), largest.double()]).tolist()
         found[0] = sum(all_gather(found[:1]))
         if not all(map(math.isfinite, found)):
             raise SystemExit(
-                f"stopped: loss {found[0]}, grad_norm {found[1]}, largest moment of AdamW or "
-                f"log-prob of a sampled token {found[2]}; this step was not taken, the last "
-                "checkpoint stands. Lower learning_rate or raise beta, then --resume=True")
+                f"stopped: loss {found[0]}, grad_norm {found[1]}; this step was not taken, the "
+                f"last checkpoint stands. {self.not_finite()}")
         self.steps.append(found[:2])
+
+    def moments(self):
+        states = self.nets.optimizer.state.values()
+        return [x for state in states for x in state.values() if torch.is_tensor(x)]
+
+    def old_logp(self):
+        rollout = self.batch.rollout
+        return rollout.logp.masked_fill(~rollout.completion_mask, 0)
+
+    def not_finite(self):
+        """What is not finite, the cause before its effects, and what to do."""
+        rewards = self.batch.rewards
+        causes = {
+            "The policy's weights are not finite: its file or the checkpoint is damaged":
+                self.nets.policy.parameters(),
+            "AdamW's moments are not finite: go on from an earlier checkpoint": self.moments(),
+            "A reward is too large for float32: let the reward function return less":
+                [rewards[~rewards.isnan()]],
+            "A log-prob of the sampled tokens is not finite: raise temperature, or set dtype = "
+            "'float32'": [self.old_logp()]}
+        for text, tensors in causes.items():
+            if not all(x.isfinite().all() for x in tensors):
+                return text
+        return "Lower learning_rate or raise beta, then --resume=True"
 
     def metrics(self):
         """{name: number} of the whole update, over all processes."""

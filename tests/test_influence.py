@@ -1,861 +1,659 @@
 """
-Influence inside GRPO: targets, selection, the step, what is logged and said. The tape itself:
-test_tracin.py.
+Influence inside GRPO: targets, selection, the step. By brute force: one autograd backward per row.
+The tape itself: test_tracin.py.
 """
-import contextlib
 import copy
 import functools
-import gc
-import json
+import itertools
 import math
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from config import load_settings
+import selection
 from data.prompts import Prompt
-from grpo import Step, update
-from model import (
-    GPT, GPTConfig, add_lora, completion_entropies, completion_logprobs, completion_states)
-from run.files import save_gpt
-from run.metrics import batch_metrics, influence_metrics
-from run.report import describe_cost, diagnose_influence
-from run.script import BadInput, seed_for
-from test_grpo import (
-    FLOAT, gpt, moved, nets_of, same_weights, sample, settings, weights_of, without)
+from grpo import Step, collect, update
+from run.build import prepare, try_functions
+from run.stored import StoredTape, trouble_of, use_stored_tape
+from sample import completion_entropies, completion_logprobs
 from selection import choose_targets, select, target_coefficients
-from tracin import Tape
-from waits import Waits
+from tracin import cosine
+from worlds import WORD_PROMPTS, WORDS, letters, nets_of, refusal, settings, shaken, word_gpt
 
+# a row's loss is a multiple of its log-prob, and nothing is left besides
+UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
+ALL_ROWS = torch.arange(16)
 MANY = [Prompt(text, ids, {}) for text, ids in (
     ("a", [3, 4]), ("b", [5]), ("c", [9, 8, 7]), ("d", [2, 2]), ("e", [11]), ("f", [6, 1]),
     ("g", [13, 3]), ("h", [20]))]
-# a row's loss is a multiple of its log-prob
-UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
-SHARE = {"contracted": 0.0}    # of the memory that 16 gradients need
 
 
-def trained(policy):
-    return [p for p in policy.parameters() if p.requires_grad]
+def words(functions=letters, **knobs):
+    """Settings of the world of words: 4 prompts, 16 rows."""
+    knobs = dict(num_prompts=4, num_generations=4, max_completion_length=8) | knobs
+    return settings(functions, **knobs)
 
 
-def tape_of(policy, way):
-    memory = 16 * sum(p.numel() * p.element_size() for p in trained(policy))
-    return Tape(policy, memory=SHARE[way] * memory, fewest=0)
+def with_functions(cfg, functions, **more):
+    return replace(cfg, functions=cfg.functions | functions, **more).check()
 
 
-def step(policy, batch, cfg, optimizer=None, target=None, lr=.05, way="contracted", dtype=FLOAT,
-         first=False):
-    """grpo.update -> the gradient {parameter: tensor} of each of its steps, and its metrics. The
-    weights move."""
-    optimizer = optimizer or torch.optim.SGD(trained(policy), lr=lr)
-    seen, plain = [], optimizer.step
-
-    def spy():
-        seen.append({p: p.grad.clone() for p in policy.parameters() if p.grad is not None})
-        plain()
-
-    optimizer.step = spy
-    nets = nets_of(policy, cfg, optimizer=optimizer, dtype=dtype)
-    metrics = update(nets, batch, target, cfg, 3, first=first)
-    return seen, metrics
+def nets_for(cfg, policy=None, lr=.05, optimizer=None, prompts=WORD_PROMPTS):
+    policy = policy or word_gpt()
+    return nets_of(cfg, policy, prompts, WORDS, shaken(word_gpt(), .02), lr, optimizer)
 
 
-def flat(gradient, policy):
-    return torch.cat([gradient[p].flatten() for p in trained(policy)])
+def batch_of(cfg, seed=7, prompts=WORD_PROMPTS, policy=None):
+    return collect(nets_for(cfg, policy, prompts=prompts), prompts, cfg, seed)
 
 
-def split(x, policy):
-    """A flat vector over all weights -> [(parameter, its part)]."""
-    parameters = list(policy.parameters())
-    parts = x.split([p.numel() for p in parameters])
-    return [(p, part.view_as(p)) for p, part in zip(parameters, parts)]
+def flat(gradient, nets):
+    return torch.cat([gradient[p].flatten() for p in nets.trained])
 
 
-def flat_grad(loss, policy, **more):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained(policy), **more)])
+def grad(loss, nets):
+    parts = torch.autograd.grad(loss, nets.trained, materialize_grads=True)
+    return torch.cat([g.flatten() for g in parts])
 
 
-def row_gradients(policy, batch, cfg):
-    """Gradient of each row's part of what influence scores, one autograd backward each: (N,
-    weights). With tracin_kl = "all" the policy's part, which is what is left without the rest."""
-    cfg = without_rest(cfg)
-    nets = nets_of(policy, replace(cfg, tracin="off"))
-    N = len(batch.loss_mask)
-    whole = Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
-    losses = (grpo.loss_of(nets, policy, batch, torch.tensor([i]), whole, cfg).total
-              for i in range(N))
-    return torch.stack([flat_grad(loss, policy) for loss in losses])
+def row_gradients(nets, batch, cfg):
+    """(N, weights): the policy's part of each row's loss, one backward each."""
+    N = len(batch.weights)
+    step = Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
+    return torch.stack([
+        grad(grpo.loss_of(nets, nets.policy, batch, torch.tensor([i]), step, cfg).policy, nets)
+        for i in range(N)])
 
 
-def without_rest(cfg):
-    beta = 0.0 if cfg.kl_in_loss else cfg.beta
-    return replace(cfg, beta=beta, entropy_coef=0.0, value_coef=0.0)
-
-
-def rest_gradient(policy, batch, cfg, rows=None):
-    """Gradient of what all rows (or these) keep with tracin_kl = "all": KL, entropy and the
-    critic's loss, written out on the sampler's weights. 0 with "kept"."""
-    mask = batch.loss_mask.float()
-    if rows is not None:
-        mask = mask * torch.zeros(len(mask), 1).index_fill(0, torch.as_tensor(rows), 1)
-    share = {       # of each token in the mean
-        "dapo": torch.ones_like(mask) / batch.loss_mask.sum(),
-        "grpo": torch.ones_like(mask) / batch.loss_mask.sum(1, keepdim=True).clamp(min=1) / len(mask),
-        "dr_grpo": torch.ones_like(mask) / len(mask) / cfg.max_completion_length}[cfg.loss_type]
-    logp = completion_logprobs(policy, batch.rollout, cfg.temperature)
+def rest_gradient(nets, batch, cfg):
+    """Of what all rows keep, KL and entropy, written out on the sampler's weights, for dapo."""
+    logp = completion_logprobs(nets.policy, batch.rollout, cfg.temperature)
     rest = 0.0 * logp.sum()
     if cfg.kl_in_loss:
         d = (batch.ref_logp - logp) * batch.loss_mask
-        kl = d.exp() - 1 - d        # k3
-        if cfg.corrects_kl:
-            kl = kl * (logp - logp.detach()).exp()
-        rest = rest + cfg.beta * (kl * share * mask).sum()
+        rest = rest + cfg.beta * ((d.exp() - 1 - d) * (logp - logp.detach()).exp()).sum()
     if cfg.entropy_coef:
-        entropies = completion_entropies(policy, batch.rollout, cfg.temperature)
-        rest = rest - cfg.entropy_coef * (entropies * mask).sum() / batch.loss_mask.sum()
-    if cfg.critic:
-        h, _, _, where = completion_states(policy, batch.rollout)
-        errors = (policy.value_head(h) - batch.returns[where]).square() / 2
-        rest = rest + cfg.value_coef * (errors * (share * mask)[where]).sum()
-    return flat_grad(rest, policy, materialize_grads=True)
+        entropies = completion_entropies(nets.policy, batch.rollout, cfg.temperature)
+        rest = rest - cfg.entropy_coef * (entropies * batch.loss_mask).sum()
+    return grad(rest / batch.loss_mask.sum(), nets)
 
 
-def target_gradient(policy, batch, rows, cfg):
-    """Gradient of the target loss of some rows of a batch, by autograd."""
+def target_gradient(nets, batch, rows, cfg):
+    """By autograd, from what the docstrings of selection.py promise."""
+    n = len(rows)
     if cfg.tracin == "self":
-        cfg = without_rest(cfg)
-        nets = nets_of(policy, replace(cfg, tracin="off"))
-        whole = Step(0, rows, len(rows), int(batch.loss_mask[rows].sum()))
-        loss = grpo.loss_of(nets, policy, batch, rows, whole, cfg).total
-    else:
-        coef = target_coefficients(cfg.tracin, batch.rewards[rows], batch.advantages[rows])
-        logp = completion_logprobs(policy, batch.rollout[rows], cfg.temperature)
-        loss = (coef * logp.sum(1)).sum()
-    return flat_grad(loss, policy)
+        step = Step(0, rows, n, int(batch.loss_mask[rows].sum()))
+        return grad(grpo.loss_of(nets, nets.policy, batch, rows, step, cfg).policy, nets)
+    r = batch.rewards[rows]
+    coef = {"reward": -(r - r.mean()) / (r.std() + 1e-4),
+            "advantage": -batch.advantages[rows],
+            "contrastive": torch.where(r.argsort(descending=True).argsort() < n // 2, -1.0, 1.0)}
+    logp = completion_logprobs(nets.policy, batch.rollout[rows], cfg.temperature)
+    return grad((coef[cfg.tracin] / n * logp.sum(1)).sum(), nets)
+
+
+def step_of(nets, batch, cfg, target=None, first=False, seed=3):
+    """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
+    seen = []
+    plain = nets.optimizer.step
+
+    def spy():
+        seen.append(torch.cat([p.grad.flatten().clone() for p in nets.trained]))
+        plain()
+
+    nets.optimizer.step = spy
+    metrics = update(nets, batch, target, cfg, seed, first=first)
+    nets.optimizer.step = plain
+    return seen, metrics
 
 
 def close(a, b, tolerance=2e-4):
     return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
 
 
-def with_lora(policy):
-    for name, p in add_lora(policy, 2, 8.0).named_parameters():
-        if name.endswith("B.weight"):
-            generator = torch.Generator().manual_seed(p.numel())
-            torch.nn.init.normal_(p, std=.1, generator=generator)
-    return policy
-
-
 # ------------------------------------------------------------------------------------------------
 # influence and step, exact
 
-ROWS = dict(kl=dict(beta=.1), unit=UNIT, clipped=dict(beta=.1, loss_type="grpo", epsilon=.1),
-            entropy=dict(beta=.1, entropy_coef=.05))
+ROWS = dict(kl=dict(beta=.1), unit=UNIT, entropy=dict(beta=.1, entropy_coef=.05),
+            lora=dict(beta=.1, lora_rank=2), forced_micro=dict(micro_batch_size=3))
 TARGETS = ("self", "reward", "advantage", "contrastive")
 
 
-@functools.cache
-def sampled(knobs, lora):
-    """(batch, held-out batch, gradient of each row of the first, that of what all rows keep)"""
-    policy = with_lora(gpt()) if lora else gpt()
-    cfg, reference = settings(micro_batch_size=8, **ROWS[knobs]), moved(gpt())
-    batch = sample(policy, cfg, reference)
-    held_out = sample(policy, cfg, reference, seed=8)
-    rest = rest_gradient(policy, batch, cfg)
-    return batch, held_out, row_gradients(policy, batch, cfg), rest
-
-
-@pytest.mark.parametrize("lora, way", (
-    (False, "contracted"), (True, "contracted")))
 @pytest.mark.parametrize("held", (False, True))
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("knobs", ROWS)
-def test_influence_and_step_against_one_backward_per_row(target, knobs, held, lora, way):
-    policy = with_lora(gpt()) if lora else gpt()
-    cfg = settings(tracin=target, micro_batch_size=8, **ROWS[knobs])
-    batch, held_out, g, rest = sampled(knobs, lora)
-    batch = copy.copy(batch)
-    chosen = torch.tensor([0, 3, 4, 9, 10, 15])
-    G = target_gradient(policy, *((held_out, chosen) if held else (batch, torch.arange(16))), cfg)
-    seen, m = step(policy, batch, cfg, target=(held_out, chosen) if held else None, way=way)
-    assert close(batch.influence, g @ G) and m["tracin/invariant_error"] < 1e-5
-    kept = (batch.influence > 0).float()
-    assert torch.equal(batch.weights, kept) and kept.sum() > 2
-    assert close(flat(seen[0], policy), kept @ g + rest)
-    assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
+def test_influence_and_step_against_one_backward_per_row(target, held):
+    for name, knobs in ROWS.items():
+        cfg = words(tracin=target, **dict(micro_batch_size=8) | knobs)
+        nets = nets_for(cfg)
+        if cfg.lora_rank:
+            shaken(nets.policy, .05)    # adapters that do something; frozen weights too
+        batch, held_out = (collect(nets, WORD_PROMPTS, cfg, seed) for seed in (7, 8))
+        given = (held_out, torch.tensor([0, 3, 4, 9, 10, 15])) if held else None
+        g = row_gradients(nets, batch, cfg)
+        G = target_gradient(nets, *(given or (batch, ALL_ROWS)), cfg)
+        rest = rest_gradient(nets, batch, cfg)
+        seen, m = step_of(nets, batch, cfg, given, first=True)
+        assert close(batch.influence, g @ G) and m["tracin/invariant_error"] < 1e-5, name
+        kept = (batch.influence > 0).float()
+        assert torch.equal(batch.weights, kept) and kept.sum() > 2, name
+        assert close(seen[0], kept @ g + rest), name
+        assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
 
 
-@pytest.mark.parametrize("way", SHARE)
-@pytest.mark.parametrize("target, knobs", (
-    ("self", dict(beta=.1)), ("reward", UNIT),
-    ("advantage", UNIT), ("reward", dict(beta=.1, entropy_coef=.05))))
-def test_leave_one_out(target, knobs, way):
-    policy, cfg = gpt(), settings(tracin=target, **knobs)
-    batch = sample(policy, cfg, moved(gpt()))
-    g = row_gradients(policy, batch, cfg)
-    before = copy.deepcopy(policy)
-    step(policy, batch, cfg)
-    own = torch.ones(16)
-    if target != "self":    # as a multiple of g_i
-        coef = target_coefficients(target, batch.rewards, batch.advantages)
-        own = coef * -batch.loss_mask.sum() / batch.advantages
-    own_part = own * g.square().sum(1)
-    expected = batch.influence - own_part
-    step(before, batch, replace(cfg, tracin_leave_one_out=True), way=way)
-    assert close(batch.influence, expected, 1e-3)
-    assert own_part.abs().max() > .1 * expected.abs().max()
+@pytest.mark.parametrize("knobs", [
+    dict(tracin="self", beta=.1), dict(tracin="reward", **UNIT),
+    dict(tracin="reward", tracin_leave_one_out=True),
+    dict(tracin="self", critic=True), dict(tracin="advantage", mini_batch_size=8)])
+def test_stored_gradients_change_nothing(knobs):
+    cfg = words(max_completion_length=24, **knobs)
+    found = []
+    for tape in ("recorded", "stored"):
+        nets = nets_for(cfg)
+        nets.optimizer = torch.optim.AdamW(nets.trained, lr=1e-3)
+        batch = collect(nets, WORD_PROMPTS, cfg, 7)
+        if tape == "stored":
+            use_stored_tape(nets, cfg)
+            assert nets.influence.new_tape.func is StoredTape
+        seen, m = step_of(nets, batch, cfg, first=True)
+        found.append((batch.influence, seen[0], m["tracin/self_share"]))
+    (a, g, share), (b, h, other) = found
+    assert close(a, b, 1e-5) and close(g, h, 1e-5) and other == pytest.approx(share, rel=1e-3, nan_ok=True)
+
+
+def test_a_tape_that_stores_something_else_is_not_used(capsys):
+    class Wrong(StoredTape):
+        def store(self, g, first, name, module, rows, a, b):
+            super().store(g, first, name, module, rows, a, 1.01 * b)
+
+    cfg = words(tracin="self", max_completion_length=24)
+    nets = nets_for(cfg)
+    wrong = functools.partial(Wrong, size=16, memory=2 ** 30, pool={})
+    assert "off recorded ones" in trouble_of(wrong, nets, cfg)
+    right = functools.partial(StoredTape, size=16, memory=2 ** 30, pool={})
+    assert trouble_of(right, nets, cfg) == ""
+    use_stored_tape(nets, replace(cfg, tracin_memory=0.0))
+    assert not isinstance(nets.influence.new_tape, functools.partial)
+
+
+@pytest.mark.parametrize("knobs", [
+    dict(tracin="self", beta=.1), dict(tracin="reward", **UNIT), dict(tracin="advantage"),
+    dict(tracin="contrastive"), dict(tracin="reward", beta=.1, entropy_coef=.05)])
+def test_leave_one_out_and_self_share(knobs):
+    cfg = words(**knobs)
+    batch = batch_of(cfg)
+    nets = nets_for(cfg)
+    g = row_gradients(nets, batch, cfg)
+    own = g.square().sum(1)
+    if cfg.tracin != "self":    # the target's part of row i as a multiple of g_i
+        coef = target_coefficients(batch, ALL_ROWS, cfg.tracin)
+        own = own * coef * -batch.loss_mask.sum() / batch.advantages
+    raw = g @ target_gradient(nets, batch, ALL_ROWS, cfg)
+    _, m = step_of(nets_for(cfg), batch, cfg)
+    share = own[::4].sum() / raw[::4].abs().sum()       # of four rows
+    assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
+    without = replace(cfg, tracin_leave_one_out=True)
+    _, m = step_of(nets_for(without), batch, without)
+    assert close(batch.influence, raw - own, 1e-3)
+    assert m["tracin/self_share"] == pytest.approx(float(own.sum() / raw.abs().sum()), rel=1e-3)
+
+
+def test_self_share_is_0_of_other_rows_and_unknown_where_it_is():
+    for knobs, held, expected in (({}, True, 0.0), (dict(mini_batch_size=8), False, math.nan)):
+        cfg = words(tracin="reward", **knobs)
+        batch = batch_of(cfg)
+        nets = nets_for(cfg)
+        _, m = step_of(nets, batch, cfg, (batch_of(cfg, 8), ALL_ROWS) if held else None)
+        assert m["tracin/self_share"] == pytest.approx(expected, nan_ok=True)
 
 
 def test_off_is_plain_grpo_bit_for_bit_and_all_is_within_rounding():
-    cfg = settings(num_iterations=2, mini_batch_size=8, micro_batch_size=4, beta=.1,
-                   speed=without("sort"))
-    policies = [gpt() for _ in range(3)]
-    batch = sample(policies[0], cfg, moved(gpt()))
-    rows, hand = torch.arange(16), policies[0]
-    nets = nets_of(hand, cfg)
-    optimizer = torch.optim.AdamW(hand.parameters(), lr=cfg.learning_rate)
-    for epoch in range(2):  # the loop of GRPO written out
-        generator = torch.Generator().manual_seed(seed_for(3, epoch))
+    knobs = dict(num_iterations=2, mini_batch_size=8, micro_batch_size=4, beta=.1)
+    batch = batch_of(words(**knobs))
+    found = []
+    for more in ({}, dict(tracin="self", tracin_select="all")):
+        cfg = words(**knobs, **more)
+        nets = nets_for(cfg)
+        found.append((step_of(nets, copy.copy(batch), cfg)[0], nets))
+    hand = nets_for(words(**knobs))
+    rows = ALL_ROWS
+    for epoch in range(2):      # the loop of GRPO written out
+        generator = torch.Generator().manual_seed(grpo.seed_for(3, epoch))
         rows = rows[torch.randperm(16, generator=generator)]
         for mini in rows.split(8):
-            whole = Step(epoch, mini, 8, int(batch.loss_mask[mini].sum()))
-            for micro in mini.split(4):
-                grpo.loss_of(nets, hand, batch, micro, whole, cfg).total.backward()
-            torch.nn.utils.clip_grad_norm_(hand.parameters(), math.inf)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    for policy, way in zip(policies[1:], ("off", *SHARE)):
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.learning_rate)
-        knobs = dict(tracin="off") if way == "off" else dict(tracin="self", tracin_select="all")
-        knobs = replace(cfg, **knobs)
-        nets = nets_of(policy, knobs, optimizer=optimizer)
-        update(nets, batch, None, knobs, 3)
-    assert same_weights(policies[1], weights_of(hand))
-    assert not same_weights(gpt(), weights_of(hand))
-    for policy in policies[2:]:
-        # Adam divides by sqrt(v): where a gradient is 0 but for rounding, a step of the size of the
-        # learning rate may differ
-        gaps = [(p - q).detach().abs().flatten()
-                for p, q in zip(policy.parameters(), hand.parameters())]
-        assert float(torch.cat(gaps).quantile(.99)) < 1e-5
+            step = Step(epoch, mini, 8, int(batch.loss_mask[mini].sum()))
+            by_length = mini[batch.lengths[mini].argsort(stable=True)]
+            for micro in by_length.split(4):
+                grpo.loss_of(hand, hand.policy, batch, micro, step, words(**knobs)).total.backward()
+            torch.nn.utils.clip_grad_norm_(hand.trained, math.inf)
+            hand.optimizer.step()
+            hand.optimizer.zero_grad(set_to_none=True)
+    (plain, nets), (kept, _) = found
+    assert all(torch.equal(p, q) for p, q in zip(nets.trained, hand.trained))
+    assert len(plain) == len(kept) == 4 and all(close(a, b) for a, b in zip(kept, plain))
+
+
+def test_the_first_step_is_checked_against_an_ordinary_backward():
+    cfg = words(tracin="self", beta=.1, micro_batch_size=8)
+    batch = batch_of(cfg)
+    for lost in (False, True):
+        nets = nets_for(cfg)
+        keep_helpful = nets.influence.keep_helpful
+
+        def lossy(*args):
+            if lost:
+                nets.influence.tape.records.pop()
+            return keep_helpful(*args)
+
+        nets.influence.keep_helpful = lossy
+        if not lost:
+            step_of(nets, batch, cfg, first=True)
+            continue
+        said = refusal(step_of, nets, batch, cfg, first=True)
+        assert "the influences do not add up" in said
+        assert nets.policy.wte.weight.grad is not None or True
 
 
 # ------------------------------------------------------------------------------------------------
-# what must not matter
+# the target
 
-@pytest.fixture
-def doubles(monkeypatch):
-    """float64 from end to end; log-probs are float32 otherwise, whatever the model is."""
-    to_float = torch.Tensor.float
-    monkeypatch.setattr(
-        torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def test_the_target_is_halved_by_prompt_and_one_prompt_has_no_halves():
+    for target, knobs in (("self", dict(beta=.1)), ("reward", UNIT)):
+        cfg = words(tracin=target, **knobs)
+        nets = nets_for(cfg)
+        batch = batch_of(cfg)
+        if target == "self":
+            alone = row_gradients(nets, batch, cfg)
+        else:
+            logp = completion_logprobs(nets.policy, batch.rollout).sum(1)
+            coef = target_coefficients(batch, ALL_ROWS, target)
+            alone = torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(
+                x, nets.trained, retain_graph=True)]) for x in coef * logp])
+        first, second = alone[:8].sum(0), alone[8:].sum(0)
+        _, m = step_of(nets, batch, cfg)
+        expected = float(first @ second / first.norm() / second.norm())
+        assert m["tracin/target_cosine"] == pytest.approx(expected, abs=1e-4)
 
-
-MEMORY_KNOBS = {
-    "self": dict(tracin="self", beta=.1), "lora": dict(tracin="self"),
-    "one backward": dict(tracin="reward", **UNIT),
-    "two backwards": dict(tracin="reward", beta=.1),
-    "leave one out": dict(tracin="self", tracin_leave_one_out=True),
-    "held out": dict(tracin="contrastive", tracin_val_prompts=4),
-    "adam, layers": dict(tracin="advantage", tracin_adam=True, tracin_layers=("h.1", "ln_f")),
-    "steps": dict(tracin="self", mini_batch_size=8, num_iterations=2, tracin_normalizer="kept",
-                  tracin_select="drop"),
-    "drop": dict(tracin="advantage", zero_std_groups="drop", tracin_select="top",
-                 tracin_fraction=.3)}
-
-
-def ranks(x):
-    return x.argsort().argsort().double()
+        one = words(tracin=target, num_prompts=1, num_generations=16, **knobs)
+        batch = batch_of(one, prompts=WORD_PROMPTS[:1])
+        _, m = step_of(nets_for(one, prompts=WORD_PROMPTS[:1]), batch, one)
+        assert math.isnan(m["tracin/target_cosine"]), "not 0: nothing is known of its noise"
 
 
-def spearman(a, b):
-    return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
+def of_rewards(rewards, kind, advantages=None):
+    """target_coefficients of a batch that is the target."""
+    rewards = torch.tensor(rewards)
+    batch = grpo.Batch.__new__(grpo.Batch)
+    batch.rewards, batch.advantages = rewards, rewards if advantages is None else advantages
+    return target_coefficients(batch, torch.arange(len(rewards)), kind)
 
 
-def test_bfloat16_in_both_ways():
-    exact = None
-    for dtype, way in ((FLOAT, "contracted"), *((torch.bfloat16, way) for way in SHARE)):
-        policy, cfg = gpt(), settings(tracin="reward", num_prompts=8, **UNIT)
-        batch = sample(policy, cfg, moved(gpt()), prompts=MANY)
-        _, m = step(policy, batch, cfg, lr=0.0, way=way, dtype=dtype)
-        exact = batch.influence.clone() if exact is None else exact
-        same_sign = batch.influence.sign() == exact.sign()
-        assert spearman(batch.influence, exact) > .98 and same_sign.float().mean() > .9
-        assert m["tracin/invariant_error"] < 5e-2
-        assert "invariant" not in diagnose_influence(m, cfg, torch.bfloat16)
-    assert not torch.equal(batch.influence, exact)
+def test_coefficients_of_targets():
+    rewards = [.1, .9, .5, .7, .3, .2]
+    coef = of_rewards(rewards, "reward")
+    assert coef.sum().abs() < 1e-6 and coef.argmin() == 1
+    assert float(coef.std()) == pytest.approx(1 / 6, rel=1e-3)
+    assert torch.equal(of_rewards(rewards, "advantage", torch.arange(6.0)), -torch.arange(6.0) / 6)
+    assert (of_rewards(rewards, "contrastive") * 6).tolist() == [1, -1, -1, -1, 1, 1]
+    for kind in TARGETS[1:]:
+        coef = of_rewards([.1, math.nan, .5, .7], kind)
+        assert coef[1] == 0 and coef.isfinite().all() and coef[3] < 0
+    # ties: rows of equal reward count alike, and their places add up
+    coef = of_rewards([1.0, 0, 0, 1, 0, 1, 0, 0], "contrastive") * 8
+    assert coef.tolist() == pytest.approx([-1, .6, .6, -1, .6, -1, .6, .6])
+    for kind in TARGETS[1:]:    # equal rewards have nothing to tell
+        for equal in ([.1] * 7, [math.nan, .3, .3, .3], [math.nan] * 3):
+            coef = of_rewards(equal, kind, torch.zeros(len(equal)))
+            assert (coef == 0).all(), (kind, equal)
 
 
-@pytest.mark.parametrize("way", SHARE)
-@pytest.mark.parametrize("held", (False, True))
-def test_a_row_that_is_not_a_number_stops_before_the_step(way, held):
-    policy, cfg = gpt(), settings(tracin="self", beta=.1)
-    batch = sample(policy, cfg, moved(gpt()))
-    held_out, before = copy.deepcopy(batch), weights_of(policy)
-    batch.advantages[5] = math.nan
-    target = (held_out, torch.arange(16)) if held else None
-    with pytest.raises(SystemExit, match="influence is not finite"):
-        step(policy, batch, cfg, target=target, way=way)
-    assert same_weights(policy, before)
-
-
-# ------------------------------------------------------------------------------------------------
-# the target, the selection
-
-def cosine(a, b):
-    return float(a @ b / a.norm() / b.norm())
-
-
-@pytest.mark.parametrize("held, way", (
-    (False, "contracted"), (True, "contracted")))
-@pytest.mark.parametrize("target, knobs", (
-    ("self", dict(beta=.1)), ("reward", UNIT), ("advantage", dict(beta=.1))))
-@pytest.mark.parametrize("prompts, halves", (
-    (1, (range(0, 8, 2), range(1, 8, 2))), (2, (range(4), range(4, 8))),
-    (5, (range(8), range(8, 20)))))
-def test_the_target_is_halved_by_prompt(prompts, halves, target, knobs, held, way):
-    """Its noise is the cosine of two gradients that share no prompt; with one prompt, of every
-    other rollout."""
-    cfg = settings(tracin=target, num_prompts=prompts, num_generations=8 if prompts == 1 else 4,
-                   **knobs)
-    batch, t = (sample(gpt(), cfg, moved(gpt()), seed=seed, prompts=MANY[:prompts])
-                for seed in (7, 8))
-    n = len(batch.loss_mask)
-    rows = torch.arange(n)
-    if held:
-        rows = rows.roll(3)     # the target's rows come in any order
-    else:
-        t = batch
-    if held and prompts == 1:
-        halves = [[(i - 3) % n for i in half] for half in halves]
-    policy = gpt()
-    if target == "self":
-        alone = row_gradients(policy, t, cfg)
-    else:
-        logp = completion_logprobs(policy, t.rollout, cfg.temperature).sum(1)
-        losses = target_coefficients(target, t.rewards, t.advantages) * logp
-        alone = torch.stack([flat_grad(x, policy, retain_graph=True) for x in losses])
-    _, m = step(policy, batch, cfg, target=(t, rows) if held else None, way=way)
-    expected = cosine(*(alone[list(half)].sum(0) for half in halves))
-    assert m["tracin/target_cosine"] == pytest.approx(expected, abs=1e-4)
-    assert m["tracin/target_grad_norm"] == pytest.approx(float(alone.sum(0).norm()), rel=1e-4)
-    every_other = cosine(alone[::2].sum(0), alone[1::2].sum(0))
-    assert abs(expected - every_other) > 1e-3 or prompts == 1
-
-
-def test_select():
-    x = torch.tensor([3.0, -1, 0, 2, -5, 1, -2, -.5, -.1, -.2])
-
-    def kept(*args, **more):
-        return select(x, *args, **more)[0].nonzero()[:, 0].tolist()
-
-    assert kept("positive") == [0, 3, 5] and kept("all") == list(range(10))
-    assert kept("top", .2) == [0, 3] and kept("bottom") == [1, 4, 6]
-    assert kept("drop", 1.0) == [0, 2, 3, 5] and kept("drop", .34) == [0, 1, 2, 3, 5, 7, 8, 9]
-    drawn = {tuple(kept("random", generator=torch.Generator().manual_seed(i))) for i in range(20)}
-    assert all(len(rows) == 3 for rows in drawn) and len(drawn) > 10
-    few = torch.tensor([-float(i) for i in range(1, 21)])
-    keep, fallback = select(few, "positive")
-    assert fallback and keep.tolist() == [True] * 10 + [False] * 10
-    few[19] = few[18] = 1.0   # one in ten
-    assert not select(few, "positive")[1]
-    assert select(x, "top", 0.0)[0].sum() == 0
-
-
-def test_choose_targets_and_coefficients():
+def test_which_held_out_rollouts_are_the_target():
     rewards, g = torch.tensor([.1, .9, .5, .7, .3, .2]), torch.Generator().manual_seed(1)
     assert choose_targets(rewards, 2, "best", g).tolist() == [1, 3]
     assert choose_targets(rewards, 2, "worst", g).tolist() == [5, 0]
     assert sorted(choose_targets(rewards, 4, "balanced", g).tolist()) == [0, 1, 3, 5]
     assert sorted(choose_targets(rewards, 0, "random", g).tolist()) == list(range(6))
-    assert len(set(choose_targets(rewards, 3, "random", g).tolist())) == 3
-    coef = target_coefficients("reward", rewards, rewards)
-    assert coef.sum().abs() < 1e-6 and coef.argmin() == 1
-    assert float(coef.std()) == pytest.approx(1 / 6, rel=1e-3)
-    advantages = torch.arange(6.0)
-    assert torch.equal(target_coefficients("advantage", rewards, advantages), -advantages / 6)
-    coef = target_coefficients("contrastive", rewards, rewards)
-    assert (coef * 6).tolist() == [1, -1, -1, -1, 1, 1]
+    rewards[1] = math.nan
+    assert choose_targets(rewards, 2, "best", g).tolist() == [3, 2]
 
 
-def test_layers_normalizer_and_adam():
-    cfg = settings(tracin="reward", **UNIT)
-    batch = sample(gpt(), cfg, moved(gpt()))
-    found = {}
-    for name, knobs in dict(plain={}, layers=dict(tracin_layers=("mlp",)),
-                            kept=dict(tracin_normalizer="kept"),
-                            adam=dict(tracin_adam=True)).items():
-        policy = gpt()
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-        g = row_gradients(policy, batch, cfg)
-        for p, x in split(g.sum(0), policy):
-            p.grad = x + .1 * x.abs().mean()
-        before = [p.detach().clone() for p in policy.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for p, x in zip(policy.parameters(), before):
-                p.copy_(x)
-        seen, m = step(policy, batch, replace(cfg, **knobs), optimizer)
-        found[name] = batch.influence.clone(), batch.weights.clone(), seen[0]
-        G = target_gradient(gpt(), batch, torch.arange(16), cfg)
-        if name == "layers":
-            part = torch.cat([torch.full((p.numel(),), float("mlp" in n))
-                              for n, p in policy.named_parameters()])
-            assert close(batch.influence, g @ (G * part))
-        if name == "adam":
-            assert not close(batch.influence, g @ G, .01)
-    kept = found["kept"][0] > 0
-    share = float(batch.loss_mask.sum() / (batch.loss_mask.sum(1) * kept).sum())
-    assert torch.allclose(found["kept"][1], found["plain"][1] * share) and share > 1
-    for p, q in zip(found["kept"][2].values(), found["plain"][2].values()):
-        assert torch.allclose(p, share * q, atol=1e-6)
+def test_a_reward_of_their_own_scores_held_out_rollouts_only():
+    def shouted(prompts, completions):
+        return [100.0 + len(text) for text in completions]
+
+    cfg = words(tracin="reward", tracin_val_prompts=4, tracin_val_size=5)
+    cfg = with_functions(cfg, {"shouted": shouted}, tracin_val_reward="shouted")
+    nets = nets_for(cfg)
+    held_out, rows = selection.collect_target(nets, 0, cfg, collect)
+    assert held_out.rewards.tolist() == shouted(None, held_out.completions) and len(rows) == 5
+    batch = collect(nets, WORD_PROMPTS, cfg, 7)
+    assert torch.equal(batch.rewards, batch_of(words()).rewards)
 
 
-def warmed(policy, start, cfg):
-    """AdamW with a state like that of a running training: it has seen other batches."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
-    others = []
-    for seed in range(5):
-        batch = sample(policy, cfg, moved(gpt()), seed=seed, prompts=MANY)
-        others.append(row_gradients(policy, batch, cfg).sum(0))
-    for i in range(300):
-        for p, x in split(others[i % 5], policy):
-            p.grad = x
-        optimizer.step()
-    for p, q in zip(policy.parameters(), start.parameters()):
-        p.data.copy_(q.data)
-    return optimizer
-
-
-def test_counterfactual(capsys):
-    """Influence against the true change of the target's loss when the same step is taken without
-    the row."""
-    cfg = settings(tracin="reward", num_prompts=8, **UNIT)
-    start = gpt()
-    batch = sample(start, cfg, moved(gpt()), prompts=MANY)
-    found = {}
-    for name, adam in (("sgd", False), ("adam", False), ("adam, aware", True)):
-        base = copy.deepcopy(start)
-        g = row_gradients(base, batch, cfg)
-        if name == "sgd":
-            optimizer, lr = torch.optim.SGD(base.parameters(), lr=1e-3), 1e-3
-        else:
-            optimizer, lr = warmed(base, start, cfg), 1e-4
-        state = copy.deepcopy(optimizer.state_dict())
-
-        def like_it(policy, lr):
-            other = type(optimizer)(policy.parameters(), lr=lr)
-            other.load_state_dict(copy.deepcopy(state))
-            return other
-
-        def target_after(weights):
-            policy = copy.deepcopy(base)
-            other = like_it(policy, lr)
-            for p, x in split(weights @ g, policy):
-                p.grad = x
-            other.step()
-            coef = target_coefficients("reward", batch.rewards, batch.advantages)
-            with torch.no_grad():
-                logp = completion_logprobs(policy, batch.rollout).double()
-            return float((coef * logp.sum(1)).sum())
-
-        full = target_after(torch.ones(32))
-        without_row = [torch.ones(32).index_fill(0, torch.tensor(i), 0) for i in range(32)]
-        change = torch.tensor([target_after(weights) - full for weights in without_row])
-        policy = copy.deepcopy(base)
-        step(policy, batch, replace(cfg, tracin_adam=adam), like_it(policy, 0.0))
-        found[name] = spearman(batch.influence, change)
-    with capsys.disabled():
-        print("\nSpearman of influence and true change:",
-              {k: round(v, 4) for k, v in found.items()})
-    assert found["sgd"] > .99
-    assert found["adam, aware"] > .98 > found["adam"] > .85
-
-
-# ------------------------------------------------------------------------------------------------
-# steps
-
-def soft(influence):
-    """Weights of all kinds: above 1, between, 0 and below 0."""
-    return [(0.0, .25, 1.0, 1.5, -.5)[i % 5] for i in range(len(influence))]
-
-
-@pytest.mark.parametrize("normalizer", ("all", "kept"))
-@pytest.mark.parametrize("loss_type", ("dapo", "grpo", "dr_grpo"))
-@pytest.mark.parametrize("how", ("top", "weigh"))
-def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
-    policy, own = gpt(), {"weigh": soft} if how == "weigh" else {}
-    cfg = settings(tracin="self", num_iterations=3, micro_batch_size=16, loss_type=loss_type,
-                   beta=.1, entropy_coef=.05, tracin_normalizer=normalizer)
-    cfg = replace(cfg, tracin_select=how, functions=cfg.functions | own).check()
-    batch = sample(policy, cfg, moved(gpt()))
-    g = row_gradients(policy, batch, cfg)
-    seen, _ = step(policy, batch, cfg, lr=0.0)      # the weights stay, so all passes are alike
-    share = torch.tensor(soft(g)) if own else (batch.weights > 0).float()
-    units = batch.loss_mask.sum(1) if loss_type == "dapo" else torch.ones(16)
-    factor = float(units.sum() / (units * share.abs()).sum()) if normalizer == "kept" else 1.0
-    assert torch.allclose(batch.weights, share * factor) and 0 < (share != 0).sum() < 16
-    assert len(seen) == 3
-    rest = rest_gradient(policy, batch, cfg)
-    for gradient in seen:
-        assert close(flat(gradient, policy), (share * factor) @ g + rest)
-
-
-@pytest.mark.parametrize("way", SHARE)
 @pytest.mark.parametrize("knobs", (dict(beta=.1), UNIT))
-def test_a_function_of_the_config_file_as_target(knobs, way):
+def test_a_function_of_the_config_file_as_target(knobs):
     """It is called with policy, tokenizer and batch; rows that raise its number have positive
     influence."""
-    given, policy = [], gpt()
+    given = []
 
     def target(policy, tokenizer, batch):
         given.append((tokenizer, batch))
         logits = policy.lm_head(policy(torch.tensor([[3, 1, 4, 1, 5, 9]])))
         return logits.log_softmax(-1)[0, :, 7].mean()
 
-    cfg = settings(micro_batch_size=8, **knobs)
-    cfg = replace(cfg, tracin="target", functions=cfg.functions | {"target": target}).check()
-    batch = sample(policy, cfg, moved(gpt()))
-    g = row_gradients(policy, batch, cfg)
-    G = -flat_grad(target(policy, None, None), policy)
-    seen, m = step(policy, batch, cfg, way=way, first=True)
-    assert given[-1][0] is nets_of(policy, cfg).tokenizer and given[-1][1] is batch
-    assert close(batch.influence, g @ G) and m["tracin/invariant_error"] < 1e-5
-    kept = (batch.influence > 0).float()
-    assert close(flat(seen[0], policy), kept @ g + rest_gradient(gpt(), batch, cfg))
-    before = float(target(gpt(), None, None).detach())
-    assert float(target(policy, None, None).detach()) > before, "the step must raise the number"
-    assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
-    assert "tracin/target_cosine" not in m and not diagnose_influence(m, cfg, FLOAT).keys() & {
-        "noise", "contrast"}, "nothing is made up about a target that has no halves"
+    cfg = with_functions(words(micro_batch_size=8, **knobs), {"target": target}, tracin="target")
+    batch = batch_of(cfg)
+    nets = nets_for(cfg)
+    g = row_gradients(nets, batch, cfg)
+    G = -grad(target(nets.policy, None, None), nets)
+    before = float(target(nets.policy, None, None).detach())
+    rest = rest_gradient(nets, batch, cfg)
+    seen, m = step_of(nets, batch, cfg, first=True)
+    assert given[-1] == (WORDS, batch) and close(batch.influence, g @ G)
+    assert close(seen[0], (batch.influence > 0).float() @ g + rest)
+    assert float(target(nets.policy, None, None).detach()) > before, "the step raises the number"
+    assert math.isnan(m["tracin/target_cosine"]), "nothing is made up about a target in one piece"
 
 
-@pytest.mark.parametrize("number, said", (
-    (3.0, "tensor"), (torch.zeros(2, requires_grad=True), "one finite number"),
-    (torch.tensor(1.0), "depends on the policy"),
-    (torch.tensor(math.nan, requires_grad=True), "one finite number")))
-def test_a_target_that_returns_something_else_is_told(number, said):
-    cfg = settings()
-    functions = cfg.functions | {"target": lambda policy, tokenizer, batch: number}
-    cfg = replace(cfg, tracin="target", functions=functions).check()
-    batch = sample(gpt(), cfg)
-    with pytest.raises(SystemExit, match=f"target returned.*{said}"):
-        step(gpt(), batch, cfg)
+@pytest.mark.parametrize("name, returned, said", [
+    ("target", 3.0, "tensor"), ("target", torch.zeros(2, requires_grad=True), "one finite number"),
+    ("target", torch.tensor(1.0), "depends on the policy"),
+    ("target", torch.tensor(math.nan, requires_grad=True), "one finite number"),
+    ("target", torch.zeros(999, 999), "one finite number"),
+    ("weigh", [1.0] * 15, "each of 4 influences"), ("weigh", [math.nan] * 4, "one finite number"),
+    ("weigh", 1.0, "one finite number"), ("weigh", "all", "one finite number"),
+    ("weigh", torch.zeros(999, 999), "one finite number")])
+def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
+        name, returned, said, monkeypatch):
+    knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
+                                                                tracin_select="weigh")
+    cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
+    monkeypatch.setattr("run.build.get_policy", lambda *given: pytest.fail("it was trained"))
+    text = refusal(prepare, cfg, given_of(), grpo)
+    assert text.startswith(f"stopped: {name} returned") and said in text and len(text) < 260
 
 
-@pytest.mark.parametrize("weights", ([1.0] * 15, [math.nan] * 16, 1.0))
-def test_weights_that_are_not_a_number_a_row_are_told(weights):
-    cfg = settings()
-    functions = cfg.functions | {"weigh": lambda influence: weights}
-    cfg = replace(cfg, tracin="self", tracin_select="weigh", functions=functions).check()
-    batch = sample(gpt(), cfg)
-    with pytest.raises(SystemExit, match="weigh returned"):
-        step(gpt(), batch, cfg)
+def given_of():
+    """What run.build.read_inputs finds, of a policy that is still to be trained."""
+    from types import SimpleNamespace
+    return SimpleNamespace(
+        device=torch.device("cpu"), dtype=torch.float32, base=None, tokenizer=WORDS, splits={},
+        prompts=WORD_PROMPTS, eval_prompts=WORD_PROMPTS, val_prompts=WORD_PROMPTS)
 
 
-@pytest.mark.parametrize("name, setting", (("target", "tracin"), ("weigh", "tracin_select")))
-def test_a_function_that_raises_is_one_line_and_its_own_traceback(name, setting, tmp_path):
-    config = tmp_path / "config.py"
-    config.write_text(f"tracin = 'self'\n{setting} = {name!r}\ndef {name}(*given):\n    1 / 0\n")
-    function = load_settings([str(config)]).functions[name]
-    with pytest.raises(BadInput) as e:
-        function(None)
-    assert str(e.value) == f"{name} raised ZeroDivisionError: division by zero"
-    note, = e.value.__notes__
-    assert "1 / 0" in note and "script.py" not in note, "only the function's own lines"
+def test_functions_that_are_right_pass_the_trial():
+    seen = []
+
+    def target(policy, tokenizer, batch):
+        return policy.lm_head(policy(batch.rollout.tokens)).log_softmax(-1).mean()
+
+    def weigh(influence, batch):
+        seen.append((influence, batch))
+        return influence.sigmoid() * batch.rewards * batch.scores[:, 0]
+
+    cfg = with_functions(words(), {"target": target, "weigh": weigh}, tracin="target",
+                         tracin_select="weigh")
+    try_functions(cfg, given_of(), grpo)
+    (influence, batch), = seen
+    assert influence.shape == (4,) == batch.rewards.shape and len(batch.completions) == 4
 
 
-@pytest.mark.parametrize("knobs, said", (
-    (dict(tracin="target"), "defines no function target"),
-    (dict(tracin="self", tracin_select="weigh"), "defines no function weigh"),
-    (dict(tracin="self", loss_type="bnpo", num_iterations=2), "divides by the rows at hand")))
-def test_a_function_that_is_missing_is_named(knobs, said):
-    with pytest.raises(BadInput, match=said):
-        settings(**knobs)
+# ------------------------------------------------------------------------------------------------
+# which rows are kept
+
+def chosen(influence, how, *more, **others):
+    keep, fallback = select(influence, how, *more, **others)
+    return keep.nonzero()[:, 0].tolist(), fallback
+
+
+def test_select():
+    x = torch.tensor([3.0, -1, 0, 2, -5, 1, -2, -.5, -.1, -.2])
+    for how, fraction, rows in (("positive", .5, [0, 3, 5]), ("all", .5, list(range(10))),
+                                ("top", .2, [0, 3]), ("top", 0.0, []), ("bottom", .5, [1, 4, 6]),
+                                ("drop", 1.0, [0, 2, 3, 5]), ("drop", .34, [0, 1, 2, 3, 5, 7, 8, 9])):
+        assert chosen(x, how, fraction) == (rows, False), how
+    drawn = {tuple(chosen(x, "random", generator=torch.Generator().manual_seed(i))[0])
+             for i in range(20)}
+    assert all(len(rows) == 3 for rows in drawn) and len(drawn) > 10
+    few = -torch.arange(1.0, 21)
+    few = torch.cat([few, torch.zeros(5)])      # rows of influence 0 do not count
+    assert chosen(few, "positive") == (list(range(10)), True)
+    few[19] = few[18] = 1.0     # one in ten
+    assert chosen(few, "positive") == ([18, 19], False)
+
+
+@pytest.mark.parametrize("prompts", ([0] * 4 + [1] * 4 + [2] * 4, [5] * 1 + [1] * 4 + [0] * 7))
+def test_controls_keep_as_many_as_positive_does(prompts):
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.tensor(prompts)
+    for positive in range(13):
+        influence = torch.rand(12, generator=generator) + .1
+        influence[torch.randperm(12, generator=generator)[positive:]] *= -1
+        rewards = torch.rand(12, generator=generator)
+        more = dict(generator=generator, advantages=rewards - .5, rewards=rewards, prompts=prompts)
+        rows, fallback = chosen(influence, "positive", **more)
+        assert fallback == (positive < 2)
+        for how in ("bottom", "random", "top_advantage", "pods"):
+            others, other_fallback = chosen(influence, how, **more)
+            assert len(others) == len(rows) and other_fallback == fallback, how
+        largest = sorted(range(12), key=lambda i: -abs(float(rewards[i]) - .5))[:len(rows)]
+        assert chosen(influence, "top_advantage", **more)[0] == sorted(largest)
+
+
+def test_pods_keeps_the_rewards_that_spread_widest_in_each_prompt():
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.arange(3).repeat_interleave(6)[torch.randperm(18, generator=generator)]
+    for positive in (6, 9, 14, 17):
+        influence = torch.where(torch.arange(18) < positive, 1.0, -1.0)
+        rewards = torch.rand(18, generator=generator).square()
+        rows, _ = chosen(influence, "pods", rewards=rewards, prompts=prompts)
+        for number in range(3):
+            group = (prompts == number).nonzero()[:, 0].tolist()
+            kept = [i for i in rows if i in group]
+            spreads = [float(rewards[list(subset)].var(correction=0))
+                       for subset in itertools.combinations(group, len(kept))]
+            assert float(rewards[kept].var(correction=0)) == pytest.approx(max(spreads))
+        assert len(rows) == positive
+
+
+def test_with_a_critic_top_advantage_goes_by_the_mean_over_sampled_tokens():
+    """A row of four tokens of 0.4 is not before a row of one token of 1."""
+    cfg = words(tracin="self", critic=True, tracin_select="top_advantage")
+    batch = batch_of(cfg)
+    by_hand = [float(A[on].abs().mean() * A[on].mean().sign()) if on.any() else 0.0
+               for A, on in zip(batch.advantages, batch.rollout.sampled_mask)]
+    mean = [float(A[on].mean()) if on.any() else 0.0
+            for A, on in zip(batch.advantages, batch.rollout.sampled_mask)]
+    assert len(by_hand) == 16
+    found = selection.advantage_of_rows(batch)
+    assert found.tolist() == pytest.approx(mean, abs=1e-6)
+    step_of(nets_for(cfg), batch, cfg)
+    count = int((batch.weights != 0).sum())
+    largest = sorted(range(16), key=lambda i: -abs(mean[i]))[:count]
+    assert batch.weights.nonzero()[:, 0].tolist() == sorted(largest) and 0 < count < 16
+
+
+def soft(influence, batch):
+    """Weights of all kinds: above 1, between, 0 and below 0."""
+    assert len(batch.rewards) == len(batch.completions) == len(influence)
+    return [(0.0, .25, 1.0, 1.5, -.5)[i % 5] for i in range(len(influence))]
+
+
+@pytest.mark.parametrize("normalizer", ("all", "kept", "norm"))
+@pytest.mark.parametrize("loss_type", ("dapo", "grpo", "dr_grpo"))
+@pytest.mark.parametrize("how", ("top", "weigh"))
+def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
+    cfg = words(tracin="self", num_iterations=3, micro_batch_size=5, loss_type=loss_type,
+                tracin_normalizer=normalizer)
+    cfg = with_functions(cfg, {"weigh": soft}, tracin_select=how)
+    batch = batch_of(cfg)
+    nets = nets_for(cfg, lr=0.0)        # the weights stay, so all passes are alike
+    g = row_gradients(nets, batch, cfg)
+    seen, _ = step_of(nets, batch, cfg)
+    share = (batch.weights > 0).float()
+    if how == "weigh":
+        share = torch.tensor(soft(batch.influence, batch))
+    units = batch.loss_mask.sum(1) if loss_type == "dapo" else torch.ones(16)
+    factor = {"all": 1.0, "kept": units.sum() / (units * share.abs()).sum(),
+              "norm": g.sum(0).norm() / (share @ g).norm()}[normalizer]
+    assert torch.allclose(batch.weights, share * factor, rtol=1e-4)
+    assert 0 < (share != 0).sum() < 16 and len(seen) == 3
+    for gradient in seen:
+        assert close(gradient, (share * factor) @ g)
+
+
+def test_a_skipped_step_draws_other_rows_next_time(monkeypatch):
+    """With the same seed the random control would choose the same places again and again."""
+    seeds = []
+    plain = selection.weights_of
+
+    def spy(scores, batch, rows, cfg, generator):
+        seeds.append(generator.initial_seed())
+        weights, fallback = plain(scores, batch, rows, cfg, generator)
+        return weights * (len(seeds) > 2), fallback     # the first two steps are empty
+
+    monkeypatch.setattr(selection, "weights_of", spy)
+    cfg = words(tracin="self", tracin_select="random", mini_batch_size=4)
+    _, m = step_of(nets_for(cfg), batch_of(cfg), cfg)
+    assert len(seeds) == len(set(seeds)) == 4 and m["num_steps"] == 2
+    assert m["tracin/empty_steps"] == 2
 
 
 def test_nothing_selected_is_no_step():
-    policy = gpt()
-    cfg = settings(tracin="self", tracin_select="top", tracin_fraction=0.0, num_iterations=2)
-    batch = sample(policy, cfg)
-    before = weights_of(policy)
-    seen, m = step(policy, batch, cfg)
-    assert not seen and m["num_steps"] == 0 and same_weights(policy, before)
-    assert "empty" in diagnose_influence(m, cfg, FLOAT)
+    cfg = words(tracin="self", tracin_select="top", tracin_fraction=0.0, num_iterations=2)
+    nets = nets_for(cfg)
+    seen, m = step_of(nets, batch_of(cfg), cfg)
+    assert not seen and m["num_steps"] == 0
+    cfg = replace(cfg, beta=.1)         # the KL is learned from all rows all the same
+    nets = nets_for(cfg)
+    batch = batch_of(cfg)
+    rest = rest_gradient(nets, batch, cfg)
+    assert close(step_of(nets, batch, cfg)[0][0], rest)
+
+
+def test_a_row_that_is_not_a_number_stops_before_the_step():
+    cfg = words(tracin="self", beta=.1)
+    for held in (False, True):
+        batch = batch_of(cfg)
+        target = (copy.deepcopy(batch), ALL_ROWS) if held else None
+        batch.advantages[5] = math.nan
+        nets = nets_for(cfg)
+        before = nets.policy.wte.weight.detach().clone()
+        assert "influence is not finite" in refusal(step_of, nets, batch, cfg, target)
+        assert torch.equal(nets.policy.wte.weight, before)
 
 
 # ------------------------------------------------------------------------------------------------
-# what is said
+# variants
 
-def test_diagnoses_of_real_batches():
-    prompts = MANY[:1] * 8
-    cfg = settings(tracin="reward", num_prompts=8, num_generations=4)
-    batch, t = (sample(gpt(), cfg, seed=seed, prompts=prompts) for seed in (7, 9))
+def test_the_target_is_averaged_over_steps():
+    cfg = words(tracin="reward", tracin_target_ema=.8)
+    nets = nets_for(cfg, lr=0.0)
+    batches = [batch_of(cfg, seed) for seed in (7, 8)]
+    g = row_gradients(nets, batches[1], cfg)
+    a, b = (target_gradient(nets, batch, ALL_ROWS, cfg) for batch in batches)
+    assert cosine({0: a}, {0: b}) > -.3
+    for batch in batches:
+        _, m = step_of(nets, batch, cfg)
+    expected = (.8 * .2 * a + .2 * b) / (1 - .8 ** 2)
+    assert m["tracin/target_age"] == 2 and close(batches[1].influence, g @ expected)
 
-    def said(cfg, chosen=None):
-        _, m = step(gpt(), batch, cfg, target=None if chosen is None else (t, chosen))
-        return diagnose_influence(m | batch_metrics(batch, cfg), cfg, FLOAT)
+    again = nets_for(cfg, lr=0.0)       # from a checkpoint
+    again.influence.average.load_state(copy.deepcopy(nets.influence.average.state()))
+    other = batch_of(cfg, 9)
+    step_of(nets, other, cfg)
+    expected = other.influence.clone()
+    step_of(again, other, cfg)
+    assert torch.equal(other.influence, expected)
 
-    best = choose_targets(t.rewards, 4, "best", None)
-    assert "contrast" in said(cfg, best) and "contrast" not in said(cfg, torch.arange(32))
-    alike = replace(t, rewards=torch.full((32,), .5))
-    _, m = step(gpt(), batch, cfg, target=(alike, torch.arange(32)))
-    assert "contrast" in diagnose_influence(m, cfg, FLOAT)
-    about_self = said(replace(cfg, tracin="self"))
-    assert "self" in about_self and "noise" in about_self
-    opposite = replace(batch, rewards=1 - batch.rewards)   # it wants what training drives away
-    _, m = step(gpt(), batch, cfg, target=(opposite, torch.arange(32)))
-    assert m["tracin/positive_ratio"] < .5
-
-
-FINE = {"tracin/selected_ratio": .5, "tracin/empty_steps": 0, "tracin/fallback": 0.0,
-        "tracin/positive_ratio": .5, "tracin/target_contrast": 1.0, "tracin/target_cosine": .5,
-        "tracin/target_rows": 64, "tracin/self_share": .1, "tracin/invariant_error": 1e-7}
-
-
-@pytest.mark.parametrize("change, kind", (
-    ({"tracin/fallback": 1.0}, "fallback"), ({"tracin/invariant_error": .01}, "invariant"),
-    ({"tracin/target_cosine": .05}, "noise"), ({"tracin/self_share": .6}, "self"), ({}, None)))
-def test_diagnoses_of_metrics(change, kind):
-    found = diagnose_influence(FINE | change, settings(), FLOAT)
-    assert list(found) == ([kind] if kind else [])
+    opposite = replace(other, rewards=-other.rewards)
+    _, m = step_of(nets, opposite, cfg, (opposite, ALL_ROWS))
+    assert m["tracin/target_age"] in (1, 4)
 
 
-def test_a_target_that_wants_the_opposite_is_said_and_the_better_half_is_kept():
-    """Training and target disagree on every rollout: the target is the same batch with its rewards
-    turned round."""
-    policy, cfg = gpt(), settings(tracin="advantage", tracin_val_prompts=4, **UNIT)
-    batch = sample(policy, cfg, moved(policy))
-    opposite = replace(batch, rewards=-batch.rewards, advantages=-batch.advantages)
-    _, m = step(policy, batch, cfg, target=(opposite, torch.arange(16)), lr=0.0)
-    assert m["tracin/positive_ratio"] < 0.1 and m["tracin/fallback"] == 1
-    moved_rows = batch.influence != 0
-    kept = batch.weights > 0
-    assert int(kept.sum()) == (int(moved_rows.sum()) + 1) // 2
-    assert batch.influence[kept].min() >= batch.influence[~kept & moved_rows].max()
-    line = diagnose_influence(m | {"tracin/empty_steps": 0}, cfg, FLOAT)["fallback"]
-    share = f"{100 * m['tracin/positive_ratio']:.0f}"
-    assert line.startswith(f"only {share} % of the rollouts have positive influence")
+def test_an_average_starts_anew_where_the_target_points_elsewhere():
+    p = torch.nn.Parameter(torch.zeros(2))
+    average = selection.Average(None, .5)
+    first, share = average.with_this({p: torch.tensor([1.0, 0])})
+    assert share == 1 and torch.equal(first[p], torch.tensor([1.0, 0]))
+    both, share = average.with_this({p: torch.tensor([0.0, 1])})
+    assert share == pytest.approx(2 / 3) and both[p].tolist() == pytest.approx([1 / 3, 2 / 3])
+    anew, share = average.with_this({p: torch.tensor([-1.0, -1])})
+    assert share == 1 and average.age == 1 and anew[p].tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("knobs, forwards, backwards, said", (
-    (dict(tracin="self", beta=.1), 1, 2, "1 forward and 1 backward serve"),
-    (dict(tracin="reward", beta=.1), 1, 2, "1 forward and 1 backward serve"),
-    (dict(tracin="reward", **UNIT), 1, 1, "1 forward and 1 backward serve")))
-def test_the_cost_that_is_printed_is_paid(knobs, forwards, backwards, said, monkeypatch):
-    policy, cfg = gpt(), settings(micro_batch_size=16, **knobs)
-    batch, calls, backward = sample(policy, cfg, moved(gpt())), [], torch.Tensor.backward
-
-    def counted(x, *given, **more):
-        calls.append(1)
-        return backward(x, *given, **more)
-
-    monkeypatch.setattr(torch.Tensor, "backward", counted)
-    passed = []
-    policy.h[0].register_forward_pre_hook(lambda *given: passed.append(1))
-    step(policy, batch, cfg)
-    assert (len(passed), len(calls)) == (forwards, backwards)
-    text = cost_of(cfg, 10 ** 6)
-    assert said in text
-    assert ("and 1 backward for the KL" in text) == (cfg.two_parts and forwards < backwards)
-
-
-def cost_of(cfg, num_weights):
-    return describe_cost(cfg)
-
-
-def test_the_cost_of_a_held_out_target_is_said():
-    text = cost_of(settings(tracin="reward", tracin_val_prompts=8, tracin_val_size=10), 1)
-    assert "32 held-out rollouts" in text and ", 10 of them" in text
-
-
-ALL = "of which tracin_memory lets all be kept"
-
-
-def lose_record(tape):
-    tape.records.pop()
-
-
-def lose_kept(tape):
-    # without the first micro-batch
-    tape.row_grads = {(p, i): g for (p, i), g in tape.row_grads.items() if i > 0}
-
-
-@pytest.mark.parametrize("way, lose", (
-    ("contracted", lose_record),))
-def test_the_first_step_is_checked_against_an_ordinary_backward(way, lose, monkeypatch):
-    cfg = settings(tracin="self", beta=.1, micro_batch_size=8)
-    batch = sample(gpt(), cfg, moved(gpt()))
-
-    def error(first):
-        _, m = step(gpt(), batch, cfg, lr=0.0, way=way, first=first)
-        return m["tracin/invariant_error"]
-
-    assert error(True) < 1e-5
-    leave = Tape.__exit__
-
-    def leave_and_lose(tape, *error):
-        leave(tape, *error)
-        lose(tape)
-
-    monkeypatch.setattr(Tape, "__exit__", leave_and_lose)
-    assert error(False) < 1e-5      # the tape by itself cannot know
-    with pytest.raises(SystemExit, match="do not add up to the product of ordinary gradients"):
-        error(True)
-
-
-def test_tf32_has_the_bound_of_bfloat16_for_influences(monkeypatch):
-    leave = Tape.__exit__
-
-    def leave_with_rounding(tape, *error):
-        leave(tape, *error)
-        tape.records = [r._replace(b=1.01 * r.b) for r in tape.records]
-
-    monkeypatch.setattr(Tape, "__exit__", leave_with_rounding)
-
-    def first_step(**knobs):
-        cfg = settings(tracin="self", beta=.1, **knobs)
-        return step(gpt(), sample(gpt(), cfg, moved(gpt())), cfg, lr=0.0, first=True)
-
-    with pytest.raises(SystemExit, match="do not add up"):
-        first_step()
-    assert first_step(allow_tf32=True)
-    rough = FINE | {"tracin/invariant_error": .01}
-    assert "invariant" not in diagnose_influence(rough, settings(allow_tf32=True), FLOAT)
-
-
-# ------------------------------------------------------------------------------------------------
-# what a step costs a GPU: waits, launches, memory
-
-class Launches(TorchDispatchMode):
-    """Counts the operations inside that a GPU would be told to do: all but views."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.total += not op.is_view
-        return op(*args, **kwargs or {})
-
-
-def recorded_step(layers, way="contracted", held=False, counter=None, **knobs):
-    """(Influence that has recorded a step of 64 rows as it would on a GPU, the step's batch,
-    held-out target or None)."""
+def test_adam_scale_is_what_adamw_multiplies_with():
+    """Also with two groups of parameters."""
     torch.manual_seed(0)
-    policy = GPT(GPTConfig(300, 32, layers, 2, 32))
-    cfg = settings(num_prompts=8, num_generations=8, micro_batch_size=16, **knobs)
-    nets = nets_of(policy, cfg)
-    for p in nets.trained:
-        p.grad = torch.ones_like(p)
-    nets.optimizer.step()       # tracin_adam needs moments
-    nets.optimizer.zero_grad()
-    influence = nets.influence
-    batch = sample(policy, cfg, moved(policy), prompts=MANY)
-    target = None
-    if held:
-        target = sample(policy, cfg, moved(policy), seed=8, prompts=MANY), torch.arange(0, 64, 3)
-    whole = Step(0, torch.arange(64), 64, int(batch.loss_mask.sum()))
-    pieces = list(grpo.micro_batches(batch.lengths[whole.rows], cfg))
-    with counter or contextlib.nullcontext():
-        with influence.record(batch, whole, True):
-            for positions in pieces:
-                influence.forward_backward(positions)
-    return influence, batch, target
+    a, b = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
+    groups = [dict(params=[a], betas=(0.0, .9)), dict(params=[b], betas=(0.0, .99), eps=.1)]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)
+    for _ in range(3):
+        gradient = {p: torch.randn(3) for p in (a, b)}
+        scale = selection.adam_scale(optimizer, gradient)
+        before = {p: p.detach().clone() for p in (a, b)}
+        for p in (a, b):
+            p.grad = gradient[p]
+        optimizer.step()
+        for p in (a, b):
+            assert torch.allclose(before[p] - p.detach(), gradient[p] * scale[p], rtol=1e-4)
 
 
-STEPS = {
-    "self": dict(tracin="self", beta=.1), "reward": dict(tracin="reward", **UNIT),
-    "held out": dict(tracin="reward", held=True, beta=.1),
-    "leave one out": dict(tracin="self", tracin_leave_one_out=True, beta=.1),
-    "adam": dict(tracin="self", tracin_adam=True, tracin_leave_one_out=True, beta=.1)}
+def warmed(nets, cfg):
+    """AdamW with a state like that of a running training: it has seen other batches."""
+    optimizer = torch.optim.AdamW(nets.trained, lr=1e-4)
+    start = [p.detach().clone() for p in nets.trained]
+    others = [row_gradients(nets, batch_of(cfg, seed, MANY), cfg).sum(0) for seed in range(5)]
+    for i in range(300):
+        set_grad(nets.trained, others[i % 5])
+        optimizer.step()
+    for p, x in zip(nets.trained, start):
+        p.data.copy_(x)
+        p.grad = None
+    return optimizer
 
 
-@pytest.mark.parametrize("way", ("contracted",))
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_waits_for_a_gpu_a_fixed_number_of_times(name, way):
-    found = []
-    for layers in (2, 12):
-        waits = Waits()
-        influence, _, target = recorded_step(layers, way, counter=waits, **STEPS[name])
-        with waits:
-            kept = influence.keep_helpful(target, seed=0, check=False)
-            influence_metrics(kept, influence.nets)
-        found.append({line: n for line, n in waits.lines.items()
-                      if line.startswith(("tracin.py", "run/metrics.py"))})
-    few, many = (sum(lines.values()) for lines in found)
-    assert few == many, f"the waits grow with the layers: {found}"
-    assert many <= 40, f"{many} waits of influence in a step: {found[1]}"
+def set_grad(parameters, flat_gradient):
+    parts = flat_gradient.split([p.numel() for p in parameters])
+    for p, x in zip(parameters, parts):
+        p.grad = x.view_as(p).clone()
 
 
-@pytest.mark.parametrize("way, most", (("contracted", 800),))
-def test_launches_of_a_layer_are_few(way, most):
-    """Of a layer with 12 parameters, in 4 micro-batches: target, scores, norms of 4 rows, step."""
-    found = []
-    for layers in (2, 12):
-        influence, *_ = recorded_step(layers, way, **STEPS["self"])
-        with Launches() as launches:
-            kept = influence.keep_helpful(None, seed=0, check=False)
-            influence_metrics(kept, influence.nets)
-        found.append(launches.total)
-    each = (found[1] - found[0]) / 10
-    assert each <= most, f"{each} launches for each layer"
+def spearman(a, b):
+    ranks = [x.argsort().argsort().double() for x in (a, b)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-# ------------------------------------------------------------------------------------------------
-# whole runs
+@pytest.mark.parametrize("name, least, most", [
+    ("sgd", .99, 1), ("adam", .85, .98), ("adam, aware", .98, 1)])
+def test_the_true_change_without_a_row(name, least, most):
+    """Influence against the change of the target's loss when the same step is taken without the
+    row."""
+    cfg = words(tracin="reward", num_prompts=8, tracin_adam="aware" in name, **UNIT)
+    batch = batch_of(cfg, prompts=MANY)
+    nets = nets_for(cfg, prompts=MANY)
+    g = row_gradients(nets, batch, cfg)
+    nets.optimizer = torch.optim.SGD(nets.trained, lr=1e-3)
+    if name != "sgd":
+        nets.optimizer = warmed(nets, cfg)
+    coef = target_coefficients(batch, torch.arange(32), "reward")
 
-@pytest.mark.parametrize("name", (
-    "toxicity_tracin", "toxicity_tracin_lora", "tracin_16_best", "tracin_128_random"))
-def test_configs_load(name):
-    assert load_settings([f"config/{name}.py"]).tracin != "off"
+    def target_after(weights):
+        policy = copy.deepcopy(nets.policy)
+        parameters = list(policy.parameters())
+        optimizer = type(nets.optimizer)(parameters, lr=1e-3)
+        optimizer.load_state_dict(copy.deepcopy(nets.optimizer.state_dict()))
+        set_grad(parameters, weights @ g)
+        optimizer.step()
+        with torch.no_grad():
+            logp = completion_logprobs(policy, batch.rollout).double()
+        return float((coef * logp.sum(1)).sum())
 
-
-def run_of(folder, policy, rule, eval_prompts, prompts, **knobs):
-    """Runs grpo.py in a tiny world of files; rule: the reward function's last line."""
-    save_gpt(str(folder / "policy.pt"), policy)
-    files = {"comments.csv": "text,is_offensive\nfine,0\n", "prompts.txt": prompts,
-             "eval.txt": eval_prompts,
-             "rule.py": f"def reward(prompts, completions):\n    return {rule}\n"}
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    knobs = dict(
-        policy=folder / "policy.pt", comments=folder / "comments.csv",
-        prompts=folder / "prompts.txt", eval_prompts=folder / "eval.txt", vocab_size=300,
-        block_size=32, n_layer=2, n_head=2, n_embd=32, num_prompts=4, num_generations=4,
-        max_iters=2, judge=None, eval_judge=None, num_eval_prompts=1, num_eval_generations=2,
-        log_micro=False, device="cpu", tracin="reward") | knobs
-    grpo.main([str(folder / "rule.py"), *(f"--{k}={v}" for k, v in knobs.items())])
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_run_logs_influence_and_weight(tmp_path, capsys):
-    def run(num_eval_prompts):
-        run_of(tmp_path, gpt(), "[len(c) % 3 for c in completions]", "the end of it\nand now\nso\n",
-               "I am\nyou are so\nwhat\n", out_dir=tmp_path / "run", max_completion_length=8,
-               num_eval_prompts=num_eval_prompts, tracin_val_prompts=2)
-
-    run(1)
-    rows, metrics = (read(tmp_path / "run" / f"{name}.jsonl") for name in ("samples", "metrics"))
-    assert len(rows) == 32
-    assert all((row["weight"] > 0) == (row["influence"] > 0) for row in rows)
-    names = ("positive_ratio", "negative_ratio", "mean_ip", "std_ip", "min_ip", "max_ip",
-             "selected_ratio", "self_share", "target_grad_norm", "target_loss", "invariant_error",
-             "target_rows")
-    assert all(f"tracin/{name}" in row for row in metrics for name in names)
-    positive = sum(row["influence"] > 0 for row in rows[:16])
-    assert metrics[0]["tracin/positive_ratio"] == positive / 16
-    with pytest.raises(BadInput, match="tracin_val_prompts"):
-        run(3)
+    full = target_after(torch.ones(32))
+    change = [target_after(torch.ones(32).index_fill(0, torch.tensor(i), 0)) - full
+              for i in range(32)]
+    for group in nets.optimizer.param_groups:
+        group["lr"] = 0.0
+    step_of(nets, batch, cfg)
+    assert least < spearman(batch.influence, torch.tensor(change)) <= most
