@@ -151,9 +151,8 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, script, tmp_p
     assert "64 rollouts of 4 iterations" in text and "nan" not in text
     assert text.count("  iteration ") == 6 and "words of iteration 5" in text
     assert 4 <= shown.count("<article>") <= 6 and shown.count("<svg") == 1
-    assert "words of iteration 3" in printed(explain.main, [folder, "--before", "--show=1"])
-    text = printed(explain.main, [run("off"), "--show=1", "--words=1"])
-    assert "16 rollouts of 1 iterations, target 'reward'" in text
+    text = printed(explain.main, [run("off"), "--before", "--show=1", "--words=1"])
+    assert "16 rollouts of 1 iterations, target 'reward'" in text and "words of iteration 3" in text
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
     argv = [run("off"), str(tmp_path / "mine.py"), "--tracin=target", "--show=1"]
     text = printed(explain.main, argv)

@@ -19,7 +19,7 @@ def test_the_lesson_runs_and_its_numbers_agree(tmp_path, monkeypatch):
         os.symlink(os.path.join(ROOT, name), tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lesson.py", "--n_layer=1", "--n_embd=32", "--n_head=2",
-                                     "--pretrain_tokens=20000", "--device=cpu"])
+                                     "--pretrain_tokens=20000", "--num_prompts=2"])
     with open("lesson.py") as f:
         cells = notebook_of(f.read())["cells"]
     printed = "".join(out["text"] for cell in cells for out in cell.get("outputs", ())
