@@ -1,6 +1,6 @@
-# One run of studies/wrong.py: a quarter of the rollouts of training have their reward inverted, 1 - r
-# for r. Which ones depends on the texts alone, so it is the same in every arm and at every time.
-# The held-out target is small, and its rewards are right.
+# One run of studies/wrong.py: a quarter of the rollouts of training have their reward inverted,
+# 1 - r for r. Which ones depends on the texts alone, so it is the same in every arm and at every
+# time. The held-out target is small, and its rewards are right.
 #     python study.py studies/wrong.py
 from config.study_toxicity import *
 
