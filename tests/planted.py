@@ -188,6 +188,12 @@ def run_tests(tests, folder):
     return done.returncode, found[1].removeprefix("tests/") if found else done.stdout[-300:]
 
 
+def need_to_pass(tests, folder):
+    code, line = run_tests(tests, folder)
+    if code:
+        sys.exit(f"{tests} must pass before a mistake is planted: {line}")
+
+
 def plant(mistake, folder):
     """Runs the tests with one mistake in -> (whether they catch it, a line that says so)."""
     path = os.path.join(folder, mistake.file)
@@ -210,12 +216,12 @@ def main(words):
     with tempfile.TemporaryDirectory() as parent:
         folder = os.path.join(parent, "project")
         shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
-        for tests in sorted({m.tests for m in chosen}):
-            code, line = run_tests(tests, folder)
-            if code:
-                sys.exit(f"{tests} must pass before a mistake is planted: {line}")
+        passed = set()
         alive = 0
         for mistake in chosen:
+            if mistake.tests not in passed:
+                need_to_pass(mistake.tests, folder)
+                passed.add(mistake.tests)
             caught, line = plant(mistake, folder)
             print(line, flush=True)
             alive += not caught
