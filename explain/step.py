@@ -89,7 +89,7 @@ def print_rewards(batch, cfg, grpo):
     advantages = row_advantages(batch).view(-1, cfg.num_generations)
     for i, (r, A) in enumerate(zip(groups, advantages)):
         pairs = " ".join(f"{x:.4f} ({a:+.4f})" for x, a in zip(r.tolist(), A.tolist()))
-        print(f"  group {i}: mean {r.nanmean():.4f}, std {grpo.nanstd(r):.4f}; rewards "
+        print(f"  group {i}: mean {r.nanmean():.4f}, std {float(grpo.nanstd(r)):.4f}; rewards "
               f"(advantages): {pairs}")
 
 
