@@ -26,7 +26,6 @@ from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
 from explain.words import logprob_changes, pieces_of, row_alone
-from sample import completion_logprobs
 from tracin import Tape, cosine, inner
 
 flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
@@ -91,7 +90,7 @@ picture("3_advantages")
 # ## 4. The clip
 # The objective of a token is $\min(\rho A,\ \mathrm{clip}(\rho) A)$, where
 # $\rho = p_\mathrm{policy} / p_\mathrm{sampler}$ is how much likelier the token has become. Where
-# the curve is flat there is no gradient: a token that has moved far enough is left alone.
+# the curve is flat, a token has moved far enough and is left alone.
 
 # %%
 ratio = torch.linspace(0.5, 1.5, 101)[:, None]                                  # (n, 1)
@@ -115,20 +114,13 @@ picture("4_clip")
 batch = grpo.collect(nets, prompts, cfg, seed=1)
 step = next(grpo.optimizer_steps(batch, cfg, seed=1))
 start = {name: x.clone() for name, x in nets.policy.state_dict().items()}
-
-
-def row_logprobs():
-    """Log-prob (N,) of each completion under the policy as it is now."""
-    with torch.no_grad():
-        return completion_logprobs(nets.policy, batch.rollout, cfg.temperature).sum(1)
-
-
-before = row_logprobs()
 loss = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
 loss.total.backward()
 nets.optimizer.step()
 nets.optimizer.zero_grad()
-change = row_logprobs() - before
+with torch.no_grad():
+    after = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
+change = (after.logp - batch.rollout.logp).sum(1)                               # (N,)
 print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}")
 
 plt.figure(figsize=(5, 3))
@@ -140,7 +132,7 @@ nets.policy.load_state_dict(start)      # back to where we were
 
 # %% [markdown]
 # Most completions of positive advantage became likelier. Not all: they share words, and a step on
-# one moves the others too. The rest of the lesson is about this.
+# one moves the others too.
 #
 # **Try:** flip the sign of the objective in `grpo.clipped_objective` and run this cell again. Then
 # run `python grpo.py config/lesson.py` and look at the reward. Flip it back!
