@@ -34,10 +34,8 @@ PANELS = {  # name: title, log, metric of the solid line, metric of the dashed l
     "cosine": ("cosine of the target's two halves", "metrics", "tracin/target_cosine"),
 }
 LOOK = {
-    "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.color": "0.9", "lines.linewidth": 1.2,
-    "lines.markersize": 3, "legend.frameon": False, "svg.fonttype": "none",
-    "svg.hashsalt": "plot.py"}
+    "font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.color": "0.9",
+    "lines.linewidth": 1.2, "lines.markersize": 3, "svg.hashsalt": "plot.py"}
 USAGE = ("usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] "
          f"[--panels=reward,toxicity]; panels: {', '.join(PANELS)}")
 
@@ -54,12 +52,8 @@ def read_run(folder):
 
 def curve(rows, metric):
     """Iterations and values of a metric, NaN where a row has none."""
-    try:
-        y = [math.nan if row.get(metric) is None else float(row[metric]) for row in rows]
-        return np.array([int(row["iteration"]) for row in rows]), np.array(y)
-    except (KeyError, TypeError, ValueError) as e:
-        raise BadInput(f"{metric}: a row of a log must hold an iteration and numbers or null "
-                       f"({e})") from e
+    y = [math.nan if row.get(metric) is None else row[metric] for row in rows]
+    return [row["iteration"] for row in rows], y
 
 
 def choose_panels(asked, runs):
@@ -68,12 +62,12 @@ def choose_panels(asked, runs):
     for name, (_, log, metric, *_) in PANELS.items():
         if any(row.get(metric) is not None for run in runs.values() for row in run[log]):
             there.append(name)
-    if not there:
-        raise BadInput(f"{', '.join(runs)}: nothing to draw yet; wait for the first iteration")
     panels = asked.split(",") if asked else there
     for panel in panels:
         if panel not in there:
             raise BadInput(f"--panels: there is no {panel!r} here; choose from {', '.join(there)}")
+    if not panels:
+        raise BadInput(f"{', '.join(runs)}: nothing to draw yet; wait for the first iteration")
     return panels
 
 
@@ -91,12 +85,11 @@ def draw_runs(runs, panels):
         for i, (name, run) in enumerate(runs.items()):
             for metric, style in zip(metrics, ("-", "--")):
                 x, y = curve(run[log], metric)
-                marker = "o" if log == "eval" or len(x) == 1 else None
+                marker = "o" if log == "eval" else None
                 ax.plot(x, y, style, color=f"C{i}", marker=marker)
     if len(runs) > 1:
         solid = axes[0].lines[::len(PANELS[panels[0]]) - 2]
-        names = [name.replace("$", r"\$") for name in runs]     # no formula
-        figure.legend(solid, names, loc="outside upper left", ncols=3)
+        figure.legend(solid, list(runs), loc="outside upper left", ncols=3)
     return figure
 
 
@@ -117,16 +110,6 @@ def draw_study(found):
     return figure
 
 
-def draw(file, format, drawn, *what):
-    """Writes the Figure drawn(*what): the same bytes for the same runs, whatever the user's
-    matplotlibrc says."""
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type")) if format == "svg" else {}
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(LOOK)
-        drawn(*what).savefig(file, format=format, dpi=192, metadata=nothing)
-
-
 def main(argv):
     options = dict(arg[2:].split("=", 1) for arg in argv if arg.startswith("--") and "=" in arg)
     folders = [arg for arg in argv if not arg.startswith("--")]
@@ -137,13 +120,14 @@ def main(argv):
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")
     table = os.path.join(folders[0], "table.json")
-    if os.path.exists(table):
-        what = draw_study, read_json(table)
-    else:
-        runs = {folder: read_run(folder) for folder in folders}
-        what = draw_runs, runs, choose_panels(options.get("panels"), runs)
-    with replacing(path) as tmp:
-        draw(tmp, path[-3:], *what)
+    with matplotlib.rc_context(LOOK):
+        if os.path.exists(table):
+            figure = draw_study(read_json(table))
+        else:
+            runs = {folder: read_run(folder) for folder in folders}
+            figure = draw_runs(runs, choose_panels(options.get("panels"), runs))
+        with replacing(path) as tmp:
+            figure.savefig(tmp, format=path[-3:], dpi=192)
     print(path)
 
 

@@ -2,7 +2,7 @@
 What a run leaves in its folder. Only rank 0 writes.
 
     config.json    settings and versions: is itself a config
-    config.py      the text of its config file, which nothing runs by itself
+    config.py      the text of its config file, which is run where the folder is named
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
 """
@@ -41,12 +41,12 @@ def is_nan_or_inf(x):
 
 
 def write_run_config(folder, cfg, device):
-    """config.json: settings, versions, device, git revision, and which functions of which config
-    files; config.py: their text."""
+    """config.json: settings, versions, device, git revision, names of functions; config.py: the
+    text of the config files."""
     if rank_and_size()[0] > 0:
         return
     write_json(os.path.join(folder, "config.json"), dict(
-        settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
+        settings=cfg.public(), functions=sorted(cfg.functions),
         device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git_revision()))
     if cfg.source is not None:
