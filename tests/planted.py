@@ -121,7 +121,8 @@ ROLLOUT += of(
 TAPE = of(
     "tracin.py", "test_tracin.py",
     ("tokens summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
-     "total += b.flatten(1, -2).sum(1).T @ a.flatten(1, -2).sum(1)"),
+     "total += b.reshape(len(b), -1, len(total)).sum(1).T @ "
+     "a.reshape(len(a), -1, total.shape[1]).sum(1)"),
     ("rows summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
      "total += b.sum(0).view(-1, len(total)).T @ a.sum(0).view(-1, total.shape[1])"),
     ("tokens summed before the score", "return b * F.linear(a, G)",

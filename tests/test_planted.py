@@ -1,4 +1,4 @@
-"""The list of planted mistakes fits the code. To plant them, which takes minutes, run planted.py."""
+"""The list of planted mistakes fits the code. To plant them, run planted.py: it takes minutes."""
 import os
 
 from planted import MISTAKES, ROOT, trouble_of
