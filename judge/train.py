@@ -5,7 +5,6 @@
 judge_a gives the reward. judge_b never touches training: it is the independent judge of the
 evaluation.
 """
-import run  # noqa: F401 (before torch: how its threads wait)
 import hashlib
 import os
 import random
