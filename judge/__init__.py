@@ -45,15 +45,11 @@ def as_reward(scores, kind):
     """
     if kind == "probability":
         return torch.sigmoid(-scores)
-    if kind == "logprob":
-        return F.logsigmoid(-scores)
-    if kind == "logit":
-        return -scores
-    raise ValueError(f"judge_score = {kind!r}: must be probability, logprob or logit")
+    return F.logsigmoid(-scores) if kind == "logprob" else -scores
 
 
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):
-    """Return {name: function} for the names in cfg.reward_funcs, and for cfg.tracin_val_reward.
+    """{name: function} for the names in cfg.reward_funcs, and for cfg.tracin_val_reward.
 
     "judge" is the reward by judges["judge"], whose forward pass runs within precision(). Every
     other name is a function of the config file.
@@ -65,5 +61,5 @@ def reward_functions(cfg, judges, precision=contextlib.nullcontext):
         return [None if says_nothing(text) else r for r, text in zip(rewards, completions)]
 
     functions = cfg.functions | {"judge": judge_reward}
-    names = dict.fromkeys([*cfg.reward_funcs, *filter(None, [cfg.tracin_val_reward])])
-    return {name: functions[name] for name in names}
+    names = [*cfg.reward_funcs, cfg.tracin_val_reward]
+    return {name: functions[name] for name in names if name is not None}
