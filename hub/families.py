@@ -97,10 +97,6 @@ def pieces(model, names, name, rows):
     return [(f"{prefix}{part}.{leaf}", size) for part, size in zip(parts, sizes)]
 
 
-# ------------------------------------------------------------------------------------------------
-# config.json -> GPTConfig
-
-
 def config_from_json(content, path):
     """The content of a config.json -> (key of FAMILIES, GPTConfig). BadInput for what is not built
     here. Whether the head is tied is seen in the tensors."""
@@ -153,17 +149,13 @@ def fields_of_rope(content, path):
     beside rope_theta."""
     if set(content.get("layer_types") or ()) - {"full_attention"}:
         raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    rope = (content.get("rope_parameters") or {}) | (content.get("rope_scaling") or {})
     kind = rope.get("rope_type") or rope.get("type") or "default"
     check_only(dict(rope_type=("default", "llama3"), partial_rotary_factor=(1,)),
                rope | dict(rope_type=kind), path)
     theta = rope.get("rope_theta") or content.get("rope_theta") or 1e4
     scaling = tuple(rope[key] for key in LLAMA3_KEYS) if kind == "llama3" else ()
     return dict(rope_base=theta, rope_scaling=scaling)
-
-
-# ------------------------------------------------------------------------------------------------
-# GPTConfig -> config.json
 
 
 def config_to_json(config):

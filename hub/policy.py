@@ -54,10 +54,6 @@ def load_folder(folder):
     return fill(config, names, tensors, FAMILIES[kind].transposed, folder)
 
 
-# ------------------------------------------------------------------------------------------------
-# tensors into the model
-
-
 def fill(config, names, tensors, transposed, path):
     """GPT of shape `config` with the published tensors. BadInput unless each has its place."""
     if config.n_layer > len(tensors):   # before so many layers are built
@@ -95,10 +91,6 @@ def fill(config, names, tensors, transposed, path):
     if tied:
         model.lm_head.weight = model.wte.weight
     return model
-
-
-# ------------------------------------------------------------------------------------------------
-# GGUF
 
 
 def load_gguf(path):

@@ -72,10 +72,6 @@ class Tokenizer:
         return token.encode()
 
 
-# ------------------------------------------------------------------------------------------------
-# from a published folder
-
-
 def from_folder(folder):
     """Tokenizer of tokenizer.json, or of vocab.json and merges.txt."""
     with optional("-r requirements-hub.txt"):
@@ -124,10 +120,6 @@ def ids_of(role, core, content, names):
     ids = named if isinstance(named, list) else [named]
     own = core.token_to_id(names.get(f"{role}_token", ""))
     return [i for i in [own, *ids] if i is not None and core.id_to_token(i) is not None]
-
-
-# ------------------------------------------------------------------------------------------------
-# from a GGUF file
 
 
 def from_gguf(path):

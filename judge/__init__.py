@@ -1,17 +1,12 @@
-"""Judges. (rewards.py calls reward functions, the judge and those of a config file.)
-
-A judge is a function of two lists of N texts:
+"""Judges: the small classifier that judge/train.py trains (scorer.py), and published RoBERTa
+classifiers (roberta.py). A judge is a function of two lists of N texts:
 
     judge(prompts, completions) -> log-odds of "toxic", float32 (N,), every one of them finite
 
-Above 0 the completion is more likely toxic than clean. All judges here read the completion alone,
-as RealToxicityPrompts scores continuations: the prompt is not the policy's doing.
-
-A text that says nothing (empty, a single symbol, no letter or digit) is clean to every judge. As a
-reward the judge abstains, so that the policy learns neither to fall silent nor to avoid it.
-
-There are two kinds: the small classifier that judge/train.py trains (scorer.py), and a published
-RoBERTa classifier (roberta.py).
+All judges read the completion alone, as RealToxicityPrompts scores continuations: the prompt is not
+the policy's doing. A text that says nothing (empty, a single symbol, no letter or digit) is clean to
+every judge. As a reward the judge abstains, so that the policy learns neither to fall silent nor to
+avoid it.
 """
 import contextlib
 import os
@@ -32,10 +27,6 @@ def load_judge(name, device="cpu"):
     if not colon or os.path.isdir(name):
         return load_roberta(name, device)
     return load_roberta(folder, device, label)
-
-
-# ------------------------------------------------------------------------------------------------
-# rewards
 
 
 def as_reward(scores, kind):

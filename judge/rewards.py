@@ -59,10 +59,6 @@ def score_by(name, function, prompts, completions):
     return [math.nan if v is None else float(v) for v in values]
 
 
-# ------------------------------------------------------------------------------------------------
-# calling a function of a config file; `what` names it in errors
-
-
 def call(what, function, prompts, completions):
     """Call a user's function. Where it raises, BadInput names the first example that it raises for
     alone; the function's own traceback is a note of the BadInput."""
@@ -111,16 +107,10 @@ def arguments_of(what, function, prompts, completions):
         if p.kind is p.VAR_KEYWORD:
             kwargs |= {name: x for name, x in known.items() if name not in parameters}
             continue
-        if p.default is p.empty and p.name not in given:
-            check_column(what, p.name, prompts)
+        for prompt in prompts if p.default is p.empty and p.name not in given else ():
+            if p.name not in prompt.row:
+                raise BadInput(f"{what} asks for the column {p.name!r}; the prompt "
+                               f"{shown(prompt.text)} has {sorted(map(str, prompt.row))}")
         if p.name in known:
             kwargs[p.name] = known[p.name]
     return args, kwargs
-
-
-def check_column(what, name, prompts):
-    """BadInput unless a column that a function needs is there in every prompt."""
-    for prompt in prompts:
-        if name not in prompt.row:
-            raise BadInput(f"{what} asks for the column {name!r}; the prompt {shown(prompt.text)} "
-                           f"has {sorted(map(str, prompt.row))}")

@@ -107,12 +107,16 @@ def train_judge(path, name, comments, held_out, num_tokens, device, stop):
 
     partial = path + ".partial"
     fit(model, [optimizer], loss_at, steps, partial, name, stop=stop)
-    report = judge_report(model.eval(), tokenizer, held_out, device)
-    save_judge(path, model, **report)
+    rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
+    scores = log_odds(model.eval(), rows, device)
+    toxic = torch.tensor([label > 0.5 for _, label in held_out])
+    accuracy = float(((scores > 0) == toxic).float().mean())
+    area = auc(scores, toxic)
+    save_judge(path, model, accuracy=accuracy, auc=area, heldout=len(held_out))
     if os.path.exists(partial):
         os.remove(partial)
-    print(f"{name}: held-out accuracy {report['accuracy']:.4f}, ROC AUC {report['auc']:.4f} on "
-          f"{report['heldout']} comments it never saw, {time.time() - began:.0f} s")
+    print(f"{name}: held-out accuracy {accuracy:.4f}, ROC AUC {area:.4f} on {len(held_out)} "
+          f"comments it never saw, {time.time() - began:.0f} s")
 
 
 def even_lengths(comments, seed):
@@ -150,29 +154,14 @@ def length_batches(rows, size, seed):
     return batches
 
 
-# ------------------------------------------------------------------------------------------------
-# testing
-
-
-def judge_report(model, tokenizer, held_out, device):
-    """Measure a Scorer on held-out comments -> {"accuracy", "auc", "heldout": their number}."""
-    rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
-    labels = torch.tensor([label for _, label in held_out])
-    scores = log_odds(model, rows, device)
-    right = (scores > 0) == (labels > 0.5)
-    return dict(accuracy=float(right.float().mean()), auc=auc(scores, labels),
-                heldout=len(held_out))
-
-
-def auc(scores, labels):
+def auc(scores, toxic):
     """Area under the ROC curve: the chance that a toxic comment scores above a clean one.
 
-    Equal scores count half. scores, labels (N,), label 1 for toxic.
+    Equal scores count half. scores (N,), toxic (N,) of bools.
     """
     # rank of each score from 1, equal scores share the mean of theirs (Mann and Whitney 1947)
     _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     ranks = counts.cumsum(0) - (counts.double() - 1) / 2
-    toxic = labels > 0.5
     num_toxic = int(toxic.sum())
     num_clean = int((~toxic).sum())
     wins = ranks[inverse][toxic].sum() - num_toxic * (num_toxic + 1) / 2
