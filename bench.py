@@ -34,6 +34,7 @@ import torch
 import grpo
 from config import load_settings
 from data.prompts import draw_prompts
+from hub.export import export
 from judge.train import get_judges
 from pretrain import new_policy
 from run.build import build, read_inputs
@@ -211,7 +212,6 @@ def beside_trl(argv, repeat):
     except ImportError as e:
         raise BadInput(f"python bench.py trl: {e}; in a virtual environment of its own: "
                        "pip install -r requirements.txt trl transformers") from e
-    from hub.export import export
     cfg = load_settings([*argv, "--beta=0", "--judge=None", "--eval_judge=None"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
                   reward_weights=(1.0,))

@@ -171,6 +171,7 @@ def open_run(folder, flags):
     flags: settings that should differ, and the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
     path, checkpoint = read_newest(folder)
+    print(f"{path}: after {checkpoint['iteration']} iterations")
     device = pick_device(cfg.device)
     splits = get_splits(cfg)
     base = get_policy(cfg, splits, device, may_train=False).to(device).eval().requires_grad_(False)

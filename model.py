@@ -6,7 +6,6 @@ the blocks of Llama, Qwen2 and Qwen3.
 
 Shapes: B rows, T positions, C = n_embd channels, V = vocab_size. Attention has nh heads of hs
 channels for queries, nkv heads for keys and values, and S key positions.
-Left out: dropout (whatever is scored must be scored without it), beam search, paged caches.
 """
 import functools
 import math

@@ -146,6 +146,6 @@ def prompt_splits(cache_dir, file):
     key = hashlib.sha256(repr(file).encode()).hexdigest()[:8]
     path = os.path.join(cache_dir, f"prompts-{key}.json")
     if not os.path.exists(path):
-        splits = read_splits(*file)
+        splits = read_splits.__wrapped__(*file)     # hundreds of MB, not to be kept
         write_json(path, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
     return split_comments([]) | read_json(path)

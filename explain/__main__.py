@@ -207,7 +207,7 @@ def main(argv):
     recorded = [] if asked else scored_rows(folder)
     metrics = read_rows(os.path.join(folder, "metrics.jsonl")) if recorded else []
     with contextlib.redirect_stdout(io.StringIO()):     # what a run says of its models
-        nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo)
+        nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo, may_train=False)
 
     path = os.path.join(folder, "ckpt_prev.pt" if "--before" in flags else "ckpt.pt")
     again = iteration_after(nets, path, cfg)

@@ -14,7 +14,7 @@ from data.tokenizer import byte_alphabet
 from hub.families import FAMILIES, config_to_json, pieces
 from hub.files import TOKENIZER_FILES, save_tensors
 from hub.policy import TRANSPOSED
-from hub.tokenizer import bpe_core, from_gguf
+from hub.tokenizer import Tokenizer, bpe_core, from_gguf
 from model import LoRA
 from pretrain import load_run
 from run.files import read_json, replacing, write_json
@@ -95,17 +95,10 @@ def adapter_config(lora, tensors, kind, base):
     first = next(iter(lora.values()))
     rank = first.A.out_features
     return dict(
-        peft_type="LORA",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        r=rank,
-        lora_alpha=round(first.scale * rank, 9),
-        lora_dropout=0.0,
-        bias="none",
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True,
+        r=rank, lora_alpha=round(first.scale * rank, 9), lora_dropout=0.0, bias="none",
         fan_in_fan_out=FAMILIES[kind].transposed,
-        target_modules=sorted({name.split(".")[-3] for name in tensors}),
-        inference_mode=True,
-    )
+        target_modules=sorted({name.split(".")[-3] for name in tensors}))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -121,27 +114,21 @@ def write_tokenizer(folder, source):
         config = read_json(os.path.join(source, "config.json"))
         return {key: i for key, i in config.items() if key.endswith("_token_id")}
     if isinstance(source, tiktoken.Encoding):
-        core = core_of(source)
-        ends = (source.eot_token,)
-        bos = source.eot_token
-        template = None
+        end = [source.eot_token]
+        tokenizer = Tokenizer(core_of(source), folder, end, bos=end)
     else:
         tokenizer = from_gguf(source)
-        core = tokenizer.core
-        ends = tokenizer.end_tokens
-        bos = tokenizer.bos_token
-        template = tokenizer.chat_template
-    core.save(os.path.join(folder, "tokenizer.json"))
-    core.model.save(folder)     # vocab.json and merges.txt too
-    ids = dict(eos_token_id=ends[0]) if bos is None else dict(
-        bos_token_id=bos, eos_token_id=ends[0])
-    content = {key.removesuffix("_id"): core.id_to_token(i) for key, i in ids.items()}
+    tokenizer.core.save(os.path.join(folder, "tokenizer.json"))
+    tokenizer.core.model.save(folder)     # vocab.json and merges.txt too
+    ids = dict(bos_token_id=tokenizer.bos_token, eos_token_id=tokenizer.eot_token)
+    ids = {key: i for key, i in ids.items() if i is not None}
+    content = {key.removesuffix("_id"): tokenizer.core.id_to_token(i) for key, i in ids.items()}
     content["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if template:
-        content["chat_template"] = template
+    if tokenizer.chat_template:
+        content["chat_template"] = tokenizer.chat_template
     write_json(os.path.join(folder, "tokenizer_config.json"), content)
-    generation = ids | dict(eos_token_id=ends[0] if len(ends) == 1 else list(ends))
-    write_json(os.path.join(folder, "generation_config.json"), generation)
+    write_json(os.path.join(folder, "generation_config.json"),
+               ids | dict(eos_token_id=list(tokenizer.end_tokens)))
     return ids
 
 

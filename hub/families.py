@@ -266,10 +266,6 @@ def config_to_json(config):
 def spelled_out(c):
     """The GPTConfig with every value that stands for another one replaced by it."""
     return replace(
-        c,
-        n_kv_head=c.n_kv_head or c.n_head,
-        head_dim=c.head_dim or c.n_embd // c.n_head,
-        n_inner=c.n_inner or 4 * c.n_embd,
-        qkv_bias=c.bias if c.qkv_bias is None else c.qkv_bias,
-        local_layers=tuple(c.local_layers),
-    )
+        c, n_kv_head=c.n_kv_head or c.n_head, head_dim=c.head_dim or c.n_embd // c.n_head,
+        n_inner=c.n_inner or 4 * c.n_embd, local_layers=tuple(c.local_layers),
+        qkv_bias=c.bias if c.qkv_bias is None else c.qkv_bias)

@@ -100,7 +100,7 @@ def save_tensors(path, tensors):
 
 
 def read_gguf(path, weights=True):
-    """(metadata, {name: float32 tensor}) of llama.cpp's format, quantised weights multiplied out."""
+    """(metadata, {name: float32 tensor}) of llama.cpp's files, quantised weights multiplied out."""
     with optional("-r requirements-hub.txt"):
         from gguf import GGUFReader, dequantize
     with one_line(path):

@@ -2,7 +2,7 @@
 What a run leaves in its folder. Only rank 0 writes.
 
     config.json    settings and versions: is itself a config
-    config.py      the text of its config file, which nothing runs by itself
+    config.py      the text of its config file, which is run where the folder is named
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
 """
@@ -41,12 +41,12 @@ def is_nan_or_inf(x):
 
 
 def write_run_config(folder, cfg, device):
-    """config.json: settings, versions, device, git revision, and which functions of which config
-    files; config.py: their text."""
+    """config.json: settings, versions, device, git revision, names of functions; config.py: the
+    text of the config files."""
     if rank_and_size()[0] > 0:
         return
     write_json(os.path.join(folder, "config.json"), dict(
-        settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
+        settings=cfg.public(), functions=sorted(cfg.functions),
         device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git_revision()))
     if cfg.source is not None:
@@ -58,7 +58,8 @@ def write_run_config(folder, cfg, device):
 def git_revision():
     here = os.path.dirname(os.path.abspath(__file__))
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
+        command = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     except OSError:  # no git
         return None
     return done.stdout.strip() or None
@@ -69,8 +70,8 @@ def git_revision():
 
 
 def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
-    """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. SystemExit,
-    and nothing is written, if a weight is not finite."""
+    """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. Raises
+    SystemExit, and writes nothing, if a weight is not finite."""
     weights = nets.policy.state_dict()
     moments = [x for state in nets.optimizer.state.values() for x in moments_of(state)]
     finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
@@ -123,8 +124,8 @@ def read_newest(folder, mmap=False):
             for name, kind in FIELDS.items():
                 assert isinstance(content[name], kind), name
     except BadInput as e:
-        raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to ckpt.pt "
-                       "to go on from there") from e
+        raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
+                       "ckpt.pt to go on from there") from e
     return path, content
 
 

@@ -95,8 +95,8 @@ def free_memory(device):
 
 
 def check_fits(cfg, device):
-    """Raises BadInput where the weights and the keys and values of the rows that are decoded at once
-    are alone too much: a slip in a setting, which would end in "Killed"."""
+    """Raises BadInput where the weights, and the keys and values of the rows that are decoded at
+    once, are alone too much: a slip in a setting, which would end in "Killed"."""
     rows = cfg.decode_batch_size or cfg.num_prompts * cfg.num_generations // rank_and_size()[1]
     share = 1 if cfg.policy == "train" else 8   # queries that may share a key
     kept = 2 * cfg.n_layer * cfg.n_embd // share * cfg.max_completion_length

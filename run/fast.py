@@ -30,9 +30,9 @@ def prove(nets, cfg):
     use_dtype(nets, torch.float32)
     rollout = few_rows(nets, cfg, generate)
     expected = logp_and_gradient(nets, cfg, rollout)
+    use_dtype(nets, wanted)
     if not expected[0].isfinite().all():
         return          # the first step ends the run, and says why
-    use_dtype(nets, wanted)
     if cfg.compile:
         use_compile(nets)
         trouble = trouble_of(nets, cfg, rollout, expected)
@@ -103,7 +103,7 @@ def trouble_of(nets, cfg, rollout, expected):
 
 
 def compare(nets, cfg, rollout, expected_logp, expected_gradient):
-    """The first number that is too far from what plain float32 computes, in words; "" if none is."""
+    """What is too far from what plain float32 computes, in words; "" if nothing is."""
     logp, gradient = logp_and_gradient(nets, cfg, rollout)
     sampled = few_rows(nets, cfg, nets.generate)
     scored, _ = logp_and_gradient(nets, cfg, sampled)

@@ -13,6 +13,8 @@ import torch
 from model import GPT, GPTConfig
 from run.script import BadInput, shown
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 
 def find_below(folder, name):
     """Path of the first file called `name` below `folder`."""
@@ -109,18 +111,20 @@ def save_file(path, kind, **content):
 
 
 def load_file(path, kind, mmap=False):
-    """The dict that save_file wrote, on the CPU. BadInput when it is missing, broken or of another
-    kind."""
-    if not os.path.exists(path):
+    """The dict that save_file wrote, on the CPU. A relative path is looked for here, then beside
+    the code: weights/policy.pt. BadInput when it is missing, broken or of another kind."""
+    here = path if os.path.exists(path) else os.path.join(ROOT, path)
+    if not os.path.exists(here):
         raise BadInput(f"{path}: no such file")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        content = torch.load(here, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:  # torch reports broken files in a dozen ways
         raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short "
                        f"({type(e).__name__})") from e
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
-        raise BadInput(f"{path}: holds {shown(found)} where a checkpoint of kind {kind!r} is needed")
+        raise BadInput(f"{path}: holds {shown(found)} where a checkpoint of kind {kind!r} is "
+                       "needed")
     return content
 
 

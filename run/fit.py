@@ -10,12 +10,12 @@ SAVE_SECONDS = 20
 
 
 def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):
-    """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x trapezoid(step, steps).
+    """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x trapezoid(...).
 
     The state is saved to the file `partial` now and then; a call that finds the file continues from
     it. loss_at must depend on nothing but the weights and the step, so that an interruption changes
-    no result. Prints loss and remaining time under the name `label`. Raises KeyboardInterrupt, after
-    saving, once stop() is true.
+    no result. Prints loss and remaining time under the name `label`. Raises KeyboardInterrupt,
+    after saving, once stop() is true.
     """
     start = load_partial(partial, model, optimizers, label, steps)
     progress = Progress(label, "step", steps, start)

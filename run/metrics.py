@@ -140,7 +140,7 @@ class Meter:
 
 
 def bound_of(dtype):
-    """Of relative differences between what is computed in two ways, with forward passes in dtype."""
+    """Of the relative difference between two ways to compute, with forward passes in dtype."""
     return 1e-3 if dtype == torch.float32 else 5e-2
 
 

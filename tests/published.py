@@ -6,6 +6,7 @@ import math
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import torch
 
@@ -13,6 +14,7 @@ from data.tokenizer import GPT2_PATTERN, load_tokenizer
 from hub.export import core_of, export
 from hub.files import save_tensors
 from hub.tokenizer import bpe_core
+from judge.roberta import Roberta
 from model import GPT, GPTConfig
 
 V, C, H = 23, 12, 4     # tokens, channels, heads
@@ -345,31 +347,12 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
     put(folder, config=c, vocab={token: i for i, token in enumerate(tokens)},
         special_tokens_map=dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>"))
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: 0.5 * torch.randn(shape, generator=generator) + ("LayerNorm.weight" in name)
-               for name, shape in shapes_of_roberta(c, len(labels)).items()}
+    with torch.device("meta"):
+        model = Roberta(SimpleNamespace(**c), len(labels))
+    tensors = {name: 0.5 * torch.randn(x.shape, generator=generator) + ("LayerNorm.weight" in name)
+               for name, x in model.state_dict().items()}
     save_tensors(os.path.join(folder, "model.safetensors"), tensors)
     return folder
-
-
-def shapes_of_roberta(c, num_labels):
-    C = c["hidden_size"]
-    wide = c["intermediate_size"]
-    rows = {"word": c["vocab_size"], "position": c["max_position_embeddings"],
-            "token_type": c["type_vocab_size"]}
-    found = {f"roberta.embeddings.{name}_embeddings.weight": (n, C) for name, n in rows.items()}
-    linears = {"classifier.dense": (C, C), "classifier.out_proj": (num_labels, C)}
-    norms = ["roberta.embeddings.LayerNorm"]
-    for i in range(c["num_hidden_layers"]):
-        at = f"roberta.encoder.layer.{i}."
-        linears |= {f"{at}attention.self.{name}": (C, C) for name in ("query", "key", "value")}
-        linears |= {at + "attention.output.dense": (C, C), at + "intermediate.dense": (wide, C),
-                    at + "output.dense": (C, wide)}
-        norms += [at + "attention.output.LayerNorm", at + "output.LayerNorm"]
-    for name, shape in linears.items():
-        found |= {name + ".weight": shape, name + ".bias": shape[:1]}
-    for name in norms:
-        found |= {name + ".weight": (C,), name + ".bias": (C,)}
-    return found
 
 
 def roberta_by_hand(c, tensors, ids):

@@ -44,7 +44,8 @@ def test_comments_are_cleaned_and_labelled(name, text, tmp_path):
     ("a.csv", "words,is_offensive\nx,1\n", "row 1 has no field 'text'"),
     ("a.csv", "text,is_offensive\nx\n", "row 1 has no field 'is_offensive'"),
     ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2 has is_offensive = 'maybe'"),
-    ("a.csv", "text,is_offensive\nx,1.5\n", "'1.5'"), ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
+    ("a.csv", "text,is_offensive\nx,1.5\n", "'1.5'"),
+    ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
     ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "must be text"),
     ("a.csv", "text,is_offensive\n", "holds no comments"), ("a.txt", "x", "must end in")])
 def test_bad_comments_name_file_and_row(name, text, part, tmp_path):
@@ -110,7 +111,8 @@ def test_prompts_from_a_file(tmp_path):
     files = dict(config_py=CONFIG, a_txt="\n".join(lines), a_csv=table, a_jsonl=rows,
                  b_txt="other\n" + "x" * 99 + "\n\nanother")
     found = [prompts_of(tmp_path, f"--prompts={tmp_path}/a.{kind}", *more, **files)
-             for kind, *more in (("txt",), ("csv",), ("jsonl",), ("jsonl", "--prompt_field=deep.q"))]
+             for kind, *more in (("txt",), ("csv",), ("jsonl",),
+                                 ("jsonl", "--prompt_field=deep.q"))]
     assert len({tuple(map(tuple, map(texts, parts))) for parts in found}) == 1
     train, evaluation, others = found[2]
     assert sorted(texts(train + evaluation + others)) == sorted(lines) and len(evaluation) == 4

@@ -194,13 +194,14 @@ def test_the_rates_of_a_fit(tmp_path):
         rates.append([group["lr"] for group in optimizer.param_groups])
         return (model(torch.tensor([1.0, -2.0])) - 3).square().sum()
 
-    fit(model, [optimizer], loss_at, 100, str(tmp_path / "p"), "test")
+    partial = str(tmp_path / "p")
+    fit(model, [optimizer], loss_at, 100, partial, "test")
     scales = [trapezoid(i, 100) for i in range(100)]
     assert scales == [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
     assert torch.allclose(torch.tensor(rates), torch.tensor([[0.1 * s, 0.02 * s] for s in scales]))
     assert loss_at(0) < 1e-6
     with pytest.raises(SystemExit, match="the loss of test became nan"):
-        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, str(tmp_path / "p"), "test")
+        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, partial, "test")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import tokenize
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-OPTIONAL = {"gguf", "huggingface_hub", "jinja2", "matplotlib", "safetensors", "tokenizers",
-            "transformers", "trl", "wandb"}
+OPTIONAL = {"datasets", "gguf", "huggingface_hub", "jinja2", "matplotlib", "safetensors",
+            "tokenizers", "transformers", "trl", "wandb"}
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
             tokenize.STRING, tokenize.ENCODING, tokenize.ENDMARKER}
 

@@ -217,7 +217,8 @@ def test_advantages_of_rows_are_means_over_what_the_policy_drew():
     cfg = settings(letters, critic=True)
     _, batch = world(cfg)
     for i, n in enumerate(batch.rollout.sampled_mask.sum(1).tolist()):
-        assert row_advantages(batch)[i] == pytest.approx(float(batch.advantages[i, :n].mean()), 1e-5)
+        mean = float(batch.advantages[i, :n].mean())
+        assert row_advantages(batch)[i] == pytest.approx(mean, 1e-5)
 
 
 def test_toxicity_is_of_all_rollouts_in_every_iteration():

@@ -100,7 +100,7 @@ def test_run_is_what_the_files_say(kind, finished, world):
     with open(os.path.join(finished(kind), "config.json")) as f:
         settings = json.load(f)["settings"]
     shape = hub.policy.load(getattr(world, kind))[0].config
-    assert {k: settings[k] for k in pretrain.SHAPE} == {k: getattr(shape, k) for k in pretrain.SHAPE}
+    assert all(settings[name] == getattr(shape, name) for name in pretrain.SHAPE)
     samples = read_rows(os.path.join(finished(kind), "samples.jsonl"))
     texts = {row["prompt"]["text"] for row in read_rows(world.prompts)}
     assert len(samples) == 16

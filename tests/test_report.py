@@ -51,7 +51,8 @@ def test_the_numbered_lines_to_the_letter(clock, capsys):
 [Micro 0] 2. Samples generated (4 rows for all micro-batches): mem=812 MB, time=1.500s
 [Micro 0] 3. Samples scored: mem=812 MB, time=0.250s, rewards=0.5000±0.3536
 [Micro 0] 4. Loss computed: mem=812 MB, time=0.125s, pg_loss=-0.012345, kl=0.001234, total=-0.011111
-[Micro 1] 4. Loss computed: mem=812 MB, time=0.000s, pg_loss=0.250000, critic=2.000000, kl=0.001000, total=2.251000
+[Micro 1] 4. Loss computed: mem=812 MB, time=0.000s, pg_loss=0.250000, critic=2.000000, \
+kl=0.001000, total=2.251000
 5. Optimizer step finished: mem=812 MB, step=1.000s, time=2.875s total
 """
     StepLog(CPU, micro_batch_size=4, on=True).generated(4)
@@ -107,8 +108,10 @@ INFLUENCE = {
     "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9, "tracin/target_rows": 8,
     "tracin/self_share": 0.1, "tracin/invariant_error": 1e-7}
 CASES = {   # kind: (what is wrong, words of its sentence)
-    "reward": ({"reward": math.nan, "reward_min": math.nan, "reward_max": math.nan}, "returned None"),
-    "equal": ({"reward_min": 0.5, "reward_max": 0.5, "advantage_max": 0.0}, "of the batch are 0.5:"),
+    "reward": (
+        {"reward": math.nan, "reward_min": math.nan, "reward_max": math.nan}, "returned None"),
+    "equal": (
+        {"reward_min": 0.5, "reward_max": 0.5, "advantage_max": 0.0}, "of the batch are 0.5:"),
     "advantage": ({"advantage_max": 0.0}, "(rewards 0 to 1, equal within each group)"),
     "constant": ({"rewards/b/std": 0.0}, "'b' gave every completion the same score"),
     "tokens": ({"num_completion_tokens": 0}, "no completion tokens carry loss"),
@@ -119,7 +122,8 @@ CASES = {   # kind: (what is wrong, words of its sentence)
     "gradient": ({"grad_norm": 0.0}, "grad_norm is 0"),
     "critic": ({"val/var_explained": -0.2}, "explains -0.20 of the returns' variance"),
     "empty": ({"tracin/empty_steps": 1}, "kept no rollout"),
-    "fallback": ({"tracin/fallback": 1.0, "tracin/positive_ratio": 0.05}, "only 5% of the rollouts"),
+    "fallback": (
+        {"tracin/fallback": 1.0, "tracin/positive_ratio": 0.05}, "only 5% of the rollouts"),
     "contrast": ({"tracin/target_contrast": 0.2}, "spread 0.20 times as wide"),
     "noise": ({"tracin/target_cosine": 0.05}, "8 rollouts are too few"),
     "self": ({"tracin/self_share": 0.64}, "64% of the influence"),

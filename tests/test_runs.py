@@ -1,5 +1,6 @@
 """Whole runs on a tiny model: what they print and leave behind, how they go on after an
 interruption, what they refuse."""
+import importlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from run.report import Progress, duration
 from run.script import run_script
 from worlds import printed, read_rows, refusal
 
+explain = importlib.import_module("explain.__main__")
 NOISE = """
 import os, random, time
 import numpy, torch
@@ -160,7 +162,8 @@ def test_progress_is_a_line_every_while():
     progress.last -= 11
     assert progress.is_due(), "10 seconds without a word"
     progress.began -= 4
-    assert printed(progress.show, 20, "loss 4.421, ") == "policy: step 20/40, loss 4.421, 8 s left\n"
+    said = printed(progress.show, 20, "loss 4.421, ")
+    assert said == "policy: step 20/40, loss 4.421, 8 s left\n"
 
 
 def test_log_micro_off_changes_the_lines_alone(grpo, finished, tmp_path):
@@ -501,7 +504,8 @@ def test_a_reward_that_abstains(grpo, tmp_path):
 
 
 @pytest.mark.parametrize("main, argv, part", [
-    (trainer.main, ["{tmp}/reward.py"], "'reward'"), (pretrain.main, ["--device=quantum"], "device"),
+    (trainer.main, ["{tmp}/reward.py"], "'reward'"),
+    (pretrain.main, ["--device=quantum"], "device"),
     (judge.train.main, ["--comments=nowhere.csv"], "nowhere.csv"),
     (evaluate.main, ["nowhere"], "nowhere")])
 def test_exit_code_2_and_one_line(main, argv, part, tiny, tmp_path, monkeypatch, capsys):
@@ -556,8 +560,9 @@ def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
     for flag, again in ((f"--cache_dir={tmp_path / 'none'}", "pretrain.py"),
                         ("--judge_tokens=64000", "judge.train"),
                         ("--pretrain_tokens=1000000000000", "pretrain.py")):
-        message = refusal(evaluate.main, [str(copy_of_six), noise, flag])
-        assert "is not there" in message and again in message
+        for main in (evaluate.main, explain.main):
+            message = refusal(main, [str(copy_of_six), noise, flag])
+            assert "is not there" in message and again in message
     for argv in ([], ["--seed=1"]):
         assert "which run" in refusal(evaluate.main, argv)
 

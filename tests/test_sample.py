@@ -4,58 +4,160 @@ import math
 import pytest
 import torch
 
-from by_hand import (
-    PROMPTS, TRUNCATIONS, distributions, allowed_by_hand, logits_by_hand, random_gpt)
-from sample import completion_logprobs
-from run.decoder import Decoder
 from run.device import autocast
-from sample import concatenate, draw, generate, pad_left, truncate
+from run.fast import Decoder
+from sample import (
+    completion_entropies, completion_logprobs, concatenate, decode, draw, generate, pad_left,
+    truncate)
+from worlds import logits_by_hand, random_gpt, refusal
+
+PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
+TRUNCATIONS = [dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1),
+               dict(top_k=20, top_p=0.9, min_p=0.02)]
+T = 8
 
 
-def test_pad_left_puts_padding_left():
-    tokens, attention_mask = pad_left([[1, 2, 3], [4]])
-    assert tokens[0].tolist() == [1, 2, 3] and tokens[1, 2] == 4
-    assert attention_mask.tolist() == [[True, True, True], [False, False, True]]
+def rollout_of(model=None, prompts=PROMPTS, G=3, T=T, eos=49, seed=3, **more):
+    return generate(model or random_gpt(), prompts, G, T, eos=eos, seed=seed, **more)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("truncation", [{}] + TRUNCATIONS)
-def test_sampler_records_the_distribution_it_drew_from(temperature, truncation):
+def allowed_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """Token ids that are left of logits (V,), in plain Python."""
+    kept = sorted(range(len(logits)), key=lambda i: -logits[i])
+    if top_k:
+        kept = kept[:top_k]
+    p = logits.double().exp()
+    if top_p < 1:
+        total = sum(float(p[i]) for i in kept)
+        before = 0.0
+        nucleus = []
+        for i in kept:
+            if before < top_p * total:
+                nucleus.append(i)
+            before += float(p[i])
+        kept = nucleus
+    return {i for i in kept if p[i] >= min_p * p.max()}
+
+
+def forced_ids(N, T=T, V=49, seed=2, share=.3):
+    """(N, T) ids, -1 where the policy draws. Row 1 is forced from end to end, row 2 begins with the
+    end token."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, V, (N, T), generator=generator)
+    forced = ids.where(torch.rand(N, T, generator=generator) < share, -1)
+    forced[1] = ids[1]
+    forced[2] = -1
+    forced[2, 0] = V
+    return forced
+
+
+# ------------------------------------------------------------------------------------------------
+# what is recorded, and the log-probs of it
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_what_is_recorded_is_the_distribution_that_was_drawn_from(forced):
+    """By hand, and the trainer's log-probs and entropies are the same."""
     model = random_gpt()
-    r = generate(model, PROMPTS, 3, 8, eos=49, seed=3, temperature=temperature, **truncation)
-    assert r.completion_mask.sum() > 60 and not r.attention_mask.all()
-    logp = completion_logprobs(model, r, temperature)
-    torch.testing.assert_close(r.logp, logp, rtol=0, atol=1e-5)
-    for i, t, token, logits in distributions(model, r, PROMPTS, temperature):
-        if truncation:
-            allowed = allowed_by_hand(logits, **truncation)
-            assert set(r.allowed[i, t].nonzero()[:, 0].tolist()) == allowed and token in allowed
-            logits = logits.masked_fill(~r.allowed[i, t], -math.inf)
-        p = logits.softmax(0)
-        assert float(r.logp[i, t]) == pytest.approx(float(p[token].log()), abs=1e-5)
-        entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
-        assert float(r.entropy[i, t]) == pytest.approx(entropy, abs=1e-5)
-    assert (r.allowed is not None) == bool(truncation)
+    more = dict(forced=forced_ids(9)) if forced else {}
+    for temperature, truncation in [(1.0, {}), (0.7, {}), *((0.7, one) for one in TRUNCATIONS)]:
+        r = rollout_of(model, temperature=temperature, **truncation, **more)
+        width = r.completion_mask.shape[1]
+        assert r.completion_mask.sum() > 40 and not r.attention_mask.all()
+        assert (r.allowed is not None) == bool(truncation)
+        assert torch.equal(r.sampled_mask, r.completion_mask) != forced
+        logp = completion_logprobs(model, r, temperature)
+        torch.testing.assert_close(r.logp, logp, rtol=0, atol=1e-5)
+        entropies = completion_entropies(model, r, temperature)
+        torch.testing.assert_close(r.entropy, entropies, rtol=0, atol=1e-5)
+        assert not r.logp.requires_grad and logp.requires_grad and entropies.requires_grad
+        for x in (r.logp, r.entropy, logp, entropies):
+            assert (x[~r.sampled_mask] == 0).all()
+        for i in range(9):
+            prompt = PROMPTS[i // 3]
+            row = r.tokens[i, -width:].tolist()
+            logits = logits_by_hand(model, prompt + row)[len(prompt) - 1:] / temperature
+            for t in r.sampled_mask[i].nonzero()[:, 0].tolist():
+                p = logits[t].softmax(0)
+                if truncation:
+                    allowed = allowed_by_hand(logits[t], **truncation)
+                    assert set(r.allowed[i, t].nonzero()[:, 0].tolist()) == allowed
+                    p = torch.where(r.allowed[i, t], p, 0.0)
+                    p = p / p.sum()
+                assert float(r.logp[i, t]) == pytest.approx(math.log(p[row[t]]), abs=1e-5)
+                entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
+                assert float(r.entropy[i, t]) == pytest.approx(entropy, abs=1e-5)
 
 
-def test_rollout_holds_prompts_padding_and_what_each_field_promises():
-    r = generate(random_gpt(), PROMPTS, 2, 4, eos=49, seed=0)
-    assert r.tokens.shape == r.attention_mask.shape == (6, 5 + 4)
-    assert r.completion_mask.shape == r.logp.shape == r.entropy.shape == (6, 4)
-    assert not r.logp.requires_grad and not r.entropy.requires_grad
-    for i in range(6):
-        prompt = PROMPTS[i // 2]
-        assert r.tokens[i, 5 - len(prompt):5].tolist() == prompt
+def test_pieces_of_logits_change_nothing(monkeypatch):
+    model = random_gpt()
+    r = rollout_of(model, top_p=.9)
+
+    def both():
+        model.zero_grad()
+        found = completion_logprobs(model, r, .7), completion_entropies(model, r, .7)
+        (found[0].sum() + 2 * found[1].square().sum()).backward()
+        return [x.detach() for x in found] + [p.grad.clone() for p in model.parameters()]
+
+    whole = both()
+    monkeypatch.setattr("sample.LOGITS_AT_ONCE", 7 * 50)
+    for a, b in zip(whole, both()):
+        assert (a - b).norm() < 1e-5 * b.norm()
+
+
+def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():
+    r = rollout_of(random_gpt(8), eos=7, G=20, T=12)
+    texts = r.completions(7)
+    width = r.completion_mask.shape[1]
+    lengths = set()
+    for i, row in enumerate(r.tokens.tolist()):
+        prompt = PROMPTS[i // 20]
+        assert row[5 - len(prompt):5] == prompt     # an end token in a prompt ends nothing
         padding = 5 - len(prompt)
-        assert r.attention_mask[i].tolist() == [False] * padding + [True] * (len(prompt) + 4)
+        assert r.attention_mask[i].tolist() == [False] * padding + [True] * (len(prompt) + width)
+        row = row[5:]
+        ended = 7 in row
+        n = row.index(7) + 1 if ended else width
+        lengths.add(n)
+        assert r.completion_mask[i].tolist() == [t < n for t in range(width)]
+        assert bool(r.ended[i]) == ended and row[n:] == [7] * (width - n)
+        assert texts[i] == row[:n - ended]
+    assert len(lengths) > 3 and not r.ended.all() and max(lengths) == width
+    part = r[torch.tensor([6, 1])]
+    assert part.completions(7) == [texts[6], texts[1]] and torch.equal(part.logp, r.logp[[6, 1]])
+
+
+def test_forced_tokens_stand_where_they_were_put():
+    forced = forced_ids(9)
+    r = rollout_of(forced=forced)
+    tokens = r.tokens[:, -r.completion_mask.shape[1]:]
+    is_forced = (forced[:, :tokens.shape[1]] >= 0) & r.completion_mask
+    assert torch.equal(tokens[is_forced], forced[:, :tokens.shape[1]][is_forced])
+    assert torch.equal(r.sampled_mask, r.completion_mask & ~is_forced)
+    assert not r.sampled_mask[1].any() and r.completion_mask[1].all(), "forced from end to end"
+    assert tokens[2, 0] == 49 and r.completion_mask[2, 1], "a forced end token ends nothing"
+    assert r.completions(49)[2][0] == 49, "and is part of the text"
+
+
+def test_any_of_several_end_tokens_ends():
+    r = rollout_of(random_gpt(8), [[1], [2]], G=60, T=12, eos=(7, 3))
+    last = set()
+    for row, n in zip(r.tokens[:, 1:].tolist(), r.completion_mask.sum(1).tolist()):
+        assert not {7, 3} & {*row[:n - 1]} and row[n:] == [7] * (len(row) - n)
+        last.add(row[n - 1])
+    assert {7, 3} <= last and all(not {7, 3} & {*ids} for ids in r.completions((7, 3)))
+
+
+# ------------------------------------------------------------------------------------------------
+# what is drawn
 
 
 def test_sampled_pairs_follow_the_distribution_of_the_model():
-    V, N, T = 6, 30_000, 0.7  # pairs, so that noise used twice would show
+    V, N, temperature = 6, 30_000, 2.5      # pairs, so that noise used twice would show
     model = random_gpt(V)
-    r = generate(model, [[1, 2]], N, 2, eos=V - 1, seed=5, temperature=T)
-    first = (logits_by_hand(model, [1, 2])[-1] / T).softmax(0)
-    second = [(logits_by_hand(model, [1, 2, a])[-1] / T).softmax(0) for a in range(V - 1)]
+    r = rollout_of(model, [[1, 2]], G=N, T=2, eos=V - 1, seed=5, temperature=temperature)
+    first = (logits_by_hand(model, [1, 2])[-1] / temperature).softmax(0)
+    second = [(logits_by_hand(model, [1, 2, a])[-1] / temperature).softmax(0) for a in range(V - 1)]
     expected = {(a, b): float(first[a] * second[a][b]) for a in range(V - 1) for b in range(V)}
     expected[V - 1, V - 1] = float(first[V - 1])
     counts = dict.fromkeys(expected, 0)
@@ -63,273 +165,126 @@ def test_sampled_pairs_follow_the_distribution_of_the_model():
         counts[tuple(pair)] += 1
     chi_square = sum((counts[k] - N * p) ** 2 / (N * p) for k, p in expected.items())
     df = len(expected) - 1
-    assert chi_square < df + 4 * math.sqrt(2 * df)
-    assert min(expected.values()) * N > 5
+    assert chi_square < df + 4 * math.sqrt(2 * df) and min(expected.values()) * N > 5
 
 
-def test_first_tokens_follow_the_distribution_in_a_larger_vocabulary():
-    model, N = random_gpt(200), 20_000
-    r = generate(model, [[1, 2, 3]], N, 1, eos=199, seed=6, temperature=1.5)
-    expected = N * (logits_by_hand(model, [1, 2, 3])[-1] / 1.5).softmax(0)
-    counts = torch.bincount(r.tokens[:, -1], minlength=200)
-    assert float(((counts - expected).square() / expected).sum()) < 199 + 4 * math.sqrt(2 * 199)
+def same(a, b, rows=slice(None)):
+    """Two rollouts are the same, but for rounding."""
+    for name, x in vars(a).items():
+        y = getattr(b, name)
+        if name in ("logp", "entropy"):
+            torch.testing.assert_close(x, y[rows], rtol=0, atol=1e-5)
+        elif name == "allowed" and x is not None:
+            assert torch.equal(x[a.completion_mask], y[rows][a.completion_mask])
+        elif x is not None:
+            assert torch.equal(x, y[rows]), name
 
 
-def test_samples_of_a_group_differ_from_their_first_token():
-    r = generate(random_gpt(), PROMPTS, 8, 3, eos=49, seed=0)
-    assert all(len(set(group)) > 2 for group in r.tokens[:, 5].view(3, 8).tolist())
+@pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
+def test_no_way_of_decoding_changes_a_rollout(truncation, monkeypatch):
+    """The noise is a number per row and step: each row is what it would be alone."""
+    model = random_gpt(8, seed=5)       # many rows end early
+    prompts = [[3, 1, 4], [5], [7, 2, 6, 5, 3], [2, 2]]
+    made = dict(model=model, prompts=prompts, G=4, T=12, eos=7, seed=2, **truncation)
+    whole = rollout_of(**made)
+    noise = torch.rand(16, 12, generator=torch.Generator().manual_seed(2))
+    for i in range(16):
+        ids = list(prompts[i // 4])
+        for t in range(int(whole.completion_mask[i].sum())):
+            p = logits_by_hand(model, ids)[-1].softmax(0)
+            if truncation:
+                p = torch.where(whole.allowed[i, t], p, 0.0)
+            ids.append(int((p.cumsum(0) > noise[i, t] * p.sum()).nonzero()[0]))
+        assert ids[len(prompts[i // 4]):] == whole.tokens[i, 5:][whole.completion_mask[i]].tolist()
+    for batch_size in (1, 4, 8, 1000):
+        same(rollout_of(**made, batch_size=batch_size), whole)
+    for every in (1, 3, 16):    # tokens between looks at what has ended, as on a GPU
+        monkeypatch.setattr("sample.CHECK_EVERY", {"cpu": every})
+        same(rollout_of(**made), whole)
+    same(rollout_of(**made, decode=lambda *a: decode(*a, drop=False)), whole)
+    same(rollout_of(**made, decode=Decoder(torch.device("cpu"), compiled=False)), whole)
+    ranges = (slice(0, 1), slice(1, 1), slice(1, 3), slice(3, 4))
+    parts = [rollout_of(**made, part=part) for part in ranges]
+    assert [len(part.logp) for part in parts] == [4, 0, 8, 4]
+    assert len({part.logp.shape[1] for part in parts}) > 1      # each is as wide as it must be
+    same(concatenate(parts, 7), whole)
+    assert not torch.equal(rollout_of(**made | {"seed": 3}).tokens, whole.tokens)
 
 
-def pairs(a, b):
-    """The tensors of two rollouts side by side."""
-    found = list(zip(vars(a).values(), vars(b).values()))
-    assert all((x is None) == (y is None) for x, y in found)
-    return [(x, y) for x, y in found if x is not None]
-
-
-def test_seed_alone_decides_the_rollout():
-    a, b, c = (generate(random_gpt(), PROMPTS, 4, 8, eos=49, seed=seed, top_p=0.9)
-               for seed in (1, 1, 2))
-    assert all(torch.equal(x, y) for x, y in pairs(a, b))
-    assert not torch.equal(a.tokens, c.tokens)
+def test_rows_that_have_ended_are_not_computed():
+    model = random_gpt(8, seed=5)
+    rows = []
+    model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    r = rollout_of(model, G=8, T=12, eos=7)
+    running = r.completion_mask.sum(0).tolist()     # before each token
+    assert rows[0] == 3, "prompts are computed once, not once per sample"
+    assert rows[1:len(running)] == running[1:] and 0 < running[-1] < 12
+    rows.clear()
+    rollout_of(model, G=8, T=12, eos=7, batch_size=8)
+    assert max(rows) == 8
 
 
 def test_sampling_neither_uses_nor_moves_the_global_random_state():
-    state = torch.get_rng_state()
-    a = generate(random_gpt(), PROMPTS, 2, 4, eos=49, seed=1)
+    first = rollout_of()
     torch.manual_seed(123)
-    assert torch.equal(generate(random_gpt(), PROMPTS, 2, 4, eos=49, seed=1).tokens, a.tokens)
-    torch.set_rng_state(state)
+    state = torch.get_rng_state()
+    assert torch.equal(rollout_of(random_gpt()).tokens, first.tokens)
     model = random_gpt()
     state = torch.get_rng_state()
-    generate(model, PROMPTS, 2, 4, eos=49, seed=1)
+    rollout_of(model)
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
-@pytest.mark.parametrize("batch_size", [1, 4, 8, 1000])
-def test_batch_size_changes_no_rollout(batch_size, truncation):
-    model, prompts = random_gpt(8), [[3, 1, 4], [5], [7, 2, 6, 5, 3], [2, 2]]  # many rows end early
-    whole = generate(model, prompts, 4, 10, eos=7, seed=9, **truncation)
-    parts = generate(model, prompts, 4, 10, eos=7, seed=9, batch_size=batch_size, **truncation)
-    for name in ("tokens", "attention_mask", "mask", "ended"):
-        assert torch.equal(getattr(whole, name), getattr(parts, name)), name
-    torch.testing.assert_close(whole.logp, parts.logp, rtol=0, atol=1e-5)
-    torch.testing.assert_close(whole.entropy, parts.entropy, rtol=0, atol=1e-5)
-    if truncation:
-        assert torch.equal(whole.allowed[whole.mask], parts.allowed[parts.mask])
-
-
-def test_batch_size_bounds_the_rows_that_are_decoded_at_once():
-    model, rows = random_gpt(), []
-    model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    generate(model, PROMPTS, 4, 5, eos=49, seed=9, batch_size=8)
-    # prompts are computed once, not once per sample
-    assert max(rows) == 8 and rows[0] == 2 and 1 in rows
-
-@pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
-def test_parts_of_the_prompts_together_are_the_whole(truncation):
-    """As several processes sample them; one of them has no prompt."""
-    model, prompts = random_gpt(8), [[3, 1, 4], [5], [7, 2, 6, 5, 3], [2, 2]]
-    whole = generate(model, prompts, 2, 10, eos=7, seed=4, **truncation)
-    parts = [generate(model, prompts, 2, 10, eos=7, seed=4, part=part, **truncation)
-             for part in (slice(0, 1), slice(1, 1), slice(1, 4))]
-    assert [len(part.mask) for part in parts] == [2, 0, 6]
-    assert len({part.mask.shape[1] for part in parts}) == 3     # each is as wide as it must be
-    joined = concatenate(parts, 7)
-    for name in ("tokens", "attention_mask", "mask", "ended"):
-        assert torch.equal(getattr(joined, name), getattr(whole, name)), name
-    for name in ("logp", "entropy"):
-        a, b = getattr(joined, name), getattr(whole, name)
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    assert not truncation or torch.equal(joined.allowed[joined.mask], whole.allowed[whole.mask])
-    assert completion_logprobs(model, joined).shape == whole.logp.shape
-
-
-def test_prompts_added_behind_leave_a_row_as_it_was():
-    model = random_gpt()
-    few = generate(model, PROMPTS[:2], 3, 8, eos=49, seed=4)
-    many = generate(model, PROMPTS[:2] + [[8] * 12, [1]], 3, 8, eos=49, seed=4)[:6]
-    T = few.mask.shape[1]
-    assert many.completions(49) == few.completions(49)
-    torch.testing.assert_close(many.logp[:, :T], few.logp, rtol=0, atol=1e-5)
-
-
-def test_model_that_only_ends_stops_after_one_step():
-    model, calls = random_gpt(), []
-    with torch.no_grad():
-        model.ln_f.weight.zero_()
-        model.ln_f.bias.fill_(1)
-        model.wte.weight[49] = 10
-    model.register_forward_hook(lambda *a: calls.append(1))
-    r = generate(model, PROMPTS, 2, 15, eos=49, seed=0)
-    assert len(calls) == 1  # the prompts, and nothing after them
-    assert r.completion_mask.tolist() == [[True]] * 6 and r.ended.all()
-    assert r.tokens[:, 5:].tolist() == [[49]] * 6
-    assert r.completions(49) == [[]] * 6
-
-
-def test_mask_holds_the_end_token_and_nothing_after_it():
-    prompts = [[7, 1, 7], [7]]  # end tokens in a prompt end nothing
-    r = generate(random_gpt(8), prompts, 30, 12, eos=7, seed=2)
-    texts, lengths = r.completions(7), set()
-    for i, row in enumerate(r.tokens[:, 3:].tolist()):
-        ended = 7 in row
-        n = row.index(7) + 1 if ended else len(row)
-        lengths.add(n)
-        assert r.completion_mask[i].tolist() == [t < n for t in range(len(row))] and bool(r.ended[i]) == ended
-        assert row[n:] == [7] * (len(row) - n) and texts[i] == row[:n - ended]
-        assert (r.logp[i, :n] < 0).all() and (r.entropy[i, :n] > 0).all()
-        assert (r.logp[i, n:] == 0).all() and (r.entropy[i, n:] == 0).all()
-    assert len(lengths) > 3 and not r.ended.all()
-    assert max(lengths) == r.completion_mask.shape[1]
-
-
-@pytest.mark.parametrize("fast", (False, True))
-def test_any_of_several_end_tokens_ends(fast):
-    model = random_gpt(8)
-    way = dict(decode=Decoder(model, graphs=False)) if fast else {}
-    r = generate(model, [[1], [2]], 60, 12, eos=(7, 3), seed=2, **way)
-    for i, row in enumerate(r.tokens[:, 1:].tolist()):
-        n = int(r.completion_mask[i].sum())
-        assert not {7, 3} & {*row[:n - 1]}, "no end token within a completion"
-        assert bool(r.ended[i]) == (row[n - 1] in (7, 3))
-        assert row[n:] == [7] * (len(row) - n), "the first end token fills the rest"
-    last = {row[int(n) - 1] for row, n in zip(r.tokens[:, 1:].tolist(), r.completion_mask.sum(1))}
-    assert {7, 3} <= last, "both end completions"
-
-
-@pytest.mark.parametrize("every", [1, 3, 16])  # tokens between looks at what has ended, as on a GPU
-@pytest.mark.parametrize("prompts", [    # padded and not
-    [[3, 1, 4], [5], [2, 6]], [[3, 1], [5, 0], [2, 6]]])
-@pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
-def test_ended_rows_are_not_computed_and_change_no_other(every, prompts, truncation, monkeypatch):
-    model, rows = random_gpt(8), []
-    monkeypatch.setattr("sample.CHECK_EVERY", {"cpu": every})
-    hook = model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    r = generate(model, prompts, 8, 12, eos=7, seed=2, **truncation)
-    hook.remove()
-    running = r.completion_mask.sum(0).tolist()  # before each token
-    assert rows[:1] == [3] and running[0] == 24 and 0 < running[-1] < 12
-    T = len(running)
-    assert rows[1:][:T - 1] == [running[t // every * every] for t in range(1, T)]
-    for i in range(24):  # alone, with the noise of its place
-        noise = torch.rand(24, 12, generator=torch.Generator().manual_seed(2))[i]
-        ids = list(prompts[i // 8])
-        for t in range(int(r.completion_mask[i].sum())):
-            p = (logits_by_hand(model, ids)[-1]).softmax(0)
-            if truncation:
-                p = torch.where(r.allowed[i, t], p, 0.0)
-            token = int((p.cumsum(0) > noise[t] * p.sum()).nonzero()[0])
-            assert int(r.tokens[i, -r.completion_mask.shape[1] + t]) == token
-            assert float(r.logp[i, t]) == pytest.approx(float((p[token] / p.sum()).log()), abs=1e-5)
-            ids.append(token)
-
-
-def test_width_is_that_of_the_longest_completion():
-    model = random_gpt(3)  # few tokens, so that all rows end early
-    r = generate(model, [[0, 1]], 4, 20, eos=2, seed=1, top_p=0.99)
-    longest = int(r.completion_mask.sum(1).max())
-    assert longest < 20 and r.allowed.shape == (4, longest, 3)
-    assert r.tokens.shape == r.attention_mask.shape == (4, 2 + longest)
-
-
-def test_rows_of_a_rollout_can_be_taken_apart():
-    model = random_gpt(8)
-    r = generate(model, [[3, 1, 4], [5]], 4, 6, eos=7, seed=2, top_p=0.9)
-    rows = torch.tensor([6, 1])
-    part = r[rows]
-    assert all(torch.equal(x, y[rows]) for x, y in pairs(part, r))
-    assert part.completions(7) == [r.completions(7)[6], r.completions(7)[1]]
-    torch.testing.assert_close(completion_logprobs(model, part), r.logp[rows], rtol=0, atol=1e-5)
-    assert generate(model, [[5]], 2, 2, eos=7, seed=2)[:1].allowed is None
-
-
-def test_prompt_of_the_wrong_length_is_refused_with_number_and_limit():
-    for prompts in ([[1], []], [[1], [2] * 17]):
-        n = len(prompts[1])
-        with pytest.raises(ValueError, match=rf"prompt 2 has {n} tokens: must be 1 to 16 .*24.*8"):
-            generate(random_gpt(), prompts, 2, 8, eos=49, seed=0)
-    assert generate(random_gpt(), [[1], [2] * 16], 2, 8, eos=49, seed=0).mask.shape == (4, 8)
-
-
-@pytest.mark.parametrize("temperature", [0, -1.0, math.nan])
-def test_temperature_that_is_not_above_zero_is_refused(temperature):
-    with pytest.raises(ValueError, match=f"temperature = {temperature}.*above 0"):
-        generate(random_gpt(), PROMPTS, 2, 4, eos=49, seed=0, temperature=temperature)
-
-
-def test_bfloat16_sampler_and_trainer_agree_roughly_and_float32_is_untouched():
+def test_bfloat16_sampler_and_trainer_agree_roughly():
     model = random_gpt()
     with autocast("cpu", torch.bfloat16):
-        assert model.new_cache(1, 4).dtype == torch.bfloat16
-        r = generate(model, PROMPTS, 4, 8, eos=49, seed=3)
+        r = rollout_of(model)
         logp = completion_logprobs(model, r)
-    assert r.logp.dtype == logp.dtype == torch.float32
-    assert (r.logp - logp).abs().max() < 0.1
-    with autocast("cpu", torch.float32):
-        exact = completion_logprobs(model, r)
-    assert torch.equal(exact, completion_logprobs(model, r))
-    assert 1e-4 < (logp - exact).abs().max() < 0.3  # bfloat16 was in fact used
+    assert r.logp.dtype == logp.dtype == torch.float32 and (r.logp - logp).abs().max() < 0.1
+    assert 1e-4 < (logp - completion_logprobs(model, r)).abs().max() < 0.3      # it was used
+
+
+def test_what_cannot_be_sampled_is_refused():
+    for prompts in ([[1], []], [[1], [2] * 17]):
+        line = refusal(rollout_of, prompts=prompts)
+        assert line.startswith(f"prompt 2 has {len(prompts[1])} tokens: must be 1 to 16")
+    for temperature in (0, -1.0, math.nan):
+        assert "must be above 0" in refusal(rollout_of, temperature=temperature)
+    tokens, attention_mask = pad_left([[1, 2, 3], [4]])
+    assert tokens[1, 2] == 4 and attention_mask[1].tolist() == [False, False, True]
 
 
 # ------------------------------------------------------------------------------------------------
 # from logits to a token
 
+
 def test_draw_inverts_the_distribution_function():
     generator = torch.Generator().manual_seed(0)
-    probs = torch.randn(200, 30, generator=generator).mul(3).softmax(-1)
-    probs = probs * (torch.rand(200, 30, generator=generator) < 0.4)
-    probs[:, 17] += 0.01  # at least one
-    probs *= torch.linspace(0.5, 2, 200)[:, None] / probs.sum(-1, keepdim=True)  # need not sum to 1
-    u = torch.rand(200, generator=generator)
-    for row, x, token in zip(probs.double(), u.double(), draw(probs, u).tolist()):
-        below = row[:token].sum() / row.sum()
-        assert below - 1e-6 <= x <= below + row[token] / row.sum() + 1e-6 and row[token] > 0
+    for V in (2, 30, 5000):
+        probs = torch.rand(60, V, generator=generator)
+        probs = probs * (torch.rand(60, V, generator=generator) < 0.4)
+        probs[:20, :V // 2] = 0             # zeros in front
+        probs[20:40, (V + 1) // 2:] = 0     # zeros behind
+        probs[torch.arange(60), torch.where(torch.arange(60) < 20, V - 1, 0)] += 0.1
+        for u in (0.0, 1e-8, 0.3, 0.5, 0.9, 1 - 2 ** -24):
+            drawn = draw(probs, torch.full((60,), u))
+            for row, token in zip(probs.double(), drawn.tolist()):
+                below = row[:token].sum() / row.sum()
+                assert below - 1e-5 <= u <= below + row[token] / row.sum() + 1e-5 and row[token] > 0
 
 
-@pytest.mark.parametrize("V", [2, 30, 50257])
-def test_draw_never_returns_a_token_of_probability_zero(V):
-    generator = torch.Generator().manual_seed(V)
-    probs = torch.rand(60, V, generator=generator) * (torch.rand(60, V, generator=generator) < 0.3)
-    probs[:20, :V // 2] = 0      # zeros in front
-    probs[20:40, (V + 1) // 2:] = 0  # zeros behind
-    probs[torch.arange(60), torch.where(torch.arange(60) < 20, V - 1, 0)] += 0.1
-    probs /= probs.sum(-1, keepdim=True)
-    for scale in (1.0, 0.999, 1.001):  # sums that rounding has moved off 1
-        for u in (0.0, 1e-8, 0.5, 1 - 2 ** -24):
-            token = draw(probs * scale, torch.full((60,), u))
-            assert (probs.gather(1, token[:, None]) > 0).all(), (scale, u)
-
-
-def test_draw_reaches_the_first_and_the_last_possible_token():
-    probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
-    numbers = (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2 ** -24)
-    drawn = [int(draw(probs, torch.tensor([u]))) for u in numbers]
-    assert drawn == [1, 1, 3, 3, 4, 4]
-
-
-@pytest.mark.parametrize("truncation", TRUNCATIONS + [
-    dict(top_k=1), dict(top_k=1000), dict(top_p=0.05), dict(min_p=1.0)])
-def test_truncate_keeps_what_its_definition_keeps(truncation):
+def test_truncate_keeps_what_its_definition_keeps():
     logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
-    out = truncate(logits, **truncation)
-    for row, before in zip(out, logits):
-        kept = allowed_by_hand(before, **truncation)
-        assert set((row > -math.inf).nonzero()[:, 0].tolist()) == kept
-        assert all(row[i] == before[i] for i in kept)
-
-
-@pytest.mark.parametrize("truncation", [
-    dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0), dict(top_k=1, top_p=1e-9, min_p=1.0)])
-def test_truncate_keeps_at_least_one_token(truncation):
-    flat, peaked, barred = torch.zeros(1, 40), torch.zeros(1, 40), torch.full((1, 40), -math.inf)
-    peaked[0, 13], barred[0, 5] = 200.0, -3.0
-    for logits, best in ((flat, None), (peaked, 13), (barred, 5)):
-        kept = (truncate(logits, **truncation) > -math.inf).nonzero()[:, 1].tolist()
-        assert kept and (best is None or kept == [best])
-
-
-def test_truncate_by_default_changes_nothing():
-    logits = torch.randn(3, 9)
+    for truncation in [*TRUNCATIONS, dict(top_k=1), dict(top_k=1000), dict(top_p=0.05),
+                       dict(min_p=1.0)]:
+        out = truncate(logits, **truncation)
+        for row, before in zip(out, logits):
+            kept = allowed_by_hand(before, **truncation)
+            assert set((row > -math.inf).nonzero()[:, 0].tolist()) == kept
+            assert all(row[i] == before[i] for i in kept)
+    barred = torch.full((1, 40), -math.inf)
+    barred[0, 5] = -3.0
+    for truncation in (dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)):
+        assert (truncate(torch.zeros(1, 40), **truncation) > -math.inf).any()
+        assert (truncate(barred, **truncation) > -math.inf).nonzero()[:, 1].tolist() == [5]
     assert torch.equal(truncate(logits), logits)

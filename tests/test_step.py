@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import grpo
-from grpo import Batch, collect, learning_rate, sync_reference, update
+from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics, tensors_differing
-from run.processes import shard
 from sample import generate
 from worlds import (
     WORD_PROMPTS, WORDS, letters, nets_of, refusal, settings, shaken, with_lora, word_gpt)
@@ -195,15 +194,6 @@ def test_lora_moves_the_adapters_only():
     assert m["kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_training_leaves_the_reference_alone():
-    cfg = words(beta=.1)
-    nets, batch = nets_and_batch(cfg)
-    before = weights_of(nets.reference)
-    update(nets, batch, None, cfg, 3)
-    assert torch.equal(weights_of(nets.reference), before)
-    assert not torch.equal(weights_of(nets.policy), before)
-
-
 # ------------------------------------------------------------------------------------------------
 # groups and rewards
 
@@ -246,20 +236,6 @@ def test_all_groups_dropped_is_no_step():
         assert torch.equal(weights_of(policy), weights_of(word_gpt())) == (steps == 0)
 
 
-def test_the_kl_is_taken_off_the_reward():
-    cfg = words(beta=.1, kl_in="reward", kl_estimator="k1")
-    nets, batch = nets_and_batch(cfg, reference=moved())
-    with torch.no_grad():
-        pairs = zip(plain_logps(nets.policy, batch.rollout),
-                    plain_logps(nets.reference, batch.rollout))
-        gap = torch.stack([(p - r).sum() for p, r in pairs])
-    expected = grpo.group_advantages(batch.rewards - .1 * gap, 4)
-    assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
-    m = update(nets, batch, None, cfg, 3)
-    assert m["kl"] == pytest.approx(float(gap.sum() / batch.loss_mask.sum()), abs=1e-5)
-    assert m["loss"] == pytest.approx(m["policy_loss"])
-
-
 # ------------------------------------------------------------------------------------------------
 # masks
 
@@ -290,7 +266,8 @@ def forced_batch(cfg, policy, reference, **sampling):
     forced = ids.where(torch.rand(16, 8, generator=generator) < .3, -1)
     forced[1] = ids[1]
     nets = nets_of(cfg, policy, WORD_PROMPTS, WORDS, reference)
-    nets.generate = lambda *args, **kwargs: generate(*args, **kwargs | dict(forced=forced) | sampling)
+    more = dict(forced=forced) | sampling
+    nets.generate = lambda *args, **kwargs: generate(*args, **kwargs | more)
     return nets, collect(nets, WORD_PROMPTS, cfg, 7)
 
 
@@ -349,9 +326,7 @@ def test_what_is_not_finite_stops_before_the_step(first):
     def slope(nets, batch):
         nets.policy.ln_f.weight.register_hook(lambda g: g * NAN)
 
-    causes = {weight: "weights are not finite", old_logp: "log-prob of the sampled tokens",
-              reward: "A reward is too large", moment: "AdamW's moments", slope: "Lower learning_rate"}
-    for spoil, said in causes.items():
+    for spoil in (weight, old_logp, reward, moment, slope):
         policy = word_gpt()
         optimizer = torch.optim.AdamW(policy.parameters(), lr=.01, fused=True)
         nets, batch = nets_and_batch(words(), policy, optimizer=optimizer)
@@ -359,8 +334,7 @@ def test_what_is_not_finite_stops_before_the_step(first):
         if spoil == moment:
             batch = collect(nets, WORD_PROMPTS, words(), 7)
         before = weights_of(policy)
-        text = refusal(update, nets, batch, None, words(), 3, first=first)
-        assert text.startswith("stopped") and said in text, text
+        assert refusal(update, nets, batch, None, words(), 3, first=first).startswith("stopped")
         assert torch.equal(weights_of(policy).nan_to_num(7), before.nan_to_num(7))
 
 
