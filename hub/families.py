@@ -153,13 +153,19 @@ def fields_of_rope(content, path):
     beside rope_theta."""
     if set(content.get("layer_types") or ()) - {"full_attention"}:
         raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
-    rope = (content.get("rope_parameters") or {}) | (content.get("rope_scaling") or {})
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     check_only(dict(rope_type=("default", "llama3"), partial_rotary_factor=(1,)),
                rope | dict(rope_type=kind), path)
-    theta = rope.get("rope_theta") or content.get("rope_theta") or 1e4
-    scaling = tuple(rope[key] for key in LLAMA3_KEYS) if kind == "llama3" else ()
-    return dict(rope_base=theta, rope_scaling=scaling)
+    check_only(dict(rope_scaling=({}, rope)), content, path)
+    fields = dict(rope_base=rope.get("rope_theta") or content.get("rope_theta") or 1e4)
+    if kind == "llama3":
+        factor, low, high, positions = (rope[key] for key in LLAMA3_KEYS)
+        if low >= high:
+            raise BadInput(f"{path}: low_freq_factor = {low} must be below high_freq_factor")
+        check_only(dict(original_max_position_embeddings=(positions,)), content, path)
+        fields["rope_scaling"] = (factor, low, high, positions)
+    return fields
 
 
 def config_to_json(config):
