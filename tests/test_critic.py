@@ -11,7 +11,7 @@ import grpo
 from config import Settings
 from critic import ValueHead, explained_variance, gae, token_advantages, value_loss, whiten
 from run.fast import Decoder
-from sample import completion_logprobs, completion_states, decode, generate
+from sample import completion_logprobs, completion_states, generate
 from worlds import END, PROMPTS, nets_of, settings, world
 
 PLAIN = Settings(whiten_advantages=False)
@@ -191,7 +191,6 @@ def test_recorded_values_are_those_of_a_forward_pass():
     forced = torch.full((8, 6), -1)
     forced[1:4, 2] = 5
     for more in ({}, dict(batch_size=4), dict(top_k=9), dict(forced=forced),
-                 dict(decode=lambda *a: decode(*a, drop=False)),
                  dict(decode=Decoder(torch.device("cpu"), compiled=False))):
         r = generate(policy, ids, 4, 6, seed=7, eos=END, **more)
         assert r.values.std() > .05 and (r.values[~r.sampled_mask] == 0).all()
