@@ -213,7 +213,8 @@ def test_metrics_count_what_the_policy_drew():
     m = batch_metrics(batch, cfg)
     assert m["forced"] == pytest.approx(1 - float(r.sampled_mask.sum() / r.completion_mask.sum()))
     assert .1 < m["forced"] < .9 and torch.equal(batch.loss_mask, r.sampled_mask)
-    assert m["completions/mean_length"] == pytest.approx(float(r.sampled_mask.sum(1).double().mean()))
+    lengths = r.sampled_mask.sum(1).double()
+    assert m["completions/mean_length"] == pytest.approx(float(lengths.mean()))
 
 
 WRONG = [   # function, words of the refusal
