@@ -133,7 +133,7 @@ def test_a_completion_that_the_reference_finds_unlikely_is_worth_less():
     assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4), (
         "with kl_in = 'reward' and equal rewards the advantage is the group's mean of log(policy / "
         "reference) less the completion's own. Is the KL added to the reward, where it must be "
-        "taken off?")
+        "taken off, or not the sum over the row, or of another row?")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -279,6 +279,14 @@ def test_each_log_prob_is_of_its_token_given_the_tokens_before_it(temperature):
                     f"the {name}'s log-prob at position {t} of row {i} is {found:.4f}; that of "
                     f"token {token} after {before} at temperature {temperature} is {expected:.4f}. "
                     "Is it of another position, is padding read, or is the temperature another?")
+
+
+def test_the_reference_scores_at_the_sampling_temperature():
+    _, batch = world(settings(beta=0.1, temperature=0.6))
+    gap = float((batch.ref_logp - batch.rollout.logp).abs().max())
+    assert gap < 1e-4, (
+        f"the reference, still a copy of the policy, gives sampled tokens log-probs up to {gap:.3f} "
+        "off the sampler's at temperature 0.6: is it asked at another temperature?")
 
 
 # ------------------------------------------------------------------------------------------------
