@@ -5,8 +5,8 @@ catches each.
     python tests/planted.py                     # all of them, some minutes
     python tests/planted.py "KL sign" clip      # those whose name holds one of these texts
 
-Exit code 1: the test file that is named beside a mistake passes with it. Whoever changes a line below
-changes it here too: tests/test_planted.py looks that each stands in its file once.
+Exit code 1: the test file that is named beside a mistake passes with it. Whoever changes a line
+of the code changes it here too: tests/test_planted.py looks that each stands in its file once.
 """
 import os
 import re
