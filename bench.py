@@ -52,7 +52,7 @@ def make_nets(cfg):
     given = read_inputs(cfg)
     torch.manual_seed(0)
     base = given.base or new_policy(cfg)
-    judges = get_judges(cfg, given.splits, given.device)
+    judges = get_judges(cfg, given.splits, given.device, named=given.judges)
     nets = build(cfg, given, base, judges, grpo)
     prove(nets, cfg)
     return nets

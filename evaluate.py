@@ -4,9 +4,11 @@ by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
-import run  # noqa: F401 (before torch: how its threads wait)
 import math
 from types import SimpleNamespace
+
+from run.script import (     # before torch: sets how its threads wait
+    BadInput, hash_of, run_script, seed_for)
 
 import torch
 
@@ -26,7 +28,6 @@ from run.device import autocast, pick_device, pick_dtype
 from run.files import load_weights
 from run.processes import all_gather, all_gather_rollout, shard
 from run.report import Progress
-from run.script import BadInput, hash_of, run_script, seed_for
 from sample import concatenate, generate
 
 NUM_SHOWN = 4   # completions that are printed

@@ -33,9 +33,7 @@ PANELS = {  # name: title, log, metric of the solid line, metric of the dashed l
                  "tracin/selected_ratio", "tracin/positive_ratio"),
     "cosine": ("cosine of the target's two halves", "metrics", "tracin/target_cosine"),
 }
-LOOK = {
-    "font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.color": "0.9",
-    "lines.linewidth": 1.2, "lines.markersize": 3, "svg.hashsalt": "plot.py"}
+LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3}
 USAGE = ("usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] "
          f"[--panels=reward,toxicity]; panels: {', '.join(PANELS)}")
 
@@ -48,12 +46,6 @@ def read_run(folder):
         raise BadInput(f"{metrics}: no such file; give the folder of a run, such as out/toxicity")
     return {"metrics": read_rows(metrics),
             "eval": read_rows(evaluations) if os.path.exists(evaluations) else []}
-
-
-def curve(rows, metric):
-    """Iterations and values of a metric, NaN where a row has none."""
-    y = [math.nan if row.get(metric) is None else row[metric] for row in rows]
-    return [row["iteration"] for row in rows], y
 
 
 def choose_panels(asked, runs):
@@ -84,9 +76,9 @@ def draw_runs(runs, panels):
         ax.set_title(title)
         for i, (name, run) in enumerate(runs.items()):
             for metric, style in zip(metrics, ("-", "--")):
-                x, y = curve(run[log], metric)
-                marker = "o" if log == "eval" else None
-                ax.plot(x, y, style, color=f"C{i}", marker=marker)
+                x = [row["iteration"] for row in run[log]]
+                y = [math.nan if row.get(metric) is None else row[metric] for row in run[log]]
+                ax.plot(x, y, style, color=f"C{i}", marker="o" if log == "eval" else None)
     if len(runs) > 1:
         solid = axes[0].lines[::len(PANELS[panels[0]]) - 2]
         figure.legend(solid, list(runs), loc="outside upper left", ncols=3)
@@ -103,8 +95,7 @@ def draw_study(found):
             x, y = points.mean(0).T
             error = points[:, :, 1].std(0) / max(1, len(points) - 1) ** 0.5
             ax.errorbar(x, np.exp(y), yerr=np.exp(y) * error, marker="o", markersize=4, label=arm)
-    ax.axvline(found["x"], color="0.6", linewidth=0.8)
-    ax.set_xlabel("sqrt(KL to the starting policy); line: where the arms are compared")
+    ax.set_xlabel("sqrt(KL to the starting policy)")
     ax.set_title(f"{found['name']}: {found['measure']}")
     ax.legend()
     return figure

@@ -6,13 +6,15 @@ makes the small default policy, a GPT trained from scratch on the comments or on
 config file makes up, and prints samples of it. grpo.py makes it at first use too. The file that it
 prints can be named as a policy: --policy=FILE.pt
 """
-import run  # noqa: F401 (before torch: how its threads wait)
 import copy
 import hashlib
 import math
 import os
 import random
 import time
+
+from run.script import (     # before torch: sets how its threads wait
+    BadInput, interrupts, run_script, seed_for, shown)
 
 import torch
 from torch.nn import functional as F
@@ -28,7 +30,6 @@ from run.checkpoint import read_newest
 from run.device import autocast, fast_dtype, pick_device
 from run.files import load_gpt, load_weights, save_gpt, undamaged
 from run.fit import fit
-from run.script import BadInput, interrupts, run_script, seed_for, shown
 from sample import generate
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order

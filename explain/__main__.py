@@ -39,10 +39,7 @@ from tracin import inner
 
 USAGE = ("usage: python tracin.py RUN [CONFIG.py] [--before] [--show=5] "
          "[--prompt=TEXT --completion=TEXT] [--setting=value ...]")
-CHECKED = 8         # rollouts whose influence is computed by a plain backward, too
-
-# ------------------------------------------------------------------------------------------------
-# one iteration more, from a checkpoint
+CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
 
 
 class Again(NamedTuple):
@@ -71,7 +68,7 @@ def iteration_after(nets, path, cfg):
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
-        raise BadInput(f"{path}: no rollout of iteration {it + 1} carries loss; try --before")
+        raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
     with nets.influence.record(batch, step, fresh=True) as tape:
         for rows in grpo.micro_batches(batch.lengths, step.rows, cfg):
             nets.influence.forward_backward(rows)
@@ -130,10 +127,6 @@ def check(again, cfg):
             f"of {len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
 
 
-# ------------------------------------------------------------------------------------------------
-# words
-
-
 def words_of(again, cfg, chosen):
     """{position in the step: the row's Pieces}, influence in standard deviations."""
     nets, _, batch, step, found, _ = again
@@ -154,10 +147,6 @@ def words_of(again, cfg, chosen):
         influence = slopes[i][:len(change)] * change / unit
         words[j] = pieces_of(row, influence, nets.tokenizer, ends)
     return words
-
-
-# ------------------------------------------------------------------------------------------------
-# what is printed and written
 
 
 def print_rollouts(rows, show):

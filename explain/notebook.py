@@ -24,10 +24,9 @@ def cells_of(text):
     cells = []
     for part in text.split("# %%")[1:]:
         kind, _, body = part.partition("\n")
-        is_markdown = "[markdown]" in kind
-        if is_markdown:
+        if kind:
             body = "\n".join(line.removeprefix("#").removeprefix(" ") for line in body.split("\n"))
-        cells.append((is_markdown, body.strip("\n")))
+        cells.append((bool(kind), body.strip("\n")))
     return cells
 
 

@@ -25,7 +25,8 @@ def take_apart(nets, cfg, grpo):
     names = ("seed", "temperature", "top_p", "beta", "learning_rate", "max_grad_norm")
     print("setup: " + ", ".join(f"{name} {getattr(cfg, name):g}" for name in names))
     phase(f"evaluation before: {len(nets.eval_prompts)} prompts x {cfg.num_eval_generations}")
-    before = print_measures(nets, cfg, grpo)
+    before, _ = grpo.evaluate(nets, nets.policy, cfg)
+    print("  " + ", ".join(f"{k} {v:.4f}" for k, v in before.items()))
 
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
           "token of the best and of the worst completion")
@@ -53,18 +54,12 @@ def take_apart(nets, cfg, grpo):
     print_step(nets, cfg, batch, step, grpo, m["grad_norm"])
 
     phase("evaluation after")
-    after = print_measures(nets, cfg, grpo)
-    print("  change: " + ", ".join(f"{k} {after[k] - before[k]:+.4f}" for k in after))
+    after, _ = grpo.evaluate(nets, nets.policy, cfg)
+    print("  " + ", ".join(f"{k} {v:.4f} (change: {v - before[k]:+.4f})" for k, v in after.items()))
 
     phase("red flags")
     for flag in list(troubles(m, cfg, nets.dtype).values()) or ["none"]:
         print("  " + flag)
-
-
-def print_measures(nets, cfg, grpo):
-    measures, _ = grpo.evaluate(nets, nets.policy, cfg)
-    print("  " + ", ".join(f"{k} {v:.4f}" for k, v in measures.items()))
-    return measures
 
 
 def print_completion(what, row, nets, prompts, batch):
@@ -89,7 +84,7 @@ def print_rewards(batch, cfg, grpo):
     advantages = row_advantages(batch).view(-1, cfg.num_generations)
     for i, (r, A) in enumerate(zip(groups, advantages)):
         pairs = " ".join(f"{x:.4f} ({a:+.4f})" for x, a in zip(r.tolist(), A.tolist()))
-        print(f"  group {i}: mean {r.nanmean():.4f}, std {grpo.nanstd(r):.4f}; rewards "
+        print(f"  group {i}: mean {r.nanmean():.4f}, std {float(grpo.nanstd(r)):.4f}; rewards "
               f"(advantages): {pairs}")
 
 

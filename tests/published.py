@@ -37,27 +37,23 @@ QWEN3 = LLAMA | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hea
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=2.5,
               original_max_position_embeddings=24)
 WITHOUT_THETA = {key: x for key, x in LLAMA.items() if key != "rope_theta"}
-WITHOUT_KV = {key: x for key, x in LLAMA.items() if key != "num_key_value_heads"}
 LAYOUTS = {
     "gpt2": GPT2,
-    "gpt2 by erf": GPT2 | dict(activation_function="gelu"),
-    "gpt2 n_inner untied": GPT2 | dict(n_inner=7, tie_word_embeddings=False),
+    "gpt2 by erf, untied": GPT2 | dict(activation_function="gelu", n_inner=7,
+                                       tie_word_embeddings=False),
     "gpt_neo": NEO,
-    "gpt_neo by erf": NEO | dict(activation_function="gelu"),
-    "gpt_neo inner": NEO | dict(intermediate_size=9, window_size=1),
+    "gpt_neo by erf": NEO | dict(activation_function="gelu", intermediate_size=9, window_size=1),
     "llama": LLAMA,
     "llama one kv head, tied": LLAMA | dict(num_key_value_heads=1, tie_word_embeddings=True),
-    "llama as transformers 4 wrote it": WITHOUT_KV | dict(rope_scaling=None, pretraining_tp=1),
-    "llama as transformers 5 writes it": WITHOUT_THETA | dict(
+    "llama of transformers 5": WITHOUT_THETA | dict(
         head_dim=8, rope_parameters=dict(rope_theta=9.0, rope_type="default")),
     "llama 3.2": LLAMA | dict(head_dim=12, tie_word_embeddings=True, rope_scaling=LLAMA3),
-    "llama 3.2, transformers 5": WITHOUT_THETA | dict(
+    "llama 3.2 of transformers 5": WITHOUT_THETA | dict(
         head_dim=12, rope_parameters=LLAMA3 | dict(rope_theta=50.0)),
     "qwen2": QWEN2,
     "qwen2 tied": QWEN2 | dict(tie_word_embeddings=True, layer_types=["full_attention"] * 2),
     "qwen3": QWEN3,
-    "qwen3 tied": QWEN3 | dict(tie_word_embeddings=True, num_key_value_heads=4),
-    "qwen3, scaled": QWEN3 | dict(rope_scaling=LLAMA3)}
+    "qwen3 tied": QWEN3 | dict(tie_word_embeddings=True, rope_scaling=LLAMA3)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -141,7 +137,7 @@ GGUF_NAMES = {
 
 def write_gguf(path, c, tensors, kind, **changes):
     """A GGUF file by the package gguf -> its path. The rows of Llama's queries and keys are in
-    llama.cpp's order. changes: of the metadata, a None is left out."""
+    llama.cpp's order. changes: of the metadata."""
     import gguf
     import numpy
 
@@ -154,13 +150,10 @@ def write_gguf(path, c, tensors, kind, **changes):
         "attention.layer_norm_rms_epsilon": c["rms_norm_eps"]}
     writer = gguf.GGUFWriter(path, kind)
     metadata = {f"{kind}.{key}": x for key, x in metadata.items()} | changes
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+           str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, (int, float)):
-            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
-        elif value is not None:
-            (writer.add_string if isinstance(value, str) else writer.add_array)(key, value)
+        add[type(value)](key, value)
     for name, x in tensors.items():
         module, leaf = name.rsplit(".", 1)
         block = ""

@@ -27,7 +27,7 @@ def test_a_step_is_taken_apart(grpo, tmp_path, rows):
     assert f"reward {best['reward']:.4f}, advantage {best['advantage']:+.4f}" in out
     before, after = rows(tmp_path / "run" / "eval.jsonl")
     name = "judge/toxicity"
-    assert f"{name} {after[name] - before[name]:+.4f}" in out
+    assert f"{name} {after[name]:.4f} (change: {after[name] - before[name]:+.4f})" in out
 
 
 def test_influence_and_a_critic_are_taken_apart_too(grpo, tmp_path):

@@ -3,7 +3,6 @@ Influence inside GRPO: targets, selection, the step. By brute force: one autogra
 The tape itself: test_tracin.py.
 """
 import copy
-import functools
 import itertools
 import math
 from dataclasses import replace
@@ -17,7 +16,7 @@ import selection
 from data.prompts import Prompt
 from grpo import Step, collect, update
 from run.build import prepare, try_functions
-from run.stored import StoredTape, trouble_of, use_stored_tape
+from run.stored import StoredTape, use_stored_tape
 from sample import completion_entropies, completion_logprobs
 from selection import choose_targets, select, target_coefficients
 from tracin import cosine
@@ -166,21 +165,6 @@ def test_stored_gradients_change_nothing(knobs):
     (a, g, share), (b, h, other) = found
     assert close(a, b, 1e-5) and close(g, h, 1e-5)
     assert other == pytest.approx(share, rel=1e-3, nan_ok=True)
-
-
-def test_a_tape_that_stores_something_else_is_not_used(capsys):
-    class Wrong(StoredTape):
-        def store(self, g, first, name, module, rows, a, b):
-            super().store(g, first, name, module, rows, a, 1.01 * b)
-
-    cfg = words(tracin="self", max_completion_length=24)
-    nets = nets_for(cfg)
-    wrong = functools.partial(Wrong, size=16, memory=2 ** 30, pool={})
-    assert "off recorded ones" in trouble_of(wrong, nets, cfg)
-    right = functools.partial(StoredTape, size=16, memory=2 ** 30, pool={})
-    assert trouble_of(right, nets, cfg) == ""
-    use_stored_tape(nets, replace(cfg, tracin_memory=0.0))
-    assert not isinstance(nets.influence.new_tape, functools.partial)
 
 
 @pytest.mark.parametrize("knobs", [

@@ -87,9 +87,6 @@ def test_a_study_is_its_measure_against_the_distance(tmp_path):
     x, y = ax.lines[0].get_data()
     assert list(x) == pytest.approx([0.1, 0.3])
     assert list(y) == pytest.approx(np.exp([-1.1, -2.1]))
-    (tmp_path / "table.json").write_text(json.dumps(found))
-    printed(plot.main, [str(tmp_path)])
-    assert os.path.exists(tmp_path / "curves.png")
 
 
 def test_refusals(run, tmp_path):

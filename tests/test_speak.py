@@ -49,9 +49,7 @@ def test_completions_have_the_scores_of_the_judges(run):
 def test_the_same_command_says_the_same_and_settings_reach_the_sampler(run):
     first = spoken(say(run, "--prompt=the old"))
     assert spoken(say(run, "--prompt=the old")) == first
-    assert spoken(say(run, "--prompt=the old", "--seed=7")) != first
-    greedy = spoken(say(run, "--prompt=the old", "--top_k=1"))
-    assert len(set(greedy)) == 1, "with top_k = 1 all completions must be the same"
+    assert len(set(spoken(say(run, "--prompt=the old", "--top_k=1")))) == 1
 
 
 def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):
@@ -60,9 +58,6 @@ def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):
     before, after = spoken(lines[:titles[1]]), spoken(lines[titles[1]:])
     assert "before training" in lines[titles[0]] and len(before) == len(after) == 4
     assert spoken(say(run, "--prompt=your quiet", "--num=4")) == after != before
-    cfg, nets, _, _ = open_run(run, [])
-    base = [text for text, _ in speak.speak(nets, nets.base, cfg, "your quiet", 4)]
-    assert [eval(text) for *_, text in before] == base
 
 
 def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
