@@ -214,7 +214,8 @@ def record(case, tape=None, backward=torch.Tensor.backward):
 
 def error(x, y):
     """Relative, in the largest entry."""
-    assert x.shape == y.shape and x.isfinite().all()
+    assert x.shape == y.shape, f"{tuple(x.shape)} in place of {tuple(y.shape)} numbers"
+    assert x.isfinite().all(), "not all numbers of the tape are finite"
     return float((x - y).abs().max() / y.abs().max())
 
 
