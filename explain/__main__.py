@@ -80,7 +80,7 @@ def iteration_after(nets, path, cfg, asked):
     if step is None:
         raise BadInput(f"{path}: no rollout of iteration {it + 1} carries loss; try --before")
     micros = list(grpo.micro_batches(batch.lengths, step.rows, cfg))
-    with nets.influence.record(batch, step, fresh=True) as tape:
+    with nets.influence.start_tape(batch, step, fresh=True) as tape:
         for rows in micros:
             nets.influence.forward_backward(rows)
     found = nets.influence.keep_helpful(target, seed_for(seed, "select", 0))

@@ -573,11 +573,11 @@ def test_the_target_is_averaged_over_steps():
 def test_an_average_starts_anew_where_the_target_points_elsewhere():
     p = torch.nn.Parameter(torch.zeros(2))
     average = selection.Average(None, .5)
-    first, share = average.with_this({p: torch.tensor([1.0, 0])})
+    first, share = average.update({p: torch.tensor([1.0, 0])})
     assert share == 1 and torch.equal(first[p], torch.tensor([1.0, 0]))
-    both, share = average.with_this({p: torch.tensor([0.0, 1])})
+    both, share = average.update({p: torch.tensor([0.0, 1])})
     assert share == pytest.approx(2 / 3) and both[p].tolist() == pytest.approx([1 / 3, 2 / 3])
-    anew, share = average.with_this({p: torch.tensor([-1.0, -1])})
+    anew, share = average.update({p: torch.tensor([-1.0, -1])})
     assert share == 1 and average.age == 1 and anew[p].tolist() == [-1, -1]
 
 
