@@ -17,6 +17,7 @@ import selection
 from data.prompts import Prompt
 from grpo import Step, collect, update
 from run.build import prepare, try_functions
+from run.metrics import row_advantages
 from run.stored import StoredTape, trouble_of, use_stored_tape
 from sample import completion_entropies, completion_logprobs
 from selection import choose_targets, select, target_coefficients
@@ -300,6 +301,8 @@ def test_coefficients_of_targets():
     for kind in TARGETS[1:]:
         coef = of_rewards([.1, math.nan, .5, .7], kind)
         assert coef[1] == 0 and coef.isfinite().all() and coef[3] < 0
+    # an odd number: nobody is in the middle for or against
+    assert (of_rewards(rewards[:5], "contrastive") * 5).tolist() == [1, -1, 0, -1, 1]
     # ties: rows of equal reward count alike, and their places add up
     coef = of_rewards([1.0, 0, 0, 1, 0, 1, 0, 0], "contrastive") * 8
     assert coef.tolist() == pytest.approx([-1, .6, .6, -1, .6, -1, .6, .6])
@@ -464,12 +467,25 @@ def test_with_a_critic_top_advantage_goes_by_the_mean_over_sampled_tokens():
     batch = batch_of(cfg)
     mean = [float(A[on].mean()) if on.any() else 0.0
             for A, on in zip(batch.advantages, batch.rollout.sampled_mask)]
-    found = selection.advantage_of_rows(batch)
+    found = row_advantages(batch)
     assert found.tolist() == pytest.approx(mean, abs=1e-6)
     step_of(nets_for(cfg), batch, cfg)
     count = int((batch.weights != 0).sum())
     largest = sorted(range(16), key=lambda i: -abs(mean[i]))[:count]
     assert batch.weights.nonzero()[:, 0].tolist() == sorted(largest) and 0 < count < 16
+
+
+def test_pods_keeps_the_best_where_nothing_is_spread():
+    influence, rewards = torch.tensor([1.0, -1, -1]), torch.tensor([.1, .9, .5])
+    rows, _ = chosen(influence, "pods", rewards=rewards, prompts=torch.zeros(3))
+    assert rows == [1]
+
+
+def test_kept_rows_without_tokens_are_not_weighed_by_infinity():
+    mask = torch.tensor([[True, True], [False, False]])
+    for weights in ([0.0, 1.0], [0.0, 0.0]):
+        factor = selection.kept_factor(torch.tensor(weights), mask, words(tracin="self"))
+        assert factor == 1
 
 
 def soft(influence, batch):
