@@ -44,20 +44,16 @@ def write_run_config(folder, cfg, device):
     files; config.py: their text."""
     if rank_and_size()[0] > 0:
         return
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
     write_json(os.path.join(folder, "config.json"), dict(
         settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
         device=str(device), torch=torch.__version__, python=platform.python_version(),
-        threads=torch.get_num_threads(), git=git_revision()))
+        threads=torch.get_num_threads(), git=git))
     if cfg.source is not None:
         config = os.path.join(folder, "config.py")
         with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
             f.write(cfg.source)
-
-
-def git_revision():
-    here = os.path.dirname(os.path.abspath(__file__))
-    status, found = subprocess.getstatusoutput(f"git -C {shlex.quote(here)} rev-parse HEAD")
-    return None if status else found    # None: no git, or a copy without its history
 
 
 # ------------------------------------------------------------------------------------------------

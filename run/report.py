@@ -141,8 +141,8 @@ WARNINGS = {
         "check the judge or the reward function"),
     "advantage": (
         lambda m: m["advantage_max"] == 0 and m["reward_min"] < m["reward_max"],
-        "all advantages are zero (rewards {reward_min:.4g} to {reward_max:.4g}, equal within each "
-        "group): raise temperature or num_generations"),
+        "all advantages are zero: rewards are equal within each group; raise temperature or "
+        "num_generations"),
     "tokens": (
         lambda m: m["num_completion_tokens"] == 0,
         "no completion tokens carry loss, so there was no step: raise max_completion_length or "
@@ -157,8 +157,7 @@ WARNINGS = {
     "critic": (
         lambda m: m["val/var_explained"] < 0 and m["iteration"] > 20,
         "the critic explains {val/var_explained:.2f} of the returns' variance, less than a "
-        "constant would (0): it follows noise; sample more completions an iteration, or lower "
-        "learning_rate"),
+        "constant (0): sample more completions an iteration, or lower learning_rate"),
     "empty": (
         lambda m: m["tracin/empty_steps"] > 0,
         "influence kept no rollout, so a step had no policy gradient: use tracin_select = "
@@ -170,8 +169,7 @@ WARNINGS = {
     "contrast": (
         lambda m: m["tracin/target_contrast"] < 0.3,
         "the target's rewards spread {tracin/target_contrast:.2f} times as wide as those it was "
-        "chosen from (0: all alike): without good and bad it says 'write this', not 'improve'; use "
-        "tracin_val_select = 'random' or 'balanced'"),
+        "chosen from: use tracin_val_select = 'random' or 'balanced'"),
     "noise": (
         lambda m: m["tracin/target_cosine"] < 0.1,
         "the target's rollouts are too few: the gradients of its two halves have cosine "

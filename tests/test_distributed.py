@@ -27,8 +27,6 @@ from run.script import hash_of, run_script  # noqa: E402
 CASES = {
     "judge": ("--beta=0.1", "--judge=train", "--reward_funcs=('judge', 'reward')",
               "--micro_batch_size=3"),
-    "steps": ("--beta=0.1", "--scale_rewards=batch", "--num_iterations=2", "--mini_batch_size=8",
-              "--micro_batch_size=4", "--ref_model_sync_steps=1"),
     "entropy": ("--top_entropy_quantile=0.5", "--top_k=20", "--zero_std_groups=drop",
                 "--loss_type=grpo", "--temperature=0.7"),
     "reward": ("--tracin=reward", "--tracin_leave_one_out=True", "--tracin_normalizer=kept",
@@ -46,7 +44,7 @@ CASES = {
               "--force_text= the", "--decode_batch_size=8", "--beta=0.1"),
     "critic": ("--critic=True", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1",
                "--num_iterations=2")}
-UNEVEN = ("entropy", "few")     # in three processes
+UNEVEN = ("few",)    # in three processes
 LONG = ("--max_iters=6", "--save_interval=2", "--tracin=self", "--beta=0.1", "--learning_rate=1e-3")
 RULE = """
 import os, signal

@@ -17,21 +17,14 @@ import run.device
 from conftest import ROOT
 from pretrain import optimizers
 from run.device import free_memory, pick_device, pick_dtype
-from run.files import (find_below, load_file, load_gpt, read_json, read_rows, read_text, replacing,
-                       save_file, save_gpt, undamaged, write_json)
+from run.files import (load_file, load_gpt, read_json, read_rows, read_text, replacing,
+                       save_file, save_gpt, write_json)
 from run.fit import fit, trapezoid
 from run.script import BadInput, hash_of, interrupts, run_script, seed_for, shown
 from worlds import random_gpt, random_ids, refusal
 
 # ------------------------------------------------------------------------------------------------
 # files
-
-
-def test_find_below_searches_subfolders_and_names_what_is_missing(tmp_path):
-    (tmp_path / "a [1]" / "b").mkdir(parents=True)
-    (tmp_path / "a [1]" / "b" / "x.json").write_text("1")
-    assert find_below(tmp_path / "a [1]", "x.json") == str(tmp_path / "a [1]" / "b" / "x.json")
-    assert "y.json is missing below" in refusal(find_below, tmp_path, "y.json")
 
 
 @pytest.mark.parametrize("error, seen", [
@@ -124,12 +117,6 @@ def test_text_json_and_rows(tmp_path):
     rows.write_text('{"a": 1}\n{"a":\n')
     assert "row 2 is no JSON object" in refusal(read_rows, rows)
     assert "must end in .csv or .jsonl" in refusal(read_rows, tmp_path / "a.json")
-
-
-def test_what_a_file_lacks_is_one_line():
-    for broken in (lambda: {}["x"], lambda: None.x, lambda: int("x"), lambda: [1][3]):
-        with pytest.raises(BadInput, match="a.pt: damaged, or not made here"), undamaged("a.pt"):
-            broken()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ CASES = {   # kind: (what is wrong, words of its sentence)
         {"reward": math.nan, "reward_min": math.nan, "reward_max": math.nan}, "returned None"),
     "equal": (
         {"reward_min": 0.5, "reward_max": 0.5, "advantage_max": 0.0}, "of the batch are 0.5:"),
-    "advantage": ({"advantage_max": 0.0}, "(rewards 0 to 1, equal within each group)"),
+    "advantage": ({"advantage_max": 0.0}, "equal within each group; raise"),
     "tokens": ({"num_completion_tokens": 0}, "no completion tokens carry loss"),
     "ratio": ({"sampling/sampling_logp_difference/mean": 0.0512}, "disagree by 0.051 nats"),
     "kl": ({"kl": 5.25}, "KL 5.2 nats per token is exploding"),

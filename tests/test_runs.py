@@ -16,11 +16,8 @@ import torch
 
 import evaluate
 import grpo as trainer
-import judge.train
-import pretrain
 import run.loop
 from run.files import load_file, save_file
-from run.script import run_script
 from worlds import printed, read_rows, refusal
 
 explain = importlib.import_module("explain.__main__")
@@ -128,26 +125,6 @@ def test_metrics_samples_and_evaluations(finished):
         assert abs(sum(row["advantage"] for row in group)) < 1e-4
     assert [row["iteration"] for row in evals] == [0, 2, 3]
     assert {"rewards/judge", "eval_judge/toxicity", "perplexity"} <= evals[0].keys()
-
-
-MEM, T = r"mem=\d+ ?MB", r"time=\d+\.\d{3}s"
-NUMBER = r"-?\d+\.\d{6}"
-SHAPES = [
-    rf"\[Micro 0\] 1\. Iteration start: {MEM}, time=0\.000s",
-    rf"\[Micro 0\] 2\. Samples generated \(16 rows for all micro-batches\): {MEM}, {T}",
-    rf"\[Micro 0\] 3\. Samples scored: {MEM}, {T}, rewards=-?\d+\.\d{{4}}±\d+\.\d{{4}}",
-    *[rf"\[Micro {i}\] 4\. Loss computed: {MEM}, {T}, pg_loss={NUMBER}, kl={NUMBER}, total={NUMBER}"
-      for i in (0, 1)],
-    rf"5\. Optimizer step finished: {MEM}, (step=\d+\.\d{{3}}s, )?{T} total",
-    r"iter \d/3: loss -?\d+\.\d+ \(main -?\d+\.\d+, kl -?\d+\.\d+\), reward -?\d+\.\d+, "
-    r"grad_norm \d+\.\d+, \d+ tok/s, time (\d\.\d\d|\d\d\.\d|\d{3,})m?s, eta \d+m\d\ds"]
-
-
-def test_log_lines(finished):
-    lines = [line for line in finished.text.splitlines() if re.match(r"\[Micro|5\. |iter ", line)]
-    assert len(lines) == 3 * len(SHAPES)
-    for i, line in enumerate(lines):
-        assert re.fullmatch(SHAPES[i % len(SHAPES)], line), line
 
 
 def test_log_micro_off_changes_the_lines_alone(grpo, finished, tmp_path):
@@ -344,18 +321,6 @@ def test_changed_settings_and_prompts_are_named_on_resume(grpo, tmp_path):
     assert "WARNING: resumed with other contents of prompts: a file has changed" in text
 
 
-def test_a_run_that_was_copied_is_its_own(crash, noise, six, tmp_path):
-    origin = tmp_path / "origin"
-    crash(4, origin, noise, *SIX)
-    mine = tmp_path / "elsewhere" / "mine"
-    shutil.copytree(origin, mine)
-    before = snapshot(origin)
-    text = printed(trainer.main, [str(mine), "--resume"])
-    assert f"resumed {mine}/ckpt.pt after 2 iterations" in text
-    assert_same_run(six, mine)
-    assert snapshot(origin) == before
-
-
 def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, grpo, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(NOISE)
@@ -464,24 +429,6 @@ def test_a_reward_that_abstains(grpo, tmp_path):
     assert found[0]["advantage"] == 0
 
 
-@pytest.mark.parametrize("main, argv, part", [
-    (trainer.main, ["{tmp}/reward.py"], "'reward'"),
-    (pretrain.main, ["--device=quantum"], "device"),
-    (judge.train.main, ["--comments=nowhere.csv"], "nowhere.csv"),
-    (evaluate.main, ["nowhere"], "nowhere")])
-def test_exit_code_2_and_one_line(main, argv, part, tiny, tmp_path, monkeypatch, capsys):
-    reward_file(tmp_path, "return [float('nan')] * len(completions)")
-    argv = [a.format(tmp=tmp_path) for a in argv]
-    more = [*tiny.flags, f"--out_dir={tmp_path / 'run'}"]
-    argv = [*argv, *more] if main is evaluate.main else [*more, *argv]
-    monkeypatch.setattr(sys, "argv", ["x.py", *argv])
-    with pytest.raises(SystemExit) as caught:
-        run_script(main)
-    err = capsys.readouterr().err
-    assert caught.value.code == 2 and err.count("\n") == 1
-    assert err.startswith("error: ") and part in err
-
-
 # ------------------------------------------------------------------------------------------------
 # evaluate.py
 
@@ -545,17 +492,6 @@ def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
     written = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [m["reward"] for m in metrics] == [row["reward"] for row in written]
     assert [step for step, row in logged if "eval/perplexity" in row] == [0, 2]
-
-
-@pytest.mark.parametrize("flags", [
-    ("--dtype=bfloat16", "--max_completion_length=1"),
-    ("--num_prompts=90", "--num_generations=2", "--micro_batch_size=60",
-     "--mask_truncated_completions=True"),
-    ("--judge=None", "--eval_judge=None", "{ones}")])
-def test_odd_corners(flags, grpo, tmp_path):
-    ones = str(reward_file(tmp_path, "return [1] * len(completions)"))
-    text = grpo(tmp_path / "run", "--max_iters=2", *(f.replace("{ones}", ones) for f in flags))
-    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 2 and "after/before" in text
 
 
 def test_the_verdict(grpo, tmp_path):
