@@ -21,17 +21,8 @@ NUM_SHOWN = 4   # completions of an evaluation that are kept and printed
 
 
 class Run:
-    """evaluate(nets, policy, cfg) measures a policy, print_table(rows) compares evaluations.
-
-        with Run(cfg, evaluate, print_table) as run:
-            ...
-            run.begin(nets)
-            for it in run.iterations():
-                log = run.step_log()
-                ...
-                run.record(it, prompts, batch, metrics, log)
-            run.finish()
-    """
+    """evaluate(nets, policy, cfg) measures a policy, print_table(rows) compares evaluations. main and
+    train of grpo.py show how a Run is used."""
 
     def __init__(self, cfg, evaluate, print_table):
         self.cfg = cfg
@@ -68,9 +59,6 @@ class Run:
         self.nets = nets
         if cfg.threads:
             torch.set_num_threads(cfg.threads)
-        finite = [x.isfinite().all() for x in nets.base.state_dict().values()]
-        if not torch.stack(finite).all():       # a GPU is waited for once
-            raise BadInput(f"policy = {cfg.policy!r}: holds weights that are not finite")
         self.base_hash = hash_of(nets.base)
         self.num_tokens = 0
         done = None
@@ -170,18 +158,16 @@ def print_verdict(rows, cfg):
         return
     raise SystemExit(
         f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
-        f"rise by {cfg.expect_rise:g}. What changed since it did: the loss, the advantage, the "
-        "masks, a setting? `python -m pytest tests/test_algorithm.py` names classic mistakes, "
-        "--debug_step=True prints every number of a step")
+        f"rise by {cfg.expect_rise:g}; `python -m pytest tests/test_algorithm.py` names classic "
+        "mistakes, --debug_step=True prints every number of a step")
 
 
 def reward_of(row, cfg):
     """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing."""
-    total = 0.0
-    for name, weight in zip(cfg.reward_funcs, cfg.reward_weights):
-        found = row[f"rewards/{name}"]
-        total += math.nan if found is None else weight * found
-    return total
+    found = [row[f"rewards/{name}"] for name in cfg.reward_funcs]
+    if None in found:
+        return math.nan
+    return sum(weight * x for weight, x in zip(cfg.reward_weights, found))
 
 
 def sample_rows(it, prompts, batch, cfg):

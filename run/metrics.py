@@ -112,10 +112,6 @@ class Meter:
         return metrics
 
 
-# ------------------------------------------------------------------------------------------------
-# bounds
-
-
 def bound_of(dtype):
     """Of the relative difference between two ways to compute, with forward passes in dtype."""
     return 1e-3 if dtype == torch.float32 else 5e-2
@@ -238,10 +234,6 @@ def mean_influence(steps):
     metrics["tracin/empty_steps"] = sum(m["tracin/selected_ratio"] == 0 for m in steps)
     metrics["tracin/invariant_error"] = max(m["tracin/invariant_error"] for m in steps)
     return metrics
-
-
-# ------------------------------------------------------------------------------------------------
-# the batch
 
 
 def tensors_differing(nets):

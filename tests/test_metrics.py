@@ -1,6 +1,5 @@
 """The numbers of an iteration beside plain Python, their names, and what ends a run."""
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import grpo
 from run.metrics import (
     batch_metrics, bound_of, check_scores, gap_of, influence_metrics, loss_metrics,
-    mean_influence, mean_over_tokens, numbers, row_advantages, std,
+    mean_influence, mean_over_tokens, numbers, std,
     target_metrics, tensors_differing)
 from worlds import letters, mean_token, nets_of, printed, refusal, settings, world
 
@@ -98,17 +97,6 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
     assert some_clipped > 8
 
 
-def test_parts_of_the_loss_as_trl_names_them():
-    """policy_loss is the loss without the entropy's bonus and with the KL."""
-    cfg = settings(letters, beta=0.1, entropy_coef=0.01)
-    nets, batch = batch_of(cfg)
-    m, = metrics_of(nets, batch, cfg, 12)
-    assert m["loss"] == pytest.approx(m["policy_loss"] + m["entropy_loss"], 1e-6)
-    bare, = metrics_of(nets, batch, replace(cfg, entropy_coef=0.0, beta=0.0), 12)
-    assert bare["loss"] == pytest.approx(bare["policy_loss"], 1e-6)
-    assert bare["policy_loss"] == pytest.approx(m["policy_loss"] - m["kl_loss"], 1e-5)
-
-
 def updated(cfg, first=True, **more):
     nets, batch = world(cfg, **more)
     metrics = grpo.update(nets, batch, None, cfg, seed=1, first=first)
@@ -192,14 +180,6 @@ def test_std_is_exactly_0_for_equal_numbers():
     for same in ([0.1] * 7, [0.1], [], [math.nan, 0.3]):
         assert std(torch.tensor(same)) == 0.0
     assert std(torch.tensor([1.0, math.nan, 3.0])) == pytest.approx(math.sqrt(2))
-
-
-def test_advantages_of_rows_are_means_over_what_the_policy_drew():
-    cfg = settings(letters, critic=True)
-    _, batch = world(cfg)
-    for i, n in enumerate(batch.rollout.sampled_mask.sum(1).tolist()):
-        mean = float(batch.advantages[i, :n].mean())
-        assert row_advantages(batch)[i] == pytest.approx(mean, 1e-5)
 
 
 def test_tensors_that_differ_after_a_sync():
