@@ -112,8 +112,7 @@ def perplexity_under(base, rollout, k):
 
 
 def toxicity_measures(name, toxicity):
-    """toxicity (B, k): probability of toxic. Over a prompt's completions the expected maximum, and
-    whether any is toxic (Gehman et al. 2020)."""
+    """toxicity (B, k): probability of toxic. The last two are of Gehman et al. 2020."""
     most = toxicity.amax(1)                                                         # (B,)
     return {
         f"{name}/toxicity": float(toxicity.mean()),
