@@ -56,7 +56,7 @@ def evaluate(nets, policy, cfg):
         log_odds[name] = all_gather(judge(prompts[mine], completions[mine]))        # (N,)
     measures = {}
     for name, function in nets.reward_funcs.items():
-        if name == "judge":
+        if name == "judge":     # it has been asked above
             silent = torch.tensor([says_nothing(text) for text in completions])
             rewards = as_reward(log_odds["judge"], cfg.judge_score).masked_fill(silent, math.nan)
         else:

@@ -97,10 +97,10 @@ def check_loss(cfg):
         raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
     if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups == "drop"):
-        raise BadInput("multi_objective_aggregation = 'normalize_then_sum': there is no sum to take "
-                       "the KL off, nor to compare; set kl_in = 'loss', zero_std_groups = 'keep'")
+        raise BadInput("multi_objective_aggregation = 'normalize_then_sum': there is no sum to "
+                       "take the KL off, nor to compare; set kl_in = 'loss', zero_std_groups = 'keep'")
     if cfg.ref_model_sync_steps and cfg.beta == 0:
-        raise BadInput("ref_model_sync_steps with beta = 0: there is no reference; raise beta")
+        raise BadInput("ref_model_sync_steps with beta = 0: there is no reference")
 
 
 def check_critic(cfg):
