@@ -157,7 +157,7 @@ def load_run(path):
 
 
 def policy_of(path, content):
-    """Rebuild the policy of a checkpoint, adapters included -> (policy, source of its tokenizer)."""
+    """Rebuild the policy of a checkpoint, with adapters -> (policy, source of its tokenizer)."""
     with undamaged(path):
         known = vars(Settings())
         cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})

@@ -98,7 +98,7 @@ def check_loss(cfg):
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
     if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups == "drop"):
         raise BadInput("multi_objective_aggregation = 'normalize_then_sum': there is no sum to "
-                       "take the KL off or to compare; set kl_in = 'loss', zero_std_groups = 'keep'")
+                       "take the KL off; set kl_in = 'loss' and zero_std_groups = 'keep'")
     if cfg.ref_model_sync_steps and cfg.beta == 0:
         raise BadInput("ref_model_sync_steps with beta = 0: there is no reference")
 
