@@ -140,8 +140,8 @@ def get_tokenizer(cfg):
         return load_tokenizer(cfg.vocab_size)
     tokenizer = hub.policy.tokenizer_of(hub.policy.locate(cfg.policy))
     if tokenizer.largest >= cfg.vocab_size:
-        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the model "
-                       f"has {cfg.vocab_size} tokens: these files do not belong together")
+        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the "
+                       f"model has {cfg.vocab_size} tokens: they do not belong together")
     return tokenizer
 
 
