@@ -56,7 +56,7 @@ def evaluate(nets, policy, cfg):
         log_odds[name] = all_gather(judge(prompts[mine], completions[mine]))        # (N,)
     measures = {}
     for name, function in nets.reward_funcs.items():
-        if name == "judge":
+        if name == "judge":     # it has been asked above
             silent = torch.tensor([says_nothing(text) for text in completions])
             rewards = as_reward(log_odds["judge"], cfg.judge_score).masked_fill(silent, math.nan)
         else:
@@ -112,8 +112,7 @@ def perplexity_under(base, rollout, k):
 
 
 def toxicity_measures(name, toxicity):
-    """toxicity (B, k): probability of toxic. Over a prompt's completions the expected maximum, and
-    whether any is toxic (Gehman et al. 2020)."""
+    """toxicity (B, k): probability of toxic. The last two are of Gehman et al. 2020."""
     most = toxicity.amax(1)                                                         # (B,)
     return {
         f"{name}/toxicity": float(toxicity.mean()),

@@ -38,10 +38,6 @@ SEED = 0
 BATCH_SIZE = 48  # windows of block_size tokens
 
 
-# --------------------------------------------------------------------------------------------------
-# the policy that the settings name
-
-
 def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
     """Return the policy on the CPU: loaded, or for "train" pretrained once into cfg.cache_dir.
 
@@ -138,20 +134,15 @@ def trainable(base, cfg):
 def get_tokenizer(cfg):
     """Return the policy's tokenizer: a published model's own, else GPT-2's first vocab_size tokens.
 
-    The settings must have the policy's shape by now (see load_policy). Raises BadInput when the
-    tokenizer gives ids that the model does not have.
+    The settings must have the policy's shape by now (see load_policy).
     """
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
     tokenizer = hub.policy.tokenizer_of(hub.policy.locate(cfg.policy))
     if tokenizer.largest >= cfg.vocab_size:
-        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the model "
-                       f"has {cfg.vocab_size} tokens: these files do not belong together")
+        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the "
+                       f"model has {cfg.vocab_size} tokens: they do not belong together")
     return tokenizer
-
-
-# --------------------------------------------------------------------------------------------------
-# the policy of a run
 
 
 def load_run(path):
@@ -166,10 +157,7 @@ def load_run(path):
 
 
 def policy_of(path, content):
-    """Rebuild the policy of a checkpoint that grpo.py wrote -> (policy, source of its tokenizer).
-
-    LoRA adapters are on it.
-    """
+    """Rebuild the policy of a checkpoint, with adapters -> (policy, source of its tokenizer)."""
     with undamaged(path):
         known = vars(Settings())
         cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
@@ -180,15 +168,8 @@ def policy_of(path, content):
     return policy, load_tokenizer(cfg.vocab_size)
 
 
-# --------------------------------------------------------------------------------------------------
-# pretraining
-
-
 def pretrain(cfg, path, texts, held_out, device, stop):
-    """Train a new policy on texts for about pretrain_tokens tokens and save it at `path`.
-
-    Prints its loss on the held_out texts. Returns it on the CPU.
-    """
+    """Train a new policy on texts, save it at `path` and return it on the CPU."""
     began = time.time()
     num_tokens = cfg.pretrain_tokens
     T = cfg.block_size

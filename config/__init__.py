@@ -202,7 +202,7 @@ class Settings:
 
     @property
     def corrects_kl(self):
-        """True if the KL in the loss is multiplied with the ratio."""
+        """The KL in the loss is multiplied with the ratio."""
         if self.use_bias_correction_kl is None:
             return self.kl_in == "loss" and self.kl_estimator != "k2"
         return self.use_bias_correction_kl
@@ -298,9 +298,6 @@ USAGE = """{about}
 
 usage: python {command} [CONFIG.py] [--setting=value ...]
 
-    python {command} config/quick_test.py                 the smallest example, under a minute
-    python {command} config/toxicity.py --beta=0.2        the main one; any setting, by name
-
 --help lists the settings. config/ holds more config files; the folder of a run repeats the run."""
 
 
@@ -393,7 +390,7 @@ def read_config(path):
 def read_run(folder):
     """{setting: value} of a run's config.json."""
     path = os.path.join(folder, "config.json")
-    settings = read_json(path).get("settings")
-    if not isinstance(settings, dict):
+    content = read_json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
         raise BadInput(f"{path}: has no settings, as the config.json of a run has")
-    return settings
+    return content["settings"]

@@ -47,7 +47,6 @@ def check(cfg):
 
 
 def check_plain(name, value):
-    """A number that torch can take, or a text."""
     if type(value) in (int, float) and not abs(value) < 2 ** 63:    # NaN is not
         raise BadInput(f"{name} = {shown(value)}: must be a number below 2 ** 63")
     if value == "":
@@ -55,7 +54,6 @@ def check_plain(name, value):
 
 
 def check_ranges(cfg):
-    """Each number by itself."""
     for low, names in AT_LEAST.items():
         for name in names:
             check_that(cfg, name, lambda x: x >= low, f"at least {low}")
@@ -78,7 +76,6 @@ def check_that(cfg, name, holds, wanted):
 
 
 def check_rows(cfg):
-    """The sizes of mini-batch, of what is decoded at once, and of the policy's heads."""
     N = cfg.num_prompts * cfg.num_generations
     if N % (cfg.mini_batch_size or N):
         raise BadInput(f"mini_batch_size = {cfg.mini_batch_size}: must divide num_prompts * "
@@ -93,20 +90,17 @@ def check_rows(cfg):
 def check_loss(cfg):
     ceiling = 1 + (cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high)
     if cfg.delta is not None and not cfg.delta > ceiling:
-        raise BadInput(f"delta = {cfg.delta}: must be above the upper clip, {ceiling}, or that "
-                       "never acts")
+        raise BadInput(f"delta = {cfg.delta}: must be above the upper clip, {ceiling}")
     if cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1:
-        raise BadInput(f"epsilon_high = {cfg.epsilon_high} with loss_type = 'cispo': it is the "
-                       "ceiling of the ratio itself; 5.0 is usual")
+        raise BadInput("loss_type = 'cispo': epsilon_high is the ceiling of the ratio; take 5.0")
     if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
         raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
     if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups == "drop"):
-        raise BadInput("multi_objective_aggregation = 'normalize_then_sum': there is no sum to take "
-                       "the KL off, nor to compare; set kl_in = 'loss', zero_std_groups = 'keep'")
+        raise BadInput("multi_objective_aggregation = 'normalize_then_sum': there is no sum to "
+                       "take the KL off; set kl_in = 'loss' and zero_std_groups = 'keep'")
     if cfg.ref_model_sync_steps and cfg.beta == 0:
-        raise BadInput(f"ref_model_sync_steps = {cfg.ref_model_sync_steps} with beta = 0: there is "
-                       "no reference to sync; set beta above 0")
+        raise BadInput("ref_model_sync_steps with beta = 0: there is no reference")
 
 
 def check_critic(cfg):
@@ -126,11 +120,10 @@ def check_influence(cfg):
         if getattr(cfg, setting) == name and name not in cfg.functions:
             raise BadInput(f"{setting} = {name!r}: the config file defines no function {name}")
     if cfg.tracin == "target" and (cfg.tracin_val_prompts or cfg.tracin_leave_one_out):
-        raise BadInput("tracin = 'target': what a rollout has to do with the number is the "
-                       "function's own affair; unset tracin_val_prompts and tracin_leave_one_out")
+        raise BadInput("tracin = 'target': unset tracin_val_prompts and tracin_leave_one_out; the "
+                       "function sees to both")
     if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
-        raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: later passes "
-                       "leave rows out of what it divides by; take dapo, or num_iterations = 1")
+        raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
     knows_part = cfg.tracin in ("off", "self") or cfg.multiple_of_logp
     if cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part):
         raise BadInput("tracin_leave_one_out = True: a rollout's own part is known only with "
@@ -141,8 +134,7 @@ def check_influence(cfg):
         raise BadInput("tracin_val_size, tracin_val_select and tracin_val_reward are about the "
                        "rollouts of tracin_val_prompts, which is 0")
     if cfg.tracin_val_size == 1:
-        raise BadInput("tracin_val_size = 1: two halves of the target are compared; at least 2, "
-                       "or 0 for all")
+        raise BadInput("tracin_val_size = 1: must be at least 2, of which two halves are compared")
 
 
 def check_rewards(cfg):
@@ -172,8 +164,6 @@ def check_environment(cfg):
     if not all(type(text) is str and text for text in cfg.stop_strings):
         raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text")
     if cfg.stop_strings and "environment" not in cfg.functions:
-        raise BadInput(f"stop_strings = {cfg.stop_strings}: the config file defines no function "
-                       "environment that would be called there")
+        raise BadInput(f"stop_strings = {cfg.stop_strings}: needs a function environment")
     if bool(cfg.force_rate) != (cfg.force_text is not None):
-        raise BadInput(f"force_rate = {cfg.force_rate}, force_text = {shown(cfg.force_text)}: one "
-                       "does nothing without the other; set both")
+        raise BadInput("force_rate, force_text: one does nothing without the other; set both")

