@@ -249,7 +249,7 @@ def load_settings(argv):
     """argv (config files, folders of runs, flags) -> checked Settings. Flags override a run, which
     overrides the config files. Raises BadInput, with the nearest valid name for a wrong one."""
     cfg = Settings()
-    flags = [arg for arg in argv if arg.startswith("-")]
+    flags = [(*read_flag(arg), arg) for arg in argv if arg.startswith("-")]
     paths = [arg for arg in argv if not arg.startswith("-")]
     folders = [path.rstrip("/") or "/" for path in paths if os.path.isdir(path)]
     files = [path for path in paths if not os.path.isdir(path)]
@@ -268,8 +268,8 @@ def load_settings(argv):
         for name, value in read_run(folder).items():
             assign(cfg, name, value, f"{folder}/config.json, perhaps of another version")
         cfg.out_dir = folder                # a run that was copied or moved is its own
-    for flag in flags:
-        assign(cfg, *read_flag(flag), flag)
+    for name, value, flag in flags:
+        assign(cfg, name, value, flag)
     use_functions(cfg)
     return cfg.check()
 
@@ -348,7 +348,8 @@ def types_of(name, source=""):
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
     parts = typing.get_args(HINTS[name]) or (HINTS[name],)
-    return {type(part) if isinstance(part, str) else part for part in parts}    # choices are text
+    types = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
+    return tuple(dict.fromkeys(types))
 
 
 def assign(cfg, name, value, source):
@@ -362,7 +363,7 @@ def assign(cfg, name, value, source):
     if tuple in types and type(value) is str:
         value = (value,)        # --reward_funcs=judge
     if type(value) not in types:
-        wanted = " or ".join(sorted(t.__name__.replace("NoneType", "None") for t in types))
+        wanted = " or ".join(t.__name__.removesuffix("Type") for t in types)
         raise BadInput(f"{source}: {name} = {shown(value)} must be {wanted}, not "
                        f"{type(value).__name__}")
     setattr(cfg, name, value)
