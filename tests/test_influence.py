@@ -16,6 +16,7 @@ import selection
 from data.prompts import Prompt
 from grpo import Step, collect, update
 from run.build import prepare, try_functions
+from run.metrics import row_advantages
 from run.stored import StoredTape, use_stored_tape
 from sample import completion_entropies, completion_logprobs
 from selection import choose_targets, select, target_coefficients
@@ -267,6 +268,8 @@ def test_coefficients_of_targets():
     for kind in TARGETS[1:]:
         coef = of_rewards([.1, math.nan, .5, .7], kind)
         assert coef[1] == 0 and coef.isfinite().all() and coef[3] < 0
+    # an odd number: nobody is in the middle for or against
+    assert (of_rewards(rewards[:5], "contrastive") * 5).tolist() == [1, -1, 0, -1, 1]
     # ties: rows of equal reward count alike, and their places add up
     coef = of_rewards([1.0, 0, 0, 1, 0, 1, 0, 0], "contrastive") * 8
     assert coef.tolist() == pytest.approx([-1, .6, .6, -1, .6, -1, .6, .6])
@@ -430,8 +433,21 @@ def test_with_a_critic_top_advantage_goes_by_the_mean_over_sampled_tokens():
     batch = batch_of(words(tracin="self", critic=True, tracin_select="top_advantage"))
     mean = [float(A[on].mean()) if on.any() else 0.0
             for A, on in zip(batch.advantages, batch.rollout.sampled_mask)]
-    found = selection.advantage_of_rows(batch)
+    found = row_advantages(batch)
     assert found.tolist() == pytest.approx(mean, abs=1e-6)
+
+
+def test_pods_keeps_the_best_where_nothing_is_spread():
+    influence, rewards = torch.tensor([1.0, -1, -1]), torch.tensor([.1, .9, .5])
+    rows, _ = chosen(influence, "pods", rewards=rewards, prompts=torch.zeros(3))
+    assert rows == [1]
+
+
+def test_kept_rows_without_tokens_are_not_weighed_by_infinity():
+    mask = torch.tensor([[True, True], [False, False]])
+    for weights in ([0.0, 1.0], [0.0, 0.0]):
+        factor = selection.kept_factor(torch.tensor(weights), mask, words(tracin="self"))
+        assert factor == 1
 
 
 def soft(influence, batch):
@@ -531,11 +547,11 @@ def test_the_target_is_averaged_over_steps():
 def test_an_average_starts_anew_where_the_target_points_elsewhere():
     p = torch.nn.Parameter(torch.zeros(2))
     average = selection.Average(None, .5)
-    first, share = average.with_this({p: torch.tensor([1.0, 0])})
+    first, share = average.update({p: torch.tensor([1.0, 0])})
     assert share == 1 and torch.equal(first[p], torch.tensor([1.0, 0]))
-    both, share = average.with_this({p: torch.tensor([0.0, 1])})
+    both, share = average.update({p: torch.tensor([0.0, 1])})
     assert share == pytest.approx(2 / 3) and both[p].tolist() == pytest.approx([1 / 3, 2 / 3])
-    anew, share = average.with_this({p: torch.tensor([-1.0, -1])})
+    anew, share = average.update({p: torch.tensor([-1.0, -1])})
     assert share == 1 and average.age == 1 and anew[p].tolist() == [-1, -1]
 
 
