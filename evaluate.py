@@ -4,9 +4,11 @@ by itself it measures a run again, with whatever settings should differ:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
-import run  # noqa: F401 (before torch: how its threads wait)
 import math
 from types import SimpleNamespace
+
+from run.script import (     # before torch: sets how its threads wait
+    BadInput, hash_of, run_script, seed_for)
 
 import torch
 
@@ -26,11 +28,10 @@ from run.device import autocast, pick_device, pick_dtype
 from run.files import load_weights
 from run.processes import all_gather, all_gather_rollout, shard
 from run.report import Progress
-from run.script import BadInput, hash_of, run_script, seed_for
 from sample import concatenate, generate
 
 NUM_SHOWN = 4   # completions that are printed
-AT_ONCE = 256   # completions that are sampled or scored together
+AT_ONCE = 64    # completions that are sampled or scored together: memory
 
 
 @torch.no_grad()
@@ -78,7 +79,7 @@ def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
     prompts = [prompt.ids for prompt in nets.eval_prompts]
     mine = shard(len(prompts))
-    size = max(1, rows_at_once(cfg, nets.device) // k)      # prompts
+    size = max(1, AT_ONCE // k)     # prompts
     eos = end_tokens(nets.tokenizer)
     rollouts = []
     progress = Progress("evaluation, sampling", "completion", len(prompts[mine]) * k)
@@ -94,31 +95,18 @@ def sample_evaluation(nets, policy, cfg):
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 
-def rows_at_once(cfg, device):
-    """Completions that are sampled together. On a GPU as many as in the rollouts, since a Decoder
-    keeps buffers, and graphs, for each number of rows."""
-    if device.type == "cpu":
-        return AT_ONCE
-    mine = shard(cfg.num_prompts * cfg.num_generations, cfg.num_generations)
-    return cfg.decode_batch_size or mine.stop - mine.start
-
-
 def perplexity_under(base, rollout, k):
     """Perplexity of the completions under the base policy, in float32, and the KL per token (k3) to
     the base of the policy that wrote them."""
     mine = shard(len(rollout.ended), k)
     logp = []
     kl = []
-    progress = Progress("evaluation, perplexity", "completion", mine.stop - mine.start)
     for i in range(mine.start, mine.stop, AT_ONCE):
-        rows = slice(i, min(i + AT_ONCE, mine.stop))
-        part = rollout[rows]
+        part = rollout[i:min(i + AT_ONCE, mine.stop)]
         base_logp = completion_logprobs(base, part).double()                        # (n, T)
         d = base_logp - part.logp
         logp.append(float(base_logp.sum()))
         kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))
-        if progress.is_due():
-            progress.show(rows.stop - mine.start)
     tokens = int(rollout.sampled_mask.sum())
     return math.exp(-sum(all_gather(logp)) / tokens), sum(all_gather(kl)) / tokens
 

@@ -1,18 +1,17 @@
 # %% [markdown]
 # # One GRPO step and one influence score
 #
-# GRPO teaches a language model by trial: it samples several completions of a prompt, scores them,
-# and makes those that are better than their group likelier. **Influence** says for each of them:
-# if we learned from this completion alone, would our target get better or worse?
+# GRPO samples several completions of a prompt, scores them, and makes those that are better than
+# their group likelier. **Influence** says for each of them: if we learned from this completion
+# alone, would our target get better or worse?
 #
-# Every function here is the project's own. What you change in `grpo.py` or `tracin.py` changes
-# here too. Run it with `python lesson.py` (pictures go to `out/lesson`), or cell by cell as a
-# notebook. `lesson.ipynb` holds what it prints and draws; `python -m explain.notebook` makes it.
+# Every function here is the project's own: what you change in `grpo.py` or `tracin.py` changes
+# here too. Run it with `python lesson.py` (pictures go to `out/lesson`), or read `lesson.ipynb`,
+# which `python -m explain.notebook` makes.
 #
 # ## 1. A small world
-# The policy is a GPT of a million weights. It has read made-up sentences of eight words
-# (`config/lesson.py`), which takes a few seconds the first time. The reward is a rule: the share
-# of the letter e in a completion.
+# The policy is a GPT of a million weights that has read made-up sentences of eight words
+# (`config/lesson.py`). The reward is a rule: the share of the letter e in a completion.
 
 # %%
 import os
@@ -27,17 +26,14 @@ from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
 from explain.words import logprob_changes, pieces_of, row_alone
-from sample import completion_logprobs
 from tracin import Tape, cosine, inner
 
-CONFIG = "config/lesson.py"
 flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
-cfg = load_settings([CONFIG, *flags])
+cfg = load_settings(["config/lesson.py", *flags])
 nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo)
 prompts = draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
 G = cfg.num_generations
 N = len(prompts) * G
-print("prompts:", [prompt.text for prompt in prompts])
 
 
 def picture(name):
@@ -47,19 +43,18 @@ def picture(name):
 
 
 # %% [markdown]
-# **Try:** another reward in `config/lesson.py`, such as the share of the letter o, or other words.
+# **Try:** another reward in `config/lesson.py`, such as the share of the letter o.
 #
 # ## 2. Rollout
-# The policy writes six completions of each prompt. The log-prob of every token is kept at the
-# moment when it is drawn: training will ask how much likelier the token has become since.
+# The policy writes six completions of each prompt. Each token's log-prob is kept: training will
+# ask how much likelier the token has become since.
 
 # %%
 rollout = grpo.sample_groups(nets, prompts, cfg, seed=1)
 texts = texts_of(nets.tokenizer, rollout)
-for text in texts[:G]:
-    print(repr(prompts[0].text), "->", repr(text))
+print(repr(prompts[0].text), "->", *map(repr, texts[:G]), sep="\n")
 
-plt.figure(figsize=(7, 3.5))
+plt.figure(figsize=(7, 3))
 plt.imshow(rollout.logp.masked_fill(~rollout.completion_mask, float("nan")), aspect="auto")
 plt.colorbar(label="log-prob (0: certain)")
 plt.xlabel("token of the completion")
@@ -67,16 +62,15 @@ plt.ylabel("rollout")
 picture("2_rollout")
 
 # %% [markdown]
-# White is after the end of a completion. Dark tokens were a surprise: words that do not stand at
-# this place in what the policy has read.
+# White is after the end of a completion. Dark tokens were a surprise.
 #
 # **Try:** `python lesson.py --temperature=0.3`. What happens to the surprises, and what will the
 # group then have to compare?
 #
 # ## 3. Score and advantage
 # Each completion gets a reward. Its advantage is its distance from the mean of its group, in
-# standard deviations of the group: $A_i = (r_i - \mathrm{mean}) / \mathrm{std}$. The group is its
-# own baseline, so that no second network has to guess how good a completion should be.
+# standard deviations of the group: $A_i = (r_i - \mathrm{mean}) / \mathrm{std}$. So the advantages
+# of each prompt (a colour below) add up to 0.
 
 # %%
 scores = grpo.score_rows(nets.reward_funcs, prompts, texts, cfg)                # (N, K)
@@ -84,11 +78,9 @@ rewards = grpo.total_reward(scores, cfg.reward_weights, G)                      
 advantages = grpo.group_advantages(rewards, G, cfg.scale_rewards)               # (N,)
 
 colors = [f"C{i // G}" for i in range(N)]       # a colour per prompt
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
-left.bar(range(N), rewards, color=colors)
-left.set_title("rewards: a colour per prompt")
-right.bar(range(N), advantages, color=colors)
-right.set_title("advantages: each colour adds up to 0")
+plt.figure(figsize=(7, 3))
+plt.bar(range(N), advantages, color=colors)
+plt.ylabel("advantage")
 picture("3_advantages")
 
 # %% [markdown]
@@ -98,7 +90,7 @@ picture("3_advantages")
 # ## 4. The clip
 # The objective of a token is $\min(\rho A,\ \mathrm{clip}(\rho) A)$, where
 # $\rho = p_\mathrm{policy} / p_\mathrm{sampler}$ is how much likelier the token has become. Where
-# the curve is flat there is no gradient: a token that has moved far enough is left alone.
+# the curve is flat, a token has moved far enough and is left alone.
 
 # %%
 ratio = torch.linspace(0.5, 1.5, 101)[:, None]                                  # (n, 1)
@@ -106,7 +98,6 @@ plt.figure(figsize=(5, 3))
 for A in (1.0, -1.0):
     objective = grpo.clipped_objective(ratio, ratio.log(), torch.full((101,), A), cfg)
     plt.plot(ratio, objective, label=f"advantage {A:+g}")
-plt.axvline(1, color="0.7")
 plt.xlabel("ratio = policy / sampler")
 plt.ylabel("objective")
 plt.legend()
@@ -117,43 +108,31 @@ picture("4_clip")
 #
 # ## 5. The step
 # `grpo.collect` does cells 2 and 3 in one call. Then: loss, backward, optimizer step. All ratios
-# are 1 and the advantages of a group add up to 0, so the loss is near 0 (not quite, since long
-# completions have more tokens). Its gradient is not.
+# are 1 and the advantages of a group add up to 0, so the loss is near 0. Its gradient is not.
 
 # %%
 batch = grpo.collect(nets, prompts, cfg, seed=1)
 step = next(grpo.optimizer_steps(batch, cfg, seed=1))
 start = {name: x.clone() for name, x in nets.policy.state_dict().items()}
-
-
-def row_logprobs():
-    """Log-prob (N,) of each completion under the policy as it is now."""
-    with torch.no_grad():
-        return completion_logprobs(nets.policy, batch.rollout, cfg.temperature).sum(1)
-
-
-before = row_logprobs()
 loss = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
 loss.total.backward()
-norm = torch.nn.utils.clip_grad_norm_(nets.trained, cfg.max_grad_norm)
 nets.optimizer.step()
 nets.optimizer.zero_grad()
-change = row_logprobs() - before
-print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}, "
-      f"gradient norm {float(norm):.2f}")
+with torch.no_grad():
+    after = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
+change = (after.logp - batch.rollout.logp).sum(1)                               # (N,)
+print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}")
 
 plt.figure(figsize=(5, 3))
 plt.scatter(batch.advantages, change, color=colors)
-plt.axhline(0, color="0.7")
-plt.axvline(0, color="0.7")
 plt.xlabel("advantage")
 plt.ylabel("change of log-prob")
 picture("5_step")
 nets.policy.load_state_dict(start)      # back to where we were
 
 # %% [markdown]
-# Most completions of positive advantage became likelier, most others less likely. Not all: they
-# share words, and a step on one moves the others too. The rest of the lesson is about this.
+# Most completions of positive advantage became likelier. Not all: they share words, and a step on
+# one moves the others too.
 #
 # **Try:** flip the sign of the objective in `grpo.clipped_objective` and run this cell again. Then
 # run `python grpo.py config/lesson.py` and look at the reward. Flip it back!
@@ -179,8 +158,8 @@ print("influence of the first group:", [f"{x:+.4f}" for x in by_hand[:G]])
 # prompts still have influence, and why?
 #
 # ## 7. The same from one backward
-# A tape keeps, for every layer, its input and the gradient of its output. Together they are the
-# gradient of each rollout, so that one backward gives all 24 influences.
+# A tape keeps each layer's input and the gradient of its output. Together they give the gradient
+# of each rollout, so that one backward gives all 24 influences.
 
 # %%
 with Tape(nets.policy, N) as tape:
@@ -190,12 +169,6 @@ influence = tape.dot(tape.gradient(torch.ones(N)))                              
 error = (influence - by_hand).abs().max() / by_hand.abs().max()
 print(f"largest difference from cell 6: {float(error):.0e} of the largest influence")
 
-plt.figure(figsize=(7, 3))
-plt.bar(range(N), influence, color=colors)
-plt.xlabel("rollout")
-plt.ylabel("influence")
-picture("7_influence")
-
 # %% [markdown]
 # **Try:** add up all influences, then compute `inner(target, target)`. Why are they equal?
 #
@@ -204,25 +177,20 @@ picture("7_influence")
 # by how much the target's loss went down.
 
 # %%
-def target_loss():
-    with torch.no_grad():
-        return float(grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg).policy)
-
-
 SIZE = 0.002
 what_it_did = []
 for row in step.rows:
     gradient = gradient_of(row[None])
-    old_loss = target_loss()
     with torch.no_grad():
         for p in nets.trained:
             p -= SIZE * gradient[p]
-    what_it_did.append((old_loss - target_loss()) / SIZE)
+        after = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
+    what_it_did.append(float(loss.policy.detach() - after.policy) / SIZE)
     nets.policy.load_state_dict(start)
 
 plt.figure(figsize=(5, 3.5))
 plt.scatter(influence, what_it_did, color=colors)
-plt.axline((0, 0), slope=1, color="0.7")
+plt.axline((0, 0), slope=1)
 plt.xlabel("influence: what was promised")
 plt.ylabel("what the step did")
 picture("8_promise")
@@ -242,36 +210,31 @@ row = row_alone(batch.rollout, best, cfg.temperature)
 names = {p: name for name, p in nets.policy.named_parameters()}
 direction = {names[p]: g for p, g in target.items()}
 push = logprob_changes(nets.policy, direction, row)                             # (T,)
-ends = (nets.tokenizer.eot_token,)
-pieces = pieces_of(row, asks[:len(push)] * push, push, nets.tokenizer, ends)
+pieces = pieces_of(row, asks[:len(push)] * push, nets.tokenizer, (nets.tokenizer.eot_token,))
 print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
       f"rollout {best} is {float(influence[best]):.5f}")
 
 plt.figure(figsize=(8, 3))
 plt.bar(range(len(pieces)), [piece.influence for piece in pieces], color=colors[best])
 plt.xticks(range(len(pieces)), [piece.text or "(end)" for piece in pieces], rotation=45)
-plt.title(f"{prompts[best // G].text!r} -> {texts[best]!r}")
-plt.ylabel("influence")
+plt.title(f"influence of the words after {prompts[best // G].text!r}")
 picture("9_words")
 
 # %% [markdown]
 # **Try:** `influence.argmin()`. Which of its tokens did the harm?
 #
 # ## 10. Learn from the helpful
-# `grpo.py --tracin=self` does this in every step: it drops the rollouts of negative influence and
-# steps along the gradient of the others. Is that a good idea? Look at the target first. The
-# gradients of its two halves have a cosine: near 1 the halves agree, and the target is signal.
-# Near 0 it is noise, and so is the choice.
+# `grpo.py --tracin=self` drops the rollouts of negative influence in every step. Is that a good
+# idea? Look at the gradients of the target's two halves. If their cosine is near 1, the target is
+# signal. Near 0 it is noise, and so is the choice.
 
 # %%
 keep, _ = selection.select(influence, "positive")
-first_half = torch.arange(N) < N // 2
-halves = [tape.gradient(half.float()) for half in (first_half, ~first_half)]
-print(f"{int(keep.sum())} of {N} rollouts are kept; the cosine of their gradient with that of all "
-      f"is {cosine(tape.gradient(keep.float()), target):.2f}")
+half = (torch.arange(N) < N // 2).float()
+halves = tape.gradient(half), tape.gradient(1 - half)
+print(f"{int(keep.sum())} of {N} rollouts are kept")
 print(f"the cosine of the target's two halves is {cosine(*halves):.2f}")
 
 # %% [markdown]
-# **Try:** `--num_prompts=16`: is the target still noise? Then train with
-# `python grpo.py config/lesson.py --tracin=self` and ask `python tracin.py out/lesson_run` what it
-# learned from.
+# **Try:** `--num_prompts=16`. Then `python grpo.py config/lesson.py --tracin=self`, and ask
+# `python tracin.py out/lesson_run` what it learned from.

@@ -1,5 +1,4 @@
-"""
-GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge.
+"""GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge.
 
 The defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and
 the blocks of Llama, Qwen2 and Qwen3.
@@ -97,8 +96,8 @@ def attend(q, k, v, mask, causal, scale):
 
 
 def extend(cache, start, k, v):
-    """Writes keys and values (B, nkv, T, hs) of positions start .. start + T - 1 into a layer's
-    cache (2, B, nkv, S, hs) -> those of all positions up to there, (2, B, nkv, start + T, hs)."""
+    """Writes k and v (B, nkv, T, hs) of positions from `start` on into a layer's cache
+    (2, B, nkv, S, hs) -> those of all positions up to there, (2, B, nkv, start + T, hs)."""
     end = start + k.shape[2]
     cache[0, :, :, start:end] = k
     cache[1, :, :, start:end] = v
@@ -118,7 +117,7 @@ class Attention(nn.Module):
         width = (self.n_head + 2 * self.n_kv_head) * self.hs
         self.c_attn = nn.Linear(config.n_embd, width, bias=qkv_bias)
         self.c_proj = nn.Linear(self.n_head * self.hs, config.n_embd, bias=config.bias)
-        if self.qk_norm:
+        if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.hs, config.norm_eps)
             self.k_norm = nn.RMSNorm(self.hs, config.norm_eps)
 
@@ -212,9 +211,8 @@ class GPT(nn.Module):
     def forward(self, idx, attention_mask=None, cache=None, start=0):
         """Token ids idx (B, T) at positions start .. start + T - 1 -> hidden states (B, T, C).
 
-        attention_mask (B, start + T) is False on padding, by position and never by a token's value;
-        None: no padding. No token sees padding and padding does not count as a position, so it may
-        stand on the left or on the right. cache: from new_cache, filled up to position `start`.
+        attention_mask (B, start + T) is False on padding, which no token sees and which counts as
+        no position; None: no padding. cache: from new_cache, filled up to position `start`.
         """
         pos, mask, local_mask = self.positions_and_masks(idx, attention_mask, start)
         caches = [None] * len(self.h)

@@ -33,11 +33,7 @@ PANELS = {  # name: title, log, metric of the solid line, metric of the dashed l
                  "tracin/selected_ratio", "tracin/positive_ratio"),
     "cosine": ("cosine of the target's two halves", "metrics", "tracin/target_cosine"),
 }
-LOOK = {
-    "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.color": "0.9", "lines.linewidth": 1.2,
-    "lines.markersize": 3, "legend.frameon": False, "svg.fonttype": "none",
-    "svg.hashsalt": "plot.py"}
+LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3}
 USAGE = ("usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] "
          f"[--panels=reward,toxicity]; panels: {', '.join(PANELS)}")
 
@@ -52,28 +48,18 @@ def read_run(folder):
             "eval": read_rows(evaluations) if os.path.exists(evaluations) else []}
 
 
-def curve(rows, metric):
-    """Iterations and values of a metric, NaN where a row has none."""
-    try:
-        y = [math.nan if row.get(metric) is None else float(row[metric]) for row in rows]
-        return np.array([int(row["iteration"]) for row in rows]), np.array(y)
-    except (KeyError, TypeError, ValueError) as e:
-        raise BadInput(f"{metric}: a row of a log must hold an iteration and numbers or null "
-                       f"({e})") from e
-
-
 def choose_panels(asked, runs):
     """Names of panels: all that have data, or those in `asked`, such as "reward,toxicity"."""
     there = []
     for name, (_, log, metric, *_) in PANELS.items():
         if any(row.get(metric) is not None for run in runs.values() for row in run[log]):
             there.append(name)
-    if not there:
-        raise BadInput(f"{', '.join(runs)}: nothing to draw yet; wait for the first iteration")
     panels = asked.split(",") if asked else there
     for panel in panels:
         if panel not in there:
             raise BadInput(f"--panels: there is no {panel!r} here; choose from {', '.join(there)}")
+    if not panels:
+        raise BadInput(f"{', '.join(runs)}: nothing to draw yet; wait for the first iteration")
     return panels
 
 
@@ -90,13 +76,12 @@ def draw_runs(runs, panels):
         ax.set_title(title)
         for i, (name, run) in enumerate(runs.items()):
             for metric, style in zip(metrics, ("-", "--")):
-                x, y = curve(run[log], metric)
-                marker = "o" if log == "eval" or len(x) == 1 else None
-                ax.plot(x, y, style, color=f"C{i}", marker=marker)
+                x = [row["iteration"] for row in run[log]]
+                y = [math.nan if row.get(metric) is None else row[metric] for row in run[log]]
+                ax.plot(x, y, style, color=f"C{i}", marker="o" if log == "eval" else None)
     if len(runs) > 1:
         solid = axes[0].lines[::len(PANELS[panels[0]]) - 2]
-        names = [name.replace("$", r"\$") for name in runs]     # no formula
-        figure.legend(solid, names, loc="outside upper left", ncols=3)
+        figure.legend(solid, list(runs), loc="outside upper left", ncols=3)
     return figure
 
 
@@ -110,21 +95,10 @@ def draw_study(found):
             x, y = points.mean(0).T
             error = points[:, :, 1].std(0) / max(1, len(points) - 1) ** 0.5
             ax.errorbar(x, np.exp(y), yerr=np.exp(y) * error, marker="o", markersize=4, label=arm)
-    ax.axvline(found["x"], color="0.6", linewidth=0.8)
-    ax.set_xlabel("sqrt(KL to the starting policy); line: where the arms are compared")
+    ax.set_xlabel("sqrt(KL to the starting policy)")
     ax.set_title(f"{found['name']}: {found['measure']}")
     ax.legend()
     return figure
-
-
-def draw(file, format, drawn, *what):
-    """Writes the Figure drawn(*what): the same bytes for the same runs, whatever the user's
-    matplotlibrc says."""
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type")) if format == "svg" else {}
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(LOOK)
-        drawn(*what).savefig(file, format=format, dpi=192, metadata=nothing)
 
 
 def main(argv):
@@ -137,13 +111,14 @@ def main(argv):
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")
     table = os.path.join(folders[0], "table.json")
-    if os.path.exists(table):
-        what = draw_study, read_json(table)
-    else:
-        runs = {folder: read_run(folder) for folder in folders}
-        what = draw_runs, runs, choose_panels(options.get("panels"), runs)
-    with replacing(path) as tmp:
-        draw(tmp, path[-3:], *what)
+    with matplotlib.rc_context(LOOK):
+        if os.path.exists(table):
+            figure = draw_study(read_json(table))
+        else:
+            runs = {folder: read_run(folder) for folder in folders}
+            figure = draw_runs(runs, choose_panels(options.get("panels"), runs))
+        with replacing(path) as tmp:
+            figure.savefig(tmp, format=path[-3:], dpi=192)
     print(path)
 
 

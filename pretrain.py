@@ -6,7 +6,6 @@ makes the small default policy, a GPT trained from scratch on the comments or on
 config file makes up, and prints samples of it. grpo.py makes it at first use too. The file that it
 prints can be named as a policy: --policy=FILE.pt
 """
-import run  # noqa: F401 (before torch: how its threads wait)
 import copy
 import hashlib
 import math
@@ -14,22 +13,23 @@ import os
 import random
 import time
 
+from run.script import (     # before torch: sets how its threads wait
+    BadInput, interrupts, run_script, seed_for, shown)
+
 import torch
 from torch.nn import functional as F
 
 import hub.policy
 from config import Settings, load_settings, usage
 from critic import ValueHead
-from data.chat import encode_prompt
 from data.comments import get_splits
-from data.prompts import prompts_of_questions
+from data.prompts import load_prompts
 from data.tokenizer import end_tokens, load_tokenizer, texts_of
 from model import GPT, GPTConfig, add_lora
 from run.checkpoint import read_newest
 from run.device import autocast, fast_dtype, pick_device
 from run.files import load_gpt, load_weights, save_gpt, undamaged
 from run.fit import fit
-from run.script import BadInput, interrupts, run_script, seed_for, shown
 from sample import generate
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -49,8 +49,9 @@ def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
     """
     if cfg.policy != "train":
         return load_policy(cfg)
+    makes_up = "texts" in cfg.functions
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
-    if "texts" in cfg.functions:
+    if makes_up:
         texts = made_up_texts(cfg, 1000, SEED)      # so many tell them from others
     shape = [getattr(cfg, name) for name in SHAPE]
     made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
@@ -63,8 +64,10 @@ def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
         raise BadInput(f"{path}: the policy that this run began from is not there; python "
                        f"pretrain.py {cfg.out_dir} makes it again")
     held_out = [text for text, _ in splits["eval_prompts"]]
-    if "texts" in cfg.functions:
-        texts = made_up_tokens(cfg, texts)
+    if makes_up:
+        encoded = load_tokenizer(cfg.vocab_size).encode_ordinary_batch(texts)
+        mean_length = sum(len(ids) + 1 for ids in encoded) / len(texts)
+        texts = made_up_texts(cfg, math.ceil(cfg.pretrain_tokens / mean_length), SEED)
         held_out = made_up_texts(cfg, 1000, SEED + 1)
     return pretrain(cfg, path, texts, held_out, device, stop)
 
@@ -77,13 +80,6 @@ def made_up_texts(cfg, n, seed):
         raise BadInput(f"texts({n}, {seed}) returned {shown(texts)}: must be a list of {n} texts, "
                        "none empty")
     return texts
-
-
-def made_up_tokens(cfg, texts):
-    """Make up about pretrain_tokens tokens of texts, given a few of them to learn their length."""
-    encoded = load_tokenizer(cfg.vocab_size).encode_ordinary_batch(texts)
-    mean_length = sum(len(ids) + 1 for ids in encoded) / len(texts)
-    return made_up_texts(cfg, math.ceil(cfg.pretrain_tokens / mean_length), SEED)
 
 
 def load_policy(cfg):
@@ -195,15 +191,18 @@ def pretrain(cfg, path, texts, held_out, device, stop):
     """
     began = time.time()
     num_tokens = cfg.pretrain_tokens
+    T = cfg.block_size
     tokenizer = load_tokenizer(cfg.vocab_size)
     stream = token_stream(tokenizer, texts, SEED, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 0, 50_000)
-    if min(len(stream), len(held_out)) <= cfg.block_size:
+    if min(len(stream), len(held_out)) <= T:
         raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and "
-                       f"{len(held_out)} to test on, both must be above block_size = "
-                       f"{cfg.block_size}")
-    # windows of made-up texts begin with a text, as a prompt does; those of comments anywhere
-    eot = tokenizer.eot_token if "texts" in cfg.functions else None
+                       f"{len(held_out)} to test on, both must be above block_size = {T}")
+    # made-up texts are read from their start, as a prompt is; comments are long, so half of their
+    # windows begin anywhere
+    num_anywhere = 0 if "texts" in cfg.functions else BATCH_SIZE // 2
+    starts = text_starts(stream, T, tokenizer.eot_token)
+    held_out_starts = text_starts(held_out, T, tokenizer.eot_token)
     torch.manual_seed(SEED)
     model = new_policy(cfg).to(device)
     dtype = fast_dtype(device)
@@ -211,18 +210,17 @@ def pretrain(cfg, path, texts, held_out, device, stop):
     print(f"policy: {num_weights / 1e6:.1f}M weights, {num_tokens / 1e6:.1f}M tokens of "
           f"{len(texts)} texts, {dtype} on {device}")
 
-    def loss_at(step, stream=stream):
-        seed = 1000 * SEED + step
-        batch = windows(stream, BATCH_SIZE, cfg.block_size, seed, eot).to(device)
+    def loss_at(step, stream=stream, starts=starts):
+        batch = windows(stream, starts, num_anywhere, T, 1000 * SEED + step).to(device)
         with autocast(device, dtype):
             logits = model.lm_head(model(batch[:, :-1]))  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
     partial = path + ".partial"
-    steps = max(1, num_tokens // (BATCH_SIZE * cfg.block_size))
+    steps = max(1, num_tokens // (BATCH_SIZE * T))
     fit(model, optimizers(model), loss_at, steps, partial, "policy", stop=stop)
     with torch.no_grad():
-        loss = sum(float(loss_at(i, held_out)) for i in range(10)) / 10
+        loss = sum(float(loss_at(i, held_out, held_out_starts)) for i in range(10)) / 10
     save_gpt(path, model, loss=loss)
     if os.path.exists(partial):
         os.remove(partial)
@@ -244,19 +242,25 @@ def token_stream(tokenizer, texts, seed, limit):
     return torch.tensor(ids)
 
 
-def windows(stream, num_rows, block_size, seed, eot=None):
-    """Cut random windows out of a stream (M,) -> ids (num_rows, block_size + 1).
+def text_starts(stream, block_size, eot):
+    """Find where texts begin in a stream (M,), behind the end token eot -> positions (S,).
 
-    With eot, the end token, each begins where a text does.
+    Those too near the end for a window are left out.
+    """
+    ends = (stream[:-block_size - 1] == eot).nonzero()[:, 0]
+    return torch.cat([torch.tensor([0]), ends + 1])
+
+
+def windows(stream, starts, num_anywhere, block_size, seed):
+    """Cut random windows out of a stream (M,) -> ids (BATCH_SIZE, block_size + 1).
+
+    The first num_anywhere begin anywhere, the others at one of starts (S,).
     """
     generator = torch.Generator().manual_seed(seed)
-    if eot is None:
-        starts = torch.randint(len(stream) - block_size, (num_rows, 1), generator=generator)
-    else:
-        ends = (stream[:-block_size - 1] == eot).nonzero()                          # (S, 1)
-        behind = torch.cat([torch.tensor([[0]]), ends + 1])
-        starts = behind[torch.randint(len(behind), (num_rows,), generator=generator)]
-    return stream[starts + torch.arange(block_size + 1)]
+    first = starts[torch.randint(len(starts), (BATCH_SIZE,), generator=generator)]
+    num_places = len(stream) - block_size
+    first[:num_anywhere] = torch.randint(num_places, (num_anywhere,), generator=generator)
+    return stream[first[:, None] + torch.arange(block_size + 1)]
 
 
 def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
@@ -278,25 +282,18 @@ def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
 
 def main(argv):
     cfg = load_settings(argv)
-    given = load_policy(cfg)
-    tokenizer = get_tokenizer(cfg)
-    prompts = ["I think that the", "Please do not", "You are a"]
-    ids = [encode_prompt(tokenizer, prompt, "prompt")[1] for prompt in prompts]
-    room = cfg.block_size - cfg.max_completion_length
-    if "questions" in cfg.functions:
-        asked = prompts_of_questions(cfg, tokenizer, room)[:3]
-        prompts = [prompt.text for prompt in asked]
-        ids = [prompt.ids for prompt in asked]
-    if max(map(len, ids)) > room:
-        raise BadInput(f"max_completion_length = {cfg.max_completion_length}: with block_size = "
-                       f"{cfg.block_size} it leaves {room} tokens for a prompt")
     with interrupts() as stop:
         device = pick_device(cfg.device)
-        policy = given or get_policy(cfg, get_splits(cfg), device, stop)
+        given = load_policy(cfg)
+        tokenizer = get_tokenizer(cfg)
+        splits = get_splits(cfg)
+        prompts = load_prompts(cfg, tokenizer, splits)[1][:3]
+        policy = given or get_policy(cfg, splits, device, stop)
+    ids = [prompt.ids for prompt in prompts]
     rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=end_tokens(tokenizer),
                        seed=cfg.seed)
     for i, completion in enumerate(texts_of(tokenizer, rollout)):
-        print(f"{prompts[i // 3]}|{completion}")
+        print(f"{prompts[i // 3].text}|{completion}")
 
 
 if __name__ == "__main__":

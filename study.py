@@ -14,13 +14,13 @@ A study file is Python (`from studies.wrong import *` builds on another one). It
     measure     of the evaluation; lower is better
     controls    arms that the others are compared with; by default the first one
     tested      arms that get a verdict; by default all but the controls
-    grid        {setting: (values)} of one setting that moves the KL, such as beta; or {}
+    grid        (setting, values) of a setting that moves the KL, such as beta; optional
     quick       {setting: value} that shrink a run for --quick
     columns     a function (folder of a run) -> {name: number} that the table has too; optional
 
 Every run is a folder of grpo.py in out/study/NAME, with a hash of its settings in its name. So the
 same command goes on where it stopped, and an arm that was changed runs anew. What a run prints is
-in a .log beside it. Runs go seed by seed, so that a study that is stopped has whole seeds.
+in a .log beside it. The table is of the seeds that all arms have complete; runs go seed by seed.
 --workers=N: so many runs at a time.
 """
 import hashlib
@@ -33,7 +33,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -44,12 +43,11 @@ from run.script import BadInput, run_script
 GRPO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "grpo.py")
 NAMES = {       # of a study file: its type, and what it is by default
     "config": (str, None), "arms": (dict, None), "seeds": ((range, tuple), None),
-    "measure": (str, None), "controls": (tuple, ()), "tested": (tuple, ()), "grid": (dict, {}),
+    "measure": (str, None), "controls": (tuple, ()), "tested": (tuple, ()), "grid": (tuple, ()),
     "quick": (dict, {})}
-END = ("kl", "perplexity", "distinct_2", "ended")     # columns of the table beside the measure
 SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 SURE = 0.01             # a win needs corrected p-values below this
-FLIPS = 20_000          # random sign flips, where all of them are too many
+FLIPS = 100_000         # random sign flips of a p-value
 USAGE = "usage: python study.py studies/wrong.py [--table] [--quick] [--workers=N]"
 
 # ------------------------------------------------------------------------------------------------
@@ -68,91 +66,68 @@ def read_study(path, quick=False):
         setattr(study, name, value)
     if values:
         raise BadInput(f"{path}: {min(values)!r} is no name of a study; begin it with _")
-    for arm, settings in study.arms.items():
-        if not isinstance(settings, dict):
-            raise BadInput(f"{path}: arm {arm!r} is {settings!r}: must be a dict of settings")
     study.controls = study.controls or (next(iter(study.arms)),)
     study.tested = study.tested or tuple(arm for arm in study.arms if arm not in study.controls)
     for arm in (*study.controls, *study.tested):
         if arm not in study.arms:
             raise BadInput(f"{path}: {arm!r} is no arm; there are {', '.join(study.arms)}")
-    if len(study.grid) > 1 or not all(study.grid.values()):
-        raise BadInput(f"{path}: grid = {study.grid!r}: must be {{}} or one setting and a tuple")
     study.name = os.path.basename(path).removesuffix(".py") + "_quick" * quick
-    study.setting, study.values = next(iter(study.grid.items()), ("", (None,)))
+    study.setting, study.values = study.grid or ("", (None,))
     study.shrink = study.quick if quick else {}
     study.seeds = tuple(study.seeds)[:2 if quick else None]
     return study
 
 
-class Planned(NamedTuple):
-    """A run."""
-    arm: str
-    value: object       # of the grid; None without
-    seed: int
-    folder: str
-    argv: list          # for grpo.py
-    iterations: int
-
-
 def runs_of(study, out):
-    """All runs, seed by seed. BadInput for settings that grpo.py would refuse."""
+    """All runs, seed by seed: what to call grpo.py with, and where its folder will be. BadInput for
+    settings that it would refuse."""
     runs = []
     for seed, arm, value in itertools.product(study.seeds, study.arms, study.values):
         settings = study.arms[arm] | study.shrink | {"seed": seed, "threads": 1, "log_micro": False}
-        point = ""
         if study.setting:
             settings[study.setting] = value
-            point = f"_{study.setting}{value}"
         argv = [study.config, *(f"--{name}={x!r}" for name, x in settings.items())]
         try:
             cfg = load_settings(argv)
         except BadInput as e:
             raise BadInput(f"arm {arm!r}: {e}") from e
-        check_measure(study, cfg)
         text = json.dumps([cfg.public(), cfg.source], sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:6]
-        name = f"{arm}{point}_seed{seed}_{key}".replace(" ", "_").replace("/", "_")
-        folder = os.path.join(out, name)
+        point = f"_{study.setting}{value}" if study.setting else ""
+        folder = os.path.join(out, f"{arm}{point}_seed{seed}_{key}".replace(" ", "_"))
         argv.append(f"--out_dir={folder}")
-        runs.append(Planned(arm, value, seed, folder, argv, cfg.max_iters))
+        runs.append(SimpleNamespace(arm=arm, value=value, seed=seed, folder=folder, argv=argv,
+                                    iterations=cfg.max_iters))
     return runs
 
 
-def check_measure(study, cfg):
-    """BadInput for a measure that the evaluation of these settings will not have."""
-    judges = [name for name in ("judge", "eval_judge") if getattr(cfg, name)]
-    known = [f"{judge}/{name}" for judge in judges
-             for name in ("toxicity", "toxic_share", "expected_max", "any_toxic")]
-    known += [f"rewards/{name}" for name in cfg.reward_funcs]
-    known += ["mean_length", "distinct_1", "says_nothing", *END]
-    if study.measure not in known:
-        raise BadInput(f"measure = {study.measure!r}: is no measure of the evaluation; there are "
-                       f"{', '.join(known)}")
-
-
-def evaluations_of(run):
-    """Rows of the run's eval.jsonl; [] until the run is done."""
+def evaluations_of(run, measure):
+    """Rows of the run's eval.jsonl; [] until the run is done. BadInput if they lack the measure."""
     path = os.path.join(run.folder, "eval.jsonl")
     rows = read_rows(path) if os.path.exists(path) else []
-    return rows if rows and rows[-1]["iteration"] == run.iterations else []
+    if not rows or rows[-1]["iteration"] != run.iterations:
+        return []
+    if measure not in rows[-1]:
+        raise BadInput(f"measure = {measure!r}: is not in {path}, which has {', '.join(rows[-1])}")
+    return rows
 
 
 def make(run):
     """Make a run, or go on with it, in a process of its own."""
     with open(f"{run.folder}.log", "a", encoding="utf-8") as log:
-        subprocess.run([sys.executable, GRPO, *run.argv], stdout=log, stderr=log,
-                       env=os.environ | {"OMP_NUM_THREADS": "1"})
-    how = "done" if evaluations_of(run) else f"not done, see {run.folder}.log"
+        done = subprocess.run([sys.executable, GRPO, *run.argv], stdout=log, stderr=log,
+                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+    how = f"not done, see {run.folder}.log" if done.returncode else "done"
     print(f"{os.path.basename(run.folder)}: {how}", flush=True)
 
 
-def make_all(runs, workers):
+def make_all(runs, measure, workers):
     """Make the runs that are not done. Ctrl-C reaches those at work, which save and end."""
-    left = [run for run in runs if not evaluations_of(run)]
+    left = [run for run in runs if not evaluations_of(run, measure)]
     print(f"{len(runs)} runs, {len(left)} to make", flush=True)
     for run in left[:1]:
         make(run)       # alone: it makes policy and judges, which the others find
+        evaluations_of(run, measure)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(make, left[1:]))
 
@@ -164,13 +139,10 @@ def make_all(runs, workers):
 def value_on_line(points, x):
     """Value at x of the straight line that fits points (x, y) best (least squares). Where all
     points have the same x: their mean."""
-    mean_x = statistics.fmean(px for px, _ in points)
-    mean_y = statistics.fmean(py for _, py in points)
-    spread = sum((px - mean_x) ** 2 for px, _ in points)
-    slope = 0.0
-    if spread > 0:
-        slope = sum((px - mean_x) * (py - mean_y) for px, py in points) / spread
-    return mean_y + slope * (x - mean_x)
+    xs, ys = np.array(points).T
+    away = xs - xs.mean()
+    slope = away @ (ys - ys.mean()) / max(away @ away, 1e-30)
+    return float(ys.mean() + slope * (x - xs.mean()))
 
 
 def mean_and_error(values):
@@ -182,17 +154,12 @@ def mean_and_error(values):
 
 
 def permutation_p(differences):
-    """Two-sided p of paired differences: the share of their sign flips whose sum is at least as far
-    from 0 as theirs. All 2^n flips up to n = 16, which makes p at least 2 / 2^n; else FLIPS random
-    ones and the true signs."""
-    d = np.array(differences, dtype=float)
-    n = len(d)
-    if n <= 16:
-        signs = 1 - 2 * (np.arange(2 ** n)[:, None] >> np.arange(n) & 1)        # (2^n, n)
-    else:
-        signs = np.random.default_rng(0).choice((-1, 1), (FLIPS, n))
-        signs = np.vstack([np.ones(n), signs])
-    far = np.abs(signs @ d) >= abs(d.sum()) * (1 - 1e-9)    # equal sums differ in last digits
+    """Two-sided p of paired differences: the share of random sign flips whose sum is at least as
+    far from 0 as theirs. The true signs are one of them, so it is never 0."""
+    d = np.array(differences)
+    signs = np.random.default_rng(0).choice((-1, 1), (FLIPS, len(d)))
+    sums = np.append(signs @ d, d.sum())
+    far = np.abs(sums) >= abs(d.sum()) * (1 - 1e-9)     # equal sums differ in last digits
     return float(far.mean())
 
 
@@ -207,30 +174,20 @@ def holm(ps):
 
 
 def differences_of(logs, controls, tested):
-    """{arm: {control: difference}} of logs {arm: {seed: log measure}}. A difference is paired by
-    seed: its mean, error, p, and for tested arms "corrected", p after Holm over all of these. None
-    without two seeds that both have."""
-    found = {arm: {} for arm in logs}
-    for arm, control in itertools.product(logs, controls):
-        theirs = logs[control]
-        both = [y - theirs[seed] for seed, y in logs[arm].items() if seed in theirs]
-        if arm != control and len(both) < 2:
-            found[arm][control] = None
-        elif arm != control:
-            mean, error = mean_and_error(both)
-            found[arm][control] = {"mean": mean, "error": error, "p": permutation_p(both)}
-    family = [c for arm in tested for c in found[arm].values() if c]
-    for difference, p in zip(family, holm([c["p"] for c in family])):
-        difference["corrected"] = p
+    """{arm: {control: (mean, error, p)}} of the tested arms. logs {arm: {seed: log measure}}: the
+    differences are paired by seed. p is after Holm over all of these comparisons."""
+    pairs = [(arm, control) for arm in tested for control in controls]
+    paired = [[y - logs[control][seed] for seed, y in logs[arm].items()] for arm, control in pairs]
+    found = {arm: {} for arm in tested}
+    for (arm, control), d, p in zip(pairs, paired, holm([permutation_p(d) for d in paired])):
+        found[arm][control] = (*mean_and_error(d), p)
     return found
 
 
 def verdict(arm, differences):
-    """One sentence on a tested arm. differences: {control: difference}."""
-    if not all(differences.values()):
-        return f"{arm}: not decided, fewer than two seeds are complete"
-    missed = [f"{control} (p {c['corrected']:.2g})" for control, c in differences.items()
-              if c["mean"] >= 0 or c["corrected"] >= SURE]
+    """One sentence on a tested arm. differences: {control: (mean, error, p)}."""
+    missed = [f"{control} (p {p:.2g})" for control, (mean, _, p) in differences.items()
+              if mean >= 0 or p >= SURE]
     if missed:
         return f"{arm}: no win at equal KL, not better with p < {SURE:g} than {', '.join(missed)}"
     return f"{arm}: a win, better than {', '.join(differences)} at equal KL, each p < {SURE:g}"
@@ -242,28 +199,25 @@ def verdict(arm, differences):
 
 def summarise(study, runs):
     """What the table and the picture show, as plain values, of the seeds that are complete."""
+    rows_of = {run.folder: evaluations_of(run, study.measure) for run in runs}
+    unfinished = {run.seed for run in runs if not rows_of[run.folder]}
+    runs = [run for run in runs if run.seed not in unfinished]
+    if not runs:
+        raise BadInput(f"{study.name}: no seed is complete in all arms yet")
     middle = study.values[len(study.values) // 2]
     points = {arm: {} for arm in study.arms}        # {arm: {seed: [(sqrt(kl), log measure)]}}
     ends = {arm: {} for arm in study.arms}          # {arm: {seed: last evaluation}}, in the middle
-    groups = {}
     for run in runs:
-        groups.setdefault((run.arm, run.seed), []).append(run)
-    for (arm, seed), group in groups.items():
-        found = [evaluations_of(run) for run in group]
-        if not all(found):
-            continue
-        rows = [rows[-1] for rows in found] if study.grid else found[0][1:]
-        points[arm][seed] = [(math.sqrt(max(row["kl"], 0)),
-                              math.log(max(row[study.measure], SMALLEST))) for row in rows]
-        for run, rows in zip(group, found):
-            if run.value == middle:
-                columns = study.columns(run.folder) if study.columns else {}
-                ends[arm][seed] = {name: rows[-1].get(name) for name in (study.measure, *END)}
-                ends[arm][seed] |= columns
-    everywhere = [x for by_seed in points.values() for found in by_seed.values() for x, _ in found]
-    if not everywhere:
-        raise BadInput(f"{study.name}: no seed of any arm is complete yet")
-    x = statistics.median(everywhere)
+        rows = rows_of[run.folder]
+        points[run.arm].setdefault(run.seed, []).extend(
+            (math.sqrt(max(row["kl"], 0)), math.log(max(row[study.measure], SMALLEST)))
+            for row in (rows[-1:] if study.grid else rows[1:]))
+        if run.value == middle:
+            end = {name: rows[-1][name] for name in (study.measure, "kl")}
+            more = study.columns(run.folder) if study.columns else {}
+            ends[run.arm][run.seed] = end | more
+    x = statistics.median(x for by_seed in points.values() for found in by_seed.values()
+                          for x, _ in found)
     equal = {arm: {seed: value_on_line(found, x) for seed, found in by_seed.items()}
              for arm, by_seed in points.items()}
     differences = differences_of(equal, study.controls, study.tested)
@@ -273,22 +227,25 @@ def summarise(study, runs):
 
 
 def as_markdown(study, found):
-    """The summary as Markdown: the ends, the arms at equal KL, the verdicts."""
+    """The summary as Markdown: a table with a row for each arm, and the verdicts."""
     names = dict.fromkeys(name for ends in found["ends"].values() for row in ends.values()
                           for name in row)
-    lines = [f"# {found['name']}", "", "At the end, mean ± standard error over seeds:", ""]
-    rows = [[arm, len(ends), *(plus_minus(row.get(name) for row in ends.values())
-                               for name in names)] for arm, ends in found["ends"].items()]
-    lines += table_lines(["arm", "seeds", *names], rows)
-    lines += ["", f"At equal KL, sqrt(KL) = {found['x']:.3f}. Of each seed a straight line through "
-              f"(sqrt(KL), log {found['measure']}) is read there. Differences to the controls are "
-              "paired by seed; below 0 %: better. p: two-sided, by sign flips; (Holm): corrected "
-              "for all comparisons of the tested arms.", ""]
-    rows = [[arm, plus_minus(math.exp(y) for y in by_seed.values()),
-             *(cell_of(found["differences"][arm].get(control)) for control in study.controls)]
-            for arm, by_seed in found["equal"].items()]
-    lines += table_lines(["arm", found["measure"], *study.controls], rows)
-    return "\n".join([*lines, "", *(f"- {text}" for text in found["verdicts"]), ""])
+    lines = [["arm", *names, "at equal KL", *study.controls]]
+    lines.append(["---"] * len(lines[0]))
+    for arm, ends in found["ends"].items():
+        cells = [plus_minus(row.get(name) for row in ends.values()) for name in names]
+        cells.append(plus_minus(math.exp(y) for y in found["equal"][arm].values()))
+        differences = found["differences"].get(arm, {})
+        cells += [cell_of(*differences[c]) if c in differences else "-" for c in study.controls]
+        lines.append([arm, *cells])
+    table = ["| " + " | ".join(line) + " |" for line in lines]
+    seeds = len(found["ends"][study.controls[0]])
+    return "\n".join([
+        f"# {study.name}", "", f"Mean ± standard error of {seeds} seeds: at the end, then "
+        f"{study.measure} at equal KL, and its differences to the controls, paired by seed. Below "
+        "0 %: better. p: two-sided, by sign flips, after Holm for all of these. Equal KL: of each "
+        f"seed a straight line through (sqrt(KL), log {study.measure}) is read at sqrt(KL) = "
+        f"{found['x']:.3f}.", "", *table, "", *(f"- {text}" for text in found["verdicts"]), ""])
 
 
 def plus_minus(values):
@@ -296,39 +253,24 @@ def plus_minus(values):
     return "-" if math.isnan(mean) else f"{mean:.4g} ± {error:.2g}"
 
 
-def cell_of(difference):
+def cell_of(mean, error, p):
     """A paired difference of logarithms, in percent, and its p."""
-    if difference is None:
-        return "-"
-    p = f"p {difference['p']:.2g}"
-    if "corrected" in difference:
-        p = f"p {difference['corrected']:.2g} (Holm)"
-    change = 100 * math.expm1(difference["mean"])
-    return f"{change:+z.0f} % ± {100 * difference['error']:.0f}, {p}"
-
-
-def table_lines(heads, rows):
-    """Lines of a Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    return f"{100 * math.expm1(mean):+z.0f} % ± {100 * error:.0f}, p {p:.2g}"
 
 
 def main(argv):
     paths = [arg for arg in argv if not arg.startswith("--")]
-    workers = str(os.cpu_count())
-    for arg in argv:
-        if arg.startswith("--workers="):
-            workers = arg.removeprefix("--workers=")
-        elif arg.startswith("--") and arg not in ("--table", "--quick"):
-            raise BadInput(f"{arg}: no such flag; {USAGE}")
-    if len(paths) != 1 or not workers.isdigit() or int(workers) < 1:
+    flags = dict(arg.partition("=")[::2] for arg in argv if arg.startswith("--"))
+    workers = flags.get("--workers", str(os.cpu_count()))
+    odd = flags.keys() - {"--table", "--quick", "--workers"}
+    if len(paths) != 1 or odd or not workers.isdigit() or int(workers) < 1:
         raise BadInput(USAGE)
-    study = read_study(paths[0], "--quick" in argv)
+    study = read_study(paths[0], "--quick" in flags)
     out = os.path.join("out", "study", study.name)
     runs = runs_of(study, out)
-    if "--table" not in argv:
+    if "--table" not in flags:
         os.makedirs(out, exist_ok=True)
-        make_all(runs, int(workers))
+        make_all(runs, study.measure, int(workers))
     found = summarise(study, runs)
     text = as_markdown(study, found)
     write_json(os.path.join(out, "table.json"), found)

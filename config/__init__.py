@@ -9,8 +9,7 @@ A function (prompts, completions) that returns one number per completion can be 
 with a fixed name: reward, target, weigh, environment (tasks/turns.py), texts (pretrain.py),
 questions (data/prompts.py); and the table `tools` (tasks/tools.py).
 
-The folder of a run is a config too: its config.json has all settings. The functions come from the
-config files that are named beside it, or from those that the run noted, if they are unchanged.
+The folder of a run is a config too: its config.json has all settings, its config.py the functions.
 """
 import ast
 import difflib
@@ -177,8 +176,7 @@ class Settings:
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
-    source: str | None = field(default=None, repr=False)    # text of the config files,
-    files: tuple = ()                                       # and where they are
+    source: str | None = field(default=None, repr=False)    # its text
 
     @property
     def answers(self):
@@ -242,46 +240,50 @@ class Settings:
         return {name: getattr(self, name) for name in HINTS if name not in ("resume", "debug_step")}
 
 
-OTHERS = ("functions", "source", "files")       # fields that are no settings
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
-         if name not in OTHERS}
-SOURCES = ("texts", "questions")                # functions that stand in for data,
-GIVEN = ("target", "weigh", *SOURCES)           # and all that are used by their name alone
+         if name not in ("functions", "source")}
+GIVEN = ("target", "weigh", "texts", "questions")   # functions that are used by their name alone
 
 
 def load_settings(argv):
     """argv (config files, folders of runs, flags) -> checked Settings. Flags override a run, which
     overrides the config files. Raises BadInput, with the nearest valid name for a wrong one."""
     cfg = Settings()
-    paths, flags = split_arguments(argv)
-    files = [path for path in paths if not is_run(path)]
-    runs = [read_run(path) for path in paths if is_run(path)]
-    for run in runs:
-        files = files or files_of(run)
-        cfg.source = run["source"]
+    flags = [(*read_flag(arg), arg) for arg in argv if arg.startswith("-")]
+    paths = [arg for arg in argv if not arg.startswith("-")]
+    folders = [path.rstrip("/") or "/" for path in paths if os.path.isdir(path)]
+    files = [path for path in paths if not os.path.isdir(path)]
+    for folder in folders:
+        config = os.path.join(folder, "config.py")
+        if not files and os.path.exists(config):
+            files = [config]
+    if files:
+        cfg.source = "\n".join(map(read_text, files))
     for path in files:
-        values, functions, _ = read_config(path)
+        values, functions = read_config(path)
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, path)
-    for run in runs:
-        for name, value in run["settings"].items():
-            assign(cfg, name, value, run["path"])
-        cfg.out_dir = run["folder"]             # a run that was copied or moved is its own
-    for typed, name, value in flags:
-        assign(cfg, name, value, typed)
-    if files:
-        cfg.files = tuple(map(os.path.abspath, files))
-        cfg.source = joined(files)
+    for folder in folders:
+        for name, value in read_run(folder).items():
+            assign(cfg, name, value, f"{folder}/config.json, perhaps of another version")
+        cfg.out_dir = folder                # a run that was copied or moved is its own
+    for name, value, flag in flags:
+        assign(cfg, name, value, flag)
     use_functions(cfg)
     return cfg.check()
 
 
 def use_functions(cfg):
     """Raises BadInput for a function that nothing uses; errors of those with a name become one
-    line. The table of tools becomes an environment."""
+    line. The table of tools becomes an environment, which a call's end asks."""
     if cfg.tools:
-        use_tools(cfg)
+        check_tools(cfg.tools)
+        if "environment" in cfg.functions:
+            raise BadInput("tools with a function environment: who answers? Call "
+                           "tasks.tools.reply in yours and leave tools out")
+        cfg.functions["environment"] = tool_environment(cfg.tools)
+        cfg.stop_strings = tuple(dict.fromkeys([*cfg.stop_strings, STOP]))
     rewards = cfg.reward_funcs or ("reward",)
     known = (*rewards, cfg.tracin_val_reward, "environment", "tools", *GIVEN)
     for name, function in cfg.functions.items():
@@ -292,26 +294,12 @@ def use_functions(cfg):
             cfg.functions[name] = in_one_line(name, function)
 
 
-def use_tools(cfg):
-    """Makes the environment and its stop string of the config file's table of tools."""
-    check_tools(cfg.tools)
-    if "environment" in cfg.functions:
-        raise BadInput("tools with a function environment: who answers? Call "
-                       "tasks.tools.reply in yours and leave tools out")
-    cfg.functions["environment"] = tool_environment(cfg.tools)
-    if STOP not in cfg.stop_strings:
-        cfg.stop_strings += (STOP,)
-
-
-# ------------------------------------------------------------------------------------------------
-# help
-
 USAGE = """{about}
 
 usage: python {command} [CONFIG.py] [--setting=value ...]
 
     python {command} config/quick_test.py                 the smallest example, under a minute
-    python {command} config/toxicity.py --beta 0.2        the main one; any setting, by name
+    python {command} config/toxicity.py --beta=0.2        the main one; any setting, by name
 
 --help lists the settings. config/ holds more config files; the folder of a run repeats the run."""
 
@@ -331,78 +319,43 @@ def usage(with_settings):
 
 
 # ------------------------------------------------------------------------------------------------
-# flags
+# flags, names and types
 
 
-def split_arguments(argv):
-    """argv -> paths of config files and runs, and (text, name, value) of each flag."""
-    paths = []
-    flags = []
-    left = list(argv)
-    while left:
-        typed = left.pop(0)
-        if not typed.startswith("-"):
-            paths.append(typed)
-            continue
-        name, equals, text = typed[2:].partition("=")
-        if not typed.startswith("--") or not name:
-            raise BadInput(f"{typed}: a setting is written --name=value")
-        check_name(name, typed)
-        if not equals:
-            text = value_after(name, left)
-            typed = f"{typed} {text}"
-        flags.append((typed, name, value_of(name, text)))
-    return paths, flags
-
-
-def value_after(name, left):
-    """Takes the value of a flag without = from the arguments left of it; "True" for a bool that has
-    none."""
-    following = left[0] if left else "--"
-    if bool in types_of(name) and following.lower() not in ("true", "false"):
-        return "True"
-    if following.startswith("--"):
-        raise BadInput(f"--{name}: write --{name}=VALUE")
-    return left.pop(0)
-
-
-def value_of(name, text):
-    """The value that a flag's text is: a Python literal, or the text itself."""
+def read_flag(flag):
+    """"--beta=0.1" -> ("beta", 0.1): a Python literal, or the text itself. --resume is True."""
+    name, equals, text = flag[2:].partition("=")
+    if not flag.startswith("--") or not name:
+        raise BadInput(f"{flag}: a setting is written --name=value")
+    types = types_of(name, flag)
+    if not equals and bool not in types:
+        raise BadInput(f"{flag}: write {flag}=VALUE")
     literal = text.title() if text.lower() in ("true", "false") else text
     try:
-        value = ast.literal_eval(literal)
+        value = ast.literal_eval(literal if equals else "True")
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
-    if str in types_of(name) and value is not None and type(value) is not str:
-        return text             # --out_dir=7 is the folder "7"
-    return value
+        return name, text
+    if str in types and value is not None and type(value) is not str:
+        return name, text       # --out_dir=7 is the folder "7"
+    return name, value
 
 
-# ------------------------------------------------------------------------------------------------
-# names and types
-
-
-def types_of(name):
-    """The types that a setting may have; () if there is no such setting."""
-    hint = HINTS.get(name)
-    parts = typing.get_args(hint) or (hint,)
-    types = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
-    return tuple(dict.fromkeys(types)) if hint else ()
-
-
-def check_name(name, source):
-    """Raises BadInput for what is no setting; source says where it stood."""
+def types_of(name, source=""):
+    """The types that a setting may have. BadInput if there is no such setting; source says where
+    it stood."""
     if name not in HINTS:
         near = difflib.get_close_matches(name, HINTS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
+    parts = typing.get_args(HINTS[name]) or (HINTS[name],)
+    types = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
+    return tuple(dict.fromkeys(types))
 
 
 def assign(cfg, name, value, source):
     """Sets cfg.name, with an int for a float and a list for a tuple. Raises BadInput for a wrong
     name or type; source says where it stood."""
-    check_name(name, source)
-    types = types_of(name)
+    types = types_of(name, source)
     if float in types and type(value) is int and abs(value) < 2 ** 63:
         value = float(value)
     if tuple in types and type(value) is list:
@@ -410,21 +363,14 @@ def assign(cfg, name, value, source):
     if tuple in types and type(value) is str:
         value = (value,)        # --reward_funcs=judge
     if type(value) not in types:
-        wanted = " or ".join("None" if t is type(None) else t.__name__ for t in types)
+        wanted = " or ".join(t.__name__.removesuffix("Type") for t in types)
         raise BadInput(f"{source}: {name} = {shown(value)} must be {wanted}, not "
                        f"{type(value).__name__}")
-    if type(value) is tuple and not all(type(x) in (str, int, float) for x in value):
-        raise BadInput(f"{source}: {name} = {shown(value)} must hold text or numbers")
     setattr(cfg, name, value)
 
 
-# ------------------------------------------------------------------------------------------------
-# config files and runs
-
-
 def read_config(path):
-    """({setting: value}, {name: function}, text) of a config file."""
-    source = read_text(path)
+    """({setting: value}, {name: function}) of a config file."""
     try:
         names = runpy.run_path(path)
     except (BadInput, KeyboardInterrupt):
@@ -441,42 +387,13 @@ def read_config(path):
             functions[name] = value
         else:
             values[name] = value
-    return values, functions, source
+    return values, functions
 
 
-def is_run(path):
-    """True for the folder of a run, or its config.json."""
-    return os.path.isdir(path) or os.path.basename(path) == "config.json"
-
-
-def read_run(path):
-    """What a run's config.json holds; with its "folder", the "path" of config.json, and "source",
-    the text of its config files."""
-    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
-    folder = folder.rstrip("/") or "/"
+def read_run(folder):
+    """{setting: value} of a run's config.json."""
     path = os.path.join(folder, "config.json")
-    run = {"functions": [], "files": []} | read_json(path)
-    if not isinstance(run.get("settings"), dict):
+    settings = read_json(path).get("settings")
+    if not isinstance(settings, dict):
         raise BadInput(f"{path}: has no settings, as the config.json of a run has")
-    for name in run["settings"]:
-        check_name(name, f"{path}, perhaps written by another version of this program")
-    kept = os.path.join(folder, "config.py")
-    source = read_text(kept) if os.path.exists(kept) else None
-    return run | {"folder": folder, "path": path, "source": source}
-
-
-def joined(files):
-    return "\n".join(map(read_text, files))
-
-
-def files_of(run):
-    """The config files that a run noted: [] where it needs none of their functions. Raises BadInput
-    if they no longer hold the text that it recorded."""
-    files = run["files"]
-    if not run["functions"]:
-        return []
-    if files and all(map(os.path.isfile, files)) and joined(files) == run["source"]:
-        return files
-    raise BadInput(f"{run['folder']}: needs {', '.join(run['functions'])} of {', '.join(files)}, "
-                   "which has changed or is gone: name a config file that defines them. "
-                   f"{run['folder']}/config.py is the text as it was then")
+    return settings

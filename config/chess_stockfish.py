@@ -14,4 +14,4 @@ reward_weights += (0.5, 0.3, 0.2)
 def questions(n, seed):
     """As in config/chess.py. Rows of P:, half of them, have Stockfish's evaluation of every legal
     move, 0.05 s each."""
-    return chess.questions(min(n, 1024), seed, history=1, judge=chess.stockfish)
+    return chess.add_evaluations(chess.questions(min(n, 1024), seed, history=1))

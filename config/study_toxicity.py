@@ -5,6 +5,8 @@ from config.toxicity import *
 
 out_dir = "out/study_toxicity"
 dtype = "auto"
+policy = "train"
+vocab_size = 1024
 n_layer = 2
 n_embd = 128
 pretrain_tokens = 3_000_000

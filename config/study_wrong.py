@@ -6,13 +6,9 @@ from config.study_toxicity import *
 
 import functools
 
-import torch
-
-from config import load_settings as _load_settings
-from data.comments import get_splits as _get_splits
 from judge import as_reward as _as_reward
+from judge import load_judge as _load_judge
 from judge.scorer import says_nothing as _says_nothing
-from judge.train import get_judges as _get_judges
 from run.script import seed_for as _seed_for
 
 out_dir = "out/study_wrong"
@@ -27,8 +23,7 @@ eval_interval = 8
 @functools.cache
 def _judge():
     """The judge of the reward, as grpo.py has it."""
-    cfg = _load_settings(["--eval_judge=None"])
-    return _get_judges(cfg, _get_splits(cfg), torch.device("cpu"))["judge"]
+    return _load_judge(judge)
 
 
 def wrong(prompts, completions):

@@ -4,6 +4,17 @@ out_dir = "out/toxicity"
 max_iters = 40
 eval_interval = 20
 
+# The weights come with the project (weights/README.md); --policy=train --judge=train
+# --eval_judge=train makes them again, by the sizes below, in two hours on two cores.
+policy = "weights/policy.pt"
+judge = "weights/judge.pt"
+eval_judge = "weights/eval_judge.pt"
+vocab_size = 2048
+n_layer = 3
+pretrain_tokens = 12_000_000
+judge_tokens = 9_000_000
+max_completion_length = 28      # tokens, some 80 characters
+
 # The reward 1 - p(toxic) is near 1 for all clean completions. The std of the batch leaves their
 # small differences small, so the step goes to the toxic ones. The std of the group, or the logit,
 # would blow them up: the policy would move towards whatever the judge likes most, and its text

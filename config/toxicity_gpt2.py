@@ -14,15 +14,7 @@ judge = "facebook/roberta-hate-speech-dynabench-r4-target:hate"
 # this revision has its weights as safetensors; the main branch has a pickle only
 eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2:toxicity"
 
-# Memory: about 7 GB, counted (run/peak.py) and not measured on a GPU. Tensors only: torch's
-# allocator and CUDA's context come on top. The most is alive when the backward of 64 rows of 54
-# tokens begins.
-#   2.5 GB   weights, reference, gradients and the two moments of AdamW, 5 x 0.5 GB
-#   1 GB     judges
-#   0.55 GB  the decoder: keys and values of 128 rows, and the weights in bfloat16
-#   0.25 GB  the weights in bfloat16, which the backward needs
-#   1.15 GB  what the 12 layers and the head keep
-#   1.55 GB  logits of 1920 tokens and what the backward makes of them, 16 bytes each
+# Memory: about 7 GB, reckoned and not measured on a GPU.
 num_prompts = 16
 num_generations = 8
 max_completion_length = 30

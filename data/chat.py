@@ -2,13 +2,14 @@
 
 A message is {"role": "user", "content": "Hello"}. A published chat model comes with a template, a
 small program of jinja2 that writes the messages with the model's own marks between them. It runs
-in jinja2's sandbox, with what transformers gives it.
+in jinja2's sandbox.
 """
 import datetime
 import functools
 import json
 
 from run.script import BadInput, optional, shown
+
 
 def encode_prompt(tokenizer, content, where):
     """Encode a prompt -> (its text for rewards and logs, its ids).
@@ -64,8 +65,7 @@ def render(tokenizer, messages, where):
         import jinja2
     try:
         return compile_template(template).render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True,
-            **tokenizer.names)
+            messages=messages, add_generation_prompt=True, **tokenizer.names)
     except jinja2.TemplateSyntaxError as e:
         raise BadInput(f"{tokenizer.source}: the chat template is not readable, line "
                        f"{e.lineno}: {shown(e.message)}") from e
@@ -77,22 +77,10 @@ def render(tokenizer, messages, where):
 @functools.cache
 def compile_template(text):
     """Compile a chat template in the environment that transformers gives one."""
-    import jinja2
-    import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what the model wrote; here it leaves its block as it is."""
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
-
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now

@@ -17,6 +17,7 @@ of the other two, so they also serve as held-out text for the policy and the jud
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import re
 
@@ -31,10 +32,6 @@ SPLITS = {
     "judge_a": (10, 55),
     "judge_b": (55, 100),
 }
-
-
-# --------------------------------------------------------------------------------------------------
-# reading
 
 
 def load_comments(path=None, text_field="text", label_field="is_offensive"):
@@ -76,15 +73,14 @@ def as_text(value, name, where):
 
 def read_label(value, name, where):
     """Turn true, false or a number from 0 to 1 (toxic from 0.5) into 1.0 or 0.0."""
-    word = str(value).lower()
-    if word in ("true", "false"):
-        return float(word == "true")
+    words = {"true": 1.0, "false": 0.0}
     try:
-        probability = float(value)
-        assert 0 <= probability <= 1    # NaN is not
-    except (TypeError, ValueError, OverflowError, AssertionError):
+        probability = float(words.get(str(value).lower(), value))
+    except (TypeError, ValueError):
+        probability = math.nan
+    if not 0 <= probability <= 1:   # NaN is not
         raise BadInput(f"{where} has {name} = {shown(value)}: must be true/false or a number from "
-                       "0 to 1") from None
+                       "0 to 1")
     return float(probability >= 0.5)
 
 
@@ -93,10 +89,6 @@ def clean(text):
     text = text.replace('""', '"')
     text = re.sub(r"\s+", " ", text)
     return text.strip().strip('"').strip()
-
-
-# --------------------------------------------------------------------------------------------------
-# splitting
 
 
 def split_of(text):
@@ -120,32 +112,29 @@ def get_splits(cfg):
     The splits of the judges are empty where neither policy nor judges are made, and all are where
     the prompts come from elsewhere too.
     """
-    for_policy = cfg.policy == "train" and "texts" not in cfg.functions
-    for_judges = "train" in (cfg.judge, cfg.eval_judge)
+    for_training = "train" in (cfg.judge, cfg.eval_judge) or (
+        cfg.policy == "train" and "texts" not in cfg.functions)
     for_prompts = not cfg.prompts and "questions" not in cfg.functions
-    if not (for_policy or for_judges or for_prompts):
+    if not for_training and not for_prompts:
         return split_comments([])
     path = cfg.comments or default_comments()
     written = os.path.getmtime(path) if os.path.exists(path) else None
     file = (path, cfg.text_field, cfg.label_field, written)
-    if for_policy or for_judges:
-        return dict(read_splits(*file))
-    return prompt_splits(cfg.cache_dir, file)
+    return dict(read_splits(*file)) if for_training else prompt_splits(cfg.cache_dir, file)
 
 
 @functools.lru_cache(maxsize=1)
 def read_splits(path, text_field, label_field, written):
-    """Read and split a file of comments once per process; `written`, its time, tells versions
-    apart. A process of a study makes many runs, each of which would read it for seconds."""
-    splits = split_comments(load_comments(path, text_field, label_field))
-    return {name: tuple(comments) for name, comments in splits.items()}
+    """Read and split a file of comments, once for all runs of a study; `written`, its time, tells
+    versions apart."""
+    return split_comments(load_comments(path, text_field, label_field))
 
 
 def prompt_splits(cache_dir, file):
-    """The splits with the prompts alone, which are kept in cache_dir: a tenth of the file."""
+    """The splits with the prompts alone, a tenth of the file, which are kept in cache_dir."""
     key = hashlib.sha256(repr(file).encode()).hexdigest()[:8]
     path = os.path.join(cache_dir, f"prompts-{key}.json")
     if not os.path.exists(path):
-        splits = read_splits(*file)
+        splits = split_comments(load_comments(*file[:3]))   # hundreds of MB, not kept in memory
         write_json(path, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
     return split_comments([]) | read_json(path)

@@ -36,18 +36,20 @@ def load_prompts(cfg, tokenizer, splits):
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: leaves no room for a "
                        f"prompt in block_size = {cfg.block_size}")
 
+    from_comments = not cfg.prompts and "questions" not in cfg.functions
     if cfg.prompts:
         train = prompts_of_file(cfg.prompts, cfg, tokenizer, limit)
-    elif "questions" in cfg.functions:
-        train = prompts_of_questions(cfg, tokenizer, limit)
-    else:
+    elif from_comments:
         train = prompts_of_comments(splits["train_prompts"], cfg, tokenizer, limit)
+    else:
+        train = prompts_of_questions(cfg, tokenizer, limit)
     if cfg.eval_prompts:
         held_out = prompts_of_file(cfg.eval_prompts, cfg, tokenizer, limit)
-    elif cfg.prompts or "questions" in cfg.functions:
-        train, held_out = split_prompts(train)
-    else:
+    elif from_comments:
         held_out = prompts_of_comments(splits["eval_prompts"], cfg, tokenizer, limit)
+    else:       # every fifth prompt of a single source, by a hash of its text
+        held_out = [prompt for prompt in train if seed_for(prompt.text) % 5 == 0]
+        train = [prompt for prompt in train if seed_for(prompt.text) % 5]
 
     for name, prompts in (("training", train), ("evaluation", held_out)):
         if not prompts:
@@ -78,17 +80,6 @@ def draw_prompts(prompts, it, num_prompts, seed):
             orders[epoch] = torch.randperm(n, generator=generator).tolist()
         drawn.append(prompts[orders[epoch][j % n]])
     return drawn
-
-
-def split_prompts(prompts):
-    """Hold out every fifth prompt of a single file, by a hash of its text -> (train, held out)."""
-    train = [prompt for prompt in prompts if seed_for(prompt.text) % 5]
-    held_out = [prompt for prompt in prompts if seed_for(prompt.text) % 5 == 0]
-    return train, held_out
-
-
-# --------------------------------------------------------------------------------------------------
-# where they come from
 
 
 def prompts_of_comments(comments, cfg, tokenizer, limit):

@@ -8,16 +8,12 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
                                                             # what makes the model say this?
 
-The sentences are about all rollouts that the run has scored. Words need gradients: they are of the
-iteration that follows the last checkpoint, which is sampled and scored here and changes nothing.
-With --prompt they are of the iterations that follow both checkpoints.
-
---show=5: rollouts in a list. --words=64: rollouts whose words are counted.
+The sentences are about all rollouts that the run has scored. The page shows words, which need
+gradients: it is about the iteration that follows the last checkpoint, which is sampled and scored
+here and changes nothing. With --prompt so are the sentences. --show=5: rollouts in a list.
 """
-import collections
 import contextlib
 import io
-import math
 import os
 import textwrap
 from typing import Any, NamedTuple
@@ -41,13 +37,9 @@ from run.metrics import bound_of
 from run.script import BadInput, hash_of, run_script, seed_for
 from tracin import inner
 
-USAGE = ("usage: python tracin.py RUN [CONFIG.py] [--before] [--show=5] [--words=64] "
+USAGE = ("usage: python tracin.py RUN [CONFIG.py] [--before] [--show=5] "
          "[--prompt=TEXT --completion=TEXT] [--setting=value ...]")
-CHECKED = 8         # rollouts whose influence is computed by a plain backward, too
-PANELS = ("reward", "toxicity", "kl", "selected", "cosine")
-
-# ------------------------------------------------------------------------------------------------
-# one iteration more, from a checkpoint
+CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
 
 
 class Again(NamedTuple):
@@ -56,17 +48,15 @@ class Again(NamedTuple):
     tape: Any           # tracin.Tape
     batch: Any          # grpo.Batch
     step: Any           # grpo.Step
-    micros: list        # its rows, by micro-batch
     found: Any          # tracin.Findings
     rows: list          # as in samples.jsonl
 
 
-def iteration_after(nets, path, cfg, asked):
-    """The iteration that grpo.py would do next from this checkpoint -> Again. asked: its target is
-    none of the run's, whose average over steps is left out."""
+def iteration_after(nets, path, cfg):
+    """The iteration that grpo.py would do next from this checkpoint -> Again."""
     content = load_file(path, "run")
-    if asked or content["settings"]["tracin"] != cfg.tracin:
-        content["influence"] = None
+    if content["settings"]["tracin"] != cfg.tracin:
+        content["influence"] = None     # the average of other targets
     load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
     set_random_state(content["random"], nets.device)
     it = content["iteration"]
@@ -78,17 +68,16 @@ def iteration_after(nets, path, cfg, asked):
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
-        raise BadInput(f"{path}: no rollout of iteration {it + 1} carries loss; try --before")
-    micros = list(grpo.micro_batches(batch.lengths, step.rows, cfg))
+        raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
     with nets.influence.start_tape(batch, step, fresh=True) as tape:
-        for rows in micros:
+        for rows in grpo.micro_batches(batch.lengths, step.rows, cfg):
             nets.influence.forward_backward(rows)
     found = nets.influence.keep_helpful(target, seed_for(seed, "select", 0))
     nets.policy.zero_grad(set_to_none=True)     # no step is taken
     rows = sample_rows(it, prompts, batch, cfg)
     batch.weights.fill_(1.0)                    # they would weigh the loss
     scored = [rows[i] for i in step.rows.tolist()]
-    return Again(nets, tape, batch, step, micros, found, scored)
+    return Again(nets, tape, batch, step, found, scored)
 
 
 def saying(prompt, completion):
@@ -124,69 +113,40 @@ def check(again, cfg):
     """A sentence: the tape's influences beside those by a plain backward for each rollout."""
     if cfg.loss_type == "bnpo":
         return "Not checked: with loss_type = 'bnpo' a rollout alone has another loss."
-    nets, _, batch, step, _, found, _ = again
+    nets, _, batch, step, found, _ = again
     order = found.scores.argsort()
-    chosen = order[torch.linspace(0, len(order) - 1, CHECKED).long()].unique().tolist()
+    chosen = order[::max(1, len(order) // CHECKED)].tolist()
     plain = []
     for j in chosen:
         g = nets.influence.gradient_of(batch, step.rows[[j]], step, "policy")
         plain.append(inner(g, scored_against(again, cfg, j)))
     plain = torch.stack(plain).to(found.scores)
     error = (found.scores[chosen] - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
-    agrees = float(error) < bound_of(nets.dtype)
-    verdict = "agrees with" if agrees else "CONTRADICTS"
+    verdict = "agrees with" if float(error) < bound_of(nets.dtype) else "CONTRADICTS"
     return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each "
             f"of {len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
 
 
-# ------------------------------------------------------------------------------------------------
-# words
-
-
 def words_of(again, cfg, chosen):
     """{position in the step: the row's Pieces}, influence in standard deviations."""
-    nets, _, batch, step, micros, found, _ = again
+    nets, _, batch, step, found, _ = again
     unit = float(found.scores.std(correction=0)) or 1.0
     names = {p: name for name, p in nets.policy.named_parameters()}
     ends = end_tokens(nets.tokenizer)
-    position = {row: j for j, row in enumerate(step.rows.tolist())}
-    words = {}
-    for rows in micros:
+    slopes = {}
+    for rows in grpo.micro_batches(batch.lengths, step.rows, cfg):
         loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
-        slopes, = torch.autograd.grad(loss.policy, loss.logp)                   # (n, T)
-        for i, slope in zip(rows.tolist(), slopes):
-            j = position[i]
-            if j in chosen:
-                row = row_alone(batch.rollout, i, cfg.temperature)
-                D = {names[p]: g for p, g in scored_against(again, cfg, j).items()}
-                change = logprob_changes(nets.policy, D, row)
-                influence = slope[:len(change)] * change / unit
-                words[j] = pieces_of(row, influence, change, nets.tokenizer, ends)
+        slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (n, T)
+        slopes.update(zip(rows.tolist(), slope))
+    words = {}
+    for j in chosen:
+        i = int(step.rows[j])
+        row = row_alone(batch.rollout, i, cfg.temperature)
+        D = {names[p]: g for p, g in scored_against(again, cfg, j).items()}
+        change = logprob_changes(nets.policy, D, row)
+        influence = slopes[i][:len(change)] * change / unit
+        words[j] = pieces_of(row, influence, nets.tokenizer, ends)
     return words
-
-
-def strongest(words, count=20):
-    """[(text, its influence in all rows)] of the words that helped or harmed most."""
-    total = collections.Counter()
-    for pieces in words:
-        for piece in pieces:
-            total[piece.text or "(end)"] += piece.influence
-    return sorted(total.items(), key=lambda item: -abs(item[1]))[:count]
-
-
-def cards_of(again, cfg, show, count):
-    """([(row with its z, its Pieces)], the Pieces of `count` rows) of an iteration: those that the
-    page may show, and those whose words are counted."""
-    z = own_units(again.rows)
-    shown = sum(best_and_worst(z, show), [])
-    counted = z.abs().argsort(descending=True)[:count].tolist()
-    words = words_of(again, cfg, {*shown, *counted})
-    cards = [(again.rows[j] | {"z": float(z[j])}, words[j]) for j in shown]
-    return cards, [words[j] for j in counted]
-
-
-# ------------------------------------------------------------------------------------------------
-# what is printed and written
 
 
 def print_rollouts(rows, show):
@@ -200,46 +160,24 @@ def print_rollouts(rows, show):
                   f"{row['prompt'][:48]!r} -> {row['completion'][:48]!r}")
 
 
-def curves(folder):
-    """The run over time as an SVG; without matplotlib a line that says so."""
-    try:
-        import plot
-        runs = {folder: plot.read_run(folder)}
-        there = plot.choose_panels(None, runs)
-        svg = io.BytesIO()
-        chosen = [name for name in PANELS if name in there] or there
-        plot.draw(svg, "svg", plot.draw_runs, runs, chosen)
-    except BadInput as e:
-        return f"<p>{e}</p>"
-    text = svg.getvalue().decode()
-    return text[text.index("<svg"):]
-
-
-def checkpoints_of(folder, before, both):
-    """Paths of the checkpoints to go on from, the older first."""
-    newest = os.path.join(folder, "ckpt.pt")
-    older = os.path.join(folder, "ckpt_prev.pt")
-    if both:
-        return [path for path in (older, newest) if os.path.exists(path)] or [newest]
-    return [older if before else newest]
+def write_page(folder, about, sentences, again, cfg, show):
+    z = own_units(again.rows)
+    best, worst = best_and_worst(z, show)
+    words = words_of(again, cfg, best + worst)
+    lists = {}
+    for heading, places in (("Most helpful", best), ("Most harmful", worst)):
+        lists[heading] = [(again.rows[j] | {"z": float(z[j])}, words[j]) for j in places]
+    about_words = f"These rollouts are of iteration {again.rows[0]['iteration']}."
+    path = os.path.join(folder, "influence.html")
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+        f.write(page(f"Influence: {folder}", about, sentences, about_words, lists))
+    print(f"\n{path}: open it in a browser to see the words")
 
 
 def scored_rows(folder):
-    """The rows of samples.jsonl that have an influence; NaN for a reward that is null."""
-    rows = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
-            if row.get("influence") is not None]
-    return [row | {k: math.nan for k in ("reward", "advantage") if row[k] is None} for row in rows]
-
-
-def read_arguments(argv):
-    before = "--before" in argv
-    own, flags = own_flags(argv[1:], {"show": "5", "words": "64", "prompt": "", "completion": ""})
-    flags = [flag for flag in flags if flag != "--before"]
-    numbers = own["show"].isdecimal() and own["words"].isdecimal()
-    both = bool(own["prompt"]) == bool(own["completion"])
-    if not argv or argv[0].startswith("--") or not numbers or not both:
-        raise BadInput(USAGE)
-    return argv[0], own, before, flags
+    """The rows of samples.jsonl that have a reward and an influence."""
+    rows = read_rows(os.path.join(folder, "samples.jsonl"))
+    return [row for row in rows if None not in (row["reward"], row.get("influence"))]
 
 
 def settings_of(folder, flags, prompt, completion):
@@ -259,52 +197,32 @@ def settings_of(folder, flags, prompt, completion):
 
 
 def main(argv):
-    folder, own, before, flags = read_arguments(argv)
-    show = int(own["show"])
+    own, flags = own_flags(argv[1:], {"show": "5", "prompt": "", "completion": ""})
     asked = own["completion"]
-    cfg = settings_of(folder, flags, own["prompt"], asked)
-    paths = checkpoints_of(folder, before, bool(asked))
-    for path in paths:
-        load_file(path, "run", mmap=True)   # what is wrong with it is said first
+    if not argv or not own["show"].isdecimal() or bool(own["prompt"]) != bool(asked):
+        raise BadInput(USAGE)
+    folder = argv[0]
+    show = int(own["show"])
+    cfg = settings_of(folder, [x for x in flags if x != "--before"], own["prompt"], asked)
     recorded = [] if asked else scored_rows(folder)
     metrics = read_rows(os.path.join(folder, "metrics.jsonl")) if recorded else []
     with contextlib.redirect_stdout(io.StringIO()):     # what a run says of its models
         nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo, may_train=False)
 
-    sampled = []
-    cards = []
-    counted = []
-    checks = []
-    for path in paths:
-        again = iteration_after(nets, path, cfg, bool(asked))
-        shown, pieces = cards_of(again, cfg, show, int(own["words"]))
-        sampled += again.rows
-        cards += shown
-        counted += pieces
-        checks.append(check(again, cfg))
-    rows = recorded or sampled
-
+    path = os.path.join(folder, "ckpt_prev.pt" if "--before" in flags else "ckpt.pt")
+    again = iteration_after(nets, path, cfg)
+    rows = recorded or again.rows
     target = f"{asked!r} after {own['prompt']!r}" if asked else f"{cfg.tracin!r}"
     about = (f"{folder}: {len(rows)} rollouts of {len({row['iteration'] for row in rows})} "
              f"iterations, target {target}. Influence is in standard deviations of its iteration: "
              "above 0 helps the target, below 0 harms it.")
-    sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary) + checks
+    sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
+    sentences.append(check(again, cfg))
     print(textwrap.fill(about, 100))
     for text in sentences:
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     print_rollouts(rows, show)
-    words = strongest(counted)
-    where = " and ".join(str(it) for it in sorted({row["iteration"] for row in sampled}))
-    print(f"\nwords of iteration {where}:", ", ".join(f"{text!r} {x:+.2f}" for text, x in words))
-
-    about_words = f"The rollouts below are of iteration {where}, scored after {' and '.join(paths)}."
-    best, worst = best_and_worst(torch.tensor([row["z"] for row, _ in cards]), show)
-    lists = {"Most helpful": [cards[j] for j in best], "Most harmful": [cards[j] for j in worst]}
-    text = page(f"Influence: {folder}", about, sentences, about_words, words, lists, curves(folder))
-    path = os.path.join(folder, "influence.html")
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(text)
-    print(f"\n{path}: open it in a browser")
+    write_page(folder, about, sentences, again, cfg, show)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,9 @@ def cells_of(text):
     cells = []
     for part in text.split("# %%")[1:]:
         kind, _, body = part.partition("\n")
-        is_markdown = "[markdown]" in kind
-        if is_markdown:
+        if kind:
             body = "\n".join(line.removeprefix("#").removeprefix(" ") for line in body.split("\n"))
-        cells.append((is_markdown, body.strip("\n")))
+        cells.append((bool(kind), body.strip("\n")))
     return cells
 
 
@@ -36,9 +35,7 @@ def run_cell(code, names):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "lesson.py", "exec"), names)
-    outputs = []
-    if printed.getvalue():
-        outputs.append(dict(output_type="stream", name="stdout", text=printed.getvalue()))
+    outputs = [dict(output_type="stream", name="stdout", text=printed.getvalue())]
     for number in plt.get_fignums():
         png = io.BytesIO()
         plt.figure(number).savefig(png, format="png", dpi=DPI, metadata={"Software": None})
@@ -57,8 +54,8 @@ def notebook_of(text):
             outputs = run_cell(body, names)
             cell |= dict(cell_type="code", execution_count=None, outputs=outputs)
         cells.append(cell)
-    language = dict(name="python")
-    return dict(cells=cells, metadata=dict(language_info=language), nbformat=4, nbformat_minor=4)
+    metadata = dict(language_info=dict(name="python"))
+    return dict(cells=cells, metadata=metadata, nbformat=4, nbformat_minor=4)
 
 
 def main(argv):

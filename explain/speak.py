@@ -9,20 +9,19 @@ before training speak first, with the same noise. Settings are those of the run 
 for instance --temperature=0.7 or --max_completion_length=20.
 """
 import sys
-from dataclasses import replace
 
 import torch
 
-from data.chat import encode_prompt, with_messages
+from data.chat import encode_prompt
 from data.prompts import Prompt
 from data.tokenizer import end_tokens, texts_of
-from tasks.turns import answering, try_environment
 from evaluate import open_run
 from explain import own_flags
 from judge.rewards import score
 from run.device import autocast
 from run.script import BadInput, run_script, seed_for
 from sample import generate
+from tasks.turns import answering
 
 USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--before=True] '
          "[--chat=True] [--setting=value ...]")
@@ -33,12 +32,7 @@ def speak(nets, policy, cfg, prompt, num, chat=False):
     """[(completion, {name: score})] for a prompt, always the same ones."""
     content = [{"role": "user", "content": prompt}] if chat else prompt
     _, ids = encode_prompt(nets.tokenizer, content, "--chat=True")
-    asked = [Prompt(prompt, ids, with_messages({"text": prompt}, content))] * num
-    try:
-        try_environment(cfg, asked, nets.tokenizer)
-    except BadInput as e:   # it may need more of a prompt than its text
-        print(f"note: without the environment: {e}")
-        cfg = replace(cfg, max_turns=0)
+    asked = [Prompt(prompt, ids, {"text": prompt})] * num
     try:
         with autocast(nets.device, nets.dtype):
             rollout = generate(
@@ -55,46 +49,32 @@ def speak(nets, policy, cfg, prompt, num, chat=False):
         try:
             if name != "judge":
                 columns[name] = score({name: function}, asked, completions)[:, 0].tolist()
-        except BadInput as e:   # it may need more of a prompt than its text
-            print(f"note: no column for {name!r}: {e}")
+        except BadInput:        # it needs more of a prompt than its text, such as an answer
+            pass
     return [(completion, {name: column[i] for name, column in columns.items()})
             for i, completion in enumerate(completions)]
 
 
-def answer(nets, policies, cfg, prompt, num, chat):
-    """Prints what each of policies {title: policy} says after the prompt, a line per completion."""
-    print(repr(prompt))
-    for title, policy in policies.items():
-        spoken = speak(nets, policy, cfg, prompt, num, chat)
-        print("  " + "".join(f"{name:>12}" for name in spoken[0][1]) + f"  {title}")
-        for completion, scores in spoken:
-            numbers = "".join(f"{x:12.3f}" for x in scores.values())
-            print(f"  {numbers}  {completion!r}", flush=True)
-
-
 def main(argv):
-    defaults = dict(prompt=None, num="5", before="False", chat="False")
-    own, flags = own_flags(argv[1:], defaults)
+    own, flags = own_flags(argv[1:], dict(prompt="", num="5", before="False", chat="False"))
     num = int(own["num"]) if own["num"].isdecimal() else 0
-    answers = {own["before"].title(), own["chat"].title()}
+    answers = {own["before"], own["chat"]}
     if not argv or argv[0].startswith("--") or num < 1 or not answers <= {"True", "False"}:
         raise BadInput(USAGE)
-    chat = own["chat"].title() == "True"
     cfg, nets, policy, iteration = open_run(argv[0], flags)
     policies = {f"after {iteration} iterations": policy}
-    if own["before"].title() == "True":
+    if own["before"] == "True":
         policies = {"before training": nets.base} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
-    if own["prompt"] is not None:
-        answer(nets, policies, cfg, own["prompt"], num, chat)
-        return
-    if sys.stdin.isatty():
-        print("a prompt a line; Ctrl-D ends", flush=True)
-    for line in filter(str.strip, sys.stdin):
-        try:
-            answer(nets, policies, cfg, line.rstrip("\n"), num, chat)
-        except BadInput as e:   # the next line may be better
-            print(f"error: {e}")
+    for line in [own["prompt"]] if own["prompt"] else filter(str.strip, sys.stdin):
+        prompt = line.rstrip("\n")
+        print(repr(prompt))
+        for title, speaker in policies.items():
+            spoken = speak(nets, speaker, cfg, prompt, num, own["chat"] == "True")
+            print("  " + "".join(f"{name:>12}" for name in spoken[0][1]) + f"  {title}")
+            for completion, scores in spoken:
+                numbers = "".join(f"{x:12.3f}" for x in scores.values())
+                print(f"  {numbers}  {completion!r}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ class Piece(NamedTuple):
     """A token of a completion, or the few that share a character."""
     text: str           # "" is the end token
     influence: float    # in the standard deviations of its iteration
-    change: float       # of its log-prob, by a step along the target's gradient
     chosen: bool        # by the policy
 
 
@@ -63,12 +62,11 @@ def logprob_changes(policy, D, row):
     return tangent.detach()
 
 
-def pieces_of(row, influence, change, tokenizer, ends):
-    """The completion of a Row as Pieces, whose texts add up to it and whose numbers add up to those
-    of its tokens, influence and change (T,). ends: the ids that end a completion."""
+def pieces_of(row, influence, tokenizer, ends):
+    """The completion of a Row as Pieces, whose texts add up to it and whose influences add up to
+    those of its tokens, influence (T,). ends: the ids that end a completion."""
     T = len(row.chosen)
     ids = row.tokens[-T:].tolist()
-    chosen, influence, change = (x.tolist() for x in (row.chosen, influence, change))
     decode = tokenizer.decode
     pieces = []
     start = 0
@@ -77,8 +75,8 @@ def pieces_of(row, influence, change, tokenizer, ends):
         after = ids[end:end + 3]        # a character has four bytes at most
         if decode(here) + decode(after) != decode(here + after):
             continue                    # it ends within a character
-        is_end = here[0] in ends and chosen[start]
-        pieces.append(Piece("" if is_end else decode(here), sum(influence[start:end]),
-                            sum(change[start:end]), all(chosen[start:end])))
+        is_end = here[0] in ends and row.chosen[start]
+        pieces.append(Piece("" if is_end else decode(here), float(influence[start:end].sum()),
+                            bool(row.chosen[start:end].all())))
         start = end
     return pieces

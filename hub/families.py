@@ -6,7 +6,7 @@ more entry of FAMILIES. What a published model has and model.py has not is refus
 key of config.json that no tensor shows, and in hub/policy.py, if a tensor has no place.
 """
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from model import GPTConfig
 from run.script import BadInput, shown
@@ -18,90 +18,65 @@ class Family:
     names: dict         # module here -> modules there; several are stacked along the rows
     keys: dict          # field of GPTConfig -> key of config.json
     only: dict          # key of config.json -> the values it may have where it is given
-    fields: dict = field(default_factory=dict)   # of GPTConfig, where config.json says nothing else
-    aliases: dict = field(default_factory=dict)  # another name of a key -> the key
-    transposed: bool = False                     # matrices are published as (in, out)
+    fields: dict        # of GPTConfig, where config.json says nothing else
+    transposed: bool = False    # matrices are published as (in, out)
 
 
 # activation_function -> GPTConfig.exact_gelu
 GELU = {"gelu": True, "gelu_python": True, "gelu_new": False, "gelu_pytorch_tanh": False,
         "gelu_fast": False}
 
-GPT2_NAMES = {
-    "wte": "transformer.wte",
-    "wpe": "transformer.wpe",
-    "h": "transformer.h",
-    "ln_f": "transformer.ln_f",
-}
+GPT2_NAMES = dict(wte="transformer.wte", wpe="transformer.wpe", h="transformer.h",
+                  ln_f="transformer.ln_f")
 NEO_NAMES = GPT2_NAMES | {
     "attn.c_attn": "attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj",
     "attn.c_proj": "attn.attention.out_proj",
 }
 LLAMA_NAMES = {
-    "wte": "model.embed_tokens",
-    "h": "model.layers",
-    "ln_1": "input_layernorm",
+    "wte": "model.embed_tokens", "h": "model.layers", "ln_f": "model.norm",
+    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
     "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
     "attn.c_proj": "self_attn.o_proj",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.gate_proj mlp.up_proj",
-    "mlp.c_proj": "mlp.down_proj",
-    "ln_f": "model.norm",
+    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+    "mlp.c_fc": "mlp.gate_proj mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
 }
 GGUF_NAMES = {
-    "wte": "token_embd",
-    "h": "blk",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_q attn_k attn_v",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_gate ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "ln_f": "output_norm",
-    "lm_head": "output",
+    "wte": "token_embd", "h": "blk", "ln_f": "output_norm", "lm_head": "output",
+    "ln_1": "attn_norm", "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_q attn_k attn_v", "attn.c_proj": "attn_output",
+    "attn.q_norm": "attn_q_norm", "attn.k_norm": "attn_k_norm",
+    "mlp.c_fc": "ffn_gate ffn_up", "mlp.c_proj": "ffn_down",
 }
+GPT2_KEYS = dict(
+    vocab_size="vocab_size", block_size="n_positions", n_embd="n_embd", n_inner="n_inner",
+    n_layer="n_layer", n_head="n_head", norm_eps="layer_norm_epsilon")
 NUMBERS = dict(vocab_size="vocab_size", block_size="max_position_embeddings", n_embd="hidden_size",
                n_inner="intermediate_size")
+NEO_KEYS = NUMBERS | dict(n_layer="num_layers", n_head="num_heads", window="window_size",
+                          norm_eps="layer_norm_epsilon")
 LLAMA_KEYS = NUMBERS | dict(
     n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
     head_dim="head_dim", norm_eps="rms_norm_eps")
+REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window")
 LLAMA_FIELDS = dict(bias=False, rms=True, swiglu=True, qkv_bias=False, norm_eps=1e-6)
 ONLY = dict(quantization_config=(), is_causal=(True,), add_cross_attention=(False,))
 ONLY_GELU = ONLY | dict(activation_function=tuple(GELU))
+ONLY_GPT2 = ONLY_GELU | dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,))
 ONLY_ROTARY = ONLY | dict(
     hidden_act=("silu", "swish"), partial_rotary_factor=(1,), attention_chunk_size=())
+ONLY_LLAMA = ONLY_ROTARY | dict(sliding_window=())
 ONLY_QWEN = ONLY_ROTARY | dict(use_sliding_window=(False,))
 
 FAMILIES = {
-    "gpt2": Family(
-        "GPT2LMHeadModel", GPT2_NAMES,
-        keys=dict(vocab_size="vocab_size", block_size="n_positions", n_embd="n_embd",
-                  n_inner="n_inner", n_layer="n_layer", n_head="n_head",
-                  norm_eps="layer_norm_epsilon"),
-        only=ONLY_GELU | dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,)),
-        aliases=dict(num_hidden_layers="n_layer", num_attention_heads="n_head"),
-        transposed=True),
-    "gpt_neo": Family(
-        "GPTNeoForCausalLM", NEO_NAMES,
-        keys=NUMBERS | dict(n_layer="num_layers", n_head="num_heads", window="window_size",
-                            norm_eps="layer_norm_epsilon"),
-        only=ONLY_GELU,
-        fields=dict(qkv_bias=False, attn_scale=1.0, window=256),
-        aliases=dict(num_hidden_layers="num_layers", num_attention_heads="num_heads")),
-    "llama": Family(
-        "LlamaForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_ROTARY | dict(sliding_window=()),
-        LLAMA_FIELDS),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_QWEN, LLAMA_FIELDS | dict(qkv_bias=True)),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_QWEN,
-        LLAMA_FIELDS | dict(qk_norm=True, head_dim=128)),
+    "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, ONLY_GPT2, {}, transposed=True),
+    "gpt_neo": Family("GPTNeoForCausalLM", NEO_NAMES, NEO_KEYS, ONLY_GELU,
+                      dict(qkv_bias=False, attn_scale=1.0)),
+    "llama": Family("LlamaForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_LLAMA, LLAMA_FIELDS),
+    "qwen2": Family("Qwen2ForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_QWEN,
+                    LLAMA_FIELDS | dict(qkv_bias=True)),
+    "qwen3": Family("Qwen3ForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_QWEN,
+                    LLAMA_FIELDS | dict(qk_norm=True, head_dim=128)),
 }
-REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 # of rope_type = "llama3", in the order of model.scale_frequency
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -122,10 +97,6 @@ def pieces(model, names, name, rows):
     return [(f"{prefix}{part}.{leaf}", size) for part, size in zip(parts, sizes)]
 
 
-# ------------------------------------------------------------------------------------------------
-# config.json -> GPTConfig
-
-
 def config_from_json(content, path):
     """The content of a config.json -> (key of FAMILIES, GPTConfig). BadInput for what is not built
     here. Whether the head is tied is seen in the tensors."""
@@ -138,17 +109,21 @@ def config_from_json(content, path):
     kind = kinds[0]
     family = FAMILIES[kind]
     check_only(family.only, content, path)
-    try:
-        fields = family.fields | numbers_of(family, content)
-        if family.names is LLAMA_NAMES:
-            fields |= fields_of_rope(content)
-        else:
-            fields["exact_gelu"] = GELU[content.get("activation_function", "gelu_new")]
-        if kind == "gpt_neo":
-            fields["local_layers"] = local_layers(content, fields["n_layer"])
-        return kind, checked(GPTConfig(**fields))
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise BadInput(f"{path}: config.json: {e}") from e
+    fields = dict(family.fields)
+    for name, key in family.keys.items():
+        if content.get(key) is not None:
+            fields[name] = content[key]
+        if name in REQUIRED and not fields.get(name):
+            raise BadInput(f"{path}: {key} is missing in config.json")
+    aliases = dict(num_hidden_layers=(fields["n_layer"],), num_attention_heads=(fields["n_head"],))
+    check_only(aliases, content, path)
+    if family.names is LLAMA_NAMES:
+        fields |= fields_of_rope(content, path)
+    else:
+        fields["exact_gelu"] = GELU[content.get("activation_function", "gelu_new")]
+    if kind == "gpt_neo":
+        fields["local_layers"] = local_layers(content, path)
+    return kind, GPTConfig(**fields)
 
 
 def check_only(table, content, path):
@@ -160,79 +135,37 @@ def check_only(table, content, path):
             raise BadInput(f"{path}: {key} = {shown(value)} is not supported{only}")
 
 
-def numbers_of(family, content):
-    """{field: number} of the keys that stand in a config.json."""
-    for alias, key in family.aliases.items():
-        if content.get(alias, content.get(key)) != content.get(key):
-            raise ValueError(f"{alias} = {shown(content[alias])} contradicts {key}")
-    fields = {}
-    for name, key in family.keys.items():
-        value = content.get(key)
-        if value is None and name in REQUIRED:
-            raise ValueError(f"{key} is missing")
-        if value is None:
-            continue
-        least = 1 if name in REQUIRED else 0
-        if type(value) is not type(getattr(GPTConfig, name)) or value < least:
-            raise ValueError(f"{key} = {shown(value)}")
-        fields[name] = value
-    return fields
-
-
-def checked(c):
-    """The GPTConfig, if its numbers fit together where tensors do not show it."""
-    hs = c.head_dim or c.n_embd // c.n_head
-    if c.n_head % (c.n_kv_head or c.n_head) or c.rope_base and hs % 2:
-        raise ValueError(f"{c.n_head} heads of {hs} channels, {c.n_kv_head} of keys and values")
-    if c.local_layers and not c.window:
-        raise ValueError("window_size = 0")
-    return c
-
-
-def local_layers(content, n_layer):
+def local_layers(content, path):
     """Numbers of GPT-Neo's layers that see a window only. attention_types is [[kinds, times], ...].
     """
-    types = content.get("attention_types")
     layers = []
-    for kinds, times in types or ():
-        layers += kinds * min(times, n_layer + 1)
-    if len(layers) != n_layer or not set(layers) <= {"global", "local"}:
-        raise ValueError(f"attention_types = {shown(types)}: must name global or local for each of "
-                         f"{n_layer} layers")
-    if content.get("attention_layers") not in (None, layers):
-        raise ValueError("attention_layers contradicts attention_types")
+    for kinds, times in content["attention_types"]:
+        layers += kinds * times
+    if len(layers) != content["num_layers"] or not set(layers) <= {"global", "local"}:
+        raise BadInput(f"{path}: attention_types = {shown(content['attention_types'])}: must name "
+                       f"global or local for each of {content['num_layers']} layers")
+    check_only(dict(attention_layers=(layers,)), content, path)
     return tuple(i for i, layer in enumerate(layers) if layer == "local")
 
 
-def fields_of_rope(content):
+def fields_of_rope(content, path):
     """The fields of rotary positions. transformers 5 writes rope_parameters; 4 writes rope_scaling
     beside rope_theta."""
     if set(content.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError("layer_types: only 'full_attention' is supported")
+        raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if (content.get("rope_scaling") or rope) != rope:
-        raise ValueError("rope_scaling contradicts rope_parameters")
-
-    def number(key, default=None):
-        values = [part[key] for part in (rope, content) if part.get(key) is not None] or [default]
-        if type(values[0]) not in (int, float) or values[0] <= 0 or values[0] != values[-1]:
-            raise ValueError(f"{key} = {' and '.join(map(shown, values))}")
-        return values[0]
-
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError(f"{shown(rope)} is not supported, only rope_type 'default' and 'llama3'")
-    theta = number("rope_theta", 1e4)
-    if kind == "default":
-        return dict(rope_base=theta)
-    factor, low, high, positions = map(number, LLAMA3_KEYS)
-    if low >= high:
-        raise ValueError(f"low_freq_factor = {low} must be below high_freq_factor = {high}")
-    return dict(rope_base=theta, rope_scaling=(factor, low, high, positions))
-
-
-# ------------------------------------------------------------------------------------------------
-# GPTConfig -> config.json
+    check_only(dict(rope_type=("default", "llama3"), partial_rotary_factor=(1,)),
+               rope | dict(rope_type=kind), path)
+    check_only(dict(rope_scaling=({}, rope)), content, path)
+    fields = dict(rope_base=rope.get("rope_theta") or content.get("rope_theta") or 1e4)
+    if kind == "llama3":
+        factor, low, high, positions = (rope[key] for key in LLAMA3_KEYS)
+        if low >= high:
+            raise BadInput(f"{path}: low_freq_factor = {low} must be below high_freq_factor")
+        check_only(dict(original_max_position_embeddings=(positions,)), content, path)
+        fields["rope_scaling"] = (factor, low, high, positions)
+    return fields
 
 
 def config_to_json(config):

@@ -18,8 +18,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "mer
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                    "generation_config.json")
 MODEL_FILES = ("config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES)
-PICKLE_HELP = ("no model.safetensors here. (A pytorch_model.bin is a pickle, which can run code, "
-               "and is never opened; look for a revision with safetensors: NAME@refs/pr/1)")
+PICKLE_HELP = ("no such file. (A pytorch_model.bin is a pickle, which can run code, and is never "
+               "opened; look for a revision with safetensors: NAME@refs/pr/1)")
 
 
 @contextlib.contextmanager
@@ -58,32 +58,21 @@ def fetch(name, files=MODEL_FILES):
 
 
 def load_tensors(path):
-    """{name: tensor} of a safetensors file, or of those of a folder."""
+    """{name: tensor} of a safetensors file, or of those of a folder: one, or all of its index."""
     with optional("-r requirements-hub.txt"):
         from safetensors.torch import load_file
-    files = [path]
+    files = {path}
     if os.path.isdir(path):
-        files = [os.path.join(path, name) for name in shards_of(path)]
+        index = read_json(os.path.join(path, INDEX), missing={})
+        names = index.get("weight_map", {"": "model.safetensors"}).values()
+        files = {os.path.join(path, name) for name in names}
     tensors = {}
-    for file in files:
+    for file in sorted(files):
+        if not os.path.exists(file):
+            raise BadInput(f"{file}: {PICKLE_HELP}")
         with one_line(file):
             tensors |= load_file(file)
     return tensors
-
-
-def shards_of(folder):
-    """Names of a folder's safetensors files: one, or those that the index names."""
-    if os.path.exists(os.path.join(folder, "model.safetensors")):
-        return ["model.safetensors"]
-    names = sorted(set(read_json(os.path.join(folder, INDEX), missing={})
-                       .get("weight_map", {}).values()))
-    if not names:
-        raise BadInput(f"{folder}: {PICKLE_HELP}")
-    for name in names:      # a file elsewhere is none of this model
-        if name != os.path.basename(name) or not name.endswith(".safetensors"):
-            raise BadInput(f"{folder}: {INDEX} names {name!r}: must be a safetensors file beside "
-                           "it")
-    return names
 
 
 def save_tensors(path, tensors):
@@ -91,11 +80,8 @@ def save_tensors(path, tensors):
     with optional("-r requirements-hub.txt"):
         from safetensors.torch import save_file
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    with replacing(path) as tmp:
-        try:
-            save_file(tensors, tmp, metadata={"format": "pt"})  # transformers asks for the format
-        except Exception as e:      # how the package reports a full disk
-            raise OSError(str(e)) from e
+    with replacing(path) as tmp, one_line(path, "is the disk full?"):
+        save_file(tensors, tmp, metadata={"format": "pt"})  # transformers asks for the format
         os.chmod(tmp, 0o644)        # save_file lets nobody else read its file
 
 

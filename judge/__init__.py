@@ -1,17 +1,12 @@
-"""Judges. (rewards.py calls reward functions, the judge and those of a config file.)
-
-A judge is a function of two lists of N texts:
+"""Judges: the small classifier that judge/train.py trains (scorer.py), and published RoBERTa
+classifiers (roberta.py). A judge is a function of two lists of N texts:
 
     judge(prompts, completions) -> log-odds of "toxic", float32 (N,), every one of them finite
 
-Above 0 the completion is more likely toxic than clean. All judges here read the completion alone,
-as RealToxicityPrompts scores continuations: the prompt is not the policy's doing.
-
-A text that says nothing (empty, a single symbol, no letter or digit) is clean to every judge. As a
-reward the judge abstains, so that the policy learns neither to fall silent nor to avoid it.
-
-There are two kinds: the small classifier that judge/train.py trains (scorer.py), and a published
-RoBERTa classifier (roberta.py).
+All judges read the completion alone, as RealToxicityPrompts scores continuations: the prompt is
+not the policy's doing. A text that says nothing (empty, a single symbol, no letter or digit) is
+clean to every judge. As a reward the judge abstains, so that the policy learns neither to fall
+silent nor to avoid it.
 """
 import contextlib
 import os
@@ -34,10 +29,6 @@ def load_judge(name, device="cpu"):
     return load_roberta(folder, device, label)
 
 
-# ------------------------------------------------------------------------------------------------
-# rewards
-
-
 def as_reward(scores, kind):
     """Turn log-odds of toxic into a reward, higher is better, by the setting judge_score.
 
@@ -45,15 +36,11 @@ def as_reward(scores, kind):
     """
     if kind == "probability":
         return torch.sigmoid(-scores)
-    if kind == "logprob":
-        return F.logsigmoid(-scores)
-    if kind == "logit":
-        return -scores
-    raise ValueError(f"judge_score = {kind!r}: must be probability, logprob or logit")
+    return F.logsigmoid(-scores) if kind == "logprob" else -scores
 
 
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):
-    """Return {name: function} for the names in cfg.reward_funcs, and for cfg.tracin_val_reward.
+    """{name: function} for the names in cfg.reward_funcs, and for cfg.tracin_val_reward.
 
     "judge" is the reward by judges["judge"], whose forward pass runs within precision(). Every
     other name is a function of the config file.
@@ -65,5 +52,5 @@ def reward_functions(cfg, judges, precision=contextlib.nullcontext):
         return [None if says_nothing(text) else r for r, text in zip(rewards, completions)]
 
     functions = cfg.functions | {"judge": judge_reward}
-    names = dict.fromkeys([*cfg.reward_funcs, *filter(None, [cfg.tracin_val_reward])])
-    return {name: functions[name] for name in names}
+    names = [*cfg.reward_funcs, cfg.tracin_val_reward]
+    return {name: functions[name] for name in names if name is not None}

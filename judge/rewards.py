@@ -37,7 +37,7 @@ def score(reward_funcs, prompts, completions):
 
 def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
-    if not completions:
+    if not completions:     # of several processes one may have none
         return []
     if name == "judge":     # what it raises is no fault of a user's function
         values = function([prompt.text for prompt in prompts], completions)
@@ -59,35 +59,24 @@ def score_by(name, function, prompts, completions):
     return [math.nan if v is None else float(v) for v in values]
 
 
-# ------------------------------------------------------------------------------------------------
-# calling a function of a config file; `what` names it in errors
-
-
 def call(what, function, prompts, completions):
     """Call a user's function. Where it raises, BadInput names the first example that it raises for
     alone; the function's own traceback is a note of the BadInput."""
+    args, kwargs = arguments_of(what, function, prompts, completions)
     try:
-        return call_plainly(what, function, prompts, completions)
+        return function(*args, **kwargs)
     except BadInput:
         raise
     except (Exception, SystemExit) as e:
         example = failing_example(what, function, prompts, completions)
-        raise user_error(what, e, 2, example) from None   # 2: the lines of this file
-
-
-def call_plainly(what, function, prompts, completions):
-    args, kwargs = arguments_of(what, function, prompts, completions)
-    values = function(*args, **kwargs)
-    if inspect.iscoroutine(values):
-        values.close()
-        raise BadInput(f"{what} is a coroutine: write def in place of async def")
-    return list(values) if inspect.isgenerator(values) else values
+        raise user_error(what, e, 1, example) from None     # 1: the line of this file
 
 
 def failing_example(what, function, prompts, completions):
     for prompt, completion in zip(prompts, completions):
+        args, kwargs = arguments_of(what, function, [prompt], [completion])
         try:
-            call_plainly(what, function, [prompt], [completion])
+            function(*args, **kwargs)
         except (Exception, SystemExit):
             return f", for the prompt {shown(prompt.text)} and completion {shown(completion)}"
     return ""
@@ -102,44 +91,26 @@ def arguments_of(what, function, prompts, completions):
     """
     texts = [prompt.text for prompt in prompts]
     rows = [prompt.row for prompt in prompts]
-    names = dict.fromkeys(key for row in rows for key in row if isinstance(key, str))
-    known = {name: [row.get(name) for row in rows] for name in names} | {"rows": rows}
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):     # some functions written in C have none
-        return [texts, completions], {}
-
+    columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
+    parameters = inspect.signature(function).parameters
+    given = dict(rows=rows)
     args = [texts, completions]
     if "completions" in parameters:
-        known |= {"prompts": texts, "completions": completions}
-        args = [] if next(iter(parameters)) in known else [texts]
-    try:
-        filled = inspect.signature(function).bind_partial(*args).arguments
-    except TypeError:
+        given |= dict(prompts=texts, completions=completions)
+        args = [] if next(iter(parameters)) in columns | given else [texts]
+    elif len(parameters) < 2:
         raise BadInput(f"{what} takes ({', '.join(parameters)}): must take (prompts, completions); "
-                       "rows or columns of the prompts' file may follow") from None
-    # *args: perhaps a wrapper that hands all on to a function of two parameters
-    wraps = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+                       "rows or columns of the prompts' file may follow")
+    known = columns | given
     kwargs = {}
-    for name, p in parameters.items():
-        if name in filled or p.kind is p.VAR_POSITIONAL:
-            continue
+    for p in list(parameters.values())[len(args):]:
         if p.kind is p.VAR_KEYWORD:
-            left = [] if wraps else known.keys() - parameters.keys()
-            kwargs |= {key: known[key] for key in left}
+            kwargs |= {name: x for name, x in known.items() if name not in parameters}
             continue
-        if p.default is p.empty:
-            check_column(what, name, prompts, known)
-        if name in known:
-            kwargs[name] = known[name]
+        for prompt in prompts if p.default is p.empty and p.name not in given else ():
+            if p.name not in prompt.row:
+                raise BadInput(f"{what} asks for the column {p.name!r}; the prompt "
+                               f"{shown(prompt.text)} has {sorted(map(str, prompt.row))}")
+        if p.name in known:
+            kwargs[p.name] = known[p.name]
     return args, kwargs
-
-
-def check_column(what, name, prompts, known):
-    """BadInput unless a column that a function needs is there in every prompt."""
-    if name in known and name in ("rows", "prompts", "completions"):
-        return
-    for prompt in prompts:
-        if name not in prompt.row:
-            raise BadInput(f"{what} asks for the column {name!r}; the prompt {shown(prompt.text)} "
-                           f"has {sorted(map(str, prompt.row))}")

@@ -25,7 +25,8 @@ TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is na
 ONLY = dict(model_type=("roberta",), hidden_act=("gelu",), is_decoder=(False,), is_causal=(False,),
             add_cross_attention=(False,), position_embedding_type=("absolute",),
             quantization_config=())
-DEFAULTS = dict(num_attention_heads=12, layer_norm_eps=1e-12, pad_token_id=1, type_vocab_size=2)
+DEFAULTS = dict(num_attention_heads=12, layer_norm_eps=1e-12, pad_token_id=1, type_vocab_size=2,
+                id2label={"0": "LABEL_0", "1": "LABEL_1"})
 
 
 class Embeddings(nn.Module):
@@ -85,17 +86,14 @@ class Roberta(nn.Module):
         self.toxic = 0
         self.others = []        # labels that exclude the toxic one
 
-    def logits(self, idx, attention_mask):
-        """idx (B, T) begins with <s>; attention_mask (B, T) is False on padding -> (B, labels)."""
+    def forward(self, idx, attention_mask):
+        """Log-odds of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
+        padding."""
         x = self.roberta["embeddings"](idx, attention_mask)                             # (B, T, C)
         for layer in self.roberta["encoder"]["layer"]:
             x = layer(x, attention_mask[:, None, None, :])
         x = torch.tanh(self.classifier["dense"](x[:, 0]))                    # (B, C), of <s> alone
-        return self.classifier["out_proj"](x)
-
-    def forward(self, idx, attention_mask):
-        """Log-odds of toxic (B,)."""
-        logits = self.logits(idx, attention_mask)
+        logits = self.classifier["out_proj"](x)                                    # (B, labels)
         if not self.others:
             return logits[:, self.toxic]
         return logits[:, self.toxic] - logits[:, self.others].logsumexp(1)
@@ -114,13 +112,13 @@ def load_roberta(name, device="cpu", label=None):
     check_only(ONLY, config, name)
     tokenizer = from_folder(folder)
     with one_line(name, "its config.json and its tensors must be a RoBERTa classifier's"):
-        labels = labels_of(config)
+        labels = [config["id2label"][i] for i in sorted(config["id2label"], key=int)]
         model = read_model(folder, config, len(labels)).to(device)
         if tokenizer.largest >= config["vocab_size"]:
             raise ValueError(f"the tokenizer gives ids up to {tokenizer.largest}")
         if config["pad_token_id"] in (tokenizer.bos_token, tokenizer.eot_token):
             raise ValueError("pad_token_id is that of <s> or </s>")     # which would not count
-        most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
+    most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
     model.toxic = find_label(name, labels, label)
     if config.get("problem_type") != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
@@ -133,18 +131,10 @@ def load_roberta(name, device="cpu", label=None):
     return judge
 
 
-def labels_of(config):
-    """The names of the labels, in the order of the logits."""
-    named = {int(i): str(label) for i, label in config.get("id2label", {}).items()}
-    return [named[i] for i in range(len(named))] or ["LABEL_0", "LABEL_1"]
-
-
 def find_label(name, labels, label):
     """The number of the toxic label."""
     fitting = [i for i, text in enumerate(labels)
                if text == label or label is None and text.lower() in TOXIC]
-    if len(labels) == 1 and label is None:
-        return 0
     if len(fitting) != 1:
         raise BadInput(f"judge {name}: toxic label {shown(label)}: name the one that means toxic, "
                        f"{name}:LABEL, out of {', '.join(labels)}")
@@ -157,8 +147,6 @@ def read_model(folder, config, num_labels):
                if ".pooler." not in key and not key.endswith("position_ids")}
     if config["num_hidden_layers"] > len(tensors):      # before so many are built
         raise ValueError(f"{len(tensors)} tensors for {config['num_hidden_layers']} layers")
-    if config["hidden_size"] % config["num_attention_heads"]:
-        raise ValueError("hidden_size is not a multiple of num_attention_heads")
     with torch.device("meta"):
         model = Roberta(SimpleNamespace(**config), num_labels)
     model.load_state_dict(tensors, assign=True)

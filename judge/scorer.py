@@ -56,10 +56,6 @@ def save_judge(path, model, **report):
     save_file(path, "judge", config=asdict(model.config), model=model.state_dict(), **report)
 
 
-# ------------------------------------------------------------------------------------------------
-# shared by the judges
-
-
 def pad_right(rows):
     """Pad lists of ids on the right to the longest -> idx (B, T) and attention_mask (B, T)."""
     T = max(map(len, rows))

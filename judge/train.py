@@ -5,7 +5,6 @@
 judge_a gives the reward. judge_b never touches training: it is the independent judge of the
 evaluation.
 """
-import run  # noqa: F401 (before torch: how its threads wait)
 import hashlib
 import os
 import random
@@ -21,7 +20,6 @@ from judge import load_judge
 from judge.scorer import Scorer, encode, log_odds, pad_right, save_judge
 from model import GPTConfig
 from run.device import autocast, fast_dtype, pick_device
-from run.files import load_file
 from run.fit import fit
 from run.script import BadInput, interrupts, run_script
 
@@ -32,34 +30,29 @@ SEED = 0
 HALVES = {"judge": "judge_a", "eval_judge": "judge_b"}  # the split that each one is trained on
 
 
-def get_judges(cfg, splits, device, stop=lambda: False, may_train=True):
-    """Return {"judge": judge, "eval_judge": judge}, without those that the settings set to None.
+def named_judges(cfg, device):
+    """{role: judge} of the judges that the settings name by a file or published name."""
+    named = {role: getattr(cfg, role) for role in HALVES}
+    named = {role: name for role, name in named.items() if name not in (None, "train")}
+    if len(named) > len(set(named.values())):
+        print(f"note: eval_judge is the judge that gives the reward, {cfg.judge}: "
+              "it is no independent check")
+    loaded = {name: load_judge(name, device) for name in sorted(set(named.values()))}
+    return {role: loaded[name] for role, name in named.items()}
 
-    A judge is loaded from where the settings say (see load_judge), or trained here first. Raises
-    BadInput if it would have to be and may_train is False.
+
+def get_judges(cfg, splits, device, stop=lambda: False, may_train=True, named=None):
+    """{"judge": judge, "eval_judge": judge}, without those that the settings set to None.
+
+    Those that the settings call "train" are trained at first use: BadInput if one would have to be
+    and may_train is False. named: what named_judges has loaded already.
     """
-    judges = {}
+    judges = dict(named_judges(cfg, device) if named is None else named)
     for role, half in HALVES.items():
-        path = getattr(cfg, role)
-        if path is None:
-            continue
-        if path == "train":
+        if getattr(cfg, role) == "train":
             path = prepare_judge(half, cfg, splits, device, stop, may_train)
-        if role == "eval_judge" and path == cfg.judge:
-            print(f"note: eval_judge is the judge that gives the reward, {path}: "
-                  "it is no independent check")
-            judges[role] = judges["judge"]
-        else:
             judges[role] = load_judge(path, device)
     return judges
-
-
-def check_judges(cfg):
-    """Load the judges that the settings name by a file, to see early that they can be loaded."""
-    for role in HALVES:
-        path = getattr(cfg, role)
-        if path not in (None, "train"):
-            load_judge(path)
 
 
 def prepare_judge(name, cfg, splits, device, stop, may_train=True):
@@ -69,7 +62,7 @@ def prepare_judge(name, cfg, splits, device, stop, may_train=True):
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
     path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
     if os.path.exists(path):
-        print(describe(name, load_file(path, "judge")) + f", {path}")
+        print(f"{name}: {path}")
     elif not may_train:
         raise BadInput(f"{path}: the judge of this run is not there; python -m judge.train "
                        f"{cfg.out_dir} makes it again")
@@ -113,11 +106,16 @@ def train_judge(path, name, comments, held_out, num_tokens, device, stop):
 
     partial = path + ".partial"
     fit(model, [optimizer], loss_at, steps, partial, name, stop=stop)
-    report = judge_report(model.eval(), tokenizer, held_out, device)
-    save_judge(path, model, **report)
+    rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
+    scores = log_odds(model.eval(), rows, device)
+    toxic = torch.tensor([label > 0.5 for _, label in held_out])
+    accuracy = float(((scores > 0) == toxic).float().mean())
+    area = auc(scores, toxic)
+    save_judge(path, model, accuracy=accuracy, auc=area, heldout=len(held_out))
     if os.path.exists(partial):
         os.remove(partial)
-    print(describe(name, report) + f", {time.time() - began:.0f} s")
+    print(f"{name}: held-out accuracy {accuracy:.4f}, ROC AUC {area:.4f} on {len(held_out)} "
+          f"comments it never saw, {time.time() - began:.0f} s")
 
 
 def even_lengths(comments, seed):
@@ -155,38 +153,18 @@ def length_batches(rows, size, seed):
     return batches
 
 
-# ------------------------------------------------------------------------------------------------
-# testing
-
-
-def judge_report(model, tokenizer, held_out, device):
-    """Measure a Scorer on held-out comments -> {"accuracy", "auc", "heldout": their number}."""
-    rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
-    labels = torch.tensor([label for _, label in held_out])
-    scores = log_odds(model, rows, device)
-    right = (scores > 0) == (labels > 0.5)
-    return dict(accuracy=float(right.float().mean()), auc=auc(scores, labels),
-                heldout=len(held_out))
-
-
-def auc(scores, labels):
+def auc(scores, toxic):
     """Area under the ROC curve: the chance that a toxic comment scores above a clean one.
 
-    Equal scores count half. scores, labels (N,), label 1 for toxic.
+    Equal scores count half. scores (N,), toxic (N,) of bools.
     """
     # rank of each score from 1, equal scores share the mean of theirs (Mann and Whitney 1947)
     _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     ranks = counts.cumsum(0) - (counts.double() - 1) / 2
-    toxic = labels > 0.5
     num_toxic = int(toxic.sum())
     num_clean = int((~toxic).sum())
     wins = ranks[inverse][toxic].sum() - num_toxic * (num_toxic + 1) / 2
     return float(wins / (num_toxic * num_clean))
-
-
-def describe(name, report):
-    return (f"{name}: held-out accuracy {report['accuracy']:.4f}, ROC AUC {report['auc']:.4f} "
-            f"on {report['heldout']} comments it never saw")
 
 
 def main(argv):

@@ -2,7 +2,7 @@
 What a run leaves in its folder. Only rank 0 writes.
 
     config.json    settings and versions: is itself a config
-    config.py      the text of its config file, which nothing runs by itself
+    config.py      the text of its config file, which is run where the folder is named
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
 """
@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import subprocess
 from dataclasses import asdict
 
@@ -22,8 +23,6 @@ from run.processes import rank_and_size
 from run.script import BadInput, seed_for
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-FIELDS = dict(iteration=int, num_tokens=int, base_hash=str, shape=dict, policy=dict, optimizer=dict,
-              settings=dict, random=dict, logs=dict)
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
@@ -41,12 +40,12 @@ def is_nan_or_inf(x):
 
 
 def write_run_config(folder, cfg, device):
-    """config.json: settings, versions, device, git revision, and which functions of which config
-    files; config.py: their text."""
+    """config.json: settings, versions, device, git revision, names of functions; config.py: the
+    text of the config files."""
     if rank_and_size()[0] > 0:
         return
     write_json(os.path.join(folder, "config.json"), dict(
-        settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
+        settings=cfg.public(), functions=sorted(cfg.functions),
         device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git_revision()))
     if cfg.source is not None:
@@ -57,12 +56,8 @@ def write_run_config(folder, cfg, device):
 
 def git_revision():
     here = os.path.dirname(os.path.abspath(__file__))
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True)
-    except OSError:  # no git
-        return None
-    return done.stdout.strip() or None
+    status, found = subprocess.getstatusoutput(f"git -C {shlex.quote(here)} rev-parse HEAD")
+    return None if status else found    # None: no git, or a copy without its history
 
 
 # ------------------------------------------------------------------------------------------------
@@ -73,7 +68,8 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. Raises
     SystemExit, and writes nothing, if a weight is not finite."""
     weights = nets.policy.state_dict()
-    moments = [x for state in nets.optimizer.state.values() for x in moments_of(state)]
+    states = nets.optimizer.state.values()
+    moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
     finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
     if not torch.stack(finite).all():
         raise SystemExit(
@@ -97,11 +93,6 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     os.replace(new, path)
 
 
-def moments_of(state):
-    """The tensors of an optimizer's state of one parameter, but for the number of steps."""
-    return [x for x in state.values() if isinstance(x, torch.Tensor) and x.dim()]
-
-
 # ------------------------------------------------------------------------------------------------
 # checkpoints: gone on from
 
@@ -119,14 +110,10 @@ def read_newest(folder, mmap=False):
     """(path, content) of the newest checkpoint. mmap: its tensors are read when they are used."""
     path = newest_checkpoint(folder) or os.path.join(folder, "ckpt.pt")
     try:
-        content = load_file(path, "run", mmap)
-        with undamaged(path):
-            for name, kind in FIELDS.items():
-                assert isinstance(content[name], kind), name
+        return path, load_file(path, "run", mmap)
     except BadInput as e:
         raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
                        "ckpt.pt to go on from there") from e
-    return path, content
 
 
 def iterations_in(folder):
@@ -179,9 +166,6 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, nets.policy, content["policy"])
-    for number, state in content["optimizer"]["state"].items():
-        for x in moments_of(state):     # AdamW's kernel would read beyond a smaller one
-            assert x.shape == nets.trained[number].shape, "a moment of another shape"
     groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
     nets.optimizer.load_state_dict(content["optimizer"] | {"param_groups": groups})
     if cfg.ref_model_sync_steps:

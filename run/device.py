@@ -1,6 +1,6 @@
 """Device, precision and memory."""
-import math
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -8,17 +8,12 @@ import torch
 from run.processes import rank_and_size
 from run.script import BadInput
 
-DRIVER = Path("/proc/driver/nvidia/version")
-
 
 def pick_device(name):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
     machine has a GPU of its own. Raises BadInput if the device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cpu" and DRIVER.exists():
-            print(f"note: device = 'auto' is the CPU: this machine has an NVIDIA driver, but torch "
-                  f"{torch.__version__} (CUDA {torch.version.cuda}) finds no GPU that it can use")
     if name == "cuda" and rank_and_size()[1] > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
@@ -78,20 +73,17 @@ def memory(device):
 
 
 def free_memory(device):
-    """Free memory in bytes: on the GPU, or on the host within the limit of this process's cgroup
-    (v2); inf if unknown."""
+    """Free memory in bytes: on the GPU, or on the host within the limit of the process's cgroup."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held  # what torch holds for later is free too
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
-        limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-        if limit.exists() and limit.read_text().strip() != "max":
-            free.append(int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):
-        return math.inf
-    return min(free, default=math.inf)
+    available = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+    free = 1024 * int(available[1])
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, int(limit.read_text()) - used)
+    return free
 
 
 def check_fits(cfg, device):
@@ -99,12 +91,10 @@ def check_fits(cfg, device):
     once, are alone too much: a slip in a setting, which would end in "Killed"."""
     rows = cfg.decode_batch_size or cfg.num_prompts * cfg.num_generations // rank_and_size()[1]
     share = 1 if cfg.policy == "train" else 8   # queries that may share a key
-    kept = 2 * cfg.n_layer * cfg.n_embd // share * cfg.max_completion_length
-    weights = 8 * cfg.n_layer * cfg.n_embd ** 2
-    least = (2 * kept * rows + 4 * weights) / 2 ** 30
-    free = free_memory(device) / 2 ** 30
-    if least > free:
+    kept = 4 * cfg.n_layer * cfg.n_embd // share * cfg.max_completion_length * rows
+    least = kept + 32 * cfg.n_layer * cfg.n_embd ** 2
+    if least > free_memory(device):
         raise BadInput(
             f"num_prompts * num_generations = {rows} rows, n_layer = {cfg.n_layer}, n_embd = "
-            f"{cfg.n_embd}: need at least {least:.0f} GB of memory, {free:.0f} GB are free; lower "
-            "num_prompts, decode_batch_size, max_completion_length or the policy's size")
+            f"{cfg.n_embd}: need {least >> 30} GB of memory, more than is free; lower num_prompts, "
+            "decode_batch_size, max_completion_length or the policy's size")

@@ -13,6 +13,8 @@ import torch
 from model import GPT, GPTConfig
 from run.script import BadInput, shown
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 
 def find_below(folder, name):
     """Path of the first file called `name` below `folder`."""
@@ -35,9 +37,8 @@ def replacing(path):
         raise BadInput(f"{path}: could not be written ({e.strerror or e}); what was saved before "
                        "is still there") from e
     finally:
-        if os.path.isdir(tmp):
-            shutil.rmtree(tmp, ignore_errors=True)
-        elif os.path.exists(tmp):
+        shutil.rmtree(tmp, ignore_errors=True)
+        if os.path.exists(tmp):
             os.remove(tmp)
 
 
@@ -46,19 +47,16 @@ def replacing(path):
 
 
 def read_json(path, missing=None):
-    """The object in a JSON file, or `missing`, if given, when there is no such file."""
+    """What a JSON file holds, or `missing`, if given, when there is no such file."""
     try:
         with open(path, encoding="utf-8") as f:
-            content = json.load(f)
+            return json.load(f)
     except FileNotFoundError as e:
         if missing is not None:
             return missing
         raise BadInput(f"{path}: no such file") from e
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         raise BadInput(f"{path}: cannot be read as JSON ({e})") from e
-    if not isinstance(content, dict):
-        raise BadInput(f"{path}: holds no JSON object")
-    return content
 
 
 def write_json(path, content):
@@ -90,7 +88,7 @@ def read_rows(path):
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as e:
+        except (ValueError, TypeError) as e:
             raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
     return rows
 
@@ -109,19 +107,18 @@ def save_file(path, kind, **content):
 
 
 def load_file(path, kind, mmap=False):
-    """The dict that save_file wrote, on the CPU. BadInput when it is missing, broken or of another
-    kind."""
-    if not os.path.exists(path):
+    """The dict that save_file wrote, on the CPU. A relative path is looked for here, then beside
+    the code: weights/policy.pt. BadInput when it is missing, broken or of another kind."""
+    here = path if os.path.exists(path) else os.path.join(ROOT, path)
+    if not os.path.exists(here):
         raise BadInput(f"{path}: no such file")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        content = torch.load(here, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:  # torch reports broken files in a dozen ways
-        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short "
-                       f"({type(e).__name__})") from e
+        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short") from e
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
-        raise BadInput(f"{path}: holds {shown(found)} where a checkpoint of kind {kind!r} is "
-                       "needed")
+        raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")
     return content
 
 
@@ -132,21 +129,17 @@ def undamaged(path):
         yield
     except BadInput:
         raise
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
-            ValueError) as e:
-        reason = " ".join(str(e).split())[:200]
-        raise BadInput(f"{path}: damaged, or not made here ({type(e).__name__}: {reason})") from e
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise BadInput(f"{path}: damaged, or not made here ({shown(e, 200)})") from e
 
 
 def load_weights(path, module, weights):
     """module <- weights, in the module's own precision. BadInput where names or shapes are not the
     same."""
-    with undamaged(path):
-        try:
-            module.load_state_dict(weights)
-        except RuntimeError as e:
-            reason = " ".join(str(e).split())[:300]
-            raise BadInput(f"{path}: does not fit these settings ({reason})") from e
+    try:
+        module.load_state_dict(weights)
+    except (RuntimeError, TypeError) as e:
+        raise BadInput(f"{path}: does not fit these settings ({shown(e, 300)})") from e
 
 
 def save_gpt(path, model, **extra):

@@ -1,5 +1,5 @@
 """
-The numbers of an iteration. docs/metrics.md says what each of them means.
+The numbers of an iteration. docs/running.md says what each of them means.
 
 Those of the update stay on the device until the step, so that a GPU is waited for once.
 """
@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from critic import explained_variance
-from run.processes import all_gather, shard
+from run.processes import all_gather
 from tracin import inner, invariant_error
 
 
@@ -28,8 +28,7 @@ class Meter:
         self.micro_batches = []     # {name: tensor ()}
         self.steps = []             # (loss, grad_norm)
         self.influence = []         # {name: number} of each step
-        self.log_ratios = []        # of the first pass (n, T): trainer's log-probs less sampler's
-        self.sampled = []           # (n, T) tokens that these speak of
+        self.first_pass = []        # log-ratios of trainer and sampler (n, T), sampled_mask (n, T)
 
     def begin_step(self):
         self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.loss_mask.device)
@@ -45,17 +44,15 @@ class Meter:
         self.micro_batches.append(metrics)
         self.loss += metrics["loss"]
         if not self.steps:          # the policy is still the one that sampled
-            self.log_ratios.append(loss.logp - loss.batch.rollout.logp)
-            self.sampled.append(loss.batch.rollout.sampled_mask)
+            rollout = loss.batch.rollout
+            self.first_pass.append((loss.logp - rollout.logp, rollout.sampled_mask))
         self.log.loss(loss)
 
     def logp_diff(self):
         """Trainer's log-probs less sampler's (M,) of the tokens of the first pass, in all
         processes."""
-        if not self.log_ratios:         # a process without rows
-            return all_gather(torch.zeros(0))
-        sampled = torch.cat(self.sampled)
-        return all_gather(torch.cat(self.log_ratios)[sampled].cpu())
+        found = [log_ratios[sampled].cpu() for log_ratios, sampled in self.first_pass]
+        return all_gather(torch.cat([torch.zeros(0), *found]))
 
     def check_ratio(self):
         """Before the first step trainer and sampler are the same weights: their log-probs must
@@ -64,13 +61,11 @@ class Meter:
         if len(logp_diff) == 0:
             return
         gap, bound = gap_of(logp_diff, self.nets.dtype)
-        if not math.isfinite(gap):
-            raise SystemExit(f"stopped before the first step: {self.not_finite()}")
-        if gap > bound:
+        if not gap <= bound:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
-                f"by {gap:.3g} nats on a token; something in the model is random or sees padding "
-                "(or try dtype = 'float32')")
+                f"by {gap:.3g} nats on a token; something in the model is random, not finite or "
+                "sees padding (or try dtype = 'float32')")
 
     def add_influence(self, found):
         """What keep_helpful found in a step. Ends the run if the scores are wrong."""
@@ -79,38 +74,20 @@ class Meter:
 
     def check_finite(self, grad_norm):
         """Ends the run if a number that the next step depends on is not finite."""
-        largest = get_total_norm([*self.moments(), self.old_logp()], math.inf)
+        rollout = self.batch.rollout
+        old_logp = rollout.logp.masked_fill(~rollout.completion_mask, 0)
+        states = self.nets.optimizer.state.values()
+        moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
+        largest = get_total_norm([*moments, old_logp], math.inf)
         found = torch.stack([self.loss, grad_norm.double(), largest.double()]).tolist()
         found[0] = sum(all_gather(found[:1]))
         if not all(map(math.isfinite, found)):
             raise SystemExit(
-                f"stopped: loss {found[0]}, grad_norm {found[1]}; this step was not taken, the "
-                f"last checkpoint stands. {self.not_finite()}")
+                f"stopped: loss {found[0]}, grad_norm {found[1]}, largest moment or log-prob "
+                f"{found[2]}; this step was not taken, the last checkpoint stands. Look for a "
+                "reward that is not finite; else lower learning_rate or raise beta, then "
+                "--resume=True")
         self.steps.append(found[:2])
-
-    def moments(self):
-        states = self.nets.optimizer.state.values()
-        return [x for state in states for x in state.values() if torch.is_tensor(x)]
-
-    def old_logp(self):
-        rollout = self.batch.rollout
-        return rollout.logp.masked_fill(~rollout.completion_mask, 0)
-
-    def not_finite(self):
-        """What is not finite, the cause before its effects, and what to do."""
-        rewards = self.batch.rewards
-        causes = {
-            "The policy's weights are not finite: its file or the checkpoint is damaged":
-                self.nets.policy.parameters(),
-            "AdamW's moments are not finite: go on from an earlier checkpoint": self.moments(),
-            "A reward is too large for float32: let the reward function return less":
-                [rewards[~rewards.isnan()]],
-            "A log-prob of the sampled tokens is not finite: raise temperature, or set dtype = "
-            "'float32'": [self.old_logp()]}
-        for text, tensors in causes.items():
-            if not all(x.isfinite().all() for x in tensors):
-                return text
-        return "Lower learning_rate or raise beta, then --resume=True"
 
     def metrics(self):
         """{name: number} of the whole update, over all processes."""
@@ -147,9 +124,9 @@ def bound_of(dtype):
 def gap_of(logp_diff, dtype):
     """(gap in nats, its bound) of differences between log-probs that should be equal: the largest
     in float32, else the mean."""
-    if dtype == torch.float32:
-        return float(logp_diff.abs().max()), 1e-3
-    return float(logp_diff.abs().mean()), 0.05
+    gaps = logp_diff.abs()
+    gap = gaps.max() if dtype == torch.float32 else gaps.mean()
+    return float(gap), bound_of(dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -167,12 +144,11 @@ def loss_metrics(loss, cfg):
     low_bound, high_bound = cfg.clip_range
     low = (ratio < low_bound) & (A < 0) & unit
     high = (ratio > high_bound) & (A > 0) & unit
-    if cfg.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = high.sum() / units
-    elif cfg.loss_type != "sapo":
+    if cfg.loss_type not in ("cispo", "sapo"):
         metrics["clip_ratio/low_mean"] = low.sum() / units
-        metrics["clip_ratio/high_mean"] = high.sum() / units
         metrics["clip_ratio/region_mean"] = (low | high).sum() / units
+    if cfg.loss_type != "sapo":
+        metrics["clip_ratio/high_mean"] = high.sum() / units
     if loss.kl_by_token is not None:
         metrics["kl"] = (loss.kl_by_token * mask).sum() / mask.sum().clamp(min=1)
     metrics["loss"] = loss.total.detach()
@@ -226,14 +202,9 @@ def check_scores(found, dtype):
 
 def influence_metrics(found, nets):
     """Metrics of a step's influence. found: tracin.Findings."""
-    scores = found.scores
     metrics, = numbers([{
-        "tracin/positive_ratio": (scores > 0).float().mean(),
-        "tracin/negative_ratio": (scores < 0).float().mean(),
-        "tracin/mean_ip": scores.mean(),
-        "tracin/std_ip": scores.std(),
-        "tracin/min_ip": scores.min(),
-        "tracin/max_ip": scores.max(),
+        "tracin/positive_ratio": (found.scores > 0).float().mean(),
+        "tracin/mean_ip": found.scores.mean(),
         "tracin/selected_ratio": (found.weights != 0).float().mean(),
         "tracin/invariant_error": invariant_error(found.raw_scores, found.batch_grad, found.G)}])
     metrics["tracin/self_share"] = float(found.self_share)
@@ -256,18 +227,16 @@ def target_metrics(found):
     return {
         "tracin/target_grad_norm": max(first + second + 2 * both, 0.0) ** 0.5,
         "tracin/target_cosine": both / norms if norms else math.nan,    # one half is empty
-        "tracin/target_rows": len(rows),
         "tracin/target_contrast": std(rewards) / max(std(batch.rewards), 1e-12)}
 
 
 def mean_influence(steps):
-    """Influence's metrics of the steps -> those of the update: means, but the extremes."""
+    """Influence's metrics of the steps -> those of the update: means, but the largest error."""
     if not steps:
         return {}
     metrics = {name: sum(m[name] for m in steps) / len(steps) for name in steps[0]}
     metrics["tracin/empty_steps"] = sum(m["tracin/selected_ratio"] == 0 for m in steps)
-    for name, extreme in (("invariant_error", max), ("min_ip", min), ("max_ip", max)):
-        metrics[f"tracin/{name}"] = extreme(m[f"tracin/{name}"] for m in steps)
+    metrics["tracin/invariant_error"] = max(m["tracin/invariant_error"] for m in steps)
     return metrics
 
 
@@ -291,20 +260,6 @@ def std(x):
     return float(x.std())
 
 
-@torch.no_grad()
-def rollout_toxicity(prompts, batch, nets):
-    """Mean toxicity of the rollouts by the eval judge, which training never sees. {} without it."""
-    judge = nets.judges.get("eval_judge")
-    if judge is None:
-        return {}
-    N = len(batch.completions)
-    group = N // len(prompts)
-    texts = [prompts[i // group].text for i in range(N)]
-    mine = shard(N)
-    log_odds = all_gather(judge(texts[mine], batch.completions[mine]))
-    return {"eval_judge/toxicity": float(torch.sigmoid(log_odds).mean())}
-
-
 def row_advantages(batch):
     """Advantages (N,): with a critic means over the tokens that the policy drew."""
     if batch.advantages.dim() == 1:
@@ -313,25 +268,13 @@ def row_advantages(batch):
     return (batch.advantages * sampled).sum(1) / sampled.sum(1).clamp(min=1)
 
 
-def value_metrics(batch):
-    """Metrics of what the critic expected while sampling, over the tokens that carry loss."""
-    known = batch.loss_mask & ~batch.returns.isnan()
-    values = batch.rollout.values[known]
-    return {
-        "val/mean": float(values.mean()),
-        "val/std": std(values),
-        "val/var_explained": explained_variance(values, batch.returns[known])}
-
-
 def batch_metrics(batch, cfg):
     """Metrics of a Batch, named as TRL names them."""
     rollout = batch.rollout
     known = batch.rewards[~batch.rewards.isnan()]
     if len(known) == 0:
         known = torch.full((1,), math.nan)
-    sampled = int(rollout.sampled_mask.sum())
-    lengths = rollout.sampled_mask.sum(1).float()
-    terminated = lengths[rollout.ended]
+    sampled = rollout.sampled_mask
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
@@ -341,14 +284,15 @@ def batch_metrics(batch, cfg):
         "frac_reward_zero_std": float(batch.equal_groups(cfg.num_generations).float().mean()),
         "entropy": float(rollout.entropy[batch.loss_mask].mean()),
         "num_completion_tokens": int(batch.loss_mask.sum()),
-        "forced": 1 - sampled / int(rollout.completion_mask.sum()),
+        "forced": 1 - int(sampled.sum()) / int(rollout.completion_mask.sum()),
         "completions/clipped_ratio": float((~rollout.ended).float().mean()),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/mean_terminated_length": float(terminated.mean()) if len(terminated) else 0.0}
+        "completions/mean_length": float(sampled.sum(1).float().mean())}
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
     metrics |= cfg.call_metrics(batch.completions)
-    if batch.returns is not None:
-        metrics |= value_metrics(batch)
+    if batch.returns is not None:       # what the critic expected while sampling
+        known = batch.loss_mask & ~batch.returns.isnan()
+        metrics["val/var_explained"] = explained_variance(
+            rollout.values[known], batch.returns[known])
     return metrics

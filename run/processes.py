@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(hours=12)  # while rank 0 makes policy and judges
-MESSAGE = 2 ** 24               # numbers in a message of several tensors: 64 MB in float32
 
 
 def rank_and_size():
@@ -93,32 +92,14 @@ def all_gather_rollout(rollout):
 
 
 def all_reduce(tensors):
-    """Each tensor <- its sum over the processes, in place. Small ones share a message."""
+    """Each tensor <- its sum over the processes, in place."""
     if rank_and_size()[1] == 1:
         return
-    for parts in messages(tensors):
-        flat = parts[0] if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
-        with or_peer_is_gone():
-            dist.all_reduce(flat)
-        if len(parts) > 1:
-            sums = flat.split([x.numel() for x in parts])
-            torch._foreach_copy_(parts, [y.view_as(x) for x, y in zip(parts, sums)])
-
-
-def messages(tensors):
-    """Lists of neighbouring tensors of one dtype and device, with at most MESSAGE numbers together.
-    A larger tensor is alone."""
-    found = []
-    kind = None
-    room = 0
-    for x in tensors:
-        if (x.dtype, x.device) != kind or x.numel() > room:
-            found.append([])
-            kind = (x.dtype, x.device)
-            room = MESSAGE
-        found[-1].append(x)
-        room -= x.numel()
-    return found
+    with or_peer_is_gone():
+        for x in tensors:
+            total = x.contiguous()
+            dist.all_reduce(total)
+            x.copy_(total)
 
 
 def sum_gradients(parameters):

@@ -102,10 +102,8 @@ class Progress:
     """The line of something that takes long, at most every ten seconds: what, how far, time left.
 
         progress = Progress("policy", "step", 500)
-        for i in range(500):
-            ...
-            if progress.is_due():
-                progress.show(i + 1, "loss 4.421, ")    # policy: step 20/500, loss 4.421, 31 s left
+        if progress.is_due():
+            progress.show(20, "loss 4.421, ")       # policy: step 20/500, loss 4.421, 31 s left
 
     start: how many of the total were done before.
     """
@@ -132,8 +130,6 @@ class Progress:
 
 def check_tape(nets, cfg):
     """Says what influence will cost. BadInput for more memory than is free."""
-    if nets.influence is None:
-        return
     rows = cfg.mini_batch_size or cfg.num_prompts * cfg.num_generations
     num_weights = sum(p.numel() for p in nets.trained)
     size = rows * num_weights * 4 / 2 ** 30
@@ -163,9 +159,6 @@ WARNINGS = {
         lambda m: m["advantage_max"] == 0 and m["reward_min"] < m["reward_max"],
         "all advantages are zero (rewards {reward_min:.4g} to {reward_max:.4g}, equal within each "
         "group): raise temperature or num_generations"),
-    "constant": (
-        lambda m: m["constant"] != "",
-        "{constant} gave every completion the same score: it teaches nothing; check it"),
     "tokens": (
         lambda m: m["num_completion_tokens"] == 0,
         "no completion tokens carry loss, so there was no step: raise max_completion_length or "
@@ -181,12 +174,6 @@ WARNINGS = {
         lambda m: m["completions/clipped_ratio"] == 1,
         "every completion was cut at {max_completion_length} tokens, so length is not learned: "
         "raise max_completion_length"),
-    "tools": (
-        lambda m: m["tools/failure_frequency"] == 1,
-        "every call was answered with an error: read samples.jsonl, a tool may have a bug"),
-    "gradient": (
-        lambda m: m["grad_norm"] == 0,
-        "grad_norm is 0: no gradient in this step; see rewards and advantages above"),
     "critic": (
         lambda m: m["val/var_explained"] < 0 and m["iteration"] > 20,
         "the critic explains {val/var_explained:.2f} of the returns' variance, less than a "
@@ -207,17 +194,12 @@ WARNINGS = {
         "tracin_val_select = 'random' or 'balanced'"),
     "noise": (
         lambda m: m["tracin/target_cosine"] < 0.1,
-        "the target's {tracin/target_rows:.0f} rollouts are too few: the gradients of its two "
-        "halves have cosine {tracin/target_cosine:.2f}; raise num_prompts, or tracin_val_prompts "
-        "and tracin_val_size"),
+        "the target's rollouts are too few: the gradients of its two halves have cosine "
+        "{tracin/target_cosine:.2f}; raise num_prompts, or tracin_val_prompts and tracin_val_size"),
     "self": (
         lambda m: m["tracin/self_share"] > 0.5 and not m["tracin_leave_one_out"],
         "{tracin/self_share:.0%} of the influence is each rollout's own share in the target: set "
         "tracin_leave_one_out = True"),
-    "estimator": (
-        lambda m: m["flat_kl"],
-        "kl_estimator = {kl_estimator!r} has almost no gradient with kl_in = {kl_in!r}: take k1 in "
-        "the reward, k2 or k3 in the loss"),
     "invariant": (
         lambda m: "tracin/invariant_error" in m and not m["tracin/invariant_error"] <= m["bound"],
         "influences do not add up to <G_train, G_target> (relative error "
@@ -228,12 +210,6 @@ def troubles(metrics, cfg, dtype):
     """{kind: sentence} of what the metrics of an iteration show."""
     m = collections.defaultdict(lambda: math.nan, cfg.public() | metrics)
     m["bound"] = bound_of(dtype)
-    in_reward = cfg.kl_in == "reward"
-    m["flat_kl"] = cfg.beta > 0 and not cfg.corrects_kl and in_reward != (cfg.kl_estimator == "k1")
-    m["constant"] = ""
-    if len(cfg.reward_funcs) > 1:
-        same = [repr(name) for name in cfg.reward_funcs if m[f"rewards/{name}/std"] == 0]
-        m["constant"] = ", ".join(same)
     return {kind: text.format_map(m) for kind, (shows, text) in WARNINGS.items() if shows(m)}
 
 

@@ -21,10 +21,7 @@ class BadInput(ValueError):
 
 def shown(value, most=80):
     """repr of what a user gave, on one line and cut after `most` characters."""
-    try:
-        text = " ".join(repr(value).splitlines())
-    except Exception:   # a number of 5,000 digits has none
-        return f"<{type(value).__name__}>"
+    text = " ".join(repr(value).splitlines())
     return text if len(text) <= most else text[:most] + "..."
 
 
@@ -64,8 +61,7 @@ def optional(packages):
 
 def run_script(main, usage=None):
     """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one
-    line), 130 interrupted, 141 nobody reads the output. Under torchrun the last line names the
-    process and its machine.
+    line), 130 interrupted. Under torchrun the last line names the process and its machine.
 
     --help prints usage(True), or the text at the top of main's file. A command that has a usage and
     is called without arguments prints usage(False) and starts nothing.
@@ -76,13 +72,9 @@ def run_script(main, usage=None):
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
     if rank > 0:
         sys.stdout = open(os.devnull, "w")
-    for stream in (sys.stdout, sys.stderr):     # characters that the output does not know
-        if hasattr(stream, "reconfigure"):      # tests put other things there
-            stream.reconfigure(errors="backslashreplace")
     try:
         with leaving():
             call(main, sys.argv[1:], usage)
-            sys.stdout.flush()
     except BadInput as e:
         print(f"error: {who}{e}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(2)
@@ -90,16 +82,12 @@ def run_script(main, usage=None):
         if rank == 0:  # the others end alike
             print(f"interrupted: {who}{e}", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:     # as in `| head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at the end
-        sys.exit(141)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
-        reason = str(e).splitlines()[0] if str(e) else "no more to be had"
-        raise SystemExit(f"{who}stopped: out of memory ({reason}); lower micro_batch_size, "
+        raise SystemExit(f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, "
                          "decode_batch_size, max_completion_length or num_prompts, or take a "
                          "smaller model. The last checkpoint, if there is one, stands") from None
 

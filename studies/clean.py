@@ -1,14 +1,13 @@
 """
 Does influence help where every reward is right?
 
-The controls random, pods, top_advantage and bottom keep as many rollouts as influence
-would keep, and every step is as long as all rollouts would make it. The measure is toxicity by the
-judge of the evaluation, at equal KL. A win: held-out, average or adam is better than all, random
-and top_advantage, each with p < 0.01 (sign flips over seeds, after Holm for the 9 comparisons).
+random, pods, top_advantage and bottom keep as many rollouts as influence would, and every step is
+as long as all rollouts would make it. A win: held-out, average or adam is better than all, random
+and top_advantage at equal KL, each with p < 0.01 (sign flips over seeds, after Holm).
 """
 config = "config/study_toxicity.py"
 seeds = range(1, 12)
-grid = {"beta": (0.02, 0.1, 0.4)}
+grid = ("beta", (0.02, 0.1, 0.4))
 measure = "eval_judge/toxicity"
 controls = ("all", "random", "top_advantage")
 tested = ("held-out", "average", "adam")

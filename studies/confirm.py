@@ -1,17 +1,11 @@
 """
 The one that decides: the setting of wrong.py, 24 seeds that no other study has used.
 
-A quarter of the rewards of training are inverted, and eight held-out rollouts of an iteration have
-right ones. Two simpler uses of what is known: `trusted` learns from eight right rollouts more, and
-`drop lowest` keeps as many rollouts as influence would, those of the highest rewards.
+Two simpler uses of what is known: `trusted` learns from eight right rollouts more, and `drop
+lowest` keeps as many rollouts as influence would, those of the highest rewards.
 
-1. Is `average` better than all, random and top_advantage at equal KL? Yes if it is with p < 0.01
-   for each (sign flips over seeds, after Holm for these three comparisons). Else no.
-2. Is it better than trusted and drop lowest? The same, after Holm for these two: `--table` with
-   controls = ("trusted", "drop lowest").
-
-Equal KL: of each seed a straight line through (sqrt(KL), log toxicity) of its evaluations after 8,
-16 and 24 iterations, read at the median sqrt(KL) of all arms.
+1. Is `average` better than all, random and top_advantage at equal KL, each with p < 0.01?
+2. Is it better than trusted and drop lowest? `--table` with controls = ("trusted", "drop lowest").
 """
 from studies.wrong import *
 

@@ -10,7 +10,7 @@ from studies.clean import *
 
 config = "config/study_wrong.py"
 seeds = range(1, 13)
-grid = {}
+grid = ()
 arms = arms | {"oracle": {"tracin": "reward", "tracin_select": "weigh"}}
 
 
@@ -23,13 +23,11 @@ def columns(folder):
     rows = [row for row in rows if row["iteration"] > last * 2 / 3 and row["advantage"]]
     wrong = [row for row in rows if row["scores"]["wrong"]]
     right = [row for row in rows if not row["scores"]["wrong"]]
-    found = {"wrong kept": _share_kept(wrong), "right kept": _share_kept(right)}
-    pairs = [(a["influence"], b["influence"]) for a in wrong for b in right
+    lower = [(a["influence"] < b["influence"]) + (a["influence"] == b["influence"]) / 2
+             for a in wrong for b in right
              if a["iteration"] == b["iteration"] and a.get("influence") is not None]
-    if pairs:
-        lower = sum((a < b) + (a == b) / 2 for a, b in pairs)
-        found["auc"] = lower / len(pairs)
-    return found
+    found = {"wrong kept": _share_kept(wrong), "right kept": _share_kept(right)}
+    return found | ({"auc": sum(lower) / len(lower)} if lower else {})
 
 
 def _share_kept(rows):

@@ -8,11 +8,9 @@ Moves are in UCI (e2e4, e7e8q). The history of A: is that of the game, at most 1
 first; the move itself is the last of it. Evaluations are in pawns, as the side to move sees them.
 This is the format of RookWorld-LM. docs/tasks.md has more.
 """
-import itertools
 import random
 import re
 import shutil
-from typing import NamedTuple
 
 from run.script import BadInput, optional, seed_for
 
@@ -23,83 +21,72 @@ with optional("chess"):
 PLIES = (2, 6)      # positions after so many moves of a game: the opening, where FENs are short
 HISTORY = 10        # moves, at most
 CANDIDATES = 5      # moves, fewer where fewer are legal
-MATE = 100.0        # pawns that a mate is worth
-VALUES = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9,
-          chess.KING: 0}
+MATE = 10_000       # centipawns that a mate is worth
+VALUES = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9}
 MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
 NUMBER = re.compile(r"-?\d{1,6}(\.\d{1,6})?", re.ASCII)
-PLAY = re.compile(r"M:(?P<moves>[^:]*) E:(?P<values>[^:]*) B:(?P<best>[^:]*)")
+STATE = re.compile(rf"[\w/-]+( [\w/-]+){{5}}\+{NUMBER.pattern}\+[01]\+[01]", re.ASCII)
+PLAY = re.compile(r"M:[^:]* E:(?P<values>[^:]*) B:(?P<best>[^:]*)")
 BY_RANK = (1.0, 0.8, 0.6, 0.4, 0.2)     # of the engine's first five moves
 
 # --------------------------------------------------------------------------------------------------
 # positions
 
 
-class Position(NamedTuple):
-    fen: str
-    history: list   # moves that led here, oldest first
-    move: str       # the one that the game goes on with
-
-
-def positions(seed, asked, plies=PLIES):
-    """Yield positions of random legal games without end: to ask about, or to learn from.
+def positions(n, seed, asked):
+    """n positions of random legal games, to ask about or to learn from -> [(FEN, moves)]: the moves
+    that led there, and the one that the game goes on with.
 
     A hash decides which of the two a board is for, so a policy is never asked about a position
     whose line it has read.
     """
     rng = random.Random(seed)
-    while True:
-        for position in random_game(rng, plies[1]):
-            board = position.fen.rsplit(" ", 2)[0]      # less the counters
-            is_asked = seed_for(board) % 5 == 0
-            if is_asked == asked and len(position.history) >= plies[0]:
-                yield position
+    found = []
+    while len(found) < n:
+        board = chess.Board()
+        moves = []
+        while len(moves) <= PLIES[1] and not board.is_game_over():
+            fen = board.fen()
+            moves.append(rng.choice(legal(fen)))
+            is_asked = seed_for(fen.rsplit(" ", 2)[0]) % 5 == 0     # less the counters
+            if is_asked == asked and len(moves) > PLIES[0]:
+                found.append((fen, list(moves)))
+            board.push_uci(moves[-1])
+    return found[:n]
 
 
-def random_game(rng, most):
-    """Play random legal moves from the start -> at most `most` + 1 positions."""
-    board = chess.Board()
-    history = []
-    while len(history) <= most and not board.is_game_over():
-        move = rng.choice(list(board.legal_moves)).uci()
-        yield Position(board.fen(), list(history), move)
-        board.push_uci(move)
-        history.append(move)
+def legal(fen):
+    return [move.uci() for move in chess.Board(fen).legal_moves]
 
 
 def texts(n, seed, history=HISTORY):
     """n lines to learn from, two of A: for one of P:, which is learned sooner."""
     rng = random.Random(seed)
     lines = []
-    for i, position in enumerate(itertools.islice(positions(seed, asked=False), n)):
-        fen = position.fen
+    for i, (fen, moves) in enumerate(positions(n, seed, asked=False)):
         if i % 3 == 2:
             line = f"P: {fen} " + play_answer(material_after(fen), rng)
         else:
-            line = rules_prompt(position, history) + rules_answer(fen, position.move)
+            line = rules_prompt(fen, moves, history) + rules_answer(fen, moves[-1])
         lines.append(line)
     return lines
 
 
-def questions(n, seed, history=HISTORY, judge=None):
+def questions(n, seed, history=HISTORY):
     """n rows with a prompt and what its completion is judged by, the two tasks in turn.
 
     answer is the right completion of A:, legal the legal moves of P:. Each is None in rows of the
-    other task. judge(fens) yields {move: pawns} for each: the `evaluations` of the rows of P:.
+    other task.
     """
     rows = []
-    for i, position in enumerate(itertools.islice(positions(seed, asked=True), n)):
-        fen = position.fen
+    for i, (fen, moves) in enumerate(positions(n, seed, asked=True)):
+        row = dict(fen=fen, answer=None, legal=None)
         if i % 2:
-            row = dict(text=f"P: {fen} ", answer=None, legal=legal(fen))
+            row |= dict(text=f"P: {fen} ", legal=legal(fen))
         else:
-            answer = rules_answer(fen, position.move)
-            row = dict(text=rules_prompt(position, history), answer=answer, legal=None)
-        rows.append(row | dict(fen=fen))
-    if judge:
-        found = iter(list(judge([row["fen"] for row in rows if row["legal"]])))
-        for row in rows:
-            row["evaluations"] = next(found) if row["legal"] else None
+            answer = rules_answer(fen, moves[-1])
+            row |= dict(text=rules_prompt(fen, moves, history), answer=answer)
+        rows.append(row)
     return rows
 
 
@@ -107,10 +94,9 @@ def questions(n, seed, history=HISTORY, judge=None):
 # right completions
 
 
-def rules_prompt(position, history=HISTORY):
+def rules_prompt(fen, moves, history=HISTORY):
     """The prompt of a position with the last `history` moves, the move itself among them."""
-    moves = [*position.history, position.move][-history:]
-    return f"A: {position.fen}+{position.move}+{' '.join(moves)}+"
+    return f"A: {fen}+{moves[-1]}+{' '.join(moves[-history:])}+"
 
 
 def rules_answer(fen, move):
@@ -129,10 +115,6 @@ def rules_answer(fen, move):
         return f"{board.fen()}+0.001+0+0"
     reward = 0.5 if outcome.winner is None else 1.0
     return f"{board.fen()}+{reward}+1+0"
-
-
-def legal(fen):
-    return [move.uci() for move in chess.Board(fen).legal_moves]
 
 
 def play_answer(evaluations, rng):
@@ -158,7 +140,12 @@ def material_after(fen):
     """{legal move: the mover's material less the other's after it, in pawns}. The player of `texts`
     sees no further."""
     board = chess.Board(fen)
-    return {move.uci(): float(material(board) + gain(board, move)) for move in board.legal_moves}
+    found = {}
+    for move in list(board.legal_moves):
+        board.push(move)
+        found[move.uci()] = -material(board)
+        board.pop()
+    return found
 
 
 def material(board):
@@ -167,92 +154,75 @@ def material(board):
                - len(board.pieces(kind, not board.turn)) * value for kind, value in VALUES.items())
 
 
-def gain(board, move):
-    """Pawns that a move wins: what it takes, and what a pawn becomes."""
-    taken = 0
-    if board.is_en_passant(move):
-        taken = VALUES[chess.PAWN]
-    elif board.is_capture(move):
-        taken = VALUES[board.piece_type_at(move.to_square)]
-    if move.promotion:
-        taken += VALUES[move.promotion] - VALUES[chess.PAWN]
-    return taken
-
-
-def find_stockfish():
-    """Path of the program, or None. Debian puts games where only users look."""
-    return shutil.which("stockfish") or shutil.which("/usr/games/stockfish")
-
-
-def stockfish(fens, nodes=10_000):
-    """Yield {legal move: pawns} by Stockfish for each FEN.
+def add_evaluations(rows, nodes=10_000):
+    """Give rows of P: the column `evaluations`, {legal move: pawns} by Stockfish; the others None.
 
     One thread and a number of nodes, not of seconds, so that the same engine says the same again.
     """
-    path = find_stockfish()
+    path = shutil.which("stockfish") or shutil.which("/usr/games/stockfish")    # Debian's place
     if path is None:
         raise BadInput("stockfish: no such program on PATH; apt-get install stockfish, or take "
                        "config/chess.py, which needs no engine")
+    limit = chess.engine.Limit(nodes=nodes)
     with chess.engine.SimpleEngine.popen_uci(path) as engine:
         engine.configure({"Threads": 1, "Hash": 16})
-        for fen in fens:
-            board = chess.Board(fen)
-            found = engine.analyse(board, chess.engine.Limit(nodes=nodes), game=object(),
-                                   multipv=board.legal_moves.count())
-            # as the side to move sees it, a mate as MATE pawns
-            yield {line["pv"][0].uci(): line["score"].relative.score(
-                mate_score=int(100 * MATE)) / 100 for line in found}
+        for row in rows:
+            row["evaluations"] = None
+            if row["legal"]:
+                board = chess.Board(row["fen"])
+                lines = engine.analyse(board, limit, game=object(), multipv=len(row["legal"]))
+                row["evaluations"] = {
+                    line["pv"][0].uci(): line["score"].relative.score(mate_score=MATE) / 100
+                    for line in lines}
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------
-# rewards of A:, None for rows of P:. No text makes a reward raise
+# rewards. No text makes one raise
 
 
-def where_known(score, completions, truths):
-    """Score each completion by its truth. None where there is none: the task is the other one."""
-    return [None if truth is None else float(score(text, truth))
-            for text, truth in zip(completions, truths)]
+def by(column):
+    """Make a reward function of score(completion, truth). The truth stands in this column; without
+    one the row is of the other task, and the score None."""
+    def decorate(score):
+        def reward(prompts, completions, rows):
+            truths = [row[column] for row in rows]
+            return [None if truth is None else float(score(text, truth))
+                    for text, truth in zip(completions, truths)]
+        return reward
+    return decorate
 
 
-def a_format(prompts, completions, answer):
+@by("answer")
+def a_format(text, answer):
     """A: 1 for a well-formed FEN, a number and two flags."""
-    def is_state(text, answer):
-        fen, *outcome = text.split("+")
-        if len(outcome) != 3 or not NUMBER.fullmatch(outcome[0]):
-            return False
-        return is_fen(fen) and set(outcome[1:]) <= {"0", "1"}
-    return where_known(is_state, completions, answer)
-
-
-def is_fen(text):
-    """Tell whether a text has the form of a FEN, with all of its six fields."""
-    fields = text.split(" ")
+    if not STATE.fullmatch(text):
+        return False
     try:
-        chess.Board(text)
+        chess.Board(fen_of(text))
     except ValueError:
         return False
-    return text.isascii() and len(fields) == 6 and fields == text.split()
+    return True
 
 
-def a_exact(prompts, completions, answer):
+@by("answer")
+def a_exact(text, answer):
     """A: 1 for the right FEN, character by character."""
-    return where_known(lambda text, right: fen_of(text) == fen_of(right), completions, answer)
+    return fen_of(text) == fen_of(answer)
 
 
-def a_distance(prompts, completions, answer):
+@by("answer")
+def a_distance(text, answer):
     """A: characters to mend in the FEN, at most as many as the right one has. Fewer is better: the
     weight is negative."""
-    def distance(text, answer):
-        right = fen_of(answer)
-        return min(edit_distance(fen_of(text)[:2 * len(right)], right), len(right))
-    return where_known(distance, completions, answer)
+    right = fen_of(answer)
+    return min(edit_distance(fen_of(text), right), len(right))
 
 
-def a_outcome(prompts, completions, answer):
+@by("answer")
+def a_outcome(text, answer):
     """A: share of reward, terminated and truncated that are right."""
-    def share(text, answer):
-        return sum(a == b for a, b in zip(text.split("+")[1:4], answer.split("+")[1:4])) / 3
-    return where_known(share, completions, answer)
+    return sum(a == b for a, b in zip(text.split("+")[1:4], answer.split("+")[1:4])) / 3
 
 
 def fen_of(text):
@@ -270,87 +240,68 @@ def edit_distance(a, b):
     return previous[-1]
 
 
-# --------------------------------------------------------------------------------------------------
-# rewards of P:, None for rows of A:
-
-
-class Play(NamedTuple):
-    moves: list     # what stands for moves, well-formed or not
-    values: list    # what stands for evaluations
-    best: str       # "" where there is none
-
-
 def read_play(text):
-    """The fields of a completion -> Play, empty where they are not to be found."""
+    """The moves, evaluations and best move of a completion, well-formed or not. A completion that
+    breaks off, or goes wrong behind its moves, has only these: moves, [], ""."""
+    before, _, rest = text.partition("M:")
+    moves = [] if before.strip() else rest.partition("E:")[0].split()
     found = PLAY.fullmatch(text.strip())
     if found is None:
-        return Play([], [], "")
-    return Play(found["moves"].split(), found["values"].split(), found["best"].strip())
+        return moves, [], ""
+    return moves, found["values"].split(), found["best"].strip()
 
 
-def candidates(text):
-    """What stands behind M:, also in a completion that breaks off there or goes wrong later."""
-    before, _, rest = text.partition("M:")
-    return [] if before.strip() else rest.partition("E:")[0].split()
-
-
-def p_format(prompts, completions, legal):
+@by("legal")
+def p_format(text, legal):
     """P: 1 for five moves (or all, where fewer are legal), as many numbers, and a best move."""
-    def is_play(text, legal):
-        play = read_play(text)
-        right_counts = len(play.moves) == len(play.values) == min(CANDIDATES, len(legal))
-        are_moves = all(map(MOVE.fullmatch, [*play.moves, play.best]))
-        return right_counts and are_moves and all(map(NUMBER.fullmatch, play.values))
-    return where_known(is_play, completions, legal)
+    moves, values, best = read_play(text)
+    right_counts = len(moves) == len(values) == min(CANDIDATES, len(legal))
+    are_moves = all(map(MOVE.fullmatch, [*moves, best]))
+    return right_counts and are_moves and all(map(NUMBER.fullmatch, values))
 
 
-def p_legal(prompts, completions, legal):
+@by("legal")
+def p_legal(text, legal):
     """P: share of the candidates that are different legal moves. A missing one is wrong."""
-    def share(text, legal):
-        moves = candidates(text)
-        wanted = min(CANDIDATES, len(legal))
-        return len(set(moves) & set(legal)) / max(len(moves), wanted)
-    return where_known(share, completions, legal)
+    moves, _, _ = read_play(text)
+    wanted = min(CANDIDATES, len(legal))
+    return len(set(moves) & set(legal)) / max(len(moves), wanted)
 
 
-def p_best(prompts, completions, legal):
+@by("legal")
+def p_best(text, legal):
     """P: 1 if the best move is legal and among the candidates."""
-    def is_candidate(text, legal):
-        play = read_play(text)
-        return play.best in play.moves and play.best in legal
-    return where_known(is_candidate, completions, legal)
+    moves, _, best = read_play(text)
+    return best in moves and best in legal
 
 
-def p_engine_best(prompts, completions, evaluations):
+@by("evaluations")
+def p_engine_best(text, evaluations):
     """P: 1 for the engine's best move, 0.8 to 0.2 for its next four, 0.1 for other legal moves, -1
     for an illegal one, -0.5 for none."""
-    def by_rank(text, evaluations):
-        best = read_play(text).best
-        top = top_moves(evaluations)
-        if best in top:
-            return BY_RANK[top.index(best)]
-        if best in evaluations:
-            return 0.1
-        return -1.0 if best else -0.5
-    return where_known(by_rank, completions, evaluations)
+    _, _, best = read_play(text)
+    top = top_moves(evaluations)
+    if best in top:
+        return BY_RANK[top.index(best)]
+    if best in evaluations:
+        return 0.1
+    return -1.0 if best else -0.5
 
 
-def p_engine_moves(prompts, completions, evaluations):
+@by("evaluations")
+def p_engine_moves(text, evaluations):
     """P: share of the engine's five best moves that are candidates."""
-    def share(text, evaluations):
-        top = top_moves(evaluations)
-        return len(set(candidates(text)) & set(top)) / len(top)
-    return where_known(share, completions, evaluations)
+    moves, _, _ = read_play(text)
+    top = top_moves(evaluations)
+    return len(set(moves) & set(top)) / len(top)
 
 
-def p_engine_values(prompts, completions, evaluations):
+@by("evaluations")
+def p_engine_values(text, evaluations):
     """P: 1 / (1 + mean error of the evaluations in pawns); 0 if a move or a number is none."""
-    def closeness(text, evaluations):
-        play = read_play(text)
-        pairs = list(zip(play.moves, play.values))
-        known = all(move in evaluations and NUMBER.fullmatch(value) for move, value in pairs)
-        if not pairs or not known or len(play.moves) != len(play.values):
-            return 0.0
-        errors = [abs(float(value) - evaluations[move]) for move, value in pairs]
-        return 1 / (1 + sum(errors) / len(errors))
-    return where_known(closeness, completions, evaluations)
+    moves, values, _ = read_play(text)
+    known = set(moves) <= set(evaluations) and all(map(NUMBER.fullmatch, values))
+    if not moves or len(moves) != len(values) or not known:
+        return 0.0
+    errors = [abs(float(value) - evaluations[move]) for move, value in zip(moves, values)]
+    return 1 / (1 + sum(errors) / len(errors))

@@ -4,8 +4,8 @@ Tools that a policy calls in its text, NAME(ARGUMENT):
     What is 347*86? calc(347*86) = 29842. It is 29842.
 
 A config file only needs the table `tools = {"calc": calc}`. The environment that answers is made
-from it, and so is the list that a prompt shows. A tool takes the argument's text and returns what
-is put behind the call. Everything here is a pure function of texts and the table.
+from it. A tool takes the argument's text and returns what is put behind the call. Everything here
+is a pure function of texts and the table.
 """
 import ast
 import inspect
@@ -46,35 +46,23 @@ def find_calls(text):
 
 
 def reply(transcript, tools):
-    """What the environment adds to a completion that reached STOP or its end.
-
-    The answer to the last call, if no word stands behind it. "" where there is nothing to answer.
-    """
+    """What the environment adds to a completion that reached STOP or its end: the answer to the
+    last call, or "" if that is answered, or words stand behind it, or there is none."""
     calls = find_calls(transcript)
-    if not calls:
+    if not calls or re.search(r"[\w=]", transcript[calls[-1].end:]):
         return ""
-    last = calls[-1]
-    behind = transcript[last.end:]
-    if re.search(r"\w", behind) or ANSWERED.match(behind):
-        return ""
-    return answer_call(last.name, transcript[last.start:last.end - 1], tools)
-
-
-def answer_call(name, argument, tools):
-    """What is put behind a call: " = " and the tool's result, or " error: " and the reason."""
+    name, start, end = calls[-1]
     if name not in tools:
         return one_line(ERROR, f"no tool {name!r}; there is {', '.join(tools)}")
     try:
-        result = tools[name](argument)
-        return one_line(ANSWER, result)
+        return one_line(ANSWER, tools[name](transcript[start:end - 1]))
     except (Exception, SystemExit) as e:    # the policy sees its mistake and may mend it
         return one_line(ERROR, str(e) or type(e).__name__)
 
 
 def one_line(opening, result):
-    """An answer on one line, cut after LONGEST characters. An answer never holds a call: f(3) in
-    it becomes f (3)."""
-    text = PARTS.sub(lambda part: f"{part[1]} (" if part[1] else part[0], str(result))
+    """An answer on one line, cut after LONGEST characters. It holds no call: f(3) becomes f (3)."""
+    text = str(result).replace("(", " (")
     return opening + " ".join(text.split())[:LONGEST]
 
 
@@ -101,36 +89,16 @@ def call_metrics(completions):
 # the table and the prompts
 
 
-def list_tools(tools):
-    """The list that a prompt shows: a line for each tool, its call and its docstring's first line.
-    """
-    lines = []
-    for name, tool in tools.items():
-        parameter = next(iter(inspect.signature(tool).parameters))
-        about = (inspect.getdoc(tool) or "").partition("\n")[0]
-        lines.append(f"{name}({parameter}): {about}".removesuffix(": "))
-    return "\n".join(lines)
-
-
 def check_tools(tools):
     """BadInput for a table with a call that could not be answered."""
     if not isinstance(tools, dict):
         raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
     for name, tool in tools.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise BadInput(f"tools: the name {shown(name)} must be a word, as in calc(12*7)")
-        if not takes_one_text(tool):
-            raise BadInput(f"tools[{name!r}] = {shown(tool)}: must be a function (def, not async "
-                           "def) that can be called with one text")
-
-
-def takes_one_text(tool):
-    """Tell whether tool("text") is a call that returns an answer."""
-    try:
-        inspect.signature(tool).bind("text")
-    except (TypeError, ValueError):     # of no function, or of one in C that tells no parameters
-        return False
-    return not inspect.iscoroutinefunction(tool)
+        try:
+            inspect.signature(tool).bind("text")
+        except (TypeError, ValueError) as e:
+            raise BadInput(f"tools[{name!r}] = {shown(tool)}: must be a function that can be "
+                           f"called with one text ({e})") from None
 
 
 def check_prompts_name(tools, prompts):
@@ -138,10 +106,9 @@ def check_prompts_name(tools, prompts):
     for text in prompts:
         for call in find_calls(text):
             if call.name not in tools:
-                raise BadInput(
-                    f"the prompt {shown(text)} shows a tool {call.name!r}, and tools has "
-                    f"{', '.join(map(repr, tools))}: mend the name, or, if the text is no call, "
-                    "write an environment of your own (docs/tasks.md)")
+                raise BadInput(f"the prompt {shown(text)} shows a tool {call.name!r}, and tools "
+                               f"has {', '.join(map(repr, tools))}: mend the name, or write an "
+                               "environment of your own in place of tools")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -149,7 +116,7 @@ def check_prompts_name(tools, prompts):
 
 OPERATIONS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.Div: operator.truediv, ast.USub: operator.neg, ast.UAdd: operator.pos}
+    ast.Div: operator.truediv, ast.USub: operator.neg}
 
 
 def calc(expression):
@@ -158,18 +125,16 @@ def calc(expression):
         raise ValueError("only numbers, + - * / and brackets, at most 100 characters")
     try:
         value = value_of(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, KeyError):     # KeyError: ** or //
+    except (SyntaxError, AttributeError, KeyError):     # the last two: no operation of ours
         raise ValueError("not an expression") from None
     return value if isinstance(value, int) else f"{value:.10g}"
 
 
 def value_of(node):
     """The number that a node of the expression's tree stands for."""
-    if isinstance(node, ast.UnaryOp):
-        return OPERATIONS[type(node.op)](value_of(node.operand))
-    if isinstance(node, ast.BinOp):
-        left = value_of(node.left)
-        return OPERATIONS[type(node.op)](left, value_of(node.right))
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+    if isinstance(node, ast.Constant):
         return node.value
-    raise SyntaxError
+    operation = OPERATIONS[type(node.op)]
+    if isinstance(node, ast.UnaryOp):
+        return operation(value_of(node.operand))
+    return operation(value_of(node.left), value_of(node.right))

@@ -7,7 +7,7 @@ Several turns: an environment answers completions while they are sampled.
 Its answer is written behind the token that it answers, and the rollout's sampled_mask is False
 there. The policy reads these forced tokens like any others and samples on from its cache, so
 nothing is tokenised twice. force_text is forced in the same way, at the start of a completion.
-Shapes: N rows of a rollout, n that still run, m that are answered at this token, T tokens at most.
+Shapes: N rows of a rollout, n that still run, T tokens at most.
 """
 import functools
 import itertools
@@ -52,8 +52,8 @@ def openings(tokenizer, cfg, num_prompts, seed):
 def try_environment(cfg, prompts, tokenizer):
     """Try the environment and force_text before anything is trained.
 
-    Every prompt must have the columns that the environment asks for. Then it answers a few prompts
-    in place of transcripts, an empty transcript, and one of each stop string.
+    Every prompt must have the columns that the environment asks for. Then it answers, for one
+    prompt, an empty transcript and each stop string.
     """
     openings(tokenizer, cfg, 1, seed=0)
     if not cfg.answers:
@@ -62,10 +62,8 @@ def try_environment(cfg, prompts, tokenizer):
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
     function = cfg.functions["environment"]
     arguments_of("environment", function, prompts, [])
-    some = prompts[:8]
-    transcripts = [*(prompt.text for prompt in some), "", *cfg.stop_strings]
-    asked = list(itertools.islice(itertools.cycle(some), len(transcripts)))
-    ask(function, asked, transcripts)
+    transcripts = ["", *cfg.stop_strings]
+    ask(function, prompts[:1] * len(transcripts), transcripts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -86,23 +84,12 @@ def respond(tokenizer, asked, cfg, first, r, rows, t, column):
     prompts = [asked[first + turn.row] for turn in turns]
     answers = ask(cfg.functions["environment"], prompts, [turn.text for turn in turns])
     room = r.sampled_mask.shape[1] - t - 1
-    answer_ids = torch.full((len(turns), room), -1)
-    over = []
-    for i, (turn, answer) in enumerate(zip(turns, answers)):
-        if answer:
-            over.append(turn.num_answers == cfg.max_turns)
-        else:
-            over.append(answer is None or turn.at_end)
-        ids = [] if over[i] else tokenizer.encode_ordinary(answer)[:room]
-        answer_ids[i, :len(ids)] = torch.tensor(ids)
-
-    device = r.tokens.device
-    rows = torch.tensor([turn.row for turn in turns], device=device)                # (m,)
-    answer_ids = answer_ids.to(device)                                              # (m, room)
-    places = slice(column + 1, column + 1 + room)
-    r.ended[rows] = torch.tensor(over, device=device)
-    r.tokens[rows, places] = answer_ids.where(answer_ids >= 0, r.tokens[rows, places])
-    r.sampled_mask[rows, t + 1:] &= answer_ids < 0
+    for turn, answer in zip(turns, answers):
+        goes_on = turn.num_answers < cfg.max_turns if answer else answer == "" and not turn.at_end
+        ids = tokenizer.encode_ordinary(answer)[:room] if goes_on else []
+        r.ended[turn.row] = not goes_on
+        r.tokens[turn.row, column + 1:column + 1 + len(ids)] = torch.tensor(ids)
+        r.sampled_mask[turn.row, t + 1:t + 1 + len(ids)] = False
 
 
 class Turn(NamedTuple):
@@ -116,12 +103,10 @@ class Turn(NamedTuple):
 def ended_turns(tokenizer, stop_strings, r, rows, t, column):
     """A Turn for each of the rows (n,) whose token t is the policy's end token, or completes a
     stop string in the policy's own words."""
-    may_stop = tokens_that_may_stop(tokenizer, stop_strings, r.tokens.device)
-    token = r.tokens[rows, column].clamp(max=len(may_stop) - 1)     # a model may have more
+    stops = tokens_that_may_stop(tokenizer, stop_strings).to(rows.device)
+    may_stop = r.ended[rows] | torch.isin(r.tokens[rows, column], stops)
     drawn = r.completion_mask[rows, t] & r.sampled_mask[rows, t]
-    rows = rows[drawn & (r.ended[rows] | may_stop[token])]          # waits for a GPU
-    if not len(rows):
-        return []
+    rows = rows[drawn & may_stop]                                   # waits for a GPU
     ids = r.tokens[rows, column - t:column + 1]                                     # (n, t + 1)
     sampled = r.sampled_mask[rows, :t + 1]
     columns = torch.cat([rows[:, None], r.ended[rows, None], ids, sampled], 1)      # fetched once
@@ -140,16 +125,17 @@ def ended_turns(tokenizer, stop_strings, r, rows, t, column):
 
 
 @functools.lru_cache(maxsize=1)
-def tokens_that_may_stop(tokenizer, stop_strings, device):
-    """(n_vocab,) True for tokens that hold the last byte of a stop string."""
+def tokens_that_may_stop(tokenizer, stop_strings):
+    """Ids of the tokens that hold the last byte of a stop string."""
     last = {text.encode()[-1] for text in stop_strings}
-    found = torch.zeros(tokenizer.n_vocab, dtype=torch.bool)
-    for i in range(tokenizer.n_vocab if last else 0):
+    found = []
+    for i in range(tokenizer.n_vocab):
         try:
-            found[i] = not last.isdisjoint(tokenizer.decode_single_token_bytes(i))
+            if not last.isdisjoint(tokenizer.decode_single_token_bytes(i)):
+                found.append(i)
         except KeyError:    # an id without a token
             continue
-    return found.to(device)
+    return torch.tensor(found)
 
 
 def reaches_stop(tokenizer, ids, stop_strings):
@@ -161,21 +147,9 @@ def reaches_stop(tokenizer, ids, stop_strings):
 
 def ask(function, prompts, transcripts):
     """Call the environment -> a text or None for each transcript. BadInput for anything else."""
-    answers = call("environment", function, prompts, list(transcripts))
-    if not isinstance(answers, (list, tuple)) or len(answers) != len(transcripts):
+    answers = call("environment", function, prompts, transcripts)
+    is_list = isinstance(answers, (list, tuple)) and len(answers) == len(transcripts)
+    if not is_list or not all(answer is None or isinstance(answer, str) for answer in answers):
         raise BadInput(f"environment returned {shown(answers)}: must be a list with a text, or "
                        f"None, for each of {len(transcripts)} transcripts")
-    for answer, transcript in zip(answers, transcripts):
-        if answer is not None and not is_plain_text(answer):
-            raise BadInput(f"environment returned {shown(answer)} for the transcript "
-                           f"{shown(transcript)}: must be a text, or None to end the episode")
     return answers
-
-
-def is_plain_text(answer):
-    """Tell whether an answer is a text that can be encoded: no bytes, no lone surrogate."""
-    try:
-        answer.encode()
-    except (AttributeError, UnicodeEncodeError):
-        return False
-    return isinstance(answer, str)

@@ -6,12 +6,14 @@ import math
 import os
 import random
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
 from data.tokenizer import GPT2_PATTERN, load_tokenizer
-from hub.export import core_of, export
+from hub.export import core_of, export, merged_tensors
+from hub.families import config_from_json
 from hub.files import save_tensors
 from hub.tokenizer import bpe_core
 from judge.roberta import Roberta
@@ -37,81 +39,39 @@ QWEN3 = LLAMA | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hea
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=2.5,
               original_max_position_embeddings=24)
 WITHOUT_THETA = {key: x for key, x in LLAMA.items() if key != "rope_theta"}
-WITHOUT_KV = {key: x for key, x in LLAMA.items() if key != "num_key_value_heads"}
 LAYOUTS = {
     "gpt2": GPT2,
-    "gpt2 by erf": GPT2 | dict(activation_function="gelu"),
-    "gpt2 n_inner untied": GPT2 | dict(n_inner=7, tie_word_embeddings=False),
+    "gpt2 by erf, untied": GPT2 | dict(activation_function="gelu", n_inner=7,
+                                       tie_word_embeddings=False),
     "gpt_neo": NEO,
-    "gpt_neo by erf": NEO | dict(activation_function="gelu"),
-    "gpt_neo inner": NEO | dict(intermediate_size=9, window_size=1),
+    "gpt_neo by erf": NEO | dict(activation_function="gelu", intermediate_size=9, window_size=1),
     "llama": LLAMA,
     "llama one kv head, tied": LLAMA | dict(num_key_value_heads=1, tie_word_embeddings=True),
-    "llama as transformers 4 wrote it": WITHOUT_KV | dict(rope_scaling=None, pretraining_tp=1),
-    "llama as transformers 5 writes it": WITHOUT_THETA | dict(
+    "llama of transformers 5": WITHOUT_THETA | dict(
         head_dim=8, rope_parameters=dict(rope_theta=9.0, rope_type="default")),
     "llama 3.2": LLAMA | dict(head_dim=12, tie_word_embeddings=True, rope_scaling=LLAMA3),
-    "llama 3.2, transformers 5": WITHOUT_THETA | dict(
+    "llama 3.2 of transformers 5": WITHOUT_THETA | dict(
         head_dim=12, rope_parameters=LLAMA3 | dict(rope_theta=50.0)),
     "qwen2": QWEN2,
     "qwen2 tied": QWEN2 | dict(tie_word_embeddings=True, layer_types=["full_attention"] * 2),
     "qwen3": QWEN3,
-    "qwen3 tied": QWEN3 | dict(tie_word_embeddings=True, num_key_value_heads=4),
-    "qwen3, scaled": QWEN3 | dict(rope_scaling=LLAMA3)}
+    "qwen3 tied": QWEN3 | dict(tie_word_embeddings=True, rope_scaling=LLAMA3)}
 
 
 # ------------------------------------------------------------------------------------------------
 # tensors
 
 
-def shapes(c):
-    """{published name: shape} of the model of a config.json."""
-    if c["model_type"].startswith("gpt"):
-        return shapes_of_gpt(c)
-    C, nh, inner = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"]
-    nkv = c.get("num_key_value_heads", nh)
-    hs = c.get("head_dim", C // nh)
-    wide = dict(q=nh * hs, k=nkv * hs, v=nkv * hs)
-    layer = {f"self_attn.{x}_proj.weight": (rows, C) for x, rows in wide.items()}
-    layer |= {"self_attn.o_proj.weight": (C, nh * hs), "mlp.gate_proj.weight": (inner, C),
-              "mlp.up_proj.weight": (inner, C), "mlp.down_proj.weight": (C, inner),
-              "input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
-    if c["model_type"] == "qwen2":
-        layer |= {f"self_attn.{x}_proj.bias": (rows,) for x, rows in wide.items()}
-    if c["model_type"] == "qwen3":
-        layer |= {"self_attn.q_norm.weight": (hs,), "self_attn.k_norm.weight": (hs,)}
-    found = {"model.embed_tokens.weight": (V, C), "model.norm.weight": (C,)}
-    for i in range(c["num_hidden_layers"]):
-        found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return found if c.get("tie_word_embeddings") else found | {"lm_head.weight": (V, C)}
-
-
-def shapes_of_gpt(c):
-    layer = {"mlp.c_proj.bias": (C,), "ln_1.weight": (C,), "ln_1.bias": (C,), "ln_2.weight": (C,),
-             "ln_2.bias": (C,)}
-    if c["model_type"] == "gpt2":
-        inner = c.get("n_inner") or 4 * C
-        layer |= {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,),
-                  "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,),
-                  "mlp.c_fc.weight": (C, inner), "mlp.c_proj.weight": (inner, C)}
-    else:
-        inner = c.get("intermediate_size") or 4 * C
-        layer |= {f"attn.attention.{x}_proj.weight": (C, C) for x in ("q", "k", "v", "out")}
-        layer |= {"attn.attention.out_proj.bias": (C,),
-                  "mlp.c_fc.weight": (inner, C), "mlp.c_proj.weight": (C, inner)}
-    layer["mlp.c_fc.bias"] = (inner,)
-    found = {"wte.weight": (V, C), "wpe.weight": (32, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
-    for i in range(c.get("n_layer") or c["num_layers"]):
-        found |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
-    found = {f"transformer.{name}": shape for name, shape in found.items()}
-    return found if c.get("tie_word_embeddings", True) else found | {"lm_head.weight": (V, C)}
-
-
 def make_tensors(c, seed=0):
+    """{published name: tensor} of the model of a config.json, all of them random."""
+    kind, config = config_from_json(c, "a test")
+    tied = c.get("tie_word_embeddings", kind.startswith("gpt"))
+    with torch.device("meta"):
+        model = GPT(replace(config, tied=tied))
     generator = torch.Generator().manual_seed(seed)
-    return {name: 0.4 * torch.randn(shape, generator=generator)
+    return {name: 0.4 * torch.randn(x.shape, generator=generator)
             + ("norm" in name or "ln_" in name and name.endswith("weight"))
-            for name, shape in shapes(c).items()}
+            for name, x in merged_tensors(model, {}, kind).items()}
 
 
 def write(folder, c, tensors=None):
@@ -141,7 +101,7 @@ GGUF_NAMES = {
 
 def write_gguf(path, c, tensors, kind, **changes):
     """A GGUF file by the package gguf -> its path. The rows of Llama's queries and keys are in
-    llama.cpp's order. changes: of the metadata, a None is left out."""
+    llama.cpp's order. changes: of the metadata."""
     import gguf
     import numpy
 
@@ -154,13 +114,10 @@ def write_gguf(path, c, tensors, kind, **changes):
         "attention.layer_norm_rms_epsilon": c["rms_norm_eps"]}
     writer = gguf.GGUFWriter(path, kind)
     metadata = {f"{kind}.{key}": x for key, x in metadata.items()} | changes
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+           str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, (int, float)):
-            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
-        elif value is not None:
-            (writer.add_string if isinstance(value, str) else writer.add_array)(key, value)
+        add[type(value)](key, value)
     for name, x in tensors.items():
         module, leaf = name.rsplit(".", 1)
         block = ""

@@ -1,6 +1,5 @@
 """Chess as two tasks: truths against positions known by heart, scores against completions made by
 hand."""
-import itertools
 import random
 import shutil
 import sys
@@ -49,22 +48,14 @@ def test_what_a_move_leads_to():
 
 
 def test_prompts_have_the_published_form():
-    history = [f"a{i}" for i in range(30)]
-    prompt = chess.rules_prompt(chess.Position(START, history, "e2e4"))
-    assert prompt == f"A: {START}+e2e4+{' '.join([*history[-9:], 'e2e4'])}+"
+    moves = [f"a{i}" for i in range(30)]
+    prompt = chess.rules_prompt(START, moves)
+    assert prompt == f"A: {START}+a29+{' '.join(moves[-10:])}+"
 
 
-def test_material_is_that_of_the_position_after():
-    found = itertools.islice(chess.positions(5, asked=False, plies=(20, 60)), 60)
-    for fen, move in [*((fen, move) for fen, _, move in found),
-                      ("4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20", "d4e3"),
-                      ("1n2k3/P7/8/8/8/8/8/4K3 w - - 0 1", "a7b8q")]:
-        board = python_chess.Board(fen)
-        mover = board.turn
-        board.push_uci(move)
-        after = sum(chess.VALUES[p.piece_type] * (1 if p.color == mover else -1)
-                    for p in board.piece_map().values())
-        assert chess.material_after(fen)[move] == after, f"{move} in {fen}"
+def scores(names, text, **row):
+    """What these rewards give a completion of a row."""
+    return [getattr(chess, name)([], [text], [row])[0] for name in names.split()]
 
 
 def test_texts_are_perfect_completions():
@@ -72,20 +63,18 @@ def test_texts_are_perfect_completions():
     for i, line in enumerate(chess.texts(80, 3)):
         if i % 3 == 2:
             fen = " ".join(line.split(" ")[1:7])
-            text = [line.removeprefix(f"P: {fen} ")]
-            rewards = [f([], text, [chess.legal(fen)])
-                       for f in (chess.p_format, chess.p_legal, chess.p_best)]
-            material = [chess.material_after(fen)]
-            rewards += [chess.p_engine_values([], text, material),
-                        chess.p_engine_moves([], text, [dict.fromkeys(text[0].split()[1:6], 0)])]
-            best = chess.read_play(text[0]).best
-            assert material[0][best] == max(material[0].values())
+            text = line.removeprefix(f"P: {fen} ")
+            material = chess.material_after(fen)
+            assert scores("p_format p_legal p_best p_engine_values", text, legal=chess.legal(fen),
+                          evaluations=material) == [1] * 4, line
+            assert material[text.split()[-1]] == max(material.values())
         else:
             fen, move, history, answer = line.removeprefix("A: ").split("+", 3)
             assert history.split()[-1] == move and answer == chess.rules_answer(fen, move)
-            rewards = [f([], [answer], [answer])
-                       for f in (chess.a_format, chess.a_exact, chess.a_outcome)]
-        assert rewards == [[1]] * len(rewards), f"{line!r}: {rewards}"
+            assert scores("a_format a_exact a_outcome", answer, answer=answer) == [1] * 3, line
+    for fen, move, pawns in [("4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20", "d4e3", 1),
+                             ("1n2k3/P7/8/8/8/8/8/4K3 w - - 0 1", "a7b8q", 9)]:
+        assert chess.material_after(fen)[move] == pawns
 
 
 def test_questions_know_their_answers_and_no_question_was_a_text():
@@ -93,12 +82,10 @@ def test_questions_know_their_answers_and_no_question_was_a_text():
     for i, row in enumerate(rows):
         assert (row["answer"] is None) == (i % 2 == 1) != (row["legal"] is None)
         assert row["text"].startswith(("A: ", "P: ")[i % 2] + row["fen"])
-        if row["legal"]:
-            assert row["legal"] == chess.legal(row["fen"])
+        assert row["legal"] in (None, chess.legal(row["fen"]))
     assert rows == chess.questions(90, 3)[:80] != chess.questions(80, 4)
     learned = {text.partition("+")[0].split(" ")[1] for text in chess.texts(600, 3)}
-    asked = {row["fen"].split(" ")[0] for row in rows}
-    assert not learned & asked
+    assert not learned & {row["fen"].split(" ")[0] for row in rows}
 
 
 STATES = [  # completion, format, right position, distance, share of the outcome
@@ -115,7 +102,8 @@ STATES = [  # completion, format, right position, distance, share of the outcome
 
 FIVE = "e2e4 d2d4 g1f3 c2c4 b1c3"
 LEGAL = chess.legal(START)
-VALUES = {move: -0.1 * i for i, move in enumerate([*FIVE.split(), *sorted(set(LEGAL) - {*FIVE.split()})])}
+BY_VALUE = [*FIVE.split(), *sorted(set(LEGAL) - {*FIVE.split()})]
+VALUES = {move: -0.1 * i for i, move in enumerate(BY_VALUE)}
 PLAYS = [   # completion, format, legal share, best among them, engine's best, moves, values
     (f"M: {FIVE} E: 0.0 -0.1 -0.2 -0.3 -0.4 B: e2e4", 1, 1, 1, 1, 1, 1),
     (f"M: {FIVE} E: 0.0 -0.1 -0.2 -0.3 -0.4 B: g1f3", 1, 1, 1, .6, 1, 1),
@@ -125,44 +113,38 @@ PLAYS = [   # completion, format, legal share, best among them, engine's best, m
     ("M: e2e4 d2d4", 0, .4, 0, -.5, .4, 0), ("", 0, 0, 0, -.5, 0, 0)]
 
 
+RULES = "a_format a_exact a_distance a_outcome"
+PLAY = "p_format p_legal p_best p_engine_best p_engine_moves p_engine_values"
+
+
 def test_scores_of_completions():
     for text, *expected in STATES:
-        found = [f([], [text], [ANSWER])[0] for f in
-                 (chess.a_format, chess.a_exact, chess.a_distance, chess.a_outcome)]
-        assert found == pytest.approx(expected), text
+        assert scores(RULES, text, answer=ANSWER) == pytest.approx(expected), text
     for text, *expected in PLAYS:
-        found = [f([], [text], [LEGAL])[0] for f in (chess.p_format, chess.p_legal, chess.p_best)]
-        found += [f([], [text], [VALUES])[0] for f in
-                  (chess.p_engine_best, chess.p_engine_moves, chess.p_engine_values)]
+        found = scores(PLAY, text, legal=LEGAL, evaluations=VALUES)
         assert found == pytest.approx(expected), text
+    assert scores(f"{RULES} {PLAY}", "", answer=None, legal=None, evaluations=None) == [None] * 10
     assert chess.edit_distance("flaw", "lawn") == 2 and chess.edit_distance("", "abc") == 3
 
 
 def test_no_text_makes_a_reward_raise():
     rng = random.Random(0)
     pieces = [*"+:. \n0159-/٣²kK", "M:", "E:", "B:", "e2e4", "1e999", "-0.0", "nan", AFTER_E4]
-    rewards = [(chess.a_format, ANSWER), (chess.a_exact, ANSWER), (chess.a_distance, ANSWER),
-               (chess.a_outcome, ANSWER), (chess.p_format, LEGAL), (chess.p_legal, LEGAL),
-               (chess.p_best, LEGAL), (chess.p_engine_best, VALUES), (chess.p_engine_moves, VALUES),
-               (chess.p_engine_values, VALUES)]
-    texts = []
     for _ in range(150):
         text = list(rng.choice((ANSWER, PLAYS[0][0], "")))
         for _ in range(rng.randint(0, 6)):
             at = rng.randint(0, len(text))
             text[at:at + rng.randint(0, 2)] = [rng.choice(pieces)]
-        texts.append("".join(text))
-    for reward, truth in rewards:
-        values = reward([], texts, [truth] * len(texts))
-        most = len(AFTER_E4) if reward is chess.a_distance else 1
-        assert all(isinstance(x, float) and abs(x) <= most for x in values), reward
-        assert reward([], texts, [None] * len(texts)) == [None] * len(texts)
+        found = scores(f"{RULES} {PLAY}", "".join(text), answer=ANSWER, legal=LEGAL,
+                       evaluations=VALUES)
+        assert all(isinstance(x, float) and abs(x) <= len(AFTER_E4) for x in found), text
 
 
 @pytest.mark.parametrize("name", ["chess", "chess_stockfish", "chess_rookworld"])
 def test_config_files(name, monkeypatch):
     """The longest prompt and answer fit; each part is a column, NaN where the task is the other."""
-    monkeypatch.setattr(chess, "stockfish", lambda fens: (VALUES for _ in fens))
+    monkeypatch.setattr(chess, "add_evaluations", lambda rows: [
+        row | {"evaluations": row["legal"] and VALUES} for row in rows])
     cfg = load_settings([f"{ROOT}/config/{name}.py"])
     tokenizer = load_tokenizer(cfg.vocab_size)
     rows = cfg.functions["questions"](300, 1)
@@ -179,11 +161,12 @@ def test_config_files(name, monkeypatch):
 
 
 def test_stockfish_sees_a_mate_or_one_line_says_that_it_is_missing(monkeypatch):
-    if chess.find_stockfish():
-        first, second = (list(chess.stockfish([START, MATE], nodes=500)) for _ in range(2))
-        assert first == second and chess.top_moves(first[1])[0] == "d8h4"
+    rows = [{"fen": MATE, "legal": chess.legal(MATE)}, {"fen": START, "legal": None}]
+    if shutil.which("stockfish"):
+        first, second = chess.add_evaluations(rows, nodes=500)
+        assert chess.top_moves(first["evaluations"])[0] == "d8h4" and not second["evaluations"]
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "apt-get install stockfish" in refusal(next, chess.stockfish([START]))
+    assert "apt-get install stockfish" in refusal(chess.add_evaluations, rows)
 
 
 def test_without_the_package_one_line_says_so(monkeypatch):

@@ -2,7 +2,6 @@
 What answers a completion while it is sampled: an environment, or tools. Its words are read and
 never learned, and what is sampled around them is what a loop over single rows samples.
 """
-import functools
 import random
 from dataclasses import replace
 
@@ -17,10 +16,9 @@ from evaluate import evaluate, sample_evaluation
 from grpo import collect, sample_groups
 from run.fast import Decoder
 from run.metrics import batch_metrics
-from sample import completion_logprobs, decode, empty_rollout, generate
+from sample import completion_logprobs, empty_rollout, generate
 from tasks.tools import (
-    calc, call_metrics, check_prompts_name, check_tools, find_calls, list_tools, reply,
-    tool_environment)
+    calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
 from tasks.turns import answering, openings, try_environment
 from worlds import WORD_PROMPTS, WORDS, nets_of, refusal, settings, word_gpt
 
@@ -104,8 +102,7 @@ def test_every_way_of_decoding_gives_the_same():
     decoder = Decoder(torch.device("cpu"), compiled=False)
     for truncation in ({}, dict(top_k=40)):
         plain = rollout_of(cfg, **truncation)
-        for way in (dict(batch_size=8), dict(decode=functools.partial(decode, drop=False)),
-                    dict(decode=decoder)):
+        for way in (dict(batch_size=8), dict(decode=decoder)):
             other = rollout_of(cfg, **way, **truncation)
             for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
                 assert torch.equal(getattr(plain, name), getattr(other, name)), (way, name)
@@ -131,9 +128,9 @@ def test_max_turns_and_no_turns():
     free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
     off = rollout_of(with_game(max_turns=0))
     quiet = replace(with_game(lambda prompts, texts: [None] * len(texts)), stop_strings=())
-    for name in ("tokens", "completion_mask", "sampled_mask", "logp", "ended"):
-        assert torch.equal(getattr(free, name), getattr(off, name)), name
-        assert torch.equal(getattr(free, name), getattr(rollout_of(quiet), name)), name
+    for other in (off, rollout_of(quiet)):
+        for name in ("tokens", "completion_mask", "sampled_mask", "logp", "ended"):
+            assert torch.equal(getattr(free, name), getattr(other, name)), name
 
 
 def planted(texts, cfg, room=8, forced=(), over=()):
@@ -184,7 +181,7 @@ def test_answers_are_cut_and_ends_are_undone():
     assert r.ended.tolist() == [False, False, True], "an answer without room counts as cut, too"
 
 
-def test_what_samples_hears_the_environment_and_is_given_columns(capsys):
+def test_what_samples_hears_the_environment_and_is_given_columns():
     seen = []
 
     def tell(prompts, transcripts, number, rows):
@@ -203,9 +200,8 @@ def test_what_samples_hears_the_environment_and_is_given_columns(capsys):
     lengths = sampled.sampled_mask.sum(1).double()
     measured = evaluate(nets, nets.policy, cfg)[0]["mean_length"]
     assert measured == pytest.approx(float(lengths.mean()))
-    spoken = explain.speak.speak(nets, nets.policy, cfg, "you are", 3)
-    assert not any(" 77" in text for text, _ in spoken)
-    assert "asks for the column 'number'" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="asks for the column 'number'"):
+        explain.speak.speak(nets, nets.policy, cfg, "you are", 3)
 
 
 def test_metrics_count_what_the_policy_drew():
@@ -216,31 +212,23 @@ def test_metrics_count_what_the_policy_drew():
     m = batch_metrics(batch, cfg)
     assert m["forced"] == pytest.approx(1 - float(r.sampled_mask.sum() / r.completion_mask.sum()))
     assert .1 < m["forced"] < .9 and torch.equal(batch.loss_mask, r.sampled_mask)
-    assert m["completions/mean_length"] == pytest.approx(float(r.sampled_mask.sum(1).double().mean()))
-
-
-def fails(prompts, transcripts):
-    raise KeyError(transcripts[0])
-
-
-def empties(prompts, transcripts):
-    transcripts.clear()
-    return []
+    lengths = r.sampled_mask.sum(1).double()
+    assert m["completions/mean_length"] == pytest.approx(float(lengths.mean()))
 
 
 WRONG = [   # function, words of the refusal
-    (fails, "environment raised KeyError: "), (lambda p, texts: "yes", "returned 'yes': must be"),
-    (lambda p, texts: texts[1:], "for each of 19 transcripts"), (empties, "returned []: must be"),
-    (lambda p, texts: [3] * len(texts), "returned 3 for the transcript"),
-    (lambda p, texts: ["\ud800"] * len(texts), "must be a text"),
+    (lambda p, texts: [{}[text] for text in texts], "environment raised KeyError: "),
+    (lambda p, texts: "yes", "returned 'yes': must be"),
+    (lambda p, texts: texts[1:], "for each of 11 transcripts"),
+    (lambda p, texts: [3] * len(texts), "returned [3, 3, "),
     (lambda p, texts, answer: texts, "asks for the column 'answer'; the prompt 'last'"),
     (lambda: [], "environment takes (): must take")]
 
 
 def test_what_an_environment_does_wrong_is_one_line():
     known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in WORD_PROMPTS]
-    prompts = [*known * 2, Prompt("last", [1], {"text": "last"})]
     for function, words in WRONG:
+        prompts = [*known, Prompt("last", [1], {"text": "last"})]
         assert words in refusal(try_environment, with_game(function), prompts, WORDS)
     cfg = with_game(force_rate=.5, force_text="12345678901234567890")
     assert "its 20 tokens leave no room" in refusal(try_environment, cfg, known, WORDS)
@@ -285,8 +273,8 @@ def test_a_call_is_answered_with_its_result_or_its_error():
     table = {"long": lambda text: "ab \n" * 9999, "find": lambda text: "(as f(x) = 3)\nin g(h(2))"}
     assert len(reply("long(1)", table)) < 250 and "\n" not in reply("long(1)", table)
     answer = reply("find(x)", table)
-    assert answer == " = (as f (x) = 3) in g (h (2))"
-    assert reply("find(x)" + answer, table) == "", "what an answer says is no call"
+    assert answer == " = (as f (x) = 3) in g (h (2))", "what an answer says is no call"
+    assert reply("find(x)" + answer, table) == ""
 
 
 def test_the_parser_takes_any_text():
@@ -310,52 +298,10 @@ def test_calls_and_failures_are_counted_in_the_texts():
 
 def test_prompts_and_table_name_the_same_tools():
     """A real mistake: the prompt said slack_send_message, the table send_slack_message."""
-    def send_slack_message(text):
-        """Send a message.
-
-        And more that no prompt shows."""
-
-    table = {"calc": calc, "send_slack_message": send_slack_message}
-    shown = list_tools(table)
-    assert shown.endswith("\nsend_slack_message(text): Send a message.")
-    check_prompts_name(table, [shown + "\nWhat is 2*2?", "What is (2*2)?"])
+    table = {"calc": calc, "send_slack_message": str}
+    check_prompts_name(table, ["calc(2*2), send_slack_message(text)", "What is (2*2)?"])
     line = refusal(check_prompts_name, table, ["You have slack_send_message(text). Hello"])
     assert "'slack_send_message'" in line and "'send_slack_message'" in line
-
-
-def test_a_tool_that_cannot_be_called_with_one_text_is_refused():
-    async def later(text):
-        return text
-
-    for tool in (lambda a, b: a, lambda: 1, later, 7):
+    for tool in (lambda a, b: a, lambda: 1, 7):
         assert "can be called with one text" in refusal(check_tools, {"calc": tool})
-    assert "must be a word" in refusal(check_tools, {"my calc": calc})
     assert "must be a dict" in refusal(check_tools, [calc])
-    check_tools({"calc": calc, "upper": str.upper, "more": lambda a, b=2: a})
-
-
-def test_calc():
-    rng = random.Random(0)
-    for _ in range(1500):
-        text = "".join(rng.choices(["1", "23", ".5", "+", "-", "*", "/", "(", ")", " "], k=7))
-        try:
-            expected = eval(text) if "**" not in text and "//" not in text else None
-        except (SyntaxError, TypeError, ZeroDivisionError):
-            expected = None
-        try:
-            found = float(calc(text))
-        except (ValueError, ZeroDivisionError):
-            found = None
-        assert found == (expected and pytest.approx(expected, rel=1e-9)), text
-    assert [str(calc(x)) for x in ("347*86", " 6/2 ", "1/4", "1.50")] == ["29842", "3", "0.25", "1.5"]
-    for text in ("9**9", "7//2", "1 if 1 else 2", "1e5", "()", "3(4)", "...", "²", "٣", "1\n+1", "",
-                 "1" + "+1" * 60, "__import__('os')"):
-        assert reply(f"calc({text})", TABLE)[:8] == " error: ", text
-
-
-def test_the_config_file_of_the_calculator():
-    cfg = load_settings([f"{ROOT}/config/calculator.py"])
-    assert cfg.functions["environment"](["?"], ["calc(347*86)"]) == [" = 29842"]
-    question, = cfg.functions["questions"](1, 0)
-    texts = cfg.functions["texts"](2000, 0)
-    assert any(" calc(" in text for text in texts) and not any(question["text"] in t for t in texts)

@@ -7,21 +7,17 @@ import os
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 
 import pytest
 import torch
 
 import grpo
 import tracin
-from config import load_settings
 from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
-from explain.words import Piece, Row, logprob_changes, pieces_of, row_alone
-from sample import completion_states, generate
-from tracin import Tape
-from worlds import printed, random_gpt, read_rows, refusal, with_lora
+from explain.words import Piece, Row, pieces_of
+from worlds import printed, read_rows, refusal
 
 explain = importlib.import_module("explain.__main__")
 CONFIG = """
@@ -46,14 +42,11 @@ SETTINGS = {
     "off": ["--tracin=off"],
     "one backward": [
         "--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20",
-        "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
+        "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8",
+        "--force_text= the", "--force_rate=0.5"],
     "held out": [
-        "--tracin=reward", "--tracin_val_prompts=3", "--tracin_val_size=5", "--beta=0.1",
-        "--tracin_select=random", "--tracin_normalizer=norm", "--ref_model_sync_steps=2",
-        "--loss_type=grpo"],
-    "average": [
-        "--tracin=reward", "--tracin_target_ema=0.8", "--critic=True", "--entropy_coef=0.01",
-        "--tracin_val_prompts=3"]}
+        "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
+        "--critic=True", "--entropy_coef=0.01", "--ref_model_sync_steps=2"]}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +74,7 @@ def sampled(folder, *flags, name="ckpt.pt"):
 
     def sample():
         nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo)
-        found.append(explain.iteration_after(nets, os.path.join(folder, name), cfg, False))
+        found.append(explain.iteration_after(nets, os.path.join(folder, name), cfg))
 
     printed(sample)
     return found[0].rows, found[0], cfg
@@ -143,81 +136,47 @@ def without_proof(cfg, given, method):
 def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, script, tmp_path):
     folder = run("self")
     before = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
-    text = printed(explain.main, [folder, "--show=3", "--words=4"])
+    text = printed(explain.main, [folder, "--show=3"])
     after = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
     shown = after.pop("influence.html").decode()
     before.pop("influence.html", None)
     assert before == after
     assert "64 rollouts of 4 iterations" in text and "nan" not in text
-    assert text.count("  iteration ") == 6 and "words of iteration 5" in text
-    assert 4 <= shown.count("<article>") <= 6 and shown.count("<svg") == 1
-    text = printed(explain.main, [run("off"), "--before", "--show=1", "--words=1"])
-    assert "16 rollouts of 1 iterations, target 'reward'" in text and "words of iteration 3" in text
+    assert text.count("  iteration ") == 6 and "Iteration 5: the tape agrees with" in text
+    assert 4 <= shown.count("<article>") <= 6 and "of iteration 5" in shown
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
     argv = [run("off"), str(tmp_path / "mine.py"), "--tracin=target", "--show=1"]
     text = printed(explain.main, argv)
     assert "target 'target'" in text and "agrees with" in text
-    done = script("tracin.py", folder, "--show=1")
-    assert done.returncode == 0 and "agrees with" in done.stdout and not done.stderr
+    done = script("tracin.py", run("off"), "--before", "--show=1")
+    assert done.returncode == 0 and not done.stderr
+    assert "16 rollouts of 1 iterations, target 'reward'" in done.stdout.replace("\n", " ")
+    assert "Iteration 3: the tape agrees with" in done.stdout
 
 
 def test_what_makes_the_model_say_this(run):
-    """A rollout that says it, of positive advantage, is for it, in what was recorded too."""
+    """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
     best = max(recorded(folder, 3), key=lambda row: row["advantage"])
-    argv = [folder, f"--prompt={best['prompt']}", f"--completion={best['completion']}", "--show=4"]
-    text = printed(explain.main, argv)
-    helpful, harmful = text.split("most harmful")
-    assert "32 rollouts of 2 iterations" in text
+    argv = [folder, "--before", f"--prompt={best['prompt']}", f"--completion={best['completion']}"]
+    helpful, harmful = printed(explain.main, argv).split("most harmful")
     assert f"iteration 3, reward {best['reward']:.3f}" in helpful
     assert f"-> {best['completion'][:48]!r}" in helpful
 
 
 def test_refusals(run, tmp_path):
     folder = run("self")
-    for argv in ([], ["--show=3"], [folder, "--show=x"], [folder, "--prompt=the"]):
+    for argv in ([], [folder, "--show=x"], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
-    assert "none: cannot be read" in refusal(explain.main, [str(tmp_path / "none")])
-    assert "did you mean 'tracin_adam'" in refusal(explain.main, [folder, "--tracin_adm=True"])
     long = "--completion=" + "long " * 40
     assert "together at most" in refusal(explain.main, [folder, "--prompt=the", long])
     copy = shutil.copytree(folder, tmp_path / "copy")
     os.remove(copy / "ckpt_prev.pt")
     assert "ckpt_prev.pt: no such file" in refusal(explain.main, [str(copy), "--before"])
-    (copy / "ckpt.pt").write_bytes(b"cut")
-    assert "not a readable checkpoint" in refusal(explain.main, [str(copy)])
 
 
 # ------------------------------------------------------------------------------------------------
 # words and sentences
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_tokens_add_up_to_the_score_of_their_rollout(lora):
-    """On the tape the rows stand side by side, padded; here each is alone."""
-    policy = random_gpt(40, n_head=2, n_embd=16, n_kv_head=1, rope_base=1e4 * lora)
-    policy = (with_lora(policy) if lora else policy).eval()
-    forced = torch.full((6, 8), -1)
-    forced[1:4, 1:4] = torch.tensor([9, 7, 11])
-    rollout = generate(policy, [[1, 2, 3, 4, 5], [6]], 3, 8, seed=1, eos=tuple(range(20, 30)),
-                       top_k=30, temperature=0.8, forced=forced)
-    slope = torch.randn(rollout.completion_mask.shape)
-    with Tape(policy, 6) as tape:
-        tape.rows(torch.arange(6), owners=rollout.sampled_mask.nonzero()[:, 0])
-        h, targets, allowed, where = completion_states(policy, rollout)
-        logits = (policy.lm_head(h) / 0.8).masked_fill(~allowed, -math.inf)
-        logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        (slope[where] * logp).sum().backward()
-    names = {p: name for name, p in policy.named_parameters() if p.requires_grad}
-    G = {p: torch.randn_like(p) for p in names}
-    D = {names[p]: g for p, g in G.items()}
-    rows = [row_alone(rollout, i, 0.8) for i in range(6)]
-    found = [slope[i, :len(row.chosen)] * logprob_changes(policy, D, row)
-             for i, row in enumerate(rows)]
-    size = max(float(influence.abs().sum()) for influence in found)
-    for row, influence, score in zip(rows, found, tape.dot(G).tolist()):
-        assert abs(float(influence.double().sum()) - score) < 1e-6 * size
-        assert not influence[~row.chosen].any(), "a token that was not drawn has influence"
 
 
 def test_tokens_that_share_a_character_are_one_piece():
@@ -226,11 +185,10 @@ def test_tokens_that_share_a_character_are_one_piece():
     ids = [*tokenizer.encode_ordinary(" a"), *euro, euro[1], *face, *euro[:2], 299]
     n = len(ids)
     row = Row(torch.tensor([5, *ids]), torch.ones(n, dtype=torch.bool), None, 1.0)
-    found = pieces_of(row, torch.arange(1.0, n + 1), torch.ones(n), tokenizer, (299,))
+    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer, (299,))
     assert [piece.text for piece in found][-5:] == ["€", "\ufffd", "🙂", "\ufffd", ""]
     assert "".join(piece.text for piece in found) == tokenizer.decode(ids[:-1])
     assert sum(piece.influence for piece in found) == sum(range(1, n + 1))
-    assert [piece.change for piece in found[-5:]] == [3, 1, 4, 2, 1]
 
 
 def test_sentences_say_what_was_planted():
@@ -239,74 +197,54 @@ def test_sentences_say_what_was_planted():
     planted = [dict(iteration=i // 100, completion="e" * (5 + i % 7), reward=a, advantage=b,
                     influence=math.exp(a) - 0.5, weight=float(a > 0))
                for i, (a, b) in enumerate(zip(*noise))]
-    planted[7]["reward"] = math.nan     # that no reward function scored
     metrics = [{"tracin/target_cosine": x} for x in (0.02, None, -0.01)]
-    shares, target, likeness, difference = sentences_of(planted, metrics, list)
-    assert "strongest 3 of 300" in shares and "dropped hold" in shares
+    shares, target, likeness = sentences_of(planted, metrics, list)
+    assert "tenth of 300" in shares and "dropped hold" in shares
     assert "mostly noise" in target and "0.01" in target
-    assert "hardly more than reward" in likeness and "nan" not in likeness
-    assert "higher reward" in difference and "advantage" not in difference
+    assert "hardly more than reward" in likeness
     assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]
     alike = [row | dict(reward=1.0, advantage=0.0, completion="e") for row in planted]
-    assert "were like the harmful" in sentences_of(alike, [], list)[-1]
+    assert len(sentences_of(alike, [], list)) == 1, "there is nothing to compare"
 
 
 # ------------------------------------------------------------------------------------------------
 # the page
 
 NASTY = ("<script>alert(1)</script>", "\"'><img src=x onerror=alert(2)>", "&lt;b&gt; &#60;",
-         "a\x00b\x1b[31m\x7f\x85", "\ud800 half", "line\n\ttab \u2028", "\u202egnp.exe\u200b",
-         "</p></article></html><!--", "]]><style>*{display:none}</style>", "{0} {x} %s",
-         "été 🙂 中文")
+         "a\x00b\x1b[31m\x7f\x85", "\ud800 half", "line\n\ttab \u2028", "été 🙂 {0}")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def nasty_page():
     cards = []
     for j, text in enumerate(NASTY):
-        pieces = [Piece(text, 1.0 - j, -1.0, True), Piece("  ", 0.5, 1.0, True),
-                  Piece(text, 0.0, 0.0, False), Piece("", -0.1, 1.0, True)]
+        pieces = [Piece(text, 1.0 - j, True), Piece("  ", 0.5, True), Piece(text, 0.0, False),
+                  Piece("", -0.1, True)]
         row = dict(prompt=text, reward=0.5, advantage=-1.0, weight=0.0, z=1.5 - j)
         cards.append((row, pieces))
-    words = [(text, 1.0) for text in NASTY]
     lists = {"Most helpful": cards, "Most harmful": []}
-    return page(f"run {NASTY[1]}", NASTY[2], NASTY, NASTY[0], words, lists, "<svg></svg>")
-
-
-class Reader(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.tags = []
-        self.attributes = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes |= {name for name, _ in attrs}
+    return page(f"run {NASTY[1]}", NASTY[2], NASTY, NASTY[0], lists)
 
 
 def test_nothing_that_was_written_becomes_markup():
     text = nasty_page()
     text.encode("utf-8")        # a lone surrogate would not
-    read = Reader(text)
-    assert not {"script", "img", "a", "link", "iframe"} & set(read.tags)
-    assert read.tags.count("style") == 1 and read.tags.count("article") == len(NASTY)
-    assert not [k for k in read.attributes if k.startswith("on") or k in ("src", "href")]
+    assert not re.findall("<(script|img|a|link|iframe)[ >]", text)
+    assert text.count("<style") == 1 and text.count("<article") == len(NASTY)
     assert "http" not in text.replace("http-equiv", "") and "url(" not in text
     assert not [c for c in text if not c.isprintable() and c != "\n"]
     shown = [html.unescape(re.sub("</?i>", "", visible(text))) for text in NASTY]
     assert shown[0] == NASTY[0] and shown[-1] == NASTY[-1] and shown[4] == "\\ud800 half"
     assert shown[3] == "a\\x00b\\x1b[31m\\x7f\\x85" and shown[5] == "line⏎⇥tab \\u2028"
     first = text.split("<article>")[1]
-    tokens = re.findall(r'<b style="background:rgba\((.*?),[^,]*\)" title="(.*?)">', first)
-    assert [color for color, _ in tokens] == ["0,114,178", "0,114,178", "213,94,0"]
-    assert "pushes it up" in tokens[0][1] and "pushes it down" in tokens[1][1]
+    colors = re.findall(r'<b style="background:rgba\((.*?),[^,]*\)" title', first)
+    assert colors == ["0,114,178", "0,114,178", "213,94,0"]
     assert "<h3>Most harmful</h3><p>none</p>" in text
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed")
 def test_a_browser_opens_it(run, tmp_path):
-    printed(explain.main, [run("self"), "--show=2", "--words=2"])
+    printed(explain.main, [run("self"), "--show=2"])
     path = tmp_path / "nasty.html"
     path.write_text(nasty_page(), encoding="utf-8")
     for file in (str(path), os.path.join(run("self"), "influence.html")):

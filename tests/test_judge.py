@@ -19,7 +19,8 @@ from hub.tokenizer import from_folder
 from judge import as_reward, load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right, save_judge
-from judge.train import auc, even_lengths, get_judges, length_batches, train_judge
+from judge.train import (auc, even_lengths, get_judges, length_batches, named_judges,
+                         train_judge)
 from model import GPTConfig
 from published import make_gpt2, make_roberta, put, roberta_by_hand
 from run.files import load_file
@@ -60,35 +61,30 @@ def test_padding_batch_and_order_change_no_score(scorer):
 
 def test_encode_puts_the_class_token_first_cleans_and_cuts():
     rows = encode(load_tokenizer(300), ["", " ab\n", "ab", "x" * 100], 10)
-    assert [row[0] for row in rows] == [299] * 4
     assert rows[1] == rows[2]
-    assert list(map(len, rows)) == [1, 3, 3, 10]
+    assert [(row[0], len(row)) for row in rows] == [(299, 1), (299, 3), (299, 3), (299, 10)]
 
 
 def test_auc_is_its_definition():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randint(6, (60,), generator=generator) / 3 - 1
-    labels = torch.randint(2, (60,), generator=generator).float()
-    toxic = scores[labels == 1]
-    clean = scores[labels == 0]
+    labels = torch.randint(2, (60,), generator=generator).bool()
+    toxic = scores[labels]
+    clean = scores[~labels]
     wins = sum(float(a > b) + float(a == b) / 2 for a in toxic for b in clean)
     assert auc(scores, labels) == pytest.approx(wins / (len(toxic) * len(clean)))
-    assert auc(labels, labels) == 1
-    assert auc(-labels, labels) == 0
 
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
     whole = " ".join(map(str, range(100)))
     comments = [("bad word", 1.0), ("a bad one", 1.0)] + [(whole, 0.0)] * 200
     cut = even_lengths(comments, 0)
-    assert [label for _, label in cut] == [label for _, label in comments]
     assert cut[:2] == comments[:2]      # a piece of a toxic comment may be clean
     lengths = [len(text.split()) for text, _ in cut[2:]]
     assert set(lengths) == {2, 3, 100}
     assert 70 < lengths.count(100) < 130
     assert all(f" {text} " in f" {whole} " for text, _ in cut[2:])
     assert even_lengths(comments, 0) == cut != even_lengths(comments, 1)
-    assert even_lengths(comments[2:], 0) == comments[2:]
 
 
 def test_length_batches_cover_every_row_once_and_pad_little():
@@ -122,13 +118,11 @@ def test_reward_falls_with_toxicity():
     p = torch.sigmoid(x)
     for kind, expected in (("probability", 1 - p), ("logit", -x), ("logprob", (1 - p).log())):
         torch.testing.assert_close(as_reward(x, kind), expected, rtol=0, atol=1e-9)
-        assert as_reward(torch.tensor([-200.0, 200.0]), kind).isfinite().all()
 
 
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     broken = Scorer(scorer.config)
-    with torch.no_grad():
-        broken.score.weight.fill_(math.nan)
+    torch.nn.init.constant_(broken.score.weight, math.nan)
     save_judge(str(tmp_path / "judge.pt"), broken)
     message = refusal(load_judge(str(tmp_path / "judge.pt")), [""], ["hello you"])
     assert "judge.pt" in message and "'hello you'" in message and "nan" in message
@@ -213,36 +207,35 @@ def test_published_classifier_gives_the_log_odds_of_its_toxic_label_by_hand(make
 
 
 def test_what_is_no_classifier_is_one_line(make):
-    for changes, label, says in (
-            ({}, ":toxic", "toxic label 'toxic'"), (dict(labels=("a", "b")), "", "out of a, b"),
-            (dict(model_type="bert"), "", "model_type = 'bert'"),
-            (dict(is_decoder=True), "", "is_decoder"), (dict(hidden_act="relu"), "", "hidden_act"),
-            (dict(position_embedding_type="relative_key"), "", "position_embedding_type"),
-            (dict(pad_token_id=2), "", "pad_token_id"),
-            (dict(num_attention_heads=3), "", "num_attention_heads")):
-        folder = make(**changes)
-        assert says in refusal(load_judge, folder + label), changes
     folder = make()
     tensors = load_tensors(folder)
-    for key, content, says in (("num_hidden_layers", 10 ** 9, "layers"),
-                               ("num_hidden_layers", 1, "layer.1"),
-                               ("vocab_size", 100, "word_embeddings"),
-                               ("id2label", {"1": "a"}, "KeyError")):
-        with open(os.path.join(folder, "config.json")) as f:
-            config = json.load(f)
-        put(folder, config=config | {key: content})
-        assert says in refusal(load_judge, folder), key
-        put(folder, config=config)
+    with open(os.path.join(folder, "config.json")) as f:
+        config = json.load(f)
+    for changes, says in (
+            (dict(id2label={"0": "a", "1": "b"}), "out of a, b"),
+            (dict(model_type="bert"), "model_type = 'bert'"), (dict(is_decoder=True), "is_decoder"),
+            (dict(hidden_act="relu"), "hidden_act"),
+            (dict(position_embedding_type="relative_key"), "position_embedding_type"),
+            (dict(pad_token_id=2), "pad_token_id"),
+            (dict(num_hidden_layers=10 ** 9), "layers"), (dict(num_hidden_layers=1), "layer.1"),
+            (dict(vocab_size=100), "word_embeddings"), (dict(id2label={"0": "a"}), "out_proj")):
+        put(folder, config=config | changes)
+        assert says in refusal(load_judge, folder), changes
+    put(folder, config=config)
+    assert "toxic label 'toxic'" in refusal(load_judge, folder + ":toxic")
     base = {name: x for name, x in tensors.items() if not name.startswith("classifier.")}
     save_tensors(os.path.join(folder, "model.safetensors"), base)
     assert "classifier" in refusal(load_judge, folder)
 
 
-def test_one_judge_in_both_roles_is_said(make):
+def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
     folder = make()
-    for other, said in ((folder, True), (folder + ":nothate", False)):
+    for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
-        assert ("no independent check" in printed(get_judges, cfg, {}, CPU)) == said
+        assert ("no independent check" in printed(get_judges, cfg, {}, CPU)) == same
+        judges = named_judges(cfg, CPU)
+        assert (judges["judge"] is judges["eval_judge"]) == same
+        assert get_judges(cfg, {}, CPU, named=judges) == judges
 
 
 # ------------------------------------------------------------------------------------------------
@@ -257,43 +250,30 @@ def by_rows(prompts, completions, rows):
     return [float(row["answer"] == text) for row, text in zip(rows, completions)]
 
 
-def by_column(prompts, completions, answer, level=None, other=5):
-    assert level == [1, 2] and other == 5
-    return [float(a == text) for a, text in zip(answer, completions)]
+def by_column(questions, texts, answer, level=None, *, other=5):
+    assert questions == ["2 + 2 =", "3 + 4 ="] and level == [1, 2] and other == 5
+    return [float(a == text) for a, text in zip(answer, texts)]
 
 
 def as_in_trl(completions, answer, **kwargs):
-    assert kwargs["prompts"] == ["2 + 2 =", "3 + 4 ="] and kwargs["level"] == [1, 2]
-    return by_column(None, completions, answer, kwargs["level"])
+    assert set(kwargs) == {"prompts", "level", "text", "rows"}
+    return by_column(kwargs["prompts"], completions, answer, kwargs["level"])
 
 
 def first_has_another_name(_, completions, answer):
-    assert _ == ["2 + 2 =", "3 + 4 ="]
-    return by_column(None, completions, answer, [1, 2])
-
-
-def two_names_of_its_own(questions, texts, *, answer):
-    assert questions == ["2 + 2 =", "3 + 4 ="]
-    return by_column(None, texts, answer, [1, 2])
-
-
-def a_generator(prompts, completions, answer):
-    yield from by_column(None, completions, answer, [1, 2])
+    return by_column(_, completions, answer, [1, 2])
 
 
 def test_a_reward_sees_the_row_of_its_prompt():
-    rewards = (by_rows, by_column, as_in_trl, first_has_another_name, two_names_of_its_own,
-               a_generator, lambda *args: by_rows(*args, [p.row for p in ASKED]),
-               lambda *args, **kwargs: by_rows(*args, [p.row for p in ASKED], **kwargs))
-    for reward in rewards:
+    for reward in (by_rows, by_column, as_in_trl, first_has_another_name):
         assert score({"r": reward}, ASKED, ANSWERS).tolist() == [[1.0], [0.0]]
 
 
 def test_scores_are_columns_and_none_is_nan():
     found = score({"a": lambda p, c: [1, None], "b": lambda p, c: np.float32([2, 3]),
                    "c": lambda p, c: torch.tensor([4, 5])}, ASKED, ANSWERS)
-    assert found.shape == (2, 3)
     assert found.nan_to_num(-1).tolist() == [[1, 2, 4], [-1, 3, 5]]
+    assert score({"r": by_rows}, [], []).shape == (0, 1)
 
 
 def test_a_reward_that_returns_something_else_is_named():
@@ -301,15 +281,9 @@ def test_a_reward_that_returns_something_else_is_named():
                    [[1], [2]], torch.ones(2, 2)):
         assert "reward 'r' returned" in refusal(score, {"r": lambda p, c: values}, ASKED, ANSWERS)
 
-    async def later(prompts, completions):
-        return [1, 2]
-
-    assert "write def in place of async def" in refusal(score, {"r": later}, ASKED, ANSWERS)
-
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
     for reward, says in ((lambda prompts: [], "must take (prompts, completions)"),
-                         (lambda: [], "must take (prompts, completions)"),
                          (lambda p, c, colour: [], "asks for the column 'colour'"),
                          (lambda completions, colour: [], "'answer', 'level', 'text'")):
         assert says in refusal(score, {"r": reward}, ASKED, ANSWERS)
@@ -328,8 +302,5 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
     assert "raised ZeroDivisionError" in str(caught.value)
     assert "for the prompt '2 + 2 =' and completion 'x'" in str(caught.value)
     note = caught.value.__notes__[0]
-    assert "len(text) - 1" in note
-    assert "judge/rewards.py" not in note
-    together = refusal(score, {"r": lambda p, c: [1 / (len(c) - 2)] * 2}, ASKED, ANSWERS)
-    assert together.endswith("division by zero")
+    assert "len(text) - 1" in note and "judge/rewards.py" not in note
     assert "SystemExit" in refusal(score, {"r": lambda p, c: exit(3)}, ASKED, ANSWERS)

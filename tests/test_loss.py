@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from config import Settings
 from grpo import (
-    Batch, Loss, all_equal, decoupled_advantages, group_advantages, grpo_loss, kl_estimate,
+    Batch, all_equal, decoupled_advantages, group_advantages, grpo_loss, kl_estimate,
     total_reward)
 from run.metrics import loss_metrics
 from sample import Rollout
@@ -35,7 +35,7 @@ def loss_of_rows(logp, old_logp, ref_logp, advantages, mask, policy_mask=None, n
 
 
 # ------------------------------------------------------------------------------------------------
-# the worked example: losses, gradients and metrics as TRL's own code computes them
+# the worked example: losses and metrics as TRL's own code computes them
 
 LOGP = [[-1.0, -.5, -2.0, -.1], [-1.5, -.7], [-.3, -1.2, -.9], [-2.0]]
 OLD = [[-1.1, -.9, -2.0, -.1], [-1.2, -.6], [-.3, -1.6, -.8], [-1.5]]
@@ -48,13 +48,10 @@ def padded(rows):
 
 
 def example(**knobs):
-    """-> Loss of the example, and its gradient by row without the padding."""
-    logp = padded(LOGP).requires_grad_()
+    """-> Loss of the example."""
     mask = torch.arange(4) < torch.tensor([[4], [2], [3], [1]])
-    loss = loss_of_rows(logp, padded(OLD), padded(REF), group_advantages(REWARDS, 4), mask,
+    return loss_of_rows(padded(LOGP), padded(OLD), padded(REF), group_advantages(REWARDS, 4), mask,
                         max_completion_length=6, **knobs)
-    loss.total.backward()
-    return loss, [g[:len(row)].tolist() for g, row in zip(logp.grad, LOGP)]
 
 
 PLAIN_KL = dict(beta=.04, use_bias_correction_kl=False)
@@ -64,25 +61,6 @@ TABLE = {"grpo": [.068692, .069246, .069164, .062343, .064153, .045048],
          "dapo": [.165871, .166366, .166346, .155712, .160423, .140468],
          "bnpo": [.165871, .166366, .166346, .155712, .160423, .140468],
          "dr_grpo": [.069113, .069319, .069311, .064880, .066843, .058528]}
-DAPO = [[.058532, .079010, .052962, .052962], [0, .102691], [-.068094, 0, -.061614], [-.059657]]
-GRADIENTS = [
-    (dict(loss_type="grpo"),
-     [[.036583, .049382, .033101, .033101], [0, .128363], [-.056745, 0, -.051345], [-.149144]]),
-    (dict(loss_type="dapo"), DAPO), (dict(loss_type="bnpo"), DAPO),
-    (dict(loss_type="dr_grpo"),
-     [[.024388, .032921, .022068, .022068], [0, .042788], [-.028373, 0, -.025673], [-.024857]]),
-    (dict(loss_type="grpo", importance_sampling_level="sequence"),
-     [[.037509] * 4, [.116148] * 2, [-.062713] * 3, [-.149144]]),
-    (dict(loss_type="cispo", epsilon_high=1.3),
-     [[.058532, .068851, .052962, .052962], [.084076, .102691], [-.068094, -.088523, -.061614],
-      [-.059657]]),
-    (dict(loss_type="sapo"),
-     [[.036471, .046230, .033101, .033101], [.103173, .128043], [-.056745, -.079734, -.051229],
-      [-.143517]]),
-    (dict(loss_type="grpo", **PLAIN_KL),
-     [[.037036, .049619, .032548, .033339], [-.000526, .129270], [-.056141, -.000351, -.051028],
-      [-.151358]])]
-
 
 def test_the_worked_example():
     found = group_advantages(REWARDS, 4).tolist()
@@ -92,44 +70,20 @@ def test_the_worked_example():
     losses += [("cispo", dict(epsilon_high=1.3), -.100753), ("sapo", dict(), .003302),
                ("sapo", dict(importance_sampling_level="sequence"), .004329)]
     for loss_type, knobs, value in losses:
-        loss, _ = example(loss_type=loss_type, **knobs)
-        assert float(loss.total.detach()) == pytest.approx(value, abs=6e-7), (loss_type, knobs)
-    for knobs, expected in GRADIENTS:
-        for row, wanted in zip(example(**knobs)[1], expected):
-            assert row == pytest.approx(wanted, abs=1e-6), knobs
+        found = float(example(loss_type=loss_type, **knobs).total)
+        assert found == pytest.approx(value, abs=6e-7), (
+            f"the {loss_type} loss of the example with {knobs} is {found:.6f}, TRL's is {value}")
 
 
 def test_metrics_of_the_example():
     """policy_loss is as TRL's: with the KL, without the entropy bonus."""
-    loss, _ = example(loss_type="grpo", **PLAIN_KL)
+    loss = example(loss_type="grpo", **PLAIN_KL)
     loss.entropy = torch.tensor(-5.0)
     m = {name: float(x) for name, x in loss_metrics(loss, Settings()).items()}
     expected = {"kl": .012385, "policy_loss": .069246, "loss": .069246 - 5,
                 "clip_ratio/low_mean": .1, "clip_ratio/high_mean": .1,
                 "clip_ratio/region_mean": .2}
     assert {name: m[name] for name in expected} == pytest.approx(expected, abs=6e-7)
-
-
-P, Q = (.5, .3, .2), (.4, .4, .2)
-TO_Q_P = (.1, -.1, 0)                       # the exact gradients of KL(q, p)
-TO_P_Q = (.098938, -.093885, -.005053)      # and of KL(p, q)
-
-
-@pytest.mark.parametrize("estimator, corrected, value, gradient", [
-    ("k1", False, .025267, (0, 0, 0)), ("k2", False, .024862, TO_P_Q),
-    ("k3", False, .025267, TO_Q_P), ("k3", True, .025267, TO_P_Q)])
-def test_expectation_and_gradient_of_the_kl(estimator, corrected, value, gradient):
-    """In ten rows of one token the shares are the probabilities, so the mean is the expectation."""
-    z = torch.tensor(P, dtype=torch.float64).log().requires_grad_()
-    drawn = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)
-    logp = z.log_softmax(0)[drawn][:, None]
-    ref = torch.tensor(Q, dtype=torch.float64).log()[drawn][:, None]
-    loss = loss_of_rows(logp, logp.detach(), ref, torch.zeros(10), torch.ones(10, 1).bool(),
-                        loss_type="grpo", beta=1.0, kl_estimator=estimator,
-                        use_bias_correction_kl=corrected)
-    loss.total.backward()
-    assert float(loss.kl.detach()) == pytest.approx(value, abs=6e-7)
-    assert z.grad.tolist() == pytest.approx(gradient, abs=6e-7)
 
 
 def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
@@ -303,8 +257,13 @@ def test_the_loss_against_plain_python(loss_type, level):
             *lists[:5], lists[5] if masked else None, loss_type, level, delta, ceiling, estimator,
             corrected, beta, rows or 8, tokens or int(mask.sum()))
         case = (delta, high, estimator, corrected, beta, masked, rows)
-        assert float(loss.total.detach()) == pytest.approx(value, abs=1e-7), case
-        assert torch.allclose(x.grad, torch.tensor(gradient, dtype=torch.float64), atol=1e-7), case
+        found = float(loss.total.detach())
+        assert found == pytest.approx(value, abs=1e-7), (
+            f"the {loss_type} loss at {level} level is {found:.7f}, in plain Python {value:.7f}: "
+            f"{case}")
+        assert torch.allclose(x.grad, torch.tensor(gradient, dtype=torch.float64), atol=1e-7), (
+            f"the gradient of the {loss_type} loss at {level} level is not that of plain Python: "
+            f"{case}")
         seen.add(round(value, 9))
     # each knob that this loss has makes another number
     assert len(seen) == {"cispo": 2, "sapo": 1}.get(loss_type, 4) * 7 * 2 * 2
@@ -364,8 +323,3 @@ def test_nothing_reads_what_stands_under_the_mask(loss_type):
         assert found == pytest.approx(loss, abs=1e-12)
         assert torch.allclose(found_grad[:, :7], grad, atol=1e-12)
         assert (found_grad[~wide] == 0).all()
-
-
-def test_the_rest_of_a_loss_without_one_is_a_tensor():
-    loss = Loss(policy=torch.tensor(2.0))
-    assert torch.is_tensor(loss.rest) and loss.rest == 0 and loss.total == 2

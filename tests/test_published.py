@@ -2,7 +2,6 @@
 a user starts."""
 import importlib.util
 import json
-import math
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import hub.policy
 import judge.train
 import pretrain
 from data.chat import encode_prompt
-from hub.files import load_tensors, save_tensors
+from hub.files import load_tensors
 from hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
@@ -96,58 +95,31 @@ def logits(model, idx):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_run_is_what_the_files_say(kind, finished, world):
+def test_run_is_what_the_files_say_and_leaves_as_it_is(kind, finished, world, tmp_path):
+    folder = getattr(world, kind)
+    base = hub.policy.load(folder)[0]
     with open(os.path.join(finished(kind), "config.json")) as f:
         settings = json.load(f)["settings"]
-    shape = hub.policy.load(getattr(world, kind))[0].config
-    assert all(settings[name] == getattr(shape, name) for name in pretrain.SHAPE)
+    assert all(settings[name] == getattr(base.config, name) for name in pretrain.SHAPE)
     samples = read_rows(os.path.join(finished(kind), "samples.jsonl"))
     texts = {row["prompt"]["text"] for row in read_rows(world.prompts)}
-    assert len(samples) == 16
     assert {row["prompt"] for row in samples} <= {text for text in texts if seed_for(text) % 5}
     odds = load_judge(world.hate)([""] * 16, [row["completion"] for row in samples])
-    for row, x in zip(samples, odds.tolist()):
-        if x == SAYS_NOTHING:
-            assert row["reward"] is None
-        else:
-            assert row["reward"] == pytest.approx(-x, rel=1e-4, abs=1e-4)
+    for row, x in zip(samples, odds.tolist(), strict=True):
+        expected = None if x == SAYS_NOTHING else pytest.approx(-x, rel=1e-4, abs=1e-4)
+        assert row["reward"] == expected
     before, after = read_rows(os.path.join(finished(kind), "eval.jsonl"))
     assert all(seed_for(row["prompt"]) % 5 == 0 for row in before["samples"])
-    assert before["perplexity"] != after["perplexity"]
-
-
-@pytest.mark.parametrize("kind", ["neo", "chat"])
-def test_resume_equals_the_run_that_was_not_interrupted(kind, finished, world, tmp_path):
-    flags = [*flags_of(world, kind), f"--out_dir={tmp_path}/run"]
-    start(grpo.main, *flags, "--max_iters=1")
-    assert "after 1 iterations" in start(grpo.main, *flags, "--resume=True")
-    a, b = (load_file(f"{folder}/ckpt.pt", "run")["policy"]
-            for folder in (f"{tmp_path}/run", finished(kind)))
-    assert all(torch.equal(x, b[name]) for name, x in a.items())
-    samples = [open(f"{folder}/samples.jsonl").read() for folder in (tmp_path / "run",
-                                                                     finished(kind))]
-    assert samples[0] == samples[1]
-
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_export_is_the_runs_policy_and_evaluate_measures_what_the_run_did(
-        kind, finished, world, tmp_path):
     text = start(evaluate.main, finished(kind))
-    _, after = read_rows(os.path.join(finished(kind), "eval.jsonl"))
     assert re.search(rf"^perplexity .* {after['perplexity']:.4f} ", text, re.M)
 
     start(hub.export.main, finished(kind), tmp_path / "whole")
     policy = pretrain.load_run(finished(kind))[0]
-    folder = getattr(world, kind)
     idx = torch.tensor([[7, 280, 3, 299, 44, 45]])
     exported = logits(hub.policy.load(tmp_path / "whole")[0], idx)
     torch.testing.assert_close(exported, logits(policy, idx), rtol=0, atol=1e-5)
-    assert (logits(hub.policy.load(folder)[0], idx) - exported).abs().max() > 1e-3
+    assert (logits(base, idx) - exported).abs().max() > 1e-3
     assert set(os.listdir(folder)) <= set(os.listdir(tmp_path / "whole"))
-    one, other = from_folder(str(tmp_path / "whole")), from_folder(folder)
-    text = "The cat's  1234 <|im_end|> \U0001f642"
-    assert one.encode_ordinary(text) == other.encode_ordinary(text)
-    assert one.end_tokens == other.end_tokens
     if kind == "neo":
         start(hub.export.main, finished(kind), tmp_path / "adapter", "--adapter=some/base")
         tensors = load_tensors(str(tmp_path / "adapter" / "adapter_model.safetensors"))
@@ -155,22 +127,25 @@ def test_export_is_the_runs_policy_and_evaluate_measures_what_the_run_did(
         assert any(torch.equal(x, A) for x in tensors.values())
 
 
-def test_tracin_explains_runs_of_published_models(finished, tmp_path):
-    for kind in ("gpt2", "neo", "chat"):
-        folder = shutil.copytree(finished(kind), tmp_path / kind)
-        more = [] if "--tracin=reward" in RUNS[kind] else ["--tracin=reward", "--kl_in=reward"]
-        text = start(explain.__main__.main, folder, *more)
-        assert "words of iteration" in text
-        assert os.path.exists(folder / "influence.html")
+def test_resume_equals_the_run_that_was_not_interrupted(finished, world, tmp_path):
+    flags = [*flags_of(world, "neo"), f"--out_dir={tmp_path}/run"]
+    start(grpo.main, *flags, "--max_iters=1")
+    assert "after 1 iterations" in start(grpo.main, *flags, "--resume=True")
+    a, b = (load_file(f"{folder}/ckpt.pt", "run")["policy"]
+            for folder in (f"{tmp_path}/run", finished("neo")))
+    assert all(torch.equal(x, b[name]) for name, x in a.items())
 
 
-def test_commands_take_published_models(world, tmp_path, monkeypatch):
+def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
+    folder = shutil.copytree(finished("chat"), tmp_path / "chat")
+    text = start(explain.__main__.main, folder, "--tracin=reward", "--kl_in=reward")
+    assert "agrees with a plain backward" in " ".join(text.split())
     monkeypatch.chdir(tmp_path)
     text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True", "--lora_rank=2")
     assert "h.1.mlp.c_fc.A.weight" in text
-    assert start(pretrain.main, *world.flags).count("I think that the|") == 3
+    assert start(pretrain.main, *world.flags).count("|") >= 3
     assert start(judge.train.main, *world.flags) == ""
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["chat"]
 
 
 def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
@@ -191,7 +166,7 @@ def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
     assert "has no chat template" in message
 
 
-def test_gguf_and_a_bare_safetensors_file_as_policy(world, tmp_path, monkeypatch):
+def test_gguf_as_policy(world, tmp_path):
     folder = make_chat(str(tmp_path / "llama"),
                        GPTConfig(**{**vars(CHAT), "qk_norm": False, "n_embd": 24}))
     with open(os.path.join(folder, "config.json")) as f:
@@ -202,33 +177,16 @@ def test_gguf_and_a_bare_safetensors_file_as_policy(world, tmp_path, monkeypatch
         "tokenizer.ggml.tokens": sorted(model["vocab"], key=model["vocab"].get),
         "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
         "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 0})
-    flags = [*world.flags, "--max_iters=1"]
-    for name, policy in (("a", folder), ("b", path), ("c", f"{folder}/model.safetensors")):
-        start(grpo.main, *flags, f"--policy={policy}", f"--out_dir={tmp_path}/{name}")
+    for name, policy in (("a", folder), ("b", path)):
+        start(grpo.main, *world.flags, "--max_iters=1", f"--policy={policy}",
+              f"--out_dir={tmp_path}/{name}")
     texts = [[row["completion"] for row in read_rows(tmp_path / name / "samples.jsonl")]
-             for name in "abc"]
-    assert texts[0] == texts[1] == texts[2]
+             for name in "ab"]
+    assert texts[0] == texts[1]
     start(hub.export.main, tmp_path / "b", tmp_path / "export")
     weight = pretrain.load_run(str(tmp_path / "b"))[0].h[1].attn.c_attn.weight
     assert torch.equal(hub.policy.load(tmp_path / "export")[0].h[1].attn.c_attn.weight, weight)
     assert from_folder(str(tmp_path / "export")).end_tokens == (2, 0)
-
-
-def test_padding_of_the_vocabulary_is_sampled_and_counts_and_only_end_tokens_end(world, tmp_path):
-    """A policy that gives each of its 320 ids the same chance."""
-    folder = shutil.copytree(world.chat, tmp_path / "uniform")
-    tensors = load_tensors(str(folder)) | {"model.norm.weight": torch.zeros(18)}
-    save_tensors(str(folder / "model.safetensors"), tensors)
-    start(grpo.main, *world.flags, f"--policy={folder}", f"--out_dir={tmp_path}/run",
-          "--max_iters=1", "--max_completion_length=20", "--num_generations=16",
-          "--num_eval_generations=40")
-    before = read_rows(tmp_path / "run" / "eval.jsonl")[0]
-    (metrics,) = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert before["perplexity"] == pytest.approx(320, rel=1e-4)
-    assert metrics["entropy"] == pytest.approx(math.log(320), rel=1e-4)
-    assert before["ended"] == pytest.approx(1 - (1 - 2 / 320) ** 20, abs=0.1)
-    texts = [row["completion"] for row in read_rows(tmp_path / "run" / "samples.jsonl")]
-    assert not any(re.search(r"<\|(im_end|endoftext)\|>", text) for text in texts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -247,9 +205,8 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
     policy = {"toxicity_smollm2": world.chat, "toxicity_gptneo_lora": world.neo}
     flags = world.flags if config == "toxicity_smollm2" else world.judges
     start(grpo.main, f"config/{config}.py", *flags, f"--policy={policy.get(config, world.gpt2)}",
-          f"--out_dir={tmp_path}/run")
+          "--max_iters=1", f"--out_dir={tmp_path}/run")
     metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert len(metrics) == 2
     assert ("tracin/mean_ip" in metrics[0]) == (config not in CONFIGS[::3])
     if config != "toxicity_smollm2":
         assert asked == [("dataset", "allenai/real-toxicity-prompts", "prompts.jsonl")]
@@ -279,18 +236,15 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
 # what cannot be, in one line and before anything is made
 
 
-def test_refused_before_anything_is_made(world, finished, tmp_path, monkeypatch):
-    run = finished("gpt2")
+def test_refused_before_anything_is_made(world, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "collect", lambda *a, **k: pytest.fail("a rollout was sampled"))
     large = shutil.copytree(world.chat, tmp_path / "large")
-    core = chat_core(400)
-    core.save(str(large / "tokenizer.json"))
+    chat_core(400).save(str(large / "tokenizer.json"))
     bare = shutil.copytree(world.gpt2, tmp_path / "bare")
     os.remove(bare / "vocab.json")
     for flags, says in (
             ([f"--policy={world.hate}"], "RobertaForSequenceClassification"),
             ([f"--policy={tmp_path}/nowhere"], "no published name"),
-            ([f"--policy={run}"], "python -m hub.export"),
             ([f"--policy={large}"], "these files do not belong together"),
             ([f"--policy={bare}"], "tokenizer"),
             (["--max_completion_length=64"], "64 positions"),
@@ -303,16 +257,11 @@ def test_refused_before_anything_is_made(world, finished, tmp_path, monkeypatch)
         assert not (tmp_path / "run").exists()
 
 
-def test_shape_settings_are_ignored_and_that_is_said(world, tmp_path):
-    text = start(grpo.main, *world.flags, "--n_layer=7", "--block_size=32", "--max_iters=0",
-                 f"--out_dir={tmp_path}/run")
-    assert f"note: {world.gpt2} has its own shape; ignored: block_size = 32, n_layer = 7\n" in text
-
-
-def test_pad_token_that_the_model_lacks_does_no_harm(world, tmp_path):
+def test_own_shape_wins_and_a_pad_token_that_the_model_lacks_does_no_harm(world, tmp_path):
     folder = shutil.copytree(world.gpt2, tmp_path / "m")
     with open(folder / "vocab.json", encoding="utf-8") as f:
         vocabulary = json.load(f)
     put(folder, vocab=vocabulary | {"<|pad|>": 300})
-    start(grpo.main, *world.flags, f"--policy={folder}", f"--out_dir={tmp_path}/run",
-          "--max_iters=1")
+    text = start(grpo.main, *world.flags, f"--policy={folder}", "--n_layer=7", "--block_size=32",
+                 "--max_iters=1", f"--out_dir={tmp_path}/run")
+    assert f"note: {folder} has its own shape; ignored: block_size = 32, n_layer = 7\n" in text

@@ -21,7 +21,7 @@ STUDY = """
 config = {config!r}
 arms = {{"all": {{}}, "half": {{"tracin": "reward", "tracin_val_prompts": 1}}}}
 seeds = (1, 2)
-grid = {{"beta": (0.1,)}}
+grid = ("beta", (0.1,))
 measure = "eval_judge/toxicity"
 quick = {{"num_eval_prompts": 3}}
 """
@@ -51,18 +51,16 @@ def made(tiny, tmp_path, monkeypatch):
 
 
 def test_permutation_p_by_hand_and_by_brute_force():
-    assert permutation_p([1, 2, 3, 4, 5]) == 2 / 32, "only all signs and their opposites are as far"
+    found = permutation_p([1.0, 2, 3, 4, 5])
+    assert found == pytest.approx(2 / 32, abs=.004), "only all signs and their opposites are as far"
     assert permutation_p([1, -1]) == permutation_p([0.1, 0.2, -0.3]) == 1, "a sum of 0"
     rng = random.Random(0)
     d = [rng.gauss(0.4, 1) for _ in range(8)]
     sums = [abs(sum(s * x for s, x in zip(signs, d)))
             for signs in itertools.product((-1, 1), repeat=8)]
-    assert permutation_p(d) == sum(s >= abs(sum(d)) - 1e-12 for s in sums) / 256
-    many = [rng.gauss(0.2, 1) for _ in range(30)]
-    z = abs(sum(many)) / math.sqrt(sum(x * x for x in many))
-    normal = 2 * (1 - statistics.NormalDist().cdf(z))
-    assert permutation_p(many) == pytest.approx(normal, abs=0.02), "random flips of 30 differences"
-    assert permutation_p([1.0] * 30) == 1 / 20001, "p is never 0: the true signs are one of them"
+    all_flips = sum(s >= abs(sum(d)) - 1e-12 for s in sums) / 256
+    assert permutation_p(d) == pytest.approx(all_flips, abs=.006)
+    assert permutation_p([1.0] * 30) == 1 / 100_001, "p is never 0: the true signs are one of them"
 
 
 def test_holm_line_and_error_by_hand():
@@ -86,59 +84,50 @@ def test_differences_and_verdicts():
     logs = arms_with({"all": 0.0, "random": -0.6, "ours": -0.3, "best": -0.9})
     found = differences_of(logs, ("all", "random"), ("ours", "best"))
     d = [logs["ours"][seed] - logs["all"][seed] for seed in range(12)]
-    assert found["ours"]["all"]["mean"] == statistics.fmean(d)
-    assert found["ours"]["all"]["p"] == 2 / 4096 and found["ours"]["all"]["corrected"] == 8 / 4096
-    assert "corrected" not in found["random"]["all"] and "random" not in found["random"]
+    assert found["ours"]["all"] == (*mean_and_error(d), 4 * permutation_p(d))
     assert verdict("best", found["best"]).startswith("best: a win, better than all, random")
-    assert verdict("ours", found["ours"]).endswith(" than random (p 0.002)"), "one control of two"
+    assert " p < 0.01 than random (p 0.00" in verdict("ours", found["ours"]), "one control of two"
     few = {arm: dict(list(by_seed.items())[:5]) for arm, by_seed in logs.items()}
     assert "no win" in verdict("best", differences_of(few, ("all",), ("best",))["best"])
-    both = differences_of({"all": {1: 1.0, 2: 3.0}, "ours": {2: 0.0, 3: 9.0}}, ("all",), ("ours",))
-    assert "fewer than two seeds" in verdict("ours", both["ours"])
 
 
 def made_up(tmp_path, grid):
     """A study and its runs, whose evaluations lie on lines: log measure = -1 - sqrt(KL) - shift."""
     study = SimpleNamespace(
         name="made-up", measure="m", arms={"all": {}, "ours": {}}, controls=("all",),
-        tested=("ours",), grid={"beta": (1, 2, 4)} if grid else {}, values=(None,), seeds=range(6),
+        tested=("ours",), grid=grid, values=grid[1] if grid else (None,), seeds=range(6),
         columns=lambda folder: {"length of name": len(os.path.basename(folder))})
-    if grid:
-        study.values = study.grid["beta"]
     runs = []
     for arm, seed, value in itertools.product(study.arms, study.seeds, study.values):
         rows = []
         for it in (0, 8, 16):
             root = (it + seed) * (value or 1) / 100
             shift = 0.3 * (arm == "ours") * (1 + seed / 100)
-            rows.append({"iteration": it, "kl": root ** 2, "m": math.exp(-1 - root - shift),
-                         "perplexity": 2.0, "distinct_2": None, "ended": 1.0})
+            rows.append({"iteration": it, "kl": root ** 2, "m": math.exp(-1 - root - shift)})
         folder = tmp_path / f"{arm}{seed}{value}"
         folder.mkdir()
         (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        runs.append(studies.Planned(arm, value, seed, str(folder), [], 16))
+        runs.append(SimpleNamespace(arm=arm, value=value, seed=seed, folder=str(folder), argv=[],
+                                    iterations=16))
     return study, runs
 
 
-@pytest.mark.parametrize("grid", [True, False])
+@pytest.mark.parametrize("grid", [("beta", (1, 2, 4)), ()])
 def test_the_table_of_made_up_runs(grid, tmp_path):
     study, runs = made_up(tmp_path, grid)
-    os.remove(f"{runs[-1].folder}/eval.jsonl")      # so the last seed of ours is not complete
+    os.remove(f"{runs[-1].folder}/eval.jsonl")      # so the last seed is not complete
     found = summarise(study, runs)
-    roots = [(16 + seed) * value / 100 for arm in "ab" for seed in range(6) for value in (1, 2, 4)
-             if arm + str(seed) != "b5"]
-    if not grid:
-        roots = [(it + seed) / 100 for arm in "ab" for seed in range(6) for it in (8, 16)
-                 if arm + str(seed) != "b5"]
+    roots = [(it + seed) * value / 100 for seed in range(5)
+             for it, value in ([(16, 1), (16, 2), (16, 4)] if grid else [(8, 1), (16, 1)])]
     assert found["x"] == pytest.approx(statistics.median(roots))
     for seed in range(5):
         assert found["equal"]["all"][seed] == pytest.approx(-1 - found["x"])
         expected = -1 - found["x"] - 0.3 * (1 + seed / 100)
         assert found["equal"]["ours"][seed] == pytest.approx(expected)
-    difference = found["differences"]["ours"]["all"]
-    assert difference["mean"] == pytest.approx(-0.306) and difference["p"] == 2 / 32
+    mean, _, p = found["differences"]["ours"]["all"]
+    assert mean == pytest.approx(-0.306) and p == pytest.approx(2 / 32, abs=.004)
     text = as_markdown(study, found)
-    assert "| ours | 5 | " in text and "| -26 % ± 0, p 0.062 (Holm) |" in text
+    assert "of 5 seeds" in text and "| -26 % ± 0, p 0.06" in text
     assert "length of name" in text and "- ours: no win at equal KL" in text
 
 
@@ -154,16 +143,19 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     assert [path.name.rsplit("_", 1)[0] for path in folders] == ["all_beta0.1_seed1",
                                                                "half_beta0.1_seed1"]
     end = read_rows(folders[0] / "eval.jsonl")[-1]
-    assert f"| all | 1 | {end['eval_judge/toxicity']:.4g} ± nan |" in text
+    assert f"| all | {end['eval_judge/toxicity']:.4g} ± nan |" in text
     assert text.rstrip().endswith("python plot.py out/study/halves")
     again = printed(studies.main, [made.path])
     assert "2 runs, 0 to make" in again and again.split("# halves")[1] == text.split("# halves")[1]
+    plot.main(["out/study/halves"])
+    made.write("toxicity", "toxic")
+    assert "measure = 'eval_judge/toxic': is not in" in refusal(studies.main, [made.path])
+    made.write("toxic", "toxicity")
     made.write('"tracin": "reward"', '"tracin": "advantage"')
     study = read_study(made.path)
     left = [run.arm for run in runs_of(study, "out/study/halves")
-            if not studies.evaluations_of(run)]
+            if not studies.evaluations_of(run, study.measure)]
     assert left == ["half"], "an arm that was changed runs anew, and no other"
-    plot.main(["out/study/halves"])
 
 
 def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
@@ -178,11 +170,8 @@ def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
 
 REFUSED = [     # old, new, words of the refusal
     ("seeds = (1, 2)", "seeds = ()", "seeds = ()"), ("seeds = (1, 2)", "", "seeds = None"),
-    ('"all": {},', '"all": 5,', "arm 'all' is 5: must be a dict"),
-    ('"eval_judge/toxicity"', '"eval_judge/toxic"', "measure = 'eval_judge/toxic': is no measure"),
     ('"tracin": "reward"', '"tracing": "reward"', "arm 'half': --tracing"),
     ('"tracin": "reward"', '"tracin": "rewards"', "arm 'half': tracin = 'rewards'"),
-    ("(0.1,)}", "()}", "grid = {'beta': ()}"),
     ("quick =", "controls = ('al',)\nquick =", "'al' is no arm; there are all, half"),
     ("quick =", "few = 3\nquick =", "'few' is no name of a study")]
 
@@ -193,9 +182,9 @@ def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
         made.write(old, new)
         assert words in refusal(studies.main, [made.path]), new
         open(made.path, "w").write(text)
-    assert "no such flag" in refusal(studies.main, [made.path, "--out=x"])
+    assert "usage" in refusal(studies.main, [made.path, "--out=x"])
     assert "usage" in refusal(studies.main, [])
-    assert "no seed of any arm is complete" in refusal(studies.main, [made.path, "--table"])
+    assert "no seed is complete" in refusal(studies.main, [made.path, "--table"])
     assert not (tmp_path / "out").exists()
 
 

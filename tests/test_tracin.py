@@ -14,8 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import tracin
-from judge.scorer import Scorer, pad_right
 from model import GPT, GPTConfig, add_lora
 from run.device import autocast
 from run.stored import StoredTape
@@ -119,21 +117,6 @@ def text_case(model, value=None, sizes=(3, 1, 4), rows=texts(), **how):
         alone=[functools.partial(text_alone, model, value, row) for row in rows])
 
 
-def judge_case():
-    model, rows = perturbed(Scorer(GPTConfig(V, **SHAPE, causal=False))), texts()
-
-    def loss(part):
-        coefficients = torch.tensor([a for *_, a in part]).double()
-        return F.softplus(coefficients * model(*pad_right([p + c for p, c, _ in part])))
-
-    def alone(p, c, a):
-        return F.softplus(a * model.score(model.trunk(torch.tensor([p + c]))[0, 0])).sum()
-
-    return SimpleNamespace(
-        model=model, alone=[functools.partial(alone, *row) for row in rows],
-        micro=[(len(part), None, functools.partial(loss, part)) for part in split(rows, (3, 1, 4))])
-
-
 class Odd(nn.Module):
     """What models by others do: layers that are used again, change their outputs in place, have no
     bias or a frozen one, are not used; residuals and positions that are added in place; hooks."""
@@ -186,7 +169,6 @@ CASES = {
     "qwen3, blocks computed again": lambda: text_case(checkpointed(gpt(**QWEN3))),
     "gpt-neo, lora": lambda: text_case(perturbed(add_lora(gpt(**NEO), 2, 4), seed=5)),
     "value head": lambda: text_case(gpt(), perturbed(nn.Linear(8, 1), seed=7)),
-    "judge": judge_case,
     "odd": odd_case}
 
 
@@ -232,8 +214,14 @@ def record(case, tape=None, backward=torch.Tensor.backward):
 
 def error(x, y):
     """Relative, in the largest entry."""
-    assert x.shape == y.shape and x.isfinite().all()
+    assert x.shape == y.shape, f"{tuple(x.shape)} in place of {tuple(y.shape)} numbers"
+    assert x.isfinite().all(), "not all numbers of the tape are finite"
     return float((x - y).abs().max() / y.abs().max())
+
+
+def agree(found, expected, what):
+    gap = error(found, expected)
+    assert gap < 1e-10, f"{what}: {gap:.1e} off what one backward per row gives"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -254,19 +242,19 @@ def test_a_tape_is_one_backward_per_row(name, way, monkeypatch):
         assert 0 < len(tape.stored) < len(tape.names)
 
     for w in (ALL, noise(8, seed=9), noise(8, seed=9).relu(), *torch.eye(8)):
-        assert error(flat(tape.gradient(w), model), w.double() @ J) < 1e-10
+        agree(flat(tape.gradient(w), model), w.double() @ J, "the weighted gradient of the rows")
     own = tape.gradient(ALL)
-    assert error(tape.dot(own), J @ J.sum(0)) < 1e-10
+    agree(tape.dot(own), J @ J.sum(0), "influences on the batch itself")
     anything = noise(J.shape[1], seed=11)
-    assert error(tape.dot(unflat(anything, model)), J @ anything) < 1e-10
+    agree(tape.dot(unflat(anything, model)), J @ anything, "influences on another gradient")
 
     rows = torch.tensor([1, 6, 3])
-    assert error(tape.norms(rows), J[rows].square().sum(1)) < 1e-10
+    agree(tape.norms(rows), J[rows].square().sum(1), "squared norms of rows")
     scale = anything.square() + 0.1
-    scaled = tape.norms(rows, unflat(scale, model))
-    assert error(scaled, (J[rows].square() * scale).sum(1)) < 1e-10
+    scaled = (J[rows].square() * scale).sum(1)
+    agree(tape.norms(rows, unflat(scale, model)), scaled, "squared norms of rows, scaled by weight")
     others = torch.stack([J[i] @ (J.sum(0) - J[i]) for i in range(8)])
-    assert error(tape.dot(own) - tape.norms(torch.arange(8)), others) < 1e-10
+    agree(tape.dot(own) - tape.norms(torch.arange(8)), others, "influences on the other rows")
 
     assert all(p.grad is None for p in model.parameters()), "recording leaves nothing behind"
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
@@ -301,11 +289,11 @@ def test_two_backwards_of_one_forward(way):
         tape.backward_summed(2 * loss)
 
     tape = record(case, tape_of(case.model, way), twice)
-    assert error(flat(tape.gradient(ALL), case.model), expected) < 1e-10
+    agree(flat(tape.gradient(ALL), case.model), expected, "the gradient")
     tape = tape_of(case.model, way)
     record(case, tape, summed)
-    assert error(flat(tape.gradient(ALL), case.model), expected) < 1e-10
-    assert error(flat(tape.rest_gradient(), case.model), 2 * expected) < 1e-10
+    agree(flat(tape.gradient(ALL), case.model), expected, "the gradient")
+    agree(flat(tape.rest_gradient(), case.model), 2 * expected, "the rest of the loss")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -323,10 +311,10 @@ def test_rows_by_number_over_all_processes(way):
         tapes.append(tape)
     G = unflat(J.sum(0), case.model)
     rows = torch.tensor([0, 7])
-    assert error(sum(tape.dot(G) for tape in tapes), J @ J.sum(0)) < 1e-10
-    assert error(sum(tape.norms(rows) for tape in tapes), J[rows].square().sum(1)) < 1e-10
+    agree(sum(tape.dot(G) for tape in tapes), J @ J.sum(0), "influences")
+    agree(sum(tape.norms(rows) for tape in tapes), J[rows].square().sum(1), "squared norms")
     w = noise(8, seed=9)
-    assert error(sum(flat(tape.gradient(w), case.model) for tape in tapes), w @ J) < 1e-10
+    agree(sum(flat(tape.gradient(w), case.model) for tape in tapes), w @ J, "the gradient")
 
 
 def test_a_row_of_weight_0_cannot_poison():
@@ -358,71 +346,7 @@ def test_bfloat16_keeps_signs_and_weights():
 
 
 # ------------------------------------------------------------------------------------------------
-# planted bugs, as sum_i I_i = <G_train, G_target> and check_exact see them
-
-BUGS = ["tokens first", "rows first", "tokens first, in the score", "no cross terms",
-        "last use of a matrix", "last micro-batch", "no bias", "b of another row",
-        "a not normalised"]
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_breaks_the_invariant(bug, monkeypatch):
-    case = text_case(gpt(), sizes=(3, 5), line=False)
-    model = case.model
-    into, dot, kinds = tracin.add_gradient, tracin.layer_dot, dict(tracin.KINDS)
-    held_out = record(text_case(model, rows=texts(8, 22), sizes=(8,))).gradient(ALL)
-    right = unflat(plain(case), model)
-
-    def gap(tape):
-        """With G_train by a plain backward."""
-        gaps = [error(tape.dot(G).sum(), flat(right, model) @ flat(G, model))
-                for G in (right, held_out)]
-        return max(*gaps, error(flat(tape.gradient(ALL), model), flat(right, model)))
-
-    def early(function, dim):
-        def wrong(*args):
-            *first, module, name, a, b = args if len(args) == 5 and function is into else args[:4]
-            if isinstance(module, nn.Linear) and name == "weight":
-                a, b = a.sum(dim, keepdim=True), b.sum(dim, keepdim=True)
-            return function(*first, module, name, a, b, *(() if function is into else args[4:]))
-        return wrong
-
-    def without_bias(function):
-        def wrong(*args):
-            if "bias" not in args:
-                return function(*args)
-            return None if function is into else torch.zeros(len(args[2]))
-        return wrong
-
-    def no_cross_terms(module, name, a, b, G):
-        if name == "weight" and module.weight is model.wte.weight:
-            G = torch.zeros_like(G)
-            for r in tape.records:
-                if r.module is module:
-                    into(G, module, "weight", r.a, r.b)
-        return dot(module, name, a, b, G)
-
-    assert gap(record(case)) < 1e-12
-    if bug == "a not normalised":
-        monkeypatch.setitem(tracin.KINDS, nn.LayerNorm, kinds[nn.LayerNorm]._replace(
-            operand=lambda module, x, out: x.detach()))
-    tape = record(case)
-    if bug in ("tokens first", "rows first"):
-        monkeypatch.setattr(tracin, "add_gradient", early(into, 1 if bug == "tokens first" else 0))
-    elif bug == "tokens first, in the score":
-        monkeypatch.setattr(tracin, "layer_dot", early(dot, 1))
-    elif bug == "no cross terms":   # each use of the tied matrix against its own part of G
-        monkeypatch.setattr(tracin, "layer_dot", no_cross_terms)
-    elif bug == "last use of a matrix":
-        tape.records = list({(r.module.weight, len(r.rows)): r for r in tape.records}.values())
-    elif bug == "last micro-batch":
-        tape.records = list({r.module: r for r in tape.records}.values())
-    elif bug == "no bias":
-        monkeypatch.setattr(tracin, "layer_dot", without_bias(dot))
-    elif bug == "b of another row":
-        tape.records = [r._replace(b=r.b.roll(1, 0)) for r in tape.records]
-    assert gap(tape) > 0.01
-
+# what check_exact finds
 
 def losses_of(model, how):
     return {
@@ -480,20 +404,9 @@ def test_check_exact_of_tokens_in_a_line():
 # ------------------------------------------------------------------------------------------------
 # what would be wrong in silence is refused by name
 
-class OwnNorm(nn.Module):
-    """As nanoGPT writes it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.bias = nn.Parameter(torch.zeros(3))
-
-
 UNKNOWN = {
-    "Conv1d": lambda: nn.Conv1d(3, 3, 1),
-    "ParameterList": lambda: nn.ParameterList([torch.ones(1)]),
+    "Conv1d.*use torch's own Linear, Embedding, LayerNorm, RMSNorm": lambda: nn.Conv1d(3, 3, 1),
     "Sub": lambda: type("Sub", (nn.Linear,), {})(3, 3),
-    "OwnNorm.*use torch's own Linear, Embedding, LayerNorm, RMSNorm": OwnNorm,
     "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
     "Linear": lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
     "LayerNorm": lambda: nn.LayerNorm((2, 3)),
@@ -509,25 +422,6 @@ def test_a_layer_that_is_not_known_is_named(words):
     with pytest.raises(ValueError, match=f"(?s)inner.0.*{words}"):
         Tape(model, 2)
     assert Tape(model.requires_grad_(False), 2).names == {}     # frozen, it may be anything
-
-
-def test_a_new_kind_of_layer_is_added_in_one_place(monkeypatch):
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(5).double())
-
-        def forward(self, x):
-            return x * self.weight
-
-    def gradient(total, a, b):
-        total += (b * a).flatten(0, -2).sum(0)
-
-    monkeypatch.setitem(tracin.KINDS, Scale, tracin.Kind(
-        lambda module, x, out: x.detach(), gradient, lambda a, b, G: b * a * G,
-        lambda module: True))
-    model = nn.Sequential(perturbed(nn.Linear(5, 5)), Scale())
-    check_exact(model, lambda x: model(x).sin().sum(), noise(4, 3, 5))
 
 
 def test_what_the_tape_cannot_see_is_named():
@@ -560,28 +454,28 @@ def test_what_the_tape_cannot_see_is_named():
         assert all(p.requires_grad for p in model.parameters())
 
 
-def test_positions_that_rows_share_are_refused():
-    """nanoGPT's wpe(arange(T)): the words say what to write instead."""
-    for B, T, owners in ((2, 5, None), (4, 4, None), (2, 5, [0, 0, 0, 1, 1])):
-        model = nn.ModuleDict({"wte": nn.Embedding(V, 4), "wpe": nn.Embedding(8, 4)})
-        with pytest.raises(ValueError, match=r"wpe.*wpe\(arange\(T\).expand\(B, T\)\)"):
-            with Tape(model, B) as tape:
-                tape.rows(torch.arange(B), None if owners is None else torch.tensor(owners))
-                x = model["wte"](torch.ones(B, T, dtype=torch.long)) + model["wpe"](torch.arange(T))
-                x.sin().sum().backward()
-
-
-@pytest.mark.parametrize("n, owners, layer", [
-    (3, None, "wte"), (1, None, "wte"), (2, None, "lm_head"), (2, [0, 0, 1], "lm_head"),
-    (2, [0, 0, 0, 1, 1], "lm_head")])
-def test_rows_that_do_not_fit_are_refused(n, owners, layer):
-    """Two rows of two tokens; their hidden states reach the head as a line of four."""
-    model = gpt()
-    with pytest.raises(ValueError, match=f"{layer}.*rows"):
+def test_rows_that_do_not_fit_are_refused():
+    """Two rows of two tokens; their hidden states reach the head as a line of four. nanoGPT's
+    wpe(arange(T)): the words say what to write instead."""
+    def line(n, owners):
+        model = gpt()
         with Tape(model, n) as tape:
             tape.rows(torch.arange(n), None if owners is None else torch.tensor(owners))
             h = model(torch.ones(2, 2, dtype=torch.long))
             model.lm_head(h.flatten(0, 1)).sum().backward()
+
+    def shared(B, T):
+        model = nn.ModuleDict({"wpe": nn.Embedding(8, 4)})
+        with Tape(model, B) as tape:
+            tape.rows(torch.arange(B))
+            model["wpe"](torch.arange(T)).sum().backward()
+
+    for n, owners, layer in ((3, None, "wte"), (1, None, "wte"), (2, None, "lm_head"),
+                             (2, [0, 0, 1], "lm_head"), (2, [0, 0, 0, 1, 1], "lm_head")):
+        said = refusal(line, n, owners)
+        assert said.startswith(f"{layer}: ") and "rows" in said
+    for B, T in ((2, 5), (4, 4)):
+        assert "wpe(arange(T).expand(B, T))" in refusal(shared, B, T)
 
 
 @pytest.mark.parametrize("way", WAYS)

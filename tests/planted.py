@@ -1,0 +1,221 @@
+"""
+A test of the tests: plants mistakes one at a time in a copy of the project, and says which test
+catches each.
+
+    python tests/planted.py                     # all of them, some minutes
+    python tests/planted.py "KL sign" clip      # those whose name holds one of these texts
+
+Exit code 1: the test file that is named beside a mistake passes with it. Whoever changes a line
+of the code changes it here too: tests/test_planted.py looks that each stands in its file once.
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "out", "shared", "*.pt", "*.ipynb")
+
+
+class Mistake(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str       # the file that must catch it
+
+
+def of(file, test, *rows):
+    """Mistakes (name, old, new) in a file."""
+    return [Mistake(name, file, old, new, test) for name, old, new in rows]
+
+
+BATCH = of(
+    "grpo.py", "test_algorithm.py",
+    ("advantage sign", "advantages = r - r.nanmean(1, keepdim=True)",
+     "advantages = r.nanmean(1, keepdim=True) - r"),
+    ("groups of other prompts", "r = rewards.view(-1, num_generations)  ",
+     "r = rewards.view(num_generations, -1).T  "),
+    ("no baseline", "advantages = r - r.nanmean(1, keepdim=True)", "advantages = r / 100"),
+    ("baseline of the batch", "advantages = r - r.nanmean(1, keepdim=True)",
+     "advantages = r - r.nanmean()"),
+    ("std with n", "(squares / (n - 1).clamp(min=1)).sqrt()", "(squares / n.clamp(min=1)).sqrt()"),
+    ("std over the prompts", "(nanstd(r) + 1e-4)\n    elif", "(r.std(0) + 1e-4)\n    elif"),
+    ("std of the batch", "(nanstd(r) + 1e-4)\n    elif", "(nanstd(rewards) + 1e-4)\n    elif"),
+    ("scored for another prompt", "asked = [prompt for prompt in prompts for _ in range(G)]",
+     "asked = list(prompts) * G"),
+    ("sampling temperature forgotten", "temperature=cfg.temperature, ", "temperature=1.0, "))
+
+LOSS = of(
+    "grpo.py", "test_algorithm.py",
+    ("loss sign", "aggregate(-objective * b", "aggregate(objective * b"),
+    ("clip takes the larger", "return torch.min(unclipped * A,", "return torch.max(unclipped * A,"),
+    ("clip without its bounds", "ratio.clamp(low, high) * A)", "ratio * A)"),
+    ("ratio upside down", "log_ratio = logp - old_logp", "log_ratio = old_logp - logp"),
+    ("old log-probs of now", "log_ratio = logp - old_logp", "log_ratio = logp - logp.detach()"),
+    ("grpo divides by the width", "(x.sum(1) / row_tokens).sum()", "(x.sum(1) / x.shape[1]).sum()"),
+    ("dr_grpo divides by the width", "x.sum() / (step.num_rows * cfg.max_completion_length)",
+     "x.sum() / (step.num_rows * x.shape[1])"),
+    ("dapo divides by the micro-batch", "x.sum() / max(step.num_tokens, 1)",
+     "x.sum() / mask.sum()"),
+    ("dapo divides by rows", "x.sum() / max(step.num_tokens, 1)", "x.sum() / step.num_rows"),
+    ("dapo divides by positions", "x.sum() / max(step.num_tokens, 1)", "x.sum() / mask.numel()"),
+    ("mask forgotten in the sum", "    x = x * mask\n", ""),
+    ("loss on padding", "loss_mask = rollout.sampled_mask\n",
+     "loss_mask = torch.ones_like(rollout.sampled_mask)\n"),
+    ("end token without loss", "loss_mask = rollout.sampled_mask\n",
+     "loss_mask = rollout.sampled_mask & rollout.sampled_mask.roll(-1, 1)\n"),
+    ("least entropy kept", "rollout.entropy >= least", "rollout.entropy <= least"))
+
+KL = of(
+    "grpo.py", "test_algorithm.py",
+    ("KL the wrong way", "d = ref_logp - logp\n", "d = logp - ref_logp\n"),
+    ("KL sign", "return torch.expm1(d) - d", "return d - torch.expm1(d)"),
+    ("KL taken off the loss", "return self.policy + self.rest", "return self.policy - self.rest"),
+    ("KL left out", "loss.kl = cfg.beta * aggregate(", "loss.kl = 0 * aggregate("),
+    ("KL added to the reward", "rewards - cfg.beta * kl.sum(1)", "rewards + cfg.beta * kl.sum(1)"),
+    ("KL of a row's mean in the reward", "cfg.beta * kl.sum(1)", "cfg.beta * kl.mean(1)"),
+    ("reference of other rows", "    all_reduce([ref_logp])", "    ref_logp = ref_logp.roll(1, 0)"),
+    ("reference is the policy", "nets.reference_fn, ", "nets.policy_fn, "),
+    ("reference at temperature 1", "rollout[rows], cfg.temperature)", "rollout[rows])"))
+
+STEP = of(
+    "grpo.py", "test_step.py",
+    ("tokens counted with padding", "num_tokens = int(batch.loss_mask[mini].sum())",
+     "num_tokens = batch.loss_mask[mini].numel()"),
+    ("gradients kept after a step", "        nets.optimizer.zero_grad(set_to_none=True)\n", ""),
+    ("the first mini-batch again and again", "for mini in rows.split(cfg.mini_batch_size or N):",
+     "for mini in rows.split(cfg.mini_batch_size or N)[:1]:"),
+    ("reference follows backwards", "r.lerp_(p, alpha)", "r.lerp_(p, 1 - alpha)"),
+    ("truncated completions learned from", "loss_mask & rollout.ended[:, None]", "loss_mask"),
+    ("entropy bonus is a fine", "loss.entropy = -cfg", "loss.entropy = cfg"))
+
+NETWORK = of(
+    "model.py", "test_algorithm.py",
+    ("padding counts as a position", "(attention_mask.cumsum(1) - 1).clamp(min=0)[:, query[:, 0]]",
+     "query[:, 0].expand(B, T)"),
+    ("padding is seen", "mask = attention_mask[:, None, :].expand(B, T, S)",
+     "mask = torch.ones(B, T, S, dtype=torch.bool)"),
+    ("later tokens are seen", "mask = mask & (key <= query)", "mask = mask & (key <= query + 1)"))
+
+ROLLOUT = of(
+    "sample.py", "test_algorithm.py",
+    ("log-probs shifted by one", "input_mask)[:, -T:]  ", "input_mask)[:, -T - 1:-1]  "),
+    ("trainer forgets the temperature", " = lm_head(h).float() / temperature",
+     " = lm_head(h).float()"),
+    ("trainer forgets truncation",
+     "        logits = logits.masked_fill(~allowed, -math.inf)\n        return logits.gather",
+     "        pass\n        return logits.gather"),
+    ("end token out of the mask", "r.completion_mask[rows, t] = ~over",
+     "r.completion_mask[rows, t] = ~over & (token != sampling.ends[0])"),
+    ("top-p off by one token", "probs.cumsum(-1) - probs >= top_p", "probs.cumsum(-1) >= top_p"),
+    ("cache of another row", "        cache[:, :, i] = cache[:, :, j]\n", "        pass\n"))
+
+SAMPLER = of(
+    "sample.py", "test_sample.py",
+    ("noise of another row", "noise[rows, t])", "noise[rows.roll(1), t])"),
+    ("forced end token ends a row", "(token == end) & ~forced", "(token == end)"))
+
+TAPE = of(
+    "tracin.py", "test_tracin.py",
+    ("tokens summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
+     "total += b.reshape(len(b), -1, len(total)).sum(1).T @ "
+     "a.reshape(len(a), -1, total.shape[1]).sum(1)"),
+    ("rows summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
+     "total += b.sum(0).view(-1, len(total)).T @ a.sum(0).view(-1, total.shape[1])"),
+    ("tokens summed before the score", "return b * F.linear(a, G)",
+     "return b.flatten(1, -2).sum(1) * F.linear(a.flatten(1, -2).sum(1), G)"),
+    ("embeddings forgotten", "(name, p) for name, p in own if p in self.names]",
+     "(name, p) for name, p in own if p in self.names and record.b.dim() != record.a.dim() + 1]"),
+    ("no cross terms of a tied matrix", "b @ G) * a",
+     "b @ (b.flatten(0, -2).T @ a.flatten(0, -2))) * a"),
+    ("last use of a layer", "self.records.append(record)", "self.records = [record] + ["
+     "r for r in self.records if r.module is not record.module or r.rows[0] != record.rows[0]]"),
+    ("last micro-batch", "self.records.append(record)", "self.records = [record] + ["
+     "r for r in self.records if r.module is not record.module]"),
+    ("no bias in the score", "products = b * G if name", "products = 0 * b if name"),
+    ("b of another row", "Record(module, rows, a, b)))", "Record(module, rows, a, b.roll(1, 0))))"),
+    ("a not normalised", "return normalise(kept(x), module.normalized_shape, eps=module.eps)",
+     "return kept(x)"),
+    ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
+TAPE += of(
+    "run/stored.py", "test_tracin.py",
+    ("second use of a matrix overwrites", "beta=0 if first else 1)", "beta=0)"),
+    ("on top of the step before", "beta=0 if first else 1)", "beta=1)"),
+    ("micro-batches overwrite each other", "len(self.order), len(self.order) + len(numbers)",
+     "0, len(numbers)"),
+    ("rows that skip a layer keep old numbers", "self.stored[p][self.here] = 0", "pass"))
+
+INFLUENCE = of(
+    "tracin.py", "test_influence.py",
+    ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
+    ("own part left in", "found.scores - own.to(found.scores)", "found.scores"),
+    ("rest of the loss dropped", "for p, g in add(found.rest_grad, kept, factor).items():",
+     "for p, g in kept.items():"))
+INFLUENCE += of(
+    "selection.py", "test_influence.py",
+    ("target of bad rewards", "return (r.mean() - r) / ", "return (r - r.mean()) / "))
+
+MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE
+
+
+def trouble_of(mistake):
+    """What is wrong with an entry of the list, in words, or ""."""
+    count = (ROOT / mistake.file).read_text(encoding="utf-8").count(mistake.old)
+    if count == 1:
+        return ""
+    return f"{mistake.name}: {mistake.old!r} stands {count} times in {mistake.file}: must be once"
+
+
+def run_test(test, folder):
+    """Runs a test file up to the first failure -> exit code, and its line of pytest's summary."""
+    env = dict(os.environ, COLUMNS="400", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    done = subprocess.run([*pytest, test], cwd=folder / "tests", env=env, capture_output=True,
+                          text=True)
+    found = re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+    return done.returncode, found[1] if found else done.stdout[-300:]
+
+
+def plant(mistake, folder):
+    """Runs the test with one mistake in -> (whether it catches it, a line that says so)."""
+    path = folder / mistake.file
+    source = path.read_text(encoding="utf-8")
+    path.write_text(source.replace(mistake.old, mistake.new), encoding="utf-8")
+    code, line = run_test(mistake.test, folder)
+    path.write_text(source, encoding="utf-8")
+    if code == 0:
+        return False, f"ALIVE   {mistake.name}: {mistake.test} passes"
+    if code != 1:       # the mistake is none that could run
+        return False, f"ERROR   {mistake.name}: {line}"
+    return True, f"caught  {mistake.name}: {line}"
+
+
+def main(words):
+    chosen = [m for m in MISTAKES if not words or any(word in m.name for word in words)]
+    trouble = [x for x in map(trouble_of, chosen) if x]
+    if trouble or not chosen:
+        sys.exit("\n".join(trouble) or f"no mistake has one of {words} in its name")
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "project"
+        shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
+        passed = set()
+        alive = 0
+        for mistake in chosen:
+            code, line = (0, "") if mistake.test in passed else run_test(mistake.test, folder)
+            if code:
+                sys.exit(f"{mistake.test} must pass before a mistake is planted: {line}")
+            passed.add(mistake.test)
+            caught, line = plant(mistake, folder)
+            print(line, flush=True)
+            alive += not caught
+    print(f"{len(chosen) - alive} of {len(chosen)} mistakes are caught")
+    sys.exit(1 if alive else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
