@@ -138,7 +138,7 @@ TAPE = of(
     ("last micro-batch", "self.records.append(record)", "self.records = [record] + ["
      "r for r in self.records if r.module is not record.module]"),
     ("no bias in the score", "products = b * G if name", "products = 0 * b if name"),
-    ("b of another row", "Record(module, rows, a, b)))", "Record(module, rows, a, b.roll(1, 0))))"),
+    ("b of another row", "Record(module, rows, a, b))\n", "Record(module, rows, a, b.roll(1, 0)))\n"),
     ("a not normalised", "return normalise(kept(x), module.normalized_shape, eps=module.eps)",
      "return kept(x)"),
     ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
@@ -158,7 +158,7 @@ INFLUENCE = of(
      "for p, g in kept.items():"))
 INFLUENCE += of(
     "selection.py", "test_influence.py",
-    ("target of bad rewards", "return (r.mean() - r) / ", "return (r - r.mean()) / "))
+    ("target of bad rewards", "coef = (r.mean() - r) / ", "coef = (r - r.mean()) / "))
 
 MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE
 
