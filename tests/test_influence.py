@@ -428,15 +428,6 @@ def test_pods_keeps_the_rewards_that_spread_widest_in_each_prompt():
         assert len(rows) == positive
 
 
-def test_with_a_critic_top_advantage_goes_by_the_mean_over_sampled_tokens():
-    """A row of four tokens of 0.4 is not before a row of one token of 1."""
-    batch = batch_of(words(tracin="self", critic=True, tracin_select="top_advantage"))
-    mean = [float(A[on].mean()) if on.any() else 0.0
-            for A, on in zip(batch.advantages, batch.rollout.sampled_mask)]
-    found = row_advantages(batch)
-    assert found.tolist() == pytest.approx(mean, abs=1e-6)
-
-
 def test_pods_keeps_the_best_where_nothing_is_spread():
     influence, rewards = torch.tensor([1.0, -1, -1]), torch.tensor([.1, .9, .5])
     rows, _ = chosen(influence, "pods", rewards=rewards, prompts=torch.zeros(3))
