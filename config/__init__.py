@@ -9,7 +9,8 @@ A function (prompts, completions) that returns one number per completion can be 
 with a fixed name: reward, target, weigh, environment (tasks/turns.py), texts (pretrain.py),
 questions (data/prompts.py); and the table `tools` (tasks/tools.py).
 
-The folder of a run is a config too: its config.json has all settings, its config.py the functions.
+The folder of a run is a config too: its config.json has all settings. The functions come from the
+config file that is named beside it, or from the one that the run noted, if its text is unchanged.
 """
 import ast
 import difflib
@@ -176,7 +177,8 @@ class Settings:
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
-    source: str | None = field(default=None, repr=False)    # its text
+    source: str | None = field(default=None, repr=False)    # its text,
+    files: tuple = ()                                       # and where it is
 
     @property
     def answers(self):
@@ -241,7 +243,7 @@ class Settings:
 
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
-         if name not in ("functions", "source")}
+         if name not in ("functions", "source", "files")}
 GIVEN = ("target", "weigh", "texts", "questions")   # functions that are used by their name alone
 
 
@@ -253,19 +255,19 @@ def load_settings(argv):
     paths = [arg for arg in argv if not arg.startswith("-")]
     folders = [path.rstrip("/") or "/" for path in paths if os.path.isdir(path)]
     files = [path for path in paths if not os.path.isdir(path)]
-    for folder in folders:
-        config = os.path.join(folder, "config.py")
-        if not files and os.path.exists(config):
-            files = [config]
+    runs = [read_run(folder) for folder in folders]
+    for folder, run in zip(folders, runs):
+        files = files or noted_files(folder, run)
     if files:
-        cfg.source = "\n".join(map(read_text, files))
+        cfg.source = joined(files)
+        cfg.files = tuple(map(os.path.abspath, files))
     for path in files:
         values, functions = read_config(path)
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, path)
-    for folder in folders:
-        for name, value in read_run(folder).items():
+    for folder, run in zip(folders, runs):
+        for name, value in run["settings"].items():
             assign(cfg, name, value, f"{folder}/config.json, perhaps of another version")
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
@@ -387,10 +389,27 @@ def read_config(path):
     return values, functions
 
 
+def joined(files):
+    """The text of config files. None: there are none."""
+    return "\n".join(map(read_text, files)) or None
+
+
+def noted_files(folder, run):
+    """The config files that a run noted; [] if it needs no function of theirs. BadInput where their
+    text has changed since: config.py beside config.json has it, and nothing runs that by itself."""
+    files = run.get("files", [])
+    kept = os.path.join(folder, "config.py")
+    unchanged = all(map(os.path.isfile, [*files, kept])) and joined(files) == read_text(kept)
+    if not run.get("functions") or files and unchanged:
+        return files if unchanged else []
+    raise BadInput(f"{folder}: needs {', '.join(run['functions'])} of {', '.join(files)}, which has "
+                   f"changed or is gone: name a config file that has it; {kept} is the text of then")
+
+
 def read_run(folder):
-    """{setting: value} of a run's config.json."""
+    """What a run's config.json holds."""
     path = os.path.join(folder, "config.json")
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
         raise BadInput(f"{path}: has no settings, as the config.json of a run has")
-    return content["settings"]
+    return content

@@ -47,7 +47,7 @@ def write_run_config(folder, cfg, device):
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
     write_json(os.path.join(folder, "config.json"), dict(
-        settings=cfg.public(), functions=sorted(cfg.functions),
+        settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
         device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git))
     if cfg.source is not None:

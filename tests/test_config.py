@@ -228,17 +228,30 @@ def test_tools_make_an_environment(write):
 
 
 def test_a_run_is_a_config(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("beta = 0.9\n" + CONSTANT.format(1))
+    folder = tmp_path / "run"
+    folder.mkdir()
     settings = dict(beta=0.3, seed=4, out_dir="out/elsewhere", prompt_words=[1, 2])
-    (tmp_path / "config.json").write_text(json.dumps(dict(settings=settings)))
-    (tmp_path / "config.py").write_text("beta = 0.9\n" + CONSTANT.format(1))
-    for path in (f"{tmp_path}", f"{tmp_path}/"):
+    noted = dict(settings=settings, functions=["reward"], files=[str(mine)])
+    (folder / "config.json").write_text(json.dumps(noted))
+    (folder / "config.py").write_text(mine.read_text())
+    for path in (f"{folder}", f"{folder}/"):
         cfg = load_settings([path, "--seed=5"])
         assert (cfg.beta, cfg.seed, cfg.prompt_words) == (0.3, 5, (1, 2))
-        assert cfg.out_dir == str(tmp_path), "it would write to another run's folder"
+        assert cfg.out_dir == str(folder), "it would write to another run's folder"
         assert cfg.functions["reward"]([], [""]) == [1] and "beta = 0.9" in cfg.source
-    other = tmp_path / "mine.py"
+    other = tmp_path / "other.py"
     other.write_text(CONSTANT.format(2))    # named: it is what is meant
-    assert load_settings([str(tmp_path), str(other)]).functions["reward"]([], [""]) == [2]
+    assert load_settings([str(folder), str(other)]).functions["reward"]([], [""]) == [2]
+
+    mine.write_text(CONSTANT.format(3))     # no longer what the run was made with
+    assert "has changed or is gone" in refused(folder)
+    mine.unlink()
+    (folder / "config.py").write_text("raise SystemExit('a run that is looked at ran its code')")
+    assert "name a config file" in refused(folder)
+    (folder / "config.json").write_text(json.dumps(dict(settings=settings)))
+    assert load_settings([str(folder)]).functions == {}, "no function was needed"
 
 
 def test_a_config_json_that_is_none(tmp_path):
