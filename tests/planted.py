@@ -138,9 +138,8 @@ TAPE = of(
     ("last micro-batch", "self.records.append(record)", "self.records = [record] + ["
      "r for r in self.records if r.module is not record.module]"),
     ("no bias in the score", "products = b * G if name", "products = 0 * b if name"),
-    ("b of another row", "Record(module, rows, a, b))\n", "Record(module, rows, a, b.roll(1, 0)))\n"),
-    ("a not normalised", "return normalise(kept(x), module.normalized_shape, eps=module.eps)",
-     "return kept(x)"),
+    ("b of another row", "(Record(module, rows, a, b))", "(Record(module, rows, a, b.roll(1, 0)))"),
+    ("a not normalised", "return normalise(", "return kept(x)  # "),
     ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
 TAPE += of(
     "run/stored.py", "test_tracin.py",
