@@ -12,7 +12,7 @@ from run.checkpoint import (
     append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)
 from run.files import read_rows
 from run.folder import claimed_folder
-from run.metrics import batch_metrics, row_advantages
+from run.metrics import batch_metrics, rollout_toxicity, row_advantages
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts, optional
@@ -112,7 +112,8 @@ class Run:
              "learning_rate": self.nets.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              "epoch": (it + 1) * cfg.num_prompts / len(self.nets.prompts),
-             "step_time": seconds}
+             "step_time": seconds,
+             **rollout_toxicity(prompts, batch, self.nets)}
         each = (time.time() - self.began) / (it + 1 - self.start)
         sampled = int(batch.rollout.sampled_mask.sum())
         print_iteration(m, cfg, sampled, each * (cfg.max_iters - it - 1))

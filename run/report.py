@@ -154,6 +154,16 @@ WARNINGS = {
     "kl": (
         lambda m: m["kl"] > 5,
         "KL {kl:.1f} nats per token is exploding: lower learning_rate or raise beta"),
+    "length": (
+        lambda m: m["completions/clipped_ratio"] == 1,
+        "every completion was cut at {max_completion_length} tokens, so length is not learned: "
+        "raise max_completion_length"),
+    "tools": (
+        lambda m: m["tools/failure_frequency"] == 1,
+        "every call was answered with an error: read samples.jsonl, a tool may have a bug"),
+    "gradient": (
+        lambda m: m["grad_norm"] == 0,
+        "grad_norm is 0: nothing was learned in this step; see rewards and advantages above"),
     "critic": (
         lambda m: m["val/var_explained"] < 0 and m["iteration"] > 20,
         "the critic explains {val/var_explained:.2f} of the returns' variance, less than a "

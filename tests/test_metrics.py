@@ -1,5 +1,6 @@
 """The numbers of an iteration beside plain Python, their names, and what ends a run."""
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import grpo
 from run.metrics import (
     batch_metrics, bound_of, check_scores, gap_of, influence_metrics, loss_metrics,
-    mean_influence, mean_over_tokens, numbers, std,
+    mean_influence, mean_over_tokens, numbers, rollout_toxicity, std,
     target_metrics, tensors_differing)
 from worlds import letters, mean_token, nets_of, printed, refusal, settings, world
 
@@ -65,9 +66,10 @@ def by_hand(nets, batch, cfg):
             kl += [float(math.exp(d[t]) - d[t] - 1) for t in tokens]
     n = len(ratios)
     found = {"ratio": sum(ratios) / n}
-    if cfg.loss_type != "sapo":
+    if cfg.loss_type == "cispo":
+        found["cispo_clip_ratio"] = sum(above) / n
+    elif cfg.loss_type != "sapo":
         found["clip_ratio/high_mean"] = sum(above) / n
-    if cfg.loss_type not in ("cispo", "sapo"):
         found["clip_ratio/low_mean"] = sum(below) / n
         found["clip_ratio/region_mean"] = (sum(below) + sum(above)) / n
     if kl:
@@ -110,7 +112,8 @@ def test_an_update_has_these_metrics_and_no_others():
         "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
         "reward", "reward_std", "reward_min", "reward_max", "advantage_max",
         "frac_reward_zero_std", "entropy", "num_completion_tokens", "forced",
-        "completions/clipped_ratio", "completions/mean_length", "rewards/reward/mean", "rewards/reward/std"}
+        "completions/clipped_ratio", "completions/mean_length",
+        "completions/mean_terminated_length", "rewards/reward/mean", "rewards/reward/std"}
     assert updated(settings()).keys() == always
     more = updated(settings(beta=0.1, entropy_coef=0.1))
     assert more.keys() - always == {"kl", "kl_loss", "entropy_loss"}
@@ -118,7 +121,7 @@ def test_an_update_has_these_metrics_and_no_others():
     assert more.keys() - always == {"critic_loss", "val/var_explained"}
     more = updated(settings(tracin="reward"))
     assert more.keys() - always == {"tracin/" + name for name in (
-        "positive_ratio", "mean_ip", "selected_ratio", "self_share", "invariant_error", "fallback",
+        "positive_ratio", "negative_ratio", "mean_ip", "std_ip", "min_ip", "max_ip", "selected_ratio", "self_share", "invariant_error", "fallback",
         "target_grad_norm", "target_cosine", "target_contrast", "empty_steps")}
 
 
@@ -205,7 +208,10 @@ def test_metrics_of_influence():
     scores = batch.influence.tolist()
     assert m["tracin/positive_ratio"] == pytest.approx(sum(x > 0 for x in scores) / 12)
     assert m["tracin/selected_ratio"] == pytest.approx(float((batch.weights != 0).float().mean()))
+    assert m["tracin/negative_ratio"] == pytest.approx(sum(x < 0 for x in scores) / 12)
     assert m["tracin/mean_ip"] == pytest.approx(sum(scores) / 12)
+    assert m["tracin/std_ip"] == pytest.approx(statistics.stdev(scores))
+    assert (m["tracin/min_ip"], m["tracin/max_ip"]) == (min(scores), max(scores))
     halves = found[0].halves
     first, second = (torch.cat([g.flatten() for g in half.values()]) for half in halves)
     assert m["tracin/target_grad_norm"] == pytest.approx(float((first + second).norm()), 1e-5)
@@ -221,9 +227,11 @@ def test_metrics_of_influence():
     assert math.isnan(m["tracin/target_cosine"]), "nor has one prompt"
     assert m["tracin/target_grad_norm"] == pytest.approx(float(first.norm()), 1e-5)
 
-    steps = [{"tracin/selected_ratio": x, "tracin/invariant_error": x} for x in (0.0, 1.0)]
+    steps = [{"tracin/selected_ratio": x, "tracin/invariant_error": x, "tracin/min_ip": x,
+              "tracin/max_ip": x} for x in (0.0, 1.0)]
     assert mean_influence(steps) == {
-        "tracin/selected_ratio": 0.5, "tracin/invariant_error": 1.0, "tracin/empty_steps": 1}
+        "tracin/selected_ratio": 0.5, "tracin/invariant_error": 1.0, "tracin/min_ip": 0.0,
+        "tracin/max_ip": 1.0, "tracin/empty_steps": 1}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -252,3 +260,23 @@ def test_a_ratio_that_is_not_1_ends_the_first_iteration():
             assert m["sampling/sampling_logp_difference/mean"] > 0.01
     assert gap_of(torch.tensor([0.0, -0.02]), torch.float32) == (pytest.approx(0.02), 1e-3)
     assert gap_of(torch.tensor([0.0, -0.02]), torch.bfloat16) == (pytest.approx(0.01), 0.05)
+
+
+def test_toxicity_is_of_all_rollouts_in_every_iteration():
+    cfg = settings()
+    nets, batch = world(cfg)
+    asked = []
+
+    def judge(prompts, completions):
+        asked.append((prompts, completions))
+        return torch.linspace(-2, 2, len(completions))
+
+    assert rollout_toxicity(nets.prompts, batch, nets) == {}
+    nets.judges = {"judge": judge}
+    assert rollout_toxicity(nets.prompts, batch, nets) == {}
+    nets.judges = {"eval_judge": judge}
+    found = rollout_toxicity(nets.prompts, batch, nets)
+    texts = [prompt.text for prompt in nets.prompts for _ in range(6)]
+    assert asked == [(texts, batch.completions)]
+    expected = sum(1 / (1 + math.exp(-x)) for x in torch.linspace(-2, 2, 12).tolist()) / 12
+    assert found == {"eval_judge/toxicity": pytest.approx(expected, 1e-5)}
