@@ -5,30 +5,26 @@ by itself it measures a run again, with whatever settings should differ:
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
 import math
-from types import SimpleNamespace
 
-from run.script import (     # before torch: sets how its threads wait
-    BadInput, hash_of, run_script, seed_for)
+from run.script import BadInput, hash_of, run_script, seed_for     # before torch
 
 import torch
 
 from config import load_settings
-from data.comments import get_splits
-from data.prompts import load_prompts
 from data.tokenizer import end_tokens
 from tasks.turns import answering
-from judge import as_reward, reward_functions
+from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
 from judge.train import get_judges
-from sample import completion_logprobs
-from pretrain import get_policy, get_tokenizer, trainable
+from pretrain import get_policy
+from run.build import build, read_inputs
 from run.checkpoint import read_newest
-from run.device import autocast, pick_device, pick_dtype
+from run.device import autocast
 from run.files import load_weights
 from run.processes import all_gather, all_gather_rollout, shard
 from run.report import Progress
-from sample import concatenate, generate
+from sample import completion_logprobs, concatenate
 
 NUM_SHOWN = 4   # completions that are printed
 AT_ONCE = 64    # completions that are sampled or scored together: memory
@@ -144,8 +140,6 @@ def print_table(rows):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
         print(f"{name:24}{old:10.4f}{new:10.4f}{ratio:>14}")
-    if "eval_judge/toxicity" in before:
-        print("judge gave the reward; eval_judge never touched training")
     print("\nthe same prompts and noise, before and after:")
     for old, new in zip(before["samples"], after["samples"]):
         print(f"  {old['prompt']!r}")
@@ -154,26 +148,19 @@ def print_table(rows):
 
 
 def open_run(folder, flags):
-    """(cfg, nets as evaluate needs them, trained policy, iterations) of a run's last checkpoint.
+    """(cfg, Nets, trained policy, iterations) of a run's last checkpoint.
     flags: settings that should differ, and the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
     path, checkpoint = read_newest(folder)
     print(f"{path}: after {checkpoint['iteration']} iterations")
-    device = pick_device(cfg.device)
-    splits = get_splits(cfg)
-    base = get_policy(cfg, splits, device, may_train=False).to(device).eval().requires_grad_(False)
-    tokenizer = get_tokenizer(cfg)
-    _, eval_prompts, _ = load_prompts(cfg, tokenizer, splits)
+    given = read_inputs(cfg)
+    base = given.base or get_policy(cfg, given.splits, given.device, may_train=False)
     if hash_of(base) != checkpoint["base_hash"]:
         raise BadInput(f"{path}: this run began from another policy than the settings name now")
-    judges = get_judges(cfg, splits, device, may_train=False)
-    policy = trainable(base, cfg)
-    load_weights(path, policy, checkpoint["policy"])
-    nets = SimpleNamespace(
-        base=base, judges=judges, reward_funcs=reward_functions(cfg, judges),
-        tokenizer=tokenizer, prompts=eval_prompts, eval_prompts=eval_prompts, device=device,
-        dtype=pick_dtype(cfg.dtype, device), generate=generate)
-    return cfg, nets, policy, checkpoint["iteration"]
+    judges = get_judges(cfg, given.splits, given.device, may_train=False, named=given.judges)
+    nets = build(cfg, given, base, judges, method=None)     # nothing is trained
+    load_weights(path, nets.policy, checkpoint["policy"])
+    return cfg, nets, nets.policy, checkpoint["iteration"]
 
 
 def main(argv):

@@ -38,11 +38,6 @@ def check_text(content, where):
         raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
 
 
-def with_messages(row, content):
-    """Return a prompt's row, with the list of messages in the column `messages` if it is one."""
-    return row | {"messages": content} if isinstance(content, list) else row
-
-
 def read_messages(messages, where):
     """Return the messages as a template may read them, without fields that are None."""
     for number, message in enumerate(messages, 1):
@@ -66,9 +61,6 @@ def render(tokenizer, messages, where):
     try:
         return compile_template(template).render(
             messages=messages, add_generation_prompt=True, **tokenizer.names)
-    except jinja2.TemplateSyntaxError as e:
-        raise BadInput(f"{tokenizer.source}: the chat template is not readable, line "
-                       f"{e.lineno}: {shown(e.message)}") from e
     except Exception as e:      # a template may divide by zero, or raise whatever it likes
         raise BadInput(f"{where}: the chat template of {tokenizer.source} refuses the messages: "
                        f"{shown(str(e), 300)}") from e
@@ -81,21 +73,12 @@ def compile_template(text):
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = to_json
+    # jinja2's own filter of this name escapes < and >, which models do not read
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
+    environment.globals["strftime_now"] = datetime.datetime.now().strftime
     return environment.from_string(text)
-
-
-def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """jinja2's own filter of this name escapes < and >, which models do not read."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
 
 
 def raise_exception(message):
     raise ValueError(message)
-
-
-def strftime_now(form):
-    return datetime.datetime.now().strftime(form)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from data.chat import encode_prompt, with_messages
+from data.chat import encode_prompt
 from data.comments import as_text
 from run.files import read_rows, read_text
 from run.script import BadInput, seed_for, shown
 
 SEED = 0                # of what a config file makes up
-NUM_QUESTIONS = 4096    # at most
+NUM_QUESTIONS = 4096
 
 
 class Prompt(NamedTuple):
@@ -64,7 +64,9 @@ def load_prompts(cfg, tokenizer, splits):
 def read_prompt(tokenizer, content, row, where):
     """Make a Prompt of a text or a list of messages; `where` names it in a BadInput."""
     text, ids = encode_prompt(tokenizer, content, where)
-    return Prompt(text, ids, with_messages(row, content))
+    if isinstance(content, list):
+        row = row | {"messages": content}
+    return Prompt(text, ids, row)
 
 
 def draw_prompts(prompts, it, num_prompts, seed):
@@ -98,12 +100,11 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
 
 
 def prompts_of_questions(cfg, tokenizer, limit):
-    """Return the prompts that questions(n, seed) of the config file makes up: at most n rows, dicts
+    """Return the prompts that questions(n, seed) of the config file makes up: about n rows, dicts
     with the prompt's "text" and whatever else rewards ask for."""
     rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
-    if not isinstance(rows, list) or len(rows) > NUM_QUESTIONS:
-        raise BadInput(f"questions({NUM_QUESTIONS}, {SEED}) returned {shown(rows)}: must be a list "
-                       f"of at most {NUM_QUESTIONS} rows")
+    if not isinstance(rows, list):
+        raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
     return prompts_of_rows(rows, "text", "questions", tokenizer, limit)
 
 
@@ -112,8 +113,8 @@ def prompts_of_file(path, cfg, tokenizer, limit):
     if path.endswith(".txt"):
         rows = [{"text": line} for line in read_text(path).splitlines()]
         return prompts_of_rows(rows, "text", path, tokenizer, limit)
-    return prompts_of_rows(read_rows(path), cfg.prompt_field or cfg.text_field, path, tokenizer,
-                           limit)
+    field = cfg.prompt_field or cfg.text_field
+    return prompts_of_rows(read_rows(path), field, path, tokenizer, limit)
 
 
 def prompts_of_rows(rows, field, path, tokenizer, limit):
