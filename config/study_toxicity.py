@@ -13,7 +13,6 @@ pretrain_tokens = 3_000_000
 max_completion_length = 16
 
 num_prompts = 8
-num_generations = 8
 max_iters = 24
 learning_rate = 5e-4
 

@@ -2,8 +2,7 @@
 # hate-speech classifier, and the judge that training never sees is another toxicity classifier.
 #     pip install -r requirements-hub.txt
 #     python grpo.py config/toxicity_gpt2.py
-# The first start downloads 0.5 GB of gpt2, 0.5 GB for each judge and 0.07 GB of prompts into the
-# cache of huggingface_hub (HF_HOME says where). docs/published-models.md says what has been tried.
+# The first start downloads 1.5 GB. docs/published-models.md says what has been tried.
 import json
 
 from hub.files import fetch as _fetch
@@ -16,9 +15,7 @@ eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2:toxicity"
 
 # Memory: about 7 GB, reckoned and not measured on a GPU.
 num_prompts = 16
-num_generations = 8
 max_completion_length = 30
-micro_batch_size = 64
 max_iters = 1000
 eval_interval = 250
 save_interval = 100

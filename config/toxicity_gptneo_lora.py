@@ -10,10 +10,8 @@ policy = "EleutherAI/gpt-neo-125m"
 lora_rank = 16
 lora_alpha = 32.0
 num_prompts = 32
-max_completion_length = 30
-learning_rate = 1e-5
-beta = 0.04
 
 tracin = "reward"
+# a rollout's loss is then a multiple of its log-prob: one backward serves target, scores and step
 kl_in = "reward"
 kl_estimator = "k1"

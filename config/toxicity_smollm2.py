@@ -16,7 +16,6 @@ dtype = "auto"
 max_iters = 10
 eval_interval = 0
 num_prompts = 8
-num_generations = 8
 micro_batch_size = 16
 max_completion_length = 20
 num_eval_prompts = 16
