@@ -9,8 +9,7 @@ out_dir = "out/chess"
 judge = None
 eval_judge = None
 
-# one token a character: a FEN is easier to change where its squares are tokens. Prompts have up to
-# 82 of them, completions 79 with the end token
+# one token a character. Prompts have up to 82 of them, completions 79 with the end token
 vocab_size = 257
 block_size = 164
 max_completion_length = 80

@@ -2,7 +2,7 @@
 # hate-speech classifier, and the judge that training never sees is another toxicity classifier.
 #     pip install -r requirements-hub.txt
 #     python grpo.py config/toxicity_gpt2.py
-# The first start downloads 1.5 GB. docs/published-models.md says what has been tried.
+# The first start downloads 1.5 GB. It takes about 7 GB of GPU memory, reckoned. docs/published-models.md says what has been tried.
 import json
 
 from hub.files import fetch as _fetch
@@ -13,7 +13,6 @@ judge = "facebook/roberta-hate-speech-dynabench-r4-target:hate"
 # this revision has its weights as safetensors; the main branch has a pickle only
 eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2:toxicity"
 
-# Memory: about 7 GB, reckoned and not measured on a GPU.
 num_prompts = 16
 max_completion_length = 30
 max_iters = 1000

@@ -105,7 +105,7 @@ TYPED = [   # flags, and parts of the one line
     ("--delta=1.2", "delta = 1.2"), ("--delta=1.2 --epsilon_high=0.3", "1.3"),
     ("--loss_type=cispo", "epsilon_high", "5.0"),
     ("--loss_type=cispo --epsilon_high=0.28", "epsilon_high", "5.0"),
-    ("--ref_model_sync_steps=4", "beta"), ("--use_bias_correction_kl=True --kl_in=reward", "k1"),
+    ("--use_bias_correction_kl=True --kl_in=reward", "k1"),
     ("--multi_objective_aggregation=normalize_then_sum --kl_in=reward", "kl_in = 'loss'"),
     ("--multi_objective_aggregation=normalize_then_sum --zero_std_groups=drop", "'keep'"),
     ("--critic=True --zero_std_groups=drop", "critic = True"),
