@@ -2,7 +2,8 @@
 # hate-speech classifier, and the judge that training never sees is another toxicity classifier.
 #     pip install -r requirements-hub.txt
 #     python grpo.py config/toxicity_gpt2.py
-# The first start downloads 1.5 GB. It takes about 7 GB of GPU memory, reckoned. docs/published-models.md says what has been tried.
+# The first start downloads 1.5 GB. A run takes about 7 GB of GPU memory, reckoned, not measured.
+# docs/published-models.md says what has been tried.
 import json
 
 from hub.files import fetch as _fetch
