@@ -176,7 +176,6 @@ class Settings:
 
     @property
     def answers(self):
-        """True if an environment answers completions."""
         return "environment" in self.functions and self.max_turns > 0
 
     @property
@@ -381,8 +380,9 @@ def noted_files(folder, run):
     unchanged = all(map(os.path.isfile, [*files, kept])) and joined(files) == read_text(kept)
     if not run.get("functions") or files and unchanged:
         return files if unchanged else []
-    raise BadInput(f"{folder}: needs {', '.join(run['functions'])} of {', '.join(files)}, which "
-                   f"has changed or is gone: name a config file that has it; {kept} is the text")
+    needs = ", ".join(run["functions"])
+    raise BadInput(f"{folder}: needs {needs} of {', '.join(files)}, which has changed or is gone: "
+                   f"name a config file that has it; {kept} is the text of then")
 
 
 def read_run(folder):

@@ -326,6 +326,8 @@ def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, 
     mine.write_text(NOISE)
     crash(4, tmp_path / "run", mine, *SIX)
     mine.write_text(NOISE + "# changed\n")
+    assert "name a config file" in refusal(trainer.main, [str(tmp_path / "run")])
+    mine.write_text(NOISE)
     trainer.main([str(tmp_path / "run")])
     assert_same_run(six, tmp_path / "run")
 
