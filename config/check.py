@@ -1,4 +1,5 @@
 """What cannot work, refused in one line: the setting, its value, the fix."""
+import operator
 import os
 import typing
 
@@ -18,25 +19,28 @@ AT_LEAST = {  # smallest value
     257: ("vocab_size",),       # the bytes and the end token
     1e-6: ("temperature", "sapo_temperature_neg", "sapo_temperature_pos"),
 }
-ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile", "value_clip")
-BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")     # they must forget
+ABOVE = {0: ("learning_rate", "top_p", "top_entropy_quantile", "value_clip")}
+BELOW = {1: ("adam_beta1", "adam_beta2", "tracin_target_ema")}      # they must forget
 AT_MOST = {
     1: ("top_p", "min_p", "force_rate", "gae_gamma", "gae_lambda", "top_entropy_quantile",
         "ref_model_mixup_alpha", "tracin_fraction"),
-    1e9: ("judge_tokens",),     # its batches are drawn ahead
     max(64, os.cpu_count()): ("threads",),
 }
+RANGES = (("at least", operator.ge, AT_LEAST), ("above", operator.gt, ABOVE),
+          ("below", operator.lt, BELOW), ("at most", operator.le, AT_MOST))
 
 
 def check(cfg):
-    """Raises BadInput for the first setting that cannot work. Fills in None and True."""
-    for name, hint in typing.get_type_hints(type(cfg)).items():
-        value = getattr(cfg, name)
-        choices = typing.get_args(hint)
-        if typing.get_origin(hint) is typing.Literal and value not in choices:
-            raise BadInput(f"{name} = {shown(value)}: must be one of {', '.join(choices)}")
+    """Raises BadInput for the first setting that cannot work. Fills in None. Returns cfg."""
+    hints = typing.get_type_hints(type(cfg))
     for name, value in cfg.public().items():
-        check_plain(name, value)
+        choices = typing.get_args(hints[name])
+        if typing.get_origin(hints[name]) is typing.Literal and value not in choices:
+            raise BadInput(f"{name} = {shown(value)}: must be one of {', '.join(choices)}")
+        if type(value) in (int, float) and not abs(value) < 2 ** 63:    # NaN is not
+            raise BadInput(f"{name} = {shown(value)}: must be a number below 2 ** 63")
+        if value == "":
+            raise BadInput(f"{name} = '': must not be empty")
     check_ranges(cfg)
     check_rows(cfg)
     check_loss(cfg)
@@ -44,35 +48,19 @@ def check(cfg):
     check_influence(cfg)
     check_rewards(cfg)
     check_environment(cfg)
-
-
-def check_plain(name, value):
-    if type(value) in (int, float) and not abs(value) < 2 ** 63:    # NaN is not
-        raise BadInput(f"{name} = {shown(value)}: must be a number below 2 ** 63")
-    if value == "":
-        raise BadInput(f"{name} = '': must not be empty")
+    return cfg
 
 
 def check_ranges(cfg):
-    for low, names in AT_LEAST.items():
-        for name in names:
-            check_that(cfg, name, lambda x: x >= low, f"at least {low}")
-    for name in ABOVE_0:
-        check_that(cfg, name, lambda x: x > 0, "above 0")
-    for name in BELOW_1:
-        check_that(cfg, name, lambda x: x < 1, "below 1")
-    for high, names in AT_MOST.items():
-        for name in names:
-            check_that(cfg, name, lambda x: x <= high, f"at most {high}")
+    for wanted, holds, names_by_bound in RANGES:
+        for bound, names in names_by_bound.items():
+            for name in names:
+                value = getattr(cfg, name)
+                if value is not None and not holds(value, bound):
+                    raise BadInput(f"{name} = {shown(value)}: must be {wanted} {bound}")
     words = cfg.prompt_words
     if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
         raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers")
-
-
-def check_that(cfg, name, holds, wanted):
-    value = getattr(cfg, name)
-    if value is not None and not holds(value):
-        raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
 
 
 def check_rows(cfg):
@@ -97,10 +85,8 @@ def check_loss(cfg):
         raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
     if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups == "drop"):
-        raise BadInput("multi_objective_aggregation = 'normalize_then_sum': there is no sum to "
-                       "take the KL off; set kl_in = 'loss' and zero_std_groups = 'keep'")
-    if cfg.ref_model_sync_steps and cfg.beta == 0:
-        raise BadInput("ref_model_sync_steps with beta = 0: there is no reference")
+        raise BadInput("multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
+                       "zero_std_groups = 'keep'")
 
 
 def check_critic(cfg):
@@ -110,9 +96,8 @@ def check_critic(cfg):
     by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups == "drop"
                 or cfg.multi_objective_aggregation == "normalize_then_sum")
     if cfg.critic and by_group:
-        raise BadInput("critic = True: advantages are by token, not by group; leave "
-                       "importance_sampling_level, zero_std_groups and multi_objective_aggregation "
-                       "as they are")
+        raise BadInput("critic = True: advantages are by token; leave importance_sampling_level, "
+                       "zero_std_groups and multi_objective_aggregation as they are")
 
 
 def check_influence(cfg):
@@ -120,8 +105,7 @@ def check_influence(cfg):
         if getattr(cfg, setting) == name and name not in cfg.functions:
             raise BadInput(f"{setting} = {name!r}: the config file defines no function {name}")
     if cfg.tracin == "target" and (cfg.tracin_val_prompts or cfg.tracin_leave_one_out):
-        raise BadInput("tracin = 'target': unset tracin_val_prompts and tracin_leave_one_out; the "
-                       "function sees to both")
+        raise BadInput("tracin = 'target': unset tracin_val_prompts and tracin_leave_one_out")
     if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
         raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
     knows_part = cfg.tracin in ("off", "self") or cfg.multiple_of_logp
@@ -129,10 +113,10 @@ def check_influence(cfg):
         raise BadInput("tracin_leave_one_out = True: a rollout's own part is known only with "
                        "tracin_val_prompts = 0 and with tracin = 'self', or mini_batch_size = 0, "
                        "top_entropy_quantile = 1 and critic = False")
-    if not cfg.tracin_val_prompts and (cfg.tracin_val_size or cfg.tracin_val_reward
-                                       or cfg.tracin_val_select != "random"):
-        raise BadInput("tracin_val_size, tracin_val_select and tracin_val_reward are about the "
-                       "rollouts of tracin_val_prompts, which is 0")
+    of_val = cfg.tracin_val_size or cfg.tracin_val_reward or cfg.tracin_val_select != "random"
+    if of_val and not cfg.tracin_val_prompts:
+        raise BadInput("tracin_val_size, tracin_val_select, tracin_val_reward: set "
+                       "tracin_val_prompts, which is 0")
     if cfg.tracin_val_size == 1:
         raise BadInput("tracin_val_size = 1: must be at least 2, of which two halves are compared")
 
@@ -147,23 +131,21 @@ def check_rewards(cfg):
             raise BadInput(f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor "
                            f"a function of the config file: {sorted(cfg.functions) or 'none'}")
         if name == "judge" and cfg.judge is None:
-            raise BadInput("reward_funcs = 'judge' with judge = None: set judge = 'train' or a "
-                           "file, or define a reward")
+            raise BadInput("judge = None: set it to 'train' or a file, or define a reward")
     if cfg.reward_weights is None:
         cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
     for weight in cfg.reward_weights:
-        if type(weight) not in (int, float):
+        if type(weight) not in (int, float) or not abs(weight) < 2 ** 63:
             raise BadInput(f"reward_weights = {shown(cfg.reward_weights)}: must be numbers")
-        check_plain("reward_weights", weight)
     if len(set(cfg.reward_funcs)) != len(cfg.reward_weights):
         raise BadInput(f"reward_weights = {cfg.reward_weights}: must be one for each of "
                        f"reward_funcs = {cfg.reward_funcs}, none of them twice")
 
 
 def check_environment(cfg):
-    if not all(type(text) is str and text for text in cfg.stop_strings):
-        raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text")
-    if cfg.stop_strings and "environment" not in cfg.functions:
-        raise BadInput(f"stop_strings = {cfg.stop_strings}: needs a function environment")
+    are_text = all(type(text) is str and text for text in cfg.stop_strings)
+    if not are_text or cfg.stop_strings and "environment" not in cfg.functions:
+        raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text, and needs a "
+                       "function environment")
     if bool(cfg.force_rate) != (cfg.force_text is not None):
         raise BadInput("force_rate, force_text: one does nothing without the other; set both")

@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from config import HINTS, Settings, load_settings, types_of
-from config.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1
+from config.check import RANGES
 from conftest import ROOT
 from worlds import refusal
 
@@ -105,7 +105,7 @@ TYPED = [   # flags, and parts of the one line
     ("--delta=1.2", "delta = 1.2"), ("--delta=1.2 --epsilon_high=0.3", "1.3"),
     ("--loss_type=cispo", "epsilon_high", "5.0"),
     ("--loss_type=cispo --epsilon_high=0.28", "epsilon_high", "5.0"),
-    ("--ref_model_sync_steps=4", "beta"), ("--use_bias_correction_kl=True --kl_in=reward", "k1"),
+    ("--use_bias_correction_kl=True --kl_in=reward", "k1"),
     ("--multi_objective_aggregation=normalize_then_sum --kl_in=reward", "kl_in = 'loss'"),
     ("--multi_objective_aggregation=normalize_then_sum --zero_std_groups=drop", "'keep'"),
     ("--critic=True --zero_std_groups=drop", "critic = True"),
@@ -132,13 +132,14 @@ def test_what_is_typed_wrongly_is_one_line():
 
 
 def test_every_range_is_checked():
-    outside = [(name, low - 1) for low, names in AT_LEAST.items() for name in names]
-    outside += [(name, high + 1) for high, names in AT_MOST.items() for name in names]
-    outside += [(name, 0) for name in ABOVE_0] + [(name, 1) for name in BELOW_1]
-    for name, value in outside:
-        kind = float if float in types_of(name) else int
-        message = refused(f"--{name}={kind(value)}")
-        assert f"{name} = {kind(value)}" in message and "must be" in message
+    step = {"at least": -1, "at most": 1, "above": 0, "below": 0}
+    for wanted, _, names_by_bound in RANGES:
+        for bound, names in names_by_bound.items():
+            for name in names:
+                kind = float if float in types_of(name) else int
+                value = kind(bound + step[wanted])
+                message = refused(f"--{name}={value}")
+                assert f"{name} = {value}: must be {wanted}" in message
 
 
 def test_every_number_is_finite(write):

@@ -10,6 +10,7 @@ import torch
 
 import explain.speak
 from config import load_settings
+from config.check import check
 from conftest import ROOT
 from data.prompts import Prompt
 from evaluate import evaluate, sample_evaluation
@@ -37,7 +38,7 @@ def game(prompts, transcripts):
 def with_game(function=game, **knobs):
     cfg = settings(**dict(max_turns=3, max_completion_length=T, num_generations=8) | knobs)
     cfg.functions = cfg.functions | {"environment": function}
-    return replace(cfg, stop_strings=STOPS).check()
+    return check(replace(cfg, stop_strings=STOPS))
 
 
 def rollout_of(cfg, **more):

@@ -13,6 +13,7 @@ import torch
 
 import grpo
 import selection
+from config.check import check
 from data.prompts import Prompt
 from grpo import Step, collect, update
 from run.build import prepare, try_functions
@@ -38,7 +39,7 @@ def words(functions=letters, **knobs):
 
 
 def with_functions(cfg, functions, **more):
-    return replace(cfg, functions=cfg.functions | functions, **more).check()
+    return check(replace(cfg, functions=cfg.functions | functions, **more))
 
 
 def nets_for(cfg, policy=None, lr=.05, optimizer=None, prompts=WORD_PROMPTS):

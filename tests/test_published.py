@@ -30,7 +30,7 @@ from run.script import seed_for
 from worlds import printed, read_rows, refusal
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
-CONFIGS = ("toxicity_gpt2", "toxicity_gpt2_tracin", "toxicity_gptneo_lora", "toxicity_smollm2")
+CONFIGS = ("toxicity_gpt2", "toxicity_gptneo_lora", "toxicity_smollm2")
 TINY = ["--device=cpu", "--max_completion_length=6", "--num_prompts=2", "--num_generations=4",
         "--micro_batch_size=4", "--num_eval_prompts=3", "--num_eval_generations=2",
         "--save_interval=1", "--eval_interval=0", "--max_iters=2", "--learning_rate=1e-2",
@@ -207,7 +207,7 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
     start(grpo.main, f"config/{config}.py", *flags, f"--policy={policy.get(config, world.gpt2)}",
           "--max_iters=1", f"--out_dir={tmp_path}/run")
     metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert ("tracin/mean_ip" in metrics[0]) == (config not in CONFIGS[::3])
+    assert ("tracin/mean_ip" in metrics[0]) == (config == "toxicity_gptneo_lora")
     if config != "toxicity_smollm2":
         assert asked == [("dataset", "allenai/real-toxicity-prompts", "prompts.jsonl")]
         rows = [row["prompt"] for row in read_rows(world.prompts)]
