@@ -21,8 +21,10 @@ NUM_SHOWN = 4   # completions of an evaluation that are kept and printed
 
 
 class Run:
-    """evaluate(nets, policy, cfg) measures a policy, print_table(rows) compares evaluations. main and
-    train of grpo.py show how a Run is used."""
+    """evaluate(nets, policy, cfg) measures a policy, print_table(rows) compares evaluations.
+
+    main and train of grpo.py show how a Run is used.
+    """
 
     def __init__(self, cfg, evaluate, print_table):
         self.cfg = cfg

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import explain.speak
-from config import load_settings
 from config.check import check
-from conftest import ROOT
 from data.prompts import Prompt
 from evaluate import evaluate, sample_evaluation
 from grpo import collect, sample_groups

@@ -17,7 +17,6 @@ from config.check import check
 from data.prompts import Prompt
 from grpo import Step, collect, update
 from run.build import prepare, try_functions
-from run.metrics import row_advantages
 from run.stored import StoredTape, use_stored_tape
 from sample import completion_entropies, completion_logprobs
 from selection import choose_targets, select, target_coefficients
