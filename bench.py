@@ -19,6 +19,7 @@ requirements.txt, trl and transformers. It races the settings' policy, prompts a
 rule as reward and without a KL.
 """
 import copy
+import itertools
 import math
 import os
 import platform
@@ -152,15 +153,15 @@ def print_rounds(rounds):
 
 def variants_of(argv):
     """{flags as typed: (nets, cfg)} of the settings and, after each `vs`, of these with more."""
-    parts = [[]]
-    for arg in argv:
-        if arg == "vs":
-            parts.append(list(parts[0]))
-        else:
-            parts[-1].append(arg)
-    settings = {" ".join(flags) or "no settings": load_settings(flags) for flags in parts}
-    settings = {name: replace(cfg, eval_judge=None) for name, cfg in settings.items()}
-    return {name: (make_nets(cfg), cfg) for name, cfg in settings.items()}
+    first, *more = [list(flags) for is_vs, flags in
+                    itertools.groupby(argv, lambda arg: arg == "vs") if not is_vs] or [[]]
+    flags_of = {" ".join(first) or "no settings": first}
+    flags_of |= {f"vs {' '.join(flags)}": [*first, *flags] for flags in more}
+    variants = {}
+    for name, flags in flags_of.items():
+        cfg = replace(load_settings(flags), eval_judge=None)
+        variants[name] = (make_nets(cfg), cfg)
+    return variants
 
 
 def compare(argv, repeat, trace):
@@ -259,26 +260,21 @@ def rounds_of_trl(trl, nets, cfg, folder, repeat):
 
 
 def main(argv):
-    own = {"--repeat": "5", "--trace": ""}
-    rest = []
-    for arg in argv:
-        name, _, value = arg.partition("=")
-        if name in own:
-            own[name] = value
-        else:
-            rest.append(arg)
-    if not own["--repeat"].isdigit() or int(own["--repeat"]) < 1:
-        raise BadInput(f"--repeat={own['--repeat']}: must be a number of iterations")
-    repeat = int(own["--repeat"])
-    mode = rest[0] if rest else ""
+    flags = [arg for arg in argv if not arg.startswith(("--repeat=", "--trace="))]
+    own = dict(arg.split("=", 1) for arg in argv if arg not in flags)
+    times = own.get("--repeat", "5")
+    if not times.isdigit() or int(times) < 1:
+        raise BadInput(f"--repeat={times}: must be a number of iterations")
+    repeat = int(times)
+    mode, *rest = flags or [""]
     if mode == "check":
-        check(rest[1:], repeat)
+        check(rest, repeat)
     elif mode == "trl":
-        beside_trl(rest[1:], repeat)
+        beside_trl(rest, repeat)
     elif mode == "gpt2":
-        compare([*GPT2, *rest[1:]], repeat, own["--trace"])
+        compare([*GPT2, *rest], repeat, own.get("--trace"))
     else:
-        compare(rest, repeat, own["--trace"])
+        compare(flags, repeat, own.get("--trace"))
 
 
 if __name__ == "__main__":

@@ -5,33 +5,29 @@ by itself it measures a run again, with whatever settings should differ:
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
 import math
-from types import SimpleNamespace
 
-from run.script import (     # before torch: sets how its threads wait
-    BadInput, hash_of, run_script, seed_for)
+from run.script import BadInput, hash_of, run_script, seed_for   # before torch: sets its threads
 
 import torch
 
 from config import load_settings
-from data.comments import get_splits
-from data.prompts import load_prompts
 from data.tokenizer import end_tokens
 from tasks.turns import answering
-from judge import as_reward, reward_functions
+from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
 from judge.train import get_judges
-from sample import completion_logprobs
-from pretrain import get_policy, get_tokenizer, trainable
+from pretrain import get_policy
+from run.build import build, read_inputs
 from run.checkpoint import read_newest
-from run.device import autocast, pick_device, pick_dtype
+from run.device import autocast
 from run.files import load_weights
 from run.processes import all_gather, all_gather_rollout, shard
 from run.report import Progress
-from sample import concatenate, generate
+from sample import completion_logprobs, concatenate
 
 NUM_SHOWN = 4   # completions that are printed
-AT_ONCE = 256   # completions that are sampled or scored together
+AT_ONCE = 64    # completions that are sampled or scored together: memory
 
 
 @torch.no_grad()
@@ -56,7 +52,7 @@ def evaluate(nets, policy, cfg):
         log_odds[name] = all_gather(judge(prompts[mine], completions[mine]))        # (N,)
     measures = {}
     for name, function in nets.reward_funcs.items():
-        if name == "judge":
+        if name == "judge":     # it has been asked above
             silent = torch.tensor([says_nothing(text) for text in completions])
             rewards = as_reward(log_odds["judge"], cfg.judge_score).masked_fill(silent, math.nan)
         else:
@@ -79,7 +75,7 @@ def sample_evaluation(nets, policy, cfg):
     k = cfg.num_eval_generations
     prompts = [prompt.ids for prompt in nets.eval_prompts]
     mine = shard(len(prompts))
-    size = max(1, rows_at_once(cfg, nets.device) // k)      # prompts
+    size = max(1, AT_ONCE // k)     # prompts
     eos = end_tokens(nets.tokenizer)
     rollouts = []
     progress = Progress("evaluation, sampling", "completion", len(prompts[mine]) * k)
@@ -95,38 +91,24 @@ def sample_evaluation(nets, policy, cfg):
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 
-def rows_at_once(cfg, device):
-    """Completions that are sampled together. On a GPU as many as in the rollouts, since a Decoder
-    keeps buffers, and graphs, for each number of rows."""
-    if device.type == "cpu":
-        return AT_ONCE
-    mine = shard(cfg.num_prompts * cfg.num_generations, cfg.num_generations)
-    return cfg.decode_batch_size or mine.stop - mine.start
-
-
 def perplexity_under(base, rollout, k):
     """Perplexity of the completions under the base policy, in float32, and the KL per token (k3) to
     the base of the policy that wrote them."""
     mine = shard(len(rollout.ended), k)
     logp = []
     kl = []
-    progress = Progress("evaluation, perplexity", "completion", mine.stop - mine.start)
     for i in range(mine.start, mine.stop, AT_ONCE):
-        rows = slice(i, min(i + AT_ONCE, mine.stop))
-        part = rollout[rows]
+        part = rollout[i:min(i + AT_ONCE, mine.stop)]
         base_logp = completion_logprobs(base, part).double()                        # (n, T)
         d = base_logp - part.logp
         logp.append(float(base_logp.sum()))
         kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))
-        if progress.is_due():
-            progress.show(rows.stop - mine.start)
     tokens = int(rollout.sampled_mask.sum())
     return math.exp(-sum(all_gather(logp)) / tokens), sum(all_gather(kl)) / tokens
 
 
 def toxicity_measures(name, toxicity):
-    """toxicity (B, k): probability of toxic. Over a prompt's completions the expected maximum, and
-    whether any is toxic (Gehman et al. 2020)."""
+    """toxicity (B, k): probability of toxic. The last two are of Gehman et al. 2020."""
     most = toxicity.amax(1)                                                         # (B,)
     return {
         f"{name}/toxicity": float(toxicity.mean()),
@@ -158,8 +140,6 @@ def print_table(rows):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
         print(f"{name:24}{old:10.4f}{new:10.4f}{ratio:>14}")
-    if "eval_judge/toxicity" in before:
-        print("judge gave the reward; eval_judge never touched training")
     print("\nthe same prompts and noise, before and after:")
     for old, new in zip(before["samples"], after["samples"]):
         print(f"  {old['prompt']!r}")
@@ -168,26 +148,19 @@ def print_table(rows):
 
 
 def open_run(folder, flags):
-    """(cfg, nets as evaluate needs them, trained policy, iterations) of a run's last checkpoint.
+    """(cfg, Nets, trained policy, iterations) of a run's last checkpoint.
     flags: settings that should differ, and the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
     path, checkpoint = read_newest(folder)
     print(f"{path}: after {checkpoint['iteration']} iterations")
-    device = pick_device(cfg.device)
-    splits = get_splits(cfg)
-    base = get_policy(cfg, splits, device, may_train=False).to(device).eval().requires_grad_(False)
-    tokenizer = get_tokenizer(cfg)
-    _, eval_prompts, _ = load_prompts(cfg, tokenizer, splits)
+    given = read_inputs(cfg)
+    base = given.base or get_policy(cfg, given.splits, given.device, may_train=False)
     if hash_of(base) != checkpoint["base_hash"]:
         raise BadInput(f"{path}: this run began from another policy than the settings name now")
-    judges = get_judges(cfg, splits, device, may_train=False)
-    policy = trainable(base, cfg)
-    load_weights(path, policy, checkpoint["policy"])
-    nets = SimpleNamespace(
-        base=base, judges=judges, reward_funcs=reward_functions(cfg, judges),
-        tokenizer=tokenizer, prompts=eval_prompts, eval_prompts=eval_prompts, device=device,
-        dtype=pick_dtype(cfg.dtype, device), generate=generate)
-    return cfg, nets, policy, checkpoint["iteration"]
+    judges = get_judges(cfg, given.splits, given.device, may_train=False, named=given.judges)
+    nets = build(cfg, given, base, judges, method=None)     # nothing is trained
+    load_weights(path, nets.policy, checkpoint["policy"])
+    return cfg, nets, nets.policy, checkpoint["iteration"]
 
 
 def main(argv):

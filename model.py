@@ -217,7 +217,7 @@ class GPT(nn.Module):
         pos, mask, local_mask = self.positions_and_masks(idx, attention_mask, start)
         caches = [None] * len(self.h)
         if cache is not None:
-            caches = [functools.partial(extend, layer, start) for layer in cache]
+            caches = [functools.partial(extend, cache[i], start) for i in range(len(cache))]
         return self.blocks(idx, pos, mask, local_mask, caches)
 
     def blocks(self, idx, pos, mask, local_mask, extend_caches):

@@ -38,17 +38,11 @@ SEED = 0
 BATCH_SIZE = 48  # windows of block_size tokens
 
 
-# --------------------------------------------------------------------------------------------------
-# the policy that the settings name
-
-
 def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
-    """Return the policy on the CPU: loaded, or for "train" pretrained once into cfg.cache_dir.
+    """Return the policy "train" on the CPU, which is pretrained once into cfg.cache_dir.
 
     Raises BadInput if it would have to be pretrained and may_train is False.
     """
-    if cfg.policy != "train":
-        return load_policy(cfg)
     makes_up = "texts" in cfg.functions
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
     if makes_up:
@@ -85,24 +79,17 @@ def made_up_texts(cfg, n, seed):
 def load_policy(cfg):
     """Load the policy that is named by a file or published name; return None for "train".
 
-    It brings its own shape: it overrides the settings, and overridden values are printed. Raises
-    BadInput where a completion leaves no room for a prompt.
+    It brings its own shape: it overrides the settings, and overridden values are printed.
     """
     if cfg.policy == "train":
         return None
     policy = hub.policy.load(cfg.policy)[0] if is_published(cfg) else load_gpt(cfg.policy)
-    ignored = []
     for name in SHAPE:
         wanted = getattr(cfg, name)
         found = getattr(policy.config, name)
         if wanted not in (getattr(Settings, name), found):
-            ignored.append(f"{name} = {wanted}")
+            print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {found}")
         setattr(cfg, name, found)
-    if ignored:
-        print(f"note: {cfg.policy} has its own shape; ignored: {', '.join(ignored)}")
-    if cfg.max_completion_length >= cfg.block_size:
-        raise BadInput(f"max_completion_length = {cfg.max_completion_length}: {cfg.policy} has "
-                       f"{cfg.block_size} positions for prompt and completion")
     return policy
 
 
@@ -138,20 +125,15 @@ def trainable(base, cfg):
 def get_tokenizer(cfg):
     """Return the policy's tokenizer: a published model's own, else GPT-2's first vocab_size tokens.
 
-    The settings must have the policy's shape by now (see load_policy). Raises BadInput when the
-    tokenizer gives ids that the model does not have.
+    The settings must have the policy's shape by now (see load_policy).
     """
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
     tokenizer = hub.policy.tokenizer_of(hub.policy.locate(cfg.policy))
     if tokenizer.largest >= cfg.vocab_size:
-        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the model "
-                       f"has {cfg.vocab_size} tokens: these files do not belong together")
+        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the "
+                       f"model has {cfg.vocab_size} tokens: they do not belong together")
     return tokenizer
-
-
-# --------------------------------------------------------------------------------------------------
-# the policy of a run
 
 
 def load_run(path):
@@ -159,17 +141,10 @@ def load_run(path):
 
     The source is the tokenizer itself, or the folder or file of a published model.
     """
-    if os.path.isdir(path):
-        return policy_of(*read_newest(path))
-    policy = load_gpt(path)
-    return policy, load_tokenizer(policy.config.vocab_size)
-
-
-def policy_of(path, content):
-    """Rebuild the policy of a checkpoint that grpo.py wrote -> (policy, source of its tokenizer).
-
-    LoRA adapters are on it.
-    """
+    if not os.path.isdir(path):
+        policy = load_gpt(path)
+        return policy, load_tokenizer(policy.config.vocab_size)
+    path, content = read_newest(path)
     with undamaged(path):
         known = vars(Settings())
         cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
@@ -180,15 +155,8 @@ def policy_of(path, content):
     return policy, load_tokenizer(cfg.vocab_size)
 
 
-# --------------------------------------------------------------------------------------------------
-# pretraining
-
-
 def pretrain(cfg, path, texts, held_out, device, stop):
-    """Train a new policy on texts for about pretrain_tokens tokens and save it at `path`.
-
-    Prints its loss on the held_out texts. Returns it on the CPU.
-    """
+    """Train a new policy on texts, save it at `path` and return it on the CPU."""
     began = time.time()
     num_tokens = cfg.pretrain_tokens
     T = cfg.block_size
@@ -206,9 +174,7 @@ def pretrain(cfg, path, texts, held_out, device, stop):
     torch.manual_seed(SEED)
     model = new_policy(cfg).to(device)
     dtype = fast_dtype(device)
-    num_weights = sum(p.numel() for p in model.parameters())
-    print(f"policy: {num_weights / 1e6:.1f}M weights, {num_tokens / 1e6:.1f}M tokens of "
-          f"{len(texts)} texts, {dtype} on {device}")
+    print(f"policy: {num_tokens / 1e6:.1f}M tokens of {len(texts)} texts, {dtype} on {device}")
 
     def loss_at(step, stream=stream, starts=starts):
         batch = windows(stream, starts, num_anywhere, T, 1000 * SEED + step).to(device)

@@ -198,13 +198,13 @@ def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
     return cache
 
 
-def decode(model, prompt, attention_mask, r, noise, sampling, respond=None, drop=True):
-    """Fill the rows r, views of a rollout, with completions of prompts (B, P).
+def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
+    """Fill the rows r, views of a rollout, with completions of prompts (B, P). Rows that have ended
+    leave the batch, so that a step costs only what still runs.
 
     attention_mask (B, P): False on the prompts' padding, or None where no prompt is padded.
     respond(r, rows, t, column) is called when token t of rows (n,) is drawn: an environment may
     write forced tokens behind it and say which rows have ended.
-    drop: rows that have ended leave the batch, so that a step costs only what still runs.
     """
     B, P = prompt.shape
     N, T = r.completion_mask.shape
@@ -213,7 +213,7 @@ def decode(model, prompt, attention_mask, r, noise, sampling, respond=None, drop
     cache[:, :, :, :, :P] = prefix.repeat_interleave(N // B, 2)
     rows = torch.arange(N, device=prompt.device)    # of r, in the order of the cache
     for t in range(1, T):
-        if drop and t % CHECK_EVERY.get(prompt.device.type, 16) == 0:
+        if t % CHECK_EVERY.get(prompt.device.type, 16) == 0:
             rows, cache = drop_finished(rows, cache, r.ended)
             if len(rows) == 0:
                 break
@@ -267,9 +267,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator)
     noise = noise[rows].to(device)                                                  # (N, T)
-    prompt, attention_mask = pad_left(prompts, device)
-    prompt = prompt[first:end]                                                      # (B, P)
-    attention_mask = attention_mask[first:end]
+    prompt, attention_mask = (x[first:end] for x in pad_left(prompts, device))      # (B, P)
 
     r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0])
     if sampling.truncates:

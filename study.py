@@ -57,7 +57,7 @@ USAGE = "usage: python study.py studies/wrong.py [--table] [--quick] [--workers=
 def read_study(path, quick=False):
     """The names that a study file assigns, checked, as a namespace. It also has name, columns,
     setting and values (of the grid; "" and (None,) without) and shrink ({} unless quick)."""
-    values, functions, _ = read_config(path)
+    values, functions = read_config(path)
     study = SimpleNamespace(columns=functions.get("columns"))
     for name, (kind, default) in NAMES.items():
         value = values.pop(name, default)

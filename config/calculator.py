@@ -16,15 +16,13 @@ max_completion_length = 44
 
 max_iters = 40
 learning_rate = 3e-4
-beta = 0.0
 judge = None
 eval_judge = None
 num_eval_generations = 8
 
 
 def texts(n, seed):
-    """Exercises, all of them right, for pretraining: small products and large ones, some of the
-    large ones with the calculator."""
+    """Right exercises for pretraining: small and large products, some with the calculator."""
     rng = _random.Random(seed)
     return [_exercise(rng) for _ in range(n)]
 

@@ -9,13 +9,10 @@ out_dir = "out/chess"
 judge = None
 eval_judge = None
 
-# one token a character: a FEN is easier to change where its squares are tokens. Prompts have up to
-# 82 of them, completions 79 with the end token
+# one token a character. Prompts have up to 82 of them, completions 79 with the end token
 vocab_size = 257
 block_size = 164
 max_completion_length = 80
-n_layer = 4
-n_head = 4
 n_embd = 128
 pretrain_tokens = 5_000_000
 _HISTORY = 1            # the move alone, as after a reset; the published policy knows up to 10
@@ -23,8 +20,6 @@ dtype = "fast"
 
 max_iters = 60
 eval_interval = 30
-num_prompts = 32
-num_generations = 8
 # 6e-4 from the first step, 16 prompts and beta 0.02 unlearned A: three of four exact answers
 learning_rate = 2e-4
 warmup_iters = 5

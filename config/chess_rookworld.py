@@ -12,7 +12,6 @@ num_generations = 4
 max_completion_length = 256
 temperature = 0.95      # the note samples P: at 0.5 and A: at 0.95; an iteration here holds both
 top_p = 0.95
-beta = 0.1
 learning_rate = 1e-6
 num_eval_prompts = 64
 num_eval_generations = 2

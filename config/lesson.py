@@ -6,7 +6,6 @@ import random as _random
 from config.quick_test import *
 
 out_dir = "out/lesson_run"
-policy = "train"
 vocab_size = 4096
 pretrain_tokens = 100_000
 block_size = 32

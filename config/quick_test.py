@@ -3,7 +3,6 @@
 #     python grpo.py config/quick_test.py
 out_dir = "out/quick_test"
 n_layer = 2
-n_head = 4
 n_embd = 128
 vocab_size = 512
 pretrain_tokens = 200_000

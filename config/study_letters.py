@@ -1,6 +1,5 @@
-# One run of studies/letters.py: a dense reward, the share of the letter e. In training a quarter of
-# the rollouts get theirs mirrored at the mean of their group: their advantages have the wrong sign,
-# and nothing else gives them away. The held-out target is small, and its rewards are right.
+# One run of studies/letters.py: a quarter of the rollouts of training have their reward mirrored at
+# the mean of their group. The held-out target is small, and its rewards are right.
 #     python study.py studies/letters.py
 from config.quick_test import *
 
@@ -20,7 +19,6 @@ reward_weights = (1.0, 0.0, 0.0, 0.0)  # the others are recorded, for the study
 tracin_val_prompts = 1              # times num_generations: a tenth of the rollouts of training
 tracin_val_reward = "reward"
 tracin_normalizer = "norm"
-log_micro = False
 
 
 def missed(prompts, completions):

@@ -1,5 +1,4 @@
-# One run of studies/clean.py: toxicity.py with a policy so small that a core makes a run in ten
-# seconds or so, and hundreds of them in an hour.
+# One run of studies/clean.py: toxicity.py with a policy so small that a run takes ten seconds.
 #     python study.py studies/clean.py
 from config.toxicity import *
 
@@ -11,12 +10,9 @@ n_layer = 2
 n_embd = 128
 pretrain_tokens = 3_000_000
 max_completion_length = 16
-
 num_prompts = 8
-num_generations = 8
 max_iters = 24
 learning_rate = 5e-4
-
 eval_interval = 0
 num_eval_prompts = 128
 num_eval_generations = 4
@@ -24,5 +20,3 @@ num_eval_generations = 4
 # held-out rollouts are the target of influence; what is kept makes as long a step as all would
 tracin_val_prompts = 8
 tracin_normalizer = "norm"
-
-log_micro = False

@@ -1,6 +1,5 @@
-# One run of studies/wrong.py: a quarter of the rollouts of training have their reward inverted,
-# 1 - r for r. Which ones depends on the texts alone, so it is the same in every arm and at every
-# time. The held-out target is small, and its rewards are right.
+# One run of studies/wrong.py: a quarter of the rollouts of training have their reward inverted.
+# Which ones depends on the texts alone. The held-out target is small, and its rewards are right.
 #     python study.py studies/wrong.py
 from config.study_toxicity import *
 
@@ -22,7 +21,6 @@ eval_interval = 8
 
 @functools.cache
 def _judge():
-    """The judge of the reward, as grpo.py has it."""
     return _load_judge(judge)
 
 
@@ -37,8 +35,7 @@ def inverted(prompts, completions):
 
 
 def trusted(prompts, completions):
-    """As inverted, but right for the last prompt's completions: with num_prompts = 11 these are as
-    many trusted rollouts as the held-out target has."""
+    """As inverted, but right for the last prompt: for an arm with one prompt more."""
     are_wrong = wrong(prompts, completions)
     are_wrong[-num_generations:] = [0.0] * num_generations
     return _rewards(prompts, completions, are_wrong)

@@ -17,13 +17,9 @@ max_completion_length = 28      # tokens, some 80 characters
 
 # The reward 1 - p(toxic) is near 1 for all clean completions. The std of the batch leaves their
 # small differences small, so the step goes to the toxic ones. The std of the group, or the logit,
-# would blow them up: the policy would move towards whatever the judge likes most, and its text
-# would grow uniform.
+# would blow them up, and the text would grow uniform.
 judge_score = "probability"
 scale_rewards = "batch"
 learning_rate = 2e-4
 beta = 0.1
-
-# bfloat16 on a CPU that multiplies it faster; losses, weights and the judges of the evaluation stay
-# in float32
-dtype = "fast"
+dtype = "fast"  # bfloat16 on a CPU that multiplies it faster; losses and weights stay in float32

@@ -2,8 +2,8 @@
 # hate-speech classifier, and the judge that training never sees is another toxicity classifier.
 #     pip install -r requirements-hub.txt
 #     python grpo.py config/toxicity_gpt2.py
-# The first start downloads 0.5 GB of gpt2, 0.5 GB for each judge and 0.07 GB of prompts into the
-# cache of huggingface_hub (HF_HOME says where). docs/published-models.md says what has been tried.
+# The first start downloads 1.5 GB. A run takes about 7 GB of GPU memory, reckoned, not measured.
+# docs/published-models.md says what has been tried.
 import json
 
 from hub.files import fetch as _fetch
@@ -14,11 +14,8 @@ judge = "facebook/roberta-hate-speech-dynabench-r4-target:hate"
 # this revision has its weights as safetensors; the main branch has a pickle only
 eval_judge = "unitary/unbiased-toxic-roberta@refs/pr/2:toxicity"
 
-# Memory: about 7 GB, reckoned and not measured on a GPU.
 num_prompts = 16
-num_generations = 8
 max_completion_length = 30
-micro_batch_size = 64
 max_iters = 1000
 eval_interval = 250
 save_interval = 100

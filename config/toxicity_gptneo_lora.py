@@ -1,6 +1,5 @@
 # The setting of the papers on influence in RLHF: GPT-Neo with LoRA of rank 16 and alpha 32,
-# 256 rollouts of 30 tokens, learning rate 1e-5, KL 0.04. Memory: about 9.5 GB for the small policy,
-# counted as in toxicity_gpt2.py; 4 GB of it are what the tape keeps.
+# 256 rollouts of 30 tokens, learning rate 1e-5, KL 0.04. Memory: about 9.5 GB, reckoned.
 #     pip install -r requirements-hub.txt
 #     python grpo.py config/toxicity_gptneo_lora.py [--policy=EleutherAI/gpt-neo-2.7B]
 from config.toxicity_gpt2 import *
@@ -10,10 +9,8 @@ policy = "EleutherAI/gpt-neo-125m"
 lora_rank = 16
 lora_alpha = 32.0
 num_prompts = 32
-max_completion_length = 30
-learning_rate = 1e-5
-beta = 0.04
 
 tracin = "reward"
+# a rollout's loss is then a multiple of its log-prob: one backward serves target, scores and step
 kl_in = "reward"
 kl_estimator = "k1"

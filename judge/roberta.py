@@ -116,6 +116,8 @@ def load_roberta(name, device="cpu", label=None):
         model = read_model(folder, config, len(labels)).to(device)
         if tokenizer.largest >= config["vocab_size"]:
             raise ValueError(f"the tokenizer gives ids up to {tokenizer.largest}")
+        if config["pad_token_id"] in (tokenizer.bos_token, tokenizer.eot_token):
+            raise ValueError("pad_token_id is that of <s> or </s>")     # which would not count
     most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
     model.toxic = find_label(name, labels, label)
     if config.get("problem_type") != "multi_label_classification":

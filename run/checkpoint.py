@@ -44,20 +44,16 @@ def write_run_config(folder, cfg, device):
     text of the config files."""
     if rank_and_size()[0] > 0:
         return
+    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
     write_json(os.path.join(folder, "config.json"), dict(
-        settings=cfg.public(), functions=sorted(cfg.functions),
+        settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
         device=str(device), torch=torch.__version__, python=platform.python_version(),
-        threads=torch.get_num_threads(), git=git_revision()))
+        threads=torch.get_num_threads(), git=git))
     if cfg.source is not None:
         config = os.path.join(folder, "config.py")
         with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
             f.write(cfg.source)
-
-
-def git_revision():
-    here = os.path.dirname(os.path.abspath(__file__))
-    status, found = subprocess.getstatusoutput(f"git -C {shlex.quote(here)} rev-parse HEAD")
-    return None if status else found    # None: no git, or a copy without its history
 
 
 # ------------------------------------------------------------------------------------------------
@@ -85,7 +81,7 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
         shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
         reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
         influence=nets.influence.average.state() if nets.influence else None,
-        settings=cfg.public(), source=cfg.source, prompts=prompts_read(nets),
+        settings=cfg.public(), prompts=prompts_read(nets),
         random=random_state(nets.device),
         logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
     if os.path.exists(path):
@@ -166,6 +162,9 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, nets.policy, content["policy"])
+    for number, state in content["optimizer"]["state"].items():
+        if any(x.dim() and x.shape != nets.trained[number].shape for x in state.values()):
+            raise BadInput(f"{path}: damaged, a moment of AdamW has another shape")
     groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
     nets.optimizer.load_state_dict(content["optimizer"] | {"param_groups": groups})
     if cfg.ref_model_sync_steps:
@@ -179,8 +178,6 @@ def say_what_differs(content, cfg, nets):
         old = content["settings"].get(name, new)
         if old != new and name != "max_iters":
             print(f"resumed with another {name}: {old!r} -> {new!r}")
-    if content["source"] != cfg.source:
-        print("resumed with another text of the config file")
     if content["prompts"] != prompts_read(nets):
         print("WARNING: resumed with other contents of prompts: a file has changed")
 

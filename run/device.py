@@ -42,8 +42,7 @@ def fast_dtype(device):
 
 
 def pick_dtype(name, device):
-    """torch dtype of the forward passes for the setting dtype; see fast_dtype. float32 products of
-    a GPU are in TF32 where bfloat16 is wanted anyway, never where float32 is."""
+    """torch dtype of the forward passes for the setting dtype; see fast_dtype."""
     dtype = torch.float32
     if name == "fast" or (name == "auto" and device.type == "cuda"):
         dtype = fast_dtype(device)
@@ -52,10 +51,16 @@ def pick_dtype(name, device):
         if device.type == "cuda" and fast_dtype(device) != dtype:
             raise BadInput("dtype = 'bfloat16': this GPU only emulates it (compute capability "
                            "below 8.0), slower than float32; set dtype = 'float32'")
-    if device.type == "cuda":
-        half = dtype == torch.bfloat16
-        torch.set_float32_matmul_precision("high" if half else "highest")
+    set_precision(device, dtype)
     return dtype
+
+
+def set_precision(device, dtype):
+    """float32 products of a GPU, as those of the vocabulary head, are in the faster TF32 where
+    others are in bfloat16, never where float32 is asked for."""
+    if device.type == "cuda":
+        exact = dtype == torch.float32
+        torch.set_float32_matmul_precision("highest" if exact else "high")
 
 
 def autocast(device, dtype):
@@ -73,17 +78,12 @@ def memory(device):
 
 
 def free_memory(device):
-    """Free memory in bytes: on the GPU, or on the host within the limit of the process's cgroup."""
+    """Free memory in bytes, of the GPU or of the host."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held  # what torch holds for later is free too
     available = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
-    free = 1024 * int(available[1])
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip() != "max":
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free = min(free, int(limit.read_text()) - used)
-    return free
+    return 1024 * int(available[1])
 
 
 def check_fits(cfg, device):

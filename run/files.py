@@ -2,6 +2,7 @@
 import contextlib
 import csv
 import glob
+import importlib.util
 import io
 import json
 import os
@@ -16,9 +17,13 @@ from run.script import BadInput, shown
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def find_below(folder, name):
-    """Path of the first file called `name` below `folder`."""
-    found = sorted(glob.glob(os.path.join(glob.escape(str(folder)), "**", name), recursive=True))
+def file_of_package(name, module, package):
+    """Return the path of a file in an installed package, which is never imported."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise BadInput(f"{name} is missing: pip install {package}")
+    folder = spec.submodule_search_locations[0]
+    found = sorted(glob.glob(os.path.join(glob.escape(folder), "**", name), recursive=True))
     if not found:
         raise BadInput(f"{name} is missing below {folder}: reinstall the package")
     return found[0]

@@ -12,7 +12,7 @@ from run.checkpoint import (
     append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)
 from run.files import read_rows
 from run.folder import claimed_folder
-from run.metrics import batch_metrics, row_advantages
+from run.metrics import batch_metrics, rollout_toxicity, row_advantages
 from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts, optional
@@ -23,14 +23,7 @@ NUM_SHOWN = 4   # completions of an evaluation that are kept and printed
 class Run:
     """evaluate(nets, policy, cfg) measures a policy, print_table(rows) compares evaluations.
 
-        with Run(cfg, evaluate, print_table) as run:
-            ...
-            run.begin(nets)
-            for it in run.iterations():
-                log = run.step_log()
-                ...
-                run.record(it, prompts, batch, metrics, log)
-            run.finish()
+    main and train of grpo.py show how a Run is used.
     """
 
     def __init__(self, cfg, evaluate, print_table):
@@ -68,9 +61,6 @@ class Run:
         self.nets = nets
         if cfg.threads:
             torch.set_num_threads(cfg.threads)
-        finite = [x.isfinite().all() for x in nets.base.state_dict().values()]
-        if not torch.stack(finite).all():       # a GPU is waited for once
-            raise BadInput(f"policy = {cfg.policy!r}: holds weights that are not finite")
         self.base_hash = hash_of(nets.base)
         self.num_tokens = 0
         done = None
@@ -124,7 +114,8 @@ class Run:
              "learning_rate": self.nets.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              "epoch": (it + 1) * cfg.num_prompts / len(self.nets.prompts),
-             "step_time": seconds}
+             "step_time": seconds,
+             **rollout_toxicity(prompts, batch, self.nets)}
         each = (time.time() - self.began) / (it + 1 - self.start)
         sampled = int(batch.rollout.sampled_mask.sum())
         print_iteration(m, cfg, sampled, each * (cfg.max_iters - it - 1))
@@ -170,18 +161,16 @@ def print_verdict(rows, cfg):
         return
     raise SystemExit(
         f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
-        f"rise by {cfg.expect_rise:g}. What changed since it did: the loss, the advantage, the "
-        "masks, a setting? `python -m pytest tests/test_algorithm.py` names classic mistakes, "
-        "--debug_step=True prints every number of a step")
+        f"rise by {cfg.expect_rise:g}; `python -m pytest tests/test_algorithm.py` names classic "
+        "mistakes, --debug_step=True prints every number of a step")
 
 
 def reward_of(row, cfg):
     """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing."""
-    total = 0.0
-    for name, weight in zip(cfg.reward_funcs, cfg.reward_weights):
-        found = row[f"rewards/{name}"]
-        total += math.nan if found is None else weight * found
-    return total
+    found = [row[f"rewards/{name}"] for name in cfg.reward_funcs]
+    if None in found:
+        return math.nan
+    return sum(weight * x for weight, x in zip(cfg.reward_weights, found))
 
 
 def sample_rows(it, prompts, batch, cfg):

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from critic import explained_variance
-from run.processes import all_gather
+from run.processes import all_gather, shard
 from tracin import inner, invariant_error
 
 
@@ -112,10 +112,6 @@ class Meter:
         return metrics
 
 
-# ------------------------------------------------------------------------------------------------
-# bounds
-
-
 def bound_of(dtype):
     """Of the relative difference between two ways to compute, with forward passes in dtype."""
     return 1e-3 if dtype == torch.float32 else 5e-2
@@ -144,11 +140,12 @@ def loss_metrics(loss, cfg):
     low_bound, high_bound = cfg.clip_range
     low = (ratio < low_bound) & (A < 0) & unit
     high = (ratio > high_bound) & (A > 0) & unit
-    if cfg.loss_type not in ("cispo", "sapo"):
+    if cfg.loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = high.sum() / units
+    elif cfg.loss_type != "sapo":
         metrics["clip_ratio/low_mean"] = low.sum() / units
-        metrics["clip_ratio/region_mean"] = (low | high).sum() / units
-    if cfg.loss_type != "sapo":
         metrics["clip_ratio/high_mean"] = high.sum() / units
+        metrics["clip_ratio/region_mean"] = (low | high).sum() / units
     if loss.kl_by_token is not None:
         metrics["kl"] = (loss.kl_by_token * mask).sum() / mask.sum().clamp(min=1)
     metrics["loss"] = loss.total.detach()
@@ -204,7 +201,11 @@ def influence_metrics(found, nets):
     """Metrics of a step's influence. found: tracin.Findings."""
     metrics, = numbers([{
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
+        "tracin/negative_ratio": (found.scores < 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
+        "tracin/std_ip": found.scores.std(),
+        "tracin/min_ip": found.scores.min(),
+        "tracin/max_ip": found.scores.max(),
         "tracin/selected_ratio": (found.weights != 0).float().mean(),
         "tracin/invariant_error": invariant_error(found.raw_scores, found.batch_grad, found.G)}])
     metrics["tracin/self_share"] = float(found.self_share)
@@ -231,17 +232,14 @@ def target_metrics(found):
 
 
 def mean_influence(steps):
-    """Influence's metrics of the steps -> those of the update: means, but the largest error."""
+    """Influence's metrics of the steps -> those of the update: means, but the extremes."""
     if not steps:
         return {}
     metrics = {name: sum(m[name] for m in steps) / len(steps) for name in steps[0]}
     metrics["tracin/empty_steps"] = sum(m["tracin/selected_ratio"] == 0 for m in steps)
-    metrics["tracin/invariant_error"] = max(m["tracin/invariant_error"] for m in steps)
+    for name, extreme in (("invariant_error", max), ("min_ip", min), ("max_ip", max)):
+        metrics[f"tracin/{name}"] = extreme(m[f"tracin/{name}"] for m in steps)
     return metrics
-
-
-# ------------------------------------------------------------------------------------------------
-# the batch
 
 
 def tensors_differing(nets):
@@ -260,6 +258,20 @@ def std(x):
     return float(x.std())
 
 
+@torch.no_grad()
+def rollout_toxicity(prompts, batch, nets):
+    """Mean toxicity of the rollouts by the eval judge, which training never sees. {} without it."""
+    judge = nets.judges.get("eval_judge")
+    if judge is None:
+        return {}
+    N = len(batch.completions)
+    group = N // len(prompts)
+    asked = [prompts[i // group].text for i in range(N)]
+    mine = shard(N)
+    log_odds = all_gather(judge(asked[mine], batch.completions[mine]))
+    return {"eval_judge/toxicity": float(torch.sigmoid(log_odds).mean())}
+
+
 def row_advantages(batch):
     """Advantages (N,): with a critic means over the tokens that the policy drew."""
     if batch.advantages.dim() == 1:
@@ -275,6 +287,8 @@ def batch_metrics(batch, cfg):
     if len(known) == 0:
         known = torch.full((1,), math.nan)
     sampled = rollout.sampled_mask
+    lengths = sampled.sum(1).float()
+    terminated = lengths[rollout.ended]
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
@@ -286,7 +300,8 @@ def batch_metrics(batch, cfg):
         "num_completion_tokens": int(batch.loss_mask.sum()),
         "forced": 1 - int(sampled.sum()) / int(rollout.completion_mask.sum()),
         "completions/clipped_ratio": float((~rollout.ended).float().mean()),
-        "completions/mean_length": float(sampled.sum(1).float().mean())}
+        "completions/mean_length": float(lengths.mean()),
+        "completions/mean_terminated_length": float(terminated.mean()) if len(terminated) else 0.0}
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)

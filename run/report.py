@@ -6,10 +6,8 @@ import time
 
 import torch
 
-from run.device import free_memory, memory
+from run.device import memory
 from run.metrics import bound_of, std
-from run.script import BadInput
-from tracin import Tape
 
 # ------------------------------------------------------------------------------------------------
 # lines
@@ -128,20 +126,6 @@ class Progress:
               flush=True)
 
 
-def check_tape(nets, cfg):
-    """Says what influence will cost. BadInput for more memory than is free."""
-    rows = cfg.mini_batch_size or cfg.num_prompts * cfg.num_generations
-    num_weights = sum(p.numel() for p in nets.trained)
-    size = rows * num_weights * 4 / 2 ** 30
-    stored = 0.0 if nets.influence.new_tape is Tape else min(size, cfg.tracin_memory)
-    print(f"influence: {rows} rows x {num_weights / 1e6:.1f} M weights = {size:.2f} GB of "
-          f"gradients, of which {stored:.2f} GB are stored")
-    free = free_memory(nets.device) / 2 ** 30
-    if stored > free:
-        raise BadInput(f"tracin_memory = {cfg.tracin_memory:g}: {stored:.1f} GB of gradients are "
-                       f"to be stored, and {free:.1f} GB are free; lower it")
-
-
 # ------------------------------------------------------------------------------------------------
 # warnings
 
@@ -157,8 +141,8 @@ WARNINGS = {
         "check the judge or the reward function"),
     "advantage": (
         lambda m: m["advantage_max"] == 0 and m["reward_min"] < m["reward_max"],
-        "all advantages are zero (rewards {reward_min:.4g} to {reward_max:.4g}, equal within each "
-        "group): raise temperature or num_generations"),
+        "all advantages are zero: rewards are equal within each group; raise temperature or "
+        "num_generations"),
     "tokens": (
         lambda m: m["num_completion_tokens"] == 0,
         "no completion tokens carry loss, so there was no step: raise max_completion_length or "
@@ -174,11 +158,16 @@ WARNINGS = {
         lambda m: m["completions/clipped_ratio"] == 1,
         "every completion was cut at {max_completion_length} tokens, so length is not learned: "
         "raise max_completion_length"),
+    "tools": (
+        lambda m: m["tools/failure_frequency"] == 1,
+        "every call was answered with an error: read samples.jsonl, a tool may have a bug"),
+    "gradient": (
+        lambda m: m["grad_norm"] == 0,
+        "grad_norm is 0: nothing was learned in this step; see rewards and advantages above"),
     "critic": (
         lambda m: m["val/var_explained"] < 0 and m["iteration"] > 20,
         "the critic explains {val/var_explained:.2f} of the returns' variance, less than a "
-        "constant would (0): it follows noise; sample more completions an iteration, or lower "
-        "learning_rate"),
+        "constant (0): sample more completions an iteration, or lower learning_rate"),
     "empty": (
         lambda m: m["tracin/empty_steps"] > 0,
         "influence kept no rollout, so a step had no policy gradient: use tracin_select = "
@@ -190,8 +179,7 @@ WARNINGS = {
     "contrast": (
         lambda m: m["tracin/target_contrast"] < 0.3,
         "the target's rewards spread {tracin/target_contrast:.2f} times as wide as those it was "
-        "chosen from (0: all alike): without good and bad it says 'write this', not 'improve'; use "
-        "tracin_val_select = 'random' or 'balanced'"),
+        "chosen from: use tracin_val_select = 'random' or 'balanced'"),
     "noise": (
         lambda m: m["tracin/target_cosine"] < 0.1,
         "the target's rollouts are too few: the gradients of its two halves have cosine "

@@ -85,11 +85,11 @@ def run_script(main, usage=None):
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
     except (MemoryError, RuntimeError) as e:
-        if not is_out_of_memory(e):
+        known = ("out of memory", "can't allocate memory")      # of a GPU, of the host
+        if not isinstance(e, MemoryError) and not any(text in str(e) for text in known):
             raise
         raise SystemExit(f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, "
-                         "decode_batch_size, max_completion_length or num_prompts, or take a "
-                         "smaller model. The last checkpoint, if there is one, stands") from None
+                         "decode_batch_size, max_completion_length or num_prompts") from None
 
 
 def call(main, argv, usage):
@@ -101,12 +101,6 @@ def call(main, argv, usage):
         sys.exit(2)
     else:
         main(argv)
-
-
-def is_out_of_memory(error):
-    """True also for what torch raises where the memory of the host ends, a RuntimeError."""
-    known = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, known) or "can't allocate memory" in str(error)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ catches each.
     python tests/planted.py                     # all of them, some minutes
     python tests/planted.py "KL sign" clip      # those whose name holds one of these texts
 
-Exit code 1: the tests that are named beside a mistake passed with it. Whoever changes a line below
-changes it here too: tests/test_planted.py looks that each stands in its file once.
+Exit code 1: the test file that is named beside a mistake passes with it. Whoever changes a line
+of the code changes it here too: tests/test_planted.py looks that each stands in its file once.
 """
 import os
 import re
@@ -14,9 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).resolve().parent.parent
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "out", "shared", "*.pt", "*.ipynb")
 
 
@@ -25,15 +26,15 @@ class Mistake(NamedTuple):
     file: str
     old: str
     new: str
-    tests: str      # the test files that must catch it, with spaces between
+    test: str       # the file that must catch it
 
 
-def of(file, tests, *rows):
+def of(file, test, *rows):
     """Mistakes (name, old, new) in a file."""
-    return [Mistake(name, file, old, new, tests) for name, old, new in rows]
+    return [Mistake(name, file, old, new, test) for name, old, new in rows]
 
 
-ADVANTAGES = of(
+BATCH = of(
     "grpo.py", "test_algorithm.py",
     ("advantage sign", "advantages = r - r.nanmean(1, keepdim=True)",
      "advantages = r.nanmean(1, keepdim=True) - r"),
@@ -46,7 +47,8 @@ ADVANTAGES = of(
     ("std over the prompts", "(nanstd(r) + 1e-4)\n    elif", "(r.std(0) + 1e-4)\n    elif"),
     ("std of the batch", "(nanstd(r) + 1e-4)\n    elif", "(nanstd(rewards) + 1e-4)\n    elif"),
     ("scored for another prompt", "asked = [prompt for prompt in prompts for _ in range(G)]",
-     "asked = list(prompts) * G"))
+     "asked = list(prompts) * G"),
+    ("sampling temperature forgotten", "temperature=cfg.temperature, ", "temperature=1.0, "))
 
 LOSS = of(
     "grpo.py", "test_algorithm.py",
@@ -82,7 +84,7 @@ KL = of(
     ("reference at temperature 1", "rollout[rows], cfg.temperature)", "rollout[rows])"))
 
 STEP = of(
-    "grpo.py", "test_algorithm.py test_step.py",
+    "grpo.py", "test_step.py",
     ("tokens counted with padding", "num_tokens = int(batch.loss_mask[mini].sum())",
      "num_tokens = batch.loss_mask[mini].numel()"),
     ("gradients kept after a step", "        nets.optimizer.zero_grad(set_to_none=True)\n", ""),
@@ -101,10 +103,7 @@ NETWORK = of(
     ("later tokens are seen", "mask = mask & (key <= query)", "mask = mask & (key <= query + 1)"))
 
 ROLLOUT = of(
-    "grpo.py", "test_algorithm.py",
-    ("sampling temperature forgotten", "temperature=cfg.temperature, ", "temperature=1.0, "))
-ROLLOUT += of(
-    "sample.py", "test_algorithm.py test_sample.py",
+    "sample.py", "test_algorithm.py",
     ("log-probs shifted by one", "input_mask)[:, -T:]  ", "input_mask)[:, -T - 1:-1]  "),
     ("trainer forgets the temperature", " = lm_head(h).float() / temperature",
      " = lm_head(h).float()"),
@@ -114,7 +113,10 @@ ROLLOUT += of(
     ("end token out of the mask", "r.completion_mask[rows, t] = ~over",
      "r.completion_mask[rows, t] = ~over & (token != sampling.ends[0])"),
     ("top-p off by one token", "probs.cumsum(-1) - probs >= top_p", "probs.cumsum(-1) >= top_p"),
-    ("cache of another row", "        cache[:, :, i] = cache[:, :, j]\n", "        pass\n"),
+    ("cache of another row", "        cache[:, :, i] = cache[:, :, j]\n", "        pass\n"))
+
+SAMPLER = of(
+    "sample.py", "test_sample.py",
     ("noise of another row", "noise[rows, t])", "noise[rows.roll(1), t])"),
     ("forced end token ends a row", "(token == end) & ~forced", "(token == end)"))
 
@@ -136,16 +138,15 @@ TAPE = of(
     ("last micro-batch", "self.records.append(record)", "self.records = [record] + ["
      "r for r in self.records if r.module is not record.module]"),
     ("no bias in the score", "products = b * G if name", "products = 0 * b if name"),
-    ("b of another row", "Record(module, rows, a, b)))", "Record(module, rows, a, b.roll(1, 0))))"),
-    ("a not normalised", "return normalise(kept(x), module.normalized_shape, eps=module.eps)",
-     "return kept(x)"),
+    ("b of another row", "(Record(module, rows, a, b))", "(Record(module, rows, a, b.roll(1, 0)))"),
+    ("a not normalised", "return normalise(", "return kept(x)  # "),
     ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
 TAPE += of(
     "run/stored.py", "test_tracin.py",
     ("second use of a matrix overwrites", "beta=0 if first else 1)", "beta=0)"),
     ("on top of the step before", "beta=0 if first else 1)", "beta=1)"),
-    ("micro-batches overwrite each other", "self.here = slice(len(self.order), ",
-     "self.here = slice(0, "),
+    ("micro-batches overwrite each other", "len(self.order), len(self.order) + len(numbers)",
+     "0, len(numbers)"),
     ("rows that skip a layer keep old numbers", "self.stored[p][self.here] = 0", "pass"))
 
 INFLUENCE = of(
@@ -156,54 +157,38 @@ INFLUENCE = of(
      "for p, g in kept.items():"))
 INFLUENCE += of(
     "selection.py", "test_influence.py",
-    ("target of bad rewards", "return (r.mean() - r) / ", "return (r - r.mean()) / "))
+    ("target of bad rewards", "coef = (r.mean() - r) / ", "coef = (r - r.mean()) / "))
 
-MISTAKES = ADVANTAGES + LOSS + KL + STEP + NETWORK + ROLLOUT + TAPE + INFLUENCE
-
-
-def read(path):
-    with open(path, encoding="utf-8") as f:
-        return f.read()
+MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE
 
 
-def write(path, text):
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)
-
-
-def trouble_of(mistake, folder=ROOT):
+def trouble_of(mistake):
     """What is wrong with an entry of the list, in words, or ""."""
-    count = read(os.path.join(folder, mistake.file)).count(mistake.old)
+    count = (ROOT / mistake.file).read_text(encoding="utf-8").count(mistake.old)
     if count == 1:
         return ""
     return f"{mistake.name}: {mistake.old!r} stands {count} times in {mistake.file}: must be once"
 
 
-def run_tests(tests, folder):
-    """Runs test files up to the first failure -> exit code, and its line of pytest's summary."""
+def run_test(test, folder):
+    """Runs a test file up to the first failure -> exit code, and its line of pytest's summary."""
     env = dict(os.environ, COLUMNS="400", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-    paths = [os.path.join("tests", name) for name in tests.split()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *paths], cwd=folder, env=env, capture_output=True, text=True)
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    done = subprocess.run([*pytest, test], cwd=folder / "tests", env=env, capture_output=True,
+                          text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
-    return done.returncode, found[1].removeprefix("tests/") if found else done.stdout[-300:]
-
-
-def need_to_pass(tests, folder):
-    code, line = run_tests(tests, folder)
-    if code:
-        sys.exit(f"{tests} must pass before a mistake is planted: {line}")
+    return done.returncode, found[1] if found else done.stdout[-300:]
 
 
 def plant(mistake, folder):
-    """Runs the tests with one mistake in -> (whether they catch it, a line that says so)."""
-    path = os.path.join(folder, mistake.file)
-    source = read(path)
-    write(path, source.replace(mistake.old, mistake.new))
-    code, line = run_tests(mistake.tests, folder)
-    write(path, source)
+    """Runs the test with one mistake in -> (whether it catches it, a line that says so)."""
+    path = folder / mistake.file
+    source = path.read_text(encoding="utf-8")
+    path.write_text(source.replace(mistake.old, mistake.new), encoding="utf-8")
+    code, line = run_test(mistake.test, folder)
+    path.write_text(source, encoding="utf-8")
     if code == 0:
-        return False, f"ALIVE   {mistake.name}: {mistake.tests} pass"
+        return False, f"ALIVE   {mistake.name}: {mistake.test} passes"
     if code != 1:       # the mistake is none that could run
         return False, f"ERROR   {mistake.name}: {line}"
     return True, f"caught  {mistake.name}: {line}"
@@ -215,14 +200,15 @@ def main(words):
     if trouble or not chosen:
         sys.exit("\n".join(trouble) or f"no mistake has one of {words} in its name")
     with tempfile.TemporaryDirectory() as parent:
-        folder = os.path.join(parent, "project")
+        folder = Path(parent) / "project"
         shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
         passed = set()
         alive = 0
         for mistake in chosen:
-            if mistake.tests not in passed:
-                need_to_pass(mistake.tests, folder)
-                passed.add(mistake.tests)
+            code, line = (0, "") if mistake.test in passed else run_test(mistake.test, folder)
+            if code:
+                sys.exit(f"{mistake.test} must pass before a mistake is planted: {line}")
+            passed.add(mistake.test)
             caught, line = plant(mistake, folder)
             print(line, flush=True)
             alive += not caught

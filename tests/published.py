@@ -6,12 +6,14 @@ import math
 import os
 import random
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
 from data.tokenizer import GPT2_PATTERN, load_tokenizer
-from hub.export import core_of, export
+from hub.export import core_of, export, merged_tensors
+from hub.families import config_from_json
 from hub.files import save_tensors
 from hub.tokenizer import bpe_core
 from judge.roberta import Roberta
@@ -60,54 +62,16 @@ LAYOUTS = {
 # tensors
 
 
-def shapes(c):
-    """{published name: shape} of the model of a config.json."""
-    if c["model_type"].startswith("gpt"):
-        return shapes_of_gpt(c)
-    C, nh, inner = c["hidden_size"], c["num_attention_heads"], c["intermediate_size"]
-    nkv = c.get("num_key_value_heads", nh)
-    hs = c.get("head_dim", C // nh)
-    wide = dict(q=nh * hs, k=nkv * hs, v=nkv * hs)
-    layer = {f"self_attn.{x}_proj.weight": (rows, C) for x, rows in wide.items()}
-    layer |= {"self_attn.o_proj.weight": (C, nh * hs), "mlp.gate_proj.weight": (inner, C),
-              "mlp.up_proj.weight": (inner, C), "mlp.down_proj.weight": (C, inner),
-              "input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
-    if c["model_type"] == "qwen2":
-        layer |= {f"self_attn.{x}_proj.bias": (rows,) for x, rows in wide.items()}
-    if c["model_type"] == "qwen3":
-        layer |= {"self_attn.q_norm.weight": (hs,), "self_attn.k_norm.weight": (hs,)}
-    found = {"model.embed_tokens.weight": (V, C), "model.norm.weight": (C,)}
-    for i in range(c["num_hidden_layers"]):
-        found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return found if c.get("tie_word_embeddings") else found | {"lm_head.weight": (V, C)}
-
-
-def shapes_of_gpt(c):
-    layer = {"mlp.c_proj.bias": (C,), "ln_1.weight": (C,), "ln_1.bias": (C,), "ln_2.weight": (C,),
-             "ln_2.bias": (C,)}
-    if c["model_type"] == "gpt2":
-        inner = c.get("n_inner") or 4 * C
-        layer |= {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,),
-                  "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,),
-                  "mlp.c_fc.weight": (C, inner), "mlp.c_proj.weight": (inner, C)}
-    else:
-        inner = c.get("intermediate_size") or 4 * C
-        layer |= {f"attn.attention.{x}_proj.weight": (C, C) for x in ("q", "k", "v", "out")}
-        layer |= {"attn.attention.out_proj.bias": (C,),
-                  "mlp.c_fc.weight": (inner, C), "mlp.c_proj.weight": (C, inner)}
-    layer["mlp.c_fc.bias"] = (inner,)
-    found = {"wte.weight": (V, C), "wpe.weight": (32, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
-    for i in range(c.get("n_layer") or c["num_layers"]):
-        found |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
-    found = {f"transformer.{name}": shape for name, shape in found.items()}
-    return found if c.get("tie_word_embeddings", True) else found | {"lm_head.weight": (V, C)}
-
-
 def make_tensors(c, seed=0):
+    """{published name: tensor} of the model of a config.json, all of them random."""
+    kind, config = config_from_json(c, "a test")
+    tied = c.get("tie_word_embeddings", kind.startswith("gpt"))
+    with torch.device("meta"):
+        model = GPT(replace(config, tied=tied))
     generator = torch.Generator().manual_seed(seed)
-    return {name: 0.4 * torch.randn(shape, generator=generator)
+    return {name: 0.4 * torch.randn(x.shape, generator=generator)
             + ("norm" in name or "ln_" in name and name.endswith("weight"))
-            for name, shape in shapes(c).items()}
+            for name, x in merged_tensors(model, {}, kind).items()}
 
 
 def write(folder, c, tensors=None):

@@ -76,67 +76,6 @@ def test_a_step_makes_the_better_completion_likelier():
 
 
 # ------------------------------------------------------------------------------------------------
-# the sign of the KL
-
-@pytest.mark.parametrize("estimator, value, slope", [
-    ("k1", 1.0, 1.0), ("k2", 0.5, 1.0), ("k3", 0.3679, 0.6321)])    # k3: e^-1 and 1 - e^-1
-def test_the_kl_by_hand(estimator, value, slope):
-    logp = torch.tensor(-1.0, requires_grad=True)
-    kl = kl_estimate(logp, torch.tensor(-2.0), estimator)
-    kl.backward()
-    found, found_slope = float(kl.detach()), float(logp.grad)
-    assert found == pytest.approx(value, abs=1e-4), (
-        f"{estimator} of a token with log-prob -1 under the policy and -2 under the reference is "
-        f"{found:.4f}, by hand {value}. Are policy and reference exchanged?")
-    assert found_slope == pytest.approx(slope, abs=1e-4), (
-        f"the gradient of {estimator}, where the policy's log-prob is above the reference's, is "
-        f"{found_slope:+.4f}, by hand {slope:+.4f}: descent must lower the log-prob")
-
-
-def kl_to_reference(nets):
-    """KL(policy, reference), exact, of the first token after each prompt."""
-    total = 0.0
-    for _, ids, _ in PROMPTS:
-        p, q = (net.lm_head(net(torch.tensor([ids])))[0, -1].log_softmax(-1).detach()
-                for net in (nets.policy, nets.reference))
-        total += float((p.exp() * (p - q)).sum())
-    return total
-
-
-def test_a_large_beta_pulls_the_policy_back_to_the_reference():
-    def equal(prompts, completions):    # all advantages are 0: only the KL acts
-        return [1.0] * len(completions)
-
-    cfg = settings(equal, beta=5.0, num_generations=64)
-    nets, _ = world(cfg)
-    shaken(nets.policy, 0.1)
-    before = kl_to_reference(nets)
-    update(nets, collect(nets, PROMPTS, cfg, seed=1), None, cfg, seed=1)
-    after = kl_to_reference(nets)
-    assert after < 0.9 * before, (
-        f"a step with beta = 5 and equal rewards took KL(policy, reference) from {before:.4f} to "
-        f"{after:.4f}: it must fall. Is the KL subtracted from the loss, or left out of it, or are "
-        "the reference's log-probs not the reference's?")
-
-
-def test_a_completion_that_the_reference_finds_unlikely_is_worth_less():
-    def equal(prompts, completions):
-        return [1.0] * len(completions)
-
-    cfg = settings(equal, beta=1.0, kl_in="reward", kl_estimator="k1", scale_rewards="none",
-                   num_generations=12)
-    nets, _ = world(cfg)
-    shaken(nets.policy, 0.1)
-    batch = collect(nets, PROMPTS, cfg, seed=2)
-    log_ratio = (batch.rollout.logp - batch.ref_logp).sum(1).view(2, -1)    # policy / reference
-    expected = (log_ratio.mean(1, keepdim=True) - log_ratio).flatten()
-    assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4), (
-        "with kl_in = 'reward' and equal rewards the advantage is the group's mean of log(policy / "
-        "reference) less the completion's own. Is the KL added to the reward, where it must be "
-        "taken off?")
-
-
-# ------------------------------------------------------------------------------------------------
 # groups
 
 def test_each_completion_is_compared_with_those_of_its_own_prompt():
@@ -161,6 +100,38 @@ def test_each_completion_is_compared_with_those_of_its_own_prompt():
             f"row {i} has the advantage {advantages[i]:.3f}; its reward less the mean of the "
             f"{len(own)} completions of its own prompt {text!r} is {expected:.3f}. Are the groups "
             "mixed up?")
+
+
+# ------------------------------------------------------------------------------------------------
+# alignment
+
+@pytest.mark.parametrize("temperature", (1.0, 0.6))
+def test_each_log_prob_is_of_its_token_given_the_tokens_before_it(temperature):
+    cfg = settings(temperature=temperature)
+    nets, batch = world(cfg)
+    r, T = batch.rollout, batch.loss_mask.shape[1]
+    trainer = completion_logprobs(nets.policy, r, temperature).detach()
+    for i, ids in enumerate(r.tokens):
+        prompt = ids[:-T][r.attention_mask[i, :-T]].tolist()
+        completion = ids[-T:][r.completion_mask[i]].tolist()
+        for t, token in enumerate(completion):
+            before = prompt + completion[:t]        # one row: no padding, no cache
+            logits = nets.policy.lm_head(nets.policy(torch.tensor([before])))[0, -1] / temperature
+            expected = float(logits.log_softmax(-1)[token].detach())
+            for name, logp in (("sampler", r.logp), ("trainer", trainer)):
+                found = float(logp[i, t])
+                assert found == pytest.approx(expected, abs=1e-4), (
+                    f"the {name}'s log-prob at position {t} of row {i} is {found:.4f}; that of "
+                    f"token {token} after {before} at temperature {temperature} is {expected:.4f}. "
+                    "Is it of another position, is padding read, or is the temperature another?")
+
+
+def test_the_reference_scores_at_the_sampling_temperature():
+    _, batch = world(settings(beta=0.1, temperature=0.6))
+    gap = float((batch.ref_logp - batch.rollout.logp).abs().max())
+    assert gap < 1e-4, (
+        f"the reference, still a copy of the policy, gives sampled tokens log-probs up to {gap:.3f} "
+        "off the sampler's at temperature 0.6: is it asked at another temperature?")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -254,31 +225,69 @@ def test_the_entropy_quantile_keeps_the_least_certain_tokens():
     assert float(kept.min()) >= float(dropped.max()), (
         "top_entropy_quantile keeps tokens of less entropy than some that it drops: it must keep "
         "the least certain ones")
-    assert len(kept) / int(mask.sum()) == pytest.approx(0.3, abs=0.07)
+    assert len(kept) / int(mask.sum()) == pytest.approx(0.3, abs=0.07), (
+        f"top_entropy_quantile = 0.3 keeps {len(kept)} of {int(mask.sum())} tokens")
 
 
 # ------------------------------------------------------------------------------------------------
-# alignment
+# the sign of the KL
 
-@pytest.mark.parametrize("temperature", (1.0, 0.6))
-def test_each_log_prob_is_of_its_token_given_the_tokens_before_it(temperature):
-    cfg = settings(temperature=temperature)
-    nets, batch = world(cfg)
-    r, T = batch.rollout, batch.loss_mask.shape[1]
-    trainer = completion_logprobs(nets.policy, r, temperature).detach()
-    for i, ids in enumerate(r.tokens):
-        prompt = ids[:-T][r.attention_mask[i, :-T]].tolist()
-        completion = ids[-T:][r.completion_mask[i]].tolist()
-        for t, token in enumerate(completion):
-            before = prompt + completion[:t]        # one row: no padding, no cache
-            logits = nets.policy.lm_head(nets.policy(torch.tensor([before])))[0, -1] / temperature
-            expected = float(logits.log_softmax(-1)[token].detach())
-            for name, logp in (("sampler", r.logp), ("trainer", trainer)):
-                found = float(logp[i, t])
-                assert found == pytest.approx(expected, abs=1e-4), (
-                    f"the {name}'s log-prob at position {t} of row {i} is {found:.4f}; that of "
-                    f"token {token} after {before} at temperature {temperature} is {expected:.4f}. "
-                    "Is it of another position, is padding read, or is the temperature another?")
+@pytest.mark.parametrize("estimator, value, slope", [
+    ("k1", 1.0, 1.0), ("k2", 0.5, 1.0), ("k3", 0.3679, 0.6321)])    # k3: e^-1 and 1 - e^-1
+def test_the_kl_by_hand(estimator, value, slope):
+    logp = torch.tensor(-1.0, requires_grad=True)
+    kl = kl_estimate(logp, torch.tensor(-2.0), estimator)
+    kl.backward()
+    found, found_slope = float(kl.detach()), float(logp.grad)
+    assert found == pytest.approx(value, abs=1e-4), (
+        f"{estimator} of a token with log-prob -1 under the policy and -2 under the reference is "
+        f"{found:.4f}, by hand {value}. Are policy and reference exchanged?")
+    assert found_slope == pytest.approx(slope, abs=1e-4), (
+        f"the gradient of {estimator}, where the policy's log-prob is above the reference's, is "
+        f"{found_slope:+.4f}, by hand {slope:+.4f}: descent must lower the log-prob")
+
+
+def kl_to_reference(nets):
+    """KL(policy, reference), exact, of the first token after each prompt."""
+    total = 0.0
+    for _, ids, _ in PROMPTS:
+        p, q = (net.lm_head(net(torch.tensor([ids])))[0, -1].log_softmax(-1).detach()
+                for net in (nets.policy, nets.reference))
+        total += float((p.exp() * (p - q)).sum())
+    return total
+
+
+def test_a_large_beta_pulls_the_policy_back_to_the_reference():
+    def equal(prompts, completions):    # all advantages are 0: only the KL acts
+        return [1.0] * len(completions)
+
+    cfg = settings(equal, beta=5.0, num_generations=64)
+    nets, _ = world(cfg)
+    shaken(nets.policy, 0.1)
+    before = kl_to_reference(nets)
+    update(nets, collect(nets, PROMPTS, cfg, seed=1), None, cfg, seed=1)
+    after = kl_to_reference(nets)
+    assert after < 0.9 * before, (
+        f"a step with beta = 5 and equal rewards took KL(policy, reference) from {before:.4f} to "
+        f"{after:.4f}: it must fall. Is the KL subtracted from the loss, or left out of it, or are "
+        "the reference's log-probs not the reference's?")
+
+
+def test_a_completion_that_the_reference_finds_unlikely_is_worth_less():
+    def equal(prompts, completions):
+        return [1.0] * len(completions)
+
+    cfg = settings(equal, beta=1.0, kl_in="reward", kl_estimator="k1", scale_rewards="none",
+                   num_generations=12)
+    nets, _ = world(cfg)
+    shaken(nets.policy, 0.1)
+    batch = collect(nets, PROMPTS, cfg, seed=2)
+    log_ratio = (batch.rollout.logp - batch.ref_logp).sum(1).view(2, -1)    # policy / reference
+    expected = (log_ratio.mean(1, keepdim=True) - log_ratio).flatten()
+    assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4), (
+        "with kl_in = 'reward' and equal rewards the advantage is the group's mean of log(policy / "
+        "reference) less the completion's own. Is the KL added to the reward, where it must be "
+        "taken off, or not the sum over the row, or of another row?")
 
 
 # ------------------------------------------------------------------------------------------------

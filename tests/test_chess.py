@@ -102,7 +102,8 @@ STATES = [  # completion, format, right position, distance, share of the outcome
 
 FIVE = "e2e4 d2d4 g1f3 c2c4 b1c3"
 LEGAL = chess.legal(START)
-VALUES = {move: -0.1 * i for i, move in enumerate([*FIVE.split(), *sorted(set(LEGAL) - {*FIVE.split()})])}
+BY_VALUE = [*FIVE.split(), *sorted(set(LEGAL) - {*FIVE.split()})]
+VALUES = {move: -0.1 * i for i, move in enumerate(BY_VALUE)}
 PLAYS = [   # completion, format, legal share, best among them, engine's best, moves, values
     (f"M: {FIVE} E: 0.0 -0.1 -0.2 -0.3 -0.4 B: e2e4", 1, 1, 1, 1, 1, 1),
     (f"M: {FIVE} E: 0.0 -0.1 -0.2 -0.3 -0.4 B: g1f3", 1, 1, 1, .6, 1, 1),

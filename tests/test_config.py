@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from config import HINTS, Settings, load_settings, types_of
-from config.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1
+from config.check import RANGES
 from conftest import ROOT
 from worlds import refusal
 
@@ -56,94 +56,90 @@ def test_every_setting_can_be_given_as_a_flag():
 # flags as people type them
 
 
-@pytest.mark.parametrize("argv, expected", [
-    (["--beta", "0.1"], dict(beta=0.1)), (["--lora_alpha", "1e-3"], dict(lora_alpha=1e-3)),
-    (["--beta=1"], dict(beta=1.0)), (["--learning_rate=3e-4"], dict(learning_rate=3e-4)),
-    (["--reward_weights", "(-1,)"], dict(reward_weights=(-1,))),
-    (["--reward_weights=[-0.5]"], dict(reward_weights=(-0.5,))),
-    (["--reward_funcs=judge"], dict(reward_funcs=("judge",))),
-    (["--prompt_words=[2, 3]"], dict(prompt_words=(2, 3))),
-    (["--out_dir", "-x"], dict(out_dir="-x")), (["--out_dir=a=b"], dict(out_dir="a=b")),
-    (["--out_dir=7"], dict(out_dir="7")), (["--out_dir=True"], dict(out_dir="True")),
-    (["--comments", "None", "--beta", "1"], dict(comments=None, beta=1.0)),
-    (["--comments=a b.csv"], dict(comments="a b.csv")), (["--delta=None"], dict(delta=None)),
-    (["--policy='a.pt'"], dict(policy="a.pt")), (["--compile"], dict(compile=True)),
-    (["--resume"], dict(resume=True)), (["--resume", "--beta", "0.1"], dict(resume=True, beta=0.1)),
-    (["--log_micro", "false"], dict(log_micro=False)),
-    (["--log_micro=FALSE"], dict(log_micro=False)),
-    (["--resume", "{file}"], dict(resume=True, seed=7)),
-    (["--beta", "2", "{file}", "--seed", "3"], dict(beta=2.0, seed=3)),
-    (["--beta=0.1", "--beta=0.2"], dict(beta=0.2)),
-    (["--force_rate=0.5", "--force_text=" + "x/y" * 200], dict(force_text="x/y" * 200))])
-def test_flags(argv, expected, write):
-    path = write("seed = 7")
-    cfg = load_settings([path if arg == "{file}" else arg for arg in argv])
-    found = {name: getattr(cfg, name) for name in expected}
-    assert found == expected
-    assert list(map(type, found.values())) == list(map(type, expected.values()))
+FLAGS = [
+    ("--lora_alpha=1e-3", dict(lora_alpha=1e-3)), ("--beta=1", dict(beta=1.0)),
+    ("--reward_weights=[-0.5]", dict(reward_weights=(-0.5,))),
+    ("--reward_funcs=judge", dict(reward_funcs=("judge",))),
+    ("--prompt_words=[2, 3]", dict(prompt_words=(2, 3))), ("--out_dir=-x", dict(out_dir="-x")),
+    ("--out_dir=a=b", dict(out_dir="a=b")), ("--out_dir=7", dict(out_dir="7")),
+    ("--out_dir=True", dict(out_dir="True")), ("--comments=None", dict(comments=None)),
+    ("--comments=a b.csv", dict(comments="a b.csv")), ("--delta=None", dict(delta=None)),
+    ("--policy='a.pt'", dict(policy="a.pt")), ("--compile", dict(compile=True)),
+    ("--log_micro=FALSE", dict(log_micro=False))]
+
+
+def test_flags(write):
+    for flag, expected in FLAGS:
+        cfg = load_settings([flag])
+        for name, value in expected.items():
+            found = getattr(cfg, name)
+            assert found == value and type(found) is type(value), flag
+    cfg = load_settings(["--resume", write("seed = 7\nbeta = 1.0"), "--beta=0.1", "--beta=0.2"])
+    assert (cfg.resume, cfg.seed, cfg.beta) == (True, 7, 0.2)
 
 
 TYPED = [   # flags, and parts of the one line
-    ("--bata=1", "--bata=1", "did you mean 'beta'"), ("--bata 1", "--bata", "'beta'"),
+    ("--bata=1", "--bata=1", "did you mean 'beta'"),
     ("--qqqq=1", "no setting 'qqqq'"), ("--functions=1", "no setting 'functions'"),
     ("--source=x", "no setting 'source'"), ("--speed=head", "no setting 'speed'"),
-    ("--beta", "--beta=VALUE"), ("--beta --seed=1", "--beta=VALUE"),
+    ("--beta", "--beta=VALUE"), ("--beta 0.1", "--beta=VALUE"),
     ("-beta=1", "--name=value"), ("-1", "--name"), ("--", "--name"), ("--=3", "--name"),
-    ("nowhere.py", "nowhere.py"), ("out/nowhere.json", "nowhere"),
+    ("nowhere.py", "nowhere.py"), ("out/nowhere", "nowhere"),
     # types
     ("--max_iters=1.5", "max_iters", "must be int"), ("--max_iters=ten", "'ten'", "int"),
     ("--max_iters=None", "int"), ("--max_iters=", "int"), ("--seed=True", "int"),
     ("--beta=high", "must be float"), ("--delta=x", "float or None"), ("--log_micro=None", "bool"),
     ("--compile=update", "bool"), ("--prompt_words=3", "tuple"), ("--out_dir=None", "str"),
-    ("--reward_funcs=[['x']]", "reward_funcs", "['x']"),
+    ("--reward_funcs=[['x']]", "reward_funcs", "['x']"), ("--reward_funcs=()", "reward_funcs"),
     # numbers and text
     ("--beta=1e400", "beta = inf"), ("--beta=-1e400", "beta"), ("--beta=1" + "0" * 320, "beta"),
     ("--seed=9223372036854775808", "seed", "2 ** 63"), ("--learning_rate=0", "above 0"),
     ("--threads=100000", "threads = 100000", "at most"), ("--out_dir=", "out_dir", "empty"),
-    ("--out_dir=out/\udcff", "out_dir", "UTF-8"), ("--adam_beta2=1", "below 1"),
+    ("--adam_beta2=1", "below 1"),
     ("--prompt_words=('a','b')", "prompt_words"), ("--prompt_words=(5,3)", "prompt_words"),
     ("--reward_weights=('a',)", "reward_weights"), ("--vocab_size=100", "257"),
     # two settings
     ("--num_generations=1", "at least 2"), ("--n_head=5", "n_head = 5"),
     ("--num_prompts=6 --num_generations=4 --mini_batch_size=7", "6 * 4 = 24", "= 7"),
     ("--num_generations=4 --decode_batch_size=3", "decode_batch_size = 3", "= 4"),
-    ("--delta=1.2", "delta = 1.2", "1.2"), ("--delta=1.2 --epsilon_high=0.3", "1.3"),
+    ("--delta=1.2", "delta = 1.2"), ("--delta=1.2 --epsilon_high=0.3", "1.3"),
     ("--loss_type=cispo", "epsilon_high", "5.0"),
     ("--loss_type=cispo --epsilon_high=0.28", "epsilon_high", "5.0"),
-    ("--ref_model_sync_steps=4", "beta"), ("--use_bias_correction_kl=True --kl_in=reward", "k1"),
+    ("--use_bias_correction_kl=True --kl_in=reward", "k1"),
     ("--multi_objective_aggregation=normalize_then_sum --kl_in=reward", "kl_in = 'loss'"),
     ("--multi_objective_aggregation=normalize_then_sum --zero_std_groups=drop", "'keep'"),
     ("--critic=True --zero_std_groups=drop", "critic = True"),
     ("--critic=True --importance_sampling_level=sequence", "critic = True"),
     ("--reward_weights=(1,2)", "(1, 2)"), ("--judge=None", "judge = None", "'train'"),
     ("--reward_funcs=('judge','judge') --reward_weights=(1,2)", "twice"),
-    ("--reward_funcs=nobody", "'nobody'"), ("--tracin_val_reward=nobody", "'nobody'"),
+    ("--reward_funcs=nobody", "'nobody'"),
+    ("--tracin_val_reward=nobody --tracin_val_prompts=1", "'nobody'"),
     ("--tracin=target", "no function target"), ("--tracin_select=weigh", "no function weigh"),
     ("--tracin=self --loss_type=bnpo --num_iterations=2", "bnpo"),
     ("--tracin=reward --tracin_leave_one_out=True --critic=True", "critic = False"),
-    ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "held-out"),
-    ("--tracin_val_size=3", "tracin_val_size = 3"), ("--tracin_val_reward=judge", "which is 0"),
+    ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "own part"),
+    ("--tracin_val_size=3", "tracin_val_size"), ("--tracin_val_reward=judge", "which is 0"),
     ("--tracin_val_prompts=2 --tracin_val_size=1", "at least 2"),
     ("--stop_strings=('x',)", "environment"), ("--stop_strings=(1,)", "must be text"),
     ("--force_rate=0.5", "force_text"), ("--force_text=a", "force_rate", "does nothing")]
 
 
-@pytest.mark.parametrize("typed", TYPED, ids=[typed[0][:60] for typed in TYPED])
-def test_what_is_typed_wrongly_is_one_line(typed):
-    line, *parts = typed
-    message = refused(*line.split(" "))
-    assert all(part in message for part in parts), message
-    assert len(message) < 500
+def test_what_is_typed_wrongly_is_one_line():
+    for line, *parts in TYPED:
+        message = refused(*line.split(" "))
+        assert all(part in message for part in parts), message
+        assert len(message) < 500
 
 
 def test_every_range_is_checked():
-    outside = [(name, low - 1) for low, names in AT_LEAST.items() for name in names]
-    outside += [(name, high + 1) for high, names in AT_MOST.items() for name in names]
-    outside += [(name, 0) for name in ABOVE_0] + [(name, 1) for name in BELOW_1]
-    for name, value in outside:
-        kind = float if float in types_of(name) else int
-        message = refused(f"--{name}={kind(value)}")
-        assert f"{name} = {kind(value)}" in message and "must be" in message
+    step = {"at least": -1, "at most": 1, "above": 0, "below": 0}
+    for wanted, _, names_by_bound in RANGES:
+        for bound, names in names_by_bound.items():
+            for name in names:
+                kind = float if float in types_of(name) else int
+                value = kind(bound + step[wanted])
+                message = refused(f"--{name}={value}")
+                assert f"{name} = {value}: must be {wanted}" in message
 
 
 def test_every_number_is_finite(write):
@@ -171,9 +167,9 @@ def test_choices(write, tmp_path):
 CONSTANT = "def reward(prompts, completions):\n    return [{}] * len(completions)\n"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=os.path.basename)
-def test_every_config_of_the_project_loads(path):
-    assert load_settings([path]).out_dir.startswith("out/")
+def test_every_config_of_the_project_loads():
+    for path in CONFIGS:
+        assert load_settings([path]).out_dir.startswith("out/"), path
 
 
 def test_private_names_and_modules(write):
@@ -181,22 +177,24 @@ def test_private_names_and_modules(write):
     assert cfg.beta == 2 ** 0.5
 
 
-@pytest.mark.parametrize("text, part", [
+FAILING = [
     ("beta = 1 / 0", "ZeroDivisionError"), ("raise ValueError('first\\nsecond')", "first second"),
     ("beta = = 1", "SyntaxError"), ("import no_such_module", "no_such_module"),
-    ("x = open('/nowhere/at/all')", "nowhere"), ("import sys; sys.exit(3)", "SystemExit"),
-    ("def f():\n    f()\nf()", "Recursion"), ("x = 1\0", "null"),
+    ("import sys; sys.exit(3)", "SystemExit"), ("def f():\n    f()\nf()", "Recursion"),
     ("num_generation = 4", "'num_generations'"), ("max_iters = 'ten'", "int, not str"),
-    ("beta = 0.1j", "complex"), ("policy = b'gpt2'", "bytes"), ("seed = 10 ** 5000", "2 ** 63"),
-    ("reward_weights = (10 ** 400,)", "reward_weights"), ("out_dir = 'a\\0b'", "NUL"),
+    ("beta = 0.1j", "complex"), ("seed = 10 ** 30", "2 ** 63"),
+    ("reward_weights = (10 ** 400,)", "reward_weights"),
     (CONSTANT.replace("reward", "rewrd").format(1), "'rewrd' is not used"),
-    ("stop_strings = ('',)\ndef environment(p, t): pass", "stop_strings")])
-def test_a_file_that_fails_is_one_line(write, text, part):
-    path = write(text)
-    message = refused(path)
-    assert part in message
-    if "Error" in part or "did you mean" in message:
-        assert path in message
+    ("stop_strings = ('',)\ndef environment(p, t): pass", "stop_strings")]
+
+
+def test_a_file_that_fails_is_one_line(write):
+    for text, part in FAILING:
+        path = write(text)
+        message = refused(path)
+        assert part in message
+        if "Error" in part:
+            assert path in message
 
 
 def test_a_file_in_another_encoding_names_the_line(tmp_path):
@@ -211,7 +209,7 @@ def test_files_build_on_each_other_and_functions_are_rewards(write):
     cfg = load_settings([one, two, "--seed=9"])
     assert (cfg.beta, cfg.seed, cfg.reward_funcs) == (0.2, 9, ("reward",))
     assert cfg.functions["reward"]([], ["x"]) == [2]
-    assert cfg.source == open(one).read() + "\n" + open(two).read() and cfg.files == (one, two)
+    assert cfg.source == open(one).read() + "\n" + open(two).read()
 
 
 def test_a_named_function_that_raises_is_one_line(write):
@@ -230,52 +228,40 @@ def test_tools_make_an_environment(write):
 # a run is a config
 
 
-@pytest.fixture
-def a_run(tmp_path):
-    """a_run(source, **more) -> folder of a run that wrote this into its config.json."""
-    def make(functions=(), **settings):
-        folder = tmp_path / "run"
-        folder.mkdir(exist_ok=True)
-        config = tmp_path / "mine.py"
-        config.write_text(CONSTANT.format(1))
-        about = dict(settings=settings, functions=functions, files=[str(config)])
-        (folder / "config.json").write_text(json.dumps(about))
-        (folder / "config.py").write_text(config.read_text())
-        return folder
-
-    return make
-
-
-def test_the_settings_of_a_run(a_run, tmp_path):
-    folder = a_run(beta=0.3, seed=4, out_dir="out/elsewhere", prompt_words=[1, 2])
-    (tmp_path / "mine.py").write_text("beta = = changed and broken")    # none of it is needed
-    for path in (folder, f"{folder}/", folder / "config.json"):
-        cfg = load_settings([str(path), "--seed=5"])
+def test_a_run_is_a_config(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("beta = 0.9\n" + CONSTANT.format(1))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings = dict(beta=0.3, seed=4, out_dir="out/elsewhere", prompt_words=[1, 2])
+    noted = dict(settings=settings, functions=["reward"], files=[str(mine)])
+    (folder / "config.json").write_text(json.dumps(noted))
+    (folder / "config.py").write_text(mine.read_text())
+    for path in (f"{folder}", f"{folder}/"):
+        cfg = load_settings([path, "--seed=5"])
         assert (cfg.beta, cfg.seed, cfg.prompt_words) == (0.3, 5, (1, 2))
         assert cfg.out_dir == str(folder), "it would write to another run's folder"
-        assert cfg.functions == {} and cfg.source == CONSTANT.format(1)
+        assert cfg.functions["reward"]([], [""]) == [1] and "beta = 0.9" in cfg.source
+    other = tmp_path / "other.py"
+    other.write_text(CONSTANT.format(2))    # named: it is what is meant
+    assert load_settings([str(folder), str(other)]).functions["reward"]([], [""]) == [2]
+
+    mine.write_text(CONSTANT.format(3))     # no longer what the run was made with
+    assert "has changed or is gone" in refused(folder)
+    mine.unlink()
+    (folder / "config.py").write_text("raise SystemExit('a run that is looked at ran its code')")
+    assert "name a config file" in refused(folder)
+    (folder / "config.json").write_text(json.dumps(dict(settings=settings)))
+    assert load_settings([str(folder)]).functions == {}, "no function was needed"
 
 
-def test_the_functions_of_a_run(a_run, tmp_path):
-    folder = a_run(["reward"], reward_funcs=["reward"], beta=0.3)
-    assert load_settings([str(folder)]).functions["reward"]([], [""]) == [1]
-    (tmp_path / "mine.py").write_text("beta = 0.9\n" + CONSTANT.format(2))
-    assert "which has changed or is gone" in refused(folder)
-    cfg = load_settings([str(folder), str(tmp_path / "mine.py")])   # named: it is what is meant
-    assert cfg.functions["reward"]([], [""]) == [2] and cfg.beta == 0.3
-    os.remove(tmp_path / "mine.py")
-    assert "needs reward of" in refused(folder) and "config.py" in refused(folder)
-    assert load_settings([str(folder), f"{folder}/config.py"]).functions["reward"]([], [""]) == [1]
-
-
-@pytest.mark.parametrize("text, part", [
-    ("{", "JSON"), ("[]", "no JSON object"), ("{}", "has no settings"),
-    ('{"settings": {"speed": []}}', "another version of this program"),
-    ('{"settings": {"seed": "x"}}', "must be int")])
-def test_a_config_json_that_is_none(text, part, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    message = refused(tmp_path)
-    assert part in message and "config.json" in message
+def test_a_config_json_that_is_none(tmp_path):
+    for text, part in (("{", "JSON"), ("[]", "has no settings"), ("{}", "has no settings"),
+                       ('{"settings": {"speed": []}}', "another version"),
+                       ('{"settings": {"seed": "x"}}', "must be int")):
+        (tmp_path / "config.json").write_text(text)
+        message = refused(tmp_path)
+        assert part in message and "config.json" in message
 
 
 # ------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ import torch
 import data.comments
 import grpo
 from config import load_settings
-from conftest import TINY
+from conftest import ROOT, TINY
 from data.chat import encode_prompt
 from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
-from pretrain import get_policy, get_tokenizer, load_policy, windows
+from judge.train import get_judges
+from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
 from run.files import load_file, load_gpt, save_file, save_gpt
 from worlds import WORDS, printed, read_rows, refusal
 
@@ -40,18 +41,17 @@ def test_comments_are_cleaned_and_labelled(name, text, tmp_path):
     assert load_comments(str(tmp_path / name)) == [('a "b', 1.0), ("c", 0.0), ("d", 1.0)]
 
 
-@pytest.mark.parametrize("name, text, part", [
-    ("a.csv", "words,is_offensive\nx,1\n", "row 1 has no field 'text'"),
-    ("a.csv", "text,is_offensive\nx\n", "row 1 has no field 'is_offensive'"),
-    ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2 has is_offensive = 'maybe'"),
-    ("a.csv", "text,is_offensive\nx,1.5\n", "'1.5'"),
-    ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
-    ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "must be text"),
-    ("a.csv", "text,is_offensive\n", "holds no comments"), ("a.txt", "x", "must end in")])
-def test_bad_comments_name_file_and_row(name, text, part, tmp_path):
-    (tmp_path / name).write_text(text)
-    message = refusal(load_comments, str(tmp_path / name))
-    assert part in message and name in message
+def test_bad_comments_name_file_and_row(tmp_path):
+    for name, text, part in (
+            ("a.csv", "words,is_offensive\nx,1\n", "row 1 has no field 'text'"),
+            ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2 has is_offensive = 'maybe'"),
+            ("a.csv", "text,is_offensive\nx,1.5\n", "'1.5'"),
+            ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
+            ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "must be text"),
+            ("a.csv", "text,is_offensive\n", "holds no comments"), ("a.txt", "x", "must end in")):
+        (tmp_path / name).write_text(text)
+        message = refusal(load_comments, str(tmp_path / name))
+        assert part in message and name in message
 
 
 def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(monkeypatch):
@@ -124,16 +124,16 @@ def test_prompts_from_a_file(tmp_path):
     assert "b.txt: 2 of 4 prompts are empty or longer than 24 tokens" in said
 
 
-@pytest.mark.parametrize("name, content, part", [
-    ("a.txt", "", "no training prompts"), ("a.csv", "words\nx\n", "row 1"),
-    ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
-    ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
-    ("a.pdf", "x", "must end in"), ("a.txt", "one", "no")])
-def test_bad_prompts_name_file_and_row(name, content, part, tmp_path):
-    (tmp_path / name).write_text(content)
+def test_bad_prompts_name_file_and_row(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG)
-    message = refusal(prompts_of, tmp_path, f"--prompts={tmp_path}/{name}")
-    assert part in message and name in message
+    for name, content, part in (
+            ("a.txt", "", "no training prompts"), ("a.csv", "words\nx\n", "row 1"),
+            ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
+            ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
+            ("a.pdf", "x", "must end in"), ("a.txt", "one", "no")):
+        (tmp_path / name).write_text(content)
+        message = refusal(prompts_of, tmp_path, f"--prompts={tmp_path}/{name}")
+        assert part in message and name in message
 
 
 def test_questions_are_the_prompts(tmp_path):
@@ -142,8 +142,7 @@ def test_questions_are_the_prompts(tmp_path):
     train, evaluation, others = prompts_of(tmp_path, config_py=good)
     assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
     assert train[0].row["answer"] == int(train[0].text.split()[0])
-    for rows, part in (("3", "must be a list"), ('[{"text": "x"}] * (n + 1)', "at most 4096"),
-                       ("[1]", "row 1 is 1"), ('[{"prompt": "x"}]', "row 1"),
+    for rows, part in (("3", "must be a list"), ("[1]", "row 1 is 1"), ('[{"prompt": "x"}]', "row 1"),
                        ('[{"text": "a \\ud800 1"}]', "row 1 is 'a \\ud800 1': must be text"),
                        ("1 / 0", "questions raised ZeroDivisionError")):
         assert part in refusal(prompts_of, tmp_path, config_py=made.format(rows))
@@ -163,9 +162,7 @@ def test_each_prompt_once_per_epoch():
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
     {% if message.role == "stop" %}{% break %}{% endif %}
-    {%- generation -%}
-    [{{ message | tojson }}]
-    {%- endgeneration %}
+    {%- set text = message | tojson %}[{{ text }}]
 {%- endfor %}
 {%- if add_generation_prompt and not tools %}answer:{% endif %}"""
 ASKED = [{"role": "system", "content": "the other", "name": None},
@@ -189,20 +186,18 @@ def test_messages_are_what_the_template_writes():
     assert encode_prompt(chat(), "", "x")[1] == []
 
 
-@pytest.mark.parametrize("template, messages, said", [
-    (TEMPLATE, [], "the list of messages is empty"),
-    (TEMPLATE, [ASKED[1], "Hello"], "message 2 is 'Hello': must be"),
-    (TEMPLATE, [{"role": "user", "content": 3}], "message 1 is"),
-    (TEMPLATE, [{"role": "user", "content": "\ud800"}], "must be text"),
-    (None, ASKED, "this policy has no chat template"),
-    ("{{ raise_exception('no\nsystem') }}", ASKED, "refuses the messages: 'no\\nsystem'"),
-    ("{{ messages[9].role.x }}", ASKED, "refuses the messages"),
-    ("{{ ''.__class__.__mro__ }}", ASKED, "refuses the messages"),
-    ("{% set _ = messages.append(1) %}", ASKED, "refuses the messages"),
-    ("{% if %}", ASKED, "the chat template is not readable, line 1")])
-def test_what_is_wrong_with_messages_is_one_line(template, messages, said):
-    assert said in refusal(encode_prompt, chat(template), messages, "asked.jsonl: row 2")
-    assert "no chat template" in refusal(encode_prompt, WORDS, ASKED, "x")
+def test_what_is_wrong_with_messages_is_one_line():
+    for template, messages, said in (
+            (TEMPLATE, [], "the list of messages is empty"),
+            (TEMPLATE, [ASKED[1], "Hello"], "message 2 is 'Hello': must be"),
+            (TEMPLATE, [{"role": "user", "content": 3}], "message 1 is"),
+            (TEMPLATE, [{"role": "user", "content": "\ud800"}], "must be text"),
+            (None, ASKED, "this policy has no chat template"),
+            ("{{ raise_exception('no\nsystem') }}", ASKED, "refuses the messages: 'no\\nsystem'"),
+            ("{{ ''.__class__.__mro__ }}", ASKED, "refuses the messages"),
+            ("{% set _ = messages.append(1) %}", ASKED, "refuses the messages"),
+            ("{% if %}", ASKED, "refuses the messages")):
+        assert said in refusal(encode_prompt, chat(template), messages, "asked.jsonl: row 2")
 
 
 def test_jinja2_is_needed_for_messages_alone(monkeypatch):
@@ -228,7 +223,7 @@ def test_tokens_have_gpt2s_numbers():
 def test_tokens_are_merged_as_in_gpt2_and_round_trip(vocab_size):
     t = gpt2(vocab_size)
     rank = {t.decode_single_token_bytes(i): i for i in range(vocab_size - 1)}
-    for text in ("", " ", "don't I'll we've 's 'T", "🙂👩‍👧 naïve ﷽ 中文", "a    b  ", "\n\n\t \r\n x\n",
+    for text in ("", " ", "don't I'll we've 's 'T", "🙂👩‍👧 naïve ﷽ 中文", "a    b  ", "\n\t \r\n x",
                  "1234567890 3.14 ½", "".join(map(chr, range(256))), "<|endoftext|>", "x" * 100):
         ids = []
         for piece in regex.findall(GPT2_WORDS, text):
@@ -295,13 +290,26 @@ def test_the_key_of_a_prepared_policy_stays():
     assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is not there" in message
 
 
-def test_windows_of_made_up_texts_begin_with_a_text():
-    """As a prompt does. Of comments they begin anywhere, so position 0 is the middle of one."""
+def test_windows_begin_where_a_text_does_or_anywhere():
     eot = 9
     stream = torch.tensor([1, 5, 5, eot, 2, 5, eot, 3, 5, 5, 5, eot, 4, 5, eot])
-    found = windows(stream, 50, 4, seed=1, eot=eot)
-    assert found.shape == (50, 5) and set(found[:, 0].tolist()) == {1, 2, 3}
-    assert 5 in windows(stream, 50, 4, seed=1)[:, 0]
+    starts = text_starts(stream, 4, eot)
+    assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
+    found = windows(stream, starts, 0, 4, seed=1)
+    assert found.shape == (BATCH_SIZE, 5) and set(found[:, 0].tolist()) == {1, 2, 3}
+    half = windows(stream, starts, 24, 4, seed=1)
+    assert 5 in half[:24, 0] and torch.equal(half[24:], found[24:])
+
+
+def test_the_weights_of_the_project(tmp_path, monkeypatch):
+    """They are found from anywhere, give their shape, and judge."""
+    monkeypatch.chdir(tmp_path)
+    cfg = load_settings([os.path.join(ROOT, "config", "toxicity.py")])
+    assert sum(p.numel() for p in load_policy(cfg).parameters()) < 3e6
+    assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
+    for judge in get_judges(cfg, {}, CPU).values():
+        clean, toxic = judge(["", ""], ["Thank you for your help.", "You are a stupid idiot."])
+        assert clean < -3 and toxic > 3
 
 
 def test_a_policy_file_brings_its_shape(tiny, tmp_path):
@@ -310,12 +318,10 @@ def test_a_policy_file_brings_its_shape(tiny, tmp_path):
     cfg = load_settings([f"--policy={path}", "--max_completion_length=8", "--n_layer=3"])
     said = []
     text = printed(lambda: said.append(load_policy(cfg)))
-    assert "has its own shape; ignored: n_layer = 3" in text
+    assert f"note: n_layer = 3 is ignored: {path} has 1" in text
     assert next(said[0].parameters()).dtype == torch.float32
     assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
     assert get_tokenizer(cfg).n_vocab == 300
-    cfg.max_completion_length = 32
-    assert "32 positions" in refusal(load_policy, cfg)
     content = load_file(tiny.policy, "policy")
     save_file(path, **(content | {"kind": "judge"}))
     assert "kind 'policy' is needed" in refusal(load_policy, cfg)

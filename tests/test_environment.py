@@ -2,7 +2,6 @@
 What answers a completion while it is sampled: an environment, or tools. Its words are read and
 never learned, and what is sampled around them is what a loop over single rows samples.
 """
-import functools
 import random
 from dataclasses import replace
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 
 import explain.speak
-from config import load_settings
-from conftest import ROOT
+from config.check import check
 from data.prompts import Prompt
 from evaluate import evaluate, sample_evaluation
 from grpo import collect, sample_groups
 from run.fast import Decoder
 from run.metrics import batch_metrics
-from sample import completion_logprobs, decode, empty_rollout, generate
+from sample import completion_logprobs, empty_rollout, generate
 from tasks.tools import (
     calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
 from tasks.turns import answering, openings, try_environment
@@ -38,7 +36,7 @@ def game(prompts, transcripts):
 def with_game(function=game, **knobs):
     cfg = settings(**dict(max_turns=3, max_completion_length=T, num_generations=8) | knobs)
     cfg.functions = cfg.functions | {"environment": function}
-    return replace(cfg, stop_strings=STOPS).check()
+    return check(replace(cfg, stop_strings=STOPS))
 
 
 def rollout_of(cfg, **more):
@@ -103,8 +101,7 @@ def test_every_way_of_decoding_gives_the_same():
     decoder = Decoder(torch.device("cpu"), compiled=False)
     for truncation in ({}, dict(top_k=40)):
         plain = rollout_of(cfg, **truncation)
-        for way in (dict(batch_size=8), dict(decode=functools.partial(decode, drop=False)),
-                    dict(decode=decoder)):
+        for way in (dict(batch_size=8), dict(decode=decoder)):
             other = rollout_of(cfg, **way, **truncation)
             for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
                 assert torch.equal(getattr(plain, name), getattr(other, name)), (way, name)
@@ -214,7 +211,8 @@ def test_metrics_count_what_the_policy_drew():
     m = batch_metrics(batch, cfg)
     assert m["forced"] == pytest.approx(1 - float(r.sampled_mask.sum() / r.completion_mask.sum()))
     assert .1 < m["forced"] < .9 and torch.equal(batch.loss_mask, r.sampled_mask)
-    assert m["completions/mean_length"] == pytest.approx(float(r.sampled_mask.sum(1).double().mean()))
+    lengths = r.sampled_mask.sum(1).double()
+    assert m["completions/mean_length"] == pytest.approx(float(lengths.mean()))
 
 
 WRONG = [   # function, words of the refusal

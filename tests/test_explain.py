@@ -147,7 +147,7 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, script, tmp_p
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
     argv = [run("off"), str(tmp_path / "mine.py"), "--tracin=target", "--show=1"]
     text = printed(explain.main, argv)
-    assert "target 'target'" in text and "agrees with" in text
+    assert "target 'target'" in " ".join(text.split()) and "agrees with" in text
     done = script("tracin.py", run("off"), "--before", "--show=1")
     assert done.returncode == 0 and not done.stderr
     assert "16 rollouts of 1 iterations, target 'reward'" in done.stdout.replace("\n", " ")

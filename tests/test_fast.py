@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sample
-from model import Head, attend
+from model import attend
 from run import fast
 from run.fast import Decoder, prove
 from sample import completion_logprobs, generate
@@ -77,14 +77,6 @@ def test_forced_tokens_and_answers_reach_the_buffers():
     same_rollout(found, expected)
 
 
-def test_a_really_compiled_step_draws_the_same_tokens():
-    model = random_gpt(n_layer=1, **SHAPES["llama"])
-    decoder = Decoder(CPU, compiled=True)
-    for prompts, T in ((PROMPTS, 6), (PROMPTS[:1], 7)):
-        expected = generate(model, prompts, 3, T, seed=3, eos=0)
-        same_rollout(generate(model, prompts, 3, T, seed=3, eos=0, decode=decoder), expected)
-
-
 # ------------------------------------------------------------------------------------------------
 # attention and head
 
@@ -140,12 +132,6 @@ def test_the_head_in_pieces_gives_the_same_numbers(monkeypatch):
         model.zero_grad()
     for x, y in zip(*found):
         assert (x - y).norm() <= 1e-5 * x.norm()
-
-
-def test_the_head_of_a_cpu_is_an_ordinary_linear():
-    head = Head(8, 5, bias=False)
-    h = torch.randn(3, 8)
-    assert torch.equal(head(h), h @ head.weight.T)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -205,23 +191,11 @@ def test_compile_that_does_not_hold_goes(monkeypatch, change, says):
     assert nets.generate is generate
 
 
-def test_a_sampler_or_a_reference_that_does_not_hold_goes(monkeypatch):
+def test_a_sampler_that_does_not_hold_goes(monkeypatch):
     monkeypatch.setattr(torch, "compile", compiled())
     nets, cfg = word_nets(compile=True)
     monkeypatch.setattr(fast, "decode_step", raising)
     assert "compile off: no compiler here" in printed(prove, nets, cfg)
-    monkeypatch.undo()
-
-    calls = []
-
-    def spoil_the_second(function, **how):      # the policy, then the reference
-        calls.append(function)
-        number = len(calls)
-        return compiled(lambda h: h * number)(function)
-
-    monkeypatch.setattr(torch, "compile", spoil_the_second)
-    nets, cfg = word_nets(compile=True)
-    assert "the reference's log-probs are off" in printed(prove, nets, cfg)
 
 
 def off_under_autocast(wrong):
@@ -251,23 +225,13 @@ def test_a_run_stops_where_nothing_holds(monkeypatch):
     assert "device = 'cpu'" in text and "log-probs are off by 0.5" in text
 
 
-def test_weights_that_are_not_finite_are_left_to_the_first_step(monkeypatch):
-    monkeypatch.setattr(torch, "compile", compiled())
-    nets, cfg = word_nets(compile=True)
-    nets.dtype = torch.bfloat16
-    with torch.no_grad():
-        nets.policy.ln_f.bias[0] = math.nan
-    assert printed(prove, nets, cfg) == ""
-    assert nets.dtype == torch.bfloat16
-
-
 def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):
     """With torch's own graphs, shapes and guards, but without its code generator, which is slow."""
     plain = tmp_path / "plain"
     fast_one = tmp_path / "fast"
-    grpo(plain, "--beta=0.1", "--max_iters=2")
+    grpo(plain, "--beta=0.1", "--max_iters=1")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    out = grpo(fast_one, "--beta=0.1", "--max_iters=2", "--compile=True")
+    out = grpo(fast_one, "--beta=0.1", "--max_iters=1", "--compile=True")
     assert "compile off" not in out
     for log in ("metrics.jsonl", "samples.jsonl"):
         for a, b in zip(rows(plain / log), rows(fast_one / log), strict=True):
@@ -277,5 +241,3 @@ def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):
                 if isinstance(expected, float):
                     expected = pytest.approx(expected, 1e-3, 1e-5)
                 assert b[name] == expected, name
-
-

@@ -5,11 +5,7 @@ supervised loop and its partial file, devices, exit codes, signals, output that 
 import copy
 import math
 import os
-import random
-import shlex
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,21 +17,14 @@ import run.device
 from conftest import ROOT
 from pretrain import optimizers
 from run.device import free_memory, pick_device, pick_dtype
-from run.files import (find_below, load_file, load_gpt, read_json, read_rows, read_text, replacing,
-                       save_file, save_gpt, undamaged, write_json)
+from run.files import (load_file, load_gpt, read_json, read_rows, read_text, replacing,
+                       save_file, save_gpt, write_json)
 from run.fit import fit, trapezoid
 from run.script import BadInput, hash_of, interrupts, run_script, seed_for, shown
 from worlds import random_gpt, random_ids, refusal
 
 # ------------------------------------------------------------------------------------------------
 # files
-
-
-def test_find_below_searches_subfolders_and_names_what_is_missing(tmp_path):
-    (tmp_path / "a [1]" / "b").mkdir(parents=True)
-    (tmp_path / "a [1]" / "b" / "x.json").write_text("1")
-    assert find_below(tmp_path / "a [1]", "x.json") == str(tmp_path / "a [1]" / "b" / "x.json")
-    assert "y.json is missing below" in refusal(find_below, tmp_path, "y.json")
 
 
 @pytest.mark.parametrize("error, seen", [
@@ -76,21 +65,17 @@ def test_a_broken_checkpoint_is_one_line(tmp_path):
     assert "no such file" in refusal(load_file, path, "policy")
     save_gpt(path, random_gpt())
     data = open(path, "rb").read()
-    ends = (0, 1, 10, 100, 1000, len(data) // 2, len(data) - 20, len(data) - 1)
-    broken = [data[:n] for n in ends]
-    for content in broken + [bytes(2000), b"not a checkpoint", random.Random(0).randbytes(5000)]:
+    ends = (0, 10, 1000, len(data) // 2, len(data) - 1)
+    for content in [*(data[:n] for n in ends), bytes(2000), b"not a checkpoint"]:
         open(path, "wb").write(content)
         assert "cut.pt: not a readable checkpoint" in refusal(load_gpt, path)
     for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind="judge")):
         torch.save(content, path)
         assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, path)
-    for config in (3, None, dict(n_head=3), dict(n_head=0), dict(no_such_field=1), dict(n_layer=5)):
-        if isinstance(config, dict):
-            config = vars(random_gpt().config) | config
+    for shape, part in ((dict(no_such_field=1), "damaged"), (dict(n_layer=5), "does not fit")):
+        config = vars(random_gpt().config) | shape
         save_file(path, "policy", config=config, model=random_gpt().state_dict())
-        assert "cut.pt: d" in refusal(load_gpt, path)      # damaged, or does not fit
-    save_file(path, "policy", config=vars(random_gpt().config), model=7)
-    assert "damaged, or not made here" in refusal(load_gpt, path)
+        assert part in refusal(load_gpt, path)
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
@@ -123,22 +108,15 @@ def test_text_json_and_rows(tmp_path):
     write_json(path, {"grüß": [1, None]})
     assert read_json(path) == {"grüß": [1, None]} and read_json("nowhere", missing=3) == 3
     rows = tmp_path / "rows.jsonl"
-    for content, part in ((b"[1]", "no JSON object"), (b"{", "JSON"), (b"[" * 9 ** 5, "JSON"),
-                          (b"{}\n\xff", "line 2 is not UTF-8")):
-        rows.write_bytes(content)
-        message = refusal(read_text if b"\xff" in content else read_json, str(rows))
-        assert part in message and "rows.jsonl" in message
+    rows.write_bytes(b"{")
+    assert "rows.jsonl: cannot be read as JSON" in refusal(read_json, rows)
+    rows.write_bytes(b"{}\n\xff")
+    assert "rows.jsonl: line 2 is not UTF-8" in refusal(read_text, rows)
     rows.write_text('{"a": 1}\n\n{"a": "\u2028"}\n')
     assert read_rows(rows) == [{"a": 1}, {"a": "\u2028"}]
     rows.write_text('{"a": 1}\n{"a":\n')
     assert "row 2 is no JSON object" in refusal(read_rows, rows)
     assert "must end in .csv or .jsonl" in refusal(read_rows, tmp_path / "a.json")
-
-
-def test_what_a_file_lacks_is_one_line():
-    for broken in (lambda: {}["x"], lambda: None.x, lambda: int("x"), lambda: [1][3]):
-        with pytest.raises(BadInput, match="a.pt: damaged, or not made here"), undamaged("a.pt"):
-            broken()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -227,8 +205,15 @@ def test_devices_and_precisions(monkeypatch, capsys):
     assert "emulates it" in refusal(pick_dtype, "bfloat16", gpu)
 
 
-def test_free_memory_is_known_here():
-    assert 2 ** 20 < free_memory(torch.device("cpu")) < 2 ** 50
+def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
+    cpu = torch.device("cpu")
+    assert 2 ** 20 < free_memory(cpu) < 2 ** 50
+    cfg = SimpleNamespace(num_prompts=32, num_generations=8, decode_batch_size=0, policy="train",
+                          n_layer=12, n_embd=768, max_completion_length=128)
+    monkeypatch.setattr(run.device, "free_memory", lambda device: 16 * 2 ** 30)
+    run.device.check_fits(cfg, cpu)
+    cfg.num_prompts = 32000
+    assert "rows, n_layer = 12" in refusal(run.device.check_fits, cfg, cpu)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -247,7 +232,7 @@ def test_seeds_and_hashes():
             p.view(-1)[-1] += 1
         hashes.add(hash_of(model))
     assert len(hashes) == 1 + len(list(model.parameters()))
-    assert shown(10 ** 5000) == "<int>" and len(shown("x" * 500)) < 100
+    assert len(shown("x" * 500)) < 100
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -284,43 +269,8 @@ def test_running_out_of_memory_is_one_line_and_other_errors_are_not():
             run_script(raising(error))
 
 
-PRINTS = """
-import sys
-sys.path.insert(0, {root!r})
-from run.script import run_script
-
-def main(argv):
-    for i in range({lines}):
-        print("gr\\u00fc\\u00df \\u4e2d \\ud800", i)
-
-run_script(main)
-"""
-
-
-@pytest.mark.parametrize("tail, lines, code", [("cat -v", 1, 0), ("head -1", 20000, 141)])
-def test_output_in_another_locale_or_that_nobody_reads(tail, lines, code):
-    program = shlex.quote(PRINTS.format(root=ROOT, lines=lines))
-    command = f"{sys.executable} -c {program} | {tail}; exit ${{PIPESTATUS[0]}}"
-    env = dict(os.environ, LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env)
-    assert (done.returncode, done.stderr) == (code, "")
-    assert r"\ud800 0" in done.stdout and done.stdout.count("\n") == 1
-
-
-@pytest.mark.parametrize("given, expected", [
-    ({}, "3000"), (dict(GOMP_SPINCOUNT="7"), "7"), (dict(OMP_WAIT_POLICY="ACTIVE"), "None")])
-def test_threads_that_wait_spin_for_a_moment_only(given, expected):
-    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    code = "import run, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env=env | given, cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.stdout.split() == [expected, "False"]
-
-
-def test_check_fits_knows_a_slip_from_a_large_run(monkeypatch):
-    cfg = SimpleNamespace(num_prompts=32, num_generations=8, decode_batch_size=0, policy="train",
-                          n_layer=12, n_embd=768, max_completion_length=128)
-    monkeypatch.setattr(run.device, "free_memory", lambda device: 16 * 2 ** 30)
-    run.device.check_fits(cfg, torch.device("cpu"))
-    cfg.num_prompts = 32000
-    assert "rows, n_layer = 12" in refusal(run.device.check_fits, cfg, torch.device("cpu"))
+def test_threads_that_wait_spin_for_a_moment_only():
+    """run/__init__.py is imported before torch, by every long command."""
+    for path in ("grpo.py", "evaluate.py", "pretrain.py"):
+        text = open(os.path.join(ROOT, path)).read()
+        assert text.index("from run.script import") < text.index("import torch"), path

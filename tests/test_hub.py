@@ -97,6 +97,7 @@ REFUSALS = [
     (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True"),
     (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
     (GPT2, dict(n_head=None), "n_head is missing"),
+    (GPT2, dict(num_attention_heads=3), "num_attention_heads = 3 .* only 4"),
     (GPT2, dict(n_head="4"), "must fit together"),
     (GPT2, dict(n_head=5), "n_embd = 12 must be a multiple of n_head"),
     (GPT2, dict(n_positions=64), r"wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)"),
@@ -105,8 +106,13 @@ REFUSALS = [
     (GPT2, dict(n_layer=3), r"h.2.ln_1.weight is torch.float32 \(0,\), must be \(12,\)"),
     (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
     (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
+    (NEO, dict(attention_layers=["global"] * 3), "attention_layers"),
+    (NEO, dict(window_size=0), "window_size is missing"),
     (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "'linear'"),
     (LLAMA, dict(rope_parameters=dict(rope_theta=50.0, partial_rotary_factor=0.5)), "partial"),
+    (LLAMA, dict(rope_scaling=LLAMA3, rope_parameters=dict(rope_type="default")), "rope_scaling"),
+    (LLAMA, dict(rope_scaling=LLAMA3 | dict(low_freq_factor=3)), "low_freq_factor = 3"),
+    (LLAMA, dict(rope_scaling=LLAMA3, original_max_position_embeddings=4), "embeddings = 4"),
     (LLAMA, dict(rope_scaling="x"), "must fit together"),
     (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
     (LLAMA, dict(is_causal=False), "is_causal = False"),
@@ -431,5 +437,5 @@ def test_shape_that_nobody_publishes_is_refused(tmp_path):
                   rotary | dict(bias=False, qkv_bias=True, qk_norm=True)):
         model = GPT(GPTConfig(300, 16, 1, 2, 8, **shape))
         message = refusal(export, model, str(tmp_path / "out"), load_tokenizer(300))
-        assert "no published architecture" in message
+        assert re.search("no published architecture|window_size is missing", message)
     assert not os.listdir(tmp_path)

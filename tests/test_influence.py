@@ -13,6 +13,7 @@ import torch
 
 import grpo
 import selection
+from config.check import check
 from data.prompts import Prompt
 from grpo import Step, collect, update
 from run.build import prepare, try_functions
@@ -37,7 +38,7 @@ def words(functions=letters, **knobs):
 
 
 def with_functions(cfg, functions, **more):
-    return replace(cfg, functions=cfg.functions | functions, **more).check()
+    return check(replace(cfg, functions=cfg.functions | functions, **more))
 
 
 def nets_for(cfg, policy=None, lr=.05, optimizer=None, prompts=WORD_PROMPTS):
@@ -267,6 +268,8 @@ def test_coefficients_of_targets():
     for kind in TARGETS[1:]:
         coef = of_rewards([.1, math.nan, .5, .7], kind)
         assert coef[1] == 0 and coef.isfinite().all() and coef[3] < 0
+    # an odd number: nobody is in the middle for or against
+    assert (of_rewards(rewards[:5], "contrastive") * 5).tolist() == [1, -1, 0, -1, 1]
     # ties: rows of equal reward count alike, and their places add up
     coef = of_rewards([1.0, 0, 0, 1, 0, 1, 0, 0], "contrastive") * 8
     assert coef.tolist() == pytest.approx([-1, .6, .6, -1, .6, -1, .6, .6])
@@ -425,13 +428,17 @@ def test_pods_keeps_the_rewards_that_spread_widest_in_each_prompt():
         assert len(rows) == positive
 
 
-def test_with_a_critic_top_advantage_goes_by_the_mean_over_sampled_tokens():
-    """A row of four tokens of 0.4 is not before a row of one token of 1."""
-    batch = batch_of(words(tracin="self", critic=True, tracin_select="top_advantage"))
-    mean = [float(A[on].mean()) if on.any() else 0.0
-            for A, on in zip(batch.advantages, batch.rollout.sampled_mask)]
-    found = selection.advantage_of_rows(batch)
-    assert found.tolist() == pytest.approx(mean, abs=1e-6)
+def test_pods_keeps_the_best_where_nothing_is_spread():
+    influence, rewards = torch.tensor([1.0, -1, -1]), torch.tensor([.1, .9, .5])
+    rows, _ = chosen(influence, "pods", rewards=rewards, prompts=torch.zeros(3))
+    assert rows == [1]
+
+
+def test_kept_rows_without_tokens_are_not_weighed_by_infinity():
+    mask = torch.tensor([[True, True], [False, False]])
+    for weights in ([0.0, 1.0], [0.0, 0.0]):
+        factor = selection.kept_factor(torch.tensor(weights), mask, words(tracin="self"))
+        assert factor == 1
 
 
 def soft(influence, batch):
@@ -531,11 +538,11 @@ def test_the_target_is_averaged_over_steps():
 def test_an_average_starts_anew_where_the_target_points_elsewhere():
     p = torch.nn.Parameter(torch.zeros(2))
     average = selection.Average(None, .5)
-    first, share = average.with_this({p: torch.tensor([1.0, 0])})
+    first, share = average.update({p: torch.tensor([1.0, 0])})
     assert share == 1 and torch.equal(first[p], torch.tensor([1.0, 0]))
-    both, share = average.with_this({p: torch.tensor([0.0, 1])})
+    both, share = average.update({p: torch.tensor([0.0, 1])})
     assert share == pytest.approx(2 / 3) and both[p].tolist() == pytest.approx([1 / 3, 2 / 3])
-    anew, share = average.with_this({p: torch.tensor([-1.0, -1])})
+    anew, share = average.update({p: torch.tensor([-1.0, -1])})
     assert share == 1 and average.age == 1 and anew[p].tolist() == [-1, -1]
 
 

@@ -216,6 +216,7 @@ def test_what_is_no_classifier_is_one_line(make):
             (dict(model_type="bert"), "model_type = 'bert'"), (dict(is_decoder=True), "is_decoder"),
             (dict(hidden_act="relu"), "hidden_act"),
             (dict(position_embedding_type="relative_key"), "position_embedding_type"),
+            (dict(pad_token_id=2), "pad_token_id"),
             (dict(num_hidden_layers=10 ** 9), "layers"), (dict(num_hidden_layers=1), "layer.1"),
             (dict(vocab_size=100), "word_embeddings"), (dict(id2label={"0": "a"}), "out_proj")):
         put(folder, config=config | changes)

@@ -1,6 +1,6 @@
 """The numbers of an iteration beside plain Python, their names, and what ends a run."""
 import math
-from dataclasses import replace
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 import grpo
 from run.metrics import (
     batch_metrics, bound_of, check_scores, gap_of, influence_metrics, loss_metrics,
-    mean_influence, mean_over_tokens, numbers, row_advantages, std,
+    mean_influence, mean_over_tokens, numbers, rollout_toxicity, std,
     target_metrics, tensors_differing)
 from worlds import letters, mean_token, nets_of, printed, refusal, settings, world
 
@@ -66,9 +66,10 @@ def by_hand(nets, batch, cfg):
             kl += [float(math.exp(d[t]) - d[t] - 1) for t in tokens]
     n = len(ratios)
     found = {"ratio": sum(ratios) / n}
-    if cfg.loss_type != "sapo":
+    if cfg.loss_type == "cispo":
+        found["cispo_clip_ratio"] = sum(above) / n
+    elif cfg.loss_type != "sapo":
         found["clip_ratio/high_mean"] = sum(above) / n
-    if cfg.loss_type not in ("cispo", "sapo"):
         found["clip_ratio/low_mean"] = sum(below) / n
         found["clip_ratio/region_mean"] = (sum(below) + sum(above)) / n
     if kl:
@@ -98,17 +99,6 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
     assert some_clipped > 8
 
 
-def test_parts_of_the_loss_as_trl_names_them():
-    """policy_loss is the loss without the entropy's bonus and with the KL."""
-    cfg = settings(letters, beta=0.1, entropy_coef=0.01)
-    nets, batch = batch_of(cfg)
-    m, = metrics_of(nets, batch, cfg, 12)
-    assert m["loss"] == pytest.approx(m["policy_loss"] + m["entropy_loss"], 1e-6)
-    bare, = metrics_of(nets, batch, replace(cfg, entropy_coef=0.0, beta=0.0), 12)
-    assert bare["loss"] == pytest.approx(bare["policy_loss"], 1e-6)
-    assert bare["policy_loss"] == pytest.approx(m["policy_loss"] - m["kl_loss"], 1e-5)
-
-
 def updated(cfg, first=True, **more):
     nets, batch = world(cfg, **more)
     metrics = grpo.update(nets, batch, None, cfg, seed=1, first=first)
@@ -122,7 +112,8 @@ def test_an_update_has_these_metrics_and_no_others():
         "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
         "reward", "reward_std", "reward_min", "reward_max", "advantage_max",
         "frac_reward_zero_std", "entropy", "num_completion_tokens", "forced",
-        "completions/clipped_ratio", "completions/mean_length", "rewards/reward/mean", "rewards/reward/std"}
+        "completions/clipped_ratio", "completions/mean_length",
+        "completions/mean_terminated_length", "rewards/reward/mean", "rewards/reward/std"}
     assert updated(settings()).keys() == always
     more = updated(settings(beta=0.1, entropy_coef=0.1))
     assert more.keys() - always == {"kl", "kl_loss", "entropy_loss"}
@@ -130,7 +121,7 @@ def test_an_update_has_these_metrics_and_no_others():
     assert more.keys() - always == {"critic_loss", "val/var_explained"}
     more = updated(settings(tracin="reward"))
     assert more.keys() - always == {"tracin/" + name for name in (
-        "positive_ratio", "mean_ip", "selected_ratio", "self_share", "invariant_error", "fallback",
+        "positive_ratio", "negative_ratio", "mean_ip", "std_ip", "min_ip", "max_ip", "selected_ratio", "self_share", "invariant_error", "fallback",
         "target_grad_norm", "target_cosine", "target_contrast", "empty_steps")}
 
 
@@ -194,14 +185,6 @@ def test_std_is_exactly_0_for_equal_numbers():
     assert std(torch.tensor([1.0, math.nan, 3.0])) == pytest.approx(math.sqrt(2))
 
 
-def test_advantages_of_rows_are_means_over_what_the_policy_drew():
-    cfg = settings(letters, critic=True)
-    _, batch = world(cfg)
-    for i, n in enumerate(batch.rollout.sampled_mask.sum(1).tolist()):
-        mean = float(batch.advantages[i, :n].mean())
-        assert row_advantages(batch)[i] == pytest.approx(mean, 1e-5)
-
-
 def test_tensors_that_differ_after_a_sync():
     nets = nets_of(settings(ref_model_sync_steps=1, beta=0.1))
     assert tensors_differing(SimpleNamespace(policy=nets.policy, reference=nets.policy)) == 0
@@ -225,7 +208,10 @@ def test_metrics_of_influence():
     scores = batch.influence.tolist()
     assert m["tracin/positive_ratio"] == pytest.approx(sum(x > 0 for x in scores) / 12)
     assert m["tracin/selected_ratio"] == pytest.approx(float((batch.weights != 0).float().mean()))
+    assert m["tracin/negative_ratio"] == pytest.approx(sum(x < 0 for x in scores) / 12)
     assert m["tracin/mean_ip"] == pytest.approx(sum(scores) / 12)
+    assert m["tracin/std_ip"] == pytest.approx(statistics.stdev(scores))
+    assert (m["tracin/min_ip"], m["tracin/max_ip"]) == (min(scores), max(scores))
     halves = found[0].halves
     first, second = (torch.cat([g.flatten() for g in half.values()]) for half in halves)
     assert m["tracin/target_grad_norm"] == pytest.approx(float((first + second).norm()), 1e-5)
@@ -241,9 +227,11 @@ def test_metrics_of_influence():
     assert math.isnan(m["tracin/target_cosine"]), "nor has one prompt"
     assert m["tracin/target_grad_norm"] == pytest.approx(float(first.norm()), 1e-5)
 
-    steps = [{"tracin/selected_ratio": x, "tracin/invariant_error": x} for x in (0.0, 1.0)]
+    steps = [{"tracin/selected_ratio": x, "tracin/invariant_error": x, "tracin/min_ip": x,
+              "tracin/max_ip": x} for x in (0.0, 1.0)]
     assert mean_influence(steps) == {
-        "tracin/selected_ratio": 0.5, "tracin/invariant_error": 1.0, "tracin/empty_steps": 1}
+        "tracin/selected_ratio": 0.5, "tracin/invariant_error": 1.0, "tracin/min_ip": 0.0,
+        "tracin/max_ip": 1.0, "tracin/empty_steps": 1}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -272,3 +260,23 @@ def test_a_ratio_that_is_not_1_ends_the_first_iteration():
             assert m["sampling/sampling_logp_difference/mean"] > 0.01
     assert gap_of(torch.tensor([0.0, -0.02]), torch.float32) == (pytest.approx(0.02), 1e-3)
     assert gap_of(torch.tensor([0.0, -0.02]), torch.bfloat16) == (pytest.approx(0.01), 0.05)
+
+
+def test_toxicity_is_of_all_rollouts_in_every_iteration():
+    cfg = settings()
+    nets, batch = world(cfg)
+    asked = []
+
+    def judge(prompts, completions):
+        asked.append((prompts, completions))
+        return torch.linspace(-2, 2, len(completions))
+
+    assert rollout_toxicity(nets.prompts, batch, nets) == {}
+    nets.judges = {"judge": judge}
+    assert rollout_toxicity(nets.prompts, batch, nets) == {}
+    nets.judges = {"eval_judge": judge}
+    found = rollout_toxicity(nets.prompts, batch, nets)
+    texts = [prompt.text for prompt in nets.prompts for _ in range(6)]
+    assert asked == [(texts, batch.completions)]
+    expected = sum(1 / (1 + math.exp(-x)) for x in torch.linspace(-2, 2, 12).tolist()) / 12
+    assert found == {"eval_judge/toxicity": pytest.approx(expected, 1e-5)}

@@ -1,6 +1,4 @@
 """The list of planted mistakes fits the code. To plant them, run planted.py: it takes minutes."""
-import os
-
 from planted import MISTAKES, ROOT, trouble_of
 
 
@@ -9,5 +7,5 @@ def test_every_planted_mistake_has_its_place():
     assert not trouble, "\n".join(trouble)
     names = [m.name for m in MISTAKES]
     assert len(set(names)) == len(names), "two mistakes have one name"
-    files = {os.path.join(ROOT, "tests", x) for m in MISTAKES for x in m.tests.split()}
-    assert all(map(os.path.exists, files)), "a test file that is to catch one is not there"
+    files = {ROOT / "tests" / m.test for m in MISTAKES}
+    assert all(file.exists() for file in files), "a test file that is to catch one is not there"

@@ -8,11 +8,10 @@ import torch
 
 from config import Settings
 from grpo import Loss
-from run import report
+from run import report, stored
 from run.report import (
-    WARNINGS, Progress, StepLog, check_tape, duration, print_iteration, print_warnings, troubles)
-from run.stored import StoredTape
-from tracin import Tape
+    WARNINGS, Progress, StepLog, duration, print_iteration, print_warnings, troubles)
+from run.stored import StoredTape, use_stored_tape
 from worlds import printed, refusal, settings
 
 CPU = torch.device("cpu")
@@ -112,11 +111,13 @@ CASES = {   # kind: (what is wrong, words of its sentence)
         {"reward": math.nan, "reward_min": math.nan, "reward_max": math.nan}, "returned None"),
     "equal": (
         {"reward_min": 0.5, "reward_max": 0.5, "advantage_max": 0.0}, "of the batch are 0.5:"),
-    "advantage": ({"advantage_max": 0.0}, "(rewards 0 to 1, equal within each group)"),
+    "advantage": ({"advantage_max": 0.0}, "equal within each group; raise"),
     "tokens": ({"num_completion_tokens": 0}, "no completion tokens carry loss"),
     "ratio": ({"sampling/sampling_logp_difference/mean": 0.0512}, "disagree by 0.051 nats"),
     "kl": ({"kl": 5.25}, "KL 5.2 nats per token is exploding"),
     "length": ({"completions/clipped_ratio": 1.0}, "cut at 32 tokens"),
+    "tools": ({"tools/failure_frequency": 1.0}, "every call was answered with an error"),
+    "gradient": ({"grad_norm": 0.0}, "grad_norm is 0"),
     "critic": ({"val/var_explained": -0.2}, "explains -0.20 of the returns' variance"),
     "empty": ({"tracin/empty_steps": 1}, "kept no rollout"),
     "fallback": (
@@ -165,14 +166,11 @@ def test_a_warning_comes_back_after_ten_iterations():
 
 
 def test_influence_says_what_it_costs_and_that_it_does_not_fit(monkeypatch):
-    nets = SimpleNamespace(trained=[torch.zeros(1000, 2500)], device=CPU)
-    cfg = settings(tracin="self", num_prompts=8, num_generations=4)
-    nets.influence = SimpleNamespace(new_tape=Tape)
-    assert printed(check_tape, nets, cfg) == (
-        "influence: 32 rows x 2.5 M weights = 0.30 GB of gradients, of which 0.00 GB are stored\n")
-    nets.influence.new_tape = StoredTape
-    cfg.mini_batch_size = 8
-    assert "8 rows x 2.5 M weights = 0.07 GB of gradients, of which 0.07" in printed(
-        check_tape, nets, cfg)
-    monkeypatch.setattr(report, "free_memory", lambda device: 2 ** 26)
-    assert "tracin_memory = 8: 0.1 GB" in refusal(check_tape, nets, cfg)
+    nets = SimpleNamespace(trained=[torch.zeros(1000, 2500)], device=CPU,
+                           influence=SimpleNamespace(new_tape=None))
+    cfg = settings(tracin="self", num_prompts=8, num_generations=4, max_completion_length=24)
+    assert printed(use_stored_tape, nets, cfg) == (
+        "influence: 32 rows x 2.5 M weights, 0.30 GB of gradients are stored\n")
+    assert nets.influence.new_tape.func is StoredTape
+    monkeypatch.setattr(stored, "free_memory", lambda device: 2 ** 26)
+    assert "tracin_memory = 8: 0.3 GB" in refusal(use_stored_tape, nets, cfg)

@@ -7,8 +7,7 @@ import torch
 from run.device import autocast
 from run.fast import Decoder
 from sample import (
-    completion_entropies, completion_logprobs, concatenate, decode, draw, generate, pad_left,
-    truncate)
+    completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left, truncate)
 from worlds import logits_by_hand, random_gpt, refusal
 
 PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
@@ -201,7 +200,6 @@ def test_no_way_of_decoding_changes_a_rollout(truncation, monkeypatch):
     for every in (1, 3, 16):    # tokens between looks at what has ended, as on a GPU
         monkeypatch.setattr("sample.CHECK_EVERY", {"cpu": every})
         same(rollout_of(**made), whole)
-    same(rollout_of(**made, decode=lambda *a: decode(*a, drop=False)), whole)
     same(rollout_of(**made, decode=Decoder(torch.device("cpu"), compiled=False)), whole)
     ranges = (slice(0, 1), slice(1, 1), slice(1, 3), slice(3, 4))
     parts = [rollout_of(**made, part=part) for part in ranges]

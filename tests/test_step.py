@@ -88,7 +88,7 @@ def test_the_first_step_is_reinforce_and_the_second_is_clipped():
                      zip(batch.advantages, plain_logps(nets.policy, batch.rollout))) / tokens
     expected = gradient(nets.policy, reinforce)
     (first, second), _ = steps_of(nets, batch, cfg)
-    assert close(first, expected)
+    assert close(first, expected), "the first step's gradient is not that of -A logp / tokens"
 
     again = word_gpt()      # after the first step
     with torch.no_grad():
@@ -99,7 +99,9 @@ def test_the_first_step_is_reinforce_and_the_second_is_clipped():
     for A, new, old in zip(batch.advantages, rows, batch.rollout.logp):
         rho = (new - old[:len(new)]).exp()
         clipped -= torch.min(rho * A, rho.clamp(.8, 1.2) * A).sum() / tokens
-    assert close(second, gradient(again, clipped), 1e-4) and not close(first, second, .05)
+    assert close(second, gradient(again, clipped), 1e-4), (
+        "the second step's gradient is not that of the clipped ratio to the sampler")
+    assert not close(first, second, .05)
 
 
 def spied(monkeypatch):
@@ -120,7 +122,8 @@ def test_passes_mini_batches_and_micro_batches(monkeypatch):
     nets, batch = nets_and_batch(cfg)
     calls = spied(monkeypatch)
     m = update(nets, batch, None, cfg, 3)
-    assert m["num_steps"] == 8 and len(calls) == 16
+    assert m["num_steps"] == 8 and len(calls) == 16, (
+        f"2 passes over 16 rows, 4 at a time, took {m['num_steps']} steps: must be 8")
     first, second = ([row for rows, *_ in calls[i:i + 8] for row in rows] for i in (0, 8))
     assert sorted(first) == sorted(second) == list(range(16)) and first != second
     for i in range(0, 16, 2):
@@ -178,7 +181,9 @@ def test_the_reference_follows_the_policy(lora, capsys):
     before = weights_of(nets.reference)
     sync_reference(nets, .25)
     expected = .75 * before + .25 * weights_of(nets.policy)
-    assert close(weights_of(nets.reference), expected, 1e-6) and tensors_differing(nets) > 0
+    assert close(weights_of(nets.reference), expected, 1e-6), (
+        "the reference is not 3/4 of itself and 1/4 of the policy")
+    assert tensors_differing(nets) > 0
     sync_reference(nets, 1.0)
     assert torch.equal(weights_of(nets.reference), weights_of(nets.policy))
     assert tensors_differing(nets) == 0 and "0 tensors differ" in capsys.readouterr().out
@@ -243,7 +248,8 @@ def test_truncated_completions_carry_no_loss():
     cfg = words(mask_truncated_completions=True)
     nets, batch = nets_and_batch(cfg)
     ended = batch.rollout.ended
-    assert 2 < ended.sum() < 14 and not batch.loss_mask[~ended].any()
+    assert 2 < ended.sum() < 14
+    assert not batch.loss_mask[~ended].any(), "completions that did not end carry loss"
     rows = zip(batch.advantages, plain_logps(nets.policy, batch.rollout), ended)
     loss = -sum(A * x.sum() for A, x, on in rows if on) / batch.rollout.completion_mask[ended].sum()
     expected = gradient(nets.policy, loss)
@@ -256,7 +262,9 @@ def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():
     assert batch.loss_mask.sum() < batch.rollout.completion_mask.sum()
     m = update(nets, batch, None, cfg, 3)
     bonus = .3 * float(batch.rollout.entropy[batch.loss_mask].mean())
-    assert m["policy_loss"] - m["loss"] == pytest.approx(bonus, rel=1e-4)
+    found = m["policy_loss"] - m["loss"]
+    assert found == pytest.approx(bonus, rel=1e-4), (
+        f"the entropy takes {found:.4f} off the loss: must be 0.3 times its mean, {bonus:.4f}")
 
 
 def forced_batch(cfg, policy, reference, **sampling):

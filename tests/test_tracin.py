@@ -214,7 +214,8 @@ def record(case, tape=None, backward=torch.Tensor.backward):
 
 def error(x, y):
     """Relative, in the largest entry."""
-    assert x.shape == y.shape and x.isfinite().all()
+    assert x.shape == y.shape, f"{tuple(x.shape)} in place of {tuple(y.shape)} numbers"
+    assert x.isfinite().all(), "not all numbers of the tape are finite"
     return float((x - y).abs().max() / y.abs().max())
 
 
@@ -356,6 +357,26 @@ def losses_of(model, how):
         "another weight": lambda x: (x @ model[0].weight.T).sum() + model(x).sin().sum()}[how]
 
 
+def test_check_exact_looks_at_each_parameter_of_three_rows():
+    """A small part of the gradient is wrong: of one layer, or of a row that is not the largest."""
+    model, x = perturbed(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))), noise(4, 3, 5)
+    model[2].weight.data *= 0.01        # the first layer has a small share
+    first_layer = refusal(check_exact, model, lambda x: (
+        model(x).sum() + model[2](model[0](x - x.mean(0)).tanh()).sum()), x)
+    assert "0.weight: row" in first_layer
+    factors = torch.tensor([1.0, 0.1, 0.1, 0.1])[:, None, None]     # row 0 has the same alone
+    small_rows = refusal(check_exact, model, lambda x: (model(x) * factors[:len(x)]).sum(), x)
+    assert "another gradient" in small_rows and "row 0" not in small_rows
+
+
+def test_a_hook_of_the_user_is_refused():
+    """It would change the output after the tape has seen it."""
+    model = nn.Sequential(nn.Linear(5, 6))
+    model[0].register_forward_hook(lambda module, inputs, out: 3 * out)
+    with pytest.raises(ValueError, match="0: has a forward hook"):
+        Tape(model, 2)
+
+
 @pytest.mark.parametrize("how", ("sum", "mean over rows", "rows mix", "dropout", "another weight"))
 def test_check_exact_tells_a_sum_over_rows(how):
     torch.manual_seed(0)
@@ -408,13 +429,21 @@ def test_what_the_tape_cannot_see_is_named():
         tape.rows(torch.arange(2))
         F.linear(model(torch.ones(2, 3, dtype=torch.long)), model.wte.weight).sum().backward()
 
-    def earlier(model, tape):
-        model.h[1].ln_2.bias.grad = torch.zeros(8).double()
-
     def without_rows(model, tape):
         model(torch.ones(2, 3, dtype=torch.long))
 
-    said = {outside: "wte.weight has a .grad.*outside its layer", earlier: "ln_2.bias has a .grad",
+    def in_place(model, tape):
+        h = tape.rows(torch.arange(2)) or model(torch.ones(2, 3, dtype=torch.long)).tanh()
+        y = model.lm_head(h)
+        h.mul_(2)
+        y.sum().backward()
+
+    def half(model, tape):
+        tape.rows(torch.arange(2))
+        model.half()(torch.ones(2, 3, dtype=torch.long))
+
+    said = {outside: "wte.weight: used outside its layer", half: "float16.*use bfloat16",
+            in_place: "lm_head: its input was changed in place",
             without_rows: "which of 0 rows.*see Tape.rows"}
     for mistake, words in said.items():
         model = gpt()

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import grpo
 from config import load_settings
+from config.check import check
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
@@ -185,8 +186,8 @@ def settings(functions=letters, weights=None, **knobs):
     knobs = dict(num_prompts=2, num_generations=6, max_completion_length=5, block_size=32,
                  max_grad_norm=0, vocab_size=300) | knobs
     cfg = load_settings([f"--{name}={value}" for name, value in knobs.items()])
-    return replace(cfg, judge=None, eval_judge=None, functions=functions,
-                   reward_funcs=tuple(functions), reward_weights=weights).check()
+    return check(replace(cfg, judge=None, eval_judge=None, functions=functions,
+                         reward_funcs=tuple(functions), reward_weights=weights))
 
 
 def nets_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01,
