@@ -1,30 +1,32 @@
 # %% [markdown]
 # # One GRPO step and one influence score
 #
-# GRPO samples several completions of a prompt, scores them, and makes those that are better than
-# their group likelier. **Influence** says for each of them: if we learned from this completion
-# alone, would our target get better or worse?
+# GRPO trains the **policy**, a language model: it samples several completions of a prompt, scores
+# them, makes those above their group's average likelier and the others less likely. A prompt with
+# one completion is a **rollout**. **Influence** says for each rollout: if we learned from it alone,
+# would our target get better or worse?
 #
-# Every function here is the project's own: what you change in `grpo.py` or `tracin.py` changes
-# here too. Run it with `python lesson.py` (pictures go to `out/lesson`), or read `lesson.ipynb`,
-# which `python -m explain.notebook` makes.
+# Every function here is the project's own. `python lesson.py` takes under a minute and draws to
+# `out/lesson`. Or open `lesson.ipynb` in VS Code or Jupyter (`pip install jupyterlab`). There write
+# each `--name=value` that **Try** names into `flags`, and restart the kernel after editing a file.
 #
 # ## 1. A small world
 # The policy is a GPT of a million weights that has read made-up sentences of eight words
-# (`config/lesson.py`). The reward is a rule: the share of the letter e in a completion.
+# (`config/lesson.py`). A prompt is the first three, so a completion should be five words and an
+# end token. The reward is a rule: the share of the letter e in a completion.
 
 # %%
-import os
 import sys
 
-import torch
 import matplotlib.pyplot as plt
+import torch
 
 import grpo
 import selection
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
+from explain.notebook import picture
 from explain.words import logprob_changes, pieces_of, row_alone
 from tracin import Tape, cosine, inner
 
@@ -35,80 +37,71 @@ prompts = draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
 G = cfg.num_generations
 N = len(prompts) * G
 
-
-def picture(name):
-    os.makedirs("out/lesson", exist_ok=True)
-    plt.tight_layout()
-    plt.savefig(f"out/lesson/{name}.png", dpi=100)
-
-
 # %% [markdown]
-# **Try:** another reward in `config/lesson.py`, such as the share of the letter o.
+# **Try:** copy `reward` from `config/quick_test.py` to the end of `config/lesson.py`, with o for e.
 #
 # ## 2. Rollout
 # The policy writes six completions of each prompt. Each token's log-prob is kept: training will
-# ask how much likelier the token has become since.
+# ask how much likelier the token has become since. The policy as it was here is the **sampler**.
 
 # %%
 rollout = grpo.sample_groups(nets, prompts, cfg, seed=1)
 texts = texts_of(nets.tokenizer, rollout)
 print(repr(prompts[0].text), "->", *map(repr, texts[:G]), sep="\n")
-
 plt.figure(figsize=(7, 3))
-plt.imshow(rollout.logp.masked_fill(~rollout.completion_mask, float("nan")), aspect="auto")
+logp = rollout.logp.masked_fill(~rollout.completion_mask, float("nan"))        # (N, T)
+plt.imshow(logp, aspect="auto", vmin=-8, vmax=0)
 plt.colorbar(label="log-prob (0: certain)")
-plt.xlabel("token of the completion")
-plt.ylabel("rollout")
-picture("2_rollout")
+for first in range(G, N, G):
+    plt.axhline(first - 0.5, color="red")       # another prompt
+picture("2_rollout", "token of the completion", "rollout")
 
 # %% [markdown]
-# White is after the end of a completion. Dark tokens were a surprise.
+# Red lines part the prompts. Dark tokens were a surprise. White is after the end of a completion:
+# a white cell among colours says that this one stopped a word early.
 #
-# **Try:** `python lesson.py --temperature=0.3`. What happens to the surprises, and what will the
-# group then have to compare?
+# **Try:** `--temperature=0.3`. What happens to the surprises?
 #
 # ## 3. Score and advantage
 # Each completion gets a reward. Its advantage is its distance from the mean of its group, in
 # standard deviations of the group: $A_i = (r_i - \mathrm{mean}) / \mathrm{std}$. So the advantages
-# of each prompt (a colour below) add up to 0.
+# of each prompt add up to 0.
 
 # %%
 scores = grpo.score_rows(nets.reward_funcs, prompts, texts, cfg)                # (N, K)
 rewards = grpo.total_reward(scores, cfg.reward_weights, G)                      # (N,)
 advantages = grpo.group_advantages(rewards, G, cfg.scale_rewards)               # (N,)
-
+print("standard deviations:", [f"{x:.3f}" for x in rewards.view(-1, G).std(1)])
 colors = [f"C{i // G}" for i in range(N)]       # a colour per prompt
 plt.figure(figsize=(7, 3))
 plt.bar(range(N), advantages, color=colors)
-plt.ylabel("advantage")
-picture("3_advantages")
+plt.xticks(range(0, N, G), [repr(prompt.text) for prompt in prompts], ha="left")
+picture("3_advantages", "rollouts of each prompt", "advantage")
 
 # %% [markdown]
-# **Try:** `--scale_rewards=none` divides by no standard deviation. Which prompt loses weight, and
-# is that fair?
+# **Try:** `--scale_rewards=none` divides by no standard deviation. Which prompt loses weight?
 #
 # ## 4. The clip
 # The objective of a token is $\min(\rho A,\ \mathrm{clip}(\rho) A)$, where
-# $\rho = p_\mathrm{policy} / p_\mathrm{sampler}$ is how much likelier the token has become. Where
-# the curve is flat, a token has moved far enough and is left alone.
+# $\rho = p_\mathrm{policy} / p_\mathrm{sampler}$ is how much likelier the token has become, and
+# clip keeps it within 1 - epsilon and 1 + epsilon. Where the curve is flat, a token has moved far
+# enough and is left alone. That matters when a batch serves several steps. Below, all ratios are 1.
 
 # %%
-ratio = torch.linspace(0.5, 1.5, 101)[:, None]                                  # (n, 1)
+ratio = torch.linspace(0, 3, 101)[:, None]                                      # (n, 1)
 plt.figure(figsize=(5, 3))
 for A in (1.0, -1.0):
     objective = grpo.clipped_objective(ratio, ratio.log(), torch.full((101,), A), cfg)
     plt.plot(ratio, objective, label=f"advantage {A:+g}")
-plt.xlabel("ratio = policy / sampler")
-plt.ylabel("objective")
-plt.legend()
-picture("4_clip")
+picture("4_clip", f"ratio = policy / sampler; epsilon = {cfg.epsilon}", "objective")
 
 # %% [markdown]
-# **Try:** `--loss_type=sapo`, or `--loss_type=cispo --epsilon_high=5`. Where do they still learn?
+# **Try:** `--epsilon=0.5`. Which tokens does it still learn from that it left alone before?
 #
 # ## 5. The step
-# `grpo.collect` does cells 2 and 3 in one call. Then: loss, backward, optimizer step. All ratios
-# are 1 and the advantages of a group add up to 0, so the loss is near 0. Its gradient is not.
+# `grpo.collect` does sections 2 and 3 in one call. Then: loss, backward, optimizer step. All ratios
+# are 1, so the loss is minus the advantages' mean over tokens. In a group they cancel but for
+# completions of another length: the loss is near 0. Its gradient is not.
 
 # %%
 batch = grpo.collect(nets, prompts, cfg, seed=1)
@@ -122,26 +115,27 @@ with torch.no_grad():
     after = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
 change = (after.logp - batch.rollout.logp).sum(1)                               # (N,)
 print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}")
-
 plt.figure(figsize=(5, 3))
 plt.scatter(batch.advantages, change, color=colors)
-plt.xlabel("advantage")
-plt.ylabel("change of log-prob")
-picture("5_step")
+plt.axhline(0, color="grey")
+picture("5_step", "advantage", "change of log-prob")
 nets.policy.load_state_dict(start)      # back to where we were
 
 # %% [markdown]
-# Most completions of positive advantage became likelier. Not all: they share words, and a step on
-# one moves the others too.
+# Not all go the way of their advantage: they share words, and a step on one moves the others too.
 #
-# **Try:** flip the sign of the objective in `grpo.clipped_objective` and run this cell again. Then
-# run `python grpo.py config/lesson.py` and look at the reward. Flip it back!
+# **Try:** flip the sign of the objective in `grpo.clipped_objective` and run the lesson. Then run
+# `python grpo.py config/lesson.py --out_dir=out/flipped` and look at the reward. Flip it back!
 #
 # ## 6. Influence by definition
-# The **target** is what we want to get better; here it is the loss of all 24 rollouts. The
-# influence of rollout $i$ is the inner product of two gradients, that of its own loss and that of
-# the target: $I_i = \langle \nabla L_i, \nabla L_\mathrm{target} \rangle$. If both point the same
-# way, a step on rollout $i$ lowers the target's loss too. It takes a backward for each rollout.
+# The **target** is what we want to get better; here it is the loss of all rollouts (to first order,
+# a lower loss is a higher expected reward). $L_i$ is rollout $i$'s share; shares add up to the
+# target. The influence is an inner product of gradients,
+# $I_i = \langle \nabla L_i, \nabla L_\mathrm{target} \rangle$. If both point the same way, a
+# plain gradient step (not Adam's) on rollout $i$ lowers the target's loss too.
+#
+# The target contains rollout $i$, so a part of $I_i$ is never negative:
+# $\langle \nabla L_i, \nabla L_i \rangle$, what it does for **itself**. The rest is **others**.
 
 # %%
 def gradient_of(rows):
@@ -150,24 +144,42 @@ def gradient_of(rows):
 
 
 target = gradient_of(step.rows)
-by_hand = torch.stack([inner(gradient_of(row[None]), target) for row in step.rows])     # (N,)
-print("influence of the first group:", [f"{x:+.4f}" for x in by_hand[:G]])
+alone = [gradient_of(row[None]) for row in step.rows]           # a backward for each rollout
+by_hand = torch.stack([inner(gradient, target) for gradient in alone])          # (N,)
+itself = torch.stack([inner(gradient, gradient) for gradient in alone])         # (N,)
+others = by_hand - itself
+for i in range(G):
+    print(f"rollout {i}: advantage {advantages[i]:+.2f}, influence {by_hand[i]:+.4f} = itself "
+          f"{itself[i]:.4f} + others {others[i]:+.4f}")
+print(f"itself is {float(itself.sum() / by_hand.sum()):.0%} of all influence. "
+      f"Negative are {int((by_hand < 0).sum())}, without itself {int((others < 0).sum())}")
+plt.figure(figsize=(7, 3))
+plt.bar(range(N), itself, color="lightgrey", label="itself")
+plt.bar(range(N), others, bottom=itself, width=0.4, color=colors, label="others")
+plt.scatter(range(N), by_hand, color="black", s=12, zorder=3, label="sum: influence")
+picture("6_influence", "rollout", "influence")
 
 # %% [markdown]
-# **Try:** take the first group alone as target, `gradient_of(step.rows[:G])`. Do rollouts of other
-# prompts still have influence, and why?
+# So most influences are positive, even where the others disagree. Nor is the sign that of the
+# advantage. Below average and positive: learning to avoid it helps. Above average and negative:
+# what makes it likelier moves the others the wrong way.
+#
+# **Try:** the first group as target. Which rollouts of other prompts have influence, and why?
+# `print([float(inner(gradient, gradient_of(step.rows[:G]))) for gradient in alone])`
 #
 # ## 7. The same from one backward
-# A tape keeps each layer's input and the gradient of its output. Together they give the gradient
-# of each rollout, so that one backward gives all 24 influences.
+# A layer's gradient for rollout $i$ is a sum over its tokens, $g_i = \sum_t b_t a_t^\top$: the
+# gradient of the layer's output times its input. So with the target's gradient $g$,
+# $\langle g_i, g \rangle = \sum_t b_t \cdot (g\, a_t)$. A tape keeps all $a$, $b$ of one backward.
 
 # %%
 with Tape(nets.policy, N) as tape:
-    tape.rows(torch.arange(N), owners=batch.rollout.sampled_mask.nonzero()[:, 0])
+    owners = batch.rollout.sampled_mask.nonzero()[:, 0]         # whose each token is
+    tape.rows(torch.arange(N), owners)
     grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg).policy.backward()
 influence = tape.dot(tape.gradient(torch.ones(N)))                              # (N,)
 error = (influence - by_hand).abs().max() / by_hand.abs().max()
-print(f"largest difference from cell 6: {float(error):.0e} of the largest influence")
+print(f"largest difference from section 6: {float(error):.0e} of the largest influence")
 
 # %% [markdown]
 # **Try:** add up all influences, then compute `inner(target, target)`. Why are they equal?
@@ -179,62 +191,60 @@ print(f"largest difference from cell 6: {float(error):.0e} of the largest influe
 # %%
 SIZE = 0.002
 what_it_did = []
-for row in step.rows:
-    gradient = gradient_of(row[None])
+for gradient in alone:
     with torch.no_grad():
         for p in nets.trained:
             p -= SIZE * gradient[p]
         after = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
     what_it_did.append(float(loss.policy.detach() - after.policy) / SIZE)
     nets.policy.load_state_dict(start)
-
 plt.figure(figsize=(5, 3.5))
 plt.scatter(influence, what_it_did, color=colors)
-plt.axline((0, 0), slope=1)
-plt.xlabel("influence: what was promised")
-plt.ylabel("what the step did")
-picture("8_promise")
+plt.axline((0, 0), slope=1, color="grey", label="promise kept")
+picture("8_promise", "influence: what was promised", "fall of the target's loss / SIZE")
 
 # %% [markdown]
-# **Try:** `SIZE = 0.1`. Influence is a straight line along a curved loss: how long does it hold?
+# **Try:** `SIZE` 0.1, 0.5 and 2. Influence is a straight line along a curve. How long does it hold?
 #
 # ## 9. Which words
-# A rollout's influence is a sum over its tokens: how much its loss asks for the token, times how
-# much a step on the target changes the token's log-prob.
+# A rollout's influence is a sum over its tokens of two slopes: `asks`, of its loss by the token's
+# log-prob (negative: make it likelier), times `push`, of that log-prob along the target's gradient
+# (negative: a step down makes it likelier). If the signs agree, both move the token the same way.
 
 # %%
 best = int(influence.argmax())
 loss = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
 asks = torch.autograd.grad(loss.policy, loss.logp)[0][best]                     # (T,)
 row = row_alone(batch.rollout, best, cfg.temperature)
-names = {p: name for name, p in nets.policy.named_parameters()}
-direction = {names[p]: g for p, g in target.items()}
+direction = {name: target[p] for name, p in nets.policy.named_parameters()}
 push = logprob_changes(nets.policy, direction, row)                             # (T,)
 pieces = pieces_of(row, asks[:len(push)] * push, nets.tokenizer, (nets.tokenizer.eot_token,))
 print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
       f"rollout {best} is {float(influence[best]):.5f}")
-
+print(f"asks {asks[0]:+.3f} of each, push", [f"{x:+.3f}" for x in push])
 plt.figure(figsize=(8, 3))
 plt.bar(range(len(pieces)), [piece.influence for piece in pieces], color=colors[best])
 plt.xticks(range(len(pieces)), [piece.text or "(end)" for piece in pieces], rotation=45)
-plt.title(f"influence of the words after {prompts[best // G].text!r}")
-picture("9_words")
+picture("9_words", f"tokens after {prompts[best // G].text!r}", "influence")
 
 # %% [markdown]
 # **Try:** `influence.argmin()`. Which of its tokens did the harm?
 #
 # ## 10. Learn from the helpful
 # `grpo.py --tracin=self` drops the rollouts of negative influence in every step. Is that a good
-# idea? Look at the gradients of the target's two halves. If their cosine is near 1, the target is
-# signal. Near 0 it is noise, and so is the choice.
+# idea? If the gradients of the target's two halves, the first prompts and the last, have a cosine
+# near 1, the target is signal. Near 0 it is mostly noise, and so is the choice.
 
 # %%
 keep, _ = selection.select(influence, "positive")
 half = (torch.arange(N) < N // 2).float()
-halves = tape.gradient(half), tape.gradient(1 - half)
-print(f"{int(keep.sum())} of {N} rollouts are kept")
-print(f"the cosine of the target's two halves is {cosine(*halves):.2f}")
+first, last, kept, whole = tape.gradients(half, 1 - half, keep.float(), torch.ones(N))
+print(f"the cosine of the target's two halves is {cosine(first, last):.2f}")
+print(f"{int(keep.sum())} of {N} rollouts kept: cosine with all {cosine(kept, whole):.2f}")
 
 # %% [markdown]
-# **Try:** `--num_prompts=16`. Then `python grpo.py config/lesson.py --tracin=self`, and ask
-# `python tracin.py out/lesson_run` what it learned from.
+# Expect no gain here: most of the influence is itself, and dropping so few hardly changes the step.
+#
+# **Try:** `python grpo.py config/lesson.py`, and again with `--tracin=self --out_dir=out/by_self`.
+# Compare the rewards. Are the last completions still sentences? A rule of letters is easily served
+# without (reward hacking). `python tracin.py out/by_self` says what it learned from.

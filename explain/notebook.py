@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import json
+import os
 import sys
 
 from run.files import replacing
@@ -17,6 +18,17 @@ with optional("matplotlib"):
     import matplotlib.pyplot as plt
 
 DPI = 80
+
+
+def picture(name, xlabel, ylabel):
+    """Names the axes of lesson.py's figure and writes it to out/lesson."""
+    plt.xlabel(xlabel)
+    plt.ylabel(ylabel)
+    if plt.gca().get_legend_handles_labels()[0]:
+        plt.legend(fontsize="small")
+    plt.tight_layout()
+    os.makedirs("out/lesson", exist_ok=True)
+    plt.savefig(f"out/lesson/{name}.png", dpi=100)
 
 
 def cells_of(text):

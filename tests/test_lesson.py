@@ -25,10 +25,10 @@ def test_the_lesson_runs_and_its_numbers_agree(tmp_path, monkeypatch):
     printed = "".join(out["text"] for cell in cells for out in cell.get("outputs", ())
                       if out["output_type"] == "stream")
     drawn = [out for cell in cells for out in cell.get("outputs", ()) if "data" in out]
-    assert len(os.listdir("out/lesson")) == len(drawn) == 6
+    assert len(os.listdir("out/lesson")) == len(drawn) == 7
 
     assert float(re.search(f"ratio {NUMBER}", printed)[1]) == pytest.approx(1, abs=1e-5)
-    assert float(re.search(f"from cell 6: {NUMBER}", printed)[1]) < 1e-5
+    assert float(re.search(f"from section 6: {NUMBER}", printed)[1]) < 1e-5
     words, influence = re.search(
         rf"tokens add up to {NUMBER}, the influence of\s+rollout \d+ is {NUMBER}", printed).groups()
     assert float(words) == pytest.approx(float(influence), rel=1e-3)
