@@ -130,8 +130,8 @@ def test_the_reference_scores_at_the_sampling_temperature():
     _, batch = world(settings(beta=0.1, temperature=0.6))
     gap = float((batch.ref_logp - batch.rollout.logp).abs().max())
     assert gap < 1e-4, (
-        f"the reference, still a copy of the policy, gives sampled tokens log-probs up to {gap:.3f} "
-        "off the sampler's at temperature 0.6: is it asked at another temperature?")
+        f"the reference, still a copy of the policy, gives tokens log-probs up to {gap:.3f} off "
+        "the sampler's at temperature 0.6: is it asked at another temperature?")
 
 
 # ------------------------------------------------------------------------------------------------
