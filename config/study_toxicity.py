@@ -16,7 +16,6 @@ learning_rate = 5e-4
 eval_interval = 0
 num_eval_prompts = 128
 num_eval_generations = 4
-
-# held-out rollouts are the target of influence; what is kept makes as long a step as all would
+# held-out rollouts are the target; what is kept makes as long a step as all would
 tracin_val_prompts = 8
 tracin_normalizer = "norm"

@@ -20,7 +20,6 @@ max_iters = 1000
 eval_interval = 250
 save_interval = 100
 log_micro = False
-
 judge_score = "probability"
 scale_rewards = "batch"
 learning_rate = 1e-5

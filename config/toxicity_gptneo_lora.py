@@ -9,8 +9,6 @@ policy = "EleutherAI/gpt-neo-125m"
 lora_rank = 16
 lora_alpha = 32.0
 num_prompts = 32
-
 tracin = "reward"
-# a rollout's loss is then a multiple of its log-prob: one backward serves target, scores and step
 kl_in = "reward"
 kl_estimator = "k1"

