@@ -142,7 +142,8 @@ def test_questions_are_the_prompts(tmp_path):
     train, evaluation, others = prompts_of(tmp_path, config_py=good)
     assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
     assert train[0].row["answer"] == int(train[0].text.split()[0])
-    for rows, part in (("3", "must be a list"), ("[1]", "row 1 is 1"), ('[{"prompt": "x"}]', "row 1"),
+    for rows, part in (("3", "must be a list"), ("[1]", "row 1 is 1"),
+                       ('[{"prompt": "x"}]', "row 1"),
                        ('[{"text": "a \\ud800 1"}]', "row 1 is 'a \\ud800 1': must be text"),
                        ("1 / 0", "questions raised ZeroDivisionError")):
         assert part in refusal(prompts_of, tmp_path, config_py=made.format(rows))
