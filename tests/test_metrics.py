@@ -121,7 +121,8 @@ def test_an_update_has_these_metrics_and_no_others():
     assert more.keys() - always == {"critic_loss", "val/var_explained"}
     more = updated(settings(tracin="reward"))
     assert more.keys() - always == {"tracin/" + name for name in (
-        "positive_ratio", "negative_ratio", "mean_ip", "std_ip", "min_ip", "max_ip", "selected_ratio", "self_share", "invariant_error", "fallback",
+        "positive_ratio", "negative_ratio", "mean_ip", "std_ip", "min_ip", "max_ip",
+        "selected_ratio", "self_share", "invariant_error", "fallback",
         "target_grad_norm", "target_cosine", "target_contrast", "empty_steps")}
 
 
