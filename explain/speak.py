@@ -49,8 +49,8 @@ def speak(nets, policy, cfg, prompt, num, chat=False):
         try:
             if name != "judge":
                 columns[name] = score({name: function}, asked, completions)[:, 0].tolist()
-        except BadInput:        # it needs more of a prompt than its text, such as an answer
-            pass
+        except BadInput as e:   # it may need more of a prompt than its text, such as an answer
+            print(f"note: no column for {name!r}: {e}")
     return [(completion, {name: column[i] for name, column in columns.items()})
             for i, completion in enumerate(completions)]
 

@@ -72,6 +72,8 @@ def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
     grpo(tmp_path / "run", str(config), f"--prompts={tmp_path / 'sums.csv'}", "--max_iters=0",
          "--eval_judge=None")
     lines = say(str(tmp_path / "run"), "--prompt=7 + 1 =", "--num=2")
+    assert [line for line in lines if "no column for 'right'" in line], "it went without a word"
+    lines = [line for line in lines if not line.startswith("note: ")]
     assert lines[1].split()[:3] == ["judge", "length", "after"]
     for line in lines[2:]:
         _, number, text = line.split(None, 2)
