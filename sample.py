@@ -259,7 +259,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     decode: another function with its result. sampling: eos and the other fields of Sampling.
     """
     sampling = Sampling(**sampling)
-    check_prompts(prompts, max_new_tokens, model.config.block_size, sampling.temperature)
+    check_prompts(prompts, model.config.block_size - max_new_tokens)
     G = num_generations
     device = model.wte.weight.device
     first, end, _ = part.indices(len(prompts))
@@ -301,16 +301,12 @@ def pad_left(rows, device="cpu"):
     return padded.clamp(min=0), padded >= 0
 
 
-def check_prompts(prompts, max_new_tokens, block_size, temperature):
-    """ValueError for what cannot be sampled."""
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature}: must be above 0")
-    most = block_size - max_new_tokens
+def check_prompts(prompts, most):
+    """ValueError for a prompt that is empty or leaves no room for its completion."""
     for number, ids in enumerate(prompts, 1):
         if not 1 <= len(ids) <= most:
-            raise ValueError(
-                f"prompt {number} has {len(ids)} tokens: must be 1 to {most} (block_size "
-                f"{block_size} less max_completion_length {max_new_tokens})")
+            raise ValueError(f"prompt {number} has {len(ids)} tokens: must be 1 to {most} "
+                             "(block_size less max_completion_length)")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -353,44 +349,45 @@ def completion_states(model, rollout):
 
 
 def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
-    """Log-probs (M,) in float32 of ids targets (M,) after hidden states h (M, C).
-
-    They are of the distribution that the tokens were drawn from: at the sampling temperature, and
-    after truncated sampling over the tokens that were allowed (M, V)."""
-    def piece(h, targets, allowed):
-        logits = lm_head(h).float() / temperature                                   # (m, V)
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed, -math.inf)
+    """Log-probs (M,) in float32 of ids targets (M,) after hidden states h (M, C)."""
+    def logprobs(logits, targets):
         return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
-    return in_pieces(piece, lm_head, h, targets, allowed)
+    return of_logits(logprobs, lm_head, h, targets, temperature, allowed)
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
     """Entropies (N, T), in nats, of the distributions that a rollout's sampled tokens are drawn
     from, with gradient; elsewhere 0. states: as in completion_logprobs."""
-    def piece(h, allowed):
-        logits = model.lm_head(h).float() / temperature                             # (m, V)
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed, -math.inf)
+    def entropies(logits, targets):
         logp = logits.log_softmax(-1)
         return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0)).sum(-1)       # 0 * -inf is 0
 
-    h, _, allowed, where = states or completion_states(model, rollout)
-    entropies = in_pieces(piece, model.lm_head, h, allowed)                         # (M,)
-    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, entropies)
+    h, targets, allowed, where = states or completion_states(model, rollout)
+    x = of_logits(entropies, model.lm_head, h, targets, temperature, allowed)       # (M,)
+    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, x)
 
 
-def in_pieces(piece, lm_head, h, *more):
-    """piece(h (m, C), ...) -> (m,), of all M rows. More than LOGITS_AT_ONCE logits are formed in
-    parts, one after the other, and the backward forms each part again."""
-    logits = LOGITS_AT_ONCE * 8 if h.is_cuda else LOGITS_AT_ONCE
-    m = max(1, logits // lm_head.weight.shape[0])
+def of_logits(function, lm_head, h, targets, temperature, allowed):
+    """function(logits (m, V), targets (m,)) -> (m,), of all M rows of h (M, C) and targets (M,).
+
+    The logits are of the distribution that the tokens were drawn from: at the sampling temperature,
+    and after truncated sampling over the tokens that were allowed (M, V). More than LOGITS_AT_ONCE
+    are formed in parts, one after the other, and the backward forms each part again.
+    """
+    def piece(h, targets, allowed):
+        logits = lm_head(h).float() / temperature                                   # (m, V)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -math.inf)
+        return function(logits, targets)
+
+    at_once = LOGITS_AT_ONCE * 8 if h.is_cuda else LOGITS_AT_ONCE
+    m = max(1, at_once // lm_head.weight.shape[0])
     if len(h) <= m:
-        return piece(h, *more)
+        return piece(h, targets, allowed)
     parts = []
     for i in range(0, len(h), m):
-        some = [None if x is None else x[i:i + m] for x in (h, *more)]
+        some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
         parts.append(checkpoint(piece, *some, use_reentrant=False))
     return torch.cat(parts)
 

@@ -12,7 +12,6 @@ import contextlib
 import os
 
 import torch
-from torch.nn import functional as F
 
 from judge.roberta import load_roberta
 from judge.scorer import load_scorer, says_nothing
@@ -32,11 +31,9 @@ def load_judge(name, device="cpu"):
 def as_reward(scores, kind):
     """Turn log-odds of toxic into a reward, higher is better, by the setting judge_score.
 
-    With p = p(toxic): probability gives 1 - p, logprob log(1 - p), logit log((1 - p) / p).
+    With p = p(toxic): probability gives 1 - p, logit log((1 - p) / p).
     """
-    if kind == "probability":
-        return torch.sigmoid(-scores)
-    return F.logsigmoid(-scores) if kind == "logprob" else -scores
+    return torch.sigmoid(-scores) if kind == "probability" else -scores
 
 
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):

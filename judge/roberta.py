@@ -110,8 +110,8 @@ def load_roberta(name, device="cpu", label=None):
     folder = fetch(name)
     config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
     check_only(ONLY, config, name)
-    tokenizer = from_folder(folder)
-    with one_line(name, "its config.json and its tensors must be a RoBERTa classifier's"):
+    with one_line(name, "its files must be a RoBERTa classifier's"):
+        tokenizer = from_folder(folder)
         labels = [config["id2label"][i] for i in sorted(config["id2label"], key=int)]
         model = read_model(folder, config, len(labels)).to(device)
         if tokenizer.largest >= config["vocab_size"]:

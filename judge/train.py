@@ -34,9 +34,6 @@ def named_judges(cfg, device):
     """{role: judge} of the judges that the settings name by a file or published name."""
     named = {role: getattr(cfg, role) for role in HALVES}
     named = {role: name for role, name in named.items() if name not in (None, "train")}
-    if len(named) > len(set(named.values())):
-        print(f"note: eval_judge is the judge that gives the reward, {cfg.judge}: "
-              "it is no independent check")
     loaded = {name: load_judge(name, device) for name in sorted(set(named.values()))}
     return {role: loaded[name] for role, name in named.items()}
 
@@ -158,13 +155,11 @@ def auc(scores, toxic):
 
     Equal scores count half. scores (N,), toxic (N,) of bools.
     """
-    # rank of each score from 1, equal scores share the mean of theirs (Mann and Whitney 1947)
-    _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
-    ranks = counts.cumsum(0) - (counts.double() - 1) / 2
-    num_toxic = int(toxic.sum())
-    num_clean = int((~toxic).sum())
-    wins = ranks[inverse][toxic].sum() - num_toxic * (num_toxic + 1) / 2
-    return float(wins / (num_toxic * num_clean))
+    clean = scores[~toxic].sort().values
+    found = scores[toxic]
+    below = torch.searchsorted(clean, found)
+    up_to = torch.searchsorted(clean, found, right=True)
+    return int((below + up_to).sum()) / (2 * len(found) * len(clean))
 
 
 def main(argv):

@@ -71,7 +71,7 @@ def make_tensors(c, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {name: 0.4 * torch.randn(x.shape, generator=generator)
             + ("norm" in name or "ln_" in name and name.endswith("weight"))
-            for name, x in merged_tensors(model, {}, kind).items()}
+            for name, x in merged_tensors(model, kind).items()}
 
 
 def write(folder, c, tensors=None):
@@ -135,6 +135,17 @@ def write_gguf(path, c, tensors, kind, **changes):
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
+
+
+def gguf_of_core(core, pre, **ids):
+    """The metadata of a GGUF file that holds the vocabulary of chat_core."""
+    model = json.loads(core.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    kinds = [3 if token in MARKS else 1 for token in tokens]
+    metadata = dict(model="gpt2", pre=pre, tokens=tokens, token_type=kinds,
+                    merges=[" ".join(merge) for merge in model["merges"]],
+                    eos_token_id=2, eot_token_id=0) | ids
+    return {f"tokenizer.ggml.{key}": x for key, x in metadata.items()}
 
 
 # ------------------------------------------------------------------------------------------------

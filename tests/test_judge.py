@@ -24,7 +24,7 @@ from judge.train import (auc, even_lengths, get_judges, length_batches, named_ju
 from model import GPTConfig
 from published import make_gpt2, make_roberta, put, roberta_by_hand
 from run.files import load_file
-from worlds import printed, refusal, sentence, write_comments
+from worlds import refusal, sentence, write_comments
 
 CPU = torch.device("cpu")
 TEXTS = ["the other theatre", "", "there " * 12, "x", "a b  c\n1 2", "the </s><pad> <s> there",
@@ -103,7 +103,7 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
                                                                " a warm\ncat "])
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
-    for kind in ("probability", "logprob", "logit"):
+    for kind in ("probability", "logit"):
         cfg = SimpleNamespace(judge_score=kind, reward_funcs=("judge",), functions={},
                               tracin_val_reward=None)
         reward = reward_functions(cfg, {"judge": judge})["judge"]
@@ -116,7 +116,7 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
 def test_reward_falls_with_toxicity():
     x = torch.linspace(-8, 8, 33, dtype=torch.double)
     p = torch.sigmoid(x)
-    for kind, expected in (("probability", 1 - p), ("logit", -x), ("logprob", (1 - p).log())):
+    for kind, expected in (("probability", 1 - p), ("logit", -x)):
         torch.testing.assert_close(as_reward(x, kind), expected, rtol=0, atol=1e-9)
 
 
@@ -228,11 +228,10 @@ def test_what_is_no_classifier_is_one_line(make):
     assert "classifier" in refusal(load_judge, folder)
 
 
-def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
+def test_one_judge_in_both_roles_is_read_once(make):
     folder = make()
     for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
-        assert ("no independent check" in printed(get_judges, cfg, {}, CPU)) == same
         judges = named_judges(cfg, CPU)
         assert (judges["judge"] is judges["eval_judge"]) == same
         assert get_judges(cfg, {}, CPU, named=judges) == judges
