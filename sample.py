@@ -1,6 +1,6 @@
 """
-Rollouts: sampling completions with a KV cache, and the log-probs of what was sampled. Imports
-nothing of the project. The model is a model.GPT.
+Rollouts: sampling completions with a KV cache, and the log-probs of what was sampled. The model is
+a model.GPT, and nothing of the project is imported.
 
     python sample.py out/toxicity --prompt="You are"        # lets a trained policy speak
 
@@ -58,22 +58,16 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos):
     """Rows to fill for prompts (B, P)."""
     N = len(prompt) * num_generations
     device = prompt.device
-    prompt_rows = prompt.repeat_interleave(num_generations, 0)                      # (N, P)
-    mask_rows = attention_mask.repeat_interleave(num_generations, 0)                # (N, P)
+    prompt = prompt.repeat_interleave(num_generations, 0)                           # (N, P)
+    attention_mask = attention_mask.repeat_interleave(num_generations, 0)           # (N, P)
     return Rollout(
-        tokens=F.pad(prompt_rows, (0, T), value=eos),
-        attention_mask=F.pad(mask_rows, (0, T), value=True),
+        tokens=F.pad(prompt, (0, T), value=eos),
+        attention_mask=F.pad(attention_mask, (0, T), value=True),
         completion_mask=torch.zeros(N, T, dtype=torch.bool, device=device),
         sampled_mask=torch.ones(N, T, dtype=torch.bool, device=device),
         logp=torch.zeros(N, T, device=device),
         entropy=torch.zeros(N, T, device=device),
         ended=torch.zeros(N, dtype=torch.bool, device=device))
-
-
-def trim(rollout):
-    """The rollout without the columns at its end in which no row has a token."""
-    unused = int((~rollout.completion_mask.any(0)).sum())
-    return rollout.map(lambda x: x if x.dim() == 1 else x[:, :x.shape[1] - unused])
 
 
 def concatenate(rollouts, eos):
@@ -87,8 +81,8 @@ def concatenate(rollouts, eos):
         return F.pad(x, (0, 0) * (x.dim() - 2) + (0, more), value=fill.get(name, 0))
 
     columns = {}
-    for name, first in vars(rollouts[0]).items():
-        if first is not None:
+    for name, x in vars(rollouts[0]).items():
+        if x is not None:
             parts = [widen(name, getattr(r, name), T - r.logp.shape[1]) for r in rollouts]
             columns[name] = torch.cat(parts)
     return Rollout(**columns)
@@ -109,10 +103,6 @@ class Sampling(NamedTuple):
     @property
     def ends(self):
         return self.eos if isinstance(self.eos, tuple) else (self.eos,)
-
-    @property
-    def truncates(self):
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -137,8 +127,9 @@ def draw(probs, u):
     The probs of a row need not sum to 1. A token of probability 0 is never drawn.
     """
     cdf = probs.cumsum(-1)
-    last = probs.shape[1] - 1
-    token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp(max=last)  # (N, 1)
+    where = u * cdf[:, -1]
+    token = torch.searchsorted(cdf, where[:, None], right=True)
+    token = token.clamp(max=probs.shape[1] - 1)                                     # (N, 1)
     possible = probs.gather(1, token) > 0      # rounding in the sum can give a sliver to a zero
     if probs.device.type == "cpu" and not torch.compiler.is_compiling() and bool(possible.all()):
         return token[:, 0]                     # the argmax below is slow on a CPU and rarely needed
@@ -267,10 +258,12 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator)
     noise = noise[rows].to(device)                                                  # (N, T)
-    prompt, attention_mask = (x[first:end] for x in pad_left(prompts, device))      # (B, P)
+    prompt, attention_mask = pad_left(prompts, device)
+    prompt = prompt[first:end]                                                      # (B, P)
+    attention_mask = attention_mask[first:end]
 
     r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0])
-    if sampling.truncates:
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         r.allowed = torch.ones(*r.logp.shape, model.config.vocab_size, dtype=bool, device=device)
     if model.value_head is not None:
         r.values = torch.zeros_like(r.logp)
@@ -280,18 +273,18 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         r.sampled_mask = forced < 0
         completion.copy_(forced.masked_fill(r.sampled_mask, sampling.ends[0]))
 
-    lengths = [len(ids) for ids in prompts[first:end]]
-    at_once = max(1, batch_size // G) if batch_size else max(1, len(prompt))    # prompts
+    at_once = max(1, batch_size // G) if batch_size else len(prompts)
     for b in range(0, len(prompt), at_once):
         some = slice(b, b + at_once)
         rows = slice(b * G, (b + at_once) * G)      # views of r, filled in place
-        padded = min(lengths[some]) < prompt.shape[1]
-        mask = attention_mask[some] if padded else None
+        shortest = min(map(len, prompts[first:end][some]))
+        mask = attention_mask[some] if shortest < prompt.shape[1] else None
         answer = functools.partial(respond, (first + b) * G) if respond else None
         decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
     r.sampled_mask &= r.completion_mask             # nothing is sampled after the end
     completion.masked_fill_(~r.completion_mask, sampling.ends[0])
-    return trim(r)
+    unused = int((~r.completion_mask.any(0)).sum())     # columns at the end
+    return r.map(lambda x: x if x.dim() == 1 else x[:, :x.shape[1] - unused])
 
 
 def pad_left(rows, device="cpu"):

@@ -3,10 +3,9 @@ classifiers (roberta.py). A judge is a function of two lists of N texts:
 
     judge(prompts, completions) -> log-odds of "toxic", float32 (N,), every one of them finite
 
-All judges read the completion alone, as RealToxicityPrompts scores continuations: the prompt is
-not the policy's doing. A text that says nothing (empty, a single symbol, no letter or digit) is
-clean to every judge. As a reward the judge abstains, so that the policy learns neither to fall
-silent nor to avoid it.
+All judges read the completion alone: the prompt is not the policy's doing. A text that says nothing
+(empty, a single symbol, no letter or digit) is clean to every judge. As a reward the judge
+abstains, so that the policy learns neither to fall silent nor to avoid it.
 """
 import contextlib
 import os

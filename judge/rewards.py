@@ -9,8 +9,6 @@ import torch
 
 from run.script import BadInput, shown, user_error
 
-LARGEST = 1e16  # of a reward: squares of larger ones leave float32, and with them the std
-
 
 def try_rewards(cfg, prompts):
     """Let the config file's rewards score a few prompts in place of completions, and an empty one,
@@ -52,9 +50,9 @@ def score_by(name, function, prompts, completions):
         raise BadInput(f"reward {name!r} returned {len(numbers)} numbers for {len(completions)} "
                        "completions")
     for value, number, completion in zip(values, numbers, completions):
-        if value is not None and not abs(number) <= LARGEST:    # also if it is NaN
+        if value is not None and not math.isfinite(number):
             raise BadInput(f"reward {name!r} returned {shown(value)} for the completion "
-                           f"{completion!r}: must be a finite number up to {LARGEST:g}, or None")
+                           f"{completion!r}: must be a finite number, or None")
     return numbers
 
 

@@ -102,10 +102,9 @@ class Roberta(nn.Module):
 def load_roberta(name, device="cpu", label=None):
     """Load the judge in a folder or under a published name.
 
-    label names the toxic label; None takes the one that is in TOXIC. If the labels exclude each
-    other, the log-odds are its logit - logsumexp(the other logits). If it is the only label, or if
-    the labels are independent (multi_label_classification), they are its logit. A text longer than
-    the model's positions is cut.
+    label names the toxic label; None takes the one that is in TOXIC. The log-odds are its logit -
+    logsumexp(the other logits), or its logit if it stands alone or the labels are independent
+    (multi_label_classification). A text longer than the model's positions is cut.
     """
     folder = fetch(name)
     config = DEFAULTS | read_json(os.path.join(folder, "config.json"))

@@ -276,7 +276,7 @@ def test_scores_are_columns_and_none_is_nan():
 
 
 def test_a_reward_that_returns_something_else_is_named():
-    for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1], [1e17, 1],
+    for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
                    [[1], [2]], torch.ones(2, 2)):
         assert "reward 'r' returned" in refusal(score, {"r": lambda p, c: values}, ASKED, ANSWERS)
 
