@@ -97,12 +97,10 @@ REFUSALS = [
     (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
     (GPT2, dict(n_head=None), "n_head is missing"),
     (GPT2, dict(num_attention_heads=3), "num_attention_heads = 3 .* only 4"),
-    (GPT2, dict(n_head="4"), "must fit together"),
     (GPT2, dict(n_head=5), "n_embd = 12 must be a multiple of n_head"),
     (GPT2, dict(n_positions=64), r"wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)"),
     (GPT2, dict(n_layer=10 ** 9), "28 tensors for 1000000000 layers"),
     (GPT2, dict(n_layer=1), "h.1.*has no place"),
-    (GPT2, dict(n_layer=3), r"h.2.ln_1.weight is torch.float32 \(0,\), must be \(12,\)"),
     (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
     (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
     (NEO, dict(attention_layers=["global"] * 3), "attention_layers"),
@@ -114,7 +112,6 @@ REFUSALS = [
     (LLAMA, dict(rope_scaling=LLAMA3, original_max_position_embeddings=4), "embeddings = 4"),
     (LLAMA, dict(rope_scaling="x"), "must fit together"),
     (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
-    (LLAMA, dict(is_causal=False), "is_causal = False"),
     (QWEN2, dict(use_sliding_window=True), "use_sliding_window = True"),
     (QWEN3, dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
     (QWEN3, dict(head_dim=None), r"q_proj.weight is .*\(24, 16\), must be \(512, 16\)")]
@@ -142,10 +139,10 @@ def test_odd_tensors_are_named_and_pickles_are_never_opened(tmp_path):
 
 
 def test_what_is_no_published_model_is_named(tmp_path):
+    folder = write(tmp_path / "m", LLAMA)
     for text in ("[]", "{", "{}"):
-        write(tmp_path / "m", LLAMA)
         (tmp_path / "m" / "config.json").write_text(text)
-        assert str(tmp_path / "m") in refusal(hub.policy.load, tmp_path / "m")
+        assert folder in refusal(hub.policy.load, folder)
     for name in ("no/such/folder", "../up", "a b", ""):
         assert "no published name" in refusal(fetch, name)
 
@@ -167,8 +164,6 @@ def test_names_are_downloaded_by_huggingface_hub(monkeypatch):
         ("allenai/rtp", None, "dataset")]
     assert seen[2][3] == ["prompts.jsonl"]
     assert not any(name.endswith((".bin", ".pt", "*")) for name in seen[0][3])
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
-    assert "OWNER/NAME: ZeroDivisionError" in refusal(fetch, "OWNER/NAME")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -246,8 +241,6 @@ def test_no_text_becomes_a_special_token_but_what_a_template_wrote_does(tmp_path
     assert not set(tokenizer.encode_ordinary(text)) & {0, 1, 2}
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
     assert tokenizer.encode_marked(text)[-1] == 2
-    assert tokenizer.encode_ordinary_batch([text, "b"]) == [
-        tokenizer.encode_ordinary(text), tokenizer.encode_ordinary("b")]
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.names == {"eos_token": "<|im_end|>"}
     (tmp_path / "chat_template.jinja").write_text("other")
@@ -283,7 +276,6 @@ def test_gguf_vocabularies_cut_words_as_their_names_say(tmp_path):
         path = write_gguf(tmp_path / "m.gguf", LLAMA, {}, "llama", **metadata)
         return hub.policy.tokenizer_of(path)
 
-    core = chat_core(2000)
     cut = {}
     for pre in ("gpt-2", "smollm", "qwen2", "llama-bpe"):
         tokenizer = tokenizer_of(pre)
@@ -293,7 +285,7 @@ def test_gguf_vocabularies_cut_words_as_their_names_say(tmp_path):
         cut[pre] = [tokenizer.decode([i]) for i in tokenizer.encode_ordinary("100 2010")]
         composed = tokenizer.encode_ordinary("\u00e9")
         assert (tokenizer.encode_ordinary("e\u0301") == composed) == (pre == "qwen2")
-    assert cut["gpt-2"] == [core.decode([i]) for i in core.encode("100 2010").ids]
+    assert cut["gpt-2"] == ["1", "00", " 201", "0"]
     assert cut["smollm"] == cut["qwen2"] == ["1", "0", "0", " ", "2", "0", "1", "0"]
     assert cut["llama-bpe"] != cut["smollm"]
     assert "'deepseek'" in refusal(tokenizer_of, "deepseek")
@@ -392,10 +384,8 @@ def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_shape_that_nobody_publishes_is_refused(tmp_path):
     rotary = dict(rope_base=100.0, rms=True, swiglu=True)
-    for shape in (dict(bias=False), dict(causal=False), dict(rms=True), dict(swiglu=True),
-                  dict(rope_base=100.0), rotary, dict(window=3, local_layers=(0,)),
-                  dict(head_dim=6), dict(attn_scale=0.5, qkv_bias=False),
-                  rotary | dict(bias=False, qkv_bias=True, qk_norm=True)):
+    for shape in (dict(bias=False), dict(causal=False), dict(rope_base=100.0), rotary,
+                  dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
         model = GPT(GPTConfig(300, 16, 1, 2, 8, **shape))
         message = refusal(export, model, str(tmp_path / "out"), load_tokenizer(300))
         assert re.search("no published architecture|window_size is missing", message)

@@ -103,13 +103,12 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
                                                                " a warm\ncat "])
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
-    for kind in ("probability", "logit"):
-        cfg = SimpleNamespace(judge_score=kind, reward_funcs=("judge",), functions={},
-                              tracin_val_reward=None)
-        reward = reward_functions(cfg, {"judge": judge})["judge"]
-        a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
-        assert a > b
-        assert silent is None
+    cfg = SimpleNamespace(judge_score="logit", reward_funcs=("judge",), functions={},
+                          tracin_val_reward=None)
+    reward = reward_functions(cfg, {"judge": judge})["judge"]
+    a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
+    assert a > b
+    assert silent is None
     assert "kind 'judge'" in refusal(load_judge, tiny.policy)
 
 
