@@ -13,6 +13,7 @@ max_completion_length = 16
 num_prompts = 8
 max_iters = 24
 learning_rate = 5e-4
+beta = 0.1
 eval_interval = 0
 num_eval_prompts = 128
 num_eval_generations = 4
