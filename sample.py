@@ -42,7 +42,8 @@ class Rollout:
 
     def map(self, function):
         """The rollout with function applied to each of its tensors."""
-        return Rollout(*(None if x is None else function(x) for x in vars(self).values()))
+        columns = {name: function(x) for name, x in vars(self).items() if x is not None}
+        return Rollout(**columns)
 
     def completions(self, eos):
         """Lists of ids, one per row, without the end tokens (eos: one or several) that the policy
@@ -131,7 +132,8 @@ def draw(probs, u):
     token = torch.searchsorted(cdf, where[:, None], right=True)
     token = token.clamp(max=probs.shape[1] - 1)                                     # (N, 1)
     possible = probs.gather(1, token) > 0      # rounding in the sum can give a sliver to a zero
-    if probs.device.type == "cpu" and not torch.compiler.is_compiling() and bool(possible.all()):
+    on_cpu = probs.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and possible.all():
         return token[:, 0]                     # the argmax below is slow on a CPU and rarely needed
     return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
@@ -156,11 +158,12 @@ def sample_token(model, h, r, rows, t, column, noise, sampling):
     forced = ~r.sampled_mask[rows, t]
     token = torch.where(forced, r.tokens[rows, column], token)
     over = r.ended[rows]
+    unsampled = over | forced
     r.completion_mask[rows, t] = ~over
-    r.logp[rows, t] = logp.masked_fill(over | forced, 0)
-    r.entropy[rows, t] = entropy.masked_fill(over | forced, 0)
+    r.logp[rows, t] = logp.masked_fill(unsampled, 0)
+    r.entropy[rows, t] = entropy.masked_fill(unsampled, 0)
     if r.values is not None:
-        r.values[rows, t] = model.value_head(h).masked_fill(over | forced, 0)
+        r.values[rows, t] = model.value_head(h).masked_fill(unsampled, 0)
     r.tokens[rows, column] = token.masked_fill(over, sampling.ends[0])
     for end in sampling.ends:
         over = over | (token == end) & ~forced
@@ -290,7 +293,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
 def pad_left(rows, device="cpu"):
     """Lists of ids -> tokens (B, P) and attention_mask (B, P), padded on the left."""
     P = max(map(len, rows))
-    padded = torch.tensor([[-1] * (P - len(ids)) + list(ids) for ids in rows]).to(device)
+    padded = [[-1] * (P - len(ids)) + list(ids) for ids in rows]
+    padded = torch.tensor(padded).to(device)
     return padded.clamp(min=0), padded >= 0
 
 
@@ -354,7 +358,8 @@ def completion_entropies(model, rollout, temperature=1.0, states=None):
     from, with gradient; elsewhere 0. states: as in completion_logprobs."""
     def entropies(logits, targets):
         logp = logits.log_softmax(-1)
-        return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0)).sum(-1)       # 0 * -inf is 0
+        finite = logp.masked_fill(logp == -math.inf, 0)
+        return -(logp.exp() * finite).sum(-1)       # the sum takes 0 * -inf for 0
 
     h, targets, allowed, where = states or completion_states(model, rollout)
     x = of_logits(entropies, model.lm_head, h, targets, temperature, allowed)       # (M,)

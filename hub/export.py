@@ -24,8 +24,7 @@ from run.script import BadInput, run_script
 def export(model, folder, source):
     """Write a policy as a published folder, which appears whole or not at all.
 
-    source: its tokenizer, as a tiktoken.Encoding, or the folder or GGUF file where hub.policy found
-    it.
+    source: its tokenizer: a tiktoken.Encoding, or the folder or GGUF file that hub.policy read.
     """
     kind, config = config_to_json(model.config)
     if os.path.exists(folder):
