@@ -131,6 +131,9 @@ def test_odd_tensors_are_named_and_pickles_are_never_opened(tmp_path):
                     ("model.norm.weight", torch.zeros(16, dtype=torch.int8))):
         folder = write(tmp_path / "m", LLAMA, make_tensors(LLAMA) | {name: x})
         assert name[:2].strip() in refusal(hub.policy.load, folder)
+    put(folder, **{"model.safetensors.index": dict(weight_map={"x": "../up.safetensors"})})
+    assert os.path.join(folder, "up.safetensors") in refusal(hub.policy.load, folder)
+    os.remove(tmp_path / "m" / "model.safetensors.index.json")
     os.remove(tmp_path / "m" / "model.safetensors")
     torch.save(make_tensors(LLAMA), tmp_path / "m" / "pytorch_model.bin")
     assert "never opened" in refusal(hub.policy.load, tmp_path / "m")
