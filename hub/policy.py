@@ -8,7 +8,7 @@ import torch
 from hub.families import FAMILIES, GGUF_NAMES, check_only, config_from_json, pieces
 from hub.files import fetch, load_tensors, one_line, read_gguf
 from hub.tokenizer import from_folder, from_gguf
-from model import GPT
+from model import GPT, scale_frequency
 from run.files import file_of_package, read_json
 from run.script import BadInput, shown
 
@@ -91,12 +91,18 @@ def load_gguf(path):
     kind = metadata.get("general.architecture")
     if kind not in ("llama", "qwen2", "qwen3"):
         raise BadInput(f"{path}: general.architecture = {kind!r}: must be llama, qwen2 or qwen3")
-    content = config_of_gguf(metadata, kind)
+    divisors = tensors.pop("rope_freqs.weight", None)
+    content = config_of_gguf(metadata, kind, divisors)
     content["vocab_size"] = len(tensors["token_embd.weight"])
     _, config = config_from_json(content, path)
     hs = config.head_dim or config.n_embd // config.n_head
     only = ONLY_GGUF | {"rope.dimension_count": (hs,)}
     check_only({f"{kind}.{key}": values for key, values in only.items()}, metadata, path)
+    if divisors is not None:
+        frequency = config.rope_base ** (-torch.arange(0, hs, 2) / hs)
+        expected = frequency / scale_frequency(frequency, *config.rope_scaling)
+        if not torch.allclose(divisors, expected, rtol=1e-4):
+            raise BadInput(f"{path}: rope_freqs.weight does not scale as Llama 3.1 does")
     if kind == "llama":
         for name in tensors:
             if re.search(r"attn_[qk]\.weight$", name):
@@ -104,10 +110,19 @@ def load_gguf(path):
     return fill(config, GGUF_NAMES, tensors, False, path)
 
 
-def config_of_gguf(metadata, kind):
-    """What a config.json would say of a GGUF file."""
+def config_of_gguf(metadata, kind, divisors):
+    """What a config.json would say of a GGUF file.
+
+    divisors (hs / 2,): of the rotary frequencies of Llama 3.1 and later. The file has no other
+    word of them; all these models have the three other numbers in common.
+    """
     def value(key):
         return metadata.get(f"{kind}.{key}")
+
+    rope = {}
+    if divisors is not None:
+        rope = dict(rope_type="llama3", factor=float(divisors.max()), low_freq_factor=1.0,
+                    high_freq_factor=4.0, original_max_position_embeddings=8192)
 
     return dict(
         model_type=kind,
@@ -120,6 +135,7 @@ def config_of_gguf(metadata, kind):
         max_position_embeddings=value("context_length"),
         rms_norm_eps=float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),  # a float32 there
         rope_theta=value("rope.freq_base"),
+        rope_scaling=rope,
     )
 
 

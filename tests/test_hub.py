@@ -1,6 +1,7 @@
 """hub/: published models in and out. Tiny models in the published layouts against a forward by
 hand; tokenizers against the package and merging by hand; exports read back."""
 import json
+import math
 import os
 import re
 
@@ -20,6 +21,7 @@ from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, T
 from sample import pad_left
 from worlds import random_ids, refusal, with_lora
 
+LLAMA32 = LLAMA | dict(head_dim=12, rope_theta=500000.0)
 ROWS = random_ids(3, 9, V).tolist()
 
 
@@ -185,6 +187,22 @@ def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
         assert torch.equal(x, b.state_dict()[name]), name
 
 
+def test_gguf_of_llama_3_is_scaled_by_its_table_of_frequencies(tmp_path):
+    scaling = dict(LLAMA3, factor=32.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    tensors = make_tensors(LLAMA32)
+    expected, _ = hub.policy.load(write(tmp_path / "m", LLAMA32 | dict(rope_scaling=scaling)))
+    # waves of 6.3, 56, 499, 4443, 39583 and 352674 positions: one lies between 2048 and 8192
+    smooth = (8192 / 4442.9 - 1) / (4 - 1)
+    table = torch.tensor([1, 1, 1, 1 / ((1 - smooth) / 32 + smooth), 32, 32])
+    path = write_gguf(tmp_path / "m.gguf", LLAMA32, tensors | {"rope_freqs.weight": table}, "llama")
+    found, _ = hub.policy.load(path)
+    assert found.config == expected.config
+    for odd in (table + torch.eye(6)[3], table * math.nan):
+        path = write_gguf(
+            tmp_path / "m.gguf", LLAMA32, tensors | {"rope_freqs.weight": odd}, "llama")
+        assert "rope_freqs.weight" in refusal(hub.policy.load, path)
+
+
 def test_gguf_of_another_kind_is_one_line(tmp_path):
     for kind, changes, says in (
             ("gemma", {}, "general.architecture = 'gemma'"),
@@ -197,9 +215,6 @@ def test_gguf_of_another_kind_is_one_line(tmp_path):
         path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **changes)
         message = refusal(hub.policy.load, path)
         assert path in message and says in message, message
-    scaled = make_tensors(LLAMA) | {"rope_freqs.weight": torch.ones(2)}     # of Llama 3.1
-    path = write_gguf(tmp_path / "m.gguf", LLAMA, scaled, "llama")
-    assert "'rope_freqs.weight' has no place" in refusal(hub.policy.load, path)
     (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:300])
     assert "download it again" in refusal(hub.policy.load, path)
 

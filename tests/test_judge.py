@@ -19,11 +19,12 @@ from hub.tokenizer import from_folder
 from judge import as_reward, load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right, save_judge
-from judge.train import even_lengths, get_judges, length_batches, named_judges, train_judge
+from judge.train import (auc, even_lengths, get_judges, length_batches, named_judges,
+                         train_judge)
 from model import GPTConfig
 from published import make_gpt2, make_roberta, put, roberta_by_hand
 from run.files import load_file
-from worlds import refusal, sentence, write_comments
+from worlds import printed, refusal, sentence, write_comments
 
 CPU = torch.device("cpu")
 TEXTS = ["the other theatre", "", "there " * 12, "x", "a b  c\n1 2", "the </s><pad> <s> there",
@@ -62,6 +63,16 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
     rows = encode(load_tokenizer(300), ["", " ab\n", "ab", "x" * 100], 10)
     assert rows[1] == rows[2]
     assert [(row[0], len(row)) for row in rows] == [(299, 1), (299, 3), (299, 3), (299, 10)]
+
+
+def test_auc_is_its_definition():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(6, (60,), generator=generator) / 3 - 1
+    labels = torch.randint(2, (60,), generator=generator).bool()
+    toxic = scores[labels]
+    clean = scores[~labels]
+    wins = sum(float(a > b) + float(a == b) / 2 for a in toxic for b in clean)
+    assert auc(scores, labels) == pytest.approx(wins / (len(toxic) * len(clean)))
 
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
@@ -133,7 +144,7 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
     assert os.path.exists(tmp_path / "cut.pt.partial")
     again = train("cut", lambda: False)
     assert not os.path.exists(tmp_path / "cut.pt.partial")
-    assert again["right_of_clean"] == whole["right_of_clean"] > 0.5
+    assert again["auc"] == whole["auc"] > 0.5
     assert all(torch.equal(x, again["model"][name]) for name, x in whole["model"].items())
 
 
@@ -216,10 +227,11 @@ def test_what_is_no_classifier_is_one_line(make):
     assert "classifier" in refusal(load_judge, folder)
 
 
-def test_one_judge_in_both_roles_is_read_once(make):
+def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
     folder = make()
     for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
+        assert ("no independent check" in printed(get_judges, cfg, {}, CPU)) == same
         judges = named_judges(cfg, CPU)
         assert (judges["judge"] is judges["eval_judge"]) == same
         assert get_judges(cfg, {}, CPU, named=judges) == judges
