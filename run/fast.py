@@ -18,10 +18,6 @@ from run.processes import all_gather
 from run.script import BadInput
 from sample import CHECK_EVERY, Rollout, completion_logprobs, generate, prefill, sample_token
 
-# ------------------------------------------------------------------------------------------------
-# the proof
-
-
 def prove(nets, cfg):
     """Makes nets as fast as the settings ask for and as holds here. BadInput if nothing holds."""
     if nets.device.type == "cpu" and nets.dtype == torch.float32 and not cfg.compile:
@@ -35,18 +31,15 @@ def prove(nets, cfg):
         return          # the first step ends the run, and says why
     if cfg.compile:
         use_compile(nets)
-        trouble = trouble_of(nets, cfg, rollout, expected)
-        if not trouble:
-            return
-        print(f"note: compile off: {trouble}")
-        leave_compile(nets)
-    trouble = trouble_of(nets, cfg, rollout, expected)
-    if trouble and nets.dtype != torch.float32:
-        print(f"note: bfloat16 off: {trouble}")
-        use_dtype(nets, torch.float32)
-        trouble = trouble_of(nets, cfg, rollout, expected)
-    if trouble:
-        raise BadInput(f"device = '{nets.device}': {trouble}; set device = 'cpu'")
+    while trouble := trouble_of(nets, cfg, rollout, expected):
+        if nets.generate is not generate:
+            print(f"note: compile off: {trouble}")
+            leave_compile(nets)
+        elif nets.dtype != torch.float32:
+            print(f"note: bfloat16 off: {trouble}")
+            use_dtype(nets, torch.float32)
+        else:
+            raise BadInput(f"device = '{nets.device}': {trouble}; set device = 'cpu'")
 
 
 def use_dtype(nets, dtype):
@@ -113,10 +106,6 @@ def compare(nets, cfg, rollout, expected_logp, expected_gradient):
         if not gap <= bound:    # also if it is NaN
             return f"{name} are off by {gap:.2g}, at most {bound:g} is right"
     return ""
-
-
-# ------------------------------------------------------------------------------------------------
-# decoding for torch.compile
 
 
 class Decoder:

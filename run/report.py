@@ -9,10 +9,6 @@ import torch
 from run.device import memory
 from run.metrics import bound_of, std
 
-# ------------------------------------------------------------------------------------------------
-# lines
-
-
 class StepLog:
     """The numbered lines inside an iteration: memory now, time since the line before.
 
@@ -64,7 +60,7 @@ class StepLog:
         self.last = now
 
 
-quiet = StepLog(device=None, micro_batch_size=0, on=False)
+silent_log = StepLog(device=None, micro_batch_size=0, on=False)
 
 
 def print_iteration(m, cfg, tokens, seconds_left):
@@ -126,9 +122,6 @@ class Progress:
               flush=True)
 
 
-# ------------------------------------------------------------------------------------------------
-# warnings
-
 # kind: (what the numbers of an iteration show, what is wrong and what to do). A number that an
 # iteration does not have is NaN, of which no comparison is true
 WARNINGS = {
@@ -161,9 +154,6 @@ WARNINGS = {
     "tools": (
         lambda m: m["tools/failure_frequency"] == 1,
         "every call was answered with an error: read samples.jsonl, a tool may have a bug"),
-    "gradient": (
-        lambda m: m["grad_norm"] == 0,
-        "grad_norm is 0: nothing was learned in this step; see rewards and advantages above"),
     "critic": (
         lambda m: m["val/var_explained"] < 0 and m["iteration"] > 20,
         "the critic explains {val/var_explained:.2f} of the returns' variance, less than a "
@@ -179,7 +169,7 @@ WARNINGS = {
     "contrast": (
         lambda m: m["tracin/target_contrast"] < 0.3,
         "the target's rewards spread {tracin/target_contrast:.2f} times as wide as those it was "
-        "chosen from: use tracin_val_select = 'random' or 'balanced'"),
+        "chosen from: use tracin_val_select = 'random'"),
     "noise": (
         lambda m: m["tracin/target_cosine"] < 0.1,
         "the target's rollouts are too few: the gradients of its two halves have cosine "

@@ -222,7 +222,7 @@ def test_values_are_learned_and_one_completion_of_each_prompt_is_enough():
         batch = grpo.collect(nets, nets.prompts, cfg, it)
         if it == 0:
             assert not batch.rollout.values.any(), "the head is zero at first"
-        metrics = grpo.update(nets, batch, None, cfg, it, first=it == 0)
+        metrics = grpo.update(nets, batch, None, cfg, it, check=it == 0)
         assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
     values = batch.rollout.values.sum(1) / batch.rollout.sampled_mask.sum(1)
     spread = float(batch.rewards[1] - batch.rewards[0])
@@ -254,7 +254,7 @@ def test_influence_against_one_backward_per_row():
     coef = -batch.advantages / len(batch.loss_mask)
     G = flat_gradient((coef * logp).sum(), nets)
     before = torch.cat([p.detach().flatten() for p in nets.trained])
-    metrics = grpo.update(nets, batch, None, cfg, 3, first=True)
+    metrics = grpo.update(nets, batch, None, cfg, 3, check=True)
     torch.testing.assert_close(batch.influence, g @ G, rtol=1e-4, atol=1e-5)
     assert metrics["tracin/invariant_error"] < 1e-4
     kept = (batch.influence > 0).float() @ g + rest

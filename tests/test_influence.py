@@ -61,7 +61,7 @@ def grad(loss, nets):
 
 def row_gradients(nets, batch, cfg):
     """(N, weights): the policy's part of each row's loss, one backward each."""
-    N = len(batch.weights)
+    N = len(batch.row_weights)
     step = Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
     return torch.stack([
         grad(grpo.loss_of(nets, nets.policy, batch, torch.tensor([i]), step, cfg).policy, nets)
@@ -95,7 +95,7 @@ def target_gradient(nets, batch, rows, cfg):
     return grad((coef[cfg.tracin] / n * logp.sum(1)).sum(), nets)
 
 
-def step_of(nets, batch, cfg, target=None, first=False, seed=3):
+def step_of(nets, batch, cfg, target=None, check=False, seed=3):
     """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
     seen = []
     plain = nets.optimizer.step
@@ -105,7 +105,7 @@ def step_of(nets, batch, cfg, target=None, first=False, seed=3):
         plain()
 
     nets.optimizer.step = spy
-    metrics = update(nets, batch, target, cfg, seed, first=first)
+    metrics = update(nets, batch, target, cfg, seed, check=check)
     nets.optimizer.step = plain
     return seen, metrics
 
@@ -135,12 +135,12 @@ def test_influence_and_step_against_one_backward_per_row(target, held):
         g = row_gradients(nets, batch, cfg)
         G = target_gradient(nets, *(given or (batch, ALL_ROWS)), cfg)
         rest = rest_gradient(nets, batch, cfg)
-        seen, m = step_of(nets, batch, cfg, given, first=True)
+        seen, m = step_of(nets, batch, cfg, given, check=True)
         assert close(batch.influence, g @ G), (
             f"{name}: influences are not <gradient of the row, gradient of the target>")
         assert m["tracin/invariant_error"] < 1e-5, name
         kept = (batch.influence > 0).float()
-        assert torch.equal(batch.weights, kept) and kept.sum() > 2, (
+        assert torch.equal(batch.row_weights, kept) and kept.sum() > 2, (
             f"{name}: the rows that are kept are not those of positive influence")
         assert close(seen[0], kept @ g + rest), (
             f"{name}: the step is not the gradient of the kept rows and of the rest of the loss")
@@ -161,7 +161,7 @@ def test_stored_gradients_change_nothing(knobs):
         if tape == "stored":
             use_stored_tape(nets, cfg)
             assert nets.influence.new_tape.func is StoredTape
-        seen, m = step_of(nets, batch, cfg, first=True)
+        seen, m = step_of(nets, batch, cfg, check=True)
         found.append((batch.influence, seen[0], m["tracin/self_share"]))
     (a, g, share), (b, h, other) = found
     assert close(a, b, 1e-5) and close(g, h, 1e-5)
@@ -226,7 +226,7 @@ def test_the_first_step_is_checked_against_an_ordinary_backward():
         return keep_helpful(*args)
 
     nets.influence.keep_helpful = lossy
-    said = refusal(step_of, nets, batch_of(cfg), cfg, first=True)
+    said = refusal(step_of, nets, batch_of(cfg), cfg, check=True)
     assert "the influences do not add up" in said
 
 
@@ -320,7 +320,7 @@ def test_a_function_of_the_config_file_as_target(knobs):
     G = -grad(target(nets.policy, None, None), nets)
     before = float(target(nets.policy, None, None).detach())
     rest = rest_gradient(nets, batch, cfg)
-    seen, m = step_of(nets, batch, cfg, first=True)
+    seen, m = step_of(nets, batch, cfg, check=True)
     assert given[-1] == (WORDS, batch) and close(batch.influence, g @ G)
     assert close(seen[0], (batch.influence > 0).float() @ g + rest)
     assert float(target(nets.policy, None, None).detach()) > before, "the step raises the number"
@@ -458,13 +458,13 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     nets = nets_for(cfg, lr=0.0)        # the weights stay, so all passes are alike
     g = row_gradients(nets, batch, cfg)
     seen, _ = step_of(nets, batch, cfg)
-    share = (batch.weights > 0).float()
+    share = (batch.row_weights > 0).float()
     if how == "weigh":
         share = torch.tensor(soft(batch.influence, batch))
     units = batch.loss_mask.sum(1) if loss_type == "dapo" else torch.ones(16)
     factor = {"all": 1.0, "kept": units.sum() / (units * share.abs()).sum(),
               "norm": g.sum(0).norm() / (share @ g).norm()}[normalizer]
-    assert torch.allclose(batch.weights, share * factor, rtol=1e-4)
+    assert torch.allclose(batch.row_weights, share * factor, rtol=1e-4)
     assert 0 < (share != 0).sum() < 16 and len(seen) == 3
     for gradient in seen:
         assert close(gradient, (share * factor) @ g)
@@ -473,14 +473,14 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
 def test_a_skipped_step_draws_other_rows_next_time(monkeypatch):
     """With the same seed the random control would choose the same places again and again."""
     seeds = []
-    plain = selection.weights_of
+    plain = selection.row_weights_of
 
     def spy(scores, batch, rows, cfg, generator):
         seeds.append(generator.initial_seed())
         weights, fallback = plain(scores, batch, rows, cfg, generator)
         return weights * (len(seeds) > 2), fallback     # the first two steps are empty
 
-    monkeypatch.setattr(selection, "weights_of", spy)
+    monkeypatch.setattr(selection, "row_weights_of", spy)
     cfg = words(tracin="self", tracin_select="random", mini_batch_size=4)
     _, m = step_of(nets_for(cfg), batch_of(cfg), cfg)
     assert len(seeds) == len(set(seeds)) == 4 and m["num_steps"] == 2

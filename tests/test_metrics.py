@@ -99,9 +99,9 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
     assert some_clipped > 8
 
 
-def updated(cfg, first=True, **more):
+def updated(cfg, check=True, **more):
     nets, batch = world(cfg, **more)
-    metrics = grpo.update(nets, batch, None, cfg, seed=1, first=first)
+    metrics = grpo.update(nets, batch, None, cfg, seed=1, check=check)
     return metrics | batch_metrics(batch, cfg)
 
 
@@ -208,7 +208,7 @@ def test_metrics_of_influence():
     m = influence_metrics(found[0], nets)
     scores = batch.influence.tolist()
     assert m["tracin/positive_ratio"] == pytest.approx(sum(x > 0 for x in scores) / 12)
-    assert m["tracin/selected_ratio"] == pytest.approx(float((batch.weights != 0).float().mean()))
+    assert m["tracin/selected_ratio"] == pytest.approx(float((batch.row_weights != 0).float().mean()))
     assert m["tracin/negative_ratio"] == pytest.approx(sum(x < 0 for x in scores) / 12)
     assert m["tracin/mean_ip"] == pytest.approx(sum(scores) / 12)
     assert m["tracin/std_ip"] == pytest.approx(statistics.stdev(scores))
@@ -254,10 +254,10 @@ def test_a_ratio_that_is_not_1_ends_the_first_iteration():
     for first in (True, False):
         nets, batch = batch_of(cfg)
         if first:
-            text = refusal(grpo.update, nets, batch, None, cfg, seed=1, first=first)
+            text = refusal(grpo.update, nets, batch, None, cfg, seed=1, check=first)
             assert "the ratio is not 1" in text and "nats" in text
         else:
-            m = grpo.update(nets, batch, None, cfg, seed=1, first=first)
+            m = grpo.update(nets, batch, None, cfg, seed=1, check=first)
             assert m["sampling/sampling_logp_difference/mean"] > 0.01
     assert gap_of(torch.tensor([0.0, -0.02]), torch.float32) == (pytest.approx(0.02), 1e-3)
     assert gap_of(torch.tensor([0.0, -0.02]), torch.bfloat16) == (pytest.approx(0.01), 0.05)

@@ -193,7 +193,7 @@ def test_lora_moves_the_adapters_only():
     cfg = words(lora_rank=2, beta=.1)
     nets, batch = nets_and_batch(cfg)
     before = {name: x.clone() for name, x in nets.policy.state_dict().items()}
-    m = update(nets, batch, None, cfg, 3, first=True)
+    m = update(nets, batch, None, cfg, 3, check=True)
     changed = {name for name, x in nets.policy.state_dict().items() if (x != before[name]).any()}
     assert changed == {name for name in before if name.endswith("B.weight")}    # A's gradient is 0
     assert m["kl"] == pytest.approx(0, abs=1e-6)
@@ -342,7 +342,7 @@ def test_what_is_not_finite_stops_before_the_step(first):
         if spoil == moment:
             batch = collect(nets, WORD_PROMPTS, words(), 7)
         before = weights_of(policy)
-        assert refusal(update, nets, batch, None, words(), 3, first=first).startswith("stopped")
+        assert refusal(update, nets, batch, None, words(), 3, check=first).startswith("stopped")
         assert torch.equal(weights_of(policy).nan_to_num(7), before.nan_to_num(7))
 
 
@@ -351,8 +351,8 @@ def test_a_model_with_dropout_is_found_out():
     policy.lm_head.register_forward_hook(
         lambda module, args, out: torch.nn.functional.dropout(out, .1))
     nets, batch = nets_and_batch(words(), policy)
-    assert "the ratio is not 1" in refusal(update, nets, batch, None, words(), 3, first=True)
-    assert update(nets, batch, None, words(), 3, first=False)["num_steps"] == 1
+    assert "the ratio is not 1" in refusal(update, nets, batch, None, words(), 3, check=True)
+    assert update(nets, batch, None, words(), 3, check=False)["num_steps"] == 1
 
 
 def test_bfloat16():
@@ -361,7 +361,7 @@ def test_bfloat16():
     nets.dtype = torch.bfloat16
     batch = collect(nets, WORD_PROMPTS, cfg, 7)
     assert batch.rollout.logp.dtype == batch.ref_logp.dtype == torch.float32
-    m = update(nets, batch, None, cfg, 3, first=True)
+    m = update(nets, batch, None, cfg, 3, check=True)
     assert m["num_steps"] == 1 and math.isfinite(m["grad_norm"])
     assert all(p.dtype == torch.float32 for p in nets.policy.parameters())
 
@@ -388,5 +388,5 @@ def test_bandit(beta, low, high):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
     nets = nets_of(cfg, policy, [prompt], WORDS, copy.deepcopy(policy), optimizer=optimizer)
     for seed in range(50):
-        update(nets, collect(nets, [prompt], cfg, seed), None, cfg, 3, first=True)
+        update(nets, collect(nets, [prompt], cfg, seed), None, cfg, 3, check=True)
     assert .005 < start < .06 and low < float(probabilities()[token]) < high
