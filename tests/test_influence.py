@@ -282,8 +282,6 @@ def test_coefficients_of_targets():
 def test_which_held_out_rollouts_are_the_target():
     rewards, g = torch.tensor([.1, .9, .5, .7, .3, .2]), torch.Generator().manual_seed(1)
     assert choose_targets(rewards, 2, "best", g).tolist() == [1, 3]
-    assert choose_targets(rewards, 2, "worst", g).tolist() == [5, 0]
-    assert sorted(choose_targets(rewards, 4, "balanced", g).tolist()) == [0, 1, 3, 5]
     assert sorted(choose_targets(rewards, 0, "random", g).tolist()) == list(range(6))
     rewards[1] = math.nan
     assert choose_targets(rewards, 2, "best", g).tolist() == [3, 2]
@@ -328,13 +326,10 @@ def test_a_function_of_the_config_file_as_target(knobs):
 
 
 @pytest.mark.parametrize("name, returned, said", [
-    ("target", 3.0, "tensor"), ("target", torch.zeros(2, requires_grad=True), "one finite number"),
-    ("target", torch.tensor(1.0), "depends on the policy"),
+    ("target", 3.0, "tensor"), ("target", torch.tensor(1.0), "depends on the policy"),
     ("target", torch.tensor(math.nan, requires_grad=True), "one finite number"),
-    ("target", torch.zeros(999, 999), "one finite number"),
     ("weigh", [1.0] * 15, "each of 4 influences"), ("weigh", [math.nan] * 4, "one finite number"),
-    ("weigh", 1.0, "one finite number"), ("weigh", "all", "one finite number"),
-    ("weigh", torch.zeros(999, 999), "one finite number")])
+    ("weigh", None, "one finite number"), ("weigh", torch.zeros(99, 99), "one finite number")])
 def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
         name, returned, said, monkeypatch):
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
@@ -394,44 +389,20 @@ def test_select():
     assert chosen(few, "positive") == ([18, 19], False)
 
 
-@pytest.mark.parametrize("prompts", ([0] * 4 + [1] * 4 + [2] * 4, [5] * 1 + [1] * 4 + [0] * 7))
-def test_controls_keep_as_many_as_positive_does(prompts):
+def test_controls_keep_as_many_as_positive_does():
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.tensor(prompts)
     for positive in range(13):
         influence = torch.rand(12, generator=generator) + .1
         influence[torch.randperm(12, generator=generator)[positive:]] *= -1
         rewards = torch.rand(12, generator=generator)
-        more = dict(generator=generator, advantages=rewards - .5, rewards=rewards, prompts=prompts)
+        more = dict(generator=generator, advantages=rewards - .5, rewards=rewards)
         rows, fallback = chosen(influence, "positive", **more)
         assert fallback == (positive < 2)
-        for how in ("bottom", "random", "top_advantage", "pods"):
+        for how in ("bottom", "random", "top_advantage", "top_reward"):
             others, other_fallback = chosen(influence, how, **more)
             assert len(others) == len(rows) and other_fallback == fallback, how
         largest = sorted(range(12), key=lambda i: -abs(float(rewards[i]) - .5))[:len(rows)]
         assert chosen(influence, "top_advantage", **more)[0] == sorted(largest)
-
-
-def test_pods_keeps_the_rewards_that_spread_widest_in_each_prompt():
-    generator = torch.Generator().manual_seed(2)
-    prompts = torch.arange(3).repeat_interleave(6)[torch.randperm(18, generator=generator)]
-    for positive in (6, 9, 14, 17):
-        influence = torch.where(torch.arange(18) < positive, 1.0, -1.0)
-        rewards = torch.rand(18, generator=generator).square()
-        rows, _ = chosen(influence, "pods", rewards=rewards, prompts=prompts)
-        for number in range(3):
-            group = (prompts == number).nonzero()[:, 0].tolist()
-            kept = [i for i in rows if i in group]
-            spreads = [float(rewards[list(subset)].var(correction=0))
-                       for subset in itertools.combinations(group, len(kept))]
-            assert float(rewards[kept].var(correction=0)) == pytest.approx(max(spreads))
-        assert len(rows) == positive
-
-
-def test_pods_keeps_the_best_where_nothing_is_spread():
-    influence, rewards = torch.tensor([1.0, -1, -1]), torch.tensor([.1, .9, .5])
-    rows, _ = chosen(influence, "pods", rewards=rewards, prompts=torch.zeros(3))
-    assert rows == [1]
 
 
 def test_kept_rows_without_tokens_are_not_weighed_by_infinity():
@@ -468,23 +439,6 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     assert 0 < (share != 0).sum() < 16 and len(seen) == 3
     for gradient in seen:
         assert close(gradient, (share * factor) @ g)
-
-
-def test_a_skipped_step_draws_other_rows_next_time(monkeypatch):
-    """With the same seed the random control would choose the same places again and again."""
-    seeds = []
-    plain = selection.row_weights_of
-
-    def spy(scores, batch, rows, cfg, generator):
-        seeds.append(generator.initial_seed())
-        weights, fallback = plain(scores, batch, rows, cfg, generator)
-        return weights * (len(seeds) > 2), fallback     # the first two steps are empty
-
-    monkeypatch.setattr(selection, "row_weights_of", spy)
-    cfg = words(tracin="self", tracin_select="random", mini_batch_size=4)
-    _, m = step_of(nets_for(cfg), batch_of(cfg), cfg)
-    assert len(seeds) == len(set(seeds)) == 4 and m["num_steps"] == 2
-    assert m["tracin/empty_steps"] == 2
 
 
 def test_nothing_selected_is_no_step():

@@ -35,9 +35,7 @@ def metrics_of(nets, batch, cfg, size):
     found = []
     for rows in step.rows.split(size):
         loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
-        m = loss_metrics(loss, cfg)
-        m["real"] = m["positions"] = torch.tensor(1.0)
-        found.append(m)
+        found.append(loss_metrics(loss, cfg))
     return numbers(found)
 
 
@@ -92,7 +90,6 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
         expected = by_hand(nets, batch, cfg)
         for size in (12, 5):        # in one piece, and in three
             found = mean_over_tokens(metrics_of(nets, batch, cfg, size))
-            found.pop("padding")
             assert found == pytest.approx(expected, 1e-5, 1e-6), case
         some_clipped += expected.get("clip_ratio/low_mean", 0) > 0
         some_clipped += expected.get("clip_ratio/high_mean", 0) > 0
@@ -108,7 +105,7 @@ def updated(cfg, check=True, **more):
 def test_an_update_has_these_metrics_and_no_others():
     always = {
         "ratio", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
-        "padding", "loss", "policy_loss", "grad_norm", "num_steps",
+        "loss", "policy_loss", "grad_norm", "num_steps",
         "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
         "reward", "reward_std", "reward_min", "reward_max", "advantage_max",
         "frac_reward_zero_std", "entropy", "num_completion_tokens", "forced",
@@ -130,8 +127,6 @@ def test_an_update_sums_over_its_micro_batches_and_steps():
     """Equal whatever the micro-batches; the steps' losses are averaged."""
     for case in (dict(), dict(num_iterations=2, mini_batch_size=4, beta=0.1, learning_rate=0.1)):
         found = [updated(settings(micro_batch_size=size, **case)) for size in (12, 5)]
-        for m in found:
-            m.pop("padding")
         assert found[0] == pytest.approx(found[1], 1e-4, 1e-6)
     assert found[0]["num_steps"] == 6
     assert found[0]["ratio"] != 1.0

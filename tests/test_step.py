@@ -315,34 +315,25 @@ def test_a_forced_token_that_sampling_would_not_draw_gives_no_nan(knobs):
 # ------------------------------------------------------------------------------------------------
 # what stops a run
 
-@pytest.mark.parametrize("first", (True, False))
-def test_what_is_not_finite_stops_before_the_step(first):
+@pytest.mark.parametrize("check", (True, False))
+def test_what_is_not_finite_stops_before_the_step(check):
     def weight(nets, batch):
         nets.policy.h[1].mlp.c_fc.weight.data[3, 4] = NAN
-
-    def old_logp(nets, batch):
-        batch.rollout.logp[5, 0] = INF
 
     def reward(nets, batch):
         batch.rewards[0] = INF
         batch.advantages[0] = NAN
 
-    def moment(nets, batch):
-        update(nets, batch, None, words(), 3)
-        nets.optimizer.state[nets.policy.ln_f.weight]["exp_avg"][3] = NAN
-
     def slope(nets, batch):
         nets.policy.ln_f.weight.register_hook(lambda g: g * NAN)
 
-    for spoil in (weight, old_logp, reward, moment, slope):
+    for spoil in (weight, reward, slope):
         policy = word_gpt()
         optimizer = torch.optim.AdamW(policy.parameters(), lr=.01, fused=True)
         nets, batch = nets_and_batch(words(), policy, optimizer=optimizer)
         spoil(nets, batch)
-        if spoil == moment:
-            batch = collect(nets, WORD_PROMPTS, words(), 7)
         before = weights_of(policy)
-        assert refusal(update, nets, batch, None, words(), 3, check=first).startswith("stopped")
+        assert refusal(update, nets, batch, None, words(), 3, check=check).startswith("stopped")
         assert torch.equal(weights_of(policy).nan_to_num(7), before.nan_to_num(7))
 
 
