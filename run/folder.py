@@ -67,7 +67,7 @@ def claim(folder, cfg):
     if goes_on or is_free(folder) or is_unfinished(folder, cfg):
         return lock, None
     lock.close()
-    return None, "holds another run"
+    return None, "holds another run, or one without a checkpoint"
 
 
 def is_free(folder):

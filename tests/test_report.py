@@ -117,7 +117,6 @@ CASES = {   # kind: (what is wrong, words of its sentence)
     "kl": ({"kl": 5.25}, "KL 5.2 nats per token is exploding"),
     "length": ({"completions/clipped_ratio": 1.0}, "cut at 32 tokens"),
     "tools": ({"tools/failure_frequency": 1.0}, "every call was answered with an error"),
-    "gradient": ({"grad_norm": 0.0}, "grad_norm is 0"),
     "critic": ({"val/var_explained": -0.2}, "explains -0.20 of the returns' variance"),
     "empty": ({"tracin/empty_steps": 1}, "kept no rollout"),
     "fallback": (

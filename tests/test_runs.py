@@ -223,14 +223,15 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_p
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-@pytest.mark.parametrize("part", ["prepare", "evaluate", "update"])
-def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, monkeypatch):
+@pytest.mark.parametrize("module, part", [
+    (trainer, "prepare"), (run.loop, "evaluate"), (trainer, "update")])
+def test_killed_before_the_second_checkpoint(module, part, finished, grpo, tmp_path, monkeypatch):
     def dies(*args, **more):
         raise Crash
 
     argv = (tmp_path / "run", *FINISHED)
     with monkeypatch.context() as m, pytest.raises(Crash):
-        m.setattr(trainer, part, dies)
+        m.setattr(module, part, dies)
         grpo(*argv)
     grpo(*argv)     # the same command
     assert_same_run(finished.dir, tmp_path / "run")
@@ -308,17 +309,13 @@ def test_a_finished_run_is_printed_again_or_made_longer(copy_of_six, noise, six,
     assert_same_run(six, tmp_path / "longer")
 
 
-def test_changed_settings_and_prompts_are_named_on_resume(grpo, tmp_path):
+def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     prompts = tmp_path / "prompts.txt"
-    lines = [f"the {word} cat {i}" for i in range(10) for word in ("green", "small")]
-    prompts.write_text("\n".join(lines))
+    prompts.write_text("\n".join(f"the green cat {i}" for i in range(20)))
     flags = (f"--prompts={prompts}", "--resume=True")
     assert "no checkpoint to go on from" in grpo(tmp_path / "run", *flags, "--max_iters=1")
     text = grpo(tmp_path / "run", *flags, "--max_iters=2", "--learning_rate=1e-3")
-    assert "learning_rate: 0.0001 -> 0.001" in text and "other contents" not in text
-    prompts.write_text("\n".join(lines[:-1] + ["another"]))
-    text = grpo(tmp_path / "run", *flags, "--max_iters=3")
-    assert "WARNING: resumed with other contents of prompts: a file has changed" in text
+    assert "learning_rate: 0.0001 -> 0.001" in text
 
 
 def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, grpo, tmp_path):
@@ -336,16 +333,9 @@ def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, 
 # refused: in one line, before anything is trained, and nothing is overwritten
 
 
-def smaller_moments(path):
-    content = load_file(path, "run")
-    content["optimizer"]["state"][0]["exp_avg"] = torch.zeros(2)
-    save_file(path, **content)
-
-
 @pytest.mark.parametrize("damage, part", [
     (lambda path: os.truncate(path, os.path.getsize(path) // 2), "cut short"),
     (lambda path: torch.save({"kind": "policy"}, path), "'policy'"),
-    (smaller_moments, "a moment of AdamW has another shape"),
     (lambda path: os.remove(path.replace("ckpt.pt", "samples.jsonl")), "samples.jsonl: shorter"),
     (lambda path: (os.remove(path), os.remove(path.replace("ckpt", "ckpt_prev"))), "checkpoint")])
 def test_a_damaged_run_is_refused_and_kept(damage, part, copy_of_six, noise, grpo):
