@@ -160,8 +160,8 @@ class Settings:
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (run/stored.py)
-    # divide by tokens or rows of all or of the kept; norm: the gradient's norm stays that of all
-    tracin_normalizer: Literal["all", "kept", "norm"] = "all"
+    # the kept rollouts' gradient is as large as it is, or norm: as long as that of all would be
+    tracin_normalizer: Literal["all", "norm"] = "all"
 
     # evaluation: same prompts and seed each time, temperature 1, nothing truncated
     eval_interval: int = 50             # iterations; 0: only before and after

@@ -9,6 +9,7 @@ import torch
 from run.device import memory
 from run.metrics import bound_of, std
 
+
 class StepLog:
     """The numbered lines inside an iteration: memory now, time since the line before.
 

@@ -405,20 +405,13 @@ def test_controls_keep_as_many_as_positive_does():
         assert chosen(influence, "top_advantage", **more)[0] == sorted(largest)
 
 
-def test_kept_rows_without_tokens_are_not_weighed_by_infinity():
-    mask = torch.tensor([[True, True], [False, False]])
-    for weights in ([0.0, 1.0], [0.0, 0.0]):
-        factor = selection.kept_factor(torch.tensor(weights), mask, words(tracin="self"))
-        assert factor == 1
-
-
 def soft(influence, batch):
     """Weights of all kinds: above 1, between, 0 and below 0."""
     assert len(batch.rewards) == len(batch.completions) == len(influence)
     return [(0.0, .25, 1.0, 1.5, -.5)[i % 5] for i in range(len(influence))]
 
 
-@pytest.mark.parametrize("normalizer", ("all", "kept", "norm"))
+@pytest.mark.parametrize("normalizer", ("all", "norm"))
 @pytest.mark.parametrize("loss_type", ("dapo", "grpo", "dr_grpo"))
 @pytest.mark.parametrize("how", ("top", "weigh"))
 def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
@@ -432,9 +425,7 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     share = (batch.row_weights > 0).float()
     if how == "weigh":
         share = torch.tensor(soft(batch.influence, batch))
-    units = batch.loss_mask.sum(1) if loss_type == "dapo" else torch.ones(16)
-    factor = {"all": 1.0, "kept": units.sum() / (units * share.abs()).sum(),
-              "norm": g.sum(0).norm() / (share @ g).norm()}[normalizer]
+    factor = 1.0 if normalizer == "all" else g.sum(0).norm() / (share @ g).norm()
     assert torch.allclose(batch.row_weights, share * factor, rtol=1e-4)
     assert 0 < (share != 0).sum() < 16 and len(seen) == 3
     for gradient in seen:
