@@ -161,7 +161,7 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
     if nets.influence and content["influence"]:
-        nets.influence.average.load_state(content["influence"])
+        nets.influence.average.load_state(content["influence"], nets.trained)
 
 
 def random_state():

@@ -56,8 +56,7 @@ def leaving():
 
 @contextlib.contextmanager
 def or_peer_is_gone():
-    """Ends this process when another one is gone. It waits a second first, so that torchrun blames
-    the other one."""
+    """Ends this process when another one is gone, a second later, so that torchrun blames that."""
     try:
         yield
     except RuntimeError as e:

@@ -1,5 +1,4 @@
-"""What a run says: numbered lines inside an iteration, the line of an iteration, progress of what
-takes long, warnings."""
+"""What a run says: lines inside an iteration, the line of an iteration, progress, warnings."""
 import collections
 import math
 import time
@@ -11,10 +10,8 @@ from run.metrics import bound_of, std
 
 
 class StepLog:
-    """The numbered lines inside an iteration: memory now, time since the line before.
-
-    A GPU is waited for only to print, so that the times are of finished work. on: print at all.
-    """
+    """The numbered lines inside an iteration: memory now, time since the line before. A GPU is
+    waited for, so that the times are of finished work. on: print at all."""
 
     def __init__(self, device, micro_batch_size, on):
         self.device = device
@@ -95,13 +92,7 @@ def duration(seconds):
 
 class Progress:
     """The line of something that takes long, at most every ten seconds: what, how far, time left.
-
-        progress = Progress("policy", "step", 500)
-        if progress.is_due():
-            progress.show(20, "loss 4.421, ")       # policy: step 20/500, loss 4.421, 31 s left
-
-    start: how many of the total were done before.
-    """
+    start: how many of the total were done before."""
 
     EVERY = 10
 

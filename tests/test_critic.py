@@ -72,10 +72,6 @@ def flat_gradient(scalar, nets):
                       for p, g in zip(nets.trained, found)])
 
 
-# ------------------------------------------------------------------------------------------------
-# the arithmetic
-
-
 def plain_gae(rewards, values, gamma, lam):
     """Of one episode, in lists: A_t as the sum that defines it."""
     n = len(rewards)
@@ -139,10 +135,6 @@ def test_explained_variance():
     assert explained_variance(torch.full((4,), 7.0), returns) == 0
     assert explained_variance(-returns, returns) == -3
     assert math.isnan(explained_variance(returns, torch.ones(4)))
-
-
-# ------------------------------------------------------------------------------------------------
-# values while sampling, and their loss
 
 
 def values_by_forward(policy, r):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import sample
 from model import attend
 from run import fast
 from run.fast import Decoder, prove
@@ -30,10 +29,6 @@ def same_rollout(found, expected, tolerance=2e-5):
             assert x is y or torch.equal(x, y), name
         else:
             torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)
-
-
-# ------------------------------------------------------------------------------------------------
-# decoding
 
 
 def test_a_step_of_fixed_shape_draws_the_same_tokens():
@@ -77,10 +72,6 @@ def test_forced_tokens_and_answers_reach_the_buffers():
     same_rollout(found, expected)
 
 
-# ------------------------------------------------------------------------------------------------
-# attention and head
-
-
 def by_definition(q, k, v, seen, scale):
     """softmax(scale * q k^T) v in float64, a head and a position at a time."""
     B, nh, T, hs = q.shape
@@ -118,24 +109,6 @@ def test_both_branches_of_attention_are_its_definition():
                 found = attend(q, k, v, given, is_causal, 0.3).double()
                 expected = by_definition(q, k, v, seen, 0.3)
                 torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-def test_the_head_in_pieces_gives_the_same_numbers(monkeypatch):
-    model = random_gpt()
-    rollout = generate(model, PROMPTS, 2, 10, seed=3, eos=0)
-    found = []
-    for at_once in (2 ** 24, 150):
-        monkeypatch.setattr(sample, "LOGITS_AT_ONCE", at_once)
-        logp = completion_logprobs(model, rollout)
-        logp.square().sum().backward()
-        found.append([logp.detach(), *(p.grad for p in model.parameters())])
-        model.zero_grad()
-    for x, y in zip(*found):
-        assert (x - y).norm() <= 1e-5 * x.norm()
-
-
-# ------------------------------------------------------------------------------------------------
-# the ladder
 
 
 def word_nets(**knobs):
@@ -181,6 +154,8 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
     (lambda h: h * math.nan, "note: compile off: log-probs are off by nan"),
     (lambda h: h.detach() + 0 * h, "note: compile off: gradients are off"),
     (raising, "note: compile off: no compiler here\n")])
+
+
 def test_compile_that_does_not_hold_goes(monkeypatch, change, says):
     monkeypatch.setattr(torch, "compile", compiled(change))
     nets, cfg = word_nets(compile=True)
@@ -189,13 +164,6 @@ def test_compile_that_does_not_hold_goes(monkeypatch, change, says):
     assert nets.policy_fn is nets.policy
     assert nets.reference_fn is nets.reference
     assert nets.generate is generate
-
-
-def test_a_sampler_that_does_not_hold_goes(monkeypatch):
-    monkeypatch.setattr(torch, "compile", compiled())
-    nets, cfg = word_nets(compile=True)
-    monkeypatch.setattr(fast, "decode_step", raising)
-    assert "compile off: no compiler here" in printed(prove, nets, cfg)
 
 
 def off_under_autocast(wrong):

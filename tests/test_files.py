@@ -23,12 +23,11 @@ from run.fit import fit, trapezoid
 from run.script import BadInput, hash_of, interrupts, run_script, seed_for, shown
 from worlds import random_gpt, random_ids, refusal
 
-# ------------------------------------------------------------------------------------------------
-# files
-
 
 @pytest.mark.parametrize("error, seen", [
     (OSError(28, "No space left on device"), BadInput), (KeyboardInterrupt(), KeyboardInterrupt)])
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_failure_leaves_what_was_there_and_nothing_else(error, seen, folder, tmp_path):
     path = str(tmp_path / "new" / "x")
@@ -112,10 +111,6 @@ def test_text_json_and_rows(tmp_path):
     assert "must end in .csv or .jsonl" in refusal(read_rows, tmp_path / "a.json")
 
 
-# ------------------------------------------------------------------------------------------------
-# the supervised loop
-
-
 def train(partial, steps=8, until=None, crash=False):
     """A GPT trained on random tokens -> it and the steps made. until: the step before which it is
     stopped or crashes."""
@@ -175,10 +170,6 @@ def test_the_rates_of_a_fit(tmp_path):
         fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, partial, "test")
 
 
-# ------------------------------------------------------------------------------------------------
-# devices
-
-
 def test_devices_and_precisions(monkeypatch, capsys):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert pick_device("cpu") == cpu
@@ -206,10 +197,6 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
     run.device.check_fits(cfg, cpu)
     cfg.num_prompts = 32000
     assert "rows, n_layer = 12" in refusal(run.device.check_fits, cfg, cpu)
-
-
-# ------------------------------------------------------------------------------------------------
-# commands
 
 
 def test_seeds_and_hashes():
@@ -245,6 +232,8 @@ def raising(error):
 @pytest.mark.parametrize("error, code, text", [
     (BadInput("x = 1: no"), 2, "error: x = 1: no\n"), (SystemExit("stopped"), "stopped", ""),
     (KeyboardInterrupt("saved"), 130, "interrupted: saved\n")])
+
+
 def test_errors_become_exit_codes(error, code, text, capsys):
     with pytest.raises(SystemExit) as caught:
         run_script(raising(error))

@@ -77,9 +77,6 @@ def close(a, b, tolerance=1e-5):
     return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
 
 
-# ------------------------------------------------------------------------------------------------
-# the step
-
 def test_the_first_step_is_reinforce_and_the_second_is_clipped():
     cfg = words(num_iterations=2)
     nets, batch = nets_and_batch(cfg, lr=.02)
@@ -140,6 +137,8 @@ def test_passes_mini_batches_and_micro_batches(monkeypatch):
     dict(beta=.1), dict(mask_truncated_completions=True), dict(entropy_coef=.1),
     dict(importance_sampling_level="sequence", loss_type="grpo"), dict(top_entropy_quantile=.4),
     dict(zero_std_groups="drop", loss_type="dr_grpo"), dict(loss_type="bnpo")])
+
+
 def test_the_size_of_micro_batches_changes_memory_only(knobs):
     found = []
     for size in (16, 5, 1):
@@ -199,9 +198,6 @@ def test_lora_moves_the_adapters_only():
     assert m["kl"] == pytest.approx(0, abs=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------
-# groups and rewards
-
 def equal_at_first(prompts, completions):
     """Equal rewards for the first two prompts, near 833."""
     few = [prompt.text for prompt in WORD_PROMPTS[:2]]
@@ -240,9 +236,6 @@ def test_all_groups_dropped_is_no_step():
         assert m["num_steps"] == steps and m["loss"] == m["grad_norm"] == 0
         assert torch.equal(weights_of(policy), weights_of(word_gpt())) == (steps == 0)
 
-
-# ------------------------------------------------------------------------------------------------
-# masks
 
 def test_truncated_completions_carry_no_loss():
     cfg = words(mask_truncated_completions=True)
@@ -299,6 +292,8 @@ def test_forced_tokens_are_seen_and_carry_no_loss(knobs):
 
 @pytest.mark.parametrize("knobs", [
     dict(kl_in="reward", kl_estimator="k1"), dict(entropy_coef=.1), dict(kl_estimator="k3")])
+
+
 def test_a_forced_token_that_sampling_would_not_draw_gives_no_nan(knobs):
     """Outside of top_k its log-prob is -inf, and 0 * inf would be NaN."""
     cfg = words(beta=.1, top_k=4, **knobs)
@@ -311,9 +306,6 @@ def test_a_forced_token_that_sampling_would_not_draw_gives_no_nan(knobs):
     (step,), m = steps_of(nets, batch, cfg)
     assert step.isfinite().all() and math.isfinite(m["loss"])
 
-
-# ------------------------------------------------------------------------------------------------
-# what stops a run
 
 @pytest.mark.parametrize("check", (True, False))
 def test_what_is_not_finite_stops_before_the_step(check):
@@ -356,9 +348,6 @@ def test_bfloat16():
     assert m["num_steps"] == 1 and math.isfinite(m["grad_norm"])
     assert all(p.dtype == torch.float32 for p in nets.policy.parameters())
 
-
-# ------------------------------------------------------------------------------------------------
-# it learns
 
 @pytest.mark.parametrize("beta, low, high", ((0.0, .8, 1.0), (50.0, 0.0, .06)))
 def test_bandit(beta, low, high):
