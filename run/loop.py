@@ -120,10 +120,10 @@ class Run:
             self.wandb.log(m, step=it + 1)
 
     def evaluation(self, iteration):
-        measures, first = evaluate(self.nets, self.nets.policy, self.cfg)
+        measures, completions = evaluate(self.nets, self.nets.policy, self.cfg)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
-        shown = zip(self.nets.eval_prompts[:NUM_SHOWN], first)
+        shown = zip(self.nets.eval_prompts[:NUM_SHOWN], completions)
         samples = [dict(prompt=prompt.text, completion=completion) for prompt, completion in shown]
         row = dict(iteration=iteration, **measures, samples=samples)
         append_rows(self.folder, "eval.jsonl", [row])

@@ -60,8 +60,15 @@ class Meter:
                 "sees padding (or try dtype = 'float32')")
 
     def add_influence(self, found):
-        """What keep_helpful found in a step. Ends the run if the scores are wrong."""
-        check_scores(found, self.nets.dtype)
+        """What keep_helpful found in a step. Ends the run unless the scores add up to <gradient of
+        the step, target's gradient>, where it has the first from a plain backward."""
+        bound = bound_of(self.nets.dtype)
+        if found.true_error is not None and not found.true_error <= bound:
+            raise SystemExit(
+                "stopped before the first step: the influences do not add up to the product of "
+                f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
+                f"{bound:g}); the tape or the loss in its units has a bug (or try dtype = "
+                "'float32')")
         self.influence.append(influence_metrics(found, self.nets))
 
     def check_finite(self, grad_norm):
@@ -159,17 +166,6 @@ def mean_over_tokens(micros):
             total = max(1, sum(m[unit] for m in micros))
             metrics[name] = sum(m[name] * m[unit] for m in micros) / total
     return metrics
-
-
-def check_scores(found, dtype):
-    """Ends the run unless the scores add up to <gradient of the step, target's gradient>, with the
-    first from a plain backward. Without that one (see keep_helpful) nothing is checked."""
-    bound = bound_of(dtype)
-    if found.true_error is not None and not found.true_error <= bound:
-        raise SystemExit(
-            "stopped before the first step: the influences do not add up to the product of "
-            f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
-            f"{bound:g}); the tape or the loss in its units has a bug (or try dtype = 'float32')")
 
 
 def influence_metrics(found, nets):

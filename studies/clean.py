@@ -1,8 +1,8 @@
 """
 Does influence help where every reward is right?
 
-random, top_advantage, bottom and pods (the config's weigh) keep as many rows as influence would, and
-every step is as long as all rollouts would make it. A win: held-out, average or adam is better
+random, top_advantage, bottom and pods (the config's weigh) keep as many rows as influence would,
+and every step is as long as all rollouts would make it. A win: held-out, average or adam is better
 than all, random and top_advantage at equal KL, each with p < 0.01 (sign flips over seeds, after
 Holm).
 """
