@@ -17,7 +17,6 @@ from worlds import (
     WORD_PROMPTS, WORDS, letters, nets_of, refusal, settings, shaken, with_lora, word_gpt)
 
 NAN, INF = math.nan, math.inf
-END = WORDS.eot_token
 
 
 def words(functions=letters, weights=None, **knobs):

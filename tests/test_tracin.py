@@ -198,7 +198,8 @@ def tape_of(model, way, n=8):
     if share is None:
         return Tape(model, n)
     memory = share * 8 * sum(p.nbytes for p in trained(model))
-    return StoredTape(model, n, size=8, memory=memory, pool={})
+    pool = {p: p.new_full((8, p.numel()), torch.nan) for p in trained(model)}   # of an earlier step
+    return StoredTape(model, n, size=8, memory=memory, pool=pool)
 
 
 def record(case, tape=None, backward=torch.Tensor.backward):
