@@ -1,6 +1,6 @@
 """
-Rollouts: sampling completions with a KV cache, and the log-probs of what was sampled. Imports
-nothing of the project. The model is a model.GPT.
+Rollouts: sampling completions with a KV cache, and the log-probs of what was sampled. The model is
+a model.GPT, and nothing of the project is imported.
 
     python sample.py out/toxicity --prompt="You are"        # lets a trained policy speak
 
@@ -42,7 +42,8 @@ class Rollout:
 
     def map(self, function):
         """The rollout with function applied to each of its tensors."""
-        return Rollout(*(None if x is None else function(x) for x in vars(self).values()))
+        columns = {name: function(x) for name, x in vars(self).items() if x is not None}
+        return Rollout(**columns)
 
     def completions(self, eos):
         """Lists of ids, one per row, without the end tokens (eos: one or several) that the policy
@@ -58,22 +59,16 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos):
     """Rows to fill for prompts (B, P)."""
     N = len(prompt) * num_generations
     device = prompt.device
-    prompt_rows = prompt.repeat_interleave(num_generations, 0)                      # (N, P)
-    mask_rows = attention_mask.repeat_interleave(num_generations, 0)                # (N, P)
+    prompt = prompt.repeat_interleave(num_generations, 0)                           # (N, P)
+    attention_mask = attention_mask.repeat_interleave(num_generations, 0)           # (N, P)
     return Rollout(
-        tokens=F.pad(prompt_rows, (0, T), value=eos),
-        attention_mask=F.pad(mask_rows, (0, T), value=True),
+        tokens=F.pad(prompt, (0, T), value=eos),
+        attention_mask=F.pad(attention_mask, (0, T), value=True),
         completion_mask=torch.zeros(N, T, dtype=torch.bool, device=device),
         sampled_mask=torch.ones(N, T, dtype=torch.bool, device=device),
         logp=torch.zeros(N, T, device=device),
         entropy=torch.zeros(N, T, device=device),
         ended=torch.zeros(N, dtype=torch.bool, device=device))
-
-
-def trim(rollout):
-    """The rollout without the columns at its end in which no row has a token."""
-    unused = int((~rollout.completion_mask.any(0)).sum())
-    return rollout.map(lambda x: x if x.dim() == 1 else x[:, :x.shape[1] - unused])
 
 
 def concatenate(rollouts, eos):
@@ -87,8 +82,8 @@ def concatenate(rollouts, eos):
         return F.pad(x, (0, 0) * (x.dim() - 2) + (0, more), value=fill.get(name, 0))
 
     columns = {}
-    for name, first in vars(rollouts[0]).items():
-        if first is not None:
+    for name, x in vars(rollouts[0]).items():
+        if x is not None:
             parts = [widen(name, getattr(r, name), T - r.logp.shape[1]) for r in rollouts]
             columns[name] = torch.cat(parts)
     return Rollout(**columns)
@@ -109,10 +104,6 @@ class Sampling(NamedTuple):
     @property
     def ends(self):
         return self.eos if isinstance(self.eos, tuple) else (self.eos,)
-
-    @property
-    def truncates(self):
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -137,10 +128,12 @@ def draw(probs, u):
     The probs of a row need not sum to 1. A token of probability 0 is never drawn.
     """
     cdf = probs.cumsum(-1)
-    last = probs.shape[1] - 1
-    token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp(max=last)  # (N, 1)
+    where = u * cdf[:, -1]
+    token = torch.searchsorted(cdf, where[:, None], right=True)
+    token = token.clamp(max=probs.shape[1] - 1)                                     # (N, 1)
     possible = probs.gather(1, token) > 0      # rounding in the sum can give a sliver to a zero
-    if probs.device.type == "cpu" and not torch.compiler.is_compiling() and bool(possible.all()):
+    on_cpu = probs.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and possible.all():
         return token[:, 0]                     # the argmax below is slow on a CPU and rarely needed
     return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
@@ -165,11 +158,12 @@ def sample_token(model, h, r, rows, t, column, noise, sampling):
     forced = ~r.sampled_mask[rows, t]
     token = torch.where(forced, r.tokens[rows, column], token)
     over = r.ended[rows]
+    unsampled = over | forced
     r.completion_mask[rows, t] = ~over
-    r.logp[rows, t] = logp.masked_fill(over | forced, 0)
-    r.entropy[rows, t] = entropy.masked_fill(over | forced, 0)
+    r.logp[rows, t] = logp.masked_fill(unsampled, 0)
+    r.entropy[rows, t] = entropy.masked_fill(unsampled, 0)
     if r.values is not None:
-        r.values[rows, t] = model.value_head(h).masked_fill(over | forced, 0)
+        r.values[rows, t] = model.value_head(h).masked_fill(unsampled, 0)
     r.tokens[rows, column] = token.masked_fill(over, sampling.ends[0])
     for end in sampling.ends:
         over = over | (token == end) & ~forced
@@ -259,7 +253,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     decode: another function with its result. sampling: eos and the other fields of Sampling.
     """
     sampling = Sampling(**sampling)
-    check_prompts(prompts, max_new_tokens, model.config.block_size, sampling.temperature)
+    check_prompts(prompts, model.config.block_size - max_new_tokens)
     G = num_generations
     device = model.wte.weight.device
     first, end, _ = part.indices(len(prompts))
@@ -267,10 +261,12 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator)
     noise = noise[rows].to(device)                                                  # (N, T)
-    prompt, attention_mask = (x[first:end] for x in pad_left(prompts, device))      # (B, P)
+    prompt, attention_mask = pad_left(prompts, device)
+    prompt = prompt[first:end]                                                      # (B, P)
+    attention_mask = attention_mask[first:end]
 
     r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0])
-    if sampling.truncates:
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         r.allowed = torch.ones(*r.logp.shape, model.config.vocab_size, dtype=bool, device=device)
     if model.value_head is not None:
         r.values = torch.zeros_like(r.logp)
@@ -280,37 +276,34 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         r.sampled_mask = forced < 0
         completion.copy_(forced.masked_fill(r.sampled_mask, sampling.ends[0]))
 
-    lengths = [len(ids) for ids in prompts[first:end]]
-    at_once = max(1, batch_size // G) if batch_size else max(1, len(prompt))    # prompts
+    at_once = max(1, batch_size // G) if batch_size else len(prompts)
     for b in range(0, len(prompt), at_once):
         some = slice(b, b + at_once)
         rows = slice(b * G, (b + at_once) * G)      # views of r, filled in place
-        padded = min(lengths[some]) < prompt.shape[1]
-        mask = attention_mask[some] if padded else None
+        shortest = min(map(len, prompts[first:end][some]))
+        mask = attention_mask[some] if shortest < prompt.shape[1] else None
         answer = functools.partial(respond, (first + b) * G) if respond else None
         decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
     r.sampled_mask &= r.completion_mask             # nothing is sampled after the end
     completion.masked_fill_(~r.completion_mask, sampling.ends[0])
-    return trim(r)
+    unused = int((~r.completion_mask.any(0)).sum())     # columns at the end
+    return r.map(lambda x: x if x.dim() == 1 else x[:, :x.shape[1] - unused])
 
 
 def pad_left(rows, device="cpu"):
     """Lists of ids -> tokens (B, P) and attention_mask (B, P), padded on the left."""
     P = max(map(len, rows))
-    padded = torch.tensor([[-1] * (P - len(ids)) + list(ids) for ids in rows]).to(device)
+    padded = [[-1] * (P - len(ids)) + list(ids) for ids in rows]
+    padded = torch.tensor(padded).to(device)
     return padded.clamp(min=0), padded >= 0
 
 
-def check_prompts(prompts, max_new_tokens, block_size, temperature):
-    """ValueError for what cannot be sampled."""
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature}: must be above 0")
-    most = block_size - max_new_tokens
+def check_prompts(prompts, most):
+    """ValueError for a prompt that is empty or leaves no room for its completion."""
     for number, ids in enumerate(prompts, 1):
         if not 1 <= len(ids) <= most:
-            raise ValueError(
-                f"prompt {number} has {len(ids)} tokens: must be 1 to {most} (block_size "
-                f"{block_size} less max_completion_length {max_new_tokens})")
+            raise ValueError(f"prompt {number} has {len(ids)} tokens: must be 1 to {most} "
+                             "(block_size less max_completion_length)")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -353,44 +346,46 @@ def completion_states(model, rollout):
 
 
 def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
-    """Log-probs (M,) in float32 of ids targets (M,) after hidden states h (M, C).
-
-    They are of the distribution that the tokens were drawn from: at the sampling temperature, and
-    after truncated sampling over the tokens that were allowed (M, V)."""
-    def piece(h, targets, allowed):
-        logits = lm_head(h).float() / temperature                                   # (m, V)
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed, -math.inf)
+    """Log-probs (M,) in float32 of ids targets (M,) after hidden states h (M, C)."""
+    def logprobs(logits, targets):
         return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
-    return in_pieces(piece, lm_head, h, targets, allowed)
+    return of_logits(logprobs, lm_head, h, targets, temperature, allowed)
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
     """Entropies (N, T), in nats, of the distributions that a rollout's sampled tokens are drawn
     from, with gradient; elsewhere 0. states: as in completion_logprobs."""
-    def piece(h, allowed):
-        logits = model.lm_head(h).float() / temperature                             # (m, V)
+    def entropies(logits, targets):
+        logp = logits.log_softmax(-1)
+        finite = logp.masked_fill(logp == -math.inf, 0)
+        return -(logp.exp() * finite).sum(-1)       # the sum takes 0 * -inf for 0
+
+    h, targets, allowed, where = states or completion_states(model, rollout)
+    x = of_logits(entropies, model.lm_head, h, targets, temperature, allowed)       # (M,)
+    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, x)
+
+
+def of_logits(function, lm_head, h, targets, temperature, allowed):
+    """function(logits (m, V), targets (m,)) -> (m,), of all M rows of h (M, C) and targets (M,).
+
+    The logits are of the distribution that the tokens were drawn from: at the sampling temperature,
+    and after truncated sampling over the tokens that were allowed (M, V). More than LOGITS_AT_ONCE
+    are formed in parts, one after the other, and the backward forms each part again.
+    """
+    def piece(h, targets, allowed):
+        logits = lm_head(h).float() / temperature                                   # (m, V)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -math.inf)
-        logp = logits.log_softmax(-1)
-        return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0)).sum(-1)       # 0 * -inf is 0
+        return function(logits, targets)
 
-    h, _, allowed, where = states or completion_states(model, rollout)
-    entropies = in_pieces(piece, model.lm_head, h, allowed)                         # (M,)
-    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, entropies)
-
-
-def in_pieces(piece, lm_head, h, *more):
-    """piece(h (m, C), ...) -> (m,), of all M rows. More than LOGITS_AT_ONCE logits are formed in
-    parts, one after the other, and the backward forms each part again."""
-    logits = LOGITS_AT_ONCE * 8 if h.is_cuda else LOGITS_AT_ONCE
-    m = max(1, logits // lm_head.weight.shape[0])
+    at_once = LOGITS_AT_ONCE * 8 if h.is_cuda else LOGITS_AT_ONCE
+    m = max(1, at_once // lm_head.weight.shape[0])
     if len(h) <= m:
-        return piece(h, *more)
+        return piece(h, targets, allowed)
     parts = []
     for i in range(0, len(h), m):
-        some = [None if x is None else x[i:i + m] for x in (h, *more)]
+        some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
         parts.append(checkpoint(piece, *some, use_reentrant=False))
     return torch.cat(parts)
 

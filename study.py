@@ -12,8 +12,10 @@ A study file is Python (`from studies.wrong import *` builds on another one). It
     arms        {name: {setting: value}}
     seeds       range or tuple; with the same seed all arms have the same prompts and noise
     measure     of the evaluation; lower is better
-    controls    arms that the others are compared with; by default the first one
+    controls    arms that the others are compared with; by default the first one. --controls=A,B
+                asks the same runs another question
     tested      arms that get a verdict; by default all but the controls
+    at_end      True compares the last evaluations in place of those at equal KL
     grid        (setting, values) of a setting that moves the KL, such as beta; optional
     quick       {setting: value} that shrink a run for --quick
     columns     a function (folder of a run) -> {name: number} that the table has too; optional
@@ -44,17 +46,17 @@ GRPO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "grpo.py")
 NAMES = {       # of a study file: its type, and what it is by default
     "config": (str, None), "arms": (dict, None), "seeds": ((range, tuple), None),
     "measure": (str, None), "controls": (tuple, ()), "tested": (tuple, ()), "grid": (tuple, ()),
-    "quick": (dict, {})}
+    "at_end": (bool, False), "quick": (dict, {})}
 SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 SURE = 0.01             # a win needs corrected p-values below this
 FLIPS = 100_000         # random sign flips of a p-value
-USAGE = "usage: python study.py studies/wrong.py [--table] [--quick] [--workers=N]"
+USAGE = "usage: python study.py studies/wrong.py [--table] [--quick] [--controls=A,B] [--workers=N]"
 
 # ------------------------------------------------------------------------------------------------
 # the study and its runs
 
 
-def read_study(path, quick=False):
+def read_study(path, quick=False, controls=()):
     """The names that a study file assigns, checked, as a namespace. It also has name, columns,
     setting and values (of the grid; "" and (None,) without) and shrink ({} unless quick)."""
     values, functions = read_config(path)
@@ -66,7 +68,7 @@ def read_study(path, quick=False):
         setattr(study, name, value)
     if values:
         raise BadInput(f"{path}: {min(values)!r} is no name of a study; begin it with _")
-    study.controls = study.controls or (next(iter(study.arms)),)
+    study.controls = controls or study.controls or (next(iter(study.arms)),)
     study.tested = study.tested or tuple(arm for arm in study.arms if arm not in study.controls)
     for arm in (*study.controls, *study.tested):
         if arm not in study.arms:
@@ -184,13 +186,13 @@ def differences_of(logs, controls, tested):
     return found
 
 
-def verdict(arm, differences):
+def verdict(arm, differences, where="at equal KL"):
     """One sentence on a tested arm. differences: {control: (mean, error, p)}."""
     missed = [f"{control} (p {p:.2g})" for control, (mean, _, p) in differences.items()
               if mean >= 0 or p >= SURE]
     if missed:
-        return f"{arm}: no win at equal KL, not better with p < {SURE:g} than {', '.join(missed)}"
-    return f"{arm}: a win, better than {', '.join(differences)} at equal KL, each p < {SURE:g}"
+        return f"{arm}: no win {where}, not better with p < {SURE:g} than {', '.join(missed)}"
+    return f"{arm}: a win, better than {', '.join(differences)} {where}, each p < {SURE:g}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -220,17 +222,22 @@ def summarise(study, runs):
                           for x, _ in found)
     equal = {arm: {seed: value_on_line(found, x) for seed, found in by_seed.items()}
              for arm, by_seed in points.items()}
+    where = "at the end" if study.at_end else "at equal KL"
+    if study.at_end:
+        equal = {arm: {seed: math.log(max(end[study.measure], SMALLEST))
+                       for seed, end in by_seed.items()} for arm, by_seed in ends.items()}
     differences = differences_of(equal, study.controls, study.tested)
     return dict(
         name=study.name, measure=study.measure, x=x, points=points, ends=ends, equal=equal,
-        differences=differences, verdicts=[verdict(arm, differences[arm]) for arm in study.tested])
+        where=where, differences=differences,
+        verdicts=[verdict(arm, differences[arm], where) for arm in study.tested])
 
 
 def as_markdown(study, found):
     """The summary as Markdown: a table with a row for each arm, and the verdicts."""
     names = dict.fromkeys(name for ends in found["ends"].values() for row in ends.values()
                           for name in row)
-    lines = [["arm", *names, "at equal KL", *study.controls]]
+    lines = [["arm", *names, found["where"], *study.controls]]
     lines.append(["---"] * len(lines[0]))
     for arm, ends in found["ends"].items():
         cells = [plus_minus(row.get(name) for row in ends.values()) for name in names]
@@ -242,9 +249,9 @@ def as_markdown(study, found):
     seeds = len(found["ends"][study.controls[0]])
     return "\n".join([
         f"# {study.name}", "", f"Mean ± standard error of {seeds} seeds: at the end, then "
-        f"{study.measure} at equal KL, and its differences to the controls, paired by seed. Below "
-        "0 %: better. p: two-sided, by sign flips, after Holm for all of these. Equal KL: of each "
-        f"seed a straight line through (sqrt(KL), log {study.measure}) is read at sqrt(KL) = "
+        f"{study.measure} {found['where']}, and its differences to the controls, paired by seed. "
+        "Below 0 %: better. p: two-sided, by sign flips, after Holm for all of these. Equal KL: of "
+        f"each seed a straight line through (sqrt(KL), log {study.measure}) is read at sqrt(KL) = "
         f"{found['x']:.3f}.", "", *table, "", *(f"- {text}" for text in found["verdicts"]), ""])
 
 
@@ -262,10 +269,11 @@ def main(argv):
     paths = [arg for arg in argv if not arg.startswith("--")]
     flags = dict(arg.partition("=")[::2] for arg in argv if arg.startswith("--"))
     workers = flags.get("--workers", str(os.cpu_count()))
-    odd = flags.keys() - {"--table", "--quick", "--workers"}
+    odd = flags.keys() - {"--table", "--quick", "--controls", "--workers"}
     if len(paths) != 1 or odd or not workers.isdigit() or int(workers) < 1:
         raise BadInput(USAGE)
-    study = read_study(paths[0], "--quick" in flags)
+    controls = tuple(filter(None, flags.get("--controls", "").split(",")))
+    study = read_study(paths[0], "--quick" in flags, controls)
     out = os.path.join("out", "study", study.name)
     runs = runs_of(study, out)
     if "--table" not in flags:

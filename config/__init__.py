@@ -70,12 +70,12 @@ class Settings:
 
     # judges: `judge` gives the reward, `eval_judge` never touches training. train: made by
     # judge/train.py at first use. Else a .pt file, a RoBERTa classifier by folder or published name
-    # (behind a colon its toxic label: OWNER/NAME:hate), profanity-check, or None: no judge
+    # (behind a colon its toxic label: OWNER/NAME:hate), or None: no judge
     judge: str | None = "train"
     eval_judge: str | None = "train"
     judge_tokens: int = 2_000_000       # tokens to train each judge on
-    # reward from p = p(toxic): 1 - p, log(1 - p), log((1 - p) / p)
-    judge_score: Literal["probability", "logprob", "logit"] = "logit"
+    # reward from p = p(toxic): 1 - p or log((1 - p) / p)
+    judge_score: Literal["probability", "logit"] = "logit"
 
     # rollout
     num_prompts: int = 32               # prompts in an iteration

@@ -16,6 +16,7 @@ num_prompts = 8
 num_generations = 8
 max_iters = 24
 learning_rate = 5e-4
+beta = 0.1
 eval_interval = 0
 num_eval_prompts = 128
 num_eval_generations = 4

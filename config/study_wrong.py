@@ -14,6 +14,7 @@ out_dir = "out/study_wrong"
 reward_funcs = ("inverted", "wrong", "trusted")
 reward_weights = (1.0, 0.0, 0.0)    # wrong is recorded, for the study; trusted is for an arm
 num_prompts = 10
+num_generations = 8             # trusted reads it
 tracin_val_prompts = 1          # a tenth of the rollouts of training
 tracin_val_reward = "judge"
 eval_interval = 8

@@ -23,8 +23,7 @@ class Family:
 
 
 # activation_function -> GPTConfig.exact_gelu
-GELU = {"gelu": True, "gelu_python": True, "gelu_new": False, "gelu_pytorch_tanh": False,
-        "gelu_fast": False}
+GELU = {"gelu": True, "gelu_new": False}
 
 GPT2_NAMES = dict(wte="transformer.wte", wpe="transformer.wpe", h="transformer.h",
                   ln_f="transformer.ln_f")
@@ -200,5 +199,5 @@ def spelled_out(c):
     """The GPTConfig with every value that stands for another one replaced by it."""
     return replace(
         c, n_kv_head=c.n_kv_head or c.n_head, head_dim=c.head_dim or c.n_embd // c.n_head,
-        n_inner=c.n_inner or 4 * c.n_embd, local_layers=tuple(c.local_layers),
+        n_inner=c.n_inner or 4 * c.n_embd,
         qkv_bias=c.bias if c.qkv_bias is None else c.qkv_bias)

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from run.files import read_json, replacing
+from run.files import read_json
 from run.script import BadInput, optional
 
 INDEX = "model.safetensors.index.json"
@@ -57,32 +57,30 @@ def fetch(name, files=MODEL_FILES):
             repo_type="dataset" if is_dataset else "model")
 
 
-def load_tensors(path):
-    """{name: tensor} of a safetensors file, or of those of a folder: one, or all of its index."""
+def load_tensors(folder):
+    """{name: tensor} of model.safetensors in a folder, or of all files that its index names."""
     with optional("-r requirements-hub.txt"):
         from safetensors.torch import load_file
-    files = {path}
-    if os.path.isdir(path):
-        index = read_json(os.path.join(path, INDEX), missing={})
-        names = index.get("weight_map", {"": "model.safetensors"}).values()
-        files = {os.path.join(path, name) for name in names}
+    index = read_json(os.path.join(folder, INDEX), missing={})
+    names = index.get("weight_map", {"": "model.safetensors"}).values()
     tensors = {}
-    for file in sorted(files):
-        if not os.path.exists(file):
-            raise BadInput(f"{file}: {PICKLE_HELP}")
-        with one_line(file):
-            tensors |= load_file(file)
+    for name in sorted(set(names)):
+        path = os.path.join(folder, os.path.basename(name))     # nothing outside the folder
+        if not os.path.exists(path):
+            raise BadInput(f"{path}: {PICKLE_HELP}")
+        with one_line(path):
+            tensors |= load_file(path)
     return tensors
 
 
 def save_tensors(path, tensors):
-    """Write {name: tensor} as a safetensors file, which appears whole or not at all."""
+    """Write {name: tensor} as a safetensors file."""
     with optional("-r requirements-hub.txt"):
         from safetensors.torch import save_file
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    with replacing(path) as tmp, one_line(path, "is the disk full?"):
-        save_file(tensors, tmp, metadata={"format": "pt"})  # transformers asks for the format
-        os.chmod(tmp, 0o644)        # save_file lets nobody else read its file
+    with one_line(path, "is the disk full?"):
+        save_file(tensors, path, metadata={"format": "pt"})     # transformers asks for the format
+    os.chmod(path, 0o644)       # save_file lets nobody else read its file
 
 
 def read_gguf(path, weights=True):

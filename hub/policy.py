@@ -8,7 +8,7 @@ import torch
 from hub.families import FAMILIES, GGUF_NAMES, check_only, config_from_json, pieces
 from hub.files import fetch, load_tensors, one_line, read_gguf
 from hub.tokenizer import from_folder, from_gguf
-from model import GPT, scale_frequency
+from model import GPT
 from run.files import file_of_package, read_json
 from run.script import BadInput, shown
 
@@ -39,7 +39,8 @@ def load(name):
 
 
 def tokenizer_of(where):
-    return from_gguf(where) if where.endswith(".gguf") else from_folder(where)
+    with one_line(f"{where}: tokenizer"):
+        return from_gguf(where) if where.endswith(".gguf") else from_folder(where)
 
 
 def load_folder(folder):
@@ -61,30 +62,25 @@ def fill(config, names, tensors, transposed, path):
     tied = torch.equal(tensors.get(head, wte), wte)
     with torch.device("meta"):
         model = GPT(replace(config, tied=tied))
+    state = model.state_dict()
     if tied:
         tensors.pop(head, None)
-
-    state, wrong = {}, []
-    for name, p in model.state_dict().items():
-        if name == "lm_head.weight" and tied:
-            continue
+        del state["lm_head.weight"]
+    for name, p in state.items():
         parts = []
         for there, rows in pieces(model, names, name, len(p)):
             x = tensors.pop(there, torch.empty(0))
-            expected = (rows, *p.shape[1:])
             if transposed and name.endswith(TRANSPOSED):
-                x = x.mT if x.dim() == 2 else x
+                x = x.t()
+            expected = (rows, *p.shape[1:])
             if x.shape != expected or not x.is_floating_point():
-                wrong.append(f"{there} is {x.dtype} {tuple(x.shape)}, must be {expected}")
+                raise BadInput(f"{path}: {there} is {x.dtype} {tuple(x.shape)}, must be {expected}")
             parts.append(x)
-        if not wrong:
-            state[name] = torch.cat(parts).float().contiguous()
-    wrong += [f"{shown(name)} has no place" for name in tensors if not name.endswith(BUFFERS)]
-    if wrong:
-        raise BadInput(f"{path}: the tensors are not those of the model: {'; '.join(wrong[:3])}")
-    if tied:
-        state["lm_head.weight"] = state["wte.weight"]
-    model.load_state_dict(state, assign=True)
+        state[name] = torch.cat(parts).float().contiguous()
+    for name in tensors:
+        if not name.endswith(BUFFERS):
+            raise BadInput(f"{path}: {shown(name)} has no place in the model")
+    model.load_state_dict(state, strict=not tied, assign=True)
     if tied:
         model.lm_head.weight = model.wte.weight
     return model
@@ -95,18 +91,12 @@ def load_gguf(path):
     kind = metadata.get("general.architecture")
     if kind not in ("llama", "qwen2", "qwen3"):
         raise BadInput(f"{path}: general.architecture = {kind!r}: must be llama, qwen2 or qwen3")
-    divisors = tensors.pop("rope_freqs.weight", None)
-    content = config_of_gguf(metadata, kind, divisors)
+    content = config_of_gguf(metadata, kind)
     content["vocab_size"] = len(tensors["token_embd.weight"])
     _, config = config_from_json(content, path)
     hs = config.head_dim or config.n_embd // config.n_head
     only = ONLY_GGUF | {"rope.dimension_count": (hs,)}
     check_only({f"{kind}.{key}": values for key, values in only.items()}, metadata, path)
-    if divisors is not None:
-        frequency = config.rope_base ** (-torch.arange(0, hs, 2) / hs)
-        expected = frequency / scale_frequency(frequency, *config.rope_scaling)
-        if not torch.allclose(divisors, expected, rtol=1e-4):
-            raise BadInput(f"{path}: rope_freqs.weight does not scale as Llama 3.1 does")
     if kind == "llama":
         for name in tensors:
             if re.search(r"attn_[qk]\.weight$", name):
@@ -114,19 +104,11 @@ def load_gguf(path):
     return fill(config, GGUF_NAMES, tensors, False, path)
 
 
-def config_of_gguf(metadata, kind, divisors):
-    """What a config.json would say of a GGUF file.
-
-    divisors (hs / 2,): of the rotary frequencies of Llama 3.1 and later. The file has no other
-    word of them; all these models have the three other numbers in common.
-    """
+def config_of_gguf(metadata, kind):
+    """What a config.json would say of a GGUF file."""
     def value(key):
         return metadata.get(f"{kind}.{key}")
 
-    rope = {}
-    if divisors is not None:
-        rope = dict(rope_type="llama3", factor=float(divisors.max()), low_freq_factor=1.0,
-                    high_freq_factor=4.0, original_max_position_embeddings=8192)
     return dict(
         model_type=kind,
         hidden_size=value("embedding_length"),
@@ -138,7 +120,6 @@ def config_of_gguf(metadata, kind, divisors):
         max_position_embeddings=value("context_length"),
         rms_norm_eps=float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),  # a float32 there
         rope_theta=value("rope.freq_base"),
-        rope_scaling=rope,
     )
 
 

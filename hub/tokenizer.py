@@ -9,7 +9,7 @@ import itertools
 import os
 
 from data.tokenizer import GPT2_PATTERN, byte_alphabet
-from hub.files import one_line, read_gguf
+from hub.files import read_gguf
 from run.files import read_json, read_text
 from run.script import BadInput, optional
 
@@ -81,25 +81,22 @@ def from_folder(folder):
         return read_json(os.path.join(folder, name), missing={})
 
     path = os.path.join(folder, "tokenizer.json")
-    with one_line(f"{folder}: tokenizer"):
-        core = tokenizers.Tokenizer.from_file(path) if os.path.exists(path) else gpt2_core(folder)
-        config = read("tokenizer_config.json")
-        texts = read("special_tokens_map.json") | config    # each a text or {"content": text}
-        names = {key: x["content"] if isinstance(x, dict) else x
-                 for key, x in texts.items() if key.endswith("_token") and x}
-        model = read("config.json")
-        ends = ids_of("eos", core, read("generation_config.json"), {})
-        own = ids_of("eos", core, model, names)
-        if ends:    # it alone decides; the tokenizer's own one comes first
-            ends = [i for i in own[:1] if i in ends] + ends
-        bos = ids_of("bos", core, model, names)
-        template = config.get("chat_template")
-        if isinstance(template, list):      # several by their names
-            template = {x["name"]: x["template"] for x in template}.get("default")
-        path = os.path.join(folder, "chat_template.jinja")
-        if os.path.exists(path):
-            template = read_text(path)
-        return Tokenizer(core, folder, ends or own, bos, template, names)
+    core = tokenizers.Tokenizer.from_file(path) if os.path.exists(path) else gpt2_core(folder)
+    config = read("tokenizer_config.json")
+    texts = read("special_tokens_map.json") | config    # each a text or {"content": text}
+    names = {key: x["content"] if isinstance(x, dict) else x
+             for key, x in texts.items() if key.endswith("_token") and x}
+    model = read("config.json")
+    ends = ids_of("eos", core, read("generation_config.json"), {})      # it alone decides
+    ends = ends or ids_of("eos", core, model, names)
+    bos = ids_of("bos", core, model, names)
+    template = config.get("chat_template")
+    if isinstance(template, list):      # several by their names
+        template = {x["name"]: x["template"] for x in template}.get("default")
+    path = os.path.join(folder, "chat_template.jinja")
+    if os.path.exists(path):
+        template = read_text(path)
+    return Tokenizer(core, folder, ends, bos, template, names)
 
 
 def gpt2_core(folder):
@@ -123,13 +120,8 @@ def ids_of(role, core, content, names):
 
 
 def from_gguf(path):
-    metadata, _ = read_gguf(path, weights=False)
-    with one_line(f"{path}: tokenizer"):
-        return gguf_tokenizer(metadata, path)
-
-
-def gguf_tokenizer(metadata, path):
     """Tokenizer of the metadata of a GGUF file."""
+    metadata, _ = read_gguf(path, weights=False)
     template = metadata.get("tokenizer.chat_template")
     metadata = {key.removeprefix("tokenizer.ggml."): x for key, x in metadata.items()}
     pre = metadata.get("pre")

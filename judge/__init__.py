@@ -3,16 +3,14 @@ classifiers (roberta.py). A judge is a function of two lists of N texts:
 
     judge(prompts, completions) -> log-odds of "toxic", float32 (N,), every one of them finite
 
-All judges read the completion alone, as RealToxicityPrompts scores continuations: the prompt is
-not the policy's doing. A text that says nothing (empty, a single symbol, no letter or digit) is
-clean to every judge. As a reward the judge abstains, so that the policy learns neither to fall
-silent nor to avoid it.
+All judges read the completion alone: the prompt is not the policy's doing. A text that says nothing
+(empty, a single symbol, no letter or digit) is clean to every judge. As a reward the judge
+abstains, so that the policy learns neither to fall silent nor to avoid it.
 """
 import contextlib
 import os
 
 import torch
-from torch.nn import functional as F
 
 from judge.roberta import load_roberta
 from judge.scorer import load_scorer, says_nothing
@@ -32,11 +30,9 @@ def load_judge(name, device="cpu"):
 def as_reward(scores, kind):
     """Turn log-odds of toxic into a reward, higher is better, by the setting judge_score.
 
-    With p = p(toxic): probability gives 1 - p, logprob log(1 - p), logit log((1 - p) / p).
+    With p = p(toxic): probability gives 1 - p, logit log((1 - p) / p).
     """
-    if kind == "probability":
-        return torch.sigmoid(-scores)
-    return F.logsigmoid(-scores) if kind == "logprob" else -scores
+    return torch.sigmoid(-scores) if kind == "probability" else -scores
 
 
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):

@@ -9,8 +9,6 @@ import torch
 
 from run.script import BadInput, shown, user_error
 
-LARGEST = 1e16  # of a reward: squares of larger ones leave float32, and with them the std
-
 
 def try_rewards(cfg, prompts):
     """Let the config file's rewards score a few prompts in place of completions, and an empty one,
@@ -44,27 +42,26 @@ def score_by(name, function, prompts, completions):
     else:
         values = call(f"reward {name!r}", function, prompts, completions)
     try:
-        values = [v.item() if hasattr(v, "item") else v for v in values]  # of numpy or torch
+        numbers = [math.nan if v is None else float(v) for v in values]
     except (TypeError, ValueError, RuntimeError) as e:
         raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "
                        "completion") from e
-    if len(values) != len(completions):
-        raise BadInput(f"reward {name!r} returned {len(values)} numbers for {len(completions)} "
+    if len(numbers) != len(completions):
+        raise BadInput(f"reward {name!r} returned {len(numbers)} numbers for {len(completions)} "
                        "completions")
-    for value, completion in zip(values, completions):
-        is_number = isinstance(value, (int, float)) and abs(value) <= LARGEST
-        if value is not None and not is_number:
+    for value, number, completion in zip(values, numbers, completions):
+        if value is not None and not math.isfinite(number):
             raise BadInput(f"reward {name!r} returned {shown(value)} for the completion "
-                           f"{completion!r}: must be a finite number up to {LARGEST:g}, or None")
-    return [math.nan if v is None else float(v) for v in values]
+                           f"{completion!r}: must be a finite number, or None")
+    return numbers
 
 
 def call(what, function, prompts, completions):
     """Call a user's function. Where it raises, BadInput names the first example that it raises for
     alone; the function's own traceback is a note of the BadInput."""
-    args, kwargs = arguments_of(what, function, prompts, completions)
+    arguments = arguments_of(what, function, prompts, completions)
     try:
-        return function(*args, **kwargs)
+        return function(**arguments)
     except BadInput:
         raise
     except (Exception, SystemExit) as e:
@@ -74,43 +71,40 @@ def call(what, function, prompts, completions):
 
 def failing_example(what, function, prompts, completions):
     for prompt, completion in zip(prompts, completions):
-        args, kwargs = arguments_of(what, function, [prompt], [completion])
+        arguments = arguments_of(what, function, [prompt], [completion])
         try:
-            function(*args, **kwargs)
+            function(**arguments)
         except (Exception, SystemExit):
             return f", for the prompt {shown(prompt.text)} and completion {shown(completion)}"
     return ""
 
 
 def arguments_of(what, function, prompts, completions):
-    """Find what a user's function is to be called with -> (args, kwargs).
+    """Find what a user's function is to be called with -> {name: argument}.
 
-    The first two parameters are prompts and completions; if one is called completions, these two
-    go by their names (TRL's form). Every other parameter goes by its name: rows, which are dicts of
-    all columns, or a column of the prompts' file. **kwargs takes all that is left.
+    The first two parameters are prompts and completions, whatever they are called, unless one is
+    called completions (TRL's form). Every other parameter goes by its name: rows, which are dicts
+    of all columns, or a column of the prompts' file. **kwargs takes all that is left.
     """
     texts = [prompt.text for prompt in prompts]
     rows = [prompt.row for prompt in prompts]
     columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
     parameters = inspect.signature(function).parameters
-    given = dict(rows=rows)
-    args = [texts, completions]
-    if "completions" in parameters:
-        given |= dict(prompts=texts, completions=completions)
-        args = [] if next(iter(parameters)) in columns | given else [texts]
-    elif len(parameters) < 2:
-        raise BadInput(f"{what} takes ({', '.join(parameters)}): must take (prompts, completions); "
-                       "rows or columns of the prompts' file may follow")
+    names = list(parameters)
+    given = dict(rows=rows, prompts=texts, completions=completions)
+    if "completions" not in names:
+        if len(names) < 2:
+            raise BadInput(f"{what} takes ({', '.join(names)}): must take (prompts, completions); "
+                           "rows or columns of the prompts' file may follow")
+        given |= {names[0]: texts, names[1]: completions}
+    elif names[0] not in columns:
+        given.setdefault(names[0], texts)
     known = columns | given
-    kwargs = {}
-    for p in list(parameters.values())[len(args):]:
+    for name, p in parameters.items():
         if p.kind is p.VAR_KEYWORD:
-            kwargs |= {name: x for name, x in known.items() if name not in parameters}
-            continue
-        for prompt in prompts if p.default is p.empty and p.name not in given else ():
-            if p.name not in prompt.row:
-                raise BadInput(f"{what} asks for the column {p.name!r}; the prompt "
-                               f"{shown(prompt.text)} has {sorted(map(str, prompt.row))}")
-        if p.name in known:
-            kwargs[p.name] = known[p.name]
-    return args, kwargs
+            return known
+        lacking = [prompt for prompt in prompts if name not in given and name not in prompt.row]
+        if lacking and p.default is p.empty:
+            raise BadInput(f"{what} asks for the column {name!r}; the prompt "
+                           f"{shown(lacking[0].text)} has {sorted(map(str, lacking[0].row))}")
+    return {name: known[name] for name in names if name in known}

@@ -102,16 +102,15 @@ class Roberta(nn.Module):
 def load_roberta(name, device="cpu", label=None):
     """Load the judge in a folder or under a published name.
 
-    label names the toxic label; None takes the one that is in TOXIC. If the labels exclude each
-    other, the log-odds are its logit - logsumexp(the other logits). If it is the only label, or if
-    the labels are independent (multi_label_classification), they are its logit. A text longer than
-    the model's positions is cut.
+    label names the toxic label; None takes the one that is in TOXIC. The log-odds are its logit -
+    logsumexp(the other logits), or its logit if it stands alone or the labels are independent
+    (multi_label_classification). A text longer than the model's positions is cut.
     """
     folder = fetch(name)
     config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
     check_only(ONLY, config, name)
-    tokenizer = from_folder(folder)
-    with one_line(name, "its config.json and its tensors must be a RoBERTa classifier's"):
+    with one_line(name, "its files must be a RoBERTa classifier's"):
+        tokenizer = from_folder(folder)
         labels = [config["id2label"][i] for i in sorted(config["id2label"], key=int)]
         model = read_model(folder, config, len(labels)).to(device)
         if tokenizer.largest >= config["vocab_size"]:

@@ -34,9 +34,6 @@ def named_judges(cfg, device):
     """{role: judge} of the judges that the settings name by a file or published name."""
     named = {role: getattr(cfg, role) for role in HALVES}
     named = {role: name for role, name in named.items() if name not in (None, "train")}
-    if len(named) > len(set(named.values())):
-        print(f"note: eval_judge is the judge that gives the reward, {cfg.judge}: "
-              "it is no independent check")
     loaded = {name: load_judge(name, device) for name in sorted(set(named.values()))}
     return {role: loaded[name] for role, name in named.items()}
 
@@ -109,13 +106,14 @@ def train_judge(path, name, comments, held_out, num_tokens, device, stop):
     rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
     scores = log_odds(model.eval(), rows, device)
     toxic = torch.tensor([label > 0.5 for _, label in held_out])
-    accuracy = float(((scores > 0) == toxic).float().mean())
-    area = auc(scores, toxic)
-    save_judge(path, model, accuracy=accuracy, auc=area, heldout=len(held_out))
+    right = ((scores > 0) == toxic).float()
+    share_toxic = float(right[toxic].mean())
+    share_clean = float(right[~toxic].mean())
+    save_judge(path, model, right_of_toxic=share_toxic, right_of_clean=share_clean)
     if os.path.exists(partial):
         os.remove(partial)
-    print(f"{name}: held-out accuracy {accuracy:.4f}, ROC AUC {area:.4f} on {len(held_out)} "
-          f"comments it never saw, {time.time() - began:.0f} s")
+    print(f"{name}: right about {share_toxic:.1%} of the toxic and {share_clean:.1%} of the clean "
+          f"ones of {len(held_out)} comments it never saw, {time.time() - began:.0f} s")
 
 
 def even_lengths(comments, seed):
@@ -151,20 +149,6 @@ def length_batches(rows, size, seed):
         batches += [pool[i:i + size] for i in range(0, len(pool), size)]
     rng.shuffle(batches)
     return batches
-
-
-def auc(scores, toxic):
-    """Area under the ROC curve: the chance that a toxic comment scores above a clean one.
-
-    Equal scores count half. scores (N,), toxic (N,) of bools.
-    """
-    # rank of each score from 1, equal scores share the mean of theirs (Mann and Whitney 1947)
-    _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
-    ranks = counts.cumsum(0) - (counts.double() - 1) / 2
-    num_toxic = int(toxic.sum())
-    num_clean = int((~toxic).sum())
-    wins = ranks[inverse][toxic].sum() - num_toxic * (num_toxic + 1) / 2
-    return float(wins / (num_toxic * num_clean))
 
 
 def main(argv):

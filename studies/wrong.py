@@ -15,19 +15,27 @@ arms = arms | {"oracle": {"tracin": "reward", "tracin_select": "weigh"}}
 
 
 def columns(folder):
-    """Of the last third of a run: the shares kept of rollouts with a wrong and with a right reward,
-    and auc, the chance that the wrong one of two of an iteration has the lower influence. Rollouts
-    with advantage 0 teach nothing and are left out."""
+    """Of the last third of a run: the shares kept of rollouts with a wrong and with a right reward;
+    and auc, the chance that the wrong one of two of an iteration has the lower influence, and the
+    same by reward and by |advantage|. Rollouts with advantage 0 teach nothing and are left out."""
     rows = _read_rows(f"{folder}/samples.jsonl")
     last = rows[-1]["iteration"]
     rows = [row for row in rows if row["iteration"] > last * 2 / 3 and row["advantage"]]
     wrong = [row for row in rows if row["scores"]["wrong"]]
     right = [row for row in rows if not row["scores"]["wrong"]]
-    lower = [(a["influence"] < b["influence"]) + (a["influence"] == b["influence"]) / 2
-             for a in wrong for b in right
-             if a["iteration"] == b["iteration"] and a.get("influence") is not None]
     found = {"wrong kept": _share_kept(wrong), "right kept": _share_kept(right)}
-    return found | ({"auc": sum(lower) / len(lower)} if lower else {})
+    if rows and rows[0].get("influence") is not None:
+        found["auc"] = _auc(wrong, right, lambda row: row["influence"])
+        found["auc reward"] = _auc(wrong, right, lambda row: row["reward"])
+        found["auc |advantage|"] = _auc(wrong, right, lambda row: abs(row["advantage"]))
+    return found
+
+
+def _auc(wrong, right, key):
+    """The share of pairs of an iteration whose wrong row has the lower key; a tie is a half."""
+    lower = [(key(a) < key(b)) + (key(a) == key(b)) / 2
+             for a in wrong for b in right if a["iteration"] == b["iteration"]]
+    return sum(lower) / len(lower) if lower else None
 
 
 def _share_kept(rows):

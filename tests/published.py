@@ -1,6 +1,5 @@
 """Tiny models in exactly the layouts that they are published in, and what they compute by hand from
 the published tensors: GPT-2, GPT-Neo, Llama, Qwen2, Qwen3, RoBERTa; folders and GGUF files."""
-import cmath
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from hub.files import save_tensors
 from hub.tokenizer import bpe_core
 from judge.roberta import Roberta
 from model import GPT, GPTConfig
+from worlds import turned
 
 V, C, H = 23, 12, 4     # tokens, channels, heads
 GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, n_positions=32,
@@ -71,7 +71,7 @@ def make_tensors(c, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {name: 0.4 * torch.randn(x.shape, generator=generator)
             + ("norm" in name or "ln_" in name and name.endswith("weight"))
-            for name, x in merged_tensors(model, {}, kind).items()}
+            for name, x in merged_tensors(model, kind).items()}
 
 
 def write(folder, c, tensors=None):
@@ -137,6 +137,17 @@ def write_gguf(path, c, tensors, kind, **changes):
     return str(path)
 
 
+def gguf_of_core(core, pre, **ids):
+    """The metadata of a GGUF file that holds the vocabulary of chat_core."""
+    model = json.loads(core.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    kinds = [3 if token in MARKS else 1 for token in tokens]
+    metadata = dict(model="gpt2", pre=pre, tokens=tokens, token_type=kinds,
+                    merges=[" ".join(merge) for merge in model["merges"]],
+                    eos_token_id=2, eot_token_id=0) | ids
+    return {f"tokenizer.ggml.{key}": x for key, x in metadata.items()}
+
+
 # ------------------------------------------------------------------------------------------------
 # logits by hand
 
@@ -173,7 +184,9 @@ def logits_by_hand(c, tensors, ids):
             q = norm(q, at + "q_norm")
             k = norm(k, at + "k_norm")
         if not gpt:
-            q, k = (torch.stack([turned(y[t], t, c) for t in range(T)]) for y in (q, k))
+            rope = rope_of(c)
+            q, k = (torch.stack([torch.stack([turned(head, t, rope) for head in y[t]])
+                                 for t in range(T)]) for y in (q, k))
         out = torch.zeros_like(q)
         for t in range(T):
             first = max(0, t + 1 - c["window_size"]) if i in local_layers(c) else 0
@@ -214,31 +227,13 @@ def local_layers(c):
     return [i for i, kind in enumerate(kinds) if kind == "local"]
 
 
-def turned(x, t, c):
-    """Heads x (n, hs) at position t: channels i and i + hs / 2 turn by one angle."""
-    half = x.shape[-1] // 2
-    base = (c.get("rope_parameters") or c)["rope_theta"]
-    angle = [t * slower(base ** (-i / half), c) for i in range(half)]
-    z = [[complex(row[i], row[i + half]) * cmath.exp(1j * angle[i]) for i in range(half)]
-         for row in x]
-    return torch.tensor([[y.real for y in row] + [y.imag for y in row] for row in z],
-                        dtype=torch.float64)
-
-
-def slower(frequency, c):
-    """By cases and by wavelengths, as Llama 3.1's own code has it."""
+def rope_of(c):
+    """The base of a config.json's rotary positions and the numbers that scale them."""
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    if rope.get("rope_type") != "llama3":
-        return frequency
-    length = 2 * math.pi / frequency
-    positions = rope["original_max_position_embeddings"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    if length < positions / high:
-        return frequency
-    if length > positions / low:
-        return frequency / rope["factor"]
-    smooth = (positions / length - low) / (high - low)
-    return (1 - smooth) * frequency / rope["factor"] + smooth * frequency
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaling = [rope[name] for name in names] if rope.get("rope_type") == "llama3" else ()
+    base = (c.get("rope_parameters") or c)["rope_theta"]
+    return SimpleNamespace(rope_base=base, rope_scaling=scaling)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Fast paths beside plain ones: the decode step with fixed shapes, and the ladder that takes away
-what does not hold."""
+"""Fast paths beside plain ones: the decode step with fixed shapes, attention's two branches,
+and the ladder that takes away what does not hold."""
 import functools
 import math
 from dataclasses import replace
@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model import attend
 from run import fast
 from run.fast import Decoder, prove
 from sample import completion_logprobs, generate
@@ -71,6 +72,45 @@ def test_forced_tokens_and_answers_reach_the_buffers():
     same_rollout(found, expected)
 
 
+def by_definition(q, k, v, seen, scale):
+    """softmax(scale * q k^T) v in float64, a head and a position at a time."""
+    B, nh, T, hs = q.shape
+    group = nh // k.shape[1]
+    out = torch.zeros(B, nh, T, hs, dtype=torch.float64)
+    for b in range(B):
+        for j in range(nh):
+            for t in range(T):
+                keys = k[b, j // group].double()
+                weights = (keys @ q[b, j, t].double() * scale + seen[b, 0, t]).softmax(0)
+                out[b, j, t] = weights @ v[b, j // group].double()
+    return out
+
+
+def test_both_branches_of_attention_are_its_definition():
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        for T, S in ((1, 7), (5, 5), (130, 130)):       # by hand, by hand in bfloat16, torch's
+            q = random(2, 4, T, 8).to(dtype)
+            k = random(2, 2, S, 8).to(dtype)
+            v = random(2, 2, S, 8).to(dtype)
+            mask = random(2, 1, T, S) > -0.5
+            mask[..., 0] = True
+            added = torch.zeros(2, 1, T, S).masked_fill(~mask, -math.inf)
+            causal = torch.zeros(T, S).masked_fill(~torch.ones(T, S).bool().tril(), -math.inf)
+            nothing = torch.zeros(2, 1, T, S)
+            cases = [(mask, False, added), (added.to(dtype), False, added), (None, False, nothing)]
+            if T == S:
+                cases.append((None, True, causal.expand(2, 1, T, S)))
+            for given, is_causal, seen in cases:
+                found = attend(q, k, v, given, is_causal, 0.3).double()
+                expected = by_definition(q, k, v, seen, 0.3)
+                torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
 def word_nets(**knobs):
     cfg = settings(num_generations=4, **knobs)
     nets = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
@@ -114,8 +154,6 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
     (lambda h: h * math.nan, "note: compile off: log-probs are off by nan"),
     (lambda h: h.detach() + 0 * h, "note: compile off: gradients are off"),
     (raising, "note: compile off: no compiler here\n")])
-
-
 def test_compile_that_does_not_hold_goes(monkeypatch, change, says):
     monkeypatch.setattr(torch, "compile", compiled(change))
     nets, cfg = word_nets(compile=True)

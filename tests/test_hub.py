@@ -1,7 +1,6 @@
 """hub/: published models in and out. Tiny models in the published layouts against a forward by
 hand; tokenizers against the package and merging by hand; exports read back."""
 import json
-import math
 import os
 import re
 
@@ -13,14 +12,14 @@ from data.tokenizer import load_tokenizer
 from hub.export import core_of, export
 from hub.families import spelled_out
 from hub.files import fetch, load_tensors, save_tensors
-from hub.tokenizer import from_folder, from_gguf, gguf_tokenizer
+from hub.tokenizer import from_folder
 from model import GPT, GPTConfig
 from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V,
-                       chat_core, logits_by_hand, make_tensors, put, write, write_gguf)
+                       chat_core, gguf_of_core, logits_by_hand, make_tensors, put, write,
+                       write_gguf)
 from sample import pad_left
 from worlds import random_ids, refusal, with_lora
 
-LLAMA32 = LLAMA | dict(head_dim=12, rope_theta=500000.0)
 ROWS = random_ids(3, 9, V).tolist()
 
 
@@ -98,12 +97,10 @@ REFUSALS = [
     (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
     (GPT2, dict(n_head=None), "n_head is missing"),
     (GPT2, dict(num_attention_heads=3), "num_attention_heads = 3 .* only 4"),
-    (GPT2, dict(n_head="4"), "must fit together"),
     (GPT2, dict(n_head=5), "n_embd = 12 must be a multiple of n_head"),
     (GPT2, dict(n_positions=64), r"wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)"),
     (GPT2, dict(n_layer=10 ** 9), "28 tensors for 1000000000 layers"),
     (GPT2, dict(n_layer=1), "h.1.*has no place"),
-    (GPT2, dict(n_layer=3), r"h.2.ln_1.weight is torch.float32 \(0,\), must be \(12,\)"),
     (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
     (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
     (NEO, dict(attention_layers=["global"] * 3), "attention_layers"),
@@ -115,7 +112,6 @@ REFUSALS = [
     (LLAMA, dict(rope_scaling=LLAMA3, original_max_position_embeddings=4), "embeddings = 4"),
     (LLAMA, dict(rope_scaling="x"), "must fit together"),
     (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
-    (LLAMA, dict(is_causal=False), "is_causal = False"),
     (QWEN2, dict(use_sliding_window=True), "use_sliding_window = True"),
     (QWEN3, dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
     (QWEN3, dict(head_dim=None), r"q_proj.weight is .*\(24, 16\), must be \(512, 16\)")]
@@ -135,6 +131,9 @@ def test_odd_tensors_are_named_and_pickles_are_never_opened(tmp_path):
                     ("model.norm.weight", torch.zeros(16, dtype=torch.int8))):
         folder = write(tmp_path / "m", LLAMA, make_tensors(LLAMA) | {name: x})
         assert name[:2].strip() in refusal(hub.policy.load, folder)
+    put(folder, **{"model.safetensors.index": dict(weight_map={"x": "../up.safetensors"})})
+    assert os.path.join(folder, "up.safetensors") in refusal(hub.policy.load, folder)
+    os.remove(tmp_path / "m" / "model.safetensors.index.json")
     os.remove(tmp_path / "m" / "model.safetensors")
     torch.save(make_tensors(LLAMA), tmp_path / "m" / "pytorch_model.bin")
     assert "never opened" in refusal(hub.policy.load, tmp_path / "m")
@@ -143,10 +142,10 @@ def test_odd_tensors_are_named_and_pickles_are_never_opened(tmp_path):
 
 
 def test_what_is_no_published_model_is_named(tmp_path):
+    folder = write(tmp_path / "m", LLAMA)
     for text in ("[]", "{", "{}"):
-        write(tmp_path / "m", LLAMA)
         (tmp_path / "m" / "config.json").write_text(text)
-        assert str(tmp_path / "m") in refusal(hub.policy.load, tmp_path / "m")
+        assert folder in refusal(hub.policy.load, folder)
     for name in ("no/such/folder", "../up", "a b", ""):
         assert "no published name" in refusal(fetch, name)
 
@@ -168,8 +167,6 @@ def test_names_are_downloaded_by_huggingface_hub(monkeypatch):
         ("allenai/rtp", None, "dataset")]
     assert seen[2][3] == ["prompts.jsonl"]
     assert not any(name.endswith((".bin", ".pt", "*")) for name in seen[0][3])
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
-    assert "OWNER/NAME: ZeroDivisionError" in refusal(fetch, "OWNER/NAME")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -188,22 +185,6 @@ def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
         assert torch.equal(x, b.state_dict()[name]), name
 
 
-def test_gguf_of_llama_3_is_scaled_by_its_table_of_frequencies(tmp_path):
-    scaling = dict(LLAMA3, factor=32.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-    tensors = make_tensors(LLAMA32)
-    expected, _ = hub.policy.load(write(tmp_path / "m", LLAMA32 | dict(rope_scaling=scaling)))
-    # waves of 6.3, 56, 499, 4443, 39583 and 352674 positions: one lies between 2048 and 8192
-    smooth = (8192 / 4442.9 - 1) / (4 - 1)
-    table = torch.tensor([1, 1, 1, 1 / ((1 - smooth) / 32 + smooth), 32, 32])
-    path = write_gguf(tmp_path / "m.gguf", LLAMA32, tensors | {"rope_freqs.weight": table}, "llama")
-    found, _ = hub.policy.load(path)
-    assert found.config == expected.config
-    for odd in (table + torch.eye(6)[3], table * math.nan):
-        path = write_gguf(
-            tmp_path / "m.gguf", LLAMA32, tensors | {"rope_freqs.weight": odd}, "llama")
-        assert "rope_freqs.weight" in refusal(hub.policy.load, path)
-
-
 def test_gguf_of_another_kind_is_one_line(tmp_path):
     for kind, changes, says in (
             ("gemma", {}, "general.architecture = 'gemma'"),
@@ -216,6 +197,9 @@ def test_gguf_of_another_kind_is_one_line(tmp_path):
         path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **changes)
         message = refusal(hub.policy.load, path)
         assert path in message and says in message, message
+    scaled = make_tensors(LLAMA) | {"rope_freqs.weight": torch.ones(2)}     # of Llama 3.1
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, scaled, "llama")
+    assert "'rope_freqs.weight' has no place" in refusal(hub.policy.load, path)
     (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:300])
     assert "download it again" in refusal(hub.policy.load, path)
 
@@ -260,8 +244,6 @@ def test_no_text_becomes_a_special_token_but_what_a_template_wrote_does(tmp_path
     assert not set(tokenizer.encode_ordinary(text)) & {0, 1, 2}
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
     assert tokenizer.encode_marked(text)[-1] == 2
-    assert tokenizer.encode_ordinary_batch([text, "b"]) == [
-        tokenizer.encode_ordinary(text), tokenizer.encode_ordinary("b")]
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.names == {"eos_token": "<|im_end|>"}
     (tmp_path / "chat_template.jinja").write_text("other")
@@ -273,7 +255,7 @@ def test_generation_config_alone_says_what_ends_a_completion_where_it_names_some
     for model, generation, expected in (
             ({}, {}, (2,)), (dict(eos_token_id=0), {}, (2, 0)),
             (dict(eos_token_id=0), dict(eos_token_id=1), (1,)),
-            ({}, dict(eos_token_id=[0, 2]), (2, 0)), ({}, dict(eos_token_id=[0, 9999]), (0,))):
+            ({}, dict(eos_token_id=[0, 2]), (0, 2)), ({}, dict(eos_token_id=[0, 9999]), (0,))):
         put(folder, config=model, generation_config=generation)
         tokenizer = from_folder(folder)
         assert tokenizer.end_tokens == expected
@@ -291,41 +273,38 @@ def test_ids_that_the_models_own_tokenizer_puts_before_a_text(tmp_path):
     assert from_folder(str(tmp_path)).before_text == [0]
 
 
-def test_gguf_vocabularies_cut_words_as_their_names_say():
-    core = chat_core(2000)
-    model = json.loads(core.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    kinds = [3 if token in MARKS else 1 for token in tokens]
-    metadata = dict(model="gpt2", tokens=tokens, merges=[" ".join(m) for m in model["merges"]],
-                    token_type=kinds, eos_token_id=2, eot_token_id=0, bos_token_id=1)
+def test_gguf_vocabularies_cut_words_as_their_names_say(tmp_path):
+    def tokenizer_of(pre):
+        metadata = gguf_of_core(chat_core(2000), pre, bos_token_id=1)
+        path = write_gguf(tmp_path / "m.gguf", LLAMA, {}, "llama", **metadata)
+        return hub.policy.tokenizer_of(path)
+
     cut = {}
     for pre in ("gpt-2", "smollm", "qwen2", "llama-bpe"):
-        named = {f"tokenizer.ggml.{key}": x for key, x in (metadata | dict(pre=pre)).items()}
-        tokenizer = gguf_tokenizer(named, "m.gguf")
+        tokenizer = tokenizer_of(pre)
         assert tokenizer.end_tokens == (2, 0)
         assert tokenizer.before_text == ([1] if pre == "llama-bpe" else [])
         assert tokenizer.encode_marked("a<|im_end|>")[-1] == 2
         cut[pre] = [tokenizer.decode([i]) for i in tokenizer.encode_ordinary("100 2010")]
         composed = tokenizer.encode_ordinary("\u00e9")
         assert (tokenizer.encode_ordinary("e\u0301") == composed) == (pre == "qwen2")
-    assert cut["gpt-2"] == [core.decode([i]) for i in core.encode("100 2010").ids]
+    assert cut["gpt-2"] == ["1", "00", " 201", "0"]
     assert cut["smollm"] == cut["qwen2"] == ["1", "0", "0", " ", "2", "0", "1", "0"]
     assert cut["llama-bpe"] != cut["smollm"]
-    odd = dict(named, **{"tokenizer.ggml.pre": "deepseek"})
-    assert "'deepseek'" in refusal(gguf_tokenizer, odd, "m.gguf")
+    assert "'deepseek'" in refusal(tokenizer_of, "deepseek")
 
 
 def test_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
     from tokenizers import Tokenizer, models
 
     folder = write_chat(tmp_path, eos_token=None)
-    assert "no end token" in refusal(from_folder, folder)
+    assert "no end token" in refusal(hub.policy.tokenizer_of, folder)
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    assert "byte-level" in refusal(from_folder, folder)
+    assert "byte-level" in refusal(hub.policy.tokenizer_of, folder)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert folder in refusal(from_folder, folder)
+    assert folder in refusal(hub.policy.tokenizer_of, folder)
     os.remove(tmp_path / "tokenizer.json")
-    assert folder in refusal(from_folder, folder)
+    assert folder in refusal(hub.policy.tokenizer_of, folder)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -344,7 +323,7 @@ def test_export_gives_back_what_came_in(layout, tmp_path):
     c = LAYOUTS[layout]
     source = source_of(tmp_path / "in", c)
     export(hub.policy.load(source)[0], str(tmp_path / "out"), source)
-    back = load_tensors(tmp_path / "out" / "model.safetensors")
+    back = load_tensors(tmp_path / "out")
     tensors = make_tensors(c)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], x) for name, x in tensors.items())
@@ -357,7 +336,7 @@ def test_export_gives_back_what_came_in(layout, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["gpt2", "gpt_neo", "llama", "qwen2 tied", "qwen3"])
-def test_lora_leaves_merged_or_as_an_adapter_whose_parts_add_up_to_the_same(layout, tmp_path):
+def test_lora_leaves_merged(layout, tmp_path):
     c = LAYOUTS[layout]
     source = source_of(tmp_path / "in", c)
     model = with_lora(hub.policy.load(source)[0], rank=3, alpha=6.0)
@@ -368,48 +347,27 @@ def test_lora_leaves_merged_or_as_an_adapter_whose_parts_add_up_to_the_same(layo
     merged, _ = hub.policy.load(tmp_path / "merged")
     torch.testing.assert_close(logits(merged, idx), expected, rtol=0, atol=1e-4)
 
-    export(model, str(tmp_path / "adapter"), source, adapter="someone/base")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (3, 6.0)
-    assert config["base_model_name_or_path"] == "someone/base"
-    assert config["fan_in_fan_out"] == (layout == "gpt2")
-    adapter = load_tensors(tmp_path / "adapter" / "adapter_model.safetensors")
-    tensors = make_tensors(c)
-    for name in [name for name in adapter if name.endswith("lora_A.weight")]:
-        update = 2.0 * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        tensors[module + ".weight"] += update.T if layout == "gpt2" else update
-        assert module.split(".")[-1] in config["target_modules"]
-    by_hand, _ = hub.policy.load(write(tmp_path / "by_hand", c, tensors))
-    torch.testing.assert_close(logits(by_hand, idx), expected, rtol=0, atol=1e-4)
-
 
 def test_exported_tokenizers_give_the_same_ids(tmp_path):
     model = GPT(GPTConfig(2000, 16, 1, 2, 8))
     ours = load_tokenizer(2000)
-    export(model, str(tmp_path / "out"), ours, dtype="bfloat16")
+    export(model, str(tmp_path / "out"), ours)
     back = from_folder(str(tmp_path / "out"))
     assert back.end_tokens == (1999,)
     for text in TEXTS:
         assert back.encode_ordinary(text) == ours.encode_ordinary(text)
-    tensors = load_tensors(tmp_path / "out")
-    assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
     assert {"vocab.json", "merges.txt", "tokenizer.json"} <= set(os.listdir(tmp_path / "out"))
 
-    vocabulary = json.loads(chat_core(2000).to_str())["model"]
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
-                "tokenizer.ggml.tokens": sorted(vocabulary["vocab"], key=vocabulary["vocab"].get),
-                "tokenizer.ggml.merges": [" ".join(m) for m in vocabulary["merges"]],
-                "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 0,
-                "tokenizer.chat_template": TEMPLATE}
+    metadata = gguf_of_core(chat_core(2000), "gpt-2")
+    metadata["tokenizer.chat_template"] = TEMPLATE
     path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), "llama", **metadata)
     export(hub.policy.load(path)[0], str(tmp_path / "gguf"), path)
     one = from_folder(str(tmp_path / "gguf"))
-    other = from_gguf(path)
+    other = hub.policy.tokenizer_of(path)
     assert one.end_tokens == other.end_tokens == (2, 0)
     assert one.chat_template == TEMPLATE
-    assert [one.encode_ordinary(text) for text in TEXTS] == [
-        other.encode_ordinary(text) for text in TEXTS]
+    for text in TEXTS:
+        assert one.encode_ordinary(text) == other.encode_ordinary(text)
 
 
 def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -418,8 +376,6 @@ def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     assert "is there already" in refusal(export, model, str(tmp_path / "there"), tokenizer)
     out = str(tmp_path / "out")
-    assert "dtype = 'int8'" in refusal(export, model, out, tokenizer, dtype="int8")
-    assert "no LoRA adapter" in refusal(export, model, out, tokenizer, adapter="x")
 
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -431,10 +387,8 @@ def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_shape_that_nobody_publishes_is_refused(tmp_path):
     rotary = dict(rope_base=100.0, rms=True, swiglu=True)
-    for shape in (dict(bias=False), dict(causal=False), dict(rms=True), dict(swiglu=True),
-                  dict(rope_base=100.0), rotary, dict(window=3, local_layers=(0,)),
-                  dict(head_dim=6), dict(attn_scale=0.5, qkv_bias=False),
-                  rotary | dict(bias=False, qkv_bias=True, qk_norm=True)):
+    for shape in (dict(bias=False), dict(causal=False), dict(rope_base=100.0), rotary,
+                  dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
         model = GPT(GPTConfig(300, 16, 1, 2, 8, **shape))
         message = refusal(export, model, str(tmp_path / "out"), load_tokenizer(300))
         assert re.search("no published architecture|window_size is missing", message)

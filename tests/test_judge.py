@@ -19,12 +19,11 @@ from hub.tokenizer import from_folder
 from judge import as_reward, load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right, save_judge
-from judge.train import (auc, even_lengths, get_judges, length_batches, named_judges,
-                         train_judge)
+from judge.train import even_lengths, get_judges, length_batches, named_judges, train_judge
 from model import GPTConfig
 from published import make_gpt2, make_roberta, put, roberta_by_hand
 from run.files import load_file
-from worlds import printed, refusal, sentence, write_comments
+from worlds import refusal, sentence, write_comments
 
 CPU = torch.device("cpu")
 TEXTS = ["the other theatre", "", "there " * 12, "x", "a b  c\n1 2", "the </s><pad> <s> there",
@@ -65,16 +64,6 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
     assert [(row[0], len(row)) for row in rows] == [(299, 1), (299, 3), (299, 3), (299, 10)]
 
 
-def test_auc_is_its_definition():
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(6, (60,), generator=generator) / 3 - 1
-    labels = torch.randint(2, (60,), generator=generator).bool()
-    toxic = scores[labels]
-    clean = scores[~labels]
-    wins = sum(float(a > b) + float(a == b) / 2 for a in toxic for b in clean)
-    assert auc(scores, labels) == pytest.approx(wins / (len(toxic) * len(clean)))
-
-
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
     whole = " ".join(map(str, range(100)))
     comments = [("bad word", 1.0), ("a bad one", 1.0)] + [(whole, 0.0)] * 200
@@ -103,20 +92,19 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
                                                                " a warm\ncat "])
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
-    for kind in ("probability", "logprob", "logit"):
-        cfg = SimpleNamespace(judge_score=kind, reward_funcs=("judge",), functions={},
-                              tracin_val_reward=None)
-        reward = reward_functions(cfg, {"judge": judge})["judge"]
-        a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
-        assert a > b
-        assert silent is None
+    cfg = SimpleNamespace(judge_score="logit", reward_funcs=("judge",), functions={},
+                          tracin_val_reward=None)
+    reward = reward_functions(cfg, {"judge": judge})["judge"]
+    a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
+    assert a > b
+    assert silent is None
     assert "kind 'judge'" in refusal(load_judge, tiny.policy)
 
 
 def test_reward_falls_with_toxicity():
     x = torch.linspace(-8, 8, 33, dtype=torch.double)
     p = torch.sigmoid(x)
-    for kind, expected in (("probability", 1 - p), ("logit", -x), ("logprob", (1 - p).log())):
+    for kind, expected in (("probability", 1 - p), ("logit", -x)):
         torch.testing.assert_close(as_reward(x, kind), expected, rtol=0, atol=1e-9)
 
 
@@ -145,7 +133,7 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
     assert os.path.exists(tmp_path / "cut.pt.partial")
     again = train("cut", lambda: False)
     assert not os.path.exists(tmp_path / "cut.pt.partial")
-    assert again["auc"] == whole["auc"] > 0.5
+    assert again["right_of_clean"] == whole["right_of_clean"] > 0.5
     assert all(torch.equal(x, again["model"][name]) for name, x in whole["model"].items())
 
 
@@ -228,11 +216,10 @@ def test_what_is_no_classifier_is_one_line(make):
     assert "classifier" in refusal(load_judge, folder)
 
 
-def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
+def test_one_judge_in_both_roles_is_read_once(make):
     folder = make()
     for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
-        assert ("no independent check" in printed(get_judges, cfg, {}, CPU)) == same
         judges = named_judges(cfg, CPU)
         assert (judges["judge"] is judges["eval_judge"]) == same
         assert get_judges(cfg, {}, CPU, named=judges) == judges
@@ -277,7 +264,7 @@ def test_scores_are_columns_and_none_is_nan():
 
 
 def test_a_reward_that_returns_something_else_is_named():
-    for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1], [1e17, 1],
+    for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
                    [[1], [2]], torch.ones(2, 2)):
         assert "reward 'r' returned" in refusal(score, {"r": lambda p, c: values}, ASKED, ANSWERS)
 

@@ -1,13 +1,12 @@
 """model.py: the network of every family against a forward by hand; padding, the cache, the start of
-the weights, attention written out, LoRA."""
+the weights, LoRA."""
 import copy
 import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from model import GPT, GPTConfig, LoRA, add_lora, attend
+from model import GPT, GPTConfig, LoRA, add_lora
 from run.device import autocast
 from worlds import SHAPES, hidden_by_hand, random_gpt, random_ids, with_lora
 
@@ -108,27 +107,6 @@ def test_bias_false_leaves_no_bias_and_an_impossible_width_is_refused():
 # precision
 
 
-def test_attention_written_out_equals_torchs():
-    """On a CPU short rows in bfloat16 and single positions are computed by the formula."""
-    torch.manual_seed(0)
-    for T, nkv, dtype in ((1, 4, torch.float32), (1, 2, torch.float32), (7, 2, torch.bfloat16),
-                          (1, 2, torch.bfloat16), (7, 4, torch.bfloat16)):
-        q = torch.randn(2, 4, T, 8)
-        k, v = torch.randn(2, 2, nkv, 7, 8)
-        mask = torch.rand(2, 1, T, 7) < 0.6
-        mask[..., 0] = True
-        wide = [x.repeat_interleave(4 // nkv, 1) for x in (k, v)]
-        for given, causal in ((mask, False), (mask.float().log(), False), (None, T > 1)):
-            if given is not None and given.dtype != torch.bool:
-                given = given.to(dtype)
-            found = attend(q.to(dtype), k.to(dtype), v.to(dtype), given, causal, 0.3)
-            expected = F.scaled_dot_product_attention(
-                q, *wide, attn_mask=mask if given is not None else None, is_causal=causal,
-                scale=0.3)
-            atol = 1e-5 if dtype == torch.float32 else 0.03
-            torch.testing.assert_close(found.float(), expected, rtol=0, atol=atol)
-
-
 def test_rotary_angles_keep_their_precision_under_autocast():
     """In bfloat16 positions above 256 would be rounded to every second one and more."""
     model = random_gpt(**SHAPES["llama"] | dict(block_size=900))
@@ -162,17 +140,10 @@ def test_adapter_of_every_linear_adds_alpha_over_rank_times_b_a():
         "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
 
 
-def test_only_adapters_get_gradients_and_a_copy_is_separate():
+def test_only_adapters_get_gradients():
     adapted = with_lora(random_gpt())
-    idx = random_ids(2, 7)
-    before = adapted(idx)
-    adapted.lm_head(before).square().sum().backward()
+    adapted.lm_head(adapted(random_ids(2, 7))).square().sum().backward()
     for name, p in adapted.named_parameters():
         is_adapter = name.endswith(("A.weight", "B.weight"))
         has_gradient = p.grad is not None and bool(p.grad.any())
         assert p.requires_grad == has_gradient == is_adapter, name
-    twin = copy.deepcopy(adapted)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p += 1
-    assert torch.equal(adapted(idx), before)

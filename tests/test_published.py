@@ -23,9 +23,8 @@ from hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
 from model import GPTConfig
-from published import (CHAT, chat_core, make_chat, make_gpt2, make_prompts, make_roberta, put,
-                       write_gguf)
-from run.files import load_file
+from published import (CHAT, chat_core, gguf_of_core, make_chat, make_gpt2, make_prompts,
+                       make_roberta, put, write_gguf)
 from run.script import seed_for
 from worlds import printed, read_rows, refusal
 
@@ -120,20 +119,6 @@ def test_run_is_what_the_files_say_and_leaves_as_it_is(kind, finished, world, tm
     torch.testing.assert_close(exported, logits(policy, idx), rtol=0, atol=1e-5)
     assert (logits(base, idx) - exported).abs().max() > 1e-3
     assert set(os.listdir(folder)) <= set(os.listdir(tmp_path / "whole"))
-    if kind == "neo":
-        start(hub.export.main, finished(kind), tmp_path / "adapter", "--adapter=some/base")
-        tensors = load_tensors(str(tmp_path / "adapter" / "adapter_model.safetensors"))
-        A = policy.h[0].attn.c_proj.A.weight
-        assert any(torch.equal(x, A) for x in tensors.values())
-
-
-def test_resume_equals_the_run_that_was_not_interrupted(finished, world, tmp_path):
-    flags = [*flags_of(world, "neo"), f"--out_dir={tmp_path}/run"]
-    start(grpo.main, *flags, "--max_iters=1")
-    assert "after 1 iterations" in start(grpo.main, *flags, "--resume=True")
-    a, b = (load_file(f"{folder}/ckpt.pt", "run")["policy"]
-            for folder in (f"{tmp_path}/run", finished("neo")))
-    assert all(torch.equal(x, b[name]) for name, x in a.items())
 
 
 def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
@@ -161,9 +146,6 @@ def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
     start(grpo.main, *world.judges, f"--policy={world.chat}", f"--prompts={path}",
           "--prompt_field=q", "--max_iters=1", f"--out_dir={tmp_path}/run")
     assert read_rows(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith("cat ")
-    message = refusal(grpo.main, [*world.flags, f"--prompts={path}", "--prompt_field=q",
-                                  f"--out_dir={tmp_path}/no"])
-    assert "has no chat template" in message
 
 
 def test_gguf_as_policy(world, tmp_path):
@@ -171,12 +153,8 @@ def test_gguf_as_policy(world, tmp_path):
                        GPTConfig(**{**vars(CHAT), "qk_norm": False, "n_embd": 24}))
     with open(os.path.join(folder, "config.json")) as f:
         config = json.load(f)
-    model = json.loads(chat_core().to_str())["model"]
-    path = write_gguf(tmp_path / "m.gguf", config, load_tensors(folder), "llama", **{
-        "llama.context_length": 64, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": sorted(model["vocab"], key=model["vocab"].get),
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
-        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 0})
+    metadata = gguf_of_core(chat_core(), "gpt-2") | {"llama.context_length": 64}
+    path = write_gguf(tmp_path / "m.gguf", config, load_tensors(folder), "llama", **metadata)
     for name, policy in (("a", folder), ("b", path)):
         start(grpo.main, *world.flags, "--max_iters=1", f"--policy={policy}",
               f"--out_dir={tmp_path}/{name}")
@@ -184,8 +162,6 @@ def test_gguf_as_policy(world, tmp_path):
              for name in "ab"]
     assert texts[0] == texts[1]
     start(hub.export.main, tmp_path / "b", tmp_path / "export")
-    weight = pretrain.load_run(str(tmp_path / "b"))[0].h[1].attn.c_attn.weight
-    assert torch.equal(hub.policy.load(tmp_path / "export")[0].h[1].attn.c_attn.weight, weight)
     assert from_folder(str(tmp_path / "export")).end_tokens == (2, 0)
 
 
@@ -240,13 +216,10 @@ def test_refused_before_anything_is_made(world, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "collect", lambda *a, **k: pytest.fail("a rollout was sampled"))
     large = shutil.copytree(world.chat, tmp_path / "large")
     chat_core(400).save(str(large / "tokenizer.json"))
-    bare = shutil.copytree(world.gpt2, tmp_path / "bare")
-    os.remove(bare / "vocab.json")
     for flags, says in (
             ([f"--policy={world.hate}"], "RobertaForSequenceClassification"),
             ([f"--policy={tmp_path}/nowhere"], "no published name"),
             ([f"--policy={large}"], "do not belong together"),
-            ([f"--policy={bare}"], "tokenizer"),
             (["--max_completion_length=64"], "leaves no room"),
             ([f"--judge={world.gpt2}"], "model_type = 'gpt2'"),
             ([f"--judge={world.hate}:toxic"], "out of nothate, hate"),

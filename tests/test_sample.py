@@ -4,8 +4,6 @@ import math
 import pytest
 import torch
 
-from run.device import autocast
-from run.fast import Decoder
 from sample import (
     completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left, truncate)
 from worlds import logits_by_hand, random_gpt, refusal
@@ -200,7 +198,6 @@ def test_no_way_of_decoding_changes_a_rollout(truncation, monkeypatch):
     for every in (1, 3, 16):    # tokens between looks at what has ended, as on a GPU
         monkeypatch.setattr("sample.CHECK_EVERY", {"cpu": every})
         same(rollout_of(**made), whole)
-    same(rollout_of(**made, decode=Decoder(torch.device("cpu"), compiled=False)), whole)
     ranges = (slice(0, 1), slice(1, 1), slice(1, 3), slice(3, 4))
     parts = [rollout_of(**made, part=part) for part in ranges]
     assert [len(part.logp) for part in parts] == [4, 0, 8, 4]
@@ -223,31 +220,18 @@ def test_rows_that_have_ended_are_not_computed():
 
 
 def test_sampling_neither_uses_nor_moves_the_global_random_state():
-    first = rollout_of()
+    model = random_gpt()
+    first = rollout_of(model)
     torch.manual_seed(123)
     state = torch.get_rng_state()
-    assert torch.equal(rollout_of(random_gpt()).tokens, first.tokens)
-    model = random_gpt()
-    state = torch.get_rng_state()
-    rollout_of(model)
+    assert torch.equal(rollout_of(model).tokens, first.tokens)
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_bfloat16_sampler_and_trainer_agree_roughly():
-    model = random_gpt()
-    with autocast("cpu", torch.bfloat16):
-        r = rollout_of(model)
-        logp = completion_logprobs(model, r)
-    assert r.logp.dtype == logp.dtype == torch.float32 and (r.logp - logp).abs().max() < 0.1
-    assert 1e-4 < (logp - completion_logprobs(model, r)).abs().max() < 0.3      # it was used
 
 
 def test_what_cannot_be_sampled_is_refused():
     for prompts in ([[1], []], [[1], [2] * 17]):
         line = refusal(rollout_of, prompts=prompts)
         assert line.startswith(f"prompt 2 has {len(prompts[1])} tokens: must be 1 to 16")
-    for temperature in (0, -1.0, math.nan):
-        assert "must be above 0" in refusal(rollout_of, temperature=temperature)
     tokens, attention_mask = pad_left([[1, 2, 3], [4]])
     assert tokens[1, 2] == 4 and attention_mask[1].tolist() == [False, False, True]
 
@@ -273,8 +257,7 @@ def test_draw_inverts_the_distribution_function():
 
 def test_truncate_keeps_what_its_definition_keeps():
     logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
-    for truncation in [*TRUNCATIONS, dict(top_k=1), dict(top_k=1000), dict(top_p=0.05),
-                       dict(min_p=1.0)]:
+    for truncation in (dict(top_k=1), dict(top_k=1000), dict(top_p=0.05), dict(min_p=1.0)):
         out = truncate(logits, **truncation)
         for row, before in zip(out, logits):
             kept = allowed_by_hand(before, **truncation)

@@ -96,7 +96,7 @@ def made_up(tmp_path, grid):
     study = SimpleNamespace(
         name="made-up", measure="m", arms={"all": {}, "ours": {}}, controls=("all",),
         tested=("ours",), grid=grid, values=grid[1] if grid else (None,), seeds=range(6),
-        columns=lambda folder: {"length of name": len(os.path.basename(folder))})
+        at_end=False, columns=lambda folder: {"length of name": len(os.path.basename(folder))})
     runs = []
     for arm, seed, value in itertools.product(study.arms, study.seeds, study.values):
         rows = []
@@ -129,6 +129,12 @@ def test_the_table_of_made_up_runs(grid, tmp_path):
     text = as_markdown(study, found)
     assert "of 5 seeds" in text and "| -26 % ± 0, p 0.06" in text
     assert "length of name" in text and "- ours: no win at equal KL" in text
+
+    study.at_end = True
+    found = summarise(study, runs)
+    last = {seed: -1 - (16 + seed) * (2 if grid else 1) / 100 for seed in range(5)}
+    assert found["equal"]["all"] == pytest.approx(last), "at_end compares the last evaluations"
+    assert "- ours: no win at the end" in as_markdown(study, found)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -190,7 +196,7 @@ def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
 
 def test_the_studies_of_the_repository_can_be_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in ("clean", "wrong", "letters", "confirm"):
+    for name in ("clean", "wrong", "letters", "confirm", "finding"):
         study = read_study(f"studies/{name}.py")
         study.seeds = study.seeds[:1]
         assert len(runs_of(study, "out")) == len(study.arms) * len(study.values)
