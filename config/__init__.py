@@ -149,19 +149,19 @@ class Settings:
     tracin: Literal["off", "self", "reward", "advantage", "contrastive", "target"] = "off"
     tracin_val_prompts: int = 0         # 0: the target is the same batch; else fresh rollouts of so
     tracin_val_size: int = 0            # many held-out prompts, of which so many (0: all) are the
-    tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"    # target
+    tracin_val_select: Literal["random", "best"] = "random"    # target
     tracin_val_reward: str | None = None    # "judge" or a function scores these; None: reward_funcs
     tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
     # what is kept (selection.py). bottom to all: controls; weigh: the config file's function
     # (influence) or (influence, batch) returns a factor for each rollout
     tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
-                           "top_reward", "pods", "all", "weigh"] = "positive"
+                           "top_reward", "all", "weigh"] = "positive"
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
     tracin_memory: float = 8.0          # GB for gradients of single rollouts (run/stored.py)
-    # divide by tokens or rows of all or of the kept; norm: the gradient's norm stays that of all
-    tracin_normalizer: Literal["all", "kept", "norm"] = "all"
+    # the kept rollouts' gradient is as large as it is, or norm: as long as that of all would be
+    tracin_normalizer: Literal["all", "norm"] = "all"
 
     # evaluation: same prompts and seed each time, temperature 1, nothing truncated
     eval_interval: int = 50             # iterations; 0: only before and after

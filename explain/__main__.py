@@ -58,7 +58,7 @@ def iteration_after(nets, path, cfg):
     if content["settings"]["tracin"] != cfg.tracin:
         content["influence"] = None     # the average of other targets
     load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
-    set_random_state(content["random"], nets.device)
+    set_random_state(content["random"])
     it = content["iteration"]
     prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
     batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it))
@@ -75,7 +75,7 @@ def iteration_after(nets, path, cfg):
     found = nets.influence.keep_helpful(target, seed_for(seed, "select", 0))
     nets.policy.zero_grad(set_to_none=True)     # no step is taken
     rows = sample_rows(it, prompts, batch, cfg)
-    batch.weights.fill_(1.0)                    # they would weigh the loss
+    batch.row_weights.fill_(1.0)                    # they would weigh the loss
     scored = [rows[i] for i in step.rows.tolist()]
     return Again(nets, tape, batch, step, found, scored)
 

@@ -8,14 +8,15 @@ import math
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from evaluate import evaluate
 from run.metrics import Meter, batch_metrics, loss_metrics, row_advantages
-from run.report import quiet, troubles
+from run.report import silent_log, troubles
 from run.script import seed_for
 
 FORMULA = "(reward - mean) / std, 0 where all are equal"
 
 
-def take_apart(nets, cfg, grpo):
+def debug_step(nets, cfg, grpo):
     """The first step of a run, phase by phase. grpo: the module, for its functions."""
     count = itertools.count(1)
 
@@ -25,7 +26,7 @@ def take_apart(nets, cfg, grpo):
     names = ("seed", "temperature", "top_p", "beta", "learning_rate", "max_grad_norm")
     print("setup: " + ", ".join(f"{name} {getattr(cfg, name):g}" for name in names))
     phase(f"evaluation before: {len(nets.eval_prompts)} prompts x {cfg.num_eval_generations}")
-    before, _ = grpo.evaluate(nets, nets.policy, cfg)
+    before, _ = evaluate(nets, nets.policy, cfg)
     print("  " + ", ".join(f"{k} {v:.4f}" for k, v in before.items()))
 
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
@@ -54,7 +55,7 @@ def take_apart(nets, cfg, grpo):
     print_step(nets, cfg, batch, step, grpo, m["grad_norm"])
 
     phase("evaluation after")
-    after, _ = grpo.evaluate(nets, nets.policy, cfg)
+    after, _ = evaluate(nets, nets.policy, cfg)
     print("  " + ", ".join(f"{k} {v:.4f} (change: {v - before[k]:+.4f})" for k, v in after.items()))
 
     phase("red flags")
@@ -90,7 +91,7 @@ def print_rewards(batch, cfg, grpo):
 
 def backward(nets, cfg, batch, step, grpo):
     """Fills .grad as grpo.update does -> Meter of the step."""
-    meter = Meter(nets, batch, cfg, quiet, first=True)
+    meter = Meter(nets, batch, cfg, silent_log, check=True)
     meter.begin_step()
     if nets.influence:
         target = None

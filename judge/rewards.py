@@ -66,7 +66,7 @@ def call(what, function, prompts, completions):
         raise
     except (Exception, SystemExit) as e:
         example = failing_example(what, function, prompts, completions)
-        raise user_error(what, e, 1, example) from None     # 1: the line of this file
+        raise user_error(what, e, example) from None
 
 
 def failing_example(what, function, prompts, completions):

@@ -20,7 +20,7 @@ import torch
 
 from run.files import load_file, load_weights, replacing, save_file, undamaged, write_json
 from run.processes import rank_and_size
-from run.script import BadInput, seed_for
+from run.script import BadInput
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
@@ -56,10 +56,6 @@ def write_run_config(folder, cfg, device):
             f.write(cfg.source)
 
 
-# ------------------------------------------------------------------------------------------------
-# checkpoints: saved
-
-
 def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. Raises
     SystemExit, and writes nothing, if a weight is not finite."""
@@ -81,16 +77,11 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
         shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
         reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
         influence=nets.influence.average.state() if nets.influence else None,
-        settings=cfg.public(), prompts=prompts_read(nets),
-        random=random_state(nets.device),
+        settings=cfg.public(), random=random_state(),
         logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
     if os.path.exists(path):
         os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
     os.replace(new, path)
-
-
-# ------------------------------------------------------------------------------------------------
-# checkpoints: gone on from
 
 
 def newest_checkpoint(folder):
@@ -142,13 +133,16 @@ def resume(folder, nets, cfg, base_hash):
     path, content = read_newest(folder)
     with undamaged(path):
         load_checkpoint(content, path, nets, cfg, base_hash)
-        set_random_state(content["random"], nets.device)
+        set_random_state(content["random"])
         sizes = {os.path.join(folder, name): content["logs"][name] for name in LOGS}
         for log, size in sizes.items():
             if not os.path.exists(log) or os.path.getsize(log) < size:
                 raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on "
                                "without gaps")
-        say_what_differs(content, cfg, nets)
+        for name, new in cfg.public().items():
+            old = content["settings"].get(name, new)
+            if old != new and name != "max_iters":
+                print(f"resumed with another {name}: {old!r} -> {new!r}")
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():
             os.truncate(log, size)
@@ -162,43 +156,22 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, nets.policy, content["policy"])
-    for number, state in content["optimizer"]["state"].items():
-        if any(x.dim() and x.shape != nets.trained[number].shape for x in state.values()):
-            raise BadInput(f"{path}: damaged, a moment of AdamW has another shape")
     groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
     nets.optimizer.load_state_dict(content["optimizer"] | {"param_groups": groups})
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
     if nets.influence and content["influence"]:
-        nets.influence.average.load_state(content["influence"])
+        nets.influence.average.load_state(content["influence"], nets.trained)
 
 
-def say_what_differs(content, cfg, nets):
-    for name, new in cfg.public().items():
-        old = content["settings"].get(name, new)
-        if old != new and name != "max_iters":
-            print(f"resumed with another {name}: {old!r} -> {new!r}")
-    if content["prompts"] != prompts_read(nets):
-        print("WARNING: resumed with other contents of prompts: a file has changed")
-
-
-def prompts_read(nets):
-    """Hash of all prompts."""
-    return seed_for([prompt.ids for prompts in (nets.prompts, nets.eval_prompts, nets.val_prompts)
-                     for prompt in prompts])
-
-
-def random_state(device):
+def random_state():
     """State of the global generators, which a reward function may use."""
     kind, keys, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest),
-                torch=torch.get_rng_state(), cuda=cuda)
+                torch=torch.get_rng_state())
 
 
-def set_random_state(state, device):
+def set_random_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -48,9 +48,6 @@ def pick_dtype(name, device):
         dtype = fast_dtype(device)
     if name == "bfloat16":
         dtype = torch.bfloat16
-        if device.type == "cuda" and fast_dtype(device) != dtype:
-            raise BadInput("dtype = 'bfloat16': this GPU only emulates it (compute capability "
-                           "below 8.0), slower than float32; set dtype = 'float32'")
     set_precision(device, dtype)
     return dtype
 

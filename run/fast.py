@@ -18,63 +18,50 @@ from run.processes import all_gather
 from run.script import BadInput
 from sample import CHECK_EVERY, Rollout, completion_logprobs, generate, prefill, sample_token
 
-# ------------------------------------------------------------------------------------------------
-# the proof
-
 
 def prove(nets, cfg):
     """Makes nets as fast as the settings ask for and as holds here. BadInput if nothing holds."""
     if nets.device.type == "cpu" and nets.dtype == torch.float32 and not cfg.compile:
         return          # nothing is computed in another way
     wanted = nets.dtype
-    use_dtype(nets, torch.float32)
-    rollout = few_rows(nets, cfg, generate)
+    compute_in(nets, torch.float32, compiled=False)
+    rollout = few_rows(nets, cfg)
     expected = logp_and_gradient(nets, cfg, rollout)
-    use_dtype(nets, wanted)
+    compute_in(nets, wanted, cfg.compile)
     if not expected[0].isfinite().all():
         return          # the first step ends the run, and says why
-    if cfg.compile:
-        use_compile(nets)
-        trouble = trouble_of(nets, cfg, rollout, expected)
-        if not trouble:
-            return
-        print(f"note: compile off: {trouble}")
-        leave_compile(nets)
-    trouble = trouble_of(nets, cfg, rollout, expected)
-    if trouble and nets.dtype != torch.float32:
-        print(f"note: bfloat16 off: {trouble}")
-        use_dtype(nets, torch.float32)
-        trouble = trouble_of(nets, cfg, rollout, expected)
-    if trouble:
-        raise BadInput(f"device = '{nets.device}': {trouble}; set device = 'cpu'")
+    while trouble := trouble_of(nets, cfg, rollout, expected):
+        if nets.generate is not generate:
+            print(f"note: compile off: {trouble}")
+            compute_in(nets, wanted, compiled=False)
+        elif nets.dtype != torch.float32:
+            print(f"note: bfloat16 off: {trouble}")
+            compute_in(nets, torch.float32, compiled=False)
+        else:
+            raise BadInput(f"device = '{nets.device}': {trouble}; set device = 'cpu'")
 
 
-def use_dtype(nets, dtype):
-    """The precision of the forward passes."""
+def compute_in(nets, dtype, compiled):
+    """The precision of the forward passes, and whether they and the sampling are compiled."""
     nets.dtype = dtype
     set_precision(nets.device, dtype)
-
-
-def use_compile(nets):
-    nets.policy_fn = torch.compile(nets.policy, dynamic=True)
-    nets.reference_fn = torch.compile(nets.reference, dynamic=True)
-    nets.generate = functools.partial(generate, decode=Decoder(nets.device, compiled=True))
-
-
-def leave_compile(nets):
     nets.policy_fn = nets.policy
     nets.reference_fn = nets.reference
     nets.generate = generate
+    if compiled:
+        nets.policy_fn = torch.compile(nets.policy, dynamic=True)
+        nets.reference_fn = torch.compile(nets.reference, dynamic=True)
+        nets.generate = functools.partial(generate, decode=Decoder(nets.device, compiled=True))
 
 
-def few_rows(nets, cfg, sampler):
+def few_rows(nets, cfg):
     """Rollout of two prompts, the second of which is shorter, five times; none of the rows ends.
     Ten is the number of nothing else: torch.compile takes equal sizes to be one."""
     ids = min((prompt.ids for prompt in nets.prompts), key=len)
     prompts = [ids, ids[1:] or ids]
     T = min(cfg.max_completion_length, 8)
     with autocast(nets.device, nets.dtype):
-        return sampler(
+        return nets.generate(
             nets.policy, prompts, 5, T, seed=0, eos=-1, temperature=cfg.temperature,
             top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
 
@@ -102,7 +89,7 @@ def trouble_of(nets, cfg, rollout, expected):
 def compare(nets, cfg, rollout, expected_logp, expected_gradient):
     """What is too far from what plain float32 computes, in words; "" if nothing is."""
     logp, gradient = logp_and_gradient(nets, cfg, rollout)
-    sampled = few_rows(nets, cfg, nets.generate)
+    sampled = few_rows(nets, cfg)
     scored, _ = logp_and_gradient(nets, cfg, sampled)
     far = float((gradient - expected_gradient).norm() / expected_gradient.norm())
     gaps = {
@@ -113,10 +100,6 @@ def compare(nets, cfg, rollout, expected_logp, expected_gradient):
         if not gap <= bound:    # also if it is NaN
             return f"{name} are off by {gap:.2g}, at most {bound:g} is right"
     return ""
-
-
-# ------------------------------------------------------------------------------------------------
-# decoding for torch.compile
 
 
 class Decoder:

@@ -47,10 +47,6 @@ def replacing(path):
             os.remove(tmp)
 
 
-# ------------------------------------------------------------------------------------------------
-# JSON, text, rows
-
-
 def read_json(path, missing=None):
     """What a JSON file holds, or `missing`, if given, when there is no such file."""
     try:
@@ -96,10 +92,6 @@ def read_rows(path):
         except (ValueError, TypeError) as e:
             raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
     return rows
-
-
-# ------------------------------------------------------------------------------------------------
-# weights
 
 
 def save_file(path, kind, **content):

@@ -17,10 +17,10 @@ def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):
     no result. Prints loss and remaining time under the name `label`. Raises KeyboardInterrupt,
     after saving, once stop() is true.
     """
+    rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
     start = load_partial(partial, model, optimizers, label, steps)
     progress = Progress(label, "step", steps, start)
     saved = time.time()
-    rates = [[group["initial_lr"] for group in o.param_groups] for o in optimizers]
     mean = None     # of the loss, over about the last 50 steps
     for step in range(start, steps):
         for optimizer, base in zip(optimizers, rates):
@@ -59,9 +59,6 @@ def trapezoid(step, steps, warmup=0.02, decay=0.5):
 
 def load_partial(partial, model, optimizers, label, steps):
     """Put back what `fit` saved, if anything -> the step to start from."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]       # saved with the optimizer's state
     if not os.path.exists(partial):
         return 0
     content = load_file(partial, "partial")

@@ -67,8 +67,7 @@ def claim(folder, cfg):
     if goes_on or is_free(folder) or is_unfinished(folder, cfg):
         return lock, None
     lock.close()
-    why = "holds another run" if newest_checkpoint(folder) else "holds a run without a checkpoint"
-    return None, why
+    return None, "holds another run, or one without a checkpoint"
 
 
 def is_free(folder):

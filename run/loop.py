@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from evaluate import NUM_SHOWN, evaluate, print_table
 from run.checkpoint import (
     append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)
 from run.files import read_rows
@@ -17,19 +18,12 @@ from run.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
 from run.script import BadInput, hash_of, interrupts, optional
 
-NUM_SHOWN = 4   # completions of an evaluation that are kept and printed
-
 
 class Run:
-    """evaluate(nets, policy, cfg) measures a policy, print_table(rows) compares evaluations.
+    """main and train of grpo.py show how a Run is used."""
 
-    main and train of grpo.py show how a Run is used.
-    """
-
-    def __init__(self, cfg, evaluate, print_table):
+    def __init__(self, cfg):
         self.cfg = cfg
-        self.evaluate = evaluate
-        self.print_table = print_table
         self.warned = {}                        # {kind of trouble: iteration it was last said}
         self.wandb = None
         if cfg.wandb_project and rank_and_size()[0] == 0:
@@ -126,10 +120,10 @@ class Run:
             self.wandb.log(m, step=it + 1)
 
     def evaluation(self, iteration):
-        measures, first = self.evaluate(self.nets, self.nets.policy, self.cfg)
+        measures, completions = evaluate(self.nets, self.nets.policy, self.cfg)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
-        shown = zip(self.nets.eval_prompts[:NUM_SHOWN], first)
+        shown = zip(self.nets.eval_prompts[:NUM_SHOWN], completions)
         samples = [dict(prompt=prompt.text, completion=completion) for prompt, completion in shown]
         row = dict(iteration=iteration, **measures, samples=samples)
         append_rows(self.folder, "eval.jsonl", [row])
@@ -145,7 +139,7 @@ class Run:
         if rank_and_size()[0] > 0:
             return
         rows = read_rows(os.path.join(self.folder, "eval.jsonl"))
-        self.print_table(rows)
+        print_table(rows)
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
         if self.cfg.expect_rise:
             print_verdict(rows, self.cfg)
@@ -178,7 +172,7 @@ def sample_rows(it, prompts, batch, cfg):
     rewards = batch.rewards.tolist()
     advantages = row_advantages(batch).tolist()
     influence = batch.influence.tolist()
-    weights = batch.weights.tolist()
+    weights = batch.row_weights.tolist()
     rows = []
     for i, completion in enumerate(batch.completions):
         prompt = prompts[i // cfg.num_generations]

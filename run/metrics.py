@@ -7,7 +7,6 @@ import itertools
 import math
 
 import torch
-from torch.nn.utils import get_total_norm
 
 from critic import explained_variance
 from run.processes import all_gather, shard
@@ -17,14 +16,12 @@ from tracin import inner, invariant_error
 class Meter:
     """Collects the metrics of an update: of its micro-batches, its steps and its influence."""
 
-    def __init__(self, nets, batch, cfg, log, first=False):
+    def __init__(self, nets, batch, cfg, log, check=False):
         self.nets = nets
         self.batch = batch
         self.cfg = cfg
         self.log = log
-        self.first = first          # iteration of a run
-        T = batch.loss_mask.shape[1]
-        self.prompt_lengths = batch.rollout.attention_mask[:, :-T].sum(1)           # (N,)
+        self.check = check          # before the first step
         self.micro_batches = []     # {name: tensor ()}
         self.steps = []             # (loss, grad_norm)
         self.influence = []         # {name: number} of each step
@@ -34,15 +31,10 @@ class Meter:
         self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.loss_mask.device)
 
     @torch.no_grad()
-    def add(self, rows, loss):
-        """A micro-batch: its rows (n,) of the batch and their grpo.Loss."""
-        metrics = loss_metrics(loss, self.cfg)
-        prompts = self.prompt_lengths[rows]
-        completions = self.batch.lengths[rows]
-        metrics["real"] = (prompts + completions).sum()
-        metrics["positions"] = len(rows) * (prompts.max() + completions.max())
-        self.micro_batches.append(metrics)
-        self.loss += metrics["loss"]
+    def add(self, loss):
+        """A micro-batch, by its grpo.Loss."""
+        self.micro_batches.append(loss_metrics(loss, self.cfg))
+        self.loss += loss.total
         if not self.steps:          # the policy is still the one that sampled
             rollout = loss.batch.rollout
             self.first_pass.append((loss.logp - rollout.logp, rollout.sampled_mask))
@@ -55,9 +47,9 @@ class Meter:
         return all_gather(torch.cat([torch.zeros(0), *found]))
 
     def check_ratio(self):
-        """Before the first step trainer and sampler are the same weights: their log-probs must
-        agree. Ends the run in its first iteration if they do not."""
-        logp_diff = self.logp_diff() if self.first and not self.steps else []
+        """Before the first step trainer and sampler are the same weights. Ends the run if their
+        log-probs do not agree."""
+        logp_diff = self.logp_diff() if self.check and not self.steps else []
         if len(logp_diff) == 0:
             return
         gap, bound = gap_of(logp_diff, self.nets.dtype)
@@ -68,26 +60,27 @@ class Meter:
                 "sees padding (or try dtype = 'float32')")
 
     def add_influence(self, found):
-        """What keep_helpful found in a step. Ends the run if the scores are wrong."""
-        check_scores(found, self.nets.dtype)
+        """What keep_helpful found in a step. Ends the run unless the scores add up to <gradient of
+        the step, target's gradient>, where it has the first from a plain backward."""
+        bound = bound_of(self.nets.dtype)
+        if found.true_error is not None and not found.true_error <= bound:
+            raise SystemExit(
+                "stopped before the first step: the influences do not add up to the product of "
+                f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
+                f"{bound:g}); the tape or the loss in its units has a bug (or try dtype = "
+                "'float32')")
         self.influence.append(influence_metrics(found, self.nets))
 
     def check_finite(self, grad_norm):
-        """Ends the run if a number that the next step depends on is not finite."""
-        rollout = self.batch.rollout
-        old_logp = rollout.logp.masked_fill(~rollout.completion_mask, 0)
-        states = self.nets.optimizer.state.values()
-        moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
-        largest = get_total_norm([*moments, old_logp], math.inf)
-        found = torch.stack([self.loss, grad_norm.double(), largest.double()]).tolist()
-        found[0] = sum(all_gather(found[:1]))
-        if not all(map(math.isfinite, found)):
+        """Ends the run if the loss or the gradient of a step is not finite."""
+        own_loss, norm = torch.stack([self.loss, grad_norm.double()]).tolist()
+        loss = sum(all_gather([own_loss]))
+        if not math.isfinite(loss + norm):
             raise SystemExit(
-                f"stopped: loss {found[0]}, grad_norm {found[1]}, largest moment or log-prob "
-                f"{found[2]}; this step was not taken, the last checkpoint stands. Look for a "
-                "reward that is not finite; else lower learning_rate or raise beta, then "
-                "--resume=True")
-        self.steps.append(found[:2])
+                f"stopped: loss {loss}, grad_norm {norm}; this step was not taken, the last "
+                "checkpoint stands. Look for a reward that is not finite; else lower "
+                "learning_rate or raise beta, then --resume=True")
+        self.steps.append((loss, norm))
 
     def metrics(self):
         """{name: number} of the whole update, over all processes."""
@@ -123,10 +116,6 @@ def gap_of(logp_diff, dtype):
     gaps = logp_diff.abs()
     gap = gaps.max() if dtype == torch.float32 else gaps.mean()
     return float(gap), bound_of(dtype)
-
-
-# ------------------------------------------------------------------------------------------------
-# loss
 
 
 def loss_metrics(loss, cfg):
@@ -170,31 +159,13 @@ def numbers(dicts):
 def mean_over_tokens(micros):
     """Metrics of micro-batches -> means over the tokens of the update (over the rows, where a ratio
     is of a sequence)."""
-    if not micros:
-        return {"padding": 0.0}
     metrics = {}
-    for name in micros[0]:
+    for name in micros[0] if micros else ():
         unit = "tokens" if name == "kl" else "units"
         if "ratio" in name or name == "kl":
             total = max(1, sum(m[unit] for m in micros))
             metrics[name] = sum(m[name] * m[unit] for m in micros) / total
-    metrics["padding"] = 1 - sum(m["real"] for m in micros) / sum(m["positions"] for m in micros)
     return metrics
-
-
-# ------------------------------------------------------------------------------------------------
-# influence
-
-
-def check_scores(found, dtype):
-    """Ends the run unless the scores add up to <gradient of the step, target's gradient>, with the
-    first from a plain backward. Without that one (see keep_helpful) nothing is checked."""
-    bound = bound_of(dtype)
-    if found.true_error is not None and not found.true_error <= bound:
-        raise SystemExit(
-            "stopped before the first step: the influences do not add up to the product of "
-            f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
-            f"{bound:g}); the tape or the loss in its units has a bug (or try dtype = 'float32')")
 
 
 def influence_metrics(found, nets):
@@ -206,7 +177,7 @@ def influence_metrics(found, nets):
         "tracin/std_ip": found.scores.std(),
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
-        "tracin/selected_ratio": (found.weights != 0).float().mean(),
+        "tracin/selected_ratio": (found.row_weights != 0).float().mean(),
         "tracin/invariant_error": invariant_error(found.raw_scores, found.batch_grad, found.G)}])
     metrics["tracin/self_share"] = float(found.self_share)
     metrics["tracin/fallback"] = float(found.fallback)

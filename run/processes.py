@@ -17,7 +17,7 @@ PATIENCE = timedelta(hours=12)  # while rank 0 makes policy and judges
 
 def rank_and_size():
     """(rank of this process, number of processes). Rank 0 alone prints and writes."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
@@ -56,8 +56,7 @@ def leaving():
 
 @contextlib.contextmanager
 def or_peer_is_gone():
-    """Ends this process when another one is gone. It waits a second first, so that torchrun blames
-    the other one."""
+    """Ends this process when another one is gone, a second later, so that torchrun blames that."""
     try:
         yield
     except RuntimeError as e:

@@ -1,5 +1,4 @@
-"""What a run says: numbered lines inside an iteration, the line of an iteration, progress of what
-takes long, warnings."""
+"""What a run says: lines inside an iteration, the line of an iteration, progress, warnings."""
 import collections
 import math
 import time
@@ -9,15 +8,10 @@ import torch
 from run.device import memory
 from run.metrics import bound_of, std
 
-# ------------------------------------------------------------------------------------------------
-# lines
-
 
 class StepLog:
-    """The numbered lines inside an iteration: memory now, time since the line before.
-
-    A GPU is waited for only to print, so that the times are of finished work. on: print at all.
-    """
+    """The numbered lines inside an iteration: memory now, time since the line before. A GPU is
+    waited for, so that the times are of finished work. on: print at all."""
 
     def __init__(self, device, micro_batch_size, on):
         self.device = device
@@ -64,7 +58,7 @@ class StepLog:
         self.last = now
 
 
-quiet = StepLog(device=None, micro_batch_size=0, on=False)
+silent_log = StepLog(device=None, micro_batch_size=0, on=False)
 
 
 def print_iteration(m, cfg, tokens, seconds_left):
@@ -98,13 +92,7 @@ def duration(seconds):
 
 class Progress:
     """The line of something that takes long, at most every ten seconds: what, how far, time left.
-
-        progress = Progress("policy", "step", 500)
-        if progress.is_due():
-            progress.show(20, "loss 4.421, ")       # policy: step 20/500, loss 4.421, 31 s left
-
-    start: how many of the total were done before.
-    """
+    start: how many of the total were done before."""
 
     EVERY = 10
 
@@ -125,9 +113,6 @@ class Progress:
         print(f"{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
               flush=True)
 
-
-# ------------------------------------------------------------------------------------------------
-# warnings
 
 # kind: (what the numbers of an iteration show, what is wrong and what to do). A number that an
 # iteration does not have is NaN, of which no comparison is true
@@ -161,9 +146,6 @@ WARNINGS = {
     "tools": (
         lambda m: m["tools/failure_frequency"] == 1,
         "every call was answered with an error: read samples.jsonl, a tool may have a bug"),
-    "gradient": (
-        lambda m: m["grad_norm"] == 0,
-        "grad_norm is 0: nothing was learned in this step; see rewards and advantages above"),
     "critic": (
         lambda m: m["val/var_explained"] < 0 and m["iteration"] > 20,
         "the critic explains {val/var_explained:.2f} of the returns' variance, less than a "
@@ -179,7 +161,7 @@ WARNINGS = {
     "contrast": (
         lambda m: m["tracin/target_contrast"] < 0.3,
         "the target's rewards spread {tracin/target_contrast:.2f} times as wide as those it was "
-        "chosen from: use tracin_val_select = 'random' or 'balanced'"),
+        "chosen from: use tracin_val_select = 'random'"),
     "noise": (
         lambda m: m["tracin/target_cosine"] < 0.1,
         "the target's rollouts are too few: the gradients of its two halves have cosine "

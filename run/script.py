@@ -25,14 +25,12 @@ def shown(value, most=80):
     return text if len(text) <= most else text[:most] + "..."
 
 
-def user_error(what, e, skip, example=""):
+def user_error(what, e, example=""):
     """BadInput in one line for what a user's own function raised, with its own lines of the
-    traceback as a note. skip: how many of the first lines are not the user's."""
+    traceback as a note."""
     reason = " ".join("".join(traceback.format_exception_only(e)).split())
     error = BadInput(f"{what} raised {reason}{example}")
-    frames = e.__traceback__
-    for _ in range(skip):
-        frames = frames.tb_next
+    frames = e.__traceback__.tb_next    # without the line of ours that called it
     error.add_note("".join(traceback.format_exception(type(e), e, frames)).rstrip())
     return error
 
@@ -46,7 +44,7 @@ def in_one_line(name, function):
         except BadInput:
             raise
         except (Exception, SystemExit) as e:
-            raise user_error(name, e, skip=1) from None
+            raise user_error(name, e) from None
     return call
 
 
@@ -66,7 +64,7 @@ def run_script(main, usage=None):
     --help prints usage(True), or the text at the top of main's file. A command that has a usage and
     is called without arguments prints usage(False) and starts nothing.
     """
-    if dist.is_available() and dist.is_torchelastic_launched():
+    if dist.is_torchelastic_launched():
         join()
     rank, size = rank_and_size()
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
@@ -84,9 +82,8 @@ def run_script(main, usage=None):
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
-    except (MemoryError, RuntimeError) as e:
-        known = ("out of memory", "can't allocate memory")      # of a GPU, of the host
-        if not isinstance(e, MemoryError) and not any(text in str(e) for text in known):
+    except RuntimeError as e:
+        if "out of memory" not in str(e) and "can't allocate memory" not in str(e):  # GPU, host
             raise
         raise SystemExit(f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, "
                          "decode_batch_size, max_completion_length or num_prompts") from None

@@ -143,8 +143,8 @@ TAPE = of(
     ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
 TAPE += of(
     "run/stored.py", "test_tracin.py",
-    ("second use of a matrix overwrites", "beta=0 if first else 1)", "beta=0)"),
-    ("on top of the step before", "beta=0 if first else 1)", "beta=1)"),
+    ("second use of a matrix overwrites", "beta=0 if fresh else 1)", "beta=0)"),
+    ("on top of the step before", "beta=0 if fresh else 1)", "beta=1)"),
     ("micro-batches overwrite each other", "len(self.order), len(self.order) + len(numbers)",
      "0, len(numbers)"),
     ("rows that skip a layer keep old numbers", "self.stored[p][self.here] = 0", "pass"))

@@ -72,10 +72,6 @@ def flat_gradient(scalar, nets):
                       for p, g in zip(nets.trained, found)])
 
 
-# ------------------------------------------------------------------------------------------------
-# the arithmetic
-
-
 def plain_gae(rewards, values, gamma, lam):
     """Of one episode, in lists: A_t as the sum that defines it."""
     n = len(rewards)
@@ -139,10 +135,6 @@ def test_explained_variance():
     assert explained_variance(torch.full((4,), 7.0), returns) == 0
     assert explained_variance(-returns, returns) == -3
     assert math.isnan(explained_variance(returns, torch.ones(4)))
-
-
-# ------------------------------------------------------------------------------------------------
-# values while sampling, and their loss
 
 
 def values_by_forward(policy, r):
@@ -222,7 +214,7 @@ def test_values_are_learned_and_one_completion_of_each_prompt_is_enough():
         batch = grpo.collect(nets, nets.prompts, cfg, it)
         if it == 0:
             assert not batch.rollout.values.any(), "the head is zero at first"
-        metrics = grpo.update(nets, batch, None, cfg, it, first=it == 0)
+        metrics = grpo.update(nets, batch, None, cfg, it, check=it == 0)
         assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
     values = batch.rollout.values.sum(1) / batch.rollout.sampled_mask.sum(1)
     spread = float(batch.rewards[1] - batch.rewards[0])
@@ -254,7 +246,7 @@ def test_influence_against_one_backward_per_row():
     coef = -batch.advantages / len(batch.loss_mask)
     G = flat_gradient((coef * logp).sum(), nets)
     before = torch.cat([p.detach().flatten() for p in nets.trained])
-    metrics = grpo.update(nets, batch, None, cfg, 3, first=True)
+    metrics = grpo.update(nets, batch, None, cfg, 3, check=True)
     torch.testing.assert_close(batch.influence, g @ G, rtol=1e-4, atol=1e-5)
     assert metrics["tracin/invariant_error"] < 1e-4
     kept = (batch.influence > 0).float() @ g + rest

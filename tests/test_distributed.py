@@ -29,7 +29,7 @@ CASES = {
               "--micro_batch_size=3"),
     "entropy": ("--top_entropy_quantile=0.5", "--top_k=20", "--zero_std_groups=drop",
                 "--loss_type=grpo", "--temperature=0.7"),
-    "reward": ("--tracin=reward", "--tracin_leave_one_out=True", "--tracin_normalizer=kept",
+    "reward": ("--tracin=reward", "--tracin_leave_one_out=True", "--tracin_normalizer=norm",
                "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1"),
     "held_out": ("--tracin=advantage", "--tracin_val_prompts=5", "--tracin_val_size=7",
                  "--tracin_target_ema=0.7", "--lora_rank=2", "--beta=0.1"),

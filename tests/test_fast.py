@@ -1,5 +1,5 @@
-"""Fast paths beside plain ones: the decode step with fixed shapes, attention's two branches, the
-head in pieces, and the ladder that takes away what does not hold."""
+"""Fast paths beside plain ones: the decode step with fixed shapes, attention's two branches,
+and the ladder that takes away what does not hold."""
 import functools
 import math
 from dataclasses import replace
@@ -29,10 +29,6 @@ def same_rollout(found, expected, tolerance=2e-5):
             assert x is y or torch.equal(x, y), name
         else:
             torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)
-
-
-# ------------------------------------------------------------------------------------------------
-# decoding
 
 
 def test_a_step_of_fixed_shape_draws_the_same_tokens():
@@ -76,10 +72,6 @@ def test_forced_tokens_and_answers_reach_the_buffers():
     same_rollout(found, expected)
 
 
-# ------------------------------------------------------------------------------------------------
-# attention and head
-
-
 def by_definition(q, k, v, seen, scale):
     """softmax(scale * q k^T) v in float64, a head and a position at a time."""
     B, nh, T, hs = q.shape
@@ -117,10 +109,6 @@ def test_both_branches_of_attention_are_its_definition():
                 found = attend(q, k, v, given, is_causal, 0.3).double()
                 expected = by_definition(q, k, v, seen, 0.3)
                 torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-# ------------------------------------------------------------------------------------------------
-# the ladder
 
 
 def word_nets(**knobs):
@@ -174,13 +162,6 @@ def test_compile_that_does_not_hold_goes(monkeypatch, change, says):
     assert nets.policy_fn is nets.policy
     assert nets.reference_fn is nets.reference
     assert nets.generate is generate
-
-
-def test_a_sampler_that_does_not_hold_goes(monkeypatch):
-    monkeypatch.setattr(torch, "compile", compiled())
-    nets, cfg = word_nets(compile=True)
-    monkeypatch.setattr(fast, "decode_step", raising)
-    assert "compile off: no compiler here" in printed(prove, nets, cfg)
 
 
 def off_under_autocast(wrong):

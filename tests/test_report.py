@@ -30,10 +30,6 @@ def a_loss(**parts):
     return Loss(**{name: torch.tensor(x, requires_grad=True) for name, x in parts.items()})
 
 
-# ------------------------------------------------------------------------------------------------
-# lines
-
-
 def test_the_numbered_lines_to_the_letter(clock, capsys):
     log = StepLog(CPU, micro_batch_size=2, on=True)
     clock.time += 1.5
@@ -95,9 +91,6 @@ def test_progress_is_a_line_every_ten_seconds(clock, capsys):
     assert capsys.readouterr().out == "policy: step 111/500, loss 4.421, 389 s left\n"
 
 
-# ------------------------------------------------------------------------------------------------
-# warnings
-
 GOOD = {
     "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "advantage_max": 1.0,
     "num_completion_tokens": 9, "sampling/sampling_logp_difference/mean": 0.0, "grad_norm": 1.0,
@@ -117,7 +110,6 @@ CASES = {   # kind: (what is wrong, words of its sentence)
     "kl": ({"kl": 5.25}, "KL 5.2 nats per token is exploding"),
     "length": ({"completions/clipped_ratio": 1.0}, "cut at 32 tokens"),
     "tools": ({"tools/failure_frequency": 1.0}, "every call was answered with an error"),
-    "gradient": ({"grad_norm": 0.0}, "grad_norm is 0"),
     "critic": ({"val/var_explained": -0.2}, "explains -0.20 of the returns' variance"),
     "empty": ({"tracin/empty_steps": 1}, "kept no rollout"),
     "fallback": (
@@ -159,10 +151,6 @@ def test_a_warning_comes_back_after_ten_iterations():
     assert said == [1, 11, 21]
     out = printed(print_warnings, GOOD | {"kl": 9.0}, SELF, torch.float32, {})
     assert re.fullmatch(r"WARNING: KL 9.0 nats .*\n", out)
-
-
-# ------------------------------------------------------------------------------------------------
-# what influence costs
 
 
 def test_influence_says_what_it_costs_and_that_it_does_not_fit(monkeypatch):

@@ -27,6 +27,7 @@ import numpy, torch
 random.seed(5), numpy.random.seed(6), torch.manual_seed(7)
 reward_funcs = ("judge", "noise")
 
+
 def noise(prompts, completions):
     time.sleep(float(os.environ.get("SLOW", 0)))
     return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completions]
@@ -96,10 +97,6 @@ def assert_same_run(one, other):
         assert a == b and a, name
 
 
-# ------------------------------------------------------------------------------------------------
-# what a run leaves behind and prints
-
-
 def test_a_run_leaves_its_files(finished, six):
     files = {".lock", "ckpt.pt", "ckpt_prev.pt", "config.json", *LOGS}
     assert set(os.listdir(finished.dir)) == files
@@ -131,10 +128,6 @@ def test_log_micro_off_changes_the_lines_alone(grpo, finished, tmp_path):
     text = grpo(tmp_path / "run", *FINISHED, "--log_micro=False")
     assert "[Micro" not in text and "5. Optimizer" not in text and text.count("\niter ") == 3
     assert_same_run(finished.dir, tmp_path / "run")
-
-
-# ------------------------------------------------------------------------------------------------
-# a second start
 
 
 def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
@@ -176,10 +169,6 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path):
     assert (tmp_path / "run-2" / "ckpt.pt").exists()
 
 
-# ------------------------------------------------------------------------------------------------
-# going on
-
-
 class Crash(Exception):
     pass
 
@@ -213,6 +202,8 @@ def crash(monkeypatch, grpo):
      "--tracin_target_ema=0.5"),
     ("--critic=True", "--beta=0.1", "--ref_model_sync_steps=2")],
     ids=["lora-sync", "steps", "tracin", "critic-sync"])
+
+
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_path):
     argv = (*flags, "--max_iters=5")
     grpo(tmp_path / "whole", *argv)
@@ -223,14 +214,17 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_p
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-@pytest.mark.parametrize("part", ["prepare", "evaluate", "update"])
-def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, monkeypatch):
+@pytest.mark.parametrize("module, part", [
+    (trainer, "prepare"), (run.loop, "evaluate"), (trainer, "update")])
+
+
+def test_killed_before_the_second_checkpoint(module, part, finished, grpo, tmp_path, monkeypatch):
     def dies(*args, **more):
         raise Crash
 
     argv = (tmp_path / "run", *FINISHED)
     with monkeypatch.context() as m, pytest.raises(Crash):
-        m.setattr(trainer, part, dies)
+        m.setattr(module, part, dies)
         grpo(*argv)
     grpo(*argv)     # the same command
     assert_same_run(finished.dir, tmp_path / "run")
@@ -272,22 +266,6 @@ def test_signals(number, script, tiny, noise, six, grpo, tmp_path, monkeypatch):
     assert (tmp_path / "run-2").exists(), "a finished run was gone on with"
 
 
-@pytest.mark.parametrize("calls", range(4))
-def test_a_signal_at_any_moment_is_not_promised_more_than_was_saved(
-        calls, grpo, tmp_path, monkeypatch):
-    asked = iter(range(100))
-    interrupts = run.loop.contextlib.nullcontext(lambda: next(asked) >= calls)
-    monkeypatch.setattr(run.loop, "interrupts", lambda: interrupts)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        grpo(tmp_path / "run", "--max_iters=9", "--save_interval=5", "--eval_interval=0")
-    checkpoint = tmp_path / "run" / "ckpt.pt"
-    if calls == 0:  # before the first iteration
-        assert "policy and judges are saved" in str(caught.value) and not checkpoint.exists()
-    else:
-        saved = load_file(str(checkpoint), "run")["iteration"]
-        assert f"iteration {saved};" in str(caught.value)
-
-
 def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, noise, grpo):
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames
     for name in LOGS:
@@ -308,17 +286,13 @@ def test_a_finished_run_is_printed_again_or_made_longer(copy_of_six, noise, six,
     assert_same_run(six, tmp_path / "longer")
 
 
-def test_changed_settings_and_prompts_are_named_on_resume(grpo, tmp_path):
+def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     prompts = tmp_path / "prompts.txt"
-    lines = [f"the {word} cat {i}" for i in range(10) for word in ("green", "small")]
-    prompts.write_text("\n".join(lines))
+    prompts.write_text("\n".join(f"the green cat {i}" for i in range(20)))
     flags = (f"--prompts={prompts}", "--resume=True")
     assert "no checkpoint to go on from" in grpo(tmp_path / "run", *flags, "--max_iters=1")
     text = grpo(tmp_path / "run", *flags, "--max_iters=2", "--learning_rate=1e-3")
-    assert "learning_rate: 0.0001 -> 0.001" in text and "other contents" not in text
-    prompts.write_text("\n".join(lines[:-1] + ["another"]))
-    text = grpo(tmp_path / "run", *flags, "--max_iters=3")
-    assert "WARNING: resumed with other contents of prompts: a file has changed" in text
+    assert "learning_rate: 0.0001 -> 0.001" in text
 
 
 def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, grpo, tmp_path):
@@ -332,22 +306,13 @@ def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, 
     assert_same_run(six, tmp_path / "run")
 
 
-# ------------------------------------------------------------------------------------------------
-# refused: in one line, before anything is trained, and nothing is overwritten
-
-
-def smaller_moments(path):
-    content = load_file(path, "run")
-    content["optimizer"]["state"][0]["exp_avg"] = torch.zeros(2)
-    save_file(path, **content)
-
-
 @pytest.mark.parametrize("damage, part", [
     (lambda path: os.truncate(path, os.path.getsize(path) // 2), "cut short"),
     (lambda path: torch.save({"kind": "policy"}, path), "'policy'"),
-    (smaller_moments, "a moment of AdamW has another shape"),
     (lambda path: os.remove(path.replace("ckpt.pt", "samples.jsonl")), "samples.jsonl: shorter"),
     (lambda path: (os.remove(path), os.remove(path.replace("ckpt", "ckpt_prev"))), "checkpoint")])
+
+
 def test_a_damaged_run_is_refused_and_kept(damage, part, copy_of_six, noise, grpo):
     damage(str(copy_of_six / "ckpt.pt"))
     before = snapshot(copy_of_six)
@@ -401,9 +366,10 @@ def fresh(tiny, tmp_path, monkeypatch):
     ("--policy=nowhere.pt", "nowhere.pt"), ("--judge=nowhere.pt", "nowhere.pt"),
     ("--judge={policy}", "kind 'judge' is needed"), ("--policy={judge}", "kind 'policy' is needed"),
     ("--max_completion_length=32", "block_size"), ("--prompt_words=(30, 40)", "prompts"),
-    ("--num_prompts=1000000000", "GB of memory"), ("--n_embd=2000000", "GB of memory"),
-    ("--cache_dir=" + "x" * 300, "cache_dir = "), ("--out_dir={policy}/run", "out_dir = "),
+    ("--num_prompts=1000000000", "GB of memory"), ("--out_dir={policy}/run", "out_dir = "),
     ("--wandb_project=x", "pip install wandb")])
+
+
 def test_bad_settings_are_found_before_anything_is_trained(flag, part, fresh, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before = snapshot(tiny.cache)
@@ -416,20 +382,6 @@ def reward_file(folder, body):
     path = folder / "reward.py"
     path.write_text(f"def reward(prompts, completions):\n    {body}\n")
     return path
-
-
-def test_a_reward_that_abstains(grpo, tmp_path):
-    never = reward_file(tmp_path, "return [None] * len(completions)")
-    assert "WARNING" in grpo(tmp_path / "never", never, "--max_iters=1")
-    sometimes = reward_file(tmp_path, "return [None, *range(1, len(completions))]")
-    grpo(tmp_path / "run", sometimes, "--max_iters=2", "--judge=None")
-    found = read_rows(tmp_path / "run" / "samples.jsonl")
-    assert [row["reward"] for row in found] == 2 * [None, *range(1, 16)]
-    assert found[0]["advantage"] == 0
-
-
-# ------------------------------------------------------------------------------------------------
-# evaluate.py
 
 
 def columns(text):
@@ -472,10 +424,6 @@ def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
             assert "is not there" in message and again in message
     for argv in ([], ["--seed=1"]):
         assert "which run" in refusal(evaluate.main, argv)
-
-
-# ------------------------------------------------------------------------------------------------
-# options
 
 
 def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):

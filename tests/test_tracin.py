@@ -36,9 +36,9 @@ def doubles_stay(monkeypatch):
         torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
 
 
-# ------------------------------------------------------------------------------------------------
-# models and the losses of their rows: .micro [(n, owners of tokens in a line, function -> (n,))]
-# for the tape, .alone [function -> ()] by hand
+# A case has a model and the losses of its rows: .micro [(n, owners of tokens in a line, function ->
+# (n,))] for the tape, .alone [function -> ()] by hand
+
 
 def noise(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -198,7 +198,8 @@ def tape_of(model, way, n=8):
     if share is None:
         return Tape(model, n)
     memory = share * 8 * sum(p.nbytes for p in trained(model))
-    return StoredTape(model, n, size=8, memory=memory, pool={})
+    pool = {p: p.new_full((8, p.numel()), torch.nan) for p in trained(model)}   # of an earlier step
+    return StoredTape(model, n, size=8, memory=memory, pool=pool)
 
 
 def record(case, tape=None, backward=torch.Tensor.backward):
@@ -223,9 +224,6 @@ def agree(found, expected, what):
     gap = error(found, expected)
     assert gap < 1e-10, f"{what}: {gap:.1e} off what one backward per row gives"
 
-
-# ------------------------------------------------------------------------------------------------
-# a tape is one backward per row
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
@@ -345,9 +343,6 @@ def test_bfloat16_keeps_signs_and_weights():
     assert float(inner(weighed, whole) / inner(whole, whole)) == pytest.approx(0.7, abs=2e-4)
 
 
-# ------------------------------------------------------------------------------------------------
-# what check_exact finds
-
 def losses_of(model, how):
     return {
         "sum": lambda x: model(x).sin().sum(),
@@ -355,18 +350,6 @@ def losses_of(model, how):
         "rows mix": lambda x: (model(x) - model(x).mean(0)).sin().sum(),
         "dropout": lambda x: F.dropout(model(x), 0.5).sin().sum(),
         "another weight": lambda x: (x @ model[0].weight.T).sum() + model(x).sin().sum()}[how]
-
-
-def test_check_exact_looks_at_each_parameter_of_three_rows():
-    """A small part of the gradient is wrong: of one layer, or of a row that is not the largest."""
-    model, x = perturbed(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))), noise(4, 3, 5)
-    model[2].weight.data *= 0.01        # the first layer has a small share
-    first_layer = refusal(check_exact, model, lambda x: (
-        model(x).sum() + model[2](model[0](x - x.mean(0)).tanh()).sum()), x)
-    assert "0.weight: row" in first_layer
-    factors = torch.tensor([1.0, 0.1, 0.1, 0.1])[:, None, None]     # row 0 has the same alone
-    small_rows = refusal(check_exact, model, lambda x: (model(x) * factors[:len(x)]).sum(), x)
-    assert "another gradient" in small_rows and "row 0" not in small_rows
 
 
 def test_a_hook_of_the_user_is_refused():
@@ -401,18 +384,13 @@ def test_check_exact_of_tokens_in_a_line():
     assert "another gradient among 3 rows than alone" in mean
 
 
-# ------------------------------------------------------------------------------------------------
-# what would be wrong in silence is refused by name
-
 UNKNOWN = {
     "Conv1d.*use torch's own Linear, Embedding, LayerNorm, RMSNorm": lambda: nn.Conv1d(3, 3, 1),
     "Sub": lambda: type("Sub", (nn.Linear,), {})(3, 3),
-    "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
     "Linear": lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
     "LayerNorm": lambda: nn.LayerNorm((2, 3)),
     "padding_idx": lambda: nn.Embedding(4, 3, padding_idx=0),
-    "max_norm": lambda: nn.Embedding(4, 3, max_norm=1.0),
-    "sparse": lambda: nn.Embedding(4, 3, sparse=True)}
+    "max_norm": lambda: nn.Embedding(4, 3, max_norm=1.0)}
 
 
 @pytest.mark.parametrize("words", UNKNOWN)
@@ -438,11 +416,7 @@ def test_what_the_tape_cannot_see_is_named():
         h.mul_(2)
         y.sum().backward()
 
-    def half(model, tape):
-        tape.rows(torch.arange(2))
-        model.half()(torch.ones(2, 3, dtype=torch.long))
-
-    said = {outside: "wte.weight: used outside its layer", half: "float16.*use bfloat16",
+    said = {outside: "wte.weight: used outside its layer",
             in_place: "lm_head: its input was changed in place",
             without_rows: "which of 0 rows.*see Tape.rows"}
     for mistake, words in said.items():
@@ -484,19 +458,3 @@ def test_a_reentrant_checkpoint_is_refused(way):
     case = text_case(checkpointed(gpt(), True))
     said = refusal(record, case, tape_of(case.model, way))
     assert "set use_reentrant=False" in said
-
-
-def test_forwards_without_gradient_are_not_recorded():
-    case = CASES["gpt, tied"]()
-    tape = record(case)
-    with Tape(case.model, 8) as other:
-        done = 0
-        for n, owners, losses in case.micro:
-            other.rows(torch.arange(done, done + n), owners)
-            with torch.no_grad():
-                case.model(torch.zeros(n + 1, 4, dtype=torch.long))
-            losses()        # no backward, no record
-            losses().sum().backward()
-            done += n
-    assert len(other.records) == len(tape.records)
-    assert error(other.dot(tape.gradient(ALL)), tape.dot(tape.gradient(ALL))) < 1e-12
