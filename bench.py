@@ -11,12 +11,10 @@ Measures what an iteration costs, and whether the fast paths hold on this machin
 
 Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
 turns, so that what else the machine does hits all of them. A policy that the settings would train
-has random weights here. A judge is trained at first use, as in a run. On a CPU the memory is the
-most that the process has held so far.
+has random weights here. On a CPU the memory is the most that the process has held so far.
 
-check exits with 1 if a fast path does not hold here. trl needs a virtual environment with
-requirements.txt, trl and transformers. It races the settings' policy, prompts and sizes, with a
-rule as reward and without a KL.
+check exits with 1 if a fast path does not hold here. trl takes the settings' policy, prompts and
+sizes, with a rule as reward and without a KL.
 """
 import copy
 import itertools
@@ -36,12 +34,9 @@ import grpo
 from config import load_settings
 from data.prompts import draw_prompts
 from hub.export import export
-from judge.train import get_judges
 from pretrain import new_policy
-from run.build import build, read_inputs
 from run.device import pick_dtype
-from run.fast import prove
-from run.script import BadInput, run_script, seed_for
+from run.script import BadInput, optional, own_flags, run_script, seed_for
 from selection import collect_target
 
 GPT2 = ["config/lowercase.py", "--vocab_size=50257", "--block_size=1024", "--n_layer=12",
@@ -50,13 +45,10 @@ GPT2 = ["config/lowercase.py", "--vocab_size=50257", "--block_size=1024", "--n_l
 
 def make_nets(cfg):
     """grpo's Nets, as fast as the settings ask for and as holds here."""
-    given = read_inputs(cfg)
+    given = grpo.read_inputs(cfg)
     torch.manual_seed(0)
-    base = given.base or new_policy(cfg)
-    judges = get_judges(cfg, given.splits, given.device, named=given.judges)
-    nets = build(cfg, given, base, judges, grpo)
-    prove(nets, cfg)
-    return nets
+    given.base = given.base or new_policy(cfg)
+    return grpo.prepare(cfg, given, grpo)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -208,11 +200,8 @@ def short(prompts, completions, **columns):
 
 
 def beside_trl(argv, repeat):
-    try:
+    with optional("trl transformers"):
         import trl
-    except ImportError as e:
-        raise BadInput(f"python bench.py trl: {e}; in a virtual environment of its own: "
-                       "pip install -r requirements.txt trl transformers") from e
     cfg = load_settings([*argv, "--beta=0", "--judge=None", "--eval_judge=None"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
                   reward_weights=(1.0,))
@@ -260,21 +249,18 @@ def rounds_of_trl(trl, nets, cfg, folder, repeat):
 
 
 def main(argv):
-    flags = [arg for arg in argv if not arg.startswith(("--repeat=", "--trace="))]
-    own = dict(arg.split("=", 1) for arg in argv if arg not in flags)
-    times = own.get("--repeat", "5")
-    if not times.isdigit() or int(times) < 1:
-        raise BadInput(f"--repeat={times}: must be a number of iterations")
-    repeat = int(times)
-    mode, *rest = flags or [""]
-    if mode == "check":
-        check(rest, repeat)
-    elif mode == "trl":
-        beside_trl(rest, repeat)
-    elif mode == "gpt2":
-        compare([*GPT2, *rest], repeat, own.get("--trace"))
+    own, flags = own_flags(argv, {"repeat": "5", "trace": ""})
+    if not own["repeat"].isdecimal() or int(own["repeat"]) < 1:
+        raise BadInput(f"--repeat={own['repeat']}: must be a number of iterations")
+    repeat = int(own["repeat"])
+    if flags[:1] == ["gpt2"]:
+        flags[:1] = GPT2
+    if flags[:1] == ["check"]:
+        check(flags[1:], repeat)
+    elif flags[:1] == ["trl"]:
+        beside_trl(flags[1:], repeat)
     else:
-        compare(flags, repeat, own.get("--trace"))
+        compare(flags, repeat, own["trace"])
 
 
 if __name__ == "__main__":

@@ -148,9 +148,6 @@ alone = [gradient_of(row[None]) for row in step.rows]           # a backward for
 by_hand = torch.stack([inner(gradient, target) for gradient in alone])          # (N,)
 itself = torch.stack([inner(gradient, gradient) for gradient in alone])         # (N,)
 others = by_hand - itself
-for i in range(G):
-    print(f"rollout {i}: advantage {advantages[i]:+.2f}, influence {by_hand[i]:+.4f} = itself "
-          f"{itself[i]:.4f} + others {others[i]:+.4f}")
 print(f"itself is {float(itself.sum() / by_hand.sum()):.0%} of all influence. "
       f"Negative are {int((by_hand < 0).sum())}, without itself {int((others < 0).sum())}")
 plt.figure(figsize=(7, 3))

@@ -22,8 +22,8 @@ A study file is Python (`from studies.wrong import *` builds on another one). It
 
 Every run is a folder of grpo.py in out/study/NAME, with a hash of its settings in its name. So the
 same command goes on where it stopped, and an arm that was changed runs anew. What a run prints is
-in a .log beside it. The table is of the seeds that all arms have complete; runs go seed by seed.
---workers=N: so many runs at a time.
+in a .log beside it. The table is of the seeds that all arms have complete. --workers=N: runs at a
+time.
 """
 import hashlib
 import itertools
@@ -40,16 +40,14 @@ import numpy as np
 
 from config import load_settings, read_config
 from run.files import read_rows, replacing, write_json
-from run.script import BadInput, run_script
+from run.script import BadInput, own_flags, run_script
 
 GRPO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "grpo.py")
-NAMES = {       # of a study file: its type, and what it is by default
-    "config": (str, None), "arms": (dict, None), "seeds": ((range, tuple), None),
-    "measure": (str, None), "controls": (tuple, ()), "tested": (tuple, ()), "grid": (tuple, ()),
-    "at_end": (bool, False), "quick": (dict, {})}
+NEEDED = ("config", "arms", "seeds", "measure")     # what a study file must assign
+OTHERS = {"controls": (), "tested": (), "grid": (), "at_end": False, "quick": {}}
 SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 SURE = 0.01             # a win needs corrected p-values below this
-FLIPS = 100_000         # random sign flips of a p-value
+FLIPS = 100_000         # random sign flips of a p-value, where there are too many to do all
 USAGE = "usage: python study.py studies/wrong.py [--table] [--quick] [--controls=A,B] [--workers=N]"
 
 # ------------------------------------------------------------------------------------------------
@@ -57,17 +55,15 @@ USAGE = "usage: python study.py studies/wrong.py [--table] [--quick] [--controls
 
 
 def read_study(path, quick=False, controls=()):
-    """The names that a study file assigns, checked, as a namespace. It also has name, columns,
-    setting and values (of the grid; "" and (None,) without) and shrink ({} unless quick)."""
+    """The names that a study file assigns, as a namespace. It also has name, columns, setting and
+    values (of the grid; "" and (None,) without) and shrink ({} unless quick)."""
     values, functions = read_config(path)
-    study = SimpleNamespace(columns=functions.get("columns"))
-    for name, (kind, default) in NAMES.items():
-        value = values.pop(name, default)
-        if not isinstance(value, kind) or default is None and not value:
-            raise BadInput(f"{path}: {name} = {value!r}: see python study.py --help")
-        setattr(study, name, value)
-    if values:
-        raise BadInput(f"{path}: {min(values)!r} is no name of a study; begin it with _")
+    for name in NEEDED:
+        if not values.get(name):
+            raise BadInput(f"{path}: {name} is missing or empty: see python study.py --help")
+    for name in values.keys() - {*NEEDED, *OTHERS}:
+        raise BadInput(f"{path}: {name!r} is no name of a study; begin it with _")
+    study = SimpleNamespace(**OTHERS | values, columns=functions.get("columns"))
     study.controls = controls or study.controls or (next(iter(study.arms)),)
     study.tested = study.tested or tuple(arm for arm in study.arms if arm not in study.controls)
     for arm in (*study.controls, *study.tested):
@@ -81,23 +77,19 @@ def read_study(path, quick=False, controls=()):
 
 
 def runs_of(study, out):
-    """All runs, seed by seed: what to call grpo.py with, and where its folder will be. BadInput for
-    settings that it would refuse."""
+    """All runs, seed by seed: what to call grpo.py with, and where its folder will be."""
     runs = []
     for seed, arm, value in itertools.product(study.seeds, study.arms, study.values):
         settings = study.arms[arm] | study.shrink | {"seed": seed, "threads": 1, "log_micro": False}
         if study.setting:
             settings[study.setting] = value
         argv = [study.config, *(f"--{name}={x!r}" for name, x in settings.items())]
-        try:
-            cfg = load_settings(argv)
-        except BadInput as e:
-            raise BadInput(f"arm {arm!r}: {e}") from e
+        cfg = load_settings(argv)
         text = json.dumps([cfg.public(), cfg.source], sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:6]
         point = f"_{study.setting}{value}" if study.setting else ""
         folder = os.path.join(out, f"{arm}{point}_seed{seed}_{key}".replace(" ", "_"))
-        argv.append(f"--out_dir={folder}")
+        argv += [f"--out_dir={folder}", "--resume=True"]    # refused where another is at work
         runs.append(SimpleNamespace(arm=arm, value=value, seed=seed, folder=folder, argv=argv,
                                     iterations=cfg.max_iters))
     return runs
@@ -156,23 +148,26 @@ def mean_and_error(values):
 
 
 def permutation_p(differences):
-    """Two-sided p of paired differences: the share of random sign flips whose sum is at least as
-    far from 0 as theirs. The true signs are one of them, so it is never 0."""
+    """Two-sided p of paired differences: the share of all sign flips, of random ones above 16
+    differences, whose sum is at least as far from 0. The true signs are one of them: p is not 0."""
     d = np.array(differences)
-    signs = np.random.default_rng(0).choice((-1, 1), (FLIPS, len(d)))
-    sums = np.append(signs @ d, d.sum())
-    far = np.abs(sums) >= abs(d.sum()) * (1 - 1e-9)     # equal sums differ in last digits
+    if len(d) <= 16:
+        signs = np.array(list(itertools.product((1, -1), repeat=len(d))))
+    else:
+        signs = np.random.default_rng(0).choice((1, -1), (FLIPS, len(d)))
+        signs[0] = 1
+    far = np.abs(signs @ d) >= abs(d.sum()) * (1 - 1e-9)    # equal sums differ in last digits
     return float(far.mean())
 
 
 def holm(ps):
     """p-values corrected for their number (Holm 1979), in the order given."""
-    corrected = [1.0] * len(ps)
-    largest = 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        largest = max(largest, (len(ps) - rank) * ps[i])
-        corrected[i] = min(1.0, largest)
-    return corrected
+    ps = np.array(ps)
+    order = ps.argsort()
+    scaled = ps[order] * np.arange(len(ps), 0, -1)
+    corrected = np.empty(len(ps))
+    corrected[order] = np.maximum.accumulate(scaled).clip(max=1)
+    return corrected.tolist()
 
 
 def differences_of(logs, controls, tested):
@@ -248,11 +243,12 @@ def as_markdown(study, found):
     table = ["| " + " | ".join(line) + " |" for line in lines]
     seeds = len(found["ends"][study.controls[0]])
     return "\n".join([
-        f"# {study.name}", "", f"Mean ± standard error of {seeds} seeds: at the end, then "
-        f"{study.measure} {found['where']}, and its differences to the controls, paired by seed. "
-        "Below 0 %: better. p: two-sided, by sign flips, after Holm for all of these. Equal KL: of "
-        f"each seed a straight line through (sqrt(KL), log {study.measure}) is read at sqrt(KL) = "
-        f"{found['x']:.3f}.", "", *table, "", *(f"- {text}" for text in found["verdicts"]), ""])
+        f"# {study.name}", "", f"Of {len(study.seeds)} seeds {seeds} are complete. Mean ± standard "
+        f"error: at the end, then {study.measure} {found['where']}, and its differences to the "
+        "controls, paired by seed. Below 0 %: better. p: two-sided, by sign flips, after Holm for "
+        "all of these. Equal KL: of each seed a straight line through (sqrt(KL), log "
+        f"{study.measure}) is read at sqrt(KL) = {found['x']:.3f}.", "",
+        *table, "", *(f"- {text}" for text in found["verdicts"]), ""])
 
 
 def plus_minus(values):
@@ -266,19 +262,17 @@ def cell_of(mean, error, p):
 
 
 def main(argv):
-    paths = [arg for arg in argv if not arg.startswith("--")]
-    flags = dict(arg.partition("=")[::2] for arg in argv if arg.startswith("--"))
-    workers = flags.get("--workers", str(os.cpu_count()))
-    odd = flags.keys() - {"--table", "--quick", "--controls", "--workers"}
-    if len(paths) != 1 or odd or not workers.isdigit() or int(workers) < 1:
+    workers = str(os.cpu_count())
+    own, paths = own_flags(argv, dict(table="", quick="", controls="", workers=workers))
+    if len(paths) != 1 or not own["workers"].isdecimal() or int(own["workers"]) < 1:
         raise BadInput(USAGE)
-    controls = tuple(filter(None, flags.get("--controls", "").split(",")))
-    study = read_study(paths[0], "--quick" in flags, controls)
+    controls = tuple(filter(None, own["controls"].split(",")))
+    study = read_study(paths[0], own["quick"] == "True", controls)
     out = os.path.join("out", "study", study.name)
     runs = runs_of(study, out)
-    if "--table" not in flags:
+    if own["table"] != "True":
         os.makedirs(out, exist_ok=True)
-        make_all(runs, study.measure, int(workers))
+        make_all(runs, study.measure, int(own["workers"]))
     found = summarise(study, runs)
     text = as_markdown(study, found)
     write_json(os.path.join(out, "table.json"), found)

@@ -10,12 +10,9 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
 
 The sentences are about all rollouts that the run has scored. The page shows words, which need
 gradients: it is about the iteration that follows the last checkpoint, which is sampled and scored
-here and changes nothing. With --prompt so are the sentences. --show=5: rollouts in a list.
+here and changes nothing. With --prompt so are the sentences.
 """
-import contextlib
-import io
 import os
-import textwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -26,20 +23,20 @@ from config import load_settings
 from data.chat import encode_prompt
 from data.prompts import draw_prompts
 from data.tokenizer import end_tokens
-from explain import own_flags
 from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, set_random_state
-from run.files import load_file, read_json, read_rows, replacing
+from run.files import load_file, read_rows, replacing
 from run.loop import sample_rows
 from run.metrics import bound_of
-from run.script import BadInput, hash_of, run_script, seed_for
+from run.script import BadInput, hash_of, own_flags, run_script, seed_for
 from tracin import inner
 
-USAGE = ("usage: python tracin.py RUN [CONFIG.py] [--before] [--show=5] "
-         "[--prompt=TEXT --completion=TEXT] [--setting=value ...]")
+USAGE = ("usage: python tracin.py RUN [CONFIG.py] [--before] [--prompt=TEXT --completion=TEXT] "
+         "[--setting=value ...]")
 CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
+SHOWN = 5       # rollouts in a list
 
 
 class Again(NamedTuple):
@@ -87,9 +84,8 @@ def saying(prompt, completion):
         said = tokenizer.encode_ordinary(completion)
         size = len(before) + len(said)
         most = policy.config.block_size
-        if not before or not said or size > most:
-            raise BadInput(f"--prompt and --completion have {len(before)} and {len(said)} tokens: "
-                           f"must be 1 or more each, {most} together at most")
+        if size > most:
+            raise BadInput(f"--prompt and --completion have {size} tokens: must be {most} at most")
         ids = torch.tensor([before + said], device=policy.wte.weight.device)
         h = policy(ids[:, :-1])[0, -len(said):]                                 # (T, C)
         logp = policy.lm_head(h).float().log_softmax(-1)                        # (T, V)
@@ -112,7 +108,8 @@ def scored_against(again, cfg, j):
 def check(again, cfg):
     """A sentence: the tape's influences beside those by a plain backward for each rollout."""
     if cfg.loss_type == "bnpo":
-        return "Not checked: with loss_type = 'bnpo' a rollout alone has another loss."
+        return ("With loss_type = 'bnpo' a rollout alone has another loss: nothing is checked, and "
+                "its words add up to a multiple of its influence.")
     nets, _, batch, step, found, _ = again
     order = found.scores.argsort()
     chosen = order[::max(1, len(order) // CHECKED)].tolist()
@@ -133,26 +130,23 @@ def words_of(again, cfg, chosen):
     unit = float(found.scores.std(correction=0)) or 1.0
     names = {p: name for name, p in nets.policy.named_parameters()}
     ends = end_tokens(nets.tokenizer)
-    slopes = {}
-    for rows in grpo.micro_batches(batch.lengths, step.rows, cfg):
-        loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
-        slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (n, T)
-        slopes.update(zip(rows.tolist(), slope))
     words = {}
     for j in chosen:
-        i = int(step.rows[j])
-        row = row_alone(batch.rollout, i, cfg.temperature)
+        i = step.rows[[j]]
+        loss = grpo.loss_of(nets, nets.policy, batch, i, step, cfg)
+        slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (1, T)
+        row = row_alone(batch.rollout, int(i), cfg.temperature)
         D = {names[p]: g for p, g in scored_against(again, cfg, j).items()}
         change = logprob_changes(nets.policy, D, row)
-        influence = slopes[i][:len(change)] * change / unit
+        influence = slope[0, :len(change)] * change / unit
         words[j] = pieces_of(row, influence, nets.tokenizer, ends)
     return words
 
 
-def print_rollouts(rows, show):
+def print_rollouts(rows):
     z = own_units(rows)
-    for name, places in zip(("helpful", "harmful"), best_and_worst(z, show)):
-        print(f"\nmost {name}")
+    for heading, places in best_and_worst(z, SHOWN).items():
+        print(f"\n{heading}")
         for i in places:
             row = rows[i]
             print(f"  {z[i]:+7.2f}  iteration {row['iteration']}, reward {row['reward']:.3f}, "
@@ -160,17 +154,15 @@ def print_rollouts(rows, show):
                   f"{row['prompt'][:48]!r} -> {row['completion'][:48]!r}")
 
 
-def write_page(folder, about, sentences, again, cfg, show):
+def write_page(folder, about, sentences, again, cfg):
     z = own_units(again.rows)
-    best, worst = best_and_worst(z, show)
-    words = words_of(again, cfg, best + worst)
-    lists = {}
-    for heading, places in (("Most helpful", best), ("Most harmful", worst)):
-        lists[heading] = [(again.rows[j] | {"z": float(z[j])}, words[j]) for j in places]
-    about_words = f"These rollouts are of iteration {again.rows[0]['iteration']}."
+    lists = best_and_worst(z, SHOWN)
+    words = words_of(again, cfg, sum(lists.values(), []))
+    cards = {heading: [(again.rows[j] | {"z": float(z[j])}, words[j]) for j in places]
+             for heading, places in lists.items()}
     path = os.path.join(folder, "influence.html")
     with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(page(f"Influence: {folder}", about, sentences, about_words, lists))
+        f.write(page(f"Influence: {folder}", about, sentences, cards))
     print(f"\n{path}: open it in a browser to see the words")
 
 
@@ -191,38 +183,34 @@ def settings_of(folder, flags, prompt, completion):
         cfg.tracin_leave_one_out = False
     elif cfg.tracin == "off":
         cfg.tracin = "reward"
-    threads = read_json(os.path.join(folder, "config.json")).get("threads")
-    torch.set_num_threads(cfg.threads or threads or torch.get_num_threads())
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
     return cfg
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], {"show": "5", "prompt": "", "completion": ""})
+    own, flags = own_flags(argv[1:], dict(before="", prompt="", completion=""))
+    prompt = own["prompt"]
     asked = own["completion"]
-    if not argv or not own["show"].isdecimal() or bool(own["prompt"]) != bool(asked):
+    if not argv or bool(prompt) != bool(asked):
         raise BadInput(USAGE)
     folder = argv[0]
-    show = int(own["show"])
-    cfg = settings_of(folder, [x for x in flags if x != "--before"], own["prompt"], asked)
-    recorded = [] if asked else scored_rows(folder)
-    metrics = read_rows(os.path.join(folder, "metrics.jsonl")) if recorded else []
-    with contextlib.redirect_stdout(io.StringIO()):     # what a run says of its models
-        nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo, may_train=False)
-
-    path = os.path.join(folder, "ckpt_prev.pt" if "--before" in flags else "ckpt.pt")
+    cfg = settings_of(folder, flags, prompt, asked)
+    nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo, may_train=False)
+    path = os.path.join(folder, "ckpt_prev.pt" if own["before"] == "True" else "ckpt.pt")
     again = iteration_after(nets, path, cfg)
+    recorded = [] if asked else scored_rows(folder)
     rows = recorded or again.rows
-    target = f"{asked!r} after {own['prompt']!r}" if asked else f"{cfg.tracin!r}"
-    about = (f"{folder}: {len(rows)} rollouts of {len({row['iteration'] for row in rows})} "
-             f"iterations, target {target}. Influence is in standard deviations of its iteration: "
-             "above 0 helps the target, below 0 harms it.")
+    metrics = read_rows(os.path.join(folder, "metrics.jsonl")) if recorded else []
+
+    target = f"{asked!r} after {prompt!r}" if asked else f"{cfg.tracin!r}"
+    about = (f"{folder}: {len(rows)} rollouts, target {target}. Influence is in standard "
+             "deviations of its iteration: above 0 helps the target, below 0 harms it.")
     sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
     sentences.append(check(again, cfg))
-    print(textwrap.fill(about, 100))
-    for text in sentences:
-        print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
-    print_rollouts(rows, show)
-    write_page(folder, about, sentences, again, cfg, show)
+    print(about, *sentences, sep="\n- ")
+    print_rollouts(rows)
+    write_page(folder, about, sentences, again, cfg)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,12 @@ import contextlib
 import io
 import json
 import os
-import sys
+
+import matplotlib
+import matplotlib.pyplot as plt
 
 from run.files import replacing
-from run.script import optional, run_script
-
-with optional("matplotlib"):
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-DPI = 80
+from run.script import run_script
 
 
 def picture(name, xlabel, ylabel):
@@ -50,7 +46,7 @@ def run_cell(code, names):
     outputs = [dict(output_type="stream", name="stdout", text=printed.getvalue())]
     for number in plt.get_fignums():
         png = io.BytesIO()
-        plt.figure(number).savefig(png, format="png", dpi=DPI, metadata={"Software": None})
+        plt.figure(number).savefig(png, format="png", dpi=80, metadata={"Software": None})
         image = base64.b64encode(png.getvalue()).decode()
         outputs.append(dict(output_type="display_data", metadata={}, data={"image/png": image}))
     plt.close("all")
@@ -72,12 +68,10 @@ def notebook_of(text):
 
 def main(argv):
     matplotlib.use("Agg")
-    sys.argv = ["lesson.py", *argv]     # its flags
     with open("lesson.py", encoding="utf-8") as f:
         notebook = notebook_of(f.read())
     with replacing("lesson.ipynb") as tmp, open(tmp, "w", encoding="utf-8") as f:
         json.dump(notebook, f, indent=1, ensure_ascii=False)
-    print("lesson.ipynb")
 
 
 if __name__ == "__main__":

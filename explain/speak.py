@@ -3,28 +3,24 @@ Lets a trained policy speak: completions of a prompt, each with its scores by ju
 
     python sample.py out/toxicity --prompt="You are" [--num=5] [--before=True] [--setting=value ...]
 
-With --chat=True a prompt is what a user says to a chat model, in the model's chat template.
-Without a prompt it reads prompts from the terminal, one a line. --before=True lets the policy from
-before training speak first, with the same noise. Settings are those of the run unless changed here,
-for instance --temperature=0.7 or --max_completion_length=20.
+With --chat=True the prompt is what a user says to a chat model, in the model's chat template.
+--before=True lets the policy from before training speak first, with the same noise. Settings are
+those of the run unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
-import sys
-
 import torch
 
 from data.chat import encode_prompt
 from data.prompts import Prompt
 from data.tokenizer import end_tokens, texts_of
 from evaluate import open_run
-from explain import own_flags
 from judge.rewards import score
 from run.device import autocast
-from run.script import BadInput, run_script, seed_for
+from run.script import BadInput, own_flags, run_script, seed_for
 from sample import generate
 from tasks.turns import answering
 
-USAGE = ('usage: python sample.py RUN [--prompt="You are"] [--num=5] [--before=True] '
-         "[--chat=True] [--setting=value ...]")
+USAGE = ('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] [--chat=True] '
+         "[--setting=value ...]")
 
 
 @torch.no_grad()
@@ -56,25 +52,22 @@ def speak(nets, policy, cfg, prompt, num, chat=False):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(prompt="", num="5", before="False", chat="False"))
-    num = int(own["num"]) if own["num"].isdecimal() else 0
-    answers = {own["before"], own["chat"]}
-    if not argv or argv[0].startswith("--") or num < 1 or not answers <= {"True", "False"}:
+    own, flags = own_flags(argv[1:], dict(prompt="", num="5", before="", chat=""))
+    prompt = own["prompt"]
+    if not argv or not prompt or not own["num"].isdecimal() or int(own["num"]) < 1:
         raise BadInput(USAGE)
     cfg, nets, policy, iteration = open_run(argv[0], flags)
     policies = {f"after {iteration} iterations": policy}
     if own["before"] == "True":
         policies = {"before training": nets.base} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
-    for line in [own["prompt"]] if own["prompt"] else filter(str.strip, sys.stdin):
-        prompt = line.rstrip("\n")
-        print(repr(prompt))
-        for title, speaker in policies.items():
-            spoken = speak(nets, speaker, cfg, prompt, num, own["chat"] == "True")
-            print("  " + "".join(f"{name:>12}" for name in spoken[0][1]) + f"  {title}")
-            for completion, scores in spoken:
-                numbers = "".join(f"{x:12.3f}" for x in scores.values())
-                print(f"  {numbers}  {completion!r}", flush=True)
+    print(repr(prompt))
+    for title, speaker in policies.items():
+        spoken = speak(nets, speaker, cfg, prompt, int(own["num"]), own["chat"] == "True")
+        print("  " + "".join(f"{name:>12}" for name in spoken[0][1]) + f"  {title}")
+        for completion, scores in spoken:
+            numbers = "".join(f"{x:12.3f}" for x in scores.values())
+            print(f"  {numbers}  {completion!r}")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,23 @@
-"""One GRPO step from fixed seeds, taken apart: every phase with its numbers, and red flags.
+"""The first iteration of a run, taken apart: every phase with its numbers, and red flags.
 
     python grpo.py config/toxicity.py --debug_step=True
 """
 import itertools
 import math
 
-import torch
-from torch.nn.utils import clip_grad_norm_
-
 from evaluate import evaluate
-from run.metrics import Meter, batch_metrics, loss_metrics, row_advantages
-from run.report import silent_log, troubles
+from run.metrics import batch_metrics, row_advantages
+from run.report import troubles
 from run.script import seed_for
-
-FORMULA = "(reward - mean) / std, 0 where all are equal"
 
 
 def debug_step(nets, cfg, grpo):
-    """The first step of a run, phase by phase. grpo: the module, for its functions."""
+    """The first iteration of a run, phase by phase. grpo: the module, for its functions."""
     count = itertools.count(1)
 
     def phase(title):
         print(f"\n--- {next(count)}. {title}")
 
-    names = ("seed", "temperature", "top_p", "beta", "learning_rate", "max_grad_norm")
-    print("setup: " + ", ".join(f"{name} {getattr(cfg, name):g}" for name in names))
     phase(f"evaluation before: {len(nets.eval_prompts)} prompts x {cfg.num_eval_generations}")
     before, _ = evaluate(nets, nets.policy, cfg)
     print("  " + ", ".join(f"{k} {v:.4f}" for k, v in before.items()))
@@ -36,23 +29,21 @@ def debug_step(nets, cfg, grpo):
     print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), nets, prompts, batch)
     print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), nets, prompts, batch)
 
-    phase(f"rewards, by group; advantage = {'by token, of a critic' if cfg.critic else FORMULA}")
+    source = "by token, of a critic" if cfg.critic else "(reward - mean) / std"
+    phase(f"rewards, by group; advantage = {source}")
     print_rewards(batch, cfg, grpo)
 
-    phase("loss, of all rows at once (without mini-batches and further passes)")
-    N = len(batch.lengths)
-    step = grpo.Step(0, torch.arange(N, device=nets.device), N, int(batch.loss_mask.sum()))
-    meter = backward(nets, cfg, batch, step, grpo)
-    grad_norm = clip_grad_norm_(nets.trained, cfg.max_grad_norm or math.inf)
-    meter.check_finite(grad_norm)
-    m = meter.metrics() | batch_metrics(batch, cfg)
-    print_loss(m, meter.logp_diff().exp())
+    phase("loss")
+    m, norms = update(nets, cfg, batch, grpo)
+    print_loss(m)
     if nets.influence:
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
         print_influence(m, nets, prompts, batch)
 
-    phase("gradient norms after clipping, and the step")
-    print_step(nets, cfg, batch, step, grpo, m["grad_norm"])
+    phase("gradient norms after clipping, before a step at the full learning_rate")
+    for name, norm in norms.items():
+        print(f"  {name:28} {norm:.3e}")
+    print(f"  all {m['grad_norm']:.3e} before clipping to max_grad_norm = {cfg.max_grad_norm:g}")
 
     phase("evaluation after")
     after, _ = evaluate(nets, nets.policy, cfg)
@@ -89,31 +80,35 @@ def print_rewards(batch, cfg, grpo):
               f"(advantages): {pairs}")
 
 
-def backward(nets, cfg, batch, step, grpo):
-    """Fills .grad as grpo.update does -> Meter of the step."""
-    meter = Meter(nets, batch, cfg, silent_log, check=True)
-    meter.begin_step()
-    if nets.influence:
-        target = None
-        if cfg.tracin_val_prompts:
-            target = grpo.collect_target(nets, 0, cfg, grpo.collect)
-        seed = seed_for(seed_for(cfg.seed, "rows", 0), "select", 0)
-        nets.influence.backward(batch, step, target, meter, seed, fresh=True, check=True)
-    else:
-        grpo.backward(nets, batch, step, cfg, meter)
-    return meter
+def update(nets, cfg, batch, grpo):
+    """What the run does with the batch -> its metrics, {parameter: gradient norm of the last
+    step}."""
+    target = None
+    if nets.influence and cfg.tracin_val_prompts:
+        target = grpo.collect_target(nets, 0, cfg, grpo.collect)
+    norms = {}
+
+    def before_step(*args):
+        for name, p in nets.policy.named_parameters():
+            if p.grad is not None:
+                norms[name] = p.grad.norm()
+
+    nets.optimizer.register_step_pre_hook(before_step)
+    m = grpo.update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", 0), check=True)
+    return m | batch_metrics(batch, cfg), norms
 
 
-def print_loss(m, ratio):
-    """The parts of the loss. ratio: policy / sampler of its tokens (M,)."""
+def print_loss(m):
+    """The parts of the loss, and how near to 1 the ratio was on the first pass."""
     kl = m.get("kl_loss", 0.0)
     policy = m["policy_loss"] - kl      # which is logged with the KL
     others = m["loss"] - m["policy_loss"]
     print(f"  policy gradient {policy:.6f} + beta * KL {kl:.6f} + entropy and critic {others:.6f} "
           f"= loss {m['loss']:.6f}")
     print("  at ratio 1 the policy gradient's part is near 0; its gradient is not")
-    print(f"  ratio: min {ratio.min():.6f}, mean {ratio.mean():.6f}, max {ratio.max():.6f} "
-          "(1: these weights sampled)")
+    difference = m["sampling/sampling_logp_difference/max"]
+    print(f"  ratio: mean {m.get('ratio', math.nan):.6f} (1: these weights sampled); the largest "
+          f"difference of log-probs is {difference:.1e}")
 
 
 def print_influence(m, nets, prompts, batch):
@@ -124,19 +119,3 @@ def print_influence(m, nets, prompts, batch):
           f"{m['tracin/invariant_error']:.1e} of the sum of |influence|")
     for what, i in (("helps", batch.influence.argmax()), ("harms", batch.influence.argmin())):
         print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, nets, prompts, batch)
-
-
-def print_step(nets, cfg, batch, step, grpo, grad_norm):
-    """Gradient norms, the optimizer's step, and what it changed."""
-    for name, p in nets.policy.named_parameters():
-        if p.grad is not None:
-            print(f"  {name:28} {p.grad.norm():.3e}")
-    nets.optimizer.step()
-    with torch.no_grad():
-        rows = step.rows[:cfg.micro_batch_size]
-        loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
-    after = loss_metrics(loss, cfg)
-    now = ", ".join(f"{k} is now {after[k]:.6f}" for k in ("ratio", "kl") if k in after)
-    most = cfg.max_grad_norm or math.inf
-    print(f"  all {grad_norm:.3e}, clipped to {min(grad_norm, most):.3e}; after a step at learning "
-          f"rate {cfg.learning_rate:g}: {now}")

@@ -100,6 +100,20 @@ def call(main, argv, usage):
         main(argv)
 
 
+def own_flags(argv, own):
+    """({name: value} of the flags in `own`, which has their defaults; all other arguments).
+    A flag without a value is "True"."""
+    found = dict(own)
+    rest = []
+    for arg in argv:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--") and name in own:
+            found[name] = value if equals else "True"
+        else:
+            rest.append(arg)
+    return found, rest
+
+
 @contextlib.contextmanager
 def interrupts():
     """Within this block SIGINT and SIGTERM do not kill. They make the yielded function return True,

@@ -1,4 +1,4 @@
-"""--debug_step: a step taken apart in the phases of note 003, with the numbers of the run."""
+"""--debug_step: an iteration taken apart, with the numbers of the run."""
 import re
 
 PHASES = ["evaluation before", "rollout", "rewards", "loss", "gradient norms", "evaluation after",
@@ -9,19 +9,17 @@ def phases_of(out):
     return re.findall(r"^--- \d+\. (\w+(?: (?:before|norms|after|flags))?)", out, re.M)
 
 
-def test_a_step_is_taken_apart(grpo, tmp_path, rows):
-    flags = ["--beta=0.1", "--max_iters=1", "--max_grad_norm=0", "--learning_rate=1e-3"]
+def test_an_iteration_is_taken_apart(grpo, tmp_path, rows):
+    flags = ["--beta=0.1", "--max_iters=1", "--max_grad_norm=0", "--learning_rate=1e-3",
+             "--mini_batch_size=4", "--num_iterations=2"]
     out = grpo(tmp_path / "none", "--debug_step=True", *flags)
     assert phases_of(out) == PHASES, out
     assert not (tmp_path / "none").exists(), "nothing is written"
-    for words in ("setup: ", "learning_rate 0.001", "beta * KL", "ratio: min", "clipped to",
-                  "judge mean", "advantages", "change: ", "kl is now"):
-        assert words in out, words
 
-    grpo(tmp_path / "run", *flags)      # the same step
+    grpo(tmp_path / "run", *flags)      # the same iteration
     m, = rows(tmp_path / "run" / "metrics.jsonl")
     assert f"= loss {m['loss']:.6f}" in out
-    assert f"  all {m['grad_norm']:.3e}" in out
+    assert f"  all {m['grad_norm']:.3e} before" in out
     samples = rows(tmp_path / "run" / "samples.jsonl")
     best = max(samples, key=lambda row: row["reward"])
     assert f"reward {best['reward']:.4f}, advantage {best['advantage']:+.4f}" in out
@@ -35,5 +33,4 @@ def test_influence_and_a_critic_are_taken_apart_too(grpo, tmp_path):
     assert phases_of(out) == PHASES[:4] + ["influence"] + PHASES[4:]
     assert "helps most" in out and "check: their sum is <G_train, G_target>" in out
     out = grpo(tmp_path, "--debug_step=True", "--critic=True")
-    assert phases_of(out) == PHASES
-    assert "entropy and critic" in out and "by token, of a critic" in out
+    assert phases_of(out) == PHASES and "by token, of a critic" in out

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -121,36 +120,27 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
     plain = tracin.layer_dot
     monkeypatch.setattr(tracin, "layer_dot", lambda module, name, *rest: plain(
         module, name, *rest) * (name != "bias"))
-    monkeypatch.setattr(grpo, "prepare", without_proof)
-    _, again, cfg = sampled(run("self"))
+    _, again, cfg = sampled(run("self"), "--tracin_memory=0")
     assert "CONTRADICTS" in explain.check(again, cfg)
-
-
-def without_proof(cfg, given, method):
-    from pretrain import get_policy
-    from run.build import build
-    base = given.base or get_policy(cfg, given.splits, given.device)
-    return build(cfg, given, base, {}, method)
 
 
 def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, script, tmp_path):
     folder = run("self")
     before = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
-    text = printed(explain.main, [folder, "--show=3"])
+    text = printed(explain.main, [folder])
     after = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
     shown = after.pop("influence.html").decode()
     before.pop("influence.html", None)
     assert before == after
-    assert "64 rollouts of 4 iterations" in text and "nan" not in text
-    assert text.count("  iteration ") == 6 and "Iteration 5: the tape agrees with" in text
-    assert 4 <= shown.count("<article>") <= 6 and "of iteration 5" in shown
+    assert "64 rollouts, target 'self'" in text and "nan" not in text
+    assert text.count("  iteration ") == 10 and "Iteration 5: the tape agrees with" in text
+    assert 6 <= shown.count("<article>") <= 10 and "<small>iteration 5, " in shown
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
-    argv = [run("off"), str(tmp_path / "mine.py"), "--tracin=target", "--show=1"]
-    text = printed(explain.main, argv)
-    assert "target 'target'" in " ".join(text.split()) and "agrees with" in text
-    done = script("tracin.py", run("off"), "--before", "--show=1")
+    text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
+    assert "target 'target'" in text and "agrees with" in text
+    done = script("tracin.py", run("off"), "--before")
     assert done.returncode == 0 and not done.stderr
-    assert "16 rollouts of 1 iterations, target 'reward'" in done.stdout.replace("\n", " ")
+    assert "16 rollouts, target 'reward'" in done.stdout
     assert "Iteration 3: the tape agrees with" in done.stdout
 
 
@@ -159,20 +149,17 @@ def test_what_makes_the_model_say_this(run):
     folder = run("off")
     best = max(recorded(folder, 3), key=lambda row: row["advantage"])
     argv = [folder, "--before", f"--prompt={best['prompt']}", f"--completion={best['completion']}"]
-    helpful, harmful = printed(explain.main, argv).split("most harmful")
+    helpful, harmful = printed(explain.main, argv).split("Most harmful")
     assert f"iteration 3, reward {best['reward']:.3f}" in helpful
     assert f"-> {best['completion'][:48]!r}" in helpful
 
 
-def test_refusals(run, tmp_path):
+def test_refusals(run):
     folder = run("self")
-    for argv in ([], [folder, "--show=x"], [folder, "--prompt=the"]):
+    for argv in ([], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
     long = "--completion=" + "long " * 40
-    assert "together at most" in refusal(explain.main, [folder, "--prompt=the", long])
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    os.remove(copy / "ckpt_prev.pt")
-    assert "ckpt_prev.pt: no such file" in refusal(explain.main, [str(copy), "--before"])
+    assert "must be 32 at most" in refusal(explain.main, [folder, "--prompt=the", long])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -203,8 +190,8 @@ def test_sentences_say_what_was_planted():
     assert "mostly noise" in target and "0.01" in target
     assert "hardly more than reward" in likeness
     assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]
-    alike = [row | dict(reward=1.0, advantage=0.0, completion="e") for row in planted]
-    assert len(sentences_of(alike, [], list)) == 1, "there is nothing to compare"
+    alike = [row | dict(reward=1.0) for row in planted]
+    assert "+0.00 with reward" in sentences_of(alike, [], list)[-1]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -212,7 +199,6 @@ def test_sentences_say_what_was_planted():
 
 NASTY = ("<script>alert(1)</script>", "\"'><img src=x onerror=alert(2)>", "&lt;b&gt; &#60;",
          "a\x00b\x1b[31m\x7f\x85", "\ud800 half", "line\n\ttab \u2028", "été 🙂 {0}")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def nasty_page():
@@ -220,10 +206,10 @@ def nasty_page():
     for j, text in enumerate(NASTY):
         pieces = [Piece(text, 1.0 - j, True), Piece("  ", 0.5, True), Piece(text, 0.0, False),
                   Piece("", -0.1, True)]
-        row = dict(prompt=text, reward=0.5, advantage=-1.0, weight=0.0, z=1.5 - j)
+        row = dict(iteration=1, prompt=text, reward=0.5, advantage=-1.0, weight=0.0, z=1.5 - j)
         cards.append((row, pieces))
     lists = {"Most helpful": cards, "Most harmful": []}
-    return page(f"run {NASTY[1]}", NASTY[2], NASTY, NASTY[0], lists)
+    return page(f"run {NASTY[1]}", NASTY[2], NASTY, lists)
 
 
 def test_nothing_that_was_written_becomes_markup():
@@ -235,23 +221,7 @@ def test_nothing_that_was_written_becomes_markup():
     assert not [c for c in text if not c.isprintable() and c != "\n"]
     shown = [html.unescape(re.sub("</?i>", "", visible(text))) for text in NASTY]
     assert shown[0] == NASTY[0] and shown[-1] == NASTY[-1] and shown[4] == "\\ud800 half"
-    assert shown[3] == "a\\x00b\\x1b[31m\\x7f\\x85" and shown[5] == "line⏎⇥tab \\u2028"
+    assert shown[3] == "a\\x00b\\x1b[31m\\x7f\\x85" and shown[5] == "line\\n\\ttab \\u2028"
     first = text.split("<article>")[1]
     colors = re.findall(r'<b style="background:rgba\((.*?),[^,]*\)" title', first)
     assert colors == ["0,114,178", "0,114,178", "213,94,0"]
-    assert "<h3>Most harmful</h3><p>none</p>" in text
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed")
-def test_a_browser_opens_it(run, tmp_path):
-    printed(explain.main, [run("self"), "--show=2"])
-    path = tmp_path / "nasty.html"
-    path.write_text(nasty_page(), encoding="utf-8")
-    for file in (str(path), os.path.join(run("self"), "influence.html")):
-        done = subprocess.run(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-             f"--user-data-dir={tmp_path}/me", "--dump-dom", f"file://{file}"],
-            capture_output=True, text=True, timeout=60)
-        # of errors, and of what the page's own policy forbids: any script, any request
-        assert done.returncode == 0 and "CONSOLE" not in done.stderr
-        assert "<script" not in done.stdout and "<img" not in done.stdout
