@@ -47,13 +47,12 @@ class Settings:
     debug_step: bool = False          # take one GRPO step apart, print every number, stop
 
     # text
-    comments: str | None = None         # labelled comments, CSV or JSONL; None: a pip package's
-    text_field: str = "text"
-    label_field: str = "is_offensive"   # 1 or true: toxic
+    # .csv or .jsonl with columns text and is_offensive; None: a pip package's
+    comments: str | None = None
     # .txt, .csv or .jsonl; None: the config file's `questions`, else first words of comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
-    prompt_field: str | None = None     # of a .csv or .jsonl; "a.b" is b inside a; None: text_field
+    prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" is b inside a
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
     # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.

@@ -32,18 +32,18 @@ SPLITS = {
 }
 
 
-def load_comments(path=None, text_field="text", label_field="is_offensive"):
-    """Read a .csv or .jsonl file, None for the default -> (text, label) of all comments, with label
-    1.0 for toxic and 0.0 for clean."""
+def load_comments(path=None):
+    """Read a .csv or .jsonl file with columns text and is_offensive, None for the default
+    -> (text, label) of all comments, with label 1.0 for toxic and 0.0 for clean."""
     path = path or default_comments()
     comments = []
     for number, row in enumerate(read_rows(path), 1):
         where = f"{path}: row {number}"
-        for field in (text_field, label_field):
+        for field in ("text", "is_offensive"):
             if row.get(field) is None:
                 raise BadInput(f"{where} has no field {field!r}; it has {sorted(map(str, row))}")
-        text = clean(as_text(row[text_field], text_field, where))
-        label = read_label(row[label_field], label_field, where)
+        text = clean(as_text(row["text"], "text", where))
+        label = read_label(row["is_offensive"], where)
         if text:
             comments.append((text, label))
     if not comments:
@@ -63,7 +63,7 @@ def as_text(value, name, where):
     return str(value)
 
 
-def read_label(value, name, where):
+def read_label(value, where):
     """Turn true, false or a number from 0 to 1 (toxic from 0.5) into 1.0 or 0.0."""
     words = {"true": 1.0, "false": 0.0}
     try:
@@ -71,8 +71,8 @@ def read_label(value, name, where):
     except (TypeError, ValueError):
         probability = math.nan
     if not 0 <= probability <= 1:   # NaN is not
-        raise BadInput(f"{where} has {name} = {shown(value)}: must be true/false or a number from "
-                       "0 to 1")
+        raise BadInput(f"{where} has is_offensive = {shown(value)}: must be true/false or a "
+                       "number from 0 to 1")
     return float(probability >= 0.5)
 
 
@@ -106,15 +106,14 @@ def get_splits(cfg):
     if not for_training and not for_prompts:
         return split_comments([])
     path = cfg.comments or default_comments()
-    file = (path, cfg.text_field, cfg.label_field)
     if for_training:
-        return split_comments(load_comments(*file))
+        return split_comments(load_comments(path))
 
     # prompts alone need a tenth of the file, which is kept
     written = os.path.getmtime(path) if os.path.exists(path) else None
-    key = hashlib.sha256(repr((*file, written)).encode()).hexdigest()[:8]
+    key = hashlib.sha256(repr((path, written)).encode()).hexdigest()[:8]
     kept = os.path.join(cfg.cache_dir, f"prompts-{key}.json")
     if not os.path.exists(kept):
-        splits = split_comments(load_comments(*file))
+        splits = split_comments(load_comments(path))
         write_json(kept, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
     return split_comments([]) | read_json(kept)

@@ -111,8 +111,7 @@ def prompts_of_file(path, cfg, tokenizer, limit):
     if path.endswith(".txt"):
         rows = [{"text": line} for line in read_text(path).splitlines()]
         return prompts_of_rows(rows, "text", path, tokenizer, limit)
-    field = cfg.prompt_field or cfg.text_field
-    return prompts_of_rows(read_rows(path), field, path, tokenizer, limit)
+    return prompts_of_rows(read_rows(path), cfg.prompt_field, path, tokenizer, limit)
 
 
 def prompts_of_rows(rows, field, path, tokenizer, limit):

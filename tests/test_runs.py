@@ -361,7 +361,7 @@ def fresh(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag, part", [
-    ("--comments=nowhere.csv", "nowhere.csv"), ("--text_field=words", "'words'"),
+    ("--comments=nowhere.csv", "nowhere.csv"),
     ("--device=quantum", "'auto'"),
     ("--policy=nowhere.pt", "nowhere.pt"), ("--judge=nowhere.pt", "nowhere.pt"),
     ("--judge={policy}", "kind 'judge' is needed"), ("--policy={judge}", "kind 'policy' is needed"),
