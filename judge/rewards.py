@@ -88,7 +88,8 @@ def arguments_of(what, function, prompts, completions):
     """
     texts = [prompt.text for prompt in prompts]
     rows = [prompt.row for prompt in prompts]
-    columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
+    fields = {name for row in rows for name in row}
+    columns = {name: [row.get(name) for row in rows] for name in fields}
     parameters = inspect.signature(function).parameters
     names = list(parameters)
     given = dict(rows=rows, prompts=texts, completions=completions)
