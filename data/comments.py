@@ -17,7 +17,6 @@ of the other two, so they also serve as held-out text for the policy and the jud
 import hashlib
 import math
 import os
-import re
 
 from run.files import file_of_package, read_json, read_rows, write_json
 from run.script import BadInput, shown
@@ -78,9 +77,8 @@ def read_label(value, where):
 
 def clean(text):
     """Bring a comment onto one line, without the CSV quotes that are left over in the source."""
-    text = text.replace('""', '"')
-    text = re.sub(r"\s+", " ", text)
-    return text.strip().strip('"').strip()
+    words = text.replace('""', '"').split()
+    return " ".join(words).strip('"').strip()
 
 
 def split_of(text):
