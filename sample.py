@@ -240,16 +240,15 @@ def drop_finished(rows, cache, ended):
 
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0,
-             part=slice(None), forced=None, respond=None, decode=decode, **sampling):
+             part=slice(None), respond=None, decode=decode, **sampling):
     """Sample num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
 
     A prompt is computed once, and its keys and values are copied to its group. The noise is drawn
     ahead from `seed`, a number per row and step, on the CPU. It is the same on every device and for
     every batch_size (rows decoded at once; 0: all), which changes memory only.
     part: complete only these of the prompts. The parts together are what one call for all gives.
-    forced (N, T): ids that are put into the policy's mouth, -1 where it draws. They are read like
-    any others, carry no log-prob and end no completion.
-    respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all.
+    respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all. What
+    it writes is read like any other token, carries no log-prob and ends no completion.
     decode: another function with its result. sampling: eos and the other fields of Sampling.
     """
     sampling = Sampling(**sampling)
@@ -270,11 +269,6 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         r.allowed = torch.ones(*r.logp.shape, model.config.vocab_size, dtype=bool, device=device)
     if model.value_head is not None:
         r.values = torch.zeros_like(r.logp)
-    completion = r.tokens[:, prompt.shape[1]:]      # (N, T), a view
-    if forced is not None:
-        forced = forced[rows].to(device)
-        r.sampled_mask = forced < 0
-        completion.copy_(forced.masked_fill(r.sampled_mask, sampling.ends[0]))
 
     at_once = max(1, batch_size // G) if batch_size else len(prompts)
     for b in range(0, len(prompt), at_once):
@@ -285,7 +279,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         answer = functools.partial(respond, (first + b) * G) if respond else None
         decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
     r.sampled_mask &= r.completion_mask             # nothing is sampled after the end
-    completion.masked_fill_(~r.completion_mask, sampling.ends[0])
+    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.ends[0])
     unused = int((~r.completion_mask.any(0)).sum())     # columns at the end
     return r.map(lambda x: x if x.dim() == 1 else x[:, :x.shape[1] - unused])
 
