@@ -20,9 +20,6 @@ from judge.rewards import arguments_of, call
 from run.script import BadInput, shown
 from tasks.tools import check_prompts_name
 
-# --------------------------------------------------------------------------------------------------
-# before a rollout
-
 
 def answering(tokenizer, prompts, cfg, num_generations):
     """The `respond` of sample.generate for these prompts. None without an environment."""
@@ -33,11 +30,8 @@ def answering(tokenizer, prompts, cfg, num_generations):
 
 
 def try_environment(cfg, prompts):
-    """Try the environment before anything is trained.
-
-    Every prompt must have the columns that the environment asks for. Then it answers, for one
-    prompt, an empty transcript and each stop string.
-    """
+    """Try the environment before anything is trained: every prompt must have the columns that it
+    asks for, and an empty transcript and each stop string an answer."""
     if not cfg.answers:
         return
     if cfg.tools:
@@ -48,17 +42,12 @@ def try_environment(cfg, prompts):
     ask(function, prompts[:1] * len(transcripts), transcripts)
 
 
-# --------------------------------------------------------------------------------------------------
-# after a token
-
-
 def respond(tokenizer, asked, cfg, first, r, rows, t, column):
     """Let the environment answer those of the rows (n,) of r that end a turn with token t.
 
     Row i of r completes asked[first + i]. column: where token t stands in r.tokens. An answer's
-    tokens are forced as far as there is room, and the row goes on. The row has ended where the
-    answer is None, where it is "" after an end token, and where it would be one more than
-    max_turns.
+    tokens are forced as far as there is room. The row has ended where the answer is None, where it
+    is "" after an end token, and where it would be one more than max_turns.
     """
     turns = ended_turns(tokenizer, cfg.stop_strings, r, rows, t, column)
     if not turns:
