@@ -5,7 +5,6 @@ Measures what an iteration costs, and whether the fast paths hold on this machin
     python bench.py config/toxicity.py vs --tracin=self vs --tracin=self --tracin_memory=0
                                                             # the same beside variants, in turns
     python bench.py config/toxicity.py --trace=trace.json   # an iteration, for ui.perfetto.dev
-    python bench.py check config/toxicity.py                # float32 beside bfloat16 and compile
     python bench.py gpt2 vs --tracin=self                   # GPT-2's shape with random weights
     python bench.py trl config/toxicity.py                  # beside TRL's GRPOTrainer
 
@@ -13,8 +12,8 @@ Times are medians of --repeat=5 iterations (least to most) after one that warms 
 turns, so that what else the machine does hits all of them. A policy that the settings would train
 has random weights here. On a CPU the memory is the most that the process has held so far.
 
-check exits with 1 if a fast path does not hold here. trl takes the settings' policy, prompts and
-sizes, with a rule as reward and without a KL.
+A fast path that does not hold here is left out, with a line that begins with `note:`. trl takes the
+settings' policy, prompts and sizes, with a rule as reward and without a KL.
 """
 import copy
 import itertools
@@ -35,7 +34,6 @@ from config import load_settings
 from data.prompts import draw_prompts
 from hub.export import export
 from pretrain import new_policy
-from run.device import pick_dtype
 from run.script import BadInput, optional, own_flags, run_script, seed_for
 from selection import collect_target
 
@@ -158,36 +156,15 @@ def variants_of(argv):
 
 def compare(argv, repeat, trace):
     variants = variants_of(argv)
+    nets, cfg = next(iter(variants.values()))
+    gpu = torch.cuda.get_device_name(nets.device) if nets.device.type == "cuda" else ""
+    print(f"torch {torch.__version__}, {platform.platform()}, {nets.device} {gpu}")
     print_rounds(in_turns(variants, repeat))
     if trace:
-        nets, cfg = next(iter(variants.values()))
         with torch.profiler.profile() as profiler:
             iteration(nets, cfg, repeat + 1)
         profiler.export_chrome_trace(trace)
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
-
-
-# ------------------------------------------------------------------------------------------------
-# what holds here
-
-
-def check(argv, repeat):
-    """Times each fast path beside float32. What prove takes away it says in a line of its own."""
-    plain = [*argv, "--dtype=float32", "--compile=False"]
-    variants = variants_of([*plain, "vs", "--dtype=bfloat16", "vs", "--compile=True"])
-    nets, _ = next(iter(variants.values()))
-    gpu = torch.cuda.get_device_name(nets.device) if nets.device.type == "cuda" else ""
-    print(f"torch {torch.__version__}, {platform.platform()}, {nets.device} {gpu}")
-    print_rounds(in_turns(variants, repeat))
-    off = [name for name, (nets, cfg) in variants.items() if not is_used(nets, cfg)]
-    if off:
-        raise SystemExit(f"does not hold here, and a run goes without: {'; '.join(off)}")
-
-
-def is_used(nets, cfg):
-    """Tell whether prove has left what the settings ask for."""
-    compiled = nets.policy_fn is not nets.policy
-    return nets.dtype == pick_dtype(cfg.dtype, nets.device) and compiled == cfg.compile
 
 
 # ------------------------------------------------------------------------------------------------
@@ -255,9 +232,7 @@ def main(argv):
     repeat = int(own["repeat"])
     if flags[:1] == ["gpt2"]:
         flags[:1] = GPT2
-    if flags[:1] == ["check"]:
-        check(flags[1:], repeat)
-    elif flags[:1] == ["trl"]:
+    if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
     else:
         compare(flags, repeat, own["trace"])

@@ -47,7 +47,6 @@ OTHERS = {"controls": (), "tested": (), "grid": (), "at_end": False, "quick": {}
 SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 SURE = 0.01             # a win needs corrected p-values below this
 FLIPS = 100_000         # random sign flips of a p-value, where there are too many to do all
-USAGE = "usage: python study.py STUDY.py [--table] [--quick] [--controls=A,B] [--workers=N]"
 
 # ------------------------------------------------------------------------------------------------
 # the study and its runs
@@ -259,7 +258,8 @@ def main(argv):
     workers = str(os.cpu_count())
     own, paths = own_flags(argv, dict(table="", quick="", controls="", workers=workers))
     if len(paths) != 1 or not own["workers"].isdecimal() or int(own["workers"]) < 1:
-        raise BadInput(USAGE)
+        raise BadInput("usage: python study.py STUDY.py [--table] [--quick] [--controls=A,B] "
+                       "[--workers=N]")
     controls = tuple(filter(None, own["controls"].split(",")))
     study = read_study(paths[0], own["quick"] == "True", controls)
     out = os.path.join("out", "study", study.name)

@@ -3,7 +3,6 @@
 B texts of T tokens, the class token included; attention_mask (B, T) is False on padding.
 """
 import re
-from dataclasses import asdict
 
 import torch
 import torch.nn as nn
@@ -11,7 +10,7 @@ import torch.nn as nn
 from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
-from run.files import load_gpt, save_file
+from run.files import load_gpt
 from run.script import BadInput
 
 
@@ -49,11 +48,6 @@ def encode(tokenizer, texts, block_size):
     """
     rows = tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
     return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in rows]
-
-
-def save_judge(path, model, **report):
-    """Write a Scorer and a report of how well it does to a .pt file."""
-    save_file(path, "judge", config=asdict(model.config), model=model.state_dict(), **report)
 
 
 def pad_right(rows):

@@ -85,7 +85,7 @@ def questions(n, seed, history=HISTORY):
 # right completions
 
 
-def rules_prompt(fen, moves, history):
+def rules_prompt(fen, moves, history=HISTORY):
     return f"A: {fen}+{moves[-1]}+{' '.join(moves[-history:])}+"
 
 
