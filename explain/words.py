@@ -63,7 +63,7 @@ def logprob_changes(policy, D, row):
 
 
 def pieces_of(row, influence, tokenizer, ends):
-    """The completion of a Row as Pieces, which add up to its text and to influence (T,), that of its
+    """The completion of a Row as Pieces, which add up to its text and to the influence (T,) of its
     tokens. ends: the ids that end a completion."""
     T = len(row.chosen)
     ids = row.tokens[-T:].tolist()

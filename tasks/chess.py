@@ -33,7 +33,7 @@ BY_RANK = (1.0, 0.8, 0.6, 0.4, 0.2)     # of the engine's first five moves
 
 
 def positions(n, seed, asked):
-    """n positions of random games -> [(FEN, the moves that led there and the next one)]. A hash says
+    """n positions of random games -> [(FEN, moves that led there and the next one)]. A hash says
     which boards are asked about: never one that a policy has learned from."""
     rng = random.Random(seed)
     found = []
@@ -163,8 +163,8 @@ def add_evaluations(rows, nodes=10_000):
 
 
 def by(column):
-    """Make a reward function of score(completion, truth). The truth stands in this column; None: the
-    row is of the other task."""
+    """Make a reward function of score(completion, truth). The truth stands in this column; without
+    one the row is of the other task."""
     def decorate(score):
         def reward(prompts, completions, rows):
             truths = [row[column] for row in rows]
