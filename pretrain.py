@@ -39,8 +39,8 @@ BATCH_SIZE = 48  # windows of block_size tokens
 
 
 def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
-    """Return the policy "train" on the CPU, pretrained once into cfg.cache_dir. BadInput if it would
-    have to be now and may_train is False."""
+    """Return the policy "train" on the CPU, pretrained once into cfg.cache_dir. BadInput if it
+    would have to be now and may_train is False."""
     makes_up = "texts" in cfg.functions
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
     if makes_up:
@@ -128,8 +128,8 @@ def get_tokenizer(cfg):
 
 
 def load_run(path):
-    """Load the policy of a run's folder or of a .pt file -> (policy, its tokenizer, or the published
-    model's folder or file that has it)."""
+    """Load the policy of a run's folder or of a .pt file -> (policy, its tokenizer, or the folder
+    or file of the published model that has it)."""
     if not os.path.isdir(path):
         policy = load_gpt(path)
         return policy, load_tokenizer(policy.config.vocab_size)

@@ -4,9 +4,8 @@ a model.GPT, and nothing of the project is imported.
 
     python sample.py out/toxicity --prompt="You are"        # lets a trained policy speak
 
-In the order of the file: the rollout, sampling from logits, decode, generate, log-probs of a
-rollout. Shapes: B prompts of width P (left-padded), N = B * num_generations rows, T tokens of a
-completion, V = vocab_size, C channels, n rows that still run, M sampled tokens of all rows.
+Shapes: B prompts of width P (left-padded), N = B * num_generations rows, T tokens of a completion,
+V = vocab_size, C channels, n rows that still run, M sampled tokens of all rows.
 """
 import functools
 import math
@@ -123,10 +122,8 @@ def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def draw(probs, u):
-    """One token per row by inverting the CDF: probs (N, V), u (N,) uniform in [0, 1) -> ids (N,).
-
-    The probs of a row need not sum to 1. A token of probability 0 is never drawn.
-    """
+    """One token per row by inverting the CDF: probs (N, V), which need not sum to 1, u (N,) uniform
+    in [0, 1) -> ids (N,). A token of probability 0 is never drawn."""
     cdf = probs.cumsum(-1)
     where = u * cdf[:, -1]
     token = torch.searchsorted(cdf, where[:, None], right=True)
@@ -140,10 +137,8 @@ def draw(probs, u):
 
 def sample_token(model, h, r, rows, t, column, noise, sampling):
     """Draw token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
-
     Where r.sampled_mask is False, the token that stands in r.tokens is kept. column: where token t
-    stands there. t and column may be tensors (1,). noise (N, T).
-    """
+    stands there. t and column may be tensors (1,). noise (N, T)."""
     logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
     if r.allowed is not None:
         logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -178,8 +173,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16}  # steps between looks at which rows ended:
 
 def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
     """Compute prompts (B, P) once and draw the first token of each row -> keys and values of the
-    prompts (n_layer, 2, B, nkv, P, hs). attention_mask (B, P), or None where no prompt is padded.
-    """
+    prompts (n_layer, 2, B, nkv, P, hs)."""
     B, P = prompt.shape
     N = len(r.completion_mask)
     cache = model.new_cache(B, P)
