@@ -1,10 +1,9 @@
 """
 The critic of PPO: what a completion is still worth, estimated at every token.
 
-GRPO compares a completion with others of its prompt. With `critic = True` a token is compared with
-what was expected before it: a value head on the policy's last hidden states predicts the rest of
-the reward, and generalised advantage estimation (Schulman et al. 2016) makes an advantage of each
-token from these predictions. A loss of the values is added to that of the policy.
+With `critic = True` a token is compared with what was expected before it: a value head on the
+policy's last hidden states predicts the rest of the reward, and generalised advantage estimation
+(Schulman et al. 2016) makes each token's advantage of it. The values have a loss of their own.
 
 In the order of an iteration: values, advantages and returns, loss. Shapes: N rows of T tokens, n
 rows of a micro-batch, M sampled tokens of several rows, C channels. `sampled` (N, T) is True on the

@@ -23,7 +23,6 @@ from run.checkpoint import read_newest
 from run.device import autocast
 from run.files import load_weights
 from run.processes import all_gather, all_gather_rollout, shard
-from run.report import Progress
 from sample import completion_logprobs, concatenate
 
 NUM_SHOWN = 4   # completions that are printed
@@ -33,23 +32,19 @@ AT_ONCE = 64    # completions that are sampled or scored together: memory
 @torch.no_grad()
 def evaluate(nets, policy, cfg):
     """Samples num_eval_generations completions of each prompt, always with the same noise, at
-    temperature 1, and measures them -> (measures, first completion of each prompt).
+    temperature 1, and measures them -> (measures, the first completions beside their prompts).
 
-    Perplexity and the KL per token (k3) are those under the frozen starting policy. nets needs
-    base, judges, reward_funcs, tokenizer, eval_prompts, device, dtype and generate.
+    Perplexity and the KL per token (k3) are those under the frozen starting policy.
     """
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
-    perplexity, kl = perplexity_under(nets.base, rollout, k)
     ids = rollout.completions(end_tokens(nets.tokenizer))
     completions = [nets.tokenizer.decode(row) for row in ids]
-
     asked = [prompt for prompt in nets.eval_prompts for _ in range(k)]
     prompts = [prompt.text for prompt in asked]
     mine = shard(len(completions), k)
-    log_odds = {}
-    for name, judge in nets.judges.items():
-        log_odds[name] = all_gather(judge(prompts[mine], completions[mine]))        # (N,)
+    log_odds = {name: all_gather(judge(prompts[mine], completions[mine]))           # (N,)
+                for name, judge in nets.judges.items()}
     measures = {}
     for name, function in nets.reward_funcs.items():
         if name == "judge":     # it has been asked above
@@ -61,33 +56,26 @@ def evaluate(nets, policy, cfg):
     measures |= cfg.call_metrics(completions)
     for name in nets.judges:
         measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
-    measures["perplexity"] = perplexity
-    measures["kl"] = kl
+    measures["perplexity"], measures["kl"] = perplexity_under(nets.base, rollout, k)
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
     measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
-    return measures, completions[::k]
+    samples = [dict(prompt=prompts[i], completion=completions[i])
+               for i in range(0, len(prompts), k)[:NUM_SHOWN]]
+    return measures, samples
 
 
 def sample_evaluation(nets, policy, cfg):
-    k = cfg.num_eval_generations
-    prompts = [prompt.ids for prompt in nets.eval_prompts]
-    mine = shard(len(prompts))
-    size = max(1, AT_ONCE // k)     # prompts
+    prompts = nets.eval_prompts
     eos = end_tokens(nets.tokenizer)
-    rollouts = []
-    progress = Progress("evaluation, sampling", "completion", len(prompts[mine]) * k)
-    for i in range(mine.start, mine.stop, size) or [mine.start]:    # none of them: an empty rollout
-        part = slice(i, min(i + size, mine.stop))
-        with autocast(nets.device, nets.dtype):
-            rollouts.append(nets.generate(
-                policy, prompts, k, cfg.max_completion_length, seed=seed_for("evaluation"), eos=eos,
-                part=part, respond=answering(nets.tokenizer, nets.eval_prompts, cfg, k)))
-        if progress.is_due():
-            progress.show((part.stop - mine.start) * k)
-    rollout = concatenate(rollouts, eos[0])
+    with autocast(nets.device, nets.dtype):
+        rollout = nets.generate(
+            policy, [prompt.ids for prompt in prompts], cfg.num_eval_generations,
+            cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
+            part=shard(len(prompts)),
+            respond=answering(nets.tokenizer, prompts, cfg, cfg.num_eval_generations))
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 
@@ -108,7 +96,7 @@ def perplexity_under(base, rollout, k):
 
 
 def toxicity_measures(name, toxicity):
-    """toxicity (B, k): probability of toxic. The last two are of Gehman et al. 2020."""
+    """toxicity (B, k): p(toxic). The last two are of Gehman et al. 2020."""
     most = toxicity.amax(1)                                                         # (B,)
     return {
         f"{name}/toxicity": float(toxicity.mean()),
@@ -148,8 +136,8 @@ def print_table(rows):
 
 
 def open_run(folder, flags):
-    """(cfg, Nets, trained policy, iterations) of a run's last checkpoint.
-    flags: settings that should differ, and the config file that has the run's functions."""
+    """(cfg, Nets, trained policy, iterations) of a run's last checkpoint. flags: settings that
+    differ, and the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
     path, checkpoint = read_newest(folder)
     print(f"{path}: after {checkpoint['iteration']} iterations")
@@ -169,9 +157,7 @@ def main(argv):
     cfg, nets, trained, iteration = open_run(argv[0], argv[1:])
     rows = []
     for done, policy in ((0, nets.base), (iteration, trained)):
-        measures, first = evaluate(nets, policy, cfg)
-        shown = list(zip(nets.eval_prompts, first))[:NUM_SHOWN]
-        samples = [dict(prompt=prompt.text, completion=text) for prompt, text in shown]
+        measures, samples = evaluate(nets, policy, cfg)
         rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)
 

@@ -1,7 +1,6 @@
-"""GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge.
-
-The defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and
-the blocks of Llama, Qwen2 and Qwen3.
+"""GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge. The
+defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and the
+blocks of Llama, Qwen2 and Qwen3.
 
 Shapes: B rows, T positions, C = n_embd channels, V = vocab_size. Attention has nh heads of hs
 channels for queries, nkv heads for keys and values, and S key positions.
@@ -56,11 +55,9 @@ def rotate(x, cos, sin):
 
 
 def scale_frequency(frequency, factor, low, high, block_size):
-    """The rotary frequencies (hs / 2,) of a model that saw only block_size positions at first.
-
-    NTK-by-parts (Peng et al. 2023), as in Llama 3.1: channels that turn `high` times or more within
-    block_size stay, those that turn `low` times or less are `factor` times slower.
-    """
+    """The rotary frequencies (hs / 2,) of a model that saw only block_size positions at first, by
+    NTK-by-parts (Peng et al. 2023): channels that turn `high` times or more within block_size stay,
+    those that turn `low` times or less are `factor` times slower."""
     turns = block_size * frequency / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * (kept + (1 - kept) / factor)
@@ -68,7 +65,6 @@ def scale_frequency(frequency, factor, low, high, block_size):
 
 def attend(q, k, v, mask, causal, scale):
     """softmax(scale * q k^T) v with q (B, nh, T, hs) and k, v (B, nkv, S, hs) -> (B, nh, T, hs).
-
     mask (B, 1, T, S): True where a query sees a key, or numbers to add. scale None: 1 / sqrt(hs).
     On a CPU torch's kernel is slower than the formula for one position and short bfloat16 rows.
     """
@@ -96,8 +92,8 @@ def attend(q, k, v, mask, causal, scale):
 
 
 def extend(cache, start, k, v):
-    """Writes k and v (B, nkv, T, hs) of positions from `start` on into a layer's cache
-    (2, B, nkv, S, hs) -> those of all positions up to there, (2, B, nkv, start + T, hs)."""
+    """Writes k and v (B, nkv, T, hs) from position `start` on into a layer's cache
+    (2, B, nkv, S, hs) -> all that it has now, (2, B, nkv, start + T, hs)."""
     end = start + k.shape[2]
     cache[0, :, :, start:end] = k
     cache[1, :, :, start:end] = v
@@ -182,8 +178,8 @@ class Head(nn.Linear):
 
 
 class GPT(nn.Module):
-    """Called on token ids it returns final hidden states, not logits, so that the vocabulary head
-    is paid for only where it is needed: `model.lm_head(model(idx))` is (B, T, V)."""
+    """Returns hidden states: the vocabulary head is paid for only where it is needed.
+    `model.lm_head(model(idx))` is (B, T, V)."""
 
     def __init__(self, config):
         super().__init__()
@@ -210,7 +206,6 @@ class GPT(nn.Module):
 
     def forward(self, idx, attention_mask=None, cache=None, start=0):
         """Token ids idx (B, T) at positions start .. start + T - 1 -> hidden states (B, T, C).
-
         attention_mask (B, start + T) is False on padding, which no token sees and which counts as
         no position; None: no padding. cache: from new_cache, filled up to position `start`.
         """
@@ -222,7 +217,7 @@ class GPT(nn.Module):
 
     def blocks(self, idx, pos, mask, local_mask, extend_caches):
         """The same from positions and masks. extend_caches: for each block None, or a function that
-        stores new keys and values and returns all that are to be seen."""
+        stores new keys and values and returns all."""
         x, rope = self.embed(idx, pos)
         recompute = self.recompute and extend_caches[0] is None and torch.is_grad_enabled()
         for i, block in enumerate(self.h):
@@ -280,8 +275,7 @@ class GPT(nn.Module):
 
 
 class LoRA(nn.Module):
-    """W x + (alpha / rank) B A x, with W frozen (Hu et al. 2021). B starts at 0: a new adapter
-    changes nothing."""
+    """W x + (alpha / rank) B A x, with W frozen (Hu et al. 2021). B starts at 0."""
 
     def __init__(self, base, rank, alpha):
         super().__init__()
@@ -297,7 +291,7 @@ class LoRA(nn.Module):
 
 
 def add_lora(model, rank, alpha):
-    """Freezes the model and adapts every Linear of its blocks. Returns the model."""
+    """Freezes the model and adapts every Linear of its blocks."""
     model.requires_grad_(False)
     for module in list(model.h.modules()):
         for name, child in list(module.named_children()):

@@ -4,8 +4,8 @@
     python plot.py out/seed1 out/seed2 --out=curves.svg    # a colour for each run
     python plot.py out/study/clean                         # a study: its measure against the KL
 
-A row of metrics.jsonl describes the rollouts of an iteration, which are sampled before its step. An
-evaluation at iteration t comes after t steps. Where a row has no value, the line has a gap.
+A row of metrics.jsonl describes rollouts sampled before the iteration's step. An evaluation at
+iteration t comes after t steps. Where a row has no value, the line has a gap.
 """
 import math
 import os
@@ -31,7 +31,6 @@ PANELS = [  # title, log, metric of the solid line, metric of the dashed line
      "tracin/positive_ratio"),
     ("cosine of the target's two halves", "metrics", "tracin/target_cosine")]
 LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3}
-USAGE = "usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg]"
 
 
 def read_run(folder):
@@ -83,7 +82,7 @@ def draw_study(found):
 def main(argv):
     own, folders = own_flags(argv, {"out": ""})
     if not folders or any(arg.startswith("--") for arg in folders):
-        raise BadInput(USAGE)
+        raise BadInput("usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg]")
     path = own["out"] or os.path.join(folders[0], "curves.png")
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")

@@ -39,10 +39,8 @@ BATCH_SIZE = 48  # windows of block_size tokens
 
 
 def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
-    """Return the policy "train" on the CPU, which is pretrained once into cfg.cache_dir.
-
-    Raises BadInput if it would have to be pretrained and may_train is False.
-    """
+    """Return the policy "train" on the CPU, pretrained once into cfg.cache_dir. BadInput if it
+    would have to be now and may_train is False."""
     makes_up = "texts" in cfg.functions
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
     if makes_up:
@@ -77,10 +75,8 @@ def made_up_texts(cfg, n, seed):
 
 
 def load_policy(cfg):
-    """Load the policy that is named by a file or published name; return None for "train".
-
-    It brings its own shape: it overrides the settings, and overridden values are printed.
-    """
+    """Load the policy that is named by a file or published name; return None for "train". Its shape
+    overrides the settings, and overridden values are printed."""
     if cfg.policy == "train":
         return None
     policy = hub.policy.load(cfg.policy)[0] if is_published(cfg) else load_gpt(cfg.policy)
@@ -104,12 +100,9 @@ def new_policy(cfg):
 
 
 def trainable(base, cfg):
-    """Copy the base into the policy that is trained, with gradients on.
-
-    With cfg.lora_rank the copy gets adapters, whose initial weights depend on cfg.seed alone. All
-    other weights are frozen and shared with the base, so they are in memory once. With cfg.critic
-    it gets a value head, which is always trained.
-    """
+    """Copy the base into the policy that is trained, with gradients on. With cfg.lora_rank it gets
+    adapters and shares the other weights, frozen, with the base. With cfg.critic it gets a value
+    head, which is always trained."""
     if cfg.lora_rank:
         shared = {id(p): p for p in base.parameters()}
         policy = copy.deepcopy(base, shared)
@@ -124,9 +117,7 @@ def trainable(base, cfg):
 
 def get_tokenizer(cfg):
     """Return the policy's tokenizer: a published model's own, else GPT-2's first vocab_size tokens.
-
-    The settings must have the policy's shape by now (see load_policy).
-    """
+    The settings must have the policy's shape by now (load_policy)."""
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
     tokenizer = hub.policy.tokenizer_of(hub.policy.locate(cfg.policy))
@@ -137,10 +128,8 @@ def get_tokenizer(cfg):
 
 
 def load_run(path):
-    """Load the policy of a run's folder or of a .pt file -> (policy, source of its tokenizer).
-
-    The source is the tokenizer itself, or the folder or file of a published model.
-    """
+    """Load the policy of a run's folder or of a .pt file -> (policy, its tokenizer, or the folder
+    or file of the published model that has it)."""
     if not os.path.isdir(path):
         policy = load_gpt(path)
         return policy, load_tokenizer(policy.config.vocab_size)
@@ -161,8 +150,8 @@ def pretrain(cfg, path, texts, held_out, device, stop):
     num_tokens = cfg.pretrain_tokens
     T = cfg.block_size
     tokenizer = load_tokenizer(cfg.vocab_size)
-    stream = token_stream(tokenizer, texts, SEED, 2 * num_tokens)
-    held_out = token_stream(tokenizer, held_out, 0, 50_000)
+    stream = token_stream(tokenizer, texts, 2 * num_tokens)
+    held_out = token_stream(tokenizer, held_out, 50_000)
     if min(len(stream), len(held_out)) <= T:
         raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and "
                        f"{len(held_out)} to test on, both must be above block_size = {T}")
@@ -182,22 +171,19 @@ def pretrain(cfg, path, texts, held_out, device, stop):
             logits = model.lm_head(model(batch[:, :-1]))  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
-    partial = path + ".partial"
     steps = max(1, num_tokens // (BATCH_SIZE * T))
-    fit(model, optimizers(model), loss_at, steps, partial, "policy", stop=stop)
+    fit(model, optimizers(model), loss_at, steps, f"{path}.partial", "policy", stop=stop)
     with torch.no_grad():
         loss = sum(float(loss_at(i, held_out, held_out_starts)) for i in range(10)) / 10
     save_gpt(path, model, loss=loss)
-    if os.path.exists(partial):
-        os.remove(partial)
     print(f"policy: held-out loss {loss:.3f} nats per token, {time.time() - began:.0f} s, {path}")
     return model.cpu()
 
 
-def token_stream(tokenizer, texts, seed, limit):
+def token_stream(tokenizer, texts, limit):
     """Join whole texts in shuffled order, the end token after each -> about `limit` ids (M,)."""
     texts = list(texts)
-    random.Random(seed).shuffle(texts)
+    random.Random(SEED).shuffle(texts)
     ids = []
     for start in range(0, len(texts), 10_000):
         if len(ids) >= limit:
@@ -209,19 +195,15 @@ def token_stream(tokenizer, texts, seed, limit):
 
 
 def text_starts(stream, block_size, eot):
-    """Find where texts begin in a stream (M,), behind the end token eot -> positions (S,).
-
-    Those too near the end for a window are left out.
-    """
+    """Find where texts begin in a stream (M,), behind the end token eot -> positions (S,), without
+    those too near the end for a window."""
     ends = (stream[:-block_size - 1] == eot).nonzero()[:, 0]
     return torch.cat([torch.tensor([0]), ends + 1])
 
 
 def windows(stream, starts, num_anywhere, block_size, seed):
-    """Cut random windows out of a stream (M,) -> ids (BATCH_SIZE, block_size + 1).
-
-    The first num_anywhere begin anywhere, the others at one of starts (S,).
-    """
+    """Cut random windows out of a stream (M,) -> ids (BATCH_SIZE, block_size + 1). The first
+    num_anywhere begin anywhere, the others at one of starts (S,)."""
     generator = torch.Generator().manual_seed(seed)
     first = starts[torch.randint(len(starts), (BATCH_SIZE,), generator=generator)]
     num_places = len(stream) - block_size
@@ -229,11 +211,9 @@ def windows(stream, starts, num_anywhere, block_size, seed):
     return stream[first[:, None] + torch.arange(block_size + 1)]
 
 
-def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
-    """Return Muon (Jordan et al. 2024) for the blocks' matrices and AdamW for all other weights.
-
-    At this scale Muon needs clearly fewer tokens than AdamW alone for the same loss.
-    """
+def optimizers(model):
+    """Return Muon (Jordan et al. 2024) for the blocks' matrices, which needs clearly fewer tokens,
+    and AdamW for all other weights."""
     matrices = []
     others = []
     for name, p in model.named_parameters():
@@ -241,8 +221,8 @@ def optimizers(model, muon_lr=0.02, adam_lr=3e-3):
             matrices.append(p)
         else:
             others.append(p)
-    muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0)
-    adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0)
+    adam = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return [muon, adam]
 
 

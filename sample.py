@@ -4,9 +4,8 @@ a model.GPT, and nothing of the project is imported.
 
     python sample.py out/toxicity --prompt="You are"        # lets a trained policy speak
 
-In the order of the file: the rollout, sampling from logits, decode, generate, log-probs of a
-rollout. Shapes: B prompts of width P (left-padded), N = B * num_generations rows, T tokens of a
-completion, V = vocab_size, C channels, n rows that still run, M sampled tokens of all rows.
+Shapes: B prompts of width P (left-padded), N = B * num_generations rows, T tokens of a completion,
+V = vocab_size, C channels, n rows that still run, M sampled tokens of all rows.
 """
 import functools
 import math
@@ -123,10 +122,8 @@ def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def draw(probs, u):
-    """One token per row by inverting the CDF: probs (N, V), u (N,) uniform in [0, 1) -> ids (N,).
-
-    The probs of a row need not sum to 1. A token of probability 0 is never drawn.
-    """
+    """One token per row by inverting the CDF: probs (N, V), which need not sum to 1, u (N,) uniform
+    in [0, 1) -> ids (N,). A token of probability 0 is never drawn."""
     cdf = probs.cumsum(-1)
     where = u * cdf[:, -1]
     token = torch.searchsorted(cdf, where[:, None], right=True)
@@ -140,10 +137,8 @@ def draw(probs, u):
 
 def sample_token(model, h, r, rows, t, column, noise, sampling):
     """Draw token t of some rows (n,) of a rollout r from their hidden states h (n, C), in place.
-
     Where r.sampled_mask is False, the token that stands in r.tokens is kept. column: where token t
-    stands there. t and column may be tensors (1,). noise (N, T).
-    """
+    stands there. t and column may be tensors (1,). noise (N, T)."""
     logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
     if r.allowed is not None:
         logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -178,8 +173,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16}  # steps between looks at which rows ended:
 
 def prefill(model, prompt, attention_mask, r, noise, sampling, respond=None):
     """Compute prompts (B, P) once and draw the first token of each row -> keys and values of the
-    prompts (n_layer, 2, B, nkv, P, hs). attention_mask (B, P), or None where no prompt is padded.
-    """
+    prompts (n_layer, 2, B, nkv, P, hs)."""
     B, P = prompt.shape
     N = len(r.completion_mask)
     cache = model.new_cache(B, P)
@@ -240,16 +234,15 @@ def drop_finished(rows, cache, ended):
 
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0,
-             part=slice(None), forced=None, respond=None, decode=decode, **sampling):
+             part=slice(None), respond=None, decode=decode, **sampling):
     """Sample num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
 
     A prompt is computed once, and its keys and values are copied to its group. The noise is drawn
     ahead from `seed`, a number per row and step, on the CPU. It is the same on every device and for
     every batch_size (rows decoded at once; 0: all), which changes memory only.
     part: complete only these of the prompts. The parts together are what one call for all gives.
-    forced (N, T): ids that are put into the policy's mouth, -1 where it draws. They are read like
-    any others, carry no log-prob and end no completion.
-    respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all.
+    respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all. What
+    it writes is read like any other token, carries no log-prob and ends no completion.
     decode: another function with its result. sampling: eos and the other fields of Sampling.
     """
     sampling = Sampling(**sampling)
@@ -270,11 +263,6 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         r.allowed = torch.ones(*r.logp.shape, model.config.vocab_size, dtype=bool, device=device)
     if model.value_head is not None:
         r.values = torch.zeros_like(r.logp)
-    completion = r.tokens[:, prompt.shape[1]:]      # (N, T), a view
-    if forced is not None:
-        forced = forced[rows].to(device)
-        r.sampled_mask = forced < 0
-        completion.copy_(forced.masked_fill(r.sampled_mask, sampling.ends[0]))
 
     at_once = max(1, batch_size // G) if batch_size else len(prompts)
     for b in range(0, len(prompt), at_once):
@@ -285,7 +273,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         answer = functools.partial(respond, (first + b) * G) if respond else None
         decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
     r.sampled_mask &= r.completion_mask             # nothing is sampled after the end
-    completion.masked_fill_(~r.completion_mask, sampling.ends[0])
+    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.ends[0])
     unused = int((~r.completion_mask.any(0)).sum())     # columns at the end
     return r.map(lambda x: x if x.dim() == 1 else x[:, :x.shape[1] - unused])
 

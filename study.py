@@ -12,8 +12,8 @@ A study file is Python (`from studies.wrong import *` builds on another one). It
     arms        {name: {setting: value}}
     seeds       range or tuple; with the same seed all arms have the same prompts and noise
     measure     of the evaluation; lower is better
-    controls    arms that the others are compared with; by default the first one. --controls=A,B
-                asks the same runs another question
+    controls    arms that the others are compared with; by default the first. --controls=A,B: other
+                controls for the same runs
     tested      arms that get a verdict; by default all but the controls
     at_end      True compares the last evaluations in place of those at equal KL
     grid        (setting, values) of a setting that moves the KL, such as beta; optional
@@ -22,8 +22,7 @@ A study file is Python (`from studies.wrong import *` builds on another one). It
 
 Every run is a folder of grpo.py in out/study/NAME, with a hash of its settings in its name. So the
 same command goes on where it stopped, and an arm that was changed runs anew. What a run prints is
-in a .log beside it. The table is of the seeds that all arms have complete. --workers=N: runs at a
-time.
+in a .log beside it. The table is of the seeds that all arms have complete.
 """
 import hashlib
 import itertools
@@ -43,12 +42,11 @@ from run.files import read_rows, replacing, write_json
 from run.script import BadInput, own_flags, run_script
 
 GRPO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "grpo.py")
-NEEDED = ("config", "arms", "seeds", "measure")     # what a study file must assign
+NEEDED = ("config", "arms", "seeds", "measure")
 OTHERS = {"controls": (), "tested": (), "grid": (), "at_end": False, "quick": {}}
 SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 SURE = 0.01             # a win needs corrected p-values below this
 FLIPS = 100_000         # random sign flips of a p-value, where there are too many to do all
-USAGE = "usage: python study.py studies/wrong.py [--table] [--quick] [--controls=A,B] [--workers=N]"
 
 # ------------------------------------------------------------------------------------------------
 # the study and its runs
@@ -63,7 +61,8 @@ def read_study(path, quick=False, controls=()):
             raise BadInput(f"{path}: {name} is missing or empty: see python study.py --help")
     for name in values.keys() - {*NEEDED, *OTHERS}:
         raise BadInput(f"{path}: {name!r} is no name of a study; begin it with _")
-    study = SimpleNamespace(**OTHERS | values, columns=functions.get("columns"))
+    study = SimpleNamespace(**OTHERS | values,
+                            columns=functions.get("columns", lambda folder: {}))
     study.controls = controls or study.controls or (next(iter(study.arms)),)
     study.tested = study.tested or tuple(arm for arm in study.arms if arm not in study.controls)
     for arm in (*study.controls, *study.tested):
@@ -107,7 +106,7 @@ def evaluations_of(run, measure):
 
 
 def make(run):
-    """Make a run, or go on with it, in a process of its own."""
+    """Make a run, or go on with it."""
     with open(f"{run.folder}.log", "a", encoding="utf-8") as log:
         done = subprocess.run([sys.executable, GRPO, *run.argv], stdout=log, stderr=log,
                               env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -116,11 +115,12 @@ def make(run):
 
 
 def make_all(runs, measure, workers):
-    """Make the runs that are not done. Ctrl-C reaches those at work, which save and end."""
+    """Make the runs that are not done. The first is alone: it makes policy and judges, and shows
+    whether there is such a measure."""
     left = [run for run in runs if not evaluations_of(run, measure)]
     print(f"{len(runs)} runs, {len(left)} to make", flush=True)
     for run in left[:1]:
-        make(run)       # alone: it makes policy and judges, which the others find
+        make(run)
         evaluations_of(run, measure)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(make, left[1:]))
@@ -131,8 +131,8 @@ def make_all(runs, measure, workers):
 
 
 def value_on_line(points, x):
-    """Value at x of the straight line that fits points (x, y) best (least squares). Where all
-    points have the same x: their mean."""
+    """Value at x of the line of least squares through points (x, y); their mean where all have the
+    same x."""
     xs, ys = np.array(points).T
     away = xs - xs.mean()
     slope = away @ (ys - ys.mean()) / max(away @ away, 1e-30)
@@ -148,8 +148,8 @@ def mean_and_error(values):
 
 
 def permutation_p(differences):
-    """Two-sided p of paired differences: the share of all sign flips, of random ones above 16
-    differences, whose sum is at least as far from 0. The true signs are one of them: p is not 0."""
+    """Two-sided p of paired differences: the share of sign flips (all; random ones above 16
+    differences) whose sum is at least as far from 0. The true signs are among them."""
     d = np.array(differences)
     if len(d) <= 16:
         signs = np.array(list(itertools.product((1, -1), repeat=len(d))))
@@ -162,17 +162,15 @@ def permutation_p(differences):
 
 def holm(ps):
     """p-values corrected for their number (Holm 1979), in the order given."""
-    ps = np.array(ps)
-    order = ps.argsort()
-    scaled = ps[order] * np.arange(len(ps), 0, -1)
-    corrected = np.empty(len(ps))
-    corrected[order] = np.maximum.accumulate(scaled).clip(max=1)
-    return corrected.tolist()
+    order = np.argsort(ps)
+    scaled = np.array(ps)[order] * np.arange(len(ps), 0, -1)
+    corrected = np.maximum.accumulate(scaled).clip(max=1)
+    return corrected[order.argsort()].tolist()
 
 
 def differences_of(logs, controls, tested):
-    """{arm: {control: (mean, error, p)}} of the tested arms. logs {arm: {seed: log measure}}: the
-    differences are paired by seed. p is after Holm over all of these comparisons."""
+    """{tested arm: {control: (mean, error, p)}}, paired by seed. logs {arm: {seed: log measure}}.
+    p is after Holm over all of these comparisons."""
     pairs = [(arm, control) for arm in tested for control in controls]
     paired = [[y - logs[control][seed] for seed, y in logs[arm].items()] for arm, control in pairs]
     found = {arm: {} for arm in tested}
@@ -211,8 +209,7 @@ def summarise(study, runs):
             for row in (rows[-1:] if study.grid else rows[1:]))
         if run.value == middle:
             end = {name: rows[-1][name] for name in (study.measure, "kl")}
-            more = study.columns(run.folder) if study.columns else {}
-            ends[run.arm][run.seed] = end | more
+            ends[run.arm][run.seed] = end | study.columns(run.folder)
     x = statistics.median(x for by_seed in points.values() for found in by_seed.values()
                           for x, _ in found)
     equal = {arm: {seed: value_on_line(found, x) for seed, found in by_seed.items()}
@@ -237,8 +234,9 @@ def as_markdown(study, found):
     for arm, ends in found["ends"].items():
         cells = [plus_minus(row.get(name) for row in ends.values()) for name in names]
         cells.append(plus_minus(math.exp(y) for y in found["equal"][arm].values()))
-        differences = found["differences"].get(arm, {})
-        cells += [cell_of(*differences[c]) if c in differences else "-" for c in study.controls]
+        percent = {control: f"{100 * math.expm1(mean):+z.0f} % ± {100 * error:.0f}, p {p:.2g}"
+                   for control, (mean, error, p) in found["differences"].get(arm, {}).items()}
+        cells += [percent.get(control, "-") for control in study.controls]
         lines.append([arm, *cells])
     table = ["| " + " | ".join(line) + " |" for line in lines]
     seeds = len(found["ends"][study.controls[0]])
@@ -256,16 +254,12 @@ def plus_minus(values):
     return "-" if math.isnan(mean) else f"{mean:.4g} ± {error:.2g}"
 
 
-def cell_of(mean, error, p):
-    """A paired difference of logarithms, in percent, and its p."""
-    return f"{100 * math.expm1(mean):+z.0f} % ± {100 * error:.0f}, p {p:.2g}"
-
-
 def main(argv):
     workers = str(os.cpu_count())
     own, paths = own_flags(argv, dict(table="", quick="", controls="", workers=workers))
     if len(paths) != 1 or not own["workers"].isdecimal() or int(own["workers"]) < 1:
-        raise BadInput(USAGE)
+        raise BadInput("usage: python study.py STUDY.py [--table] [--quick] [--controls=A,B] "
+                       "[--workers=N]")
     controls = tuple(filter(None, own["controls"].split(",")))
     study = read_study(paths[0], own["quick"] == "True", controls)
     out = os.path.join("out", "study", study.name)

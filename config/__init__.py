@@ -88,8 +88,6 @@ class Settings:
     # the config file's environment answers at the end token or a stop string (docs/tasks.md)
     max_turns: int = 8                  # times that it answers a completion, at most; 0: never
     stop_strings: tuple = ()
-    force_rate: float = 0.0             # share of training's completions that begin with force_text
-    force_text: str | None = None       # in place of the policy's own choice; they carry no loss
 
     # reward and advantage
     reward_funcs: tuple | None = None   # "judge" and functions; None: the function reward, or judge

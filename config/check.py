@@ -6,25 +6,24 @@ import typing
 from run.script import BadInput, shown
 
 AT_LEAST = {  # smallest value
-    0: ("max_iters", "threads", "seed", "lora_rank", "lora_alpha", "top_k", "min_p",
-        "decode_batch_size", "max_turns", "force_rate", "gae_gamma", "gae_lambda", "value_coef",
-        "epsilon", "epsilon_high", "beta", "entropy_coef", "ref_model_sync_steps",
-        "ref_model_mixup_alpha", "mini_batch_size", "warmup_iters", "adam_beta1", "adam_beta2",
-        "weight_decay", "max_grad_norm", "tracin_val_prompts", "tracin_val_size",
-        "tracin_target_ema", "tracin_fraction", "tracin_memory", "eval_interval", "expect_rise"),
-    1: ("save_interval", "n_layer", "n_head", "n_embd", "pretrain_tokens", "judge_tokens",
-        "num_prompts", "num_generations", "max_completion_length", "num_iterations",
-        "micro_batch_size", "num_eval_prompts", "num_eval_generations"),
-    2: ("block_size",),
-    257: ("vocab_size",),       # the bytes and the end token
-    1e-6: ("temperature", "sapo_temperature_neg", "sapo_temperature_pos"),
+    0: "max_iters threads seed lora_rank lora_alpha top_k min_p decode_batch_size max_turns "
+       "gae_gamma gae_lambda value_coef epsilon epsilon_high beta entropy_coef "
+       "ref_model_sync_steps ref_model_mixup_alpha mini_batch_size warmup_iters adam_beta1 "
+       "adam_beta2 weight_decay max_grad_norm tracin_val_prompts tracin_val_size "
+       "tracin_target_ema tracin_fraction tracin_memory eval_interval expect_rise",
+    1: "save_interval n_layer n_head n_embd pretrain_tokens judge_tokens num_prompts "
+       "num_generations max_completion_length num_iterations micro_batch_size num_eval_prompts "
+       "num_eval_generations",
+    2: "block_size",
+    257: "vocab_size",          # the bytes and the end token
+    1e-6: "temperature sapo_temperature_neg sapo_temperature_pos",
 }
-ABOVE = {0: ("learning_rate", "top_p", "top_entropy_quantile", "value_clip")}
-BELOW = {1: ("adam_beta1", "adam_beta2", "tracin_target_ema")}      # they must forget
+ABOVE = {0: "learning_rate top_p top_entropy_quantile value_clip"}
+BELOW = {1: "adam_beta1 adam_beta2 tracin_target_ema"}      # they must forget
 AT_MOST = {
-    1: ("top_p", "min_p", "force_rate", "gae_gamma", "gae_lambda", "top_entropy_quantile",
-        "ref_model_mixup_alpha", "tracin_fraction"),
-    max(64, os.cpu_count()): ("threads",),
+    1: "top_p min_p gae_gamma gae_lambda top_entropy_quantile ref_model_mixup_alpha "
+       "tracin_fraction",
+    max(64, os.cpu_count()): "threads",
 }
 RANGES = (("at least", operator.ge, AT_LEAST), ("above", operator.gt, ABOVE),
           ("below", operator.lt, BELOW), ("at most", operator.le, AT_MOST))
@@ -54,7 +53,7 @@ def check(cfg):
 def check_ranges(cfg):
     for wanted, holds, names_by_bound in RANGES:
         for bound, names in names_by_bound.items():
-            for name in names:
+            for name in names.split():
                 value = getattr(cfg, name)
                 if value is not None and not holds(value, bound):
                     raise BadInput(f"{name} = {shown(value)}: must be {wanted} {bound}")
@@ -117,8 +116,9 @@ def check_influence(cfg):
     if of_val and not cfg.tracin_val_prompts:
         raise BadInput("tracin_val_size, tracin_val_select, tracin_val_reward: set "
                        "tracin_val_prompts, which is 0")
-    if cfg.tracin_val_size == 1:
-        raise BadInput("tracin_val_size = 1: must be at least 2, of which two halves are compared")
+    if (cfg.tracin_val_size or cfg.tracin_val_prompts * cfg.num_generations) == 1:
+        raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at least "
+                       "2; one reward is neither above nor below others, so the target would be 0")
 
 
 def check_rewards(cfg):
@@ -147,5 +147,3 @@ def check_environment(cfg):
     if not are_text or cfg.stop_strings and "environment" not in cfg.functions:
         raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text, and needs a "
                        "function environment")
-    if bool(cfg.force_rate) != (cfg.force_text is not None):
-        raise BadInput("force_rate, force_text: one does nothing without the other; set both")

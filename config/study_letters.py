@@ -2,8 +2,7 @@
 # the mean of their group. The held-out target is small, and its rewards are right.
 #     python study.py studies/letters.py
 from config.quick_test import *
-
-from run.script import seed_for as _seed_for
+from config.study_wrong import weigh, wrong
 
 out_dir = "out/study_letters"
 max_completion_length = 16
@@ -26,11 +25,6 @@ def missed(prompts, completions):
     return [1 - r for r in reward(prompts, completions)]
 
 
-def wrong(prompts, completions):
-    """1 where the reward is mirrored: a quarter of the rollouts."""
-    return [float(_seed_for(*texts) % 4 == 0) for texts in zip(prompts, completions)]
-
-
 def mirrored(prompts, completions):
     """The reward, mirrored at the mean of its prompt where it is wrong."""
     rewards = reward(prompts, completions)
@@ -40,8 +34,3 @@ def mirrored(prompts, completions):
     means = [sum(of_prompt[prompt]) / len(of_prompt[prompt]) for prompt in prompts]
     return [2 * mean - r if w else r
             for mean, r, w in zip(means, rewards, wrong(prompts, completions))]
-
-
-def weigh(influence, batch):
-    """The oracle: keeps exactly what is not wrong."""
-    return 1 - batch.scores[:, 1].to(influence)

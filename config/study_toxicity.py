@@ -1,7 +1,5 @@
 # One run of studies/clean.py: toxicity.py with a policy so small that a run takes ten seconds.
 #     python study.py studies/clean.py
-import torch
-
 from config.toxicity import *
 
 out_dir = "out/study_toxicity"
@@ -23,19 +21,3 @@ num_eval_generations = 4
 # held-out rollouts are the target; what is kept makes as long a step as all would
 tracin_val_prompts = 8
 tracin_normalizer = "norm"
-
-
-def weigh(influence, batch):
-    """PODS (Xu et al. 2025): as many rows as influence would keep, of each prompt the best and the
-    worst, split so that their rewards spread widest."""
-    keep = torch.zeros_like(influence)
-    count = int((influence > 0).sum())
-    groups = torch.arange(len(influence)).split(num_generations)
-    for number, rows in enumerate(groups):
-        size = round(count / (len(groups) - number))
-        count -= size
-        order = rows[batch.rewards[rows].argsort()]
-        ends = [torch.cat([order[:size - k], order[len(rows) - k:]]) for k in range(size + 1)]
-        widest = max(ends, key=lambda end: batch.rewards[end].var(correction=0))
-        keep[widest] = 1
-    return keep

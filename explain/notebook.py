@@ -39,7 +39,7 @@ def cells_of(text):
 
 
 def run_cell(code, names):
-    """Runs a cell in a namespace -> its outputs as a notebook holds them."""
+    """A cell's outputs, as a notebook holds them."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "lesson.py", "exec"), names)

@@ -19,9 +19,6 @@ from run.script import BadInput, own_flags, run_script, seed_for
 from sample import generate
 from tasks.turns import answering
 
-USAGE = ('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] [--chat=True] '
-         "[--setting=value ...]")
-
 
 @torch.no_grad()
 def speak(nets, policy, cfg, prompt, num, chat=False):
@@ -55,7 +52,8 @@ def main(argv):
     own, flags = own_flags(argv[1:], dict(prompt="", num="5", before="", chat=""))
     prompt = own["prompt"]
     if not argv or not prompt or not own["num"].isdecimal() or int(own["num"]) < 1:
-        raise BadInput(USAGE)
+        raise BadInput('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] '
+                       "[--chat=True] [--setting=value ...]")
     cfg, nets, policy, iteration = open_run(argv[0], flags)
     policies = {f"after {iteration} iterations": policy}
     if own["before"] == "True":

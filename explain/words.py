@@ -1,8 +1,8 @@
 """
 Which words: the influence of every token of a row, from a forward-mode pass over that row alone.
 
-A row's loss depends on the weights by its T log-probs. To first order in a step of size e along the
-target's gradient, its influence is a sum over its tokens,
+To first order in a step of size e along the target's gradient, a row's influence is a sum over its
+tokens,
 
     I_i = sum_t I_it,    I_it = d L_i / d logp_it  x  d logp_it / d e
 
@@ -63,8 +63,8 @@ def logprob_changes(policy, D, row):
 
 
 def pieces_of(row, influence, tokenizer, ends):
-    """The completion of a Row as Pieces, whose texts add up to it and whose influences add up to
-    those of its tokens, influence (T,). ends: the ids that end a completion."""
+    """The completion of a Row as Pieces, which add up to its text and to the influence (T,) of its
+    tokens. ends: the ids that end a completion."""
     T = len(row.chosen)
     ids = row.tokens[-T:].tolist()
     decode = tokenizer.decode

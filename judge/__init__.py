@@ -28,19 +28,15 @@ def load_judge(name, device="cpu"):
 
 
 def as_reward(scores, kind):
-    """Turn log-odds of toxic into a reward, higher is better, by the setting judge_score.
-
-    With p = p(toxic): probability gives 1 - p, logit log((1 - p) / p).
-    """
+    """Turn log-odds of toxic into a reward, higher is better: 1 - p (probability) or
+    log((1 - p) / p) (logit), with p = p(toxic)."""
     return torch.sigmoid(-scores) if kind == "probability" else -scores
 
 
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):
-    """{name: function} for the names in cfg.reward_funcs, and for cfg.tracin_val_reward.
-
-    "judge" is the reward by judges["judge"], whose forward pass runs within precision(). Every
-    other name is a function of the config file.
-    """
+    """{name: function} for the names in cfg.reward_funcs, and for cfg.tracin_val_reward. "judge" is
+    the reward by judges["judge"], whose forward pass runs within precision(); any other name a
+    function of the config file."""
     def judge_reward(prompts, completions):
         with precision():
             log_odds = judges["judge"](prompts, completions)

@@ -3,7 +3,6 @@
 B texts of T tokens, the class token included; attention_mask (B, T) is False on padding.
 """
 import re
-from dataclasses import asdict
 
 import torch
 import torch.nn as nn
@@ -11,7 +10,7 @@ import torch.nn as nn
 from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
-from run.files import load_gpt, save_file
+from run.files import load_gpt
 from run.script import BadInput
 
 
@@ -42,18 +41,10 @@ def load_scorer(path, device="cpu"):
 
 
 def encode(tokenizer, texts, block_size):
-    """Turn texts into lists of at most block_size ids, the end token first as class token.
-
-    They are brought into the form of the comments that the judge is trained on: completions begin
-    with a blank and may hold line breaks.
-    """
+    """Turn texts into lists of at most block_size ids, the end token first as class token, in the
+    form of the comments: completions begin with a blank and may hold line breaks."""
     rows = tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
     return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in rows]
-
-
-def save_judge(path, model, **report):
-    """Write a Scorer and a report of how well it does to a .pt file."""
-    save_file(path, "judge", config=asdict(model.config), model=model.state_dict(), **report)
 
 
 def pad_right(rows):
@@ -66,10 +57,8 @@ def pad_right(rows):
 
 @torch.no_grad()
 def log_odds(model, rows, device, batch_size=256):
-    """Score N lists of ids with model(idx, attention_mask) -> float32 (N,) on the CPU.
-
-    Rows of similar length share a batch, so that padding costs little. A GPU is waited for once.
-    """
+    """Score N lists of ids with model(idx, attention_mask) -> float32 (N,) on the CPU. Rows of
+    similar length share a batch. A GPU is waited for once."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     ordered = torch.empty(len(rows), device=device)
     for start in range(0, len(rows), batch_size):

@@ -1,9 +1,6 @@
 """Train the two judges on disjoint halves of the labelled comments, at first use or by itself:
 
     python -m judge.train config/toxicity.py
-
-judge_a gives the reward. judge_b never touches training: it is the independent judge of the
-evaluation.
 """
 import hashlib
 import os
@@ -17,9 +14,10 @@ from config import load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from judge import load_judge
-from judge.scorer import Scorer, encode, log_odds, pad_right, save_judge
+from judge.scorer import Scorer, encode, log_odds, pad_right
 from model import GPTConfig
 from run.device import autocast, fast_dtype, pick_device
+from run.files import save_gpt
 from run.fit import fit
 from run.script import BadInput, interrupts, run_script
 
@@ -42,11 +40,9 @@ def named_judges(cfg, device):
 
 
 def get_judges(cfg, splits, device, stop=lambda: False, may_train=True, named=None):
-    """{"judge": judge, "eval_judge": judge}, without those that the settings set to None.
-
-    Those that the settings call "train" are trained at first use: BadInput if one would have to be
-    and may_train is False. named: what named_judges has loaded already.
-    """
+    """{"judge": judge, "eval_judge": judge}, without those that are None. Those called "train" are
+    trained at first use: BadInput if one would have to be and may_train is False. named: what
+    named_judges has loaded already."""
     judges = dict(named_judges(cfg, device) if named is None else named)
     for role, half in HALVES.items():
         if getattr(cfg, role) == "train":
@@ -88,7 +84,7 @@ def train_judge(path, name, comments, held_out, num_tokens, device, stop):
 
     tokens_per_batch = BATCH_SIZE * sum(map(len, rows)) / len(rows)
     steps = max(1, round(num_tokens / tokens_per_batch))
-    batches = length_batches(rows, BATCH_SIZE, SEED)
+    batches = []
     while len(batches) < steps:
         batches += length_batches(rows, BATCH_SIZE, SEED + len(batches))
 
@@ -104,26 +100,20 @@ def train_judge(path, name, comments, held_out, num_tokens, device, stop):
             scores = model(idx.to(device), attention_mask.to(device))
         return F.binary_cross_entropy_with_logits(scores.float(), labels[batch])
 
-    partial = path + ".partial"
-    fit(model, [optimizer], loss_at, steps, partial, name, stop=stop)
+    fit(model, [optimizer], loss_at, steps, f"{path}.partial", name, stop=stop)
     rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
     scores = log_odds(model.eval(), rows, device)
     toxic = torch.tensor([label > 0.5 for _, label in held_out])
     accuracy = float(((scores > 0) == toxic).float().mean())
     area = auc(scores, toxic)
-    save_judge(path, model, accuracy=accuracy, auc=area, heldout=len(held_out))
-    if os.path.exists(partial):
-        os.remove(partial)
+    save_gpt(path, model, "judge", accuracy=accuracy, auc=area, heldout=len(held_out))
     print(f"{name}: held-out accuracy {accuracy:.4f}, ROC AUC {area:.4f} on {len(held_out)} "
           f"comments it never saw, {time.time() - began:.0f} s")
 
 
 def even_lengths(comments, seed):
-    """Cut half of the clean comments to a run of words as long as some toxic comment.
-
-    Toxic comments are short. Without this a judge takes what is short for toxic, and the policy
-    learns never to end. A piece of a clean comment is clean.
-    """
+    """Cut half of the clean comments to a run of words as long as some toxic comment. Those are
+    short: else a judge takes what is short for toxic, and the policy learns never to end."""
     rng = random.Random(seed)
     toxic_lengths = [len(text.split()) for text, label in comments if label > 0.5]
     out = []
@@ -138,10 +128,8 @@ def even_lengths(comments, seed):
 
 
 def length_batches(rows, size, seed):
-    """Shuffle the rows into batches (lists of indices) of `size` rows of similar length.
-
-    Batches are cut from pools of 64 batches that are sorted by length, so padding costs little.
-    """
+    """Shuffle the rows into batches (lists of indices) of `size` rows of similar length: they are
+    cut from pools of 64 batches that are sorted by length."""
     rng = random.Random(seed)
     order = list(range(len(rows)))
     rng.shuffle(order)
@@ -154,10 +142,8 @@ def length_batches(rows, size, seed):
 
 
 def auc(scores, toxic):
-    """Area under the ROC curve: the chance that a toxic comment scores above a clean one.
-
-    Equal scores count half. scores (N,), toxic (N,) of bools.
-    """
+    """Area under the ROC curve: the chance that a toxic comment scores above a clean one. Equal
+    scores count half. scores (N,), toxic (N,) of bools."""
     # rank of each score from 1, equal scores share the mean of theirs (Mann and Whitney 1947)
     _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     ranks = counts.cumsum(0) - (counts.double() - 1) / 2

@@ -139,9 +139,11 @@ def load_weights(path, module, weights):
         raise BadInput(f"{path}: does not fit these settings ({shown(e, 300)})") from e
 
 
-def save_gpt(path, model, **extra):
-    """Write weights and shape of a policy."""
-    save_file(path, "policy", config=asdict(model.config), model=model.state_dict(), **extra)
+def save_gpt(path, model, kind="policy", **extra):
+    """Write weights and shape. What was saved on the way is no longer needed."""
+    save_file(path, kind, config=asdict(model.config), model=model.state_dict(), **extra)
+    if os.path.exists(f"{path}.partial"):
+        os.remove(f"{path}.partial")
 
 
 def load_gpt(path, kind="policy", make=GPT):

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from evaluate import NUM_SHOWN, evaluate, print_table
+from evaluate import evaluate, print_table
 from run.checkpoint import (
     append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)
 from run.files import read_rows
@@ -120,11 +120,9 @@ class Run:
             self.wandb.log(m, step=it + 1)
 
     def evaluation(self, iteration):
-        measures, completions = evaluate(self.nets, self.nets.policy, self.cfg)
+        measures, samples = evaluate(self.nets, self.nets.policy, self.cfg)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
-        shown = zip(self.nets.eval_prompts[:NUM_SHOWN], completions)
-        samples = [dict(prompt=prompt.text, completion=completion) for prompt, completion in shown]
         row = dict(iteration=iteration, **measures, samples=samples)
         append_rows(self.folder, "eval.jsonl", [row])
         if self.wandb:

@@ -68,7 +68,7 @@ def print_iteration(m, cfg, tokens, seconds_left):
     kl = m.get("kl_loss", 0.0)
     main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
     more = ""
-    if cfg.force_rate or cfg.answers:
+    if cfg.answers:
         more += f"{100 * m['forced']:.1f} % forced, "
     if "tools/call_frequency" in m:
         more += f"{m['tools/call_frequency']:.2f} calls, "

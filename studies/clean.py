@@ -1,10 +1,9 @@
 """
 Does influence help where every reward is right?
 
-random, top_advantage, bottom and pods (the config's weigh) keep as many rows as influence would,
-and every step is as long as all rollouts would make it. A win: held-out, average or adam is better
-than all, random and top_advantage at equal KL, each with p < 0.01 (sign flips over seeds, after
-Holm).
+random, top_advantage and bottom keep as many rows as influence would, and every step is as long as
+all rollouts would make it. A win: held-out, average or adam is better than all, random and
+top_advantage at equal KL, each with p < 0.01 (sign flips over seeds, after Holm).
 """
 config = "config/study_toxicity.py"
 seeds = range(1, 12)
@@ -19,7 +18,6 @@ _same_batch = {"tracin": "self", "tracin_val_prompts": 0, "tracin_val_reward": N
 arms = {
     "all": {"tracin": "off"},
     "random": _held_out | {"tracin_select": "random"},
-    "pods": _held_out | {"tracin_select": "weigh"},
     "top_advantage": _held_out | {"tracin_select": "top_advantage"},
     "held-out": _held_out,
     "average": _held_out | {"tracin_target_ema": 0.95},

@@ -4,9 +4,8 @@ Chess as two tasks of text: positions of random games, prompts, right completion
     A: (the rules)  "A: FEN+move+history+"  ->  "FEN after+reward+terminated+truncated"
     P: (the play)   "P: FEN "               ->  "M: five moves E: their evaluations B: the best"
 
-Moves are in UCI (e2e4, e7e8q). The history of A: is that of the game, at most 10 moves, oldest
-first; the move itself is the last of it. Evaluations are in pawns, as the side to move sees them.
-This is the format of RookWorld-LM. docs/tasks.md has more.
+Moves are in UCI (e2e4, e7e8q). The history of A: is at most 10 moves, oldest first; the move itself
+is the last of it. Evaluations are in pawns, as the side to move sees them. docs/tasks.md has more.
 """
 import random
 import re
@@ -34,12 +33,8 @@ BY_RANK = (1.0, 0.8, 0.6, 0.4, 0.2)     # of the engine's first five moves
 
 
 def positions(n, seed, asked):
-    """n positions of random legal games, to ask about or to learn from -> [(FEN, moves)]: the moves
-    that led there, and the one that the game goes on with.
-
-    A hash decides which of the two a board is for, so a policy is never asked about a position
-    whose line it has read.
-    """
+    """n positions of random games -> [(FEN, moves that led there and the next one)]. A hash says
+    which boards are asked about: never one that a policy has learned from."""
     rng = random.Random(seed)
     found = []
     while len(found) < n:
@@ -73,19 +68,15 @@ def texts(n, seed, history=HISTORY):
 
 
 def questions(n, seed, history=HISTORY):
-    """n rows with a prompt and what its completion is judged by, the two tasks in turn.
-
-    answer is the right completion of A:, legal the legal moves of P:. Each is None in rows of the
-    other task.
-    """
+    """n rows with a prompt and what its completion is judged by, the two tasks in turn: answer, the
+    right completion of A:, or legal, the legal moves of P:. The other one is None."""
     rows = []
     for i, (fen, moves) in enumerate(positions(n, seed, asked=True)):
-        row = dict(fen=fen, answer=None, legal=None)
         if i % 2:
-            row |= dict(text=f"P: {fen} ", legal=legal(fen))
+            row = dict(fen=fen, answer=None, legal=legal(fen), text=f"P: {fen} ")
         else:
-            answer = rules_answer(fen, moves[-1])
-            row |= dict(text=rules_prompt(fen, moves, history), answer=answer)
+            prompt = rules_prompt(fen, moves, history)
+            row = dict(fen=fen, answer=rules_answer(fen, moves[-1]), legal=None, text=prompt)
         rows.append(row)
     return rows
 
@@ -95,17 +86,13 @@ def questions(n, seed, history=HISTORY):
 
 
 def rules_prompt(fen, moves, history=HISTORY):
-    """The prompt of a position with the last `history` moves, the move itself among them."""
     return f"A: {fen}+{moves[-1]}+{' '.join(moves[-history:])}+"
 
 
 def rules_answer(fen, move):
-    """What a move leads to, by the rules: "FEN after+reward+terminated+truncated".
-
-    The reward is the mover's: 1.0 for mate, 0.5 for a draw, 0.001 while the game goes on. An
-    illegal move leaves the position as it is, with -1.0 and truncated 1. A FEN knows of no
-    repetition; the 75-move rule it knows.
-    """
+    """The right completion of A:. The reward is the mover's: 1.0 for mate, 0.5 for a draw, 0.001
+    while the game goes on. An illegal move leaves the position as it is, with -1.0 and truncated 1.
+    A FEN knows of no repetition; the 75-move rule it knows."""
     board = chess.Board(fen)
     if move not in legal(fen):
         return f"{board.fen()}+-1.0+0+1"
@@ -118,10 +105,8 @@ def rules_answer(fen, move):
 
 
 def play_answer(evaluations, rng):
-    """The completion that names the best moves of {move: pawns}, in random order.
-
-    Moves of equal value are taken by chance.
-    """
+    """The completion that names the best moves of {move: pawns}, in random order. Moves of equal
+    value are taken by chance."""
     moves = list(evaluations)
     rng.shuffle(moves)
     best_first = top_moves({move: evaluations[move] for move in moves})
@@ -137,8 +122,7 @@ def top_moves(evaluations):
 
 
 def material_after(fen):
-    """{legal move: the mover's material less the other's after it, in pawns}. The player of `texts`
-    sees no further."""
+    """{legal move: the mover's material less the other's after it, in pawns}."""
     board = chess.Board(fen)
     found = {}
     for move in list(board.legal_moves):
@@ -149,16 +133,13 @@ def material_after(fen):
 
 
 def material(board):
-    """The material of the side to move less the other's, in pawns."""
     return sum(len(board.pieces(kind, board.turn)) * value
                - len(board.pieces(kind, not board.turn)) * value for kind, value in VALUES.items())
 
 
 def add_evaluations(rows, nodes=10_000):
     """Give rows of P: the column `evaluations`, {legal move: pawns} by Stockfish; the others None.
-
-    One thread and a number of nodes, not of seconds, so that the same engine says the same again.
-    """
+    One thread and a number of nodes, not of seconds: the same engine says the same again."""
     path = shutil.which("stockfish") or shutil.which("/usr/games/stockfish")    # Debian's place
     if path is None:
         raise BadInput("stockfish: no such program on PATH; apt-get install stockfish, or take "
@@ -183,7 +164,7 @@ def add_evaluations(rows, nodes=10_000):
 
 def by(column):
     """Make a reward function of score(completion, truth). The truth stands in this column; without
-    one the row is of the other task, and the score None."""
+    one the row is of the other task."""
     def decorate(score):
         def reward(prompts, completions, rows):
             truths = [row[column] for row in rows]
@@ -213,8 +194,7 @@ def a_exact(text, answer):
 
 @by("answer")
 def a_distance(text, answer):
-    """A: characters to mend in the FEN, at most as many as the right one has. Fewer is better: the
-    weight is negative."""
+    """A: characters to mend in the FEN, at most as many as it has. The weight is negative."""
     right = fen_of(answer)
     return min(edit_distance(fen_of(text), right), len(right))
 
@@ -241,8 +221,8 @@ def edit_distance(a, b):
 
 
 def read_play(text):
-    """The moves, evaluations and best move of a completion, well-formed or not. A completion that
-    breaks off, or goes wrong behind its moves, has only these: moves, [], ""."""
+    """Moves, evaluations and best move of a completion. One that breaks off, or goes wrong behind
+    its moves, has these alone: moves, [], ""."""
     before, _, rest = text.partition("M:")
     moves = [] if before.strip() else rest.partition("E:")[0].split()
     found = PLAY.fullmatch(text.strip())

@@ -3,9 +3,8 @@ Tools that a policy calls in its text, NAME(ARGUMENT):
 
     What is 347*86? calc(347*86) = 29842. It is 29842.
 
-A config file only needs the table `tools = {"calc": calc}`. The environment that answers is made
-from it. A tool takes the argument's text and returns what is put behind the call. Everything here
-is a pure function of texts and the table.
+A config file only needs the table `tools = {"calc": calc}`. A tool takes the argument's text and
+returns what is put behind the call.
 """
 import ast
 import inspect
@@ -18,7 +17,6 @@ from run.script import BadInput, shown
 STOP = ")"              # where a call ends, and sampling waits for the answer
 ANSWER = " = "
 ERROR = " error: "
-LONGEST = 200           # characters of an answer
 # a word and its bracket, or a bracket alone. \b: a long word is read once, not from every letter
 PARTS = re.compile(r"\b([^\W\d]\w*)\(|[()]")
 # behind a call that was answered. A token may hold more than the bracket: calc(12*7). = 84
@@ -61,9 +59,9 @@ def reply(transcript, tools):
 
 
 def one_line(opening, result):
-    """An answer on one line, cut after LONGEST characters. It holds no call: f(3) becomes f (3)."""
+    """An answer of 200 characters at most. It holds no call: f(3) becomes f (3)."""
     text = str(result).replace("(", " (")
-    return opening + " ".join(text.split())[:LONGEST]
+    return opening + " ".join(text.split())[:200]
 
 
 def tool_environment(tools):
@@ -74,8 +72,7 @@ def tool_environment(tools):
 
 
 def call_metrics(completions):
-    """TRL's metrics, read from the texts: answered calls per completion, and the share of these
-    calls that failed."""
+    """TRL's metrics: answered calls per completion, and the share of these that failed."""
     answers = []
     for text in completions:
         behind = [ANSWERED.match(text, call.end) for call in find_calls(text)]
@@ -83,10 +80,6 @@ def call_metrics(completions):
     return {
         "tools/call_frequency": len(answers) / max(1, len(completions)),
         "tools/failure_frequency": answers.count(ERROR) / max(1, len(answers))}
-
-
-# ------------------------------------------------------------------------------------------------
-# the table and the prompts
 
 
 def check_tools(tools):
@@ -107,8 +100,7 @@ def check_prompts_name(tools, prompts):
         for call in find_calls(text):
             if call.name not in tools:
                 raise BadInput(f"the prompt {shown(text)} shows a tool {call.name!r}, and tools "
-                               f"has {', '.join(map(repr, tools))}: mend the name, or write an "
-                               "environment of your own in place of tools")
+                               f"has {', '.join(map(repr, tools))}: mend the name")
 
 
 # ------------------------------------------------------------------------------------------------

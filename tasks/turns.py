@@ -6,7 +6,7 @@ Several turns: an environment answers completions while they are sampled.
 
 Its answer is written behind the token that it answers, and the rollout's sampled_mask is False
 there. The policy reads these forced tokens like any others and samples on from its cache, so
-nothing is tokenised twice. force_text is forced in the same way, at the start of a completion.
+nothing is tokenised twice.
 Shapes: N rows of a rollout, n that still run, T tokens at most.
 """
 import functools
@@ -17,11 +17,8 @@ import torch
 
 from data.tokenizer import end_tokens
 from judge.rewards import arguments_of, call
-from run.script import BadInput, seed_for, shown
+from run.script import BadInput, shown
 from tasks.tools import check_prompts_name
-
-# --------------------------------------------------------------------------------------------------
-# before a rollout
 
 
 def answering(tokenizer, prompts, cfg, num_generations):
@@ -32,30 +29,9 @@ def answering(tokenizer, prompts, cfg, num_generations):
     return functools.partial(respond, tokenizer, asked, cfg)
 
 
-def openings(tokenizer, cfg, num_prompts, seed):
-    """The `forced` of sample.generate (N, T): a share force_rate of the rows begins with
-    force_text. Which rows do is drawn from the seed. None if no row does."""
-    if not cfg.force_rate:
-        return None
-    N = num_prompts * cfg.num_generations
-    ids = tokenizer.encode_ordinary(cfg.force_text)
-    if not len(ids) < cfg.max_completion_length:
-        raise BadInput(f"force_text = {shown(cfg.force_text)}: its {len(ids)} tokens leave no room "
-                       f"in max_completion_length = {cfg.max_completion_length}")
-    generator = torch.Generator().manual_seed(seed_for(seed, "force"))
-    opened = torch.rand(N, generator=generator) < cfg.force_rate
-    forced = torch.full((N, cfg.max_completion_length), -1)
-    forced[:, :len(ids)] = torch.where(opened[:, None], torch.tensor(ids), -1)
-    return forced
-
-
-def try_environment(cfg, prompts, tokenizer):
-    """Try the environment and force_text before anything is trained.
-
-    Every prompt must have the columns that the environment asks for. Then it answers, for one
-    prompt, an empty transcript and each stop string.
-    """
-    openings(tokenizer, cfg, 1, seed=0)
+def try_environment(cfg, prompts):
+    """Try the environment before anything is trained: every prompt must have the columns that it
+    asks for, and an empty transcript and each stop string an answer."""
     if not cfg.answers:
         return
     if cfg.tools:
@@ -66,17 +42,12 @@ def try_environment(cfg, prompts, tokenizer):
     ask(function, prompts[:1] * len(transcripts), transcripts)
 
 
-# --------------------------------------------------------------------------------------------------
-# after a token
-
-
 def respond(tokenizer, asked, cfg, first, r, rows, t, column):
     """Let the environment answer those of the rows (n,) of r that end a turn with token t.
 
     Row i of r completes asked[first + i]. column: where token t stands in r.tokens. An answer's
-    tokens are forced as far as there is room, and the row goes on. The row has ended where the
-    answer is None, where it is "" after an end token, and where it would be one more than
-    max_turns.
+    tokens are forced as far as there is room. The row has ended where the answer is None, where it
+    is "" after an end token, and where it would be one more than max_turns.
     """
     turns = ended_turns(tokenizer, cfg.stop_strings, r, rows, t, column)
     if not turns:

@@ -57,11 +57,3 @@ def test_a_config_beside_a_variant_with_a_trace(tmp_path, monkeypatch):
 def test_what_is_typed_wrong_is_one_line():
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
     assert "tracing" in refusal(bench.main, [*QUICK, "vs", "--tracing=self"])
-
-
-def test_check_says_which_path_does_not_hold(monkeypatch):
-    cfg = settings()
-    nets = nets_of(cfg)
-    asked = {"plain": (nets, cfg), "fast": (nets, settings(compile=True))}      # not compiled
-    monkeypatch.setattr(bench, "variants_of", lambda argv: asked)
-    assert refusal(bench.check, [], 1).endswith("a run goes without: fast")

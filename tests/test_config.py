@@ -120,8 +120,7 @@ TYPED = [   # flags, and parts of the one line
     ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "own part"),
     ("--tracin_val_size=3", "tracin_val_size"), ("--tracin_val_reward=judge", "which is 0"),
     ("--tracin_val_prompts=2 --tracin_val_size=1", "at least 2"),
-    ("--stop_strings=('x',)", "environment"), ("--stop_strings=(1,)", "must be text"),
-    ("--force_rate=0.5", "force_text"), ("--force_text=a", "force_rate", "does nothing")]
+    ("--stop_strings=('x',)", "environment"), ("--stop_strings=(1,)", "must be text")]
 
 
 def test_what_is_typed_wrongly_is_one_line():

@@ -11,7 +11,7 @@ from config import Settings
 from critic import explained_variance, gae, token_advantages, value_loss, whiten
 from run.fast import Decoder
 from sample import completion_logprobs, completion_states, generate
-from worlds import END, PROMPTS, nets_of, settings, world
+from worlds import END, PROMPTS, forcing, nets_of, settings, world
 
 PLAIN = Settings(whiten_advantages=False)
 CRITIC = dict(critic=True, value_coef=.5)
@@ -148,7 +148,7 @@ def test_recorded_values_are_those_of_a_forward_pass():
     ids = [prompt.ids for prompt in PROMPTS]
     forced = torch.full((8, 6), -1)
     forced[1:4, 2] = 5
-    for more in ({}, dict(batch_size=4), dict(top_k=9), dict(forced=forced),
+    for more in ({}, dict(batch_size=4), dict(top_k=9), dict(respond=forcing(forced)),
                  dict(decode=Decoder(torch.device("cpu"), compiled=False))):
         r = generate(policy, ids, 4, 6, seed=7, eos=END, **more)
         assert r.values.std() > .05 and (r.values[~r.sampled_mask] == 0).all()

@@ -40,8 +40,8 @@ CASES = {
     "few": ("--tracin=reward", "--num_prompts=2", "--num_generations=3", "--mini_batch_size=2",
             "--micro_batch_size=2", "--num_eval_prompts=2", "--tracin_select=all", "--beta=0.1",
             "--learning_rate=0.03", "--seed=2"),
-    "turns": ("--max_turns=2", "--stop_strings=('e', 'a', ' ')", "--force_rate=0.5",
-              "--force_text= the", "--decode_batch_size=8", "--beta=0.1"),
+    "turns": ("--max_turns=2", "--stop_strings=('e', 'a', ' ')", "--decode_batch_size=8",
+              "--beta=0.1"),
     "critic": ("--critic=True", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1",
                "--num_iterations=2")}
 UNEVEN = ("few",)    # in three processes

@@ -18,7 +18,7 @@ from run.metrics import batch_metrics
 from sample import completion_logprobs, empty_rollout, generate
 from tasks.tools import (
     calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
-from tasks.turns import answering, openings, try_environment
+from tasks.turns import answering, try_environment
 from worlds import WORD_PROMPTS, WORDS, nets_of, refusal, settings, word_gpt
 
 T = 20
@@ -191,7 +191,7 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
                for i, (text, ids, _) in enumerate(WORD_PROMPTS)]
     cfg = with_game(tell, num_eval_generations=3, num_generations=2)
     nets = nets_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
-    try_environment(cfg, prompts, WORDS)
+    try_environment(cfg, prompts)
     for sampled in (sample_groups(nets, prompts, cfg, 3),
                     sample_evaluation(nets, nets.policy, cfg)):
         assert (sampled.completion_mask & ~sampled.sampled_mask).any()
@@ -228,28 +228,7 @@ def test_what_an_environment_does_wrong_is_one_line():
     known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in WORD_PROMPTS]
     for function, words in WRONG:
         prompts = [*known, Prompt("last", [1], {"text": "last"})]
-        assert words in refusal(try_environment, with_game(function), prompts, WORDS)
-    cfg = with_game(force_rate=.5, force_text="12345678901234567890")
-    assert "its 20 tokens leave no room" in refusal(try_environment, cfg, known, WORDS)
-
-
-def test_an_opening_is_forced_on_its_share_of_the_rows():
-    cfg = with_game(force_rate=.25, force_text="calc(", num_generations=400)
-    ids = WORDS.encode_ordinary("calc(")
-    forced = openings(WORDS, cfg, 4, seed=3)
-    opened = forced[:, 0] >= 0
-    assert abs(float(opened.double().mean()) - .25) < .04
-    assert (forced[opened, :len(ids)] == torch.tensor(ids)).all()
-    assert (forced[~opened] == -1).all() and (forced[:, len(ids):] == -1).all()
-    assert not torch.equal(forced, openings(WORDS, cfg, 4, seed=4))
-    assert openings(WORDS, with_game(), 4, seed=3) is None
-    cfg = with_game(lambda prompts, texts: [None] * len(texts), force_rate=.5, force_text="calc(")
-    nets = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
-    batch = collect(nets, WORD_PROMPTS, cfg, 7)
-    opened = ~batch.rollout.sampled_mask[:, 0]
-    assert 4 < opened.sum() < 28
-    assert [text.startswith("calc(") for text in batch.completions] == opened.tolist()
-    assert sample_evaluation(nets, nets.policy, cfg).sampled_mask[:, 0].all()
+        assert words in refusal(try_environment, with_game(function), prompts)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -57,15 +57,12 @@ def test_buffers_are_kept_between_calls_and_hold_nothing_of_the_last_one():
 
 def test_forced_tokens_and_answers_reach_the_buffers():
     model = random_gpt()
-    forced = torch.full((6, 10), -1)
-    forced[::2, :2] = torch.tensor([7, 8])
-
     def respond(first, r, rows, t, column):     # puts a token behind each fourth one
         if t == 4:
             r.tokens[rows, column + 1] = 11
             r.sampled_mask[rows, t + 1] = False
 
-    how = dict(seed=3, eos=0, forced=forced, respond=respond)
+    how = dict(seed=3, eos=0, respond=respond)
     expected = generate(model, PROMPTS, 2, 10, **how)
     assert not expected.sampled_mask.all()
     found = generate(model, PROMPTS, 2, 10, decode=Decoder(CPU, compiled=False), **how)

@@ -18,12 +18,12 @@ from hub.files import load_tensors, save_tensors
 from hub.tokenizer import from_folder
 from judge import as_reward, load_judge, reward_functions
 from judge.rewards import score, try_rewards
-from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right, save_judge
+from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right
 from judge.train import (auc, even_lengths, get_judges, length_batches, named_judges,
                          train_judge)
 from model import GPTConfig
 from published import make_gpt2, make_roberta, put, roberta_by_hand
-from run.files import load_file
+from run.files import load_file, save_gpt
 from worlds import printed, refusal, sentence, write_comments
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_reward_falls_with_toxicity():
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     broken = Scorer(scorer.config)
     torch.nn.init.constant_(broken.score.weight, math.nan)
-    save_judge(str(tmp_path / "judge.pt"), broken)
+    save_gpt(str(tmp_path / "judge.pt"), broken, "judge")
     message = refusal(load_judge(str(tmp_path / "judge.pt")), [""], ["hello you"])
     assert "judge.pt" in message and "'hello you'" in message and "nan" in message
 

@@ -6,7 +6,7 @@ import torch
 
 from sample import (
     completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left, truncate)
-from worlds import logits_by_hand, random_gpt, refusal
+from worlds import forcing, logits_by_hand, random_gpt, refusal
 
 PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
 TRUNCATIONS = [dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1),
@@ -37,14 +37,15 @@ def allowed_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def forced_ids(N, T=T, V=49, seed=2, share=.3):
-    """(N, T) ids, -1 where the policy draws. Row 1 is forced from end to end, row 2 begins with the
-    end token."""
+    """(N, T) ids, -1 where the policy draws. Row 1 is forced from its second token to its end, the
+    second token of row 2 is the end token."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, V, (N, T), generator=generator)
     forced = ids.where(torch.rand(N, T, generator=generator) < share, -1)
     forced[1] = ids[1]
     forced[2] = -1
-    forced[2, 0] = V
+    forced[:, 0] = -1
+    forced[2, 1] = V
     return forced
 
 
@@ -56,7 +57,7 @@ def forced_ids(N, T=T, V=49, seed=2, share=.3):
 def test_what_is_recorded_is_the_distribution_that_was_drawn_from(forced):
     """By hand, and the trainer's log-probs and entropies are the same."""
     model = random_gpt()
-    more = dict(forced=forced_ids(9)) if forced else {}
+    more = dict(respond=forcing(forced_ids(9))) if forced else {}
     for temperature, truncation in [(1.0, {}), (0.7, {}), *((0.7, one) for one in TRUNCATIONS)]:
         r = rollout_of(model, temperature=temperature, **truncation, **more)
         width = r.completion_mask.shape[1]
@@ -126,14 +127,14 @@ def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():
 
 def test_forced_tokens_stand_where_they_were_put():
     forced = forced_ids(9)
-    r = rollout_of(forced=forced)
+    r = rollout_of(respond=forcing(forced))
     tokens = r.tokens[:, -r.completion_mask.shape[1]:]
     is_forced = (forced[:, :tokens.shape[1]] >= 0) & r.completion_mask
     assert torch.equal(tokens[is_forced], forced[:, :tokens.shape[1]][is_forced])
     assert torch.equal(r.sampled_mask, r.completion_mask & ~is_forced)
-    assert not r.sampled_mask[1].any() and r.completion_mask[1].all(), "forced from end to end"
-    assert tokens[2, 0] == 49 and r.completion_mask[2, 1], "a forced end token ends nothing"
-    assert r.completions(49)[2][0] == 49, "and is part of the text"
+    assert r.sampled_mask[1].sum() == 1 and r.completion_mask[1].all(), "forced to its end"
+    assert tokens[2, 1] == 49 and r.completion_mask[2, 2], "a forced end token ends nothing"
+    assert r.completions(49)[2][1] == 49, "and is part of the text"
 
 
 def test_any_of_several_end_tokens_ends():

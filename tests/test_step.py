@@ -14,7 +14,8 @@ from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics, tensors_differing
 from sample import generate
 from worlds import (
-    WORD_PROMPTS, WORDS, letters, nets_of, refusal, settings, shaken, with_lora, word_gpt)
+    WORD_PROMPTS, WORDS, forcing, letters, nets_of, refusal, settings, shaken, with_lora,
+    word_gpt)
 
 NAN, INF = math.nan, math.inf
 
@@ -260,13 +261,13 @@ def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():
 
 
 def forced_batch(cfg, policy, reference, **sampling):
-    """A Batch with forced tokens. Row 1 is forced from end to end."""
+    """A Batch with forced tokens. Row 1 is forced from its second token on."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(3, 100, (16, 8), generator=generator)
     forced = ids.where(torch.rand(16, 8, generator=generator) < .3, -1)
     forced[1] = ids[1]
     nets = nets_of(cfg, policy, WORD_PROMPTS, WORDS, reference)
-    more = dict(forced=forced) | sampling
+    more = dict(respond=forcing(forced)) | sampling
     nets.generate = lambda *args, **kwargs: generate(*args, **kwargs | more)
     return nets, collect(nets, WORD_PROMPTS, cfg, 7)
 
@@ -276,7 +277,7 @@ def test_forced_tokens_are_seen_and_carry_no_loss(knobs):
     cfg = words(**knobs)
     nets, batch = forced_batch(cfg, word_gpt(), moved())
     sampled = batch.rollout.sampled_mask
-    assert torch.equal(batch.loss_mask, sampled) and not sampled[1].any()
+    assert torch.equal(batch.loss_mask, sampled) and sampled[1].sum() == 1
     assert 10 < sampled.sum() < batch.rollout.completion_mask.sum() - 10
     total = 0.0
     ref = plain_logps(nets.reference, batch.rollout)

@@ -55,6 +55,20 @@ def random_gpt(vocab_size=50, seed=0, **shape):
     return shaken(GPT(GPTConfig(vocab_size, **shape)), seed=seed)
 
 
+def forcing(forced):
+    """A `respond` of sample.generate that puts ids forced (N, T) behind the first token of each row
+    at once; -1 where the policy draws."""
+    def respond(first, r, rows, t, column):
+        if t == 0:
+            later = forced[first:first + len(rows), 1:]
+            places = torch.arange(later.shape[1])
+            r.sampled_mask[rows[:, None], 1 + places] = later < 0
+            r.tokens[rows[:, None], column + 1 + places] = later.clamp(min=0)
+            r.ended[rows] &= (later < 0).all(1)
+
+    return respond
+
+
 def random_ids(B, T, vocab_size=50, seed=1):
     return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
 
