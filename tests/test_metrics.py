@@ -10,7 +10,7 @@ import grpo
 from run.metrics import (
     batch_metrics, gap_of, influence_metrics, loss_metrics, mean_influence, mean_over_tokens,
     numbers, rollout_toxicity, std, target_metrics)
-from worlds import letters, mean_token, settings, world
+from worlds import letters, mean_token, settings, whole_step, world
 
 CLIP = 0.01     # so narrow that a pass after a step is clipped
 
@@ -21,11 +21,6 @@ def batch_of(cfg, seed=1):
     noise = torch.randn(batch.rollout.logp.shape, generator=torch.Generator().manual_seed(seed))
     batch.rollout.logp += 0.05 * noise * batch.rollout.sampled_mask
     return nets, batch
-
-
-def whole_step(batch):
-    N = len(batch.lengths)
-    return grpo.Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
 
 
 def metrics_of(nets, batch, cfg, size):

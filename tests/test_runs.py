@@ -202,8 +202,6 @@ def crash(monkeypatch, grpo):
      "--tracin_target_ema=0.5"),
     ("--critic=True", "--beta=0.1", "--ref_model_sync_steps=2")],
     ids=["lora-sync", "steps", "tracin", "critic-sync"])
-
-
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_path):
     argv = (*flags, "--max_iters=5")
     grpo(tmp_path / "whole", *argv)
@@ -216,8 +214,6 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_p
 
 @pytest.mark.parametrize("module, part", [
     (trainer, "prepare"), (run.loop, "evaluate"), (trainer, "update")])
-
-
 def test_killed_before_the_second_checkpoint(module, part, finished, grpo, tmp_path, monkeypatch):
     def dies(*args, **more):
         raise Crash
@@ -311,8 +307,6 @@ def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, 
     (lambda path: torch.save({"kind": "policy"}, path), "'policy'"),
     (lambda path: os.remove(path.replace("ckpt.pt", "samples.jsonl")), "samples.jsonl: shorter"),
     (lambda path: (os.remove(path), os.remove(path.replace("ckpt", "ckpt_prev"))), "checkpoint")])
-
-
 def test_a_damaged_run_is_refused_and_kept(damage, part, copy_of_six, noise, grpo):
     damage(str(copy_of_six / "ckpt.pt"))
     before = snapshot(copy_of_six)
@@ -368,8 +362,6 @@ def fresh(tiny, tmp_path, monkeypatch):
     ("--max_completion_length=32", "block_size"), ("--prompt_words=(30, 40)", "prompts"),
     ("--num_prompts=1000000000", "GB of memory"), ("--out_dir={policy}/run", "out_dir = "),
     ("--wandb_project=x", "pip install wandb")])
-
-
 def test_bad_settings_are_found_before_anything_is_trained(flag, part, fresh, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before = snapshot(tiny.cache)
