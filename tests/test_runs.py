@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from types import ModuleType, SimpleNamespace
@@ -226,10 +227,12 @@ def test_killed_before_the_second_checkpoint(module, part, finished, grpo, tmp_p
     assert_same_run(finished.dir, tmp_path / "run")
 
 
-def signalled(script, flags, where, number):
+def signalled(flags, where, number):
     """Sends a signal to a run of six iterations once three are logged -> the process, ended, and
     its stderr."""
-    process = script("grpo.py", *flags, f"--out_dir={where}", *SIX, wait=False)
+    command = [sys.executable, trainer.__file__, *flags, f"--out_dir={where}", *SIX]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               text=True, env=dict(os.environ, OMP_NUM_THREADS="1", SLOW="0.1"))
     deadline = time.time() + 60
     log = os.path.join(where, "metrics.jsonl")
     while not (os.path.exists(log) and open(log).read().count("\n") >= 3):
@@ -242,11 +245,9 @@ def signalled(script, flags, where, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_signals(number, script, tiny, noise, six, grpo, tmp_path, monkeypatch):
+def test_signals(number, tiny, noise, six, grpo, tmp_path):
     where = tmp_path / "run"
-    monkeypatch.setenv("SLOW", "0.1")
-    process, err = signalled(script, [*tiny.flags, noise], where, number)
-    monkeypatch.delenv("SLOW")
+    process, err = signalled([*tiny.flags, noise], where, number)
     iteration = load_file(str(where / "ckpt.pt"), "run")["iteration"]
     if number == signal.SIGKILL:
         assert process.returncode == -number and iteration in (2, 4)

@@ -11,7 +11,9 @@ import csv
 import io
 import json
 import math
+import os
 import random
+import runpy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -311,3 +313,12 @@ def printed(function, *args, **kwargs):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         function(*args, **kwargs)
     return out.getvalue()
+
+
+def command(name, *argv):
+    """What `python NAME ARGUMENTS` prints, of a script of the project, without a process of its
+    own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [name, *argv])
+        path = os.path.join(os.path.dirname(grpo.__file__), name)
+        return printed(runpy.run_path, path, run_name="__main__")
