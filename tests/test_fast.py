@@ -12,23 +12,11 @@ from run import fast
 from run.fast import Decoder, prove
 from sample import completion_logprobs, generate
 from worlds import (
-    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, refusal, settings,
+    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, refusal, same_rollout, settings,
     word_gpt)
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
-
-
-def same_rollout(found, expected, tolerance=2e-5):
-    for name, x in vars(expected).items():
-        y = getattr(found, name)
-        if name == "allowed" and x is not None:     # says nothing about what follows the end
-            x = x[expected.completion_mask]
-            y = y[expected.completion_mask]
-        if x is None or not x.is_floating_point():
-            assert x is y or torch.equal(x, y), name
-        else:
-            torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)
 
 
 def test_a_step_of_fixed_shape_draws_the_same_tokens():
@@ -53,23 +41,6 @@ def test_buffers_are_kept_between_calls_and_hold_nothing_of_the_last_one():
     assert len(decoder.buffers) == 1
     own, = decoder.buffers.values()
     assert own.rollout.tokens.shape[1] == Decoder.BUCKET
-
-
-def test_forced_tokens_and_answers_reach_the_buffers():
-    model = random_gpt()
-    forced = torch.full((6, 10), -1)
-    forced[::2, :2] = torch.tensor([7, 8])
-
-    def respond(first, r, rows, t, column):     # puts a token behind each fourth one
-        if t == 4:
-            r.tokens[rows, column + 1] = 11
-            r.sampled_mask[rows, t + 1] = False
-
-    how = dict(seed=3, eos=0, forced=forced, respond=respond)
-    expected = generate(model, PROMPTS, 2, 10, **how)
-    assert not expected.sampled_mask.all()
-    found = generate(model, PROMPTS, 2, 10, decode=Decoder(CPU, compiled=False), **how)
-    same_rollout(found, expected)
 
 
 def by_definition(q, k, v, seen, scale):

@@ -16,18 +16,13 @@ from hub.files import fetch, load_tensors, save_tensors
 from hub.tokenizer import from_folder
 from model import GPT, GPTConfig
 from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V,
-                       chat_core, gguf_of_core, logits_by_hand, make_tensors, put, write,
-                       write_gguf)
+                       chat_core, gguf_of_core, logits, logits_by_hand, make_tensors, put,
+                       write, write_gguf)
 from sample import pad_left
 from worlds import random_ids, refusal, with_lora
 
 LLAMA32 = LLAMA | dict(head_dim=12, rope_theta=500000.0)
 ROWS = random_ids(3, 9, V).tolist()
-
-
-def logits(model, idx, real=None):
-    with torch.no_grad():
-        return model.lm_head(model(idx, real))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
 
     def train(name, stop):
         path = str(tmp_path / f"{name}.pt")
-        train_judge(path, "judge_a", comments, held_out, 20_000, CPU, stop)
+        train_judge(path, "judge_a", comments, held_out, 8_000, CPU, stop)
         return load_file(path, "judge")
 
     whole = train("whole", lambda: False)

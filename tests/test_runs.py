@@ -292,17 +292,6 @@ def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     assert "learning_rate: 0.0001 -> 0.001" in text
 
 
-def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, grpo, tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text(NOISE)
-    crash(4, tmp_path / "run", mine, *SIX)
-    mine.write_text(NOISE + "# changed\n")
-    assert "name a config file" in refusal(trainer.main, [str(tmp_path / "run")])
-    mine.write_text(NOISE)
-    trainer.main([str(tmp_path / "run")])
-    assert_same_run(six, tmp_path / "run")
-
-
 @pytest.mark.parametrize("damage, part", [
     (lambda path: os.truncate(path, os.path.getsize(path) // 2), "cut short"),
     (lambda path: torch.save({"kind": "policy"}, path), "'policy'"),
@@ -370,13 +359,6 @@ def test_bad_settings_are_found_before_anything_is_trained(flag, part, fresh, ti
     assert snapshot(tiny.cache) == before
 
 
-def reward_file(folder, body):
-    """A config file with the reward of this body."""
-    path = folder / "reward.py"
-    path.write_text(f"def reward(prompts, completions):\n    {body}\n")
-    return path
-
-
 def columns(text):
     """{measure: (before, after)} of the printed table."""
     found = re.findall(r"^(\S+) +(-?\d+\.\d{4}) +(-?\d+\.\d{4}) ", text, re.M)
@@ -435,7 +417,8 @@ def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
 
 
 def test_the_verdict(grpo, tmp_path):
-    rises = reward_file(tmp_path, "return [len(text) for text in completions]")
+    rises = tmp_path / "rises.py"
+    rises.write_text("def reward(prompts, completions): return list(map(len, completions))")
     flags = (rises, "--judge=None", "--eval_judge=None", "--max_iters=4", "--learning_rate=1e-2")
     assert "verdict: works" in grpo(tmp_path / "a", *flags, "--expect_rise=0.1")
     assert "does not work" in refusal(grpo, tmp_path / "b", *flags, "--expect_rise=1000")

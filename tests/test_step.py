@@ -29,7 +29,7 @@ def moved():
     return shaken(word_gpt(), .02)
 
 
-def plain_logps(policy, rollout, temperature=1.0, allowed=None):
+def plain_logps(policy, rollout):
     """Log-probs of each completion's tokens, one row at a time: [(tokens of the row,)]."""
     T = rollout.completion_mask.shape[1]
     rows = []
@@ -37,10 +37,8 @@ def plain_logps(policy, rollout, temperature=1.0, allowed=None):
         prompt = ids[:-T][rollout.attention_mask[i, :-T]]
         completion = ids[-T:][rollout.completion_mask[i]]
         h = policy(torch.cat([prompt, completion])[None, :-1])[0, len(prompt) - 1:]
-        logits = policy.lm_head(h) / temperature
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed[i, :len(completion)], -INF)
-        rows.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
+        logp = policy.lm_head(h).log_softmax(-1)
+        rows.append(logp.gather(1, completion[:, None])[:, 0])
     return rows
 
 
