@@ -28,7 +28,6 @@ ROWS = random_ids(3, 9, V).tolist()
 # ------------------------------------------------------------------------------------------------
 # weights in
 
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_published_layout_gives_the_logits_of_a_forward_by_hand_padded_or_not(layout, tmp_path):
     c = LAYOUTS[layout]
@@ -168,7 +167,6 @@ def test_names_are_downloaded_by_huggingface_hub(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------
 # GGUF
-
 
 @pytest.mark.parametrize("layout", ["llama", "llama one kv head, tied", "qwen2", "qwen3"])
 def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
@@ -319,7 +317,6 @@ def test_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # out
-
 
 def source_of(folder, c):
     """A published folder with a tokenizer whose files are copied as they are."""

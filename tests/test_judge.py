@@ -35,7 +35,6 @@ SILENT = [False, True, False, True, False, False, False]
 # ------------------------------------------------------------------------------------------------
 # the small scorer
 
-
 @pytest.fixture(scope="module")
 def scorer():
     torch.manual_seed(0)
@@ -157,7 +156,6 @@ def test_comments_that_cannot_teach_are_refused(tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # published classifiers
-
 
 @pytest.fixture
 def make(tmp_path):
