@@ -5,18 +5,25 @@ Measures what an iteration costs, and whether the fast paths hold on this machin
     python bench.py config/toxicity.py vs --tracin=self vs --tracin=self --tracin_memory=0
                                                             # the same beside variants, in turns
     python bench.py config/toxicity.py --trace=trace.json   # an iteration, for ui.perfetto.dev
+    python bench.py check config/toxicity.py                # float32 beside bfloat16 and compile
     python bench.py gpt2 vs --tracin=self                   # GPT-2's shape with random weights
+    python bench.py trl config/toxicity.py                  # beside TRL's GRPOTrainer
 
 Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
 turns, so that what else the machine does hits all of them. A policy that the settings would train
 has random weights here. On a CPU the memory is the most that the process has held so far.
 
-A fast path that does not hold here is left out, with a line that begins with `note:`.
+A fast path that does not hold here is left out, and a line that begins with `note:` says so. trl
+takes the settings' policy, prompts and sizes, with a rule as reward and without a KL.
 """
+import copy
 import itertools
+import math
+import os
 import platform
 import resource
 import statistics
+import tempfile
 import time
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,12 +33,14 @@ import torch
 import grpo
 from config import load_settings
 from data.prompts import draw_prompts
+from hub.export import export
 from pretrain import new_policy
-from run.script import BadInput, own_flags, run_script, seed_for
+from run.script import BadInput, optional, own_flags, run_script, seed_for
 from selection import collect_target
 
 GPT2 = ["config/lowercase.py", "--vocab_size=50257", "--block_size=1024", "--n_layer=12",
         "--n_head=12", "--n_embd=768", "--num_prompts=16", "--max_completion_length=128"]
+CHECK = ["--dtype=float32", "--compile=False", "vs", "--dtype=bfloat16", "vs", "--compile=True"]
 
 
 def make_nets(cfg):
@@ -160,13 +169,77 @@ def compare(argv, repeat, trace):
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
 
 
+# ------------------------------------------------------------------------------------------------
+# beside TRL: the same policy, prompts, reward and sizes
+
+
+def short(prompts, completions, **columns):
+    """A reward that costs nothing."""
+    return [-float(len(text)) for text in completions]
+
+
+def beside_trl(argv, repeat):
+    with optional("trl transformers"):
+        import trl
+    cfg = load_settings([*argv, "--beta=0", "--judge=None", "--eval_judge=None"])
+    cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
+                  reward_weights=(1.0,))
+    nets = make_nets(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        export(copy.deepcopy(nets.base), os.path.join(folder, "policy"), nets.tokenizer)
+        theirs = rounds_of_trl(trl, nets, cfg, folder, repeat)
+    ours = in_turns({"here": (nets, cfg)}, repeat)
+    print_rounds({f"TRL {trl.__version__}": theirs} | ours)
+
+
+def rounds_of_trl(trl, nets, cfg, folder, repeat):
+    """[Round] of TRL's trainer on the policy that is in the folder. The first one is not kept."""
+    import datasets
+    import transformers
+    rows = cfg.num_prompts * cfg.num_generations
+    micro = math.gcd(cfg.micro_batch_size, rows)
+    times = []
+    tokens = []
+
+    def reward(prompts, completions, completion_ids, **columns):
+        tokens.append(sum(map(len, completion_ids)))
+        return short(prompts, completions)
+
+    class Times(transformers.TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            times.append(-now(nets.device))
+
+        def on_step_end(self, *args, **kwargs):
+            times[-1] += now(nets.device)
+
+    args = trl.GRPOConfig(
+        output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=micro,
+        gradient_accumulation_steps=rows // micro, generation_batch_size=rows,
+        num_generations=cfg.num_generations, max_completion_length=cfg.max_completion_length,
+        temperature=cfg.temperature, gradient_checkpointing=False, beta=0.0,
+        learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2,
+        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
+        use_cpu=nets.device.type == "cpu", bf16=nets.dtype == torch.bfloat16)
+    prompts = datasets.Dataset.from_dict({"prompt": [prompt.text for prompt in nets.prompts]})
+    policy = os.path.join(folder, "policy")
+    trl.GRPOTrainer(policy, reward, args, prompts, callbacks=[Times()]).train()
+    return [Round({"all": seconds}, count, peak_memory(nets.device))
+            for seconds, count in zip(times[1:], tokens[1:])]
+
+
 def main(argv):
     own, flags = own_flags(argv, {"repeat": "5", "trace": ""})
     if not own["repeat"].isdecimal() or int(own["repeat"]) < 1:
         raise BadInput(f"--repeat={own['repeat']}: must be a number of iterations")
+    repeat = int(own["repeat"])
     if flags[:1] == ["gpt2"]:
         flags[:1] = GPT2
-    compare(flags, int(own["repeat"]), own["trace"])
+    if flags[:1] == ["check"]:
+        flags = [*flags[1:], *CHECK]
+    if flags[:1] == ["trl"]:
+        beside_trl(flags[1:], repeat)
+    else:
+        compare(flags, repeat, own["trace"])
 
 
 if __name__ == "__main__":

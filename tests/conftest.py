@@ -1,7 +1,6 @@
 """A tiny world, prepared once per session: made-up comments, a policy and two judges that know
 nothing else."""
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -21,46 +20,21 @@ from worlds import printed, read_rows, write_comments  # noqa: E402
 
 TINY = ["--device=cpu", "--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2",
         "--block_size=32", "--max_completion_length=8", "--pretrain_tokens=40000",
-        "--judge_tokens=32000", "--num_prompts=4", "--num_generations=4", "--num_eval_prompts=4",
+        "--judge_tokens=16000", "--num_prompts=4", "--num_generations=4", "--num_eval_prompts=4",
         "--num_eval_generations=3", "--prompt_words=(2, 4)"]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory):
     """Tests write to a cache folder of their own, not to the user's."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    del os.environ["XDG_CACHE_HOME"]
-    if before is not None:
-        os.environ["XDG_CACHE_HOME"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")
 def comments(tmp_path_factory):
     return write_comments(tmp_path_factory.mktemp("comments") / "comments.csv", 400)
-
-
-@pytest.fixture(scope="session")
-def script():
-    """Starts a script of the repository as a user would: script("grpo.py", "--flag=1") ->
-    .returncode, .stdout, .stderr. A name without .py is a module, started in the repository."""
-    def start(name, *argv, wait=True, cwd=None):
-        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-        command = ["-m", name]
-        folder = ROOT
-        if name.endswith(".py"):
-            command = [os.path.join(ROOT, name)]
-            folder = cwd
-        process = subprocess.Popen(
-            [sys.executable, *command, *map(str, argv)], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
-        if not wait:
-            return process
-        out, err = process.communicate(timeout=120)
-        return SimpleNamespace(returncode=process.returncode, stdout=out, stderr=err)
-
-    return start
 
 
 @pytest.fixture(scope="session")

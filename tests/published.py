@@ -149,7 +149,12 @@ def gguf_of_core(core, pre, **ids):
 
 
 # ------------------------------------------------------------------------------------------------
-# logits by hand
+# logits, by the model and by hand
+
+
+@torch.no_grad()
+def logits(model, idx, real=None):
+    return model.lm_head(model(idx, real))
 
 
 def logits_by_hand(c, tensors, ids):

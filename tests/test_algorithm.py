@@ -16,16 +16,15 @@ from torch.nn import functional as F
 
 from config import Settings
 from grpo import (
-    Batch, Step, collect, group_advantages, grpo_loss, kl_estimate, loss_masks, loss_of, update)
+    Batch, collect, group_advantages, grpo_loss, kl_estimate, loss_masks, loss_of, update)
 from sample import Rollout, completion_logprobs, truncate
-from worlds import END, PROMPTS, TOKENIZER, mean_token, settings, shaken, world
+from worlds import END, PROMPTS, TOKENIZER, mean_token, settings, shaken, whole_step, world
 
 
 def forward(nets, batch, cfg):
     """loss_of the whole batch as one step."""
-    rows = torch.arange(len(batch.loss_mask))
-    step = Step(epoch=0, rows=rows, num_rows=len(rows), num_tokens=int(batch.loss_mask.sum()))
-    return loss_of(nets, nets.policy, batch, rows, step, cfg)
+    step = whole_step(batch)
+    return loss_of(nets, nets.policy, batch, step.rows, step, cfg)
 
 
 def loss_by_hand(logp, old_logp, advantages, mask, rows=slice(None), **knobs):

@@ -1,6 +1,7 @@
 """bench.py: an iteration is grpo's own, variants take turns, and what is typed wrong is refused."""
 import json
 
+import pytest
 import torch
 
 import bench
@@ -8,9 +9,13 @@ import grpo
 from conftest import ROOT
 from worlds import END, nets_of, printed, refusal, settings
 
-QUICK = [f"{ROOT}/config/quick_test.py", "--n_layer=1", "--n_embd=16", "--n_head=2",
-         "--num_prompts=2", "--num_generations=2", "--max_completion_length=4", "--device=cpu",
-         "--dtype=float32"]
+
+@pytest.fixture
+def quick(comments):
+    """Flags of a job that takes a moment."""
+    return [f"{ROOT}/config/quick_test.py", f"--comments={comments}", "--n_layer=1", "--n_embd=16",
+            "--n_head=2", "--num_prompts=2", "--num_generations=2", "--max_completion_length=4",
+            "--device=cpu"]
 
 
 def test_an_iteration_is_that_of_a_run_and_its_phases_are_all_of_it(monkeypatch):
@@ -44,16 +49,22 @@ def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
     assert "a\n  2.000 s an iteration (1.000 to 3.000), 5 tokens/s, 1.00 x the first" in text
 
 
-def test_a_config_beside_a_variant_with_a_trace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_config_beside_a_variant_with_a_trace(quick, tmp_path):
     trace = tmp_path / "trace.json"
-    text = printed(bench.main, [*QUICK, "--repeat=1", f"--trace={trace}", "vs", "--tracin=self"])
+    text = printed(bench.main, [*quick, "--repeat=1", f"--trace={trace}", "vs", "--tracin=self"])
     lines = text.splitlines()
-    assert " ".join(QUICK) in lines and "vs --tracin=self" in lines
+    assert " ".join(quick) in lines and "vs --tracin=self" in lines
     assert text.count(" tokens/s, ") == 2 and "aten::" in text
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_what_is_typed_wrong_is_one_line():
+def test_check_is_float32_beside_bfloat16_and_compile(monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "variants_of", lambda argv: asked.append(argv) or {})
+    refused = pytest.raises(StopIteration, bench.main, ["check", "a.py"])      # no variants
+    assert refused and asked == [["a.py", *bench.CHECK]], "check compares other paths"
+
+
+def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
-    assert "tracing" in refusal(bench.main, [*QUICK, "vs", "--tracing=self"])
+    assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])

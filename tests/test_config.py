@@ -55,7 +55,6 @@ def test_every_setting_can_be_given_as_a_flag():
 # ------------------------------------------------------------------------------------------------
 # flags as people type them
 
-
 FLAGS = [
     ("--lora_alpha=1e-3", dict(lora_alpha=1e-3)), ("--beta=1", dict(beta=1.0)),
     ("--reward_weights=[-0.5]", dict(reward_weights=(-0.5,))),
@@ -226,7 +225,6 @@ def test_tools_make_an_environment(write):
 # ------------------------------------------------------------------------------------------------
 # a run is a config
 
-
 def test_a_run_is_a_config(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("beta = 0.9\n" + CONSTANT.format(1))
@@ -266,14 +264,9 @@ def test_a_config_json_that_is_none(tmp_path):
 # ------------------------------------------------------------------------------------------------
 # help
 
-
-@pytest.mark.parametrize("argv, code, part", [
-    (["--help"], 0, 'Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"'),
-    ([], 2, "usage: python grpo.py"), (["--bata=1"], 2, "did you mean 'beta'?")])
-def test_help(argv, code, part):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "grpo.py"), *argv],
-                          capture_output=True, text=True)
-    text = done.stdout + done.stderr
-    assert done.returncode == code and part in text
-    if "--help" in argv:
-        assert all(f"\n{name}: " in text for name in NAMES)
+def test_help():
+    for argv, code in ((["--help"], 0), ([], 2)):
+        done = subprocess.run([sys.executable, os.path.join(ROOT, "grpo.py"), *argv],
+                              capture_output=True, text=True)
+        assert done.returncode == code and "usage: python grpo.py" in done.stdout, done.stderr
+        assert all((f"\n{name}: " in done.stdout) == (code == 0) for name in NAMES)

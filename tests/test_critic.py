@@ -11,7 +11,8 @@ from config import Settings
 from critic import explained_variance, gae, token_advantages, value_loss, whiten
 from run.fast import Decoder
 from sample import completion_logprobs, completion_states, generate
-from worlds import END, PROMPTS, forcing, nets_of, settings, world
+from worlds import (
+    END, PROMPTS, forcing, gradient, nets_of, settings, shaken, whole_step, world)
 
 PLAIN = Settings(whiten_advantages=False)
 CRITIC = dict(critic=True, value_coef=.5)
@@ -31,12 +32,9 @@ def as_rollout(values, sampled):
     return SimpleNamespace(values=values, sampled_mask=sampled)
 
 
-def speaking(nets, size=.3):
+def speaking(nets):
     """The nets with a value head that says something."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in nets.policy.value_head.parameters():
-            p += size * torch.randn(p.shape, generator=generator)
+    shaken(nets.policy.value_head, .3, seed=3)
     return nets
 
 
@@ -47,29 +45,9 @@ def critic_world(seed=1, **knobs):
     return cfg, nets, grpo.collect(nets, nets.prompts, cfg, seed)
 
 
-def moved(policy, size=.02):
-    """The policy a little later."""
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for p in policy.parameters():
-            p += size * torch.randn(p.shape, generator=generator)
-    return policy
-
-
-def whole_step(batch):
-    n = len(batch.loss_mask)
-    return grpo.Step(0, torch.arange(n), n, int(batch.loss_mask.sum()))
-
-
 def loss_of(cfg, nets, batch, rows=slice(None)):
     step = whole_step(batch)
     return grpo.loss_of(nets, nets.policy, batch, step.rows[rows], step, cfg)
-
-
-def flat_gradient(scalar, nets):
-    found = torch.autograd.grad(scalar, nets.trained, allow_unused=True)
-    return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
-                      for p, g in zip(nets.trained, found)])
 
 
 def plain_gae(rewards, values, gamma, lam):
@@ -160,7 +138,7 @@ def test_recorded_values_are_those_of_a_forward_pass():
 def test_the_loss_is_that_of_the_policy_plus_that_of_the_values():
     for loss_type in ("dapo", "grpo", "dr_grpo"):
         cfg, nets, batch = critic_world(loss_type=loss_type, value_clip=.1)
-        moved(nets.policy)
+        shaken(nets.policy, .02, seed=9)
         out = loss_of(cfg, nets, batch)
         values = values_by_forward(nets.policy, batch.rollout)
         logp = completion_logprobs(nets.policy, batch.rollout).detach()
@@ -180,9 +158,9 @@ def test_the_loss_is_that_of_the_policy_plus_that_of_the_values():
         assert float(out.critic.detach()) == pytest.approx(critic_part, rel=1e-4)
         assert float(out.total.detach()) == pytest.approx(policy_part + critic_part, rel=1e-4)
         N = len(batch.loss_mask)
-        parts = [flat_gradient(loss_of(cfg, nets, batch, rows).total, nets)
+        parts = [gradient(loss_of(cfg, nets, batch, rows).total, nets.trained)
                  for rows in (slice(5), slice(5, N))]
-        whole = flat_gradient(loss_of(cfg, nets, batch).total, nets)
+        whole = gradient(loss_of(cfg, nets, batch).total, nets.trained)
         assert torch.allclose(sum(parts), whole, atol=1e-5), "micro-batches add up"
 
 
@@ -190,7 +168,7 @@ def test_the_kl_in_the_reward_is_taken_off_token_by_token():
     cfg = settings(**CRITIC, kl_in="reward", kl_estimator="k1", beta=.3, gae_lambda=1.0,
                    whiten_advantages=False)
     nets = speaking(nets_of(cfg))
-    moved(nets.policy, .1)
+    shaken(nets.policy, .1, seed=9)
     batch = grpo.collect(nets, nets.prompts, cfg, 1)
     sampled = batch.rollout.sampled_mask
     gap = (batch.rollout.logp - batch.ref_logp) * sampled
@@ -230,7 +208,7 @@ def test_a_completion_that_nobody_scored_teaches_nothing():
     unknown = batch.rewards.isnan()
     assert unknown.any() and not batch.advantages[unknown].any()
     out = loss_of(cfg, nets, batch, unknown)
-    assert float(out.total.detach()) == 0 and not flat_gradient(out.total, nets).any()
+    assert float(out.total.detach()) == 0 and not gradient(out.total, nets.trained).any()
 
 
 def test_influence_against_one_backward_per_row():
@@ -238,13 +216,13 @@ def test_influence_against_one_backward_per_row():
     loss is learned from all rows."""
     cfg, nets, batch = critic_world(tracin="advantage", micro_batch_size=5)
     plain = replace(cfg, tracin="off")
-    rows = [flat_gradient(loss_of(plain, nets, batch, slice(i, i + 1)).policy, nets)
+    rows = [gradient(loss_of(plain, nets, batch, slice(i, i + 1)).policy, nets.trained)
             for i in range(len(batch.loss_mask))]
-    rest = flat_gradient(loss_of(plain, nets, batch).critic, nets)
+    rest = gradient(loss_of(plain, nets, batch).critic, nets.trained)
     g = torch.stack(rows)
     logp = completion_logprobs(nets.policy, batch.rollout)
     coef = -batch.advantages / len(batch.loss_mask)
-    G = flat_gradient((coef * logp).sum(), nets)
+    G = gradient((coef * logp).sum(), nets.trained)
     before = torch.cat([p.detach().flatten() for p in nets.trained])
     metrics = grpo.update(nets, batch, None, cfg, 3, check=True)
     torch.testing.assert_close(batch.influence, g @ G, rtol=1e-4, atol=1e-5)

@@ -21,7 +21,7 @@ import grpo as trainer  # noqa: E402
 import run.loop  # noqa: E402
 import run.processes  # noqa: E402
 from run.files import load_file  # noqa: E402
-from run.processes import all_gather, all_reduce, rank_and_size, shard  # noqa: E402
+from run.processes import all_gather, shard  # noqa: E402
 from run.script import hash_of, run_script  # noqa: E402
 
 CASES = {
@@ -90,19 +90,8 @@ def run_all(runs):
         run.loop.save_checkpoint = save
 
 
-def parts_of(rank):
-    """Tensors to sum, one not contiguous."""
-    return [torch.tensor([1., 2, 3]) * rank, torch.ones(2, 4).t()[:2] * rank, torch.ones(0),
-            torch.tensor(1e-12, dtype=torch.float64) + rank, torch.full((2, 2), rank)]
-
-
 def program(argv):
-    """What the processes run: sums of parts_of, then the runs of a .json file."""
-    rank, size = rank_and_size()
-    sums = parts_of(rank)
-    all_reduce(sums)
-    for x, *own in zip(sums, *map(parts_of, range(size)), strict=True):
-        assert torch.equal(x, sum(own)) and x.dtype == own[0].dtype
+    """What the processes run: the runs of a .json file."""
     run_all(json.load(open(argv[0])))
 
 

@@ -16,7 +16,7 @@ from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
 from explain.words import Piece, Row, pieces_of
-from worlds import printed, read_rows, refusal
+from worlds import command, printed, read_rows, refusal
 
 explain = importlib.import_module("explain.__main__")
 CONFIG = """
@@ -129,7 +129,7 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
     assert "CONTRADICTS" in explain.check(again, cfg)
 
 
-def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, script, tmp_path):
+def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     folder = run("self")
     before = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
     text = printed(explain.main, [folder])
@@ -143,10 +143,9 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, script, tmp_p
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
     text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
     assert "target 'target'" in text and "agrees with" in text
-    done = script("tracin.py", run("off"), "--before")
-    assert done.returncode == 0 and not done.stderr
-    assert "16 rollouts, target 'reward'" in done.stdout
-    assert "Iteration 3: the tape agrees with" in done.stdout
+    text = command("tracin.py", run("off"), "--before")
+    assert "16 rollouts, target 'reward'" in text
+    assert "Iteration 3: the tape agrees with" in text
 
 
 def test_what_makes_the_model_say_this(run):

@@ -12,23 +12,11 @@ from run import fast
 from run.fast import Decoder, prove
 from sample import completion_logprobs, generate
 from worlds import (
-    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, refusal, settings,
+    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, refusal, same_rollout, settings,
     word_gpt)
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
-
-
-def same_rollout(found, expected, tolerance=2e-5):
-    for name, x in vars(expected).items():
-        y = getattr(found, name)
-        if name == "allowed" and x is not None:     # says nothing about what follows the end
-            x = x[expected.completion_mask]
-            y = y[expected.completion_mask]
-        if x is None or not x.is_floating_point():
-            assert x is y or torch.equal(x, y), name
-        else:
-            torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)
 
 
 def test_a_step_of_fixed_shape_draws_the_same_tokens():

@@ -26,8 +26,6 @@ from worlds import random_gpt, random_ids, refusal
 
 @pytest.mark.parametrize("error, seen", [
     (OSError(28, "No space left on device"), BadInput), (KeyboardInterrupt(), KeyboardInterrupt)])
-
-
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_failure_leaves_what_was_there_and_nothing_else(error, seen, folder, tmp_path):
     path = str(tmp_path / "new" / "x")
@@ -232,8 +230,6 @@ def raising(error):
 @pytest.mark.parametrize("error, code, text", [
     (BadInput("x = 1: no"), 2, "error: x = 1: no\n"), (SystemExit("stopped"), "stopped", ""),
     (KeyboardInterrupt("saved"), 130, "interrupted: saved\n")])
-
-
 def test_errors_become_exit_codes(error, code, text, capsys):
     with pytest.raises(SystemExit) as caught:
         run_script(raising(error))

@@ -68,7 +68,7 @@ def test_there_is_little_to_carry():
     caps = {
         "lines of Python without tests": (lines(CODE), 10_050),
         "tokens of Python without tests": (sum(map(tokens, CODE)), 65_700),
-        "lines of tests": (lines(tests), 8_750),
+        "lines of tests": (lines(tests), 8_000),
         "lines of run/": (lines(room_run), 2_200),
         "files of run/": (len(room_run), 14),
         "Python files at the top level": (sum("/" not in path for path in CODE), 12),

@@ -16,8 +16,8 @@ from hub.files import fetch, load_tensors, save_tensors
 from hub.tokenizer import from_folder
 from model import GPT, GPTConfig
 from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V,
-                       chat_core, gguf_of_core, logits_by_hand, make_tensors, put, write,
-                       write_gguf)
+                       chat_core, gguf_of_core, logits, logits_by_hand, make_tensors, put,
+                       write, write_gguf)
 from sample import pad_left
 from worlds import random_ids, refusal, with_lora
 
@@ -25,14 +25,8 @@ LLAMA32 = LLAMA | dict(head_dim=12, rope_theta=500000.0)
 ROWS = random_ids(3, 9, V).tolist()
 
 
-def logits(model, idx, real=None):
-    with torch.no_grad():
-        return model.lm_head(model(idx, real))
-
-
 # ------------------------------------------------------------------------------------------------
 # weights in
-
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_published_layout_gives_the_logits_of_a_forward_by_hand_padded_or_not(layout, tmp_path):
@@ -173,7 +167,6 @@ def test_names_are_downloaded_by_huggingface_hub(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------
 # GGUF
-
 
 @pytest.mark.parametrize("layout", ["llama", "llama one kv head, tied", "qwen2", "qwen3"])
 def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
@@ -324,7 +317,6 @@ def test_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # out
-
 
 def source_of(folder, c):
     """A published folder with a tokenizer whose files are copied as they are."""

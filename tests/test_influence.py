@@ -14,13 +14,14 @@ import grpo
 import selection
 from config.check import check
 from data.prompts import Prompt
-from grpo import Step, collect, update
+from grpo import Step, collect
 from run.build import prepare
 from run.stored import StoredTape, use_stored_tape
 from sample import completion_entropies, completion_logprobs
 from selection import choose_targets, select, target_coefficients
 from tracin import cosine
-from worlds import WORD_PROMPTS, WORDS, letters, nets_of, refusal, settings, shaken, word_gpt
+from worlds import (
+    WORD_PROMPTS, WORDS, gradient, nets_of, refusal, shaken, steps_of, whole_step, word_gpt, words)
 
 # a row's loss is a multiple of its log-prob, and nothing is left besides
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
@@ -28,12 +29,6 @@ ALL_ROWS = torch.arange(16)
 MANY = [Prompt(text, ids, {}) for text, ids in (
     ("a", [3, 4]), ("b", [5]), ("c", [9, 8, 7]), ("d", [2, 2]), ("e", [11]), ("f", [6, 1]),
     ("g", [13, 3]), ("h", [20]))]
-
-
-def words(functions=letters, **knobs):
-    """Settings of the world of words: 4 prompts, 16 rows."""
-    knobs = dict(num_prompts=4, num_generations=4, max_completion_length=8) | knobs
-    return settings(functions, **knobs)
 
 
 def with_functions(cfg, functions, **more):
@@ -53,18 +48,11 @@ def flat(gradient, nets):
     return torch.cat([gradient[p].flatten() for p in nets.trained])
 
 
-def grad(loss, nets):
-    parts = torch.autograd.grad(loss, nets.trained, materialize_grads=True)
-    return torch.cat([g.flatten() for g in parts])
-
-
 def row_gradients(nets, batch, cfg):
     """(N, weights): the policy's part of each row's loss, one backward each."""
-    N = len(batch.row_weights)
-    step = Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
-    return torch.stack([
-        grad(grpo.loss_of(nets, nets.policy, batch, torch.tensor([i]), step, cfg).policy, nets)
-        for i in range(N)])
+    step = whole_step(batch)
+    losses = (grpo.loss_of(nets, nets.policy, batch, row, step, cfg) for row in step.rows.split(1))
+    return torch.stack([gradient(loss.policy, nets.trained) for loss in losses])
 
 
 def rest_gradient(nets, batch, cfg):
@@ -77,7 +65,7 @@ def rest_gradient(nets, batch, cfg):
     if cfg.entropy_coef:
         entropies = completion_entropies(nets.policy, batch.rollout, cfg.temperature)
         rest = rest - cfg.entropy_coef * (entropies * batch.loss_mask).sum()
-    return grad(rest / batch.loss_mask.sum(), nets)
+    return gradient(rest / batch.loss_mask.sum(), nets.trained)
 
 
 def target_gradient(nets, batch, rows, cfg):
@@ -85,28 +73,14 @@ def target_gradient(nets, batch, rows, cfg):
     n = len(rows)
     if cfg.tracin == "self":
         step = Step(0, rows, n, int(batch.loss_mask[rows].sum()))
-        return grad(grpo.loss_of(nets, nets.policy, batch, rows, step, cfg).policy, nets)
+        loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
+        return gradient(loss.policy, nets.trained)
     r = batch.rewards[rows]
     coef = {"reward": -(r - r.mean()) / (r.std() + 1e-4),
             "advantage": -batch.advantages[rows],
             "contrastive": torch.where(r.argsort(descending=True).argsort() < n // 2, -1.0, 1.0)}
     logp = completion_logprobs(nets.policy, batch.rollout[rows], cfg.temperature)
-    return grad((coef[cfg.tracin] / n * logp.sum(1)).sum(), nets)
-
-
-def step_of(nets, batch, cfg, target=None, check=False, seed=3):
-    """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
-    seen = []
-    plain = nets.optimizer.step
-
-    def spy():
-        seen.append(torch.cat([p.grad.flatten().clone() for p in nets.trained]))
-        plain()
-
-    nets.optimizer.step = spy
-    metrics = update(nets, batch, target, cfg, seed, check=check)
-    nets.optimizer.step = plain
-    return seen, metrics
+    return gradient((coef[cfg.tracin] / n * logp.sum(1)).sum(), nets.trained)
 
 
 def close(a, b, tolerance=2e-4):
@@ -131,7 +105,7 @@ def test_influence_and_step_against_one_backward_per_row(target, held):
         g = row_gradients(nets, batch, cfg)
         G = target_gradient(nets, *(given or (batch, ALL_ROWS)), cfg)
         rest = rest_gradient(nets, batch, cfg)
-        seen, m = step_of(nets, batch, cfg, given, check=True)
+        seen, m = steps_of(nets, batch, cfg, given, check=True)
         assert close(batch.influence, g @ G), (
             f"{name}: influences are not <gradient of the row, gradient of the target>")
         assert m["tracin/invariant_error"] < 1e-5, name
@@ -147,8 +121,6 @@ def test_influence_and_step_against_one_backward_per_row(target, held):
     dict(tracin="self", beta=.1), dict(tracin="reward", **UNIT),
     dict(tracin="reward", tracin_leave_one_out=True),
     dict(tracin="self", critic=True), dict(tracin="advantage", mini_batch_size=8)])
-
-
 def test_stored_gradients_change_nothing(knobs):
     cfg = words(max_completion_length=24, **knobs)
     found = []
@@ -159,7 +131,7 @@ def test_stored_gradients_change_nothing(knobs):
         if tape == "stored":
             use_stored_tape(nets, cfg)
             assert nets.influence.new_tape.func is StoredTape
-        seen, m = step_of(nets, batch, cfg, check=True)
+        seen, m = steps_of(nets, batch, cfg, check=True)
         found.append((batch.influence, seen[0], m["tracin/self_share"]))
     (a, g, share), (b, h, other) = found
     assert close(a, b, 1e-5) and close(g, h, 1e-5)
@@ -169,8 +141,6 @@ def test_stored_gradients_change_nothing(knobs):
 @pytest.mark.parametrize("knobs", [
     dict(tracin="self", beta=.1), dict(tracin="reward", **UNIT), dict(tracin="advantage"),
     dict(tracin="contrastive"), dict(tracin="reward", beta=.1, entropy_coef=.05)])
-
-
 def test_leave_one_out_and_self_share(knobs):
     cfg = words(**knobs)
     batch = batch_of(cfg)
@@ -181,11 +151,11 @@ def test_leave_one_out_and_self_share(knobs):
         coef = target_coefficients(batch, ALL_ROWS, cfg.tracin)
         own = own * coef * -batch.loss_mask.sum() / batch.advantages
     raw = g @ target_gradient(nets, batch, ALL_ROWS, cfg)
-    _, m = step_of(nets_for(cfg), batch, cfg)
+    _, m = steps_of(nets_for(cfg), batch, cfg)
     share = own[::4].sum() / raw[::4].abs().sum()       # of four rows
     assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
     without = replace(cfg, tracin_leave_one_out=True)
-    _, m = step_of(nets_for(without), batch, without)
+    _, m = steps_of(nets_for(without), batch, without)
     assert close(batch.influence, raw - own, 1e-3), "a row's own part is still in its influence"
     assert m["tracin/self_share"] == pytest.approx(float(own.sum() / raw.abs().sum()), rel=1e-3)
 
@@ -197,7 +167,7 @@ def test_off_is_plain_grpo_bit_for_bit_and_all_is_within_rounding():
     for more in ({}, dict(tracin="self", tracin_select="all")):
         cfg = words(**knobs, **more)
         nets = nets_for(cfg)
-        found.append((step_of(nets, copy.copy(batch), cfg)[0], nets))
+        found.append((steps_of(nets, copy.copy(batch), cfg)[0], nets))
     hand = nets_for(words(**knobs))
     rows = ALL_ROWS
     for epoch in range(2):      # the loop of GRPO written out
@@ -226,7 +196,7 @@ def test_the_first_step_is_checked_against_an_ordinary_backward():
         return keep_helpful(*args)
 
     nets.influence.keep_helpful = lossy
-    said = refusal(step_of, nets, batch_of(cfg), cfg, check=True)
+    said = refusal(steps_of, nets, batch_of(cfg), cfg, check=True)
     assert "the influences do not add up" in said
 
 
@@ -236,13 +206,13 @@ def test_the_target_is_halved_by_prompt_and_one_prompt_has_no_halves():
     batch = batch_of(cfg)
     alone = row_gradients(nets, batch, cfg)
     first, second = alone[:8].sum(0), alone[8:].sum(0)
-    _, m = step_of(nets, batch, cfg)
+    _, m = steps_of(nets, batch, cfg)
     expected = float(first @ second / first.norm() / second.norm())
     assert m["tracin/target_cosine"] == pytest.approx(expected, abs=1e-4)
 
     one = words(tracin="self", num_prompts=1, num_generations=16, beta=.1)
     batch = batch_of(one, prompts=WORD_PROMPTS[:1])
-    _, m = step_of(nets_for(one, prompts=WORD_PROMPTS[:1]), batch, one)
+    _, m = steps_of(nets_for(one, prompts=WORD_PROMPTS[:1]), batch, one)
     assert math.isnan(m["tracin/target_cosine"]), "not 0: nothing is known of its noise"
 
 
@@ -312,10 +282,10 @@ def test_a_function_of_the_config_file_as_target(knobs):
     batch = batch_of(cfg)
     nets = nets_for(cfg)
     g = row_gradients(nets, batch, cfg)
-    G = -grad(target(nets.policy, None, None), nets)
+    G = -gradient(target(nets.policy, None, None), nets.trained)
     before = float(target(nets.policy, None, None).detach())
     rest = rest_gradient(nets, batch, cfg)
-    seen, m = step_of(nets, batch, cfg, check=True)
+    seen, m = steps_of(nets, batch, cfg, check=True)
     assert given[-1] == (WORDS, batch) and close(batch.influence, g @ G)
     assert close(seen[0], (batch.influence > 0).float() @ g + rest)
     assert float(target(nets.policy, None, None).detach()) > before, "the step raises the number"
@@ -327,8 +297,6 @@ def test_a_function_of_the_config_file_as_target(knobs):
     ("target", torch.tensor(math.nan, requires_grad=True), "one finite number"),
     ("weigh", [1.0] * 15, "each of 4 influences"), ("weigh", [math.nan] * 4, "one finite number"),
     ("weigh", None, "one finite number"), ("weigh", torch.zeros(99, 99), "one finite number")])
-
-
 def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
         name, returned, said, monkeypatch):
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
@@ -400,7 +368,7 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     batch = batch_of(cfg)
     nets = nets_for(cfg, lr=0.0)        # the weights stay, so all passes are alike
     g = row_gradients(nets, batch, cfg)
-    seen, _ = step_of(nets, batch, cfg)
+    seen, _ = steps_of(nets, batch, cfg)
     share = (batch.row_weights > 0).float()
     if how == "weigh":
         share = torch.tensor(soft(batch.influence, batch))
@@ -414,13 +382,13 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
 def test_nothing_selected_is_no_step():
     cfg = words(tracin="self", tracin_select="top", tracin_fraction=0.0, num_iterations=2)
     nets = nets_for(cfg)
-    seen, m = step_of(nets, batch_of(cfg), cfg)
+    seen, m = steps_of(nets, batch_of(cfg), cfg)
     assert not seen and m["num_steps"] == 0
     cfg = replace(cfg, beta=.1)         # the KL is learned from all rows all the same
     nets = nets_for(cfg)
     batch = batch_of(cfg)
     rest = rest_gradient(nets, batch, cfg)
-    assert close(step_of(nets, batch, cfg)[0][0], rest)
+    assert close(steps_of(nets, batch, cfg)[0][0], rest)
 
 
 def test_a_row_that_is_not_a_number_stops_before_the_step():
@@ -431,7 +399,7 @@ def test_a_row_that_is_not_a_number_stops_before_the_step():
         batch.advantages[5] = math.nan
         nets = nets_for(cfg)
         before = nets.policy.wte.weight.detach().clone()
-        assert "influence is not finite" in refusal(step_of, nets, batch, cfg, target)
+        assert "influence is not finite" in refusal(steps_of, nets, batch, cfg, target)
         assert torch.equal(nets.policy.wte.weight, before)
 
 
@@ -443,7 +411,7 @@ def test_the_target_is_averaged_over_steps():
     a, b = (target_gradient(nets, batch, ALL_ROWS, cfg) for batch in batches)
     assert cosine({0: a}, {0: b}) > -.3
     for batch in batches:
-        _, m = step_of(nets, batch, cfg)
+        _, m = steps_of(nets, batch, cfg)
     expected = (.8 * .2 * a + .2 * b) / (1 - .8 ** 2)
     assert m["tracin/target_age"] == 2 and close(batches[1].influence, g @ expected)
 
@@ -451,9 +419,9 @@ def test_the_target_is_averaged_over_steps():
     state = copy.deepcopy(nets.influence.average.state())
     again.influence.average.load_state(state, again.trained)
     other = batch_of(cfg, 9)
-    step_of(nets, other, cfg)
+    steps_of(nets, other, cfg)
     expected = other.influence.clone()
-    step_of(again, other, cfg)
+    steps_of(again, other, cfg)
     assert torch.equal(other.influence, expected)
 
 
@@ -512,8 +480,6 @@ def spearman(a, b):
 
 @pytest.mark.parametrize("name, least, most", [
     ("sgd", .99, 1), ("adam", .85, .98), ("adam, aware", .98, 1)])
-
-
 def test_the_true_change_without_a_row(name, least, most):
     """Influence against the change of the target's loss when the same step is taken without the
     row."""
@@ -542,5 +508,5 @@ def test_the_true_change_without_a_row(name, least, most):
               for i in range(32)]
     for group in nets.optimizer.param_groups:
         group["lr"] = 0.0
-    step_of(nets, batch, cfg)
+    steps_of(nets, batch, cfg)
     assert least < spearman(batch.influence, torch.tensor(change)) <= most

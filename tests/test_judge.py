@@ -35,7 +35,6 @@ SILENT = [False, True, False, True, False, False, False]
 # ------------------------------------------------------------------------------------------------
 # the small scorer
 
-
 @pytest.fixture(scope="module")
 def scorer():
     torch.manual_seed(0)
@@ -134,7 +133,7 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
 
     def train(name, stop):
         path = str(tmp_path / f"{name}.pt")
-        train_judge(path, "judge_a", comments, held_out, 20_000, CPU, stop)
+        train_judge(path, "judge_a", comments, held_out, 8_000, CPU, stop)
         return load_file(path, "judge")
 
     whole = train("whole", lambda: False)
@@ -157,7 +156,6 @@ def test_comments_that_cannot_teach_are_refused(tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # published classifiers
-
 
 @pytest.fixture
 def make(tmp_path):

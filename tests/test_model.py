@@ -20,7 +20,6 @@ def exact(found, expected, atol=1e-11):
 # ------------------------------------------------------------------------------------------------
 # network
 
-
 @every_shape
 def test_forward_equals_a_forward_by_hand_padded_or_not(shape):
     """What stands on padding, and the other rows, change nothing."""
@@ -106,7 +105,6 @@ def test_bias_false_leaves_no_bias_and_an_impossible_width_is_refused():
 # ------------------------------------------------------------------------------------------------
 # precision
 
-
 def test_rotary_angles_keep_their_precision_under_autocast():
     """In bfloat16 positions above 256 would be rounded to every second one and more."""
     model = random_gpt(**SHAPES["llama"] | dict(block_size=900))
@@ -120,7 +118,6 @@ def test_rotary_angles_keep_their_precision_under_autocast():
 
 # ------------------------------------------------------------------------------------------------
 # LoRA
-
 
 def test_adapter_of_every_linear_adds_alpha_over_rank_times_b_a():
     model = random_gpt()

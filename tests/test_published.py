@@ -17,14 +17,13 @@ import hub.export
 import hub.policy
 import judge.train
 import pretrain
-from data.chat import encode_prompt
 from hub.files import load_tensors
 from hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
 from model import GPTConfig
-from published import (CHAT, chat_core, gguf_of_core, make_chat, make_gpt2, make_prompts,
-                       make_roberta, put, write_gguf)
+from published import (CHAT, chat_core, gguf_of_core, logits, make_chat, make_gpt2,
+                       make_prompts, make_roberta, put, write_gguf)
 from run.script import seed_for
 from worlds import printed, read_rows, refusal
 
@@ -84,14 +83,8 @@ def flags_of(world, kind):
     return [*world.flags, f"--policy={getattr(world, kind)}", *RUNS[kind]]
 
 
-def logits(model, idx):
-    with torch.no_grad():
-        return model.lm_head(model(idx))
-
-
 # ------------------------------------------------------------------------------------------------
 # whole runs
-
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_run_is_what_the_files_say_and_leaves_as_it_is(kind, finished, world, tmp_path):
@@ -134,12 +127,6 @@ def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
 
 
 def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
-    tokenizer = from_folder(world.chat)
-    messages = [{"role": "user", "content": "hi <|im_end|>"}]
-    text, ids = encode_prompt(tokenizer, messages, "row 1")
-    assert text == "hi <|im_end|>"
-    assert ids == tokenizer.encode_marked(
-        "<|im_start|>user\nhi <|im_end|><|im_end|>\n<|im_start|>assistant\n")
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps(dict(q=[dict(role="user", content=f"cat {i}")])) + "\n"
                             for i in range(20)))
@@ -161,13 +148,10 @@ def test_gguf_as_policy(world, tmp_path):
     texts = [[row["completion"] for row in read_rows(tmp_path / name / "samples.jsonl")]
              for name in "ab"]
     assert texts[0] == texts[1]
-    start(hub.export.main, tmp_path / "b", tmp_path / "export")
-    assert from_folder(str(tmp_path / "export")).end_tokens == (2, 0)
 
 
 # ------------------------------------------------------------------------------------------------
 # the published configs; transformers
-
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
@@ -210,7 +194,6 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
 
 # ------------------------------------------------------------------------------------------------
 # what cannot be, in one line and before anything is made
-
 
 def test_refused_before_anything_is_made(world, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "collect", lambda *a, **k: pytest.fail("a rollout was sampled"))

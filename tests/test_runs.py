@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from types import ModuleType, SimpleNamespace
@@ -202,8 +203,6 @@ def crash(monkeypatch, grpo):
      "--tracin_target_ema=0.5"),
     ("--critic=True", "--beta=0.1", "--ref_model_sync_steps=2")],
     ids=["lora-sync", "steps", "tracin", "critic-sync"])
-
-
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_path):
     argv = (*flags, "--max_iters=5")
     grpo(tmp_path / "whole", *argv)
@@ -216,8 +215,6 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_p
 
 @pytest.mark.parametrize("module, part", [
     (trainer, "prepare"), (run.loop, "evaluate"), (trainer, "update")])
-
-
 def test_killed_before_the_second_checkpoint(module, part, finished, grpo, tmp_path, monkeypatch):
     def dies(*args, **more):
         raise Crash
@@ -230,10 +227,12 @@ def test_killed_before_the_second_checkpoint(module, part, finished, grpo, tmp_p
     assert_same_run(finished.dir, tmp_path / "run")
 
 
-def signalled(script, flags, where, number):
+def signalled(flags, where, number):
     """Sends a signal to a run of six iterations once three are logged -> the process, ended, and
     its stderr."""
-    process = script("grpo.py", *flags, f"--out_dir={where}", *SIX, wait=False)
+    command = [sys.executable, trainer.__file__, *flags, f"--out_dir={where}", *SIX]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               text=True, env=dict(os.environ, OMP_NUM_THREADS="1", SLOW="0.1"))
     deadline = time.time() + 60
     log = os.path.join(where, "metrics.jsonl")
     while not (os.path.exists(log) and open(log).read().count("\n") >= 3):
@@ -246,11 +245,9 @@ def signalled(script, flags, where, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_signals(number, script, tiny, noise, six, grpo, tmp_path, monkeypatch):
+def test_signals(number, tiny, noise, six, grpo, tmp_path):
     where = tmp_path / "run"
-    monkeypatch.setenv("SLOW", "0.1")
-    process, err = signalled(script, [*tiny.flags, noise], where, number)
-    monkeypatch.delenv("SLOW")
+    process, err = signalled([*tiny.flags, noise], where, number)
     iteration = load_file(str(where / "ckpt.pt"), "run")["iteration"]
     if number == signal.SIGKILL:
         assert process.returncode == -number and iteration in (2, 4)
@@ -295,24 +292,11 @@ def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     assert "learning_rate: 0.0001 -> 0.001" in text
 
 
-def test_a_folder_is_a_config_with_the_functions_of_its_file(crash, noise, six, grpo, tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text(NOISE)
-    crash(4, tmp_path / "run", mine, *SIX)
-    mine.write_text(NOISE + "# changed\n")
-    assert "name a config file" in refusal(trainer.main, [str(tmp_path / "run")])
-    mine.write_text(NOISE)
-    trainer.main([str(tmp_path / "run")])
-    assert_same_run(six, tmp_path / "run")
-
-
 @pytest.mark.parametrize("damage, part", [
     (lambda path: os.truncate(path, os.path.getsize(path) // 2), "cut short"),
     (lambda path: torch.save({"kind": "policy"}, path), "'policy'"),
     (lambda path: os.remove(path.replace("ckpt.pt", "samples.jsonl")), "samples.jsonl: shorter"),
     (lambda path: (os.remove(path), os.remove(path.replace("ckpt", "ckpt_prev"))), "checkpoint")])
-
-
 def test_a_damaged_run_is_refused_and_kept(damage, part, copy_of_six, noise, grpo):
     damage(str(copy_of_six / "ckpt.pt"))
     before = snapshot(copy_of_six)
@@ -368,20 +352,11 @@ def fresh(tiny, tmp_path, monkeypatch):
     ("--max_completion_length=32", "block_size"), ("--prompt_words=(30, 40)", "prompts"),
     ("--num_prompts=1000000000", "GB of memory"), ("--out_dir={policy}/run", "out_dir = "),
     ("--wandb_project=x", "pip install wandb")])
-
-
 def test_bad_settings_are_found_before_anything_is_trained(flag, part, fresh, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before = snapshot(tiny.cache)
     assert part in refusal(fresh, flag.format(policy=tiny.policy, judge=tiny.judge))
     assert snapshot(tiny.cache) == before
-
-
-def reward_file(folder, body):
-    """A config file with the reward of this body."""
-    path = folder / "reward.py"
-    path.write_text(f"def reward(prompts, completions):\n    {body}\n")
-    return path
 
 
 def columns(text):
@@ -442,7 +417,8 @@ def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
 
 
 def test_the_verdict(grpo, tmp_path):
-    rises = reward_file(tmp_path, "return [len(text) for text in completions]")
+    rises = tmp_path / "rises.py"
+    rises.write_text("def reward(prompts, completions): return list(map(len, completions))")
     flags = (rises, "--judge=None", "--eval_judge=None", "--max_iters=4", "--learning_rate=1e-2")
     assert "verdict: works" in grpo(tmp_path / "a", *flags, "--expect_rise=0.1")
     assert "does not work" in refusal(grpo, tmp_path / "b", *flags, "--expect_rise=1000")

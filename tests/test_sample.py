@@ -6,7 +6,7 @@ import torch
 
 from sample import (
     completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left, truncate)
-from worlds import forcing, logits_by_hand, random_gpt, refusal
+from worlds import forcing, logits_by_hand, random_gpt, refusal, same_rollout
 
 PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
 TRUNCATIONS = [dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1),
@@ -166,18 +166,6 @@ def test_sampled_pairs_follow_the_distribution_of_the_model():
     assert chi_square < df + 4 * math.sqrt(2 * df) and min(expected.values()) * N > 5
 
 
-def same(a, b, rows=slice(None)):
-    """Two rollouts are the same, but for rounding."""
-    for name, x in vars(a).items():
-        y = getattr(b, name)
-        if name in ("logp", "entropy"):
-            torch.testing.assert_close(x, y[rows], rtol=0, atol=1e-5)
-        elif name == "allowed" and x is not None:
-            assert torch.equal(x[a.completion_mask], y[rows][a.completion_mask])
-        elif x is not None:
-            assert torch.equal(x, y[rows]), name
-
-
 @pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
 def test_no_way_of_decoding_changes_a_rollout(truncation, monkeypatch):
     """The noise is a number per row and step: each row is what it would be alone."""
@@ -195,15 +183,15 @@ def test_no_way_of_decoding_changes_a_rollout(truncation, monkeypatch):
             ids.append(int((p.cumsum(0) > noise[i, t] * p.sum()).nonzero()[0]))
         assert ids[len(prompts[i // 4]):] == whole.tokens[i, 5:][whole.completion_mask[i]].tolist()
     for batch_size in (1, 4, 8, 1000):
-        same(rollout_of(**made, batch_size=batch_size), whole)
+        same_rollout(rollout_of(**made, batch_size=batch_size), whole)
     for every in (1, 3, 16):    # tokens between looks at what has ended, as on a GPU
         monkeypatch.setattr("sample.CHECK_EVERY", {"cpu": every})
-        same(rollout_of(**made), whole)
+        same_rollout(rollout_of(**made), whole)
     ranges = (slice(0, 1), slice(1, 1), slice(1, 3), slice(3, 4))
     parts = [rollout_of(**made, part=part) for part in ranges]
     assert [len(part.logp) for part in parts] == [4, 0, 8, 4]
     assert len({part.logp.shape[1] for part in parts}) > 1      # each is as wide as it must be
-    same(concatenate(parts, 7), whole)
+    same_rollout(concatenate(parts, 7), whole)
     assert not torch.equal(rollout_of(**made | {"seed": 3}).tokens, whole.tokens)
 
 

@@ -14,16 +14,10 @@ from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics, tensors_differing
 from sample import generate
 from worlds import (
-    WORD_PROMPTS, WORDS, forcing, letters, nets_of, refusal, settings, shaken, with_lora,
-    word_gpt)
+    WORD_PROMPTS, WORDS, forcing, gradient, letters, nets_of, refusal, shaken, steps_of, with_lora,
+    word_gpt, words)
 
 NAN, INF = math.nan, math.inf
-
-
-def words(functions=letters, weights=None, **knobs):
-    """Settings of the world of words: 4 prompts, 16 rows."""
-    knobs = dict(num_prompts=4, num_generations=4, max_completion_length=8) | knobs
-    return settings(functions, weights, **knobs)
 
 
 def nets_and_batch(cfg, policy=None, reference=None, seed=7, optimizer=None, lr=.05):
@@ -35,7 +29,7 @@ def moved():
     return shaken(word_gpt(), .02)
 
 
-def plain_logps(policy, rollout, temperature=1.0, allowed=None):
+def plain_logps(policy, rollout):
     """Log-probs of each completion's tokens, one row at a time: [(tokens of the row,)]."""
     T = rollout.completion_mask.shape[1]
     rows = []
@@ -43,30 +37,9 @@ def plain_logps(policy, rollout, temperature=1.0, allowed=None):
         prompt = ids[:-T][rollout.attention_mask[i, :-T]]
         completion = ids[-T:][rollout.completion_mask[i]]
         h = policy(torch.cat([prompt, completion])[None, :-1])[0, len(prompt) - 1:]
-        logits = policy.lm_head(h) / temperature
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed[i, :len(completion)], -INF)
-        rows.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
+        logp = policy.lm_head(h).log_softmax(-1)
+        rows.append(logp.gather(1, completion[:, None])[:, 0])
     return rows
-
-
-def gradient(policy, loss):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))])
-
-
-def steps_of(nets, batch, cfg, target=None, seed=3):
-    """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
-    seen = []
-    plain = nets.optimizer.step
-
-    def spy():
-        seen.append(torch.cat([p.grad.flatten().clone() for p in nets.trained]))
-        plain()
-
-    nets.optimizer.step = spy
-    metrics = update(nets, batch, target, cfg, seed)
-    nets.optimizer.step = plain
-    return seen, metrics
 
 
 def weights_of(model):
@@ -83,7 +56,7 @@ def test_the_first_step_is_reinforce_and_the_second_is_clipped():
     tokens = batch.loss_mask.sum()
     reinforce = -sum(A * x.sum() for A, x in
                      zip(batch.advantages, plain_logps(nets.policy, batch.rollout))) / tokens
-    expected = gradient(nets.policy, reinforce)
+    expected = gradient(reinforce, nets.trained)
     (first, second), _ = steps_of(nets, batch, cfg)
     assert close(first, expected), "the first step's gradient is not that of -A logp / tokens"
 
@@ -96,7 +69,7 @@ def test_the_first_step_is_reinforce_and_the_second_is_clipped():
     for A, new, old in zip(batch.advantages, rows, batch.rollout.logp):
         rho = (new - old[:len(new)]).exp()
         clipped -= torch.min(rho * A, rho.clamp(.8, 1.2) * A).sum() / tokens
-    assert close(second, gradient(again, clipped), 1e-4), (
+    assert close(second, gradient(clipped, again.parameters()), 1e-4), (
         "the second step's gradient is not that of the clipped ratio to the sampler")
     assert not close(first, second, .05)
 
@@ -137,8 +110,6 @@ def test_passes_mini_batches_and_micro_batches(monkeypatch):
     dict(beta=.1), dict(mask_truncated_completions=True), dict(entropy_coef=.1),
     dict(importance_sampling_level="sequence", loss_type="grpo"), dict(top_entropy_quantile=.4),
     dict(zero_std_groups="drop", loss_type="dr_grpo"), dict(loss_type="bnpo")])
-
-
 def test_the_size_of_micro_batches_changes_memory_only(knobs):
     found = []
     for size in (16, 5, 1):
@@ -245,7 +216,7 @@ def test_truncated_completions_carry_no_loss():
     assert not batch.loss_mask[~ended].any(), "completions that did not end carry loss"
     rows = zip(batch.advantages, plain_logps(nets.policy, batch.rollout), ended)
     loss = -sum(A * x.sum() for A, x, on in rows if on) / batch.rollout.completion_mask[ended].sum()
-    expected = gradient(nets.policy, loss)
+    expected = gradient(loss, nets.trained)
     assert close(steps_of(nets, batch, cfg)[0][0], expected)
 
 
@@ -286,14 +257,12 @@ def test_forced_tokens_are_seen_and_carry_no_loss(knobs):
             ratio = (new[t] - new[t].detach()).exp()
             d = (ref[i][t].detach() - new[t]) * (cfg.kl_in == "loss")
             total += (-ratio * A + cfg.beta * (d.exp() - 1 - d) * ratio) / sampled.sum()
-    expected = gradient(nets.policy, total)
+    expected = gradient(total, nets.trained)
     assert close(steps_of(nets, batch, cfg)[0][0], expected, 1e-4)
 
 
 @pytest.mark.parametrize("knobs", [
     dict(kl_in="reward", kl_estimator="k1"), dict(entropy_coef=.1), dict(kl_estimator="k3")])
-
-
 def test_a_forced_token_that_sampling_would_not_draw_gives_no_nan(knobs):
     """Outside of top_k its log-prob is -inf, and 0 * inf would be NaN."""
     cfg = words(beta=.1, top_k=4, **knobs)

@@ -261,18 +261,6 @@ def test_a_tape_is_one_backward_per_row(name, way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_padding_micro_batches_and_order_change_nothing(way):
-    case = CASES["gpt, tied"]()
-    G = record(case).gradient(ALL)
-    scores = record(case).dot(G)
-    for how in (dict(left=3), dict(right=4), dict(left=1, right=2, line=False), dict(sizes=(8,)),
-                dict(sizes=(1, 1, 6)), dict(order=[5, 2, 7, 0, 1, 6, 4, 3])):
-        order = how.pop("order", list(range(8)))
-        other = text_case(case.model, rows=[texts()[i] for i in order], **how)
-        assert error(record(other, tape_of(case.model, way)).dot(G), scores[order]) < 1e-12
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_two_backwards_of_one_forward(way):
     """The second adds to what the first one left; or it is summed, for rest_gradient."""
     case = CASES["gpt, tied"]()

@@ -11,7 +11,9 @@ import csv
 import io
 import json
 import math
+import os
 import random
+import runpy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -158,6 +160,18 @@ def turned(x, t, c):
     return out
 
 
+def same_rollout(found, expected):
+    """All but rounding. `allowed` says nothing about what follows the end."""
+    for name, x in vars(expected).items():
+        y = getattr(found, name)
+        if name == "allowed" and x is not None:
+            x, y = x[expected.completion_mask], y[expected.completion_mask]
+        if x is None or not x.is_floating_point():
+            assert x is y or torch.equal(x, y), f"rollouts differ in {name}"
+        else:
+            torch.testing.assert_close(y, x, rtol=0, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------
 # the world of numbers
 
@@ -226,12 +240,45 @@ def world(cfg, seed=1, **more):
     return nets, grpo.collect(nets, nets.prompts, cfg, seed)
 
 
+def whole_step(batch):
+    """The step that learns from all rows at once."""
+    N = len(batch.loss_mask)
+    return grpo.Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
+
+
+def gradient(loss, parameters):
+    """Of a scalar: (weights,)."""
+    parts = torch.autograd.grad(loss, list(parameters), materialize_grads=True)
+    return torch.cat([g.flatten() for g in parts])
+
+
+def steps_of(nets, batch, cfg, target=None, check=False, seed=3):
+    """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
+    seen = []
+    plain = nets.optimizer.step
+
+    def spy():
+        seen.append(torch.cat([p.grad.flatten().clone() for p in nets.trained]))
+        plain()
+
+    nets.optimizer.step = spy
+    metrics = grpo.update(nets, batch, target, cfg, seed, check=check)
+    nets.optimizer.step = plain
+    return seen, metrics
+
+
 # ------------------------------------------------------------------------------------------------
 # the world of words
 
 WORDS = load_tokenizer(300)
 WORD_PROMPTS = [Prompt(text, WORDS.encode_ordinary(text), {"text": text})
                 for text in ("I am", "you are so", "what", "the end of it")]
+
+
+def words(functions=letters, weights=None, **knobs):
+    """Settings of the world of words: 4 prompts, 16 rows."""
+    knobs = dict(num_prompts=4, num_generations=4, max_completion_length=8) | knobs
+    return settings(functions, weights, **knobs)
 
 
 def word_gpt(seed=0, end=4.0):
@@ -292,3 +339,12 @@ def printed(function, *args, **kwargs):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         function(*args, **kwargs)
     return out.getvalue()
+
+
+def command(name, *argv):
+    """What `python NAME ARGUMENTS` prints, of a script of the project, without a process of its
+    own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [name, *argv])
+        path = os.path.join(os.path.dirname(grpo.__file__), name)
+        return printed(runpy.run_path, path, run_name="__main__")
