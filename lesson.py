@@ -16,6 +16,7 @@
 # end token. The reward is a rule: the share of the letter e in a completion.
 
 # %%
+import os
 import sys
 
 import matplotlib.pyplot as plt
@@ -26,9 +27,19 @@ import selection
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
-from explain.notebook import picture
 from explain.words import logprob_changes, pieces_of, row_alone
 from tracin import Tape, cosine, inner
+
+
+def picture(name, xlabel, ylabel):
+    plt.xlabel(xlabel)
+    plt.ylabel(ylabel)
+    if plt.gca().get_legend_handles_labels()[0]:
+        plt.legend(fontsize="small")
+    plt.tight_layout()
+    os.makedirs("out/lesson", exist_ok=True)
+    plt.savefig(f"out/lesson/{name}.png", dpi=100)
+
 
 flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
 cfg = load_settings(["config/lesson.py", *flags])

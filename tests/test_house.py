@@ -66,8 +66,8 @@ def test_there_is_little_to_carry():
     tests = [path for path in PATHS if path.startswith("tests/")]
     room_run = [path for path in CODE if path.startswith("run/")]
     caps = {
-        "lines of Python without tests": (lines(CODE), 10_050),
-        "tokens of Python without tests": (sum(map(tokens, CODE)), 65_700),
+        "lines of Python without tests": (lines(CODE), 9_500),
+        "tokens of Python without tests": (sum(map(tokens, CODE)), 62_000),
         "lines of tests": (lines(tests), 8_000),
         "lines of run/": (lines(room_run), 2_200),
         "files of run/": (len(room_run), 14),
