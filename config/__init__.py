@@ -253,7 +253,8 @@ def load_settings(argv):
             assign(cfg, name, value, path)
     for folder, run in runs.items():
         for name, value in run["settings"].items():
-            assign(cfg, name, value, f"{folder}/config.json, perhaps of another version")
+            assign(cfg, name, value,
+                   f"{folder}/config.json, perhaps of another version (mend it there)")
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
