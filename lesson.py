@@ -133,15 +133,16 @@ picture("5_step", "advantage", "change of log-prob")
 nets.policy.load_state_dict(start)      # back to where we were
 
 # %% [markdown]
-# Not all go the way of their advantage: they share words, and a step on one moves the others too.
+# Look for a dot below 0 whose advantage is above 0: it became less likely although it was good.
+# Rollouts share words, and a step on one moves the others too.
 #
 # **Try:** flip the sign of the objective in `grpo.clipped_objective` and run the lesson. Then run
 # `python grpo.py config/lesson.py --out_dir=out/flipped` and look at the reward. Flip it back!
 #
 # ## 6. Influence by definition
 # The **target** is what we want to get better; here it is the loss of all rollouts (to first order,
-# a lower loss is a higher expected reward). $L_i$ is rollout $i$'s share; shares add up to the
-# target. The influence is an inner product of gradients,
+# a lower loss is a higher expected reward). $L_i$ is rollout $i$'s term of the batch's loss;
+# the terms add up to the target. The influence is an inner product of gradients,
 # $I_i = \langle \nabla L_i, \nabla L_\mathrm{target} \rangle$. If both point the same way, a
 # plain gradient step (not Adam's) on rollout $i$ lowers the target's loss too.
 #
@@ -168,9 +169,10 @@ plt.scatter(range(N), by_hand, color="black", s=12, zorder=3, label="sum: influe
 picture("6_influence", "rollout", "influence")
 
 # %% [markdown]
-# So most influences are positive, even where the others disagree. Nor is the sign that of the
-# advantage. Below average and positive: learning to avoid it helps. Above average and negative:
-# what makes it likelier moves the others the wrong way.
+# So most influences are positive, even where the others disagree. The sign of an influence is not
+# that of the advantage. A rollout below average can have positive influence: learning to avoid it
+# helps. One above average can have negative influence: what makes it likelier moves the others the
+# wrong way.
 #
 # **Try:** the first group as target. Which rollouts of other prompts have influence, and why?
 # `print([float(inner(gradient, gradient_of(step.rows[:G]))) for gradient in alone])`
@@ -178,7 +180,8 @@ picture("6_influence", "rollout", "influence")
 # ## 7. The same from one backward
 # A layer's gradient for rollout $i$ is a sum over its tokens, $g_i = \sum_t b_t a_t^\top$: the
 # gradient of the layer's output times its input. So with the target's gradient $g$,
-# $\langle g_i, g \rangle = \sum_t b_t \cdot (g\, a_t)$. A tape keeps all $a$, $b$ of one backward.
+# $\langle g_i, g \rangle = \sum_t b_t \cdot (g\, a_t)$. A **tape** keeps $a$ and $b$ of every
+# layer during one backward.
 
 # %%
 with Tape(nets.policy, N) as tape:

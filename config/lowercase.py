@@ -2,6 +2,7 @@
 #     python grpo.py config/lowercase.py
 from config.toxicity import *
 
+max_iters = 40
 out_dir = "out/lowercase"
 judge = None
 eval_judge = None

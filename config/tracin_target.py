@@ -5,12 +5,14 @@ from config.toxicity import *
 import torch
 
 out_dir = "out/tracin_target"
+max_iters = 40
 tracin = "target"
 _GOOD = ["Thank you for your help with this article.", "I agree with you.", "This is a good idea."]
 
 
 def target(policy, tokenizer, batch):
-    """Mean log-prob per token of good comments, which should rise. batch is a grpo.Batch."""
+    """Mean log-prob per token of good comments, which should rise. The ids of the rollouts, which are
+    not used here, are batch.rollout.tokens, prompt and completion, padded on the left."""
     device = policy.wte.weight.device
     logps = []
     for text in _GOOD:

@@ -116,7 +116,7 @@ def config_from_json(content, path):
             raise BadInput(f"{path}: {key} is missing in config.json")
     aliases = dict(num_hidden_layers=(fields["n_layer"],), num_attention_heads=(fields["n_head"],))
     check_only(aliases, content, path)
-    if family.names is LLAMA_NAMES:
+    if fields.get("rms"):      # Llama's kind of block
         fields |= fields_of_rope(content, path)
     else:
         fields["exact_gelu"] = GELU[content.get("activation_function", "gelu_new")]

@@ -152,8 +152,8 @@ WARNINGS = {
         "constant (0): sample more completions an iteration, or lower learning_rate"),
     "empty": (
         lambda m: m["tracin/empty_steps"] > 0,
-        "influence kept no rollout, so a step had no policy gradient: use tracin_select = "
-        "'positive' or a larger tracin_fraction"),
+        "influence kept no rollout, so a step had no policy gradient. Are all rewards of the target "
+        "equal? More tracin_val_prompts, or another reward, would tell them apart"),
     "fallback": (
         lambda m: m["tracin/fallback"] > 0,
         "only {tracin/positive_ratio:.0%} of the rollouts have positive influence: kept the better "
@@ -161,7 +161,7 @@ WARNINGS = {
     "contrast": (
         lambda m: m["tracin/target_contrast"] < 0.3,
         "the target's rewards spread {tracin/target_contrast:.2f} times as wide as those it was "
-        "chosen from: use tracin_val_select = 'random'"),
+        "chosen from: use tracin_val_select = 'random' or more tracin_val_prompts"),
     "noise": (
         lambda m: m["tracin/target_cosine"] < 0.1,
         "the target's rollouts are too few: the gradients of its two halves have cosine "
