@@ -117,8 +117,8 @@ def check_influence(cfg):
         raise BadInput("tracin_val_size, tracin_val_select, tracin_val_reward: set "
                        "tracin_val_prompts, which is 0")
     if (cfg.tracin_val_size or cfg.tracin_val_prompts * cfg.num_generations) == 1:
-        raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at least "
-                       "2; one reward is neither above nor below others, so the target would be 0")
+        raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at "
+                       "least 2; a single reward is above or below no other: the target would be 0")
 
 
 def check_rewards(cfg):

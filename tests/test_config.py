@@ -134,7 +134,7 @@ def test_every_range_is_checked():
     step = {"at least": -1, "at most": 1, "above": 0, "below": 0}
     for wanted, _, names_by_bound in RANGES:
         for bound, names in names_by_bound.items():
-            for name in names:
+            for name in names.split():
                 kind = float if float in types_of(name) else int
                 value = kind(bound + step[wanted])
                 message = refused(f"--{name}={value}")
