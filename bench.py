@@ -152,7 +152,9 @@ def variants_of(argv):
     variants = {}
     for name, flags in flags_of.items():
         cfg = replace(load_settings(flags), eval_judge=None)
-        variants[name] = (make_nets(cfg), cfg)
+        nets = make_nets(cfg)
+        compiled = ", compiled" * (nets.policy_fn is not nets.policy)
+        variants[f"{name} ({nets.dtype}{compiled})"] = (nets, cfg)      # what really runs
     return variants
 
 

@@ -3,7 +3,6 @@ Arms of a config against each other: runs over seeds, then a table and verdicts 
 
     python study.py studies/wrong.py             # all runs, as many at a time as there are cores
     python study.py studies/wrong.py --table     # the table of the runs that are done
-    python study.py studies/wrong.py --quick     # two seeds of shrunken runs: does everything work?
     python plot.py out/study/wrong               # the picture
 
 A study file is Python (`from studies.wrong import *` builds on another one). It assigns
@@ -17,7 +16,6 @@ A study file is Python (`from studies.wrong import *` builds on another one). It
     tested      arms that get a verdict; by default all but the controls
     at_end      True compares the last evaluations in place of those at equal KL
     grid        (setting, values) of a setting that moves the KL, such as beta; optional
-    quick       {setting: value} that shrink a run for --quick
     columns     a function (folder of a run) -> {name: number} that the table has too; optional
 
 Every run is a folder of grpo.py in out/study/NAME, with a hash of its settings in its name. So the
@@ -43,7 +41,7 @@ from run.script import BadInput, own_flags, run_script
 
 GRPO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "grpo.py")
 NEEDED = ("config", "arms", "seeds", "measure")
-OTHERS = {"controls": (), "tested": (), "grid": (), "at_end": False, "quick": {}}
+OTHERS = {"controls": (), "tested": (), "grid": (), "at_end": False}
 SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 SURE = 0.01             # a win needs corrected p-values below this
 FLIPS = 100_000         # random sign flips of a p-value, where there are too many to do all
@@ -52,7 +50,7 @@ FLIPS = 100_000         # random sign flips of a p-value, where there are too ma
 # the study and its runs
 
 
-def read_study(path, quick=False, controls=()):
+def read_study(path, controls=()):
     """The names that a study file assigns, as a namespace. It also has name, columns, setting and
     values (of the grid; "" and (None,) without) and shrink ({} unless quick)."""
     values, functions = read_config(path)
@@ -61,6 +59,8 @@ def read_study(path, quick=False, controls=()):
             raise BadInput(f"{path}: {name} is missing or empty: see python study.py --help")
     for name in values.keys() - {*NEEDED, *OTHERS}:
         raise BadInput(f"{path}: {name!r} is no name of a study; begin it with _")
+    if isinstance(values["seeds"], int):
+        raise BadInput(f"{path}: seeds = {values['seeds']}: must be a range or a tuple")
     study = SimpleNamespace(**OTHERS | values,
                             columns=functions.get("columns", lambda folder: {}))
     study.controls = controls or study.controls or (next(iter(study.arms)),)
@@ -68,10 +68,9 @@ def read_study(path, quick=False, controls=()):
     for arm in (*study.controls, *study.tested):
         if arm not in study.arms:
             raise BadInput(f"{path}: {arm!r} is no arm; there are {', '.join(study.arms)}")
-    study.name = os.path.basename(path).removesuffix(".py") + "_quick" * quick
+    study.name = os.path.basename(path).removesuffix(".py")
     study.setting, study.values = study.grid or ("", (None,))
-    study.shrink = study.quick if quick else {}
-    study.seeds = tuple(study.seeds)[:2 if quick else None]
+    study.seeds = tuple(study.seeds)
     return study
 
 
@@ -79,7 +78,7 @@ def runs_of(study, out):
     """All runs, seed by seed: what to call grpo.py with, and where its folder will be."""
     runs = []
     for seed, arm, value in itertools.product(study.seeds, study.arms, study.values):
-        settings = study.arms[arm] | study.shrink | {"seed": seed, "threads": 1, "log_micro": False}
+        settings = study.arms[arm] | {"seed": seed, "threads": 1, "log_micro": False}
         if study.setting:
             settings[study.setting] = value
         argv = [study.config, *(f"--{name}={x!r}" for name, x in settings.items())]
@@ -256,15 +255,14 @@ def plus_minus(values):
 
 def main(argv):
     workers = str(os.cpu_count())
-    own, paths = own_flags(argv, dict(table="", quick="", controls="", workers=workers))
+    own, paths = own_flags(argv, dict(table=False, controls="", workers=workers))
     if len(paths) != 1 or not own["workers"].isdecimal() or int(own["workers"]) < 1:
-        raise BadInput("usage: python study.py STUDY.py [--table] [--quick] [--controls=A,B] "
-                       "[--workers=N]")
+        raise BadInput("usage: python study.py STUDY.py [--table] [--controls=A,B] [--workers=N]")
     controls = tuple(filter(None, own["controls"].split(",")))
-    study = read_study(paths[0], own["quick"] == "True", controls)
+    study = read_study(paths[0], controls)
     out = os.path.join("out", "study", study.name)
     runs = runs_of(study, out)
-    if own["table"] != "True":
+    if not own["table"]:
         os.makedirs(out, exist_ok=True)
         make_all(runs, study.measure, int(own["workers"]))
     found = summarise(study, runs)

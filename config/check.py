@@ -116,7 +116,8 @@ def check_influence(cfg):
     if of_val and not cfg.tracin_val_prompts:
         raise BadInput("tracin_val_size, tracin_val_select, tracin_val_reward: set "
                        "tracin_val_prompts, which is 0")
-    if (cfg.tracin_val_size or cfg.tracin_val_prompts * cfg.num_generations) == 1:
+    pool = cfg.tracin_val_prompts * cfg.num_generations
+    if cfg.tracin != "off" and pool and min(cfg.tracin_val_size or pool, pool) == 1:
         raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at "
                        "least 2; the target of one reward is 0, as it is its own mean")
 

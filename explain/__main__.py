@@ -28,7 +28,7 @@ from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, set_random_state
-from run.files import load_file, read_rows, replacing
+from run.files import load_file, read_rows, replacing, undamaged
 from run.loop import sample_rows
 from run.metrics import bound_of
 from run.script import BadInput, hash_of, own_flags, run_script, seed_for
@@ -53,7 +53,8 @@ def iteration_after(nets, path, cfg):
     content = load_file(path, "run")
     if content["settings"]["tracin"] != cfg.tracin:
         content["influence"] = None     # the average of other targets
-    load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
+    with undamaged(path):
+        load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
     set_random_state(content["random"])
     it = content["iteration"]
     prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
@@ -180,7 +181,7 @@ def settings_of(folder, flags, prompt, completion):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(before="", prompt="", completion=""))
+    own, flags = own_flags(argv[1:], dict(before=False, prompt="", completion=""))
     prompt = own["prompt"]
     asked = own["completion"]
     if not argv or bool(prompt) != bool(asked):
@@ -189,7 +190,7 @@ def main(argv):
     folder = argv[0]
     cfg = settings_of(folder, flags, prompt, asked)
     nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo, may_train=False)
-    path = os.path.join(folder, "ckpt_prev.pt" if own["before"] == "True" else "ckpt.pt")
+    path = os.path.join(folder, "ckpt_prev.pt" if own["before"] else "ckpt.pt")
     again = iteration_after(nets, path, cfg)
     rows = again.rows
     metrics = []

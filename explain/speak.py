@@ -49,19 +49,19 @@ def speak(nets, policy, cfg, prompt, num, chat=False):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(prompt="", num="5", before="", chat=""))
+    own, flags = own_flags(argv[1:], dict(prompt="", num="5", before=False, chat=False))
     prompt = own["prompt"]
     if not argv or not prompt or not own["num"].isdecimal() or int(own["num"]) < 1:
         raise BadInput('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] '
                        "[--chat=True] [--setting=value ...]")
     cfg, nets, policy, iteration = open_run(argv[0], flags)
     policies = {f"after {iteration} iterations": policy}
-    if own["before"] == "True":
+    if own["before"]:
         policies = {"before training": nets.base} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
     print(repr(prompt))
     for title, speaker in policies.items():
-        spoken = speak(nets, speaker, cfg, prompt, int(own["num"]), own["chat"] == "True")
+        spoken = speak(nets, speaker, cfg, prompt, int(own["num"]), own["chat"])
         print("  " + "".join(f"{name:>12}" for name in spoken[0][1]) + f"  {title}")
         for completion, scores in spoken:
             numbers = "".join(f"{x:12.3f}" for x in scores.values())

@@ -87,8 +87,9 @@ def from_folder(folder):
     names = {key: x["content"] if isinstance(x, dict) else x
              for key, x in texts.items() if key.endswith("_token") and x}
     model = read("config.json")
+    own = ids_of("eos", core, model, names)
     ends = ids_of("eos", core, read("generation_config.json"), {})      # it alone decides
-    ends = ends or ids_of("eos", core, model, names)
+    ends = [i for i in own[:1] if i in ends] + (ends or own)            # the tokenizer's own first
     bos = ids_of("bos", core, model, names)
     template = config.get("chat_template")
     if isinstance(template, list):      # several by their names

@@ -9,6 +9,8 @@ import torch
 
 from run.script import BadInput, shown, user_error
 
+LARGEST = 1e16      # the square of a reward must fit into float32
+
 
 def try_rewards(cfg, prompts):
     """Let the config file's rewards score a few prompts in place of completions, and an empty one,
@@ -43,16 +45,17 @@ def score_by(name, function, prompts, completions):
         values = call(f"reward {name!r}", function, prompts, completions)
     try:
         numbers = [math.nan if v is None else float(v) for v in values]
-    except (TypeError, ValueError, RuntimeError) as e:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as e:
         raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "
                        "completion") from e
     if len(numbers) != len(completions):
         raise BadInput(f"reward {name!r} returned {len(numbers)} numbers for {len(completions)} "
                        "completions")
     for value, number, completion in zip(values, numbers, completions):
-        if value is not None and not math.isfinite(number):
+        is_number = not isinstance(value, str) and abs(number) <= LARGEST
+        if value is not None and not is_number:
             raise BadInput(f"reward {name!r} returned {shown(value)} for the completion "
-                           f"{completion!r}: must be a finite number, or None")
+                           f"{completion!r}: must be a finite number up to {LARGEST:g}, or None")
     return numbers
 
 
@@ -102,6 +105,9 @@ def arguments_of(what, function, prompts, completions):
         given.setdefault(names[0], texts)
     known = columns | given
     for name, p in parameters.items():
+        if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
+            raise BadInput(f"{what} takes {inspect.signature(function)}: it is called by names, so "
+                           "neither / nor * may stand there")
         if p.kind is p.VAR_KEYWORD:
             return known
         lacking = [prompt for prompt in prompts if name not in given and name not in prompt.row]

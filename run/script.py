@@ -82,8 +82,9 @@ def run_script(main, usage=None):
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
-    except RuntimeError as e:
-        if "out of memory" not in str(e) and "can't allocate memory" not in str(e):  # GPU, host
+    except (MemoryError, RuntimeError) as e:
+        said = "out of memory" in str(e) or "can't allocate memory" in str(e)       # GPU, host
+        if not said and not isinstance(e, MemoryError):
             raise
         raise SystemExit(f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, "
                          "decode_batch_size, max_completion_length or num_prompts") from None
@@ -101,14 +102,17 @@ def call(main, argv, usage):
 
 
 def own_flags(argv, own):
-    """({name: value} of the flags in `own`, which has their defaults; all other arguments).
-    A flag without a value is "True"."""
+    """({name: value} of the flags in `own`, which has their defaults; all other arguments). A flag
+    whose default is a bool is True or False, and True without a value."""
     found = dict(own)
     rest = []
     for arg in argv:
-        name, equals, value = arg.removeprefix("--").partition("=")
+        name, _, value = arg.removeprefix("--").partition("=")
         if arg.startswith("--") and name in own:
-            found[name] = value if equals else "True"
+            is_switch = isinstance(own[name], bool)
+            if is_switch and value not in ("", "True", "False") or not is_switch and not value:
+                raise BadInput(f"{arg}: must be --{name}={'True or False' if is_switch else '...'}")
+            found[name] = value != "False" if is_switch else value
         else:
             rest.append(arg)
     return found, rest

@@ -26,4 +26,3 @@ arms = {
     "self_leave-one-out": _same_batch | {"tracin_leave_one_out": True},
     "bottom": _held_out | {"tracin_select": "bottom"},
 }
-quick = {"max_iters": 6, "num_eval_prompts": 32}

@@ -52,8 +52,8 @@ def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
 def test_a_config_beside_a_variant_with_a_trace(quick, tmp_path):
     trace = tmp_path / "trace.json"
     text = printed(bench.main, [*quick, "--repeat=1", f"--trace={trace}", "vs", "--tracin=self"])
-    lines = text.splitlines()
-    assert " ".join(quick) in lines and "vs --tracin=self" in lines
+    assert f"{' '.join(quick)} (torch.float32)\n" in text, "a variant says what it runs in"
+    assert "vs --tracin=self (torch.float32)\n" in text
     assert text.count(" tokens/s, ") == 2 and "aten::" in text
     assert json.loads(trace.read_text())["traceEvents"]
 

@@ -24,7 +24,6 @@ arms = {{"all": {{}}, "half": {{"tracin": "reward", "tracin_val_prompts": 1}}}}
 seeds = (1, 2)
 grid = ("beta", (0.1,))
 measure = "eval_judge/toxicity"
-quick = {{"num_eval_prompts": 3}}
 """
 
 
@@ -174,16 +173,16 @@ def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
     assert [(run.seed, run.arm) for run in runs] == [(1, "all"), (1, "half"), (2, "all"),
                                                      (2, "half")]
     assert len({run.folder for run in runs}) == 4
-    quick = read_study(made.path, quick=True)
-    assert quick.name == "halves_quick" and "--num_eval_prompts=3" in runs_of(quick, "out")[0].argv
-    assert quick.controls == ("all",) and quick.tested == ("half",)
+    study = read_study(made.path)
+    assert study.controls == ("all",) and study.tested == ("half",)
 
 
 REFUSED = [     # old, new, words of the refusal
     ("seeds = (1, 2)", "seeds = ()", "seeds is missing or empty"),
+    ("seeds = (1, 2)", "seeds = 24", "seeds = 24: must be"),
     ('"tracin": "reward"', '"tracing": "reward"', "--tracing"),
-    ("quick =", "controls = ('al',)\nquick =", "'al' is no arm; there are all, half"),
-    ("quick =", "few = 3\nquick =", "'few' is no name of a study")]
+    ("measure =", "controls = ('al',)\nmeasure =", "'al' is no arm; there are all, half"),
+    ("measure =", "few = 3\nmeasure =", "'few' is no name of a study")]
 
 
 def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
