@@ -1,10 +1,10 @@
 """The policy that the settings name: loaded, pretrained here, or rebuilt from a run.
 
-    python pretrain.py config/toxicity.py
+    python pretrain.py config/toxicity.py --policy=train
 
-makes the small default policy, a GPT trained from scratch on the comments or on the texts that the
-config file makes up, and prints samples of it. grpo.py makes it at first use too. The file that it
-prints can be named as a policy: --policy=FILE.pt
+makes a small policy, a GPT trained from scratch on the comments or on the texts that the config
+file makes up. grpo.py makes it at first use too. The file whose name is printed can be a policy:
+--policy=FILE.pt
 """
 import copy
 import hashlib
@@ -23,14 +23,12 @@ import hub.policy
 from config import Settings, load_settings, usage
 from critic import ValueHead
 from data.comments import get_splits
-from data.prompts import load_prompts
-from data.tokenizer import end_tokens, load_tokenizer, texts_of
+from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.checkpoint import read_newest
 from run.device import autocast, fast_dtype, pick_device
 from run.files import load_gpt, load_weights, save_gpt, undamaged
 from run.fit import fit
-from sample import generate
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
@@ -228,18 +226,10 @@ def optimizers(model):
 
 def main(argv):
     cfg = load_settings(argv)
+    if cfg.policy != "train":
+        raise BadInput(f"policy = {cfg.policy!r}: is there already; --policy=train makes a new one")
     with interrupts() as stop:
-        device = pick_device(cfg.device)
-        given = load_policy(cfg)
-        tokenizer = get_tokenizer(cfg)
-        splits = get_splits(cfg)
-        prompts = load_prompts(cfg, tokenizer, splits)[1][:3]
-        policy = given or get_policy(cfg, splits, device, stop)
-    ids = [prompt.ids for prompt in prompts]
-    rollout = generate(policy, ids, 3, cfg.max_completion_length, eos=end_tokens(tokenizer),
-                       seed=cfg.seed)
-    for i, completion in enumerate(texts_of(tokenizer, rollout)):
-        print(f"{prompts[i // 3].text}|{completion}")
+        get_policy(cfg, get_splits(cfg), pick_device(cfg.device), stop)
 
 
 if __name__ == "__main__":

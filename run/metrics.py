@@ -172,9 +172,7 @@ def influence_metrics(found, nets):
     """Metrics of a step's influence. found: tracin.Findings."""
     metrics, = numbers([{
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
-        "tracin/negative_ratio": (found.scores < 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
-        "tracin/std_ip": found.scores.std(),
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
         "tracin/selected_ratio": (found.row_weights != 0).float().mean(),

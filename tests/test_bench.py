@@ -67,4 +67,5 @@ def test_check_is_float32_beside_bfloat16_and_compile(monkeypatch):
 
 def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
+    assert "--trace: must be" in refusal(bench.main, ["--trace"])
     assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])

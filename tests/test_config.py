@@ -118,7 +118,7 @@ TYPED = [   # flags, and parts of the one line
     ("--tracin=reward --tracin_leave_one_out=True --critic=True", "critic = False"),
     ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "own part"),
     ("--tracin_val_size=3", "tracin_val_size"), ("--tracin_val_reward=judge", "which is 0"),
-    ("--tracin_val_prompts=2 --tracin_val_size=1", "at least 2"),
+    ("--tracin=reward --tracin_val_prompts=2 --tracin_val_size=1", "at least 2"),
     ("--stop_strings=('x',)", "environment"), ("--stop_strings=(1,)", "must be text")]
 
 

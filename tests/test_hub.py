@@ -263,7 +263,7 @@ def test_generation_config_alone_says_what_ends_a_completion_where_it_names_some
     for model, generation, expected in (
             ({}, {}, (2,)), (dict(eos_token_id=0), {}, (2, 0)),
             (dict(eos_token_id=0), dict(eos_token_id=1), (1,)),
-            ({}, dict(eos_token_id=[0, 2]), (0, 2)), ({}, dict(eos_token_id=[0, 9999]), (0,))):
+            ({}, dict(eos_token_id=[0, 2]), (2, 0)), ({}, dict(eos_token_id=[0, 9999]), (0,))):
         put(folder, config=model, generation_config=generation)
         tokenizer = from_folder(folder)
         assert tokenizer.end_tokens == expected

@@ -275,13 +275,14 @@ def test_scores_are_columns_and_none_is_nan():
 
 def test_a_reward_that_returns_something_else_is_named():
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
-                   [[1], [2]], torch.ones(2, 2)):
+                   [[1], [2]], torch.ones(2, 2), ["1", "2"], "12", [1e20, 1], [10 ** 400, 1]):
         assert "reward 'r' returned" in refusal(score, {"r": lambda p, c: values}, ASKED, ANSWERS)
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
     for reward, says in ((lambda prompts: [], "must take (prompts, completions)"),
                          (lambda p, c, colour: [], "asks for the column 'colour'"),
+                         (lambda p, c, *rest: [], "it is called by names"),
                          (lambda completions, colour: [], "'answer', 'level', 'text'")):
         assert says in refusal(score, {"r": reward}, ASKED, ANSWERS)
     cfg = SimpleNamespace(reward_funcs=("r", "judge"), tracin_val_reward=None,
