@@ -11,8 +11,10 @@ _GOOD = ["Thank you for your help with this article.", "I agree with you.", "Thi
 
 
 def target(policy, tokenizer, batch):
-    """Mean log-prob per token of good comments, which should rise. The ids of the rollouts, which are
-    not used here, are batch.rollout.tokens, prompt and completion, padded on the left."""
+    """Mean log-prob per token of good comments, which should rise.
+
+    batch is a grpo.Batch, not used here: batch.rollout.tokens has prompt and completion, padded on
+    the left."""
     device = policy.wte.weight.device
     logps = []
     for text in _GOOD:

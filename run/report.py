@@ -152,8 +152,8 @@ WARNINGS = {
         "constant (0): sample more completions an iteration, or lower learning_rate"),
     "empty": (
         lambda m: m["tracin/empty_steps"] > 0,
-        "influence kept no rollout, so a step had no policy gradient. Are all rewards of the target "
-        "equal? More tracin_val_prompts, or another reward, would tell them apart"),
+        "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
+        "target equal? Take more tracin_val_prompts, or another reward"),
     "fallback": (
         lambda m: m["tracin/fallback"] > 0,
         "only {tracin/positive_ratio:.0%} of the rollouts have positive influence: kept the better "
