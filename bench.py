@@ -5,7 +5,6 @@ Measures what an iteration costs, and whether the fast paths hold on this machin
     python bench.py config/toxicity.py vs --tracin=self vs --tracin=self --tracin_memory=0
                                                             # the same beside variants, in turns
     python bench.py config/toxicity.py --trace=trace.json   # an iteration, for ui.perfetto.dev
-    python bench.py check config/toxicity.py                # float32 beside bfloat16 and compile
     python bench.py gpt2 vs --tracin=self                   # GPT-2's shape with random weights
     python bench.py trl config/toxicity.py                  # beside TRL's GRPOTrainer
 
@@ -28,9 +27,10 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+import grpo     # before torch: sets how its threads wait
+
 import torch
 
-import grpo
 from config import load_settings
 from data.prompts import draw_prompts
 from hub.export import export
@@ -40,7 +40,6 @@ from selection import collect_target
 
 GPT2 = ["config/lowercase.py", "--vocab_size=50257", "--block_size=1024", "--n_layer=12",
         "--n_head=12", "--n_embd=768", "--num_prompts=16", "--max_completion_length=128"]
-CHECK = ["--dtype=float32", "--compile=False", "vs", "--dtype=bfloat16", "vs", "--compile=True"]
 
 
 def make_nets(cfg):
@@ -236,8 +235,6 @@ def main(argv):
     repeat = int(own["repeat"])
     if flags[:1] == ["gpt2"]:
         flags[:1] = GPT2
-    if flags[:1] == ["check"]:
-        flags = [*flags[1:], *CHECK]
     if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
     else:

@@ -42,7 +42,7 @@ def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
     makes_up = "texts" in cfg.functions
     texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
     if makes_up:
-        texts = made_up_texts(cfg, 1000, SEED)      # so many tell them from others
+        texts = made_up_texts(cfg, 1000, SEED)      # enough to tell them from others
     shape = [getattr(cfg, name) for name in SHAPE]
     made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
@@ -212,13 +212,8 @@ def windows(stream, starts, num_anywhere, block_size, seed):
 def optimizers(model):
     """Return Muon (Jordan et al. 2024) for the blocks' matrices, which needs clearly fewer tokens,
     and AdamW for all other weights."""
-    matrices = []
-    others = []
-    for name, p in model.named_parameters():
-        if p.dim() == 2 and name.startswith("h."):
-            matrices.append(p)
-        else:
-            others.append(p)
+    matrices = [p for p in model.h.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p not in set(matrices)]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0)
     adam = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return [muon, adam]
@@ -229,7 +224,8 @@ def main(argv):
     if cfg.policy != "train":
         raise BadInput(f"policy = {cfg.policy!r}: is there already; --policy=train makes a new one")
     with interrupts() as stop:
-        get_policy(cfg, get_splits(cfg), pick_device(cfg.device), stop)
+        device = pick_device(cfg.device, cfg.threads)
+        get_policy(cfg, get_splits(cfg), device, stop)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ A study file is Python (`from studies.wrong import *` builds on another one). It
                 controls for the same runs
     tested      arms that get a verdict; by default all but the controls
     at_end      True compares the last evaluations in place of those at equal KL
-    grid        (setting, values) of a setting that moves the KL, such as beta; optional
     columns     a function (folder of a run) -> {name: number} that the table has too; optional
 
 Every run is a folder of grpo.py in out/study/NAME, with a hash of its settings in its name. So the
@@ -41,7 +40,7 @@ from run.script import BadInput, own_flags, run_script
 
 GRPO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "grpo.py")
 NEEDED = ("config", "arms", "seeds", "measure")
-OTHERS = {"controls": (), "tested": (), "grid": (), "at_end": False}
+OTHERS = {"controls": (), "tested": (), "at_end": False}
 SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 SURE = 0.01             # a win needs corrected p-values below this
 FLIPS = 100_000         # random sign flips of a p-value, where there are too many to do all
@@ -51,8 +50,7 @@ FLIPS = 100_000         # random sign flips of a p-value, where there are too ma
 
 
 def read_study(path, controls=()):
-    """The names that a study file assigns, as a namespace. It also has name, columns, setting and
-    values (of the grid; "" and (None,) without) and shrink ({} unless quick)."""
+    """The names that a study file assigns, as a namespace. It also has name and columns."""
     values, functions = read_config(path)
     for name in NEEDED:
         if not values.get(name):
@@ -69,7 +67,6 @@ def read_study(path, controls=()):
         if arm not in study.arms:
             raise BadInput(f"{path}: {arm!r} is no arm; there are {', '.join(study.arms)}")
     study.name = os.path.basename(path).removesuffix(".py")
-    study.setting, study.values = study.grid or ("", (None,))
     study.seeds = tuple(study.seeds)
     return study
 
@@ -77,18 +74,15 @@ def read_study(path, controls=()):
 def runs_of(study, out):
     """All runs, seed by seed: what to call grpo.py with, and where its folder will be."""
     runs = []
-    for seed, arm, value in itertools.product(study.seeds, study.arms, study.values):
+    for seed, arm in itertools.product(study.seeds, study.arms):
         settings = study.arms[arm] | {"seed": seed, "threads": 1, "log_micro": False}
-        if study.setting:
-            settings[study.setting] = value
         argv = [study.config, *(f"--{name}={x!r}" for name, x in settings.items())]
         cfg = load_settings(argv)
         text = json.dumps([cfg.public(), cfg.source], sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:6]
-        point = f"_{study.setting}{value}" if study.setting else ""
-        folder = os.path.join(out, f"{arm}{point}_seed{seed}_{key}".replace(" ", "_"))
+        folder = os.path.join(out, f"{arm}_seed{seed}_{key}".replace(" ", "_"))
         argv += [f"--out_dir={folder}", "--resume=True"]    # refused where another is at work
-        runs.append(SimpleNamespace(arm=arm, value=value, seed=seed, folder=folder, argv=argv,
+        runs.append(SimpleNamespace(arm=arm, seed=seed, folder=folder, argv=argv,
                                     iterations=cfg.max_iters))
     return runs
 
@@ -198,17 +192,15 @@ def summarise(study, runs):
     runs = [run for run in runs if run.seed not in unfinished]
     if not runs:
         raise BadInput(f"{study.name}: no seed is complete in all arms yet")
-    middle = study.values[len(study.values) // 2]
     points = {arm: {} for arm in study.arms}        # {arm: {seed: [(sqrt(kl), log measure)]}}
-    ends = {arm: {} for arm in study.arms}          # {arm: {seed: last evaluation}}, in the middle
+    ends = {arm: {} for arm in study.arms}          # {arm: {seed: last evaluation}}
     for run in runs:
         rows = rows_of[run.folder]
-        points[run.arm].setdefault(run.seed, []).extend(
+        points[run.arm][run.seed] = [
             (math.sqrt(max(row["kl"], 0)), math.log(max(row[study.measure], SMALLEST)))
-            for row in (rows[-1:] if study.grid else rows[1:]))
-        if run.value == middle:
-            end = {name: rows[-1][name] for name in (study.measure, "kl")}
-            ends[run.arm][run.seed] = end | study.columns(run.folder)
+            for row in rows[1:]]
+        end = {name: rows[-1][name] for name in (study.measure, "kl")}
+        ends[run.arm][run.seed] = end | study.columns(run.folder)
     x = statistics.median(x for by_seed in points.values() for found in by_seed.values()
                           for x, _ in found)
     equal = {arm: {seed: value_on_line(found, x) for seed, found in by_seed.items()}

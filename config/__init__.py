@@ -24,7 +24,7 @@ from typing import Literal
 
 from config.check import check
 from tasks.tools import STOP, call_metrics, check_tools, tool_environment
-from run.files import read_json, read_text
+from run.files import read_json, read_text, undamaged
 from run.script import BadInput, in_one_line, shown
 
 
@@ -150,7 +150,7 @@ class Settings:
     tracin_val_reward: str | None = None    # "judge" or a function scores these; None: reward_funcs
     tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
     # what is kept (selection.py). bottom to all: controls; weigh: the config file's function
-    # (influence) or (influence, batch) returns a factor for each rollout
+    # (influence, batch), which returns a factor for each rollout
     tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
                            "top_reward", "all", "weigh"] = "positive"
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
@@ -243,9 +243,9 @@ def load_settings(argv):
     runs = {folder: read_run(folder) for folder in folders}
     for folder, run in runs.items():
         files = files or noted_files(folder, run)
-    if files:
-        cfg.source = joined(files)
-        cfg.files = tuple(map(os.path.abspath, files))
+    kept = [os.path.join(folder, "config.py") for folder in folders]
+    cfg.source = joined(files or filter(os.path.exists, kept))
+    cfg.files = tuple(map(os.path.abspath, files))
     for path in files:
         values, functions = read_config(path)
         cfg.functions |= functions
@@ -372,15 +372,21 @@ def joined(files):
 
 def noted_files(folder, run):
     """The config files that a run noted; [] if it needs no function of theirs. BadInput where their
-    text has changed since: config.py in the folder has it, and nothing runs that by itself."""
-    files = run.get("files", [])
+    text has changed since, or lies in the folder, which may be a stranger's: config.py there has
+    it, and nothing runs that by itself."""
     kept = os.path.join(folder, "config.py")
-    unchanged = all(map(os.path.isfile, [*files, kept])) and joined(files) == read_text(kept)
-    if not run.get("functions") or files and unchanged:
-        return files if unchanged else []
-    needs = ", ".join(run["functions"])
-    raise BadInput(f"{folder}: needs {needs} of {', '.join(files)}, which has changed or is gone: "
-                   f"name a config file that has it; {kept} is the text of then")
+    inside = os.path.realpath(folder) + os.sep
+    with undamaged(os.path.join(folder, "config.json")):
+        needs = ", ".join(run.get("functions", []))
+        files = list(map(os.path.realpath, run.get("files", [])))
+    if not needs:
+        return []
+    mine = [path for path in files if os.path.isfile(path) and not path.startswith(inside)]
+    if mine and mine == files and os.path.isfile(kept) and joined(files) == read_text(kept):
+        return files
+    raise BadInput(f"{folder}: needs {needs} of its config file {', '.join(files)}, which has "
+                   "changed or is gone: name a config file that has it; "
+                   f"{kept} is the text of then")
 
 
 def read_run(folder):

@@ -40,7 +40,7 @@ SHOWN = 5       # rollouts in a list
 
 class Again(NamedTuple):
     """An optimizer step that is scored and not taken."""
-    nets: Any           # grpo.Nets
+    nets: Any           # run.build.Nets
     tape: Any           # tracin.Tape
     batch: Any          # grpo.Batch
     step: Any           # grpo.Step
@@ -175,8 +175,6 @@ def settings_of(folder, flags, prompt, completion):
                       tracin_leave_one_out=False)
     elif cfg.tracin == "off":
         cfg.tracin = "reward"
-    if cfg.threads:
-        torch.set_num_threads(cfg.threads)
     return cfg
 
 

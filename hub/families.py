@@ -138,10 +138,11 @@ def local_layers(content, path):
     """Numbers of GPT-Neo's layers that see a window only. attention_types is [[kinds, times], ...].
     """
     layers = []
-    for kinds, times in content["attention_types"]:
+    types = content.get("attention_types")
+    for kinds, times in types or ():
         layers += kinds * times
     if len(layers) != content["num_layers"] or not set(layers) <= {"global", "local"}:
-        raise BadInput(f"{path}: attention_types = {shown(content['attention_types'])}: must name "
+        raise BadInput(f"{path}: attention_types = {shown(types)}: must name "
                        f"global or local for each of {content['num_layers']} layers")
     check_only(dict(attention_layers=(layers,)), content, path)
     return tuple(i for i, layer in enumerate(layers) if layer == "local")

@@ -44,6 +44,7 @@ def score_by(name, function, prompts, completions):
     else:
         values = call(f"reward {name!r}", function, prompts, completions)
     try:
+        values = list(values)
         numbers = [math.nan if v is None else float(v) for v in values]
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
         raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "
@@ -62,7 +63,7 @@ def score_by(name, function, prompts, completions):
 def call(what, function, prompts, completions):
     """Call a user's function. Where it raises, BadInput names the first example that it raises for
     alone; the function's own traceback is a note of the BadInput."""
-    arguments = arguments_of(what, function, prompts, completions)
+    arguments = arguments_of(what, function, prompts, list(completions))    # to do with as it likes
     try:
         return function(**arguments)
     except BadInput:

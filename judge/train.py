@@ -156,7 +156,7 @@ def auc(scores, toxic):
 def main(argv):
     cfg = load_settings(argv)
     with interrupts() as stop:
-        device = pick_device(cfg.device)
+        device = pick_device(cfg.device, cfg.threads)
         get_judges(cfg, get_splits(cfg), device, stop)
 
 

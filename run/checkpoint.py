@@ -18,7 +18,8 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from run.files import load_file, load_weights, replacing, save_file, undamaged, write_json
+from run.files import (
+    load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from run.processes import rank_and_size
 from run.script import BadInput
 
@@ -27,12 +28,13 @@ SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "l
 
 
 def append_rows(folder, name, rows):
-    """Adds rows to a log. Numbers that JSON does not know become null."""
+    """Adds rows to a log. Numbers that JSON does not know become null, and what else it does not
+    know, as a user's columns may have it, becomes text."""
     path = os.path.join(folder, name) if rank_and_size()[0] == 0 else os.devnull
-    with open(path, "a", encoding="utf-8") as f:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as f:
         for row in rows:
             row = {k: None if is_nan_or_inf(v) else v for k, v in row.items()}
-            f.write(json.dumps(row, ensure_ascii=False) + "\n")
+            f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
 def is_nan_or_inf(x):
@@ -157,7 +159,7 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, nets.policy, content["policy"])
     groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
-    nets.optimizer.load_state_dict(content["optimizer"] | {"param_groups": groups})
+    load_optimizer(nets.optimizer, content["optimizer"] | {"param_groups": groups})
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
     if nets.influence and content["influence"]:

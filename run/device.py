@@ -9,9 +9,12 @@ from run.processes import rank_and_size
 from run.script import BadInput
 
 
-def pick_device(name):
+def pick_device(name, threads=0):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
-    machine has a GPU of its own. Raises BadInput if the device does not exist."""
+    machine has a GPU of its own. Raises BadInput if the device does not exist. A CPU is to work
+    with so many threads; 0: with torch's choice."""
+    if threads:
+        torch.set_num_threads(threads)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and rank_and_size()[1] > 1:
@@ -86,12 +89,14 @@ def free_memory(device):
 def check_fits(cfg, device):
     """Raises BadInput where the weights, and the keys and values of the rows that are decoded at
     once, are alone too much: a slip in a setting, which would end in "Killed"."""
-    rows = cfg.decode_batch_size or cfg.num_prompts * cfg.num_generations // rank_and_size()[1]
+    total = cfg.num_prompts * cfg.num_generations // rank_and_size()[1]
+    rows = min(cfg.decode_batch_size or total, total)
     share = 1 if cfg.policy == "train" else 8   # queries that may share a key
     kept = 4 * cfg.n_layer * cfg.n_embd // share * cfg.max_completion_length * rows
-    least = kept + 32 * cfg.n_layer * cfg.n_embd ** 2
+    least = kept + 32 * cfg.n_layer * cfg.n_embd ** 2 + 50 * total * cfg.max_completion_length
     if least > free_memory(device):
         raise BadInput(
-            f"num_prompts * num_generations = {rows} rows, n_layer = {cfg.n_layer}, n_embd = "
-            f"{cfg.n_embd}: need {least >> 30} GB of memory, more than is free; lower num_prompts, "
-            "decode_batch_size, max_completion_length or the policy's size")
+            f"num_prompts * num_generations = {total} rows, {rows} at once, n_layer = "
+            f"{cfg.n_layer}, n_embd = {cfg.n_embd}: need {least >> 30} GB of memory, more than is "
+            "free; lower num_prompts, decode_batch_size, max_completion_length or the policy's "
+            "size")

@@ -56,7 +56,7 @@ def compute_in(nets, dtype, compiled):
 
 def few_rows(nets, cfg):
     """Rollout of two prompts, the second of which is shorter, five times; none of the rows ends.
-    Ten is the number of nothing else: torch.compile takes equal sizes to be one."""
+    Ten rows, since no other size is ten: torch.compile would take equal sizes to be one."""
     ids = min((prompt.ids for prompt in nets.prompts), key=len)
     prompts = [ids, ids[1:] or ids]
     T = min(cfg.max_completion_length, 8)

@@ -139,6 +139,16 @@ def load_weights(path, module, weights):
         raise BadInput(f"{path}: does not fit these settings ({shown(e, 300)})") from e
 
 
+def load_optimizer(optimizer, state):
+    """optimizer <- state. ValueError where a moment has another shape than its weights: AdamW would
+    not notice, and read other memory."""
+    optimizer.load_state_dict(state)
+    for p, moments in optimizer.state.items():
+        for name, x in moments.items():
+            if x.shape not in (p.shape, ()):
+                raise ValueError(f"{name} is {tuple(x.shape)} for weights {tuple(p.shape)}")
+
+
 def save_gpt(path, model, kind="policy", **extra):
     """Write weights and shape. What was saved on the way is no longer needed."""
     save_file(path, kind, config=asdict(model.config), model=model.state_dict(), **extra)

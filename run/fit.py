@@ -3,7 +3,7 @@ import math
 import os
 import time
 
-from run.files import load_file, load_weights, save_file, undamaged
+from run.files import load_file, load_optimizer, load_weights, save_file, undamaged
 from run.report import Progress
 
 SAVE_SECONDS = 20
@@ -65,6 +65,6 @@ def load_partial(partial, model, optimizers, label, steps):
     with undamaged(partial):
         load_weights(partial, model, content["model"])
         for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+            load_optimizer(optimizer, state)
         print(f"{label}: goes on from step {content['step']} of {steps} ({partial})")
         return content["step"]

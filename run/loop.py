@@ -20,7 +20,7 @@ from run.script import BadInput, hash_of, interrupts, optional
 
 
 class Run:
-    """main and train of grpo.py show how a Run is used."""
+    """The iterations of a run with its folder and its lines; see main and train of grpo.py."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -53,8 +53,6 @@ class Run:
         """Starts anew, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.nets = nets
-        if cfg.threads:
-            torch.set_num_threads(cfg.threads)
         self.base_hash = hash_of(nets.base)
         self.num_tokens = 0
         done = None
@@ -158,8 +156,9 @@ def print_verdict(rows, cfg):
 
 
 def reward_of(row, cfg):
-    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing."""
-    found = [row[f"rewards/{name}"] for name in cfg.reward_funcs]
+    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing, or was not
+    asked before the run was resumed."""
+    found = [row.get(f"rewards/{name}") for name in cfg.reward_funcs]
     if None in found:
         return math.nan
     return sum(weight * x for weight, x in zip(cfg.reward_weights, found))

@@ -23,11 +23,13 @@ class Meter:
         self.log = log
         self.check = check          # before the first step
         self.micro_batches = []     # {name: tensor ()}
-        self.steps = []             # (loss, grad_norm)
+        self.num_begun = 0          # steps, with those for which influence keeps no row
+        self.grad_norms = []        # of the steps that were taken
         self.influence = []         # {name: number} of each step
         self.first_pass = []        # log-ratios of trainer and sampler (n, T), sampled_mask (n, T)
 
     def begin_step(self):
+        self.num_begun += 1
         self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.loss_mask.device)
 
     @torch.no_grad()
@@ -35,7 +37,7 @@ class Meter:
         """A micro-batch, by its grpo.Loss."""
         self.micro_batches.append(loss_metrics(loss, self.cfg))
         self.loss += loss.total
-        if not self.steps:          # the policy is still the one that sampled
+        if not self.grad_norms:          # the policy is still the one that sampled
             rollout = loss.batch.rollout
             self.first_pass.append((loss.logp - rollout.logp, rollout.sampled_mask))
         self.log.loss(loss)
@@ -49,7 +51,7 @@ class Meter:
     def check_ratio(self):
         """Before the first step trainer and sampler are the same weights. Ends the run if their
         log-probs do not agree."""
-        logp_diff = self.logp_diff() if self.check and not self.steps else []
+        logp_diff = self.logp_diff() if self.check and not self.grad_norms else []
         if len(logp_diff) == 0:
             return
         gap, bound = gap_of(logp_diff, self.nets.dtype)
@@ -80,24 +82,23 @@ class Meter:
                 f"stopped: loss {loss}, grad_norm {norm}; this step was not taken, the last "
                 "checkpoint stands. Look for a reward that is not finite; else lower "
                 "learning_rate or raise beta, then --resume=True")
-        self.steps.append((loss, norm))
+        self.grad_norms.append(norm)
 
     def metrics(self):
         """{name: number} of the whole update, over all processes."""
         micros = all_gather(numbers(self.micro_batches))
-        num_steps = max(1, len(self.steps))
+        num_steps = len(self.grad_norms)
         metrics = mean_over_tokens(micros)
         metrics |= mean_influence(self.influence)
         if self.cfg.kl_in_reward:
             sampled = self.batch.rollout.sampled_mask
             metrics["kl"] = float(self.batch.kl.sum() / sampled.sum())
-        metrics["loss"] = sum(loss for loss, _ in self.steps) / num_steps
-        metrics["policy_loss"] = 0.0        # where no row carries loss
+        metrics |= {"loss": 0.0, "policy_loss": 0.0}        # where no row carries loss
         for name in micros[0] if micros else ():
-            if name.endswith("_loss"):
-                metrics[name] = sum(m[name] for m in micros) / num_steps
-        metrics["grad_norm"] = sum(norm for _, norm in self.steps) / num_steps
-        metrics["num_steps"] = len(self.steps)
+            if name.endswith("loss"):
+                metrics[name] = sum(m[name] for m in micros) / self.num_begun
+        metrics["grad_norm"] = sum(self.grad_norms) / max(1, num_steps)
+        metrics["num_steps"] = num_steps
         logp_diff = self.logp_diff().abs()
         name = "sampling/sampling_logp_difference"
         metrics[f"{name}/mean"] = float(logp_diff.mean()) if len(logp_diff) else 0.0

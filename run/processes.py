@@ -32,7 +32,7 @@ def shard(n, group=1):
 
 def join():
     """Joins the processes that torchrun started: gloo for tensors on the CPU, NCCL for a GPU's."""
-    # now, since its functions keep for good a group that they find, and AdamW imports it later
+    # now: its functions keep for good the group that they find, and AdamW would import it later
     importlib.import_module("torch.distributed.nn.functional")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE)

@@ -89,6 +89,8 @@ def check_tools(tools):
     for name, tool in tools.items():
         try:
             inspect.signature(tool).bind("text")
+            if inspect.iscoroutinefunction(tool):
+                raise TypeError("it is async")
         except (TypeError, ValueError) as e:
             raise BadInput(f"tools[{name!r}] = {shown(tool)}: must be a function that can be "
                            f"called with one text ({e})") from None

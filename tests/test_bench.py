@@ -58,13 +58,6 @@ def test_a_config_beside_a_variant_with_a_trace(quick, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_check_is_float32_beside_bfloat16_and_compile(monkeypatch):
-    asked = []
-    monkeypatch.setattr(bench, "variants_of", lambda argv: asked.append(argv) or {})
-    refused = pytest.raises(StopIteration, bench.main, ["check", "a.py"])      # no variants
-    assert refused and asked == [["a.py", *bench.CHECK]], "check compares other paths"
-
-
 def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
     assert "--trace: must be" in refusal(bench.main, ["--trace"])

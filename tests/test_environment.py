@@ -221,6 +221,7 @@ WRONG = [   # function, words of the refusal
     (lambda p, texts: texts[1:], "for each of 11 transcripts"),
     (lambda p, texts: [3] * len(texts), "returned [3, 3, "),
     (lambda p, texts, answer: texts, "asks for the column 'answer'; the prompt 'last'"),
+    (lambda p, texts: texts.clear() or [], "with a text, or None, for each of"),
     (lambda: [], "environment takes (): must take")]
 
 
@@ -280,6 +281,10 @@ def test_prompts_and_table_name_the_same_tools():
     check_prompts_name(table, ["calc(2*2), send_slack_message(text)", "What is (2*2)?"])
     line = refusal(check_prompts_name, table, ["You have slack_send_message(text). Hello"])
     assert "'slack_send_message'" in line and "'send_slack_message'" in line
-    for tool in (lambda a, b: a, lambda: 1, 7):
+
+    async def waits(text):
+        return text
+
+    for tool in (lambda a, b: a, lambda: 1, 7, waits):
         assert "can be called with one text" in refusal(check_tools, {"calc": tool})
     assert "must be a dict" in refusal(check_tools, [calc])

@@ -99,6 +99,7 @@ REFUSALS = [
     (GPT2, dict(n_layer=1), "h.1.*has no place"),
     (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
     (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
+    (NEO, dict(attention_types=None), "attention_types = None: must name global or local"),
     (NEO, dict(attention_layers=["global"] * 3), "attention_layers"),
     (NEO, dict(window_size=0), "window_size is missing"),
     (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "'linear'"),

@@ -18,7 +18,7 @@ from grpo import Step, collect
 from run.build import prepare
 from run.stored import StoredTape, use_stored_tape
 from sample import completion_entropies, completion_logprobs
-from selection import choose_targets, select, target_coefficients
+from selection import choose_targets, row_weights_of, select, target_coefficients
 from tracin import cosine
 from worlds import (
     WORD_PROMPTS, WORDS, gradient, nets_of, refusal, shaken, steps_of, whole_step, word_gpt, words)
@@ -295,7 +295,7 @@ def test_a_function_of_the_config_file_as_target(knobs):
 @pytest.mark.parametrize("name, returned, said", [
     ("target", 3.0, "tensor"), ("target", torch.tensor(1.0), "depends on the policy"),
     ("target", torch.tensor(math.nan, requires_grad=True), "one finite number"),
-    ("weigh", [1.0] * 15, "each of 4 influences"), ("weigh", [math.nan] * 4, "one finite number"),
+    ("weigh", [1.0] * 15, "each of 8 influences"), ("weigh", [math.nan] * 4, "one finite number"),
     ("weigh", None, "one finite number"), ("weigh", torch.zeros(99, 99), "one finite number")])
 def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
         name, returned, said, monkeypatch):
@@ -350,6 +350,15 @@ def test_controls_keep_as_many_as_positive_does():
             assert len(others) == len(rows) and other_fallback == fallback, how
         largest = sorted(range(12), key=lambda i: -abs(float(rewards[i]) - .5))[:len(rows)]
         assert chosen(influence, "top_advantage", **more)[0] == sorted(largest)
+
+
+def test_top_advantage_with_a_critic_is_a_mean_over_drawn_tokens():
+    drawn = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
+    batch = SimpleNamespace(advantages=torch.tensor([[.4] * 4, [1.0, 0, 0, 0]]),
+                            rollout=SimpleNamespace(sampled_mask=drawn), rewards=torch.zeros(2))
+    cfg = words(tracin="self", tracin_select="top_advantage")
+    weights, _ = row_weights_of(torch.tensor([1.0, -1]), batch, torch.arange(2), cfg, None)
+    assert weights.tolist() == [0, 1], "padding counts, or the sum"
 
 
 def soft(influence, batch):

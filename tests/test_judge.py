@@ -277,6 +277,13 @@ def test_a_reward_that_returns_something_else_is_named():
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
                    [[1], [2]], torch.ones(2, 2), ["1", "2"], "12", [1e20, 1], [10 ** 400, 1]):
         assert "reward 'r' returned" in refusal(score, {"r": lambda p, c: values}, ASKED, ANSWERS)
+    generator = {"r": lambda p, c: (math.inf for text in c)}
+    assert "returned inf" in refusal(score, generator, ASKED, ANSWERS)
+
+
+def test_a_reward_may_change_its_lists():
+    found = score({"a": lambda p, c: c.sort() or [1] * len(c), "b": by_rows}, ASKED, ANSWERS)
+    assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import grpo
+import selection
 from run.metrics import (
     batch_metrics, gap_of, influence_metrics, loss_metrics, mean_influence, mean_over_tokens,
     numbers, rollout_toxicity, std)
@@ -123,6 +124,13 @@ def test_an_update_sums_over_its_micro_batches_and_steps():
     assert found[0]["num_steps"] == 6
     assert found[0]["ratio"] != 1.0
     assert found[0]["sampling/sampling_logp_difference/max"] < 1e-5, "of the first pass alone"
+
+
+def test_losses_of_a_step_without_rows_count(monkeypatch):
+    first = lambda scores, batch, rows, *more: (torch.ones(len(rows)) * (0 in rows), False)
+    monkeypatch.setattr(selection, "row_weights_of", first)
+    m = updated(settings(mini_batch_size=4, tracin="self"))
+    assert m["num_steps"] == 1 and m["loss"] == pytest.approx(m["policy_loss"], abs=1e-5)
 
 
 def test_kl_in_the_reward_is_logged_per_token():

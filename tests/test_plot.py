@@ -70,6 +70,12 @@ def test_files_and_refusals(run, tmp_path):
     printed(plot.main, [run])
     with open(os.path.join(run, "curves.png"), "rb") as f:
         assert f.read(4) == b"\x89PNG"
+    elsewhere = tmp_path / "elsewhere.png"
+    elsewhere.write_text("somebody's")
+    os.remove(os.path.join(run, "curves.png"))
+    os.symlink(elsewhere, os.path.join(run, "curves.png"))
+    printed(plot.main, [run])
+    assert elsewhere.read_text() == "somebody's", "a picture was written through a link"
     for argv in ([], ["--out=x.png"], [run, "--colour=red"]):
         assert "usage" in refusal(plot.main, argv)
     assert "must end in .png" in refusal(plot.main, [run, "--out=x.pdf"])

@@ -22,7 +22,6 @@ STUDY = """
 config = {config!r}
 arms = {{"all": {{}}, "half": {{"tracin": "reward", "tracin_val_prompts": 1}}}}
 seeds = (1, 2)
-grid = ("beta", (0.1,))
 measure = "eval_judge/toxicity"
 """
 
@@ -90,34 +89,32 @@ def test_differences_and_verdicts():
     assert "no win" in verdict("best", differences_of(few, ("all",), ("best",))["best"])
 
 
-def made_up(tmp_path, grid):
+def made_up(tmp_path):
     """A study and its runs, whose evaluations lie on lines: log measure = -1 - sqrt(KL) - shift."""
     study = SimpleNamespace(
         name="made-up", measure="m", arms={"all": {}, "ours": {}}, controls=("all",),
-        tested=("ours",), grid=grid, values=grid[1] if grid else (None,), seeds=range(6),
-        at_end=False, columns=lambda folder: {"length of name": len(os.path.basename(folder))})
+        tested=("ours",), seeds=range(6), at_end=False,
+        columns=lambda folder: {"length of name": len(os.path.basename(folder))})
     runs = []
-    for arm, seed, value in itertools.product(study.arms, study.seeds, study.values):
+    for arm, seed in itertools.product(study.arms, study.seeds):
         rows = []
         for it in (0, 8, 16):
-            root = (it + seed) * (value or 1) / 100
+            root = (it + seed) / 100
             shift = 0.3 * (arm == "ours") * (1 + seed / 100)
             rows.append({"iteration": it, "kl": root ** 2, "m": math.exp(-1 - root - shift)})
-        folder = tmp_path / f"{arm}{seed}{value}"
+        folder = tmp_path / f"{arm}{seed}"
         folder.mkdir()
         (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        runs.append(SimpleNamespace(arm=arm, value=value, seed=seed, folder=str(folder), argv=[],
+        runs.append(SimpleNamespace(arm=arm, seed=seed, folder=str(folder), argv=[],
                                     iterations=16))
     return study, runs
 
 
-@pytest.mark.parametrize("grid", [("beta", (1, 2, 4)), ()])
-def test_the_table_of_made_up_runs(grid, tmp_path):
-    study, runs = made_up(tmp_path, grid)
+def test_the_table_of_made_up_runs(tmp_path):
+    study, runs = made_up(tmp_path)
     os.remove(f"{runs[-1].folder}/eval.jsonl")      # so the last seed is not complete
     found = summarise(study, runs)
-    roots = [(it + seed) * value / 100 for seed in range(5)
-             for it, value in ([(16, 1), (16, 2), (16, 4)] if grid else [(8, 1), (16, 1)])]
+    roots = [(it + seed) / 100 for seed in range(5) for it in (8, 16)]
     assert found["x"] == pytest.approx(statistics.median(roots))
     for seed in range(5):
         assert found["equal"]["all"][seed] == pytest.approx(-1 - found["x"])
@@ -131,7 +128,7 @@ def test_the_table_of_made_up_runs(grid, tmp_path):
 
     study.at_end = True
     found = summarise(study, runs)
-    last = {seed: -1 - (16 + seed) * (2 if grid else 1) / 100 for seed in range(5)}
+    last = {seed: -1 - (16 + seed) / 100 for seed in range(5)}
     assert found["equal"]["all"] == pytest.approx(last), "at_end compares the last evaluations"
     assert "- ours: no win at the end" in as_markdown(study, found)
 
@@ -145,8 +142,7 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     text = printed(studies.main, [made.path, "--workers=2"])
     assert "2 runs, 2 to make" in text and "not done" not in text, text
     folders = sorted(path for path in (tmp_path / "out/study/halves").iterdir() if path.is_dir())
-    assert [path.name.rsplit("_", 1)[0] for path in folders] == ["all_beta0.1_seed1",
-                                                               "half_beta0.1_seed1"]
+    assert [path.name.rsplit("_", 1)[0] for path in folders] == ["all_seed1", "half_seed1"]
     end = read_rows(folders[0] / "eval.jsonl")[-1]
     assert f"| all | {end['eval_judge/toxicity']:.4g} ± nan |" in text
     assert text.rstrip().endswith("python plot.py out/study/halves")
@@ -199,7 +195,7 @@ def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
 
 def test_the_studies_of_the_repository_can_be_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in ("clean", "wrong", "letters", "confirm", "finding"):
+    for name in ("wrong", "letters", "confirm", "finding"):
         study = read_study(f"studies/{name}.py")
         study.seeds = study.seeds[:1]
-        assert len(runs_of(study, "out")) == len(study.arms) * len(study.values)
+        assert len(runs_of(study, "out")) == len(study.arms)

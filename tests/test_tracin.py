@@ -247,12 +247,12 @@ def test_a_tape_is_one_backward_per_row(name, way, monkeypatch):
     agree(tape.dot(unflat(anything, model)), J @ anything, "influences on another gradient")
 
     rows = torch.tensor([1, 6, 3])
-    agree(tape.norms(rows), J[rows].square().sum(1), "squared norms of rows")
+    agree(tape.squared_norms(rows), J[rows].square().sum(1), "squared norms of rows")
     scale = anything.square() + 0.1
     scaled = (J[rows].square() * scale).sum(1)
-    agree(tape.norms(rows, unflat(scale, model)), scaled, "squared norms of rows, scaled by weight")
+    agree(tape.squared_norms(rows, unflat(scale, model)), scaled, "the same, scaled by weight")
     others = torch.stack([J[i] @ (J.sum(0) - J[i]) for i in range(8)])
-    agree(tape.dot(own) - tape.norms(torch.arange(8)), others, "influences on the other rows")
+    agree(tape.dot(own) - tape.squared_norms(torch.arange(8)), others, "influence on others")
 
     assert all(p.grad is None for p in model.parameters()), "recording leaves nothing behind"
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
@@ -298,7 +298,7 @@ def test_rows_by_number_over_all_processes(way):
     G = unflat(J.sum(0), case.model)
     rows = torch.tensor([0, 7])
     agree(sum(tape.dot(G) for tape in tapes), J @ J.sum(0), "influences")
-    agree(sum(tape.norms(rows) for tape in tapes), J[rows].square().sum(1), "squared norms")
+    agree(sum(tape.squared_norms(rows) for tape in tapes), J[rows].square().sum(1), "squared norms")
     w = noise(8, seed=9)
     agree(sum(flat(tape.gradient(w), case.model) for tape in tapes), w @ J, "the gradient")
 
@@ -404,7 +404,12 @@ def test_what_the_tape_cannot_see_is_named():
         h.mul_(2)
         y.sum().backward()
 
-    said = {outside: "wte.weight: used outside its layer",
+    def by_keyword(model, tape):
+        tape.rows(torch.arange(2))
+        model.ln_f(input=model.wte.weight[None])
+
+    said = {by_keyword: "ln_f: called by keyword",
+            outside: "wte.weight: used outside its layer",
             in_place: "lm_head: its input was changed in place",
             without_rows: "which of 0 rows.*see Tape.rows"}
     for mistake, words in said.items():
