@@ -40,6 +40,7 @@ from selection import collect_target
 
 GPT2 = ["config/lowercase.py", "--vocab_size=50257", "--block_size=1024", "--n_layer=12",
         "--n_head=12", "--n_embd=768", "--num_prompts=16", "--max_completion_length=128"]
+THREADS = torch.get_num_threads()
 
 
 def make_nets(cfg):
@@ -97,6 +98,7 @@ def now(device):
 
 def iteration(nets, cfg, it):
     """Iteration `it` of grpo.train -> Round."""
+    torch.set_num_threads(cfg.threads or THREADS)   # another variant may have had others
     if nets.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(nets.device)
     clock = Clock(nets.device)

@@ -123,7 +123,7 @@ def print_table(rows):
     title = f"iteration 0 and {after['iteration']}"
     print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
     for name in before:
-        old, new = before[name], after.get(name)    # another judge may have come
+        old, new = before[name], after.get(name)    # the judge may have changed
         if not isinstance(old, float) or not isinstance(new, float):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0

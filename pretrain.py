@@ -213,7 +213,8 @@ def optimizers(model):
     """Return Muon (Jordan et al. 2024) for the blocks' matrices, which needs clearly fewer tokens,
     and AdamW for all other weights."""
     matrices = [p for p in model.h.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p not in set(matrices)]
+    chosen = set(matrices)
+    others = [p for p in model.parameters() if p not in chosen]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0)
     adam = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return [muon, adam]

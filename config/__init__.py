@@ -245,7 +245,7 @@ def load_settings(argv):
         files = files or noted_files(folder, run)
     kept = [os.path.join(folder, "config.py") for folder in folders]
     cfg.source = joined(files or filter(os.path.exists, kept))
-    cfg.files = tuple(map(os.path.abspath, files))
+    cfg.files = tuple(map(os.path.realpath, files))
     for path in files:
         values, functions = read_config(path)
         cfg.functions |= functions
@@ -371,21 +371,25 @@ def joined(files):
 
 
 def noted_files(folder, run):
-    """The config files that a run noted; [] if it needs no function of theirs. BadInput where their
-    text has changed since, or lies in the folder, which may be a stranger's: config.py there has
-    it, and nothing runs that by itself."""
+    """The config files that a run noted; [] if it needs no function of theirs.
+
+    BadInput where their text has changed since, and where they lie in the folder, which may be a
+    stranger's. config.py there has their text, and nothing runs that by itself.
+    """
     kept = os.path.join(folder, "config.py")
     inside = os.path.realpath(folder) + os.sep
     with undamaged(os.path.join(folder, "config.json")):
         needs = ", ".join(run.get("functions", []))
-        files = list(map(os.path.realpath, run.get("files", [])))
+        files = run.get("files", [])
+        outside = [path for path in files
+                   if path == os.path.realpath(path) and not path.startswith(inside)]
     if not needs:
         return []
-    mine = [path for path in files if os.path.isfile(path) and not path.startswith(inside)]
-    if mine and mine == files and os.path.isfile(kept) and joined(files) == read_text(kept):
+    there = all(map(os.path.isfile, [*files, kept]))
+    if files and files == outside and there and joined(files) == read_text(kept):
         return files
     raise BadInput(f"{folder}: needs {needs} of its config file {', '.join(files)}, which has "
-                   "changed or is gone: name a config file that has it; "
+                   "changed, is gone or lies in the folder: name a config file that has it; "
                    f"{kept} is the text of then")
 
 

@@ -2,7 +2,7 @@
 What a run leaves in its folder. Only rank 0 writes.
 
     config.json    settings and versions: is itself a config
-    config.py      the text of its config file, which is run where the folder is named
+    config.py      the text of its config file, which nothing runs by itself
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
 """
@@ -28,8 +28,8 @@ SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "l
 
 
 def append_rows(folder, name, rows):
-    """Adds rows to a log. Numbers that JSON does not know become null, and what else it does not
-    know, as a user's columns may have it, becomes text."""
+    """Adds rows to a log. Numbers that JSON does not know become null. Other values that it does
+    not know, which a user's columns may have, become text."""
     path = os.path.join(folder, name) if rank_and_size()[0] == 0 else os.devnull
     with open(path, "a", encoding="utf-8", errors="backslashreplace") as f:
         for row in rows:

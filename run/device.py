@@ -11,8 +11,8 @@ from run.script import BadInput
 
 def pick_device(name, threads=0):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
-    machine has a GPU of its own. Raises BadInput if the device does not exist. A CPU is to work
-    with so many threads; 0: with torch's choice."""
+    machine has a GPU of its own. Raises BadInput if the device does not exist. threads: of a
+    CPU; 0: torch's choice."""
     if threads:
         torch.set_num_threads(threads)
     if name == "auto":
@@ -87,10 +87,10 @@ def free_memory(device):
 
 
 def check_fits(cfg, device):
-    """Raises BadInput where the weights, and the keys and values of the rows that are decoded at
-    once, are alone too much: a slip in a setting, which would end in "Killed"."""
-    total = cfg.num_prompts * cfg.num_generations // rank_and_size()[1]
-    rows = min(cfg.decode_batch_size or total, total)
+    """Raises BadInput where the weights, the rollout, and the keys and values of the rows that are
+    decoded at once are alone too much: a slip in a setting, which would end in "Killed"."""
+    total = cfg.num_prompts * cfg.num_generations
+    rows = min(cfg.decode_batch_size or total, total // rank_and_size()[1])
     share = 1 if cfg.policy == "train" else 8   # queries that may share a key
     kept = 4 * cfg.n_layer * cfg.n_embd // share * cfg.max_completion_length * rows
     least = kept + 32 * cfg.n_layer * cfg.n_embd ** 2 + 50 * total * cfg.max_completion_length

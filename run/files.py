@@ -141,11 +141,12 @@ def load_weights(path, module, weights):
 
 def load_optimizer(optimizer, state):
     """optimizer <- state. ValueError where a moment has another shape than its weights: AdamW would
-    not notice, and read other memory."""
+    not notice, and read and write other memory."""
     optimizer.load_state_dict(state)
     for p, moments in optimizer.state.items():
         for name, x in moments.items():
-            if x.shape not in (p.shape, ()):
+            shape = () if name == "step" else p.shape
+            if x.shape != shape or not x.is_contiguous():
                 raise ValueError(f"{name} is {tuple(x.shape)} for weights {tuple(p.shape)}")
 
 

@@ -6,8 +6,6 @@ import math
 import os
 import time
 
-import torch
-
 from evaluate import evaluate, print_table
 from run.checkpoint import (
     append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)

@@ -23,7 +23,7 @@ class Meter:
         self.log = log
         self.check = check          # before the first step
         self.micro_batches = []     # {name: tensor ()}
-        self.num_begun = 0          # steps, with those for which influence keeps no row
+        self.num_begun = 0          # steps, including those for which influence keeps no row
         self.grad_norms = []        # of the steps that were taken
         self.influence = []         # {name: number} of each step
         self.first_pass = []        # log-ratios of trainer and sampler (n, T), sampled_mask (n, T)

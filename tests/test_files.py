@@ -145,7 +145,8 @@ def test_interrupted_fit_goes_on_as_if_it_had_not_been(crash, tmp_path):
     assert ("power cut" if crash else "test is saved") in first[-1]
     assert hash_of(model) == hash_of(whole) != hash_of(random_gpt())
     muon, adam = (optimizer.state_dict() for optimizer in optimizers(model))
-    for state in (1, {0: {"exp_avg": torch.zeros(3)}}):     # a moment of another shape
+    wrong = (torch.zeros(3), torch.zeros(()), torch.zeros(1, 1).expand_as(model.wte.weight))
+    for state in (1, *({0: {"exp_avg": x}} for x in wrong)):    # moments of another shape
         states = [muon, adam | {"state": state}]
         save_file(partial, "partial", model=model.state_dict(), step=3, optimizers=states)
         assert "damaged" in refusal(train, partial)
@@ -198,7 +199,7 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
     monkeypatch.setattr(run.device, "free_memory", lambda device: 16 * 2 ** 30)
     run.device.check_fits(cfg, cpu)
     cfg.num_prompts = 32000
-    assert "rows, 256000 at once, n_layer = 12" in refusal(run.device.check_fits, cfg, cpu)
+    assert "256000 rows, 256000 at once, n_layer = 12" in refusal(run.device.check_fits, cfg, cpu)
     cfg.decode_batch_size = 64      # the rollout itself has to be kept too
     run.device.check_fits(cfg, cpu)
     cfg.num_prompts = 3_200_000
