@@ -2,7 +2,7 @@
 
     python plot.py out/toxicity                            # writes out/toxicity/curves.png
     python plot.py out/seed1 out/seed2 --out=curves.svg    # a colour for each run
-    python plot.py out/study/clean                         # a study: its measure against the KL
+    python plot.py out/study/wrong                         # a study: its measure against the KL
 
 A row of metrics.jsonl describes rollouts sampled before the iteration's step. An evaluation at
 iteration t comes after t steps. Where a row has no value, the line has a gap.

