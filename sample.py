@@ -297,7 +297,7 @@ def check_prompts(prompts, most):
 # ------------------------------------------------------------------------------------------------
 # log-probs of a rollout
 
-LOGITS_AT_ONCE = 2 ** 24  # on a GPU 8 times that: it has the memory, and waits at every piece
+LOGITS_AT_ONCE = 2 ** 23  # on a GPU 16 times that: it has the memory, and waits at every piece
 
 
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
@@ -362,12 +362,14 @@ def of_logits(function, lm_head, h, targets, temperature, allowed):
     are formed in parts, one after the other, and the backward forms each part again.
     """
     def piece(h, targets, allowed):
-        logits = lm_head(h).float() / temperature                                   # (m, V)
+        logits = lm_head(h).float()                                                 # (m, V)
+        if temperature != 1:
+            logits = logits / temperature
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -math.inf)
         return function(logits, targets)
 
-    at_once = LOGITS_AT_ONCE * 8 if h.is_cuda else LOGITS_AT_ONCE
+    at_once = LOGITS_AT_ONCE * 16 if h.is_cuda else LOGITS_AT_ONCE
     m = max(1, at_once // lm_head.weight.shape[0])
     if len(h) <= m:
         return piece(h, targets, allowed)
