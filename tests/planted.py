@@ -105,8 +105,7 @@ NETWORK = of(
 ROLLOUT = of(
     "sample.py", "test_algorithm.py",
     ("log-probs shifted by one", "input_mask)[:, -T:]  ", "input_mask)[:, -T - 1:-1]  "),
-    ("trainer forgets the temperature", " = lm_head(h).float() / temperature",
-     " = lm_head(h).float()"),
+    ("trainer forgets the temperature", "logits = logits / temperature", "pass"),
     ("trainer forgets truncation",
      "            logits = logits.masked_fill(~allowed, -math.inf)\n        return function",
      "            pass\n        return function"),
