@@ -371,11 +371,8 @@ def joined(files):
 
 
 def noted_files(folder, run):
-    """The config files that a run noted; [] if it needs no function of theirs.
-
-    BadInput where their text has changed since, and where they lie in the folder, which may be a
-    stranger's. config.py there has their text, and nothing runs that by itself.
-    """
+    """The config files that a run noted; [] if it needs no function of theirs. BadInput where their
+    text has changed since, and where they lie in the folder, which may be a stranger's."""
     kept = os.path.join(folder, "config.py")
     inside = os.path.realpath(folder) + os.sep
     with undamaged(os.path.join(folder, "config.json")):
@@ -389,8 +386,7 @@ def noted_files(folder, run):
     if files and files == outside and there and joined(files) == read_text(kept):
         return files
     raise BadInput(f"{folder}: needs {needs} of its config file {', '.join(files)}, which has "
-                   "changed, is gone or lies in the folder: name a config file that has it; "
-                   f"{kept} is the text of then")
+                   f"changed, is gone or lies there: name a config file that has it, as {kept} had")
 
 
 def read_run(folder):

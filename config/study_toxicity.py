@@ -1,5 +1,4 @@
 # The base of config/study_wrong.py: toxicity.py with a policy so small that a run takes seconds.
-#     python grpo.py config/study_toxicity.py
 from config.toxicity import *
 
 out_dir = "out/study_toxicity"

@@ -37,7 +37,7 @@ class Meter:
         """A micro-batch, by its grpo.Loss."""
         self.micro_batches.append(loss_metrics(loss, self.cfg))
         self.loss += loss.total
-        if not self.grad_norms:          # the policy is still the one that sampled
+        if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
             self.first_pass.append((loss.logp - rollout.logp, rollout.sampled_mask))
         self.log.loss(loss)
