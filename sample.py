@@ -143,13 +143,13 @@ def sample_token(model, h, r, rows, t, column, noise, sampling):
     if r.allowed is not None:
         logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
         r.allowed[rows, t] = logits > -math.inf
-    logits = logits - logits.amax(-1, keepdim=True)
+    logits -= logits.amax(-1, keepdim=True)
     weights = logits.exp()          # the probabilities times `total`: one pass over V less
     total = weights.sum(-1)                                                         # (n,)
     token = draw(weights, noise[rows, t])                                           # (n,)
     log_total = total.log()
     logp = logits.gather(1, token[:, None])[:, 0] - log_total
-    entropy = log_total - (weights * logits).nansum(-1) / total         # 0 * -inf counts as 0
+    entropy = log_total - logits.mul_(weights).nansum(-1) / total       # 0 * -inf counts as 0
     forced = ~r.sampled_mask[rows, t]
     token = torch.where(forced, r.tokens[rows, column], token)
     over = r.ended[rows]
@@ -297,7 +297,8 @@ def check_prompts(prompts, most):
 # ------------------------------------------------------------------------------------------------
 # log-probs of a rollout
 
-LOGITS_AT_ONCE = 2 ** 23  # on a GPU 16 times that: it has the memory, and waits at every piece
+LOGITS_KEPT = 2 ** 27       # for the backward: 0.5 GB
+LOGITS_AT_ONCE = 2 ** 23    # on a CPU, where new memory is slow
 
 
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
@@ -335,10 +336,25 @@ def completion_states(model, rollout):
 
 def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
     """Log-probs (M,) in float32 of ids targets (M,) after hidden states h (M, C)."""
-    def logprobs(logits, targets):
-        return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+    return of_logits(LogProb.apply, lm_head, h, targets, temperature, allowed)
 
-    return of_logits(logprobs, lm_head, h, targets, temperature, allowed)
+
+class LogProb(torch.autograd.Function):
+    """Log-probs (m,) of ids targets (m,) from logits (m, V). The gradient, targets' one-hot less
+    probability, is formed in one tensor (m, V): torch makes five, and new memory is slow."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        total = logits.logsumexp(-1, keepdim=True)                                  # (m, 1)
+        ctx.save_for_backward(logits, targets[:, None], total)
+        return (logits.gather(1, targets[:, None]) - total)[:, 0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, targets, total = ctx.saved_tensors
+        grad = grad[:, None]
+        out = (logits - total).exp_().mul_(-grad)
+        return out.scatter_add_(1, targets, grad), None
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
@@ -358,8 +374,8 @@ def of_logits(function, lm_head, h, targets, temperature, allowed):
     """function(logits (m, V), targets (m,)) -> (m,), of all M rows of h (M, C) and targets (M,).
 
     The logits are of the distribution that the tokens were drawn from: at the sampling temperature,
-    and after truncated sampling over the tokens that were allowed (M, V). More than LOGITS_AT_ONCE
-    are formed in parts, one after the other, and the backward forms each part again.
+    and after truncated sampling over the tokens that were allowed (M, V). They are formed in parts.
+    Where all together are more than LOGITS_KEPT, the backward forms each part again.
     """
     def piece(h, targets, allowed):
         logits = lm_head(h).float()                                                 # (m, V)
@@ -369,14 +385,15 @@ def of_logits(function, lm_head, h, targets, temperature, allowed):
             logits = logits.masked_fill(~allowed, -math.inf)
         return function(logits, targets)
 
-    at_once = LOGITS_AT_ONCE * 16 if h.is_cuda else LOGITS_AT_ONCE
-    m = max(1, at_once // lm_head.weight.shape[0])
-    if len(h) <= m:
-        return piece(h, targets, allowed)
+    V = lm_head.weight.shape[0]
+    formed = piece
+    if len(h) * V > LOGITS_KEPT:
+        formed = functools.partial(checkpoint, piece, use_reentrant=False)
+    m = max(1, (LOGITS_KEPT if h.is_cuda else LOGITS_AT_ONCE) // V)
     parts = []
-    for i in range(0, len(h), m):
+    for i in range(0, max(1, len(h)), m):
         some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
-        parts.append(checkpoint(piece, *some, use_reentrant=False))
+        parts.append(formed(*some))
     return torch.cat(parts)
 
 

@@ -98,9 +98,15 @@ def test_pieces_of_logits_change_nothing(monkeypatch):
         return [x.detach() for x in found] + [p.grad.clone() for p in model.parameters()]
 
     whole = both()
-    monkeypatch.setattr("sample.LOGITS_AT_ONCE", 7 * 50)
-    for a, b in zip(whole, both()):
-        assert (a - b).norm() < 1e-5 * b.norm()
+    calls = []
+    model.lm_head.register_forward_hook(lambda *inputs: calls.append(0))
+    for name, again in ("LOGITS_AT_ONCE", 1), ("LOGITS_KEPT", 2):
+        monkeypatch.setattr(f"sample.{name}", 7 * 50)
+        calls.clear()
+        for a, b in zip(whole, both()):
+            assert (a - b).norm() < 1e-5 * b.norm()
+        pieces = 2 * math.ceil(int(r.sampled_mask.sum()) / 7)
+        assert len(calls) == again * pieces, "a backward forms logits again only above LOGITS_KEPT"
 
 
 def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():

@@ -230,6 +230,7 @@ def agree(found, expected, what):
 def test_a_tape_is_one_backward_per_row(name, way, monkeypatch):
     if "pieces" in name:
         monkeypatch.setattr("sample.LOGITS_AT_ONCE", 4 * V)
+        monkeypatch.setattr("sample.LOGITS_KEPT", 4 * V)
     case = CASES[name]()
     model = case.model
     J = torch.stack([plain(case, [loss]) for loss in case.alone])                   # (8, P)
