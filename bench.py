@@ -4,7 +4,6 @@ Measures what an iteration costs, and whether the fast paths hold on this machin
     python bench.py config/toxicity.py                      # seconds, tokens/s, memory, phases
     python bench.py config/toxicity.py vs --tracin=self vs --tracin=self --tracin_memory=0
                                                             # the same beside variants, in turns
-    python bench.py config/toxicity.py --trace=trace.json   # an iteration, for ui.perfetto.dev
     python bench.py gpt2 vs --tracin=self                   # GPT-2's shape with random weights
     python bench.py trl config/toxicity.py                  # beside TRL's GRPOTrainer
 
@@ -159,17 +158,12 @@ def variants_of(argv):
     return variants
 
 
-def compare(argv, repeat, trace):
+def compare(argv, repeat):
     variants = variants_of(argv)
-    nets, cfg = next(iter(variants.values()))
-    gpu = torch.cuda.get_device_name(nets.device) if nets.device.type == "cuda" else ""
-    print(f"torch {torch.__version__}, {platform.platform()}, {nets.device} {gpu}")
+    device = next(iter(variants.values()))[0].device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    print(f"torch {torch.__version__}, {platform.platform()}, {device} {gpu}")
     print_rounds(in_turns(variants, repeat))
-    if trace:
-        with torch.profiler.profile() as profiler:
-            iteration(nets, cfg, repeat + 1)
-        profiler.export_chrome_trace(trace)
-        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -231,7 +225,7 @@ def rounds_of_trl(trl, nets, cfg, folder, repeat):
 
 
 def main(argv):
-    own, flags = own_flags(argv, {"repeat": "5", "trace": ""})
+    own, flags = own_flags(argv, {"repeat": "5"})
     if not own["repeat"].isdecimal() or int(own["repeat"]) < 1:
         raise BadInput(f"--repeat={own['repeat']}: must be a number of iterations")
     repeat = int(own["repeat"])
@@ -240,7 +234,7 @@ def main(argv):
     if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
     else:
-        compare(flags, repeat, own["trace"])
+        compare(flags, repeat)
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ picture("9_words", f"tokens after {prompts[best // G].text!r}", "influence")
 # %%
 keep, _ = selection.select(influence, "positive")
 half = (torch.arange(N) < N // 2).float()
-first, last, kept, whole = tape.gradients(half, 1 - half, keep.float(), torch.ones(N))
+first, last, kept, whole = map(tape.gradient, (half, 1 - half, keep, torch.ones(N)))
 print(f"the cosine of the target's two halves is {cosine(first, last):.2f}")
 print(f"{int(keep.sum())} of {N} rollouts kept: cosine with all {cosine(kept, whole):.2f}")
 

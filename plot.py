@@ -43,7 +43,7 @@ def draw_runs(runs):
     panels = [panel for panel in PANELS if has_data(panel, runs)]
     if not panels:
         raise BadInput(f"{', '.join(runs)}: nothing to draw yet; wait for the first iteration")
-    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
+    columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(8.6, 0.3 + 2.2 * rows), layout="constrained")
     for place, (title, log, *metrics) in enumerate(panels, 1):

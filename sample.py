@@ -305,7 +305,7 @@ def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """Log-probs (N, T), in float32, of a rollout's sampled tokens under `model`; elsewhere 0.
     states: of completion_states, if something else is made of them too."""
     h, targets, allowed, where = states or completion_states(model, rollout)
-    logp = token_logprobs(model.lm_head, h, targets, temperature, allowed)          # (M,)
+    logp = of_logits(LogProb.apply, model.lm_head, h, targets, temperature, allowed)    # (M,)
     return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, logp)
 
 
@@ -334,27 +334,22 @@ def completion_states(model, rollout):
     return h[where], tokens[:, -T:][where], allowed, where
 
 
-def token_logprobs(lm_head, h, targets, temperature=1.0, allowed=None):
-    """Log-probs (M,) in float32 of ids targets (M,) after hidden states h (M, C)."""
-    return of_logits(LogProb.apply, lm_head, h, targets, temperature, allowed)
-
-
 class LogProb(torch.autograd.Function):
-    """Log-probs (m,) of ids targets (m,) from logits (m, V). The gradient, targets' one-hot less
-    probability, is formed in one tensor (m, V): torch makes five, and new memory is slow."""
+    """Log-probs (m, 1) of ids targets (m, 1) from logits (m, V). The logits' gradient is formed in
+    one tensor: torch would make five, and new memory is slow."""
 
     @staticmethod
     def forward(ctx, logits, targets):
         total = logits.logsumexp(-1, keepdim=True)                                  # (m, 1)
-        ctx.save_for_backward(logits, targets[:, None], total)
-        return (logits.gather(1, targets[:, None]) - total)[:, 0]
+        ctx.save_for_backward(logits, targets, total)
+        return logits.gather(1, targets) - total
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         logits, targets, total = ctx.saved_tensors
-        grad = grad[:, None]
-        out = (logits - total).exp_().mul_(-grad)
-        return out.scatter_add_(1, targets, grad), None
+        found = (logits - total).exp_().mul_(-grad)     # (m, V): one-hot less probability
+        return found.scatter_add_(1, targets, grad), None
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
@@ -363,7 +358,7 @@ def completion_entropies(model, rollout, temperature=1.0, states=None):
     def entropies(logits, targets):
         logp = logits.log_softmax(-1)
         finite = logp.masked_fill(logp == -math.inf, 0)
-        return -(logp.exp() * finite).sum(-1)       # the sum takes 0 * -inf for 0
+        return -(logp.exp() * finite).sum(-1, keepdim=True)     # the sum takes 0 * -inf for 0
 
     h, targets, allowed, where = states or completion_states(model, rollout)
     x = of_logits(entropies, model.lm_head, h, targets, temperature, allowed)       # (M,)
@@ -371,7 +366,8 @@ def completion_entropies(model, rollout, temperature=1.0, states=None):
 
 
 def of_logits(function, lm_head, h, targets, temperature, allowed):
-    """function(logits (m, V), targets (m,)) -> (m,), of all M rows of h (M, C) and targets (M,).
+    """(M,) of what function(logits (m, V), targets (m, 1)) -> (m, 1) makes of h (M, C) and targets
+    (M,).
 
     The logits are of the distribution that the tokens were drawn from: at the sampling temperature,
     and after truncated sampling over the tokens that were allowed (M, V). They are formed in parts.
@@ -383,9 +379,9 @@ def of_logits(function, lm_head, h, targets, temperature, allowed):
             logits = logits / temperature
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -math.inf)
-        return function(logits, targets)
+        return function(logits, targets[:, None])
 
-    V = lm_head.weight.shape[0]
+    V = len(lm_head.weight)
     formed = piece
     if len(h) * V > LOGITS_KEPT:
         formed = functools.partial(checkpoint, piece, use_reentrant=False)
@@ -394,7 +390,7 @@ def of_logits(function, lm_head, h, targets, temperature, allowed):
     for i in range(0, max(1, len(h)), m):
         some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
         parts.append(formed(*some))
-    return torch.cat(parts)
+    return torch.cat(parts)[:, 0]
 
 
 if __name__ == "__main__":  # the command needs the whole project and has a file of its own

@@ -144,13 +144,11 @@ def length_batches(rows, size, seed):
 def auc(scores, toxic):
     """Area under the ROC curve: the chance that a toxic comment scores above a clean one. Equal
     scores count half. scores (N,), toxic (N,) of bools."""
-    # rank of each score from 1, equal scores share the mean of theirs (Mann and Whitney 1947)
-    _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
-    ranks = counts.cumsum(0) - (counts.double() - 1) / 2
-    num_toxic = int(toxic.sum())
-    num_clean = int((~toxic).sum())
-    wins = ranks[inverse][toxic].sum() - num_toxic * (num_toxic + 1) / 2
-    return float(wins / (num_toxic * num_clean))
+    clean = scores[~toxic].double().sort().values
+    found = scores[toxic].double()
+    below = torch.searchsorted(clean, found)                    # clean comments of lower scores
+    not_above = torch.searchsorted(clean, found, right=True)
+    return float((below + not_above).double().mean() / (2 * len(clean)))
 
 
 def main(argv):

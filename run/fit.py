@@ -47,13 +47,11 @@ def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):
                          "lower its learning rate")
 
 
-def trapezoid(step, steps, warmup=0.02, decay=0.5):
-    """Return the factor of the learning rate at a step: up, level, then down to almost 0.
-
-    It rises during the first `warmup` and falls during the last `decay` (shares of the steps).
-    """
-    up = (step + 1) / max(1, warmup * steps)
-    down = (steps - step) / max(1, decay * steps)
+def trapezoid(step, steps):
+    """Return the factor of the learning rate at a step. It rises during the first 2 % of the steps,
+    stays, and falls to almost 0 during the last half."""
+    up = (step + 1) / max(1, 0.02 * steps)
+    down = (steps - step) / max(1, 0.5 * steps)
     return min(1.0, up, down)
 
 

@@ -1,5 +1,4 @@
 """bench.py: an iteration is grpo's own, variants take turns, and what is typed wrong is refused."""
-import json
 
 import pytest
 import torch
@@ -49,16 +48,14 @@ def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
     assert "a\n  2.000 s an iteration (1.000 to 3.000), 5 tokens/s, 1.00 x the first" in text
 
 
-def test_a_config_beside_a_variant_with_a_trace(quick, tmp_path):
-    trace = tmp_path / "trace.json"
-    text = printed(bench.main, [*quick, "--repeat=1", f"--trace={trace}", "vs", "--tracin=self"])
+def test_a_config_beside_a_variant(quick):
+    text = printed(bench.main, [*quick, "--repeat=1", "vs", "--tracin=self"])
     assert f"{' '.join(quick)} (torch.float32)\n" in text, "a variant says what it runs in"
     assert "vs --tracin=self (torch.float32)\n" in text
-    assert text.count(" tokens/s, ") == 2 and "aten::" in text
-    assert json.loads(trace.read_text())["traceEvents"]
+    assert text.count(" tokens/s, ") == 2
 
 
 def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
-    assert "--trace: must be" in refusal(bench.main, ["--trace"])
+    assert "--repeat: must be" in refusal(bench.main, ["--repeat"])
     assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from model import GPT, GPTConfig, add_lora
 from run.device import autocast
 from run.stored import StoredTape
-from sample import token_logprobs
+from sample import LogProb, of_logits
 from tracin import Tape, check_exact, inner
 from worlds import refusal
 
@@ -29,8 +29,7 @@ WAYS = ("recorded", "stored", "half stored")
 
 @pytest.fixture(autouse=True)
 def doubles_stay(monkeypatch):
-    """token_logprobs computes in float32 whatever the model is; here a float64 model keeps what it
-    has."""
+    """of_logits computes in float32 whatever the model is; a float64 model keeps what it has."""
     to_float = torch.Tensor.float
     monkeypatch.setattr(
         torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
@@ -82,7 +81,7 @@ def text_loss(model, value, rows, left=0, right=0, line=True):
     def losses():
         h = model(tokens[:, :-1], attention_mask[:, :-1])[:, -T:]                       # (n, T, C)
         if line:
-            logp = token_logprobs(model.lm_head, h[i, t], targets[i, t], 0.7)
+            logp = of_logits(LogProb.apply, model.lm_head, h[i, t], targets[i, t], 0.7, None)
             logp = logp.new_zeros(mask.shape).index_put((i, t), logp)
         else:
             logp = (model.lm_head(h) / 0.7).log_softmax(-1)
