@@ -297,8 +297,8 @@ def check_prompts(prompts, most):
 # ------------------------------------------------------------------------------------------------
 # log-probs of a rollout
 
-LOGITS_KEPT = 2 ** 27       # for the backward: 0.5 GB
-LOGITS_AT_ONCE = 2 ** 23    # on a CPU, where new memory is slow
+LOGITS_KEPT = 2 ** 27       # for the backward at most: 0.5 GB, for entropies three times that
+LOGITS_AT_ONCE = 2 ** 23    # formed at a time on a CPU, where new memory is slow
 
 
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
@@ -348,8 +348,8 @@ class LogProb(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         logits, targets, total = ctx.saved_tensors
-        found = (logits - total).exp_().mul_(-grad)     # (m, V): one-hot less probability
-        return found.scatter_add_(1, targets, grad), None
+        found = (logits - total).exp_().mul_(-grad)                                 # (m, V)
+        return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
@@ -366,8 +366,8 @@ def completion_entropies(model, rollout, temperature=1.0, states=None):
 
 
 def of_logits(function, lm_head, h, targets, temperature, allowed):
-    """(M,) of what function(logits (m, V), targets (m, 1)) -> (m, 1) makes of h (M, C) and targets
-    (M,).
+    """Applies function(logits (m, V), targets (m, 1)) -> (m, 1) to all M rows of h (M, C) and
+    targets (M,) -> (M,).
 
     The logits are of the distribution that the tokens were drawn from: at the sampling temperature,
     and after truncated sampling over the tokens that were allowed (M, V). They are formed in parts.

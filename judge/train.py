@@ -146,7 +146,7 @@ def auc(scores, toxic):
     scores count half. scores (N,), toxic (N,) of bools."""
     clean = scores[~toxic].double().sort().values
     found = scores[toxic].double()
-    below = torch.searchsorted(clean, found)                    # clean comments of lower scores
+    below = torch.searchsorted(clean, found)                    # clean comments with lower scores
     not_above = torch.searchsorted(clean, found, right=True)
     return float((below + not_above).double().mean() / (2 * len(clean)))
 

@@ -117,6 +117,7 @@ ROLLOUT = of(
 SAMPLER = of(
     "sample.py", "test_sample.py",
     ("noise of another row", "noise[rows, t])", "noise[rows.roll(1), t])"),
+    ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found"),
     ("forced end token ends a row", "(token == end) & ~forced", "(token == end)"))
 
 TAPE = of(
@@ -143,6 +144,7 @@ TAPE = of(
 TAPE += of(
     "run/stored.py", "test_tracin.py",
     ("second use of a matrix overwrites", "beta=0 if fresh else 1)", "beta=0)"),
+    ("stored rows are not weighed", "alpha=float(factor)", "alpha=1.0"),
     ("on top of the step before", "beta=0 if fresh else 1)", "beta=1)"),
     ("micro-batches overwrite each other", "len(self.order), len(self.order) + len(numbers)",
      "0, len(numbers)"),

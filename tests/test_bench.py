@@ -1,5 +1,4 @@
 """bench.py: an iteration is grpo's own, variants take turns, and what is typed wrong is refused."""
-
 import pytest
 import torch
 
@@ -51,8 +50,7 @@ def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
 def test_a_config_beside_a_variant(quick):
     text = printed(bench.main, [*quick, "--repeat=1", "vs", "--tracin=self"])
     assert f"{' '.join(quick)} (torch.float32)\n" in text, "a variant says what it runs in"
-    assert "vs --tracin=self (torch.float32)\n" in text
-    assert text.count(" tokens/s, ") == 2
+    assert "vs --tracin=self (torch.float32)\n" in text and text.count(" tokens/s, ") == 2
 
 
 def test_what_is_typed_wrong_is_one_line(quick):

@@ -2,7 +2,6 @@
 hand."""
 import random
 import shutil
-import sys
 
 import pytest
 
@@ -167,10 +166,3 @@ def test_stockfish_sees_a_mate_or_one_line_says_that_it_is_missing(monkeypatch):
         assert chess.top_moves(first["evaluations"])[0] == "d8h4" and not second["evaluations"]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "apt-get install stockfish" in refusal(chess.add_evaluations, rows)
-
-
-def test_without_the_package_one_line_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "chess", None)
-    monkeypatch.delitem(sys.modules, "tasks.chess")
-    monkeypatch.delattr("tasks.chess")
-    assert refusal(load_settings, [f"{ROOT}/config/chess.py"]).endswith("pip install chess")

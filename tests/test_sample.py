@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from sample import (
-    completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left, truncate)
+    LogProb, completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left,
+    truncate)
 from worlds import forcing, logits_by_hand, random_gpt, refusal, same_rollout
 
 PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
@@ -107,6 +108,14 @@ def test_pieces_of_logits_change_nothing(monkeypatch):
             assert (a - b).norm() < 1e-5 * b.norm()
         pieces = 2 * math.ceil(int(r.sampled_mask.sum()) / 7)
         assert len(calls) == again * pieces, "a backward forms logits again only above LOGITS_KEPT"
+
+
+def test_log_probs_and_their_gradient_have_the_bits_that_torch_gives():
+    logits = torch.randn(5, 50).index_fill(1, torch.tensor(7), -math.inf).requires_grad_()
+    targets = torch.arange(5)[:, None]
+    both = LogProb.apply(logits, targets), logits.gather(1, targets) - logits.logsumexp(-1, True)
+    gradients = [torch.autograd.grad(x.square().sum(), logits)[0] for x in both]
+    assert torch.equal(*both) and torch.equal(*gradients)
 
 
 def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():

@@ -303,12 +303,13 @@ def test_rows_by_number_over_all_processes(way):
     agree(sum(flat(tape.gradient(w), case.model) for tape in tapes), w @ J, "the gradient")
 
 
-def test_a_row_of_weight_0_cannot_poison():
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_of_weight_0_cannot_poison(way):
     """Its gradient may be infinite or not a number: what is not wanted has no part in the sum."""
     model, x = perturbed(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))), noise(8, 5)
     x[3, 2] = torch.nan
     w = ALL.index_fill(0, torch.tensor(3), 0)
-    with Tape(model, 8) as tape:
+    with tape_of(model, way) as tape:
         tape.rows(torch.arange(8))
         model(x).sin().sum().backward()
     assert all(g.isfinite().all() for g in tape.gradient(w).values())
