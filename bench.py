@@ -178,9 +178,9 @@ def short(prompts, completions, **columns):
 def beside_trl(argv, repeat):
     with optional("trl transformers"):
         import trl
-    cfg = load_settings([*argv, "--beta=0", "--judge=None", "--eval_judge=None"])
+    cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
-                  reward_weights=(1.0,))
+                  reward_weights=(1.0,), judge=None, eval_judge=None)
     nets = make_nets(cfg)
     with tempfile.TemporaryDirectory() as folder:
         export(copy.deepcopy(nets.base), os.path.join(folder, "policy"), nets.tokenizer)

@@ -29,8 +29,7 @@ def test_an_iteration_is_that_of_a_run_and_its_phases_are_all_of_it(monkeypatch)
         assert torch.equal(a, b)
     assert found.tokens == int(batch.rollout.sampled_mask.sum()) and END == 0
     assert found.seconds == next(ticks) - 1, "a lap for each tick"
-    assert list(found.phases) == ["generate", "score", "reference, advantage", "loss",
-                                  "influence, step"]
+    assert "; ".join(found.phases) == "generate; score; reference, advantage; loss; influence, step"
 
 
 def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
@@ -53,7 +52,14 @@ def test_a_config_beside_a_variant(quick):
     assert "vs --tracin=self (torch.float32)\n" in text and text.count(" tokens/s, ") == 2
 
 
+def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
+    monkeypatch.setitem(grpo.sys.modules, "trl", torch)
+    monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round({"all": 1.0}, 1, 0.0)])
+    asked = ["--judge=train", "--reward_funcs=('reward','judge')", "--reward_weights=(1.0,1.0)"]
+    text = printed(bench.main, ["trl", *quick, *asked])
+    assert text.count(" s an iteration") == 2 and "here\n" in text
+
+
 def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
-    assert "--repeat: must be" in refusal(bench.main, ["--repeat"])
     assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])

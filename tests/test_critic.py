@@ -11,8 +11,7 @@ from config import Settings
 from critic import explained_variance, gae, token_advantages, value_loss, whiten
 from run.fast import Decoder
 from sample import completion_logprobs, completion_states, generate
-from worlds import (
-    END, PROMPTS, forcing, gradient, nets_of, settings, shaken, whole_step, world)
+from worlds import (END, PROMPTS, forcing, gradient, nets_of, settings, shaken, whole_step, world)
 
 PLAIN = Settings(whiten_advantages=False)
 CRITIC = dict(critic=True, value_coef=.5)

@@ -286,8 +286,7 @@ def test_a_policy_is_made_of_texts_and_anew_when_they_change(made_up):
 def test_the_key_of_a_prepared_policy_stays():
     """Files that were prepared for the same settings and comments go on being found."""
     cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
-    splits = {name: [] for name in SPLITS}
-    message = refusal(get_policy, cfg, splits, CPU, may_train=False)
+    message = refusal(get_policy, cfg, dict.fromkeys(SPLITS, []), CPU, may_train=False)
     assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is not there" in message
 
 

@@ -19,8 +19,7 @@ from hub.tokenizer import from_folder
 from judge import as_reward, load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, log_odds, pad_right
-from judge.train import (auc, even_lengths, get_judges, length_batches, named_judges,
-                         train_judge)
+from judge.train import (auc, even_lengths, get_judges, length_batches, named_judges, train_judge)
 from model import GPTConfig
 from published import make_gpt2, make_roberta, put, roberta_by_hand
 from run.files import load_file, save_gpt

@@ -105,8 +105,7 @@ def made_up(tmp_path):
         folder = tmp_path / f"{arm}{seed}"
         folder.mkdir()
         (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        runs.append(SimpleNamespace(arm=arm, seed=seed, folder=str(folder), argv=[],
-                                    iterations=16))
+        runs.append(SimpleNamespace(arm=arm, seed=seed, folder=str(folder), argv=[], iterations=16))
     return study, runs
 
 
