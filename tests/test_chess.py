@@ -10,7 +10,7 @@ from conftest import ROOT
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge.rewards import score
-from worlds import refusal
+from worlds import refusal, seed_of
 
 python_chess = pytest.importorskip("chess")
 
@@ -127,7 +127,7 @@ def test_scores_of_completions():
 
 
 def test_no_text_makes_a_reward_raise():
-    rng = random.Random(0)
+    rng = random.Random(seed_of(0))
     pieces = [*"+:. \n0159-/٣²kK", "M:", "E:", "B:", "e2e4", "1e999", "-0.0", "nan", AFTER_E4]
     for _ in range(150):
         text = list(rng.choice((ANSWER, PLAYS[0][0], "")))

@@ -11,7 +11,8 @@ from config import Settings
 from critic import explained_variance, gae, token_advantages, value_loss, whiten
 from run.fast import Decoder
 from sample import completion_logprobs, completion_states, generate
-from worlds import (END, PROMPTS, forcing, gradient, nets_of, settings, shaken, whole_step, world)
+from worlds import (
+    END, PROMPTS, forcing, gradient, nets_of, seed_of, settings, shaken, whole_step, world)
 
 PLAIN = Settings(whiten_advantages=False)
 CRITIC = dict(critic=True, value_coef=.5)
@@ -19,7 +20,7 @@ CRITIC = dict(critic=True, value_coef=.5)
 
 def cases(seed=0, N=40, T=9):
     """Random rewards, values and sampled tokens; some rows have gaps, one has no sampled token."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(seed))
     rewards, values = torch.randn(2, N, T, generator=generator)
     sampled = torch.rand(N, T, generator=generator) < .7
     sampled[0] = False
@@ -71,7 +72,7 @@ def test_gae_against_plain_python():
 
 def test_rewards_are_centered_and_stand_at_the_last_sampled_token():
     _, values, sampled = cases()
-    rewards = torch.randn(len(sampled), generator=torch.Generator().manual_seed(1))
+    rewards = torch.randn(len(sampled), generator=torch.Generator().manual_seed(seed_of(1)))
     rewards[2] = math.nan
     penalty = torch.rand(values.shape) * sampled
     A, returns = token_advantages(as_rollout(values, sampled), rewards, penalty, PLAIN)

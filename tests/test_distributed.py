@@ -96,7 +96,7 @@ def program(argv):
 
 
 def torchrun(processes, argument, **environment):
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", **environment)
+    env = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", **environment)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                f"--nproc_per_node={processes}", os.path.abspath(__file__), str(argument)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -227,7 +227,6 @@ def test_shares(monkeypatch):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     try:
         run_script(program)
     finally:

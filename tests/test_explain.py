@@ -16,7 +16,7 @@ from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
 from explain.words import Piece, Row, pieces_of
-from worlds import command, printed, read_rows, refusal
+from worlds import command, printed, read_rows, refusal, seed_of
 
 explain = importlib.import_module("explain.__main__")
 CONFIG = """
@@ -183,7 +183,7 @@ def test_tokens_that_share_a_character_are_one_piece():
 
 
 def test_sentences_say_what_was_planted():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     noise = torch.randn(2, 300, generator=generator).tolist()
     planted = [dict(iteration=i // 100, completion="e" * (5 + i % 7), reward=a, advantage=b,
                     influence=math.exp(a) - 0.5, weight=float(a > 0))

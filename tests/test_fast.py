@@ -12,8 +12,8 @@ from run import fast
 from run.fast import Decoder, prove
 from sample import completion_logprobs, generate
 from worlds import (
-    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, refusal, same_rollout, settings,
-    word_gpt)
+    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, refusal, same_rollout, seed_of,
+    settings, word_gpt)
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
@@ -72,7 +72,7 @@ def by_definition(q, k, v, seen, scale):
 
 
 def test_both_branches_of_attention_are_its_definition():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
 
     def random(*shape):
         return torch.randn(*shape, generator=generator)

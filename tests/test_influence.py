@@ -21,7 +21,8 @@ from sample import completion_entropies, completion_logprobs
 from selection import choose_targets, row_weights_of, select, target_coefficients
 from tracin import cosine
 from worlds import (
-    WORD_PROMPTS, WORDS, gradient, nets_of, refusal, shaken, steps_of, whole_step, word_gpt, words)
+    WORD_PROMPTS, WORDS, gradient, nets_of, refusal, seed_of, shaken, steps_of, whole_step,
+    word_gpt, words)
 
 # a row's loss is a multiple of its log-prob, and nothing is left besides
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
@@ -247,7 +248,8 @@ def test_coefficients_of_targets():
 
 
 def test_which_held_out_rollouts_are_the_target():
-    rewards, g = torch.tensor([.1, .9, .5, .7, .3, .2]), torch.Generator().manual_seed(1)
+    rewards = torch.tensor([.1, .9, .5, .7, .3, .2])
+    g = torch.Generator().manual_seed(seed_of(1))
     assert choose_targets(rewards, 2, "best", g).tolist() == [1, 3]
     assert sorted(choose_targets(rewards, 0, "random", g).tolist()) == list(range(6))
     rewards[1] = math.nan
@@ -337,7 +339,7 @@ def test_select():
 
 
 def test_controls_keep_as_many_as_positive_does():
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed_of(1))
     for positive in range(13):
         influence = torch.rand(12, generator=generator) + .1
         influence[torch.randperm(12, generator=generator)[positive:]] *= -1
@@ -447,7 +449,7 @@ def test_an_average_starts_anew_where_the_target_points_elsewhere():
 
 def test_adam_scale_is_what_adamw_multiplies_with():
     """Also with two groups of parameters."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     a, b = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
     groups = [dict(params=[a], betas=(0.0, .9)), dict(params=[b], betas=(0.0, .99), eps=.1)]
     optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)

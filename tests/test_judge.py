@@ -23,7 +23,7 @@ from judge.train import (auc, even_lengths, get_judges, length_batches, named_ju
 from model import GPTConfig
 from published import make_gpt2, make_roberta, put, roberta_by_hand
 from run.files import load_file, save_gpt
-from worlds import printed, refusal, sentence, write_comments
+from worlds import printed, refusal, seed_of, sentence, write_comments
 
 CPU = torch.device("cpu")
 TEXTS = ["the other theatre", "", "there " * 12, "x", "a b  c\n1 2", "the </s><pad> <s> there",
@@ -36,7 +36,7 @@ SILENT = [False, True, False, True, False, False, False]
 
 @pytest.fixture(scope="module")
 def scorer():
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     config = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, causal=False)
     return Scorer(config).double().eval()
 
@@ -64,7 +64,7 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
 
 
 def test_auc_is_its_definition():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     scores = torch.randint(6, (60,), generator=generator) / 3 - 1
     labels = torch.randint(2, (60,), generator=generator).bool()
     wins = [float(a > b) + float(a == b) / 2 for a in scores[labels] for b in scores[~labels]]
@@ -124,7 +124,7 @@ def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
 
 
 def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
-    rng = random.Random(0)
+    rng = random.Random(seed_of(0))
     comments = [(sentence(rng, i % 3 == 0), float(i % 3 == 0)) for i in range(200)]
     held_out = comments[:60]
 

@@ -9,7 +9,7 @@ import selection
 from run.metrics import (
     batch_metrics, gap_of, influence_metrics, loss_metrics, mean_influence, mean_over_tokens,
     numbers, rollout_toxicity)
-from worlds import letters, mean_token, settings, whole_step, world
+from worlds import letters, mean_token, seed_of, settings, whole_step, world
 
 CLIP = 0.01     # so narrow that a pass after a step is clipped
 
@@ -17,7 +17,8 @@ CLIP = 0.01     # so narrow that a pass after a step is clipped
 def batch_of(cfg, seed=1):
     """Nets and a batch whose ratios are not 1, as after a step."""
     nets, batch = world(cfg, seed)
-    noise = torch.randn(batch.rollout.logp.shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed_of(seed))
+    noise = torch.randn(batch.rollout.logp.shape, generator=generator)
     batch.rollout.logp += 0.05 * noise * batch.rollout.sampled_mask
     return nets, batch
 

@@ -25,7 +25,7 @@ from model import GPTConfig
 from published import (CHAT, chat_core, gguf_of_core, logits, make_chat, make_gpt2,
                        make_prompts, make_roberta, put, write_gguf)
 from run.script import seed_for
-from worlds import printed, read_rows, refusal
+from worlds import printed, read_rows, refusal, seed_of
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
 CONFIGS = ("toxicity_gpt2", "toxicity_gptneo_lora", "toxicity_smollm2")
@@ -181,7 +181,7 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
     transformers = pytest.importorskip("transformers")
     start(hub.export.main, finished(kind), tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
+    idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(seed_of(0)))
     with torch.no_grad():
         expected = theirs(idx).logits
     found = logits(pretrain.load_run(finished(kind))[0], idx)

@@ -232,7 +232,7 @@ def signalled(flags, where, number):
     its stderr."""
     command = [sys.executable, trainer.__file__, *flags, f"--out_dir={where}", *SIX]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                               text=True, env=dict(os.environ, OMP_NUM_THREADS="1", SLOW="0.1"))
+                               text=True, env=dict(os.environ, SLOW="0.1"))
     deadline = time.time() + 60
     log = os.path.join(where, "metrics.jsonl")
     while not (os.path.exists(log) and open(log).read().count("\n") >= 3):

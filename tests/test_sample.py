@@ -7,7 +7,7 @@ import torch
 from sample import (
     LogProb, completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left,
     truncate)
-from worlds import forcing, logits_by_hand, random_gpt, refusal, same_rollout
+from worlds import forcing, logits_by_hand, random_gpt, refusal, same_rollout, seed_of
 
 PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
 TRUNCATIONS = [dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1),
@@ -40,7 +40,7 @@ def allowed_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
 def forced_ids(N, T=T, V=49, seed=2, share=.3):
     """(N, T) ids, -1 where the policy draws. Row 1 is forced from its second token to its end, the
     second token of row 2 is the end token."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(seed))
     ids = torch.randint(3, V, (N, T), generator=generator)
     forced = ids.where(torch.rand(N, T, generator=generator) < share, -1)
     forced[1] = ids[1]
@@ -245,7 +245,7 @@ def test_what_cannot_be_sampled_is_refused():
 
 
 def test_draw_inverts_the_distribution_function():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     for V in (2, 30, 5000):
         probs = torch.rand(60, V, generator=generator)
         probs = probs * (torch.rand(60, V, generator=generator) < 0.4)
@@ -260,7 +260,7 @@ def test_draw_inverts_the_distribution_function():
 
 
 def test_truncate_keeps_what_its_definition_keeps():
-    logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(seed_of(0)))
     for truncation in (dict(top_k=1), dict(top_k=1000), dict(top_p=0.05), dict(min_p=1.0)):
         out = truncate(logits, **truncation)
         for row, before in zip(out, logits):
