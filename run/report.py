@@ -54,7 +54,9 @@ class StepLog:
         spent = f"time={now - self.last:.3f}s"
         if last:  # the optimizer's own time and the sum of all
             spent = f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
-        print(f"{text}: mem={memory(self.device) / 2 ** 20:.0f} MB, {spent}{values}")
+        used = memory(self.device)
+        mem = "" if used is None else f"mem={used / 2 ** 20:.0f} MB, "
+        print(f"{text}: {mem}{spent}{values}")
         self.last = now
 
 

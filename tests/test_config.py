@@ -34,10 +34,6 @@ def refused(*argv):
     return refusal(load_settings, [str(a) for a in argv])
 
 
-def test_there_are_at_most_a_hundred():
-    assert len(NAMES) <= 100
-
-
 def test_every_setting_can_be_given_as_a_flag():
     for name in NAMES:
         value = getattr(load_settings([]), name)

@@ -197,7 +197,7 @@ def test_published_classifier_gives_the_log_odds_of_its_toxic_label_by_hand(make
         silent = torch.tensor(SILENT)
         want = expected(z).float().masked_fill(silent, SAYS_NOTHING)
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
-        assert want[~silent].std() > 0.05
+        assert want[~silent].std() > 2e-3, "texts must differ by more than what is allowed above"
 
 
 def test_what_is_no_classifier_is_one_line(make):

@@ -209,10 +209,14 @@ def random_rows():
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     old = -1.5 + .5 * noise(8, 7)
-    logp = old + .25 * noise(8, 7) + torch.tensor([.5, -.5, .1, 0, -.1, .4, 0, -.4])[:, None]
+    # no token leaves its row's side of the clip: log 1.3 is .26, log .8 is -.22
+    ratio = .4 * torch.rand(8, 7, generator=g, dtype=torch.float64) - .2
+    logp = old + ratio + torch.tensor([.5, -.5, .1, 0, -.1, .5, 0, -.4])[:, None]
     mask = torch.arange(7) < torch.tensor([7, 5, 3, 1, 6, 4, 0, 7])[:, None]
     advantages = torch.tensor([1.2, -.7, .4, -1.1, .9, -.6, .5, .8], dtype=torch.float64)
-    return logp, old, logp + .3 * noise(8, 7), advantages, mask, torch.rand(8, 7, generator=g) < .4
+    policy_mask = torch.rand(8, 7, generator=g) < .4
+    policy_mask[:, 0] = True
+    return logp, old, logp + .3 * noise(8, 7), advantages, mask, policy_mask
 
 
 @pytest.mark.parametrize("level", LEVELS)
