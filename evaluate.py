@@ -6,13 +6,13 @@ by itself it measures a run again, with whatever settings should differ:
 """
 import math
 
-from run.script import BadInput, hash_of, run_script, seed_for   # before torch: sets its threads
+from common.script import BadInput, hash_of, run_script, seed_for   # before torch: sets its threads
 
 import torch
 
 from config import load_settings
 from data.tokenizer import end_tokens
-from tasks.turns import answering
+from extras.tasks.turns import answering
 from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
@@ -20,10 +20,10 @@ from judge.train import get_judges
 from pretrain import get_policy
 from run.build import build, read_inputs
 from run.checkpoint import read_newest
-from run.device import autocast
-from run.files import load_weights
-from run.processes import all_gather, all_gather_rollout, shard
-from sample import completion_logprobs, concatenate
+from common.device import autocast
+from common.files import load_weights
+from common.processes import all_gather, all_gather_rollout, shard
+from rollout import completion_logprobs, concatenate
 
 NUM_SHOWN = 4   # completions that are printed
 AT_ONCE = 64    # completions that are sampled or scored together: memory

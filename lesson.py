@@ -23,12 +23,12 @@ import matplotlib.pyplot as plt
 import torch
 
 import grpo
-import selection
+import tracin
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
 from explain.words import logprob_changes, pieces_of, row_alone
-from tracin import Tape, cosine, inner
+from tape import Tape, cosine, inner
 
 
 def picture(name, xlabel, ylabel):
@@ -152,7 +152,7 @@ nets.policy.load_state_dict(start)      # back to where we were
 # %%
 def gradient_of(rows):
     """{parameter: gradient} of the loss of these rows, by a plain backward."""
-    return selection.gradient_of(grpo, nets, cfg, batch, rows, step, "policy")
+    return tracin.gradient_of(grpo, nets, cfg, batch, rows, step, "policy")
 
 
 target = gradient_of(step.rows)
@@ -247,7 +247,7 @@ picture("9_words", f"tokens after {prompts[best // G].text!r}", "influence")
 # near 1, the target is signal. Near 0 it is mostly noise, and so is the choice.
 
 # %%
-keep, _ = selection.select(influence, "positive")
+keep, _ = tracin.select(influence, "positive")
 half = (torch.arange(N) < N // 2).float()
 first, last, kept, whole = map(tape.gradient, (half, 1 - half, keep, torch.ones(N)))
 print(f"the cosine of the target's two halves is {cosine(first, last):.2f}")

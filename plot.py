@@ -12,8 +12,8 @@ import os
 
 import numpy as np
 
-from run.files import read_json, read_rows, replacing
-from run.script import BadInput, optional, own_flags, run_script
+from common.files import read_json, read_rows, replacing
+from common.script import BadInput, optional, own_flags, run_script
 
 with optional("matplotlib"):
     import matplotlib

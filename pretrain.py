@@ -13,22 +13,22 @@ import os
 import random
 import time
 
-from run.script import (     # before torch: sets how its threads wait
+from common.script import (     # before torch: sets how its threads wait
     BadInput, interrupts, run_script, seed_for, shown)
 
 import torch
 from torch.nn import functional as F
 
-import hub.policy
+import extras.hub.policy
 from config import Settings, load_settings, usage
-from critic import ValueHead
+from extras.critic import ValueHead
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.checkpoint import read_newest
-from run.device import autocast, fast_dtype, pick_device
-from run.files import load_gpt, load_weights, save_gpt, undamaged
-from run.fit import fit
+from common.device import autocast, fast_dtype, pick_device
+from common.files import load_gpt, load_weights, save_gpt, undamaged
+from common.fit import fit
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
@@ -77,7 +77,7 @@ def load_policy(cfg):
     overrides the settings, and overridden values are printed."""
     if cfg.policy == "train":
         return None
-    policy = hub.policy.load(cfg.policy)[0] if is_published(cfg) else load_gpt(cfg.policy)
+    policy = extras.hub.policy.load(cfg.policy)[0] if is_published(cfg) else load_gpt(cfg.policy)
     for name in SHAPE:
         wanted = getattr(cfg, name)
         found = getattr(policy.config, name)
@@ -118,7 +118,7 @@ def get_tokenizer(cfg):
     The settings must have the policy's shape by now (load_policy)."""
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
-    tokenizer = hub.policy.tokenizer_of(hub.policy.locate(cfg.policy))
+    tokenizer = extras.hub.policy.tokenizer_of(extras.hub.policy.locate(cfg.policy))
     if tokenizer.largest >= cfg.vocab_size:
         raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the "
                        f"model has {cfg.vocab_size} tokens: they do not belong together")
@@ -138,7 +138,7 @@ def load_run(path):
         policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
         load_weights(path, policy, content["policy"])
     if is_published(cfg):
-        return policy, hub.policy.locate(cfg.policy)
+        return policy, extras.hub.policy.locate(cfg.policy)
     return policy, load_tokenizer(cfg.vocab_size)
 
 

@@ -142,7 +142,7 @@ TAPE = of(
     ("a not normalised", "return normalise(", "return kept(x)  # "),
     ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
 TAPE += of(
-    "run/stored.py", "test_tracin.py",
+    "extras/stored", "test_tracin.py",
     ("second use of a matrix overwrites", "beta=0 if fresh else 1)", "beta=0)"),
     ("stored rows are not weighed", "alpha=float(factor)", "alpha=1.0"),
     ("on top of the step before", "beta=0 if fresh else 1)", "beta=1)"),
@@ -157,7 +157,7 @@ INFLUENCE = of(
     ("rest of the loss dropped", "for p, g in add(found.rest_grad, kept, factor).items():",
      "for p, g in kept.items():"))
 INFLUENCE += of(
-    "selection.py", "test_influence.py",
+    "tracin.py", "test_influence.py",
     ("target of bad rewards", "coef = (r.mean() - r) / ", "coef = (r - r.mean()) / "))
 
 MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE

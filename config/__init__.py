@@ -5,8 +5,8 @@ Every setting, documented once, and the reader of config files and flags.
 
 A config file is Python that assigns names of Settings; _names and modules are its own business. A
 function (prompts, completions) that returns one number per completion can be a reward. Functions
-with a fixed name: reward, target, weigh, environment (tasks/turns.py), texts (pretrain.py),
-questions (data/prompts.py); and the table `tools` (tasks/tools.py).
+with a fixed name: reward, target, weigh, environment (extras/tasks/turns.py), texts (pretrain.py),
+questions (data/prompts.py); and the table `tools` (extras/tasks/tools.py).
 
 The folder of a run is a config too: its config.json has all settings. The functions come from the
 config file that is named beside it, or from the one that the run noted, if its text is unchanged.
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from config.check import check
-from tasks.tools import STOP, call_metrics, check_tools, tool_environment
-from run.files import read_json, read_text, undamaged
-from run.script import BadInput, in_one_line, shown
+from extras.tasks.tools import STOP, call_metrics, check_tools, tool_environment
+from common.files import read_json, read_text, undamaged
+from common.script import BadInput, in_one_line, shown
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Settings:
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides r - mean
     zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
 
-    # critic (critic.py, docs/critic.md)
+    # critic (extras/critic, docs/critic.md)
     critic: bool = False                # a value head is the baseline, as in PPO; groups are none
     gae_gamma: float = 1.0              # discount of later rewards, by token
     gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
@@ -149,14 +149,14 @@ class Settings:
     tracin_val_select: Literal["random", "best"] = "random"    # target
     tracin_val_reward: str | None = None    # "judge" or a function scores these; None: reward_funcs
     tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
-    # what is kept (selection.py). bottom to all: controls; weigh: the config file's function
+    # what is kept (tracin.py). bottom to all: controls; weigh: the config file's function
     # (influence, batch), which returns a factor for each rollout
     tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
                            "top_reward", "all", "weigh"] = "positive"
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
-    tracin_memory: float = 8.0          # GB for gradients of single rollouts (run/stored.py)
+    tracin_memory: float = 8.0          # GB for gradients of single rollouts (extras/stored)
     # the kept rollouts' gradient is as large as it is, or norm: as long as that of all would be
     tracin_normalizer: Literal["all", "norm"] = "all"
 
@@ -177,7 +177,7 @@ class Settings:
 
     @property
     def tools(self):
-        """The config file's table of tools, {} without (tasks/tools.py)."""
+        """The config file's table of tools, {} without (extras/tasks/tools.py)."""
         return self.functions.get("tools") or {}
 
     def call_metrics(self, completions):

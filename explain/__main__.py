@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import grpo
-import selection
+import tracin
 from config import load_settings
 from data.chat import encode_prompt
 from data.prompts import draw_prompts
@@ -28,11 +28,11 @@ from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, set_random_state
-from run.files import load_file, read_rows, replacing, undamaged
+from common.files import load_file, read_rows, replacing, undamaged
 from run.loop import sample_rows
 from run.metrics import bound_of
-from run.script import BadInput, hash_of, own_flags, run_script, seed_for
-from tracin import inner
+from common.script import BadInput, hash_of, own_flags, run_script, seed_for
+from tape import inner
 
 CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
 SHOWN = 5       # rollouts in a list
@@ -41,7 +41,7 @@ SHOWN = 5       # rollouts in a list
 class Again(NamedTuple):
     """An optimizer step that is scored and not taken."""
     nets: Any           # run.build.Nets
-    tape: Any           # tracin.Tape
+    tape: Any           # tape.Tape
     batch: Any          # grpo.Batch
     step: Any           # grpo.Step
     found: Any          # tracin.Findings
@@ -61,7 +61,7 @@ def iteration_after(nets, path, cfg):
     batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it))
     target = None
     if cfg.tracin_val_prompts:
-        target = selection.collect_target(nets, it, cfg, grpo.collect)
+        target = tracin.collect_target(nets, it, cfg, grpo.collect)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:

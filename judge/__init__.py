@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from judge.roberta import load_roberta
+from extras.hub.roberta import load_roberta
 from judge.scorer import load_scorer, says_nothing
 
 

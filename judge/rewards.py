@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from run.script import BadInput, shown, user_error
+from common.script import BadInput, shown, user_error
 
 LARGEST = 1e16      # the square of a reward must fit into float32
 

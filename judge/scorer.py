@@ -10,8 +10,8 @@ import torch.nn as nn
 from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
-from run.files import load_gpt
-from run.script import BadInput
+from common.files import load_gpt
+from common.script import BadInput
 
 
 class Scorer(nn.Module):

@@ -16,10 +16,10 @@ from data.tokenizer import load_tokenizer
 from judge import load_judge
 from judge.scorer import Scorer, encode, log_odds, pad_right
 from model import GPTConfig
-from run.device import autocast, fast_dtype, pick_device
-from run.files import save_gpt
-from run.fit import fit
-from run.script import BadInput, interrupts, run_script
+from common.device import autocast, fast_dtype, pick_device
+from common.files import save_gpt
+from common.fit import fit
+from common.script import BadInput, interrupts, run_script
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 VOCAB_SIZE = 8192

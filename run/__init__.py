@@ -1,12 +1,1 @@
-"""What any run needs and no paper mentions: processes, devices, files, lines, metrics."""
-import os
-
-# imported before torch, whose threads then spin for a moment only: on a busy machine a step takes a
-# third of the time
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-
-# kernels that oneDNN keeps, one for each shape in bfloat16: a thousand take a gigabyte. To make
-# them anew costs some percent of an iteration at most
-os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+"""The life of a run: what builds it, its folder, checkpoints, metrics and lines."""

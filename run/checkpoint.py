@@ -18,10 +18,10 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from run.files import (
+from common.files import (
     load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
-from run.processes import rank_and_size
-from run.script import BadInput
+from common.processes import rank_and_size
+from common.script import BadInput
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from run.device import autocast, set_precision
+from common.device import autocast, set_precision
 from run.metrics import bound_of, gap_of
-from run.processes import all_gather
-from run.script import BadInput
-from sample import CHECK_EVERY, Rollout, completion_logprobs, generate, prefill, sample_token
+from common.processes import all_gather
+from common.script import BadInput
+from rollout import CHECK_EVERY, Rollout, completion_logprobs, generate, prefill, sample_token
 
 
 def prove(nets, cfg):
@@ -103,7 +103,7 @@ def compare(nets, cfg, rollout, expected_logp, expected_gradient):
 
 
 class Decoder:
-    """A drop-in for sample.decode, whose step has shapes and addresses that never change.
+    """A drop-in for rollout.decode, whose step has shapes and addresses that never change.
 
         generate(policy, ..., decode=Decoder(device, compiled=True))
 
@@ -124,7 +124,7 @@ class Decoder:
 
     @torch.no_grad()
     def __call__(self, model, prompt, attention_mask, r, noise, sampling, respond=None):
-        """Fills the rows r with completions of prompts (B, P), as sample.decode does."""
+        """Fills the rows r with completions of prompts (B, P), as rollout.decode does."""
         N, T = r.completion_mask.shape
         P = prompt.shape[1]
         prefix = prefill(model, prompt, attention_mask, r, noise, sampling, respond)

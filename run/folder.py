@@ -9,8 +9,8 @@ import json
 import os
 
 from run.checkpoint import LOGS, check_going_on, iterations_in, newest_checkpoint
-from run.files import read_json, read_text
-from run.script import BadInput
+from common.files import read_json, read_text
+from common.script import BadInput
 
 LOCK = ".lock"
 # settings that may differ in the same run

@@ -9,12 +9,12 @@ import time
 from evaluate import evaluate, print_table
 from run.checkpoint import (
     append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)
-from run.files import read_rows
+from common.files import read_rows
 from run.folder import claimed_folder
-from run.metrics import batch_metrics, rollout_toxicity, row_advantages
-from run.processes import all_gather, rank_and_size
+from run.metrics import batch_metrics, rollout_toxicity
+from common.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_warnings
-from run.script import BadInput, hash_of, interrupts, optional
+from common.script import BadInput, hash_of, interrupts, optional
 
 
 class Run:
@@ -165,7 +165,7 @@ def reward_of(row, cfg):
 def sample_rows(it, prompts, batch, cfg):
     """Rows of samples.jsonl: every completion with its reward and advantage."""
     rewards = batch.rewards.tolist()
-    advantages = row_advantages(batch).tolist()
+    advantages = batch.row_advantages.tolist()
     influence = batch.influence.tolist()
     weights = batch.row_weights.tolist()
     rows = []

@@ -8,9 +8,9 @@ import math
 
 import torch
 
-from critic import explained_variance
-from run.processes import all_gather, shard
-from tracin import inner, invariant_error
+from extras.critic import explained_variance
+from common.processes import all_gather, shard
+from tape import inner, invariant_error
 
 
 class Meter:
@@ -240,14 +240,6 @@ def rollout_toxicity(prompts, batch, nets):
     mine = shard(N)
     log_odds = all_gather(judge(asked[mine], batch.completions[mine]))
     return {"eval_judge/toxicity": float(torch.sigmoid(log_odds).mean())}
-
-
-def row_advantages(batch):
-    """Advantages (N,): with a critic means over the tokens that the policy drew."""
-    if batch.advantages.dim() == 1:
-        return batch.advantages
-    sampled = batch.rollout.sampled_mask
-    return (batch.advantages * sampled).sum(1) / sampled.sum(1).clamp(min=1)
 
 
 def batch_metrics(batch, cfg):

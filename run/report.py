@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from run.device import memory
+from common.device import memory
 from run.metrics import bound_of, std
 
 

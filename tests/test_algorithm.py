@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from config import Settings
 from grpo import (
     Batch, collect, group_advantages, grpo_loss, kl_estimate, loss_masks, loss_of, update)
-from sample import Rollout, completion_logprobs, truncate
+from rollout import Rollout, completion_logprobs, truncate
 from worlds import END, PROMPTS, TOKENIZER, mean_token, settings, shaken, whole_step, world
 
 

@@ -22,7 +22,7 @@ from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
 from judge.train import get_judges
 from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
-from run.files import load_file, load_gpt, save_file, save_gpt
+from common.files import load_file, load_gpt, save_file, save_gpt
 from worlds import WORDS, printed, read_rows, refusal
 
 gpt2 = functools.lru_cache(load_tokenizer)

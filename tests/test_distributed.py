@@ -19,10 +19,10 @@ sys.path.insert(0, ROOT)
 
 import grpo as trainer  # noqa: E402
 import run.loop  # noqa: E402
-import run.processes  # noqa: E402
-from run.files import load_file  # noqa: E402
-from run.processes import all_gather, shard  # noqa: E402
-from run.script import hash_of, run_script  # noqa: E402
+import common.processes  # noqa: E402
+from common.files import load_file  # noqa: E402
+from common.processes import all_gather, shard  # noqa: E402
+from common.script import hash_of, run_script  # noqa: E402
 
 CASES = {
     "judge": ("--beta=0.1", "--judge=train", "--reward_funcs=('judge', 'reward')",
@@ -219,7 +219,7 @@ def test_shares(monkeypatch):
     for n, group, processes in ((16, 4, 3), (7, 1, 3), (2, 1, 5), (0, 1, 2), (12, 4, 1)):
         parts = []
         for rank in range(processes):
-            monkeypatch.setattr(run.processes, "rank_and_size", lambda: (rank, processes))
+            monkeypatch.setattr(common.processes, "rank_and_size", lambda: (rank, processes))
             parts.append(list(range(n)[shard(n, group)]))
         sizes = list(map(len, parts))
         assert sum(parts, []) == list(range(n)) and all(size % group == 0 for size in sizes)

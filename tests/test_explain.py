@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grpo
-import tracin
+import tape
 from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
@@ -122,8 +122,8 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
             total = sum(piece.influence for piece in pieces)
             assert total == pytest.approx(float(z[j]), abs=1e-5 * size), name
             assert "".join(piece.text for piece in pieces) == rows[j]["completion"]
-    plain = tracin.layer_dot
-    monkeypatch.setattr(tracin, "layer_dot", lambda module, name, *rest: plain(
+    plain = tape.layer_dot
+    monkeypatch.setattr(tape, "layer_dot", lambda module, name, *rest: plain(
         module, name, *rest) * (name != "bias"))
     _, again, cfg = sampled(run("self"), "--tracin_memory=0")
     assert "CONTRADICTS" in explain.check(again, cfg)

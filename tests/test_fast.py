@@ -10,7 +10,7 @@ import torch
 from model import attend
 from run import fast
 from run.fast import Decoder, prove
-from sample import completion_logprobs, generate
+from rollout import completion_logprobs, generate
 from worlds import (
     SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, refusal, same_rollout, seed_of,
     settings, word_gpt)

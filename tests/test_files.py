@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import run.device
+import common.device
 from conftest import ROOT
 from pretrain import optimizers
-from run.device import free_memory, pick_device, pick_dtype
-from run.files import (load_file, load_gpt, read_json, read_rows, read_text, replacing,
+from common.device import free_memory, pick_device, pick_dtype
+from common.files import (load_file, load_gpt, read_json, read_rows, read_text, replacing,
                        save_file, save_gpt, write_json)
-from run.fit import fit, trapezoid
-from run.script import BadInput, hash_of, interrupts, run_script, seed_for
+from common.fit import fit, trapezoid
+from common.script import BadInput, hash_of, interrupts, run_script, seed_for
 from worlds import random_gpt, random_ids, refusal
 
 
@@ -127,7 +127,7 @@ def train(partial, steps=8, until=None, crash=False):
 
     stop = (lambda: made[-1:] == [until - 1]) if until and not crash else lambda: False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("run.fit.SAVE_SECONDS", -1 if crash else 1e9)
+        patch.setattr("common.fit.SAVE_SECONDS", -1 if crash else 1e9)
         try:
             fit(model, optimizers(model), loss_at, steps, partial, "test", stop)
         except (KeyboardInterrupt, RuntimeError) as e:
@@ -181,7 +181,7 @@ def test_devices_and_precisions(monkeypatch, capsys):
     for name in ("quantum", "meta", "cuda:99"):
         assert f"device = '{name}': not on this machine" in refusal(pick_device, name)
     has = {cpu: torch.bfloat16, gpu: torch.bfloat16}
-    monkeypatch.setattr(run.device, "fast_dtype", lambda device: has[device])
+    monkeypatch.setattr(common.device, "fast_dtype", lambda device: has[device])
     found = [pick_dtype(name, device) for device in (cpu, gpu)
              for name in ("auto", "fast", "float32", "bfloat16")]
     f, h = torch.float32, torch.bfloat16
@@ -199,16 +199,16 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
     cfg = SimpleNamespace(num_prompts=32, num_generations=8, decode_batch_size=0, policy="train",
                           n_layer=12, n_embd=768, max_completion_length=128)
     with monkeypatch.context() as m:
-        m.setattr(run.device, "read_proc", lambda name: "")
-        assert run.device.memory(cpu) is None and free_memory(cpu) == math.inf
-    monkeypatch.setattr(run.device, "free_memory", lambda device: 16 * 2 ** 30)
-    run.device.check_fits(cfg, cpu)
+        m.setattr(common.device, "read_proc", lambda name: "")
+        assert common.device.memory(cpu) is None and free_memory(cpu) == math.inf
+    monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
+    common.device.check_fits(cfg, cpu)
     cfg.num_prompts = 32000
-    assert "256000 rows, 256000 at once, n_layer = 12" in refusal(run.device.check_fits, cfg, cpu)
+    assert "256000 rows, 256000 at once, n_layer = 12" in refusal(common.device.check_fits, cfg, cpu)
     cfg.decode_batch_size = 64      # the rollout itself has to be kept too
-    run.device.check_fits(cfg, cpu)
+    common.device.check_fits(cfg, cpu)
     cfg.num_prompts = 3_200_000
-    assert "rows, 64 at once" in refusal(run.device.check_fits, cfg, cpu)
+    assert "rows, 64 at once" in refusal(common.device.check_fits, cfg, cpu)
 
 
 def test_seeds_and_hashes():

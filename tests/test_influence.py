@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import grpo
-import selection
+import tracin
 from config.check import check
 from data.prompts import Prompt
-from grpo import Step, collect
+from grpo import Batch, Step, collect
 from run.build import prepare
-from run.stored import StoredTape, use_stored_tape
-from sample import completion_entropies, completion_logprobs
-from selection import choose_targets, row_weights_of, select, target_coefficients
-from tracin import cosine
+from extras.stored import StoredTape, use_stored_tape
+from rollout import completion_entropies, completion_logprobs
+from tracin import choose_targets, row_weights_of, select, target_coefficients
+from tape import cosine
 from worlds import (
     WORD_PROMPTS, WORDS, gradient, nets_of, refusal, seed_of, shaken, steps_of, whole_step,
     word_gpt, words)
@@ -70,7 +70,7 @@ def rest_gradient(nets, batch, cfg):
 
 
 def target_gradient(nets, batch, rows, cfg):
-    """By autograd, from what the docstrings of selection.py promise."""
+    """By autograd, from what the docstrings of tracin.py promise."""
     n = len(rows)
     if cfg.tracin == "self":
         step = Step(0, rows, n, int(batch.loss_mask[rows].sum()))
@@ -263,7 +263,7 @@ def test_a_reward_of_their_own_scores_held_out_rollouts_only():
     cfg = words(tracin="reward", tracin_val_prompts=4, tracin_val_size=5)
     cfg = with_functions(cfg, {"shouted": shouted}, tracin_val_reward="shouted")
     nets = nets_for(cfg)
-    held_out, rows = selection.collect_target(nets, 0, cfg, collect)
+    held_out, rows = tracin.collect_target(nets, 0, cfg, collect)
     assert held_out.rewards.tolist() == shouted(None, held_out.completions) and len(rows) == 5
     batch = collect(nets, WORD_PROMPTS, cfg, 7)
     assert torch.equal(batch.rewards, batch_of(words()).rewards)
@@ -356,8 +356,9 @@ def test_controls_keep_as_many_as_positive_does():
 
 def test_top_advantage_with_a_critic_is_a_mean_over_drawn_tokens():
     drawn = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
-    batch = SimpleNamespace(advantages=torch.tensor([[.4] * 4, [1.0, 0, 0, 0]]),
-                            rollout=SimpleNamespace(sampled_mask=drawn), rewards=torch.zeros(2))
+    rollout = SimpleNamespace(sampled_mask=drawn, completion_mask=drawn)
+    batch = Batch(rollout=rollout, advantages=torch.tensor([[.4] * 4, [1.0, 0, 0, 0]]),
+                  loss_mask=drawn, rewards=torch.zeros(2))
     cfg = words(tracin="self", tracin_select="top_advantage")
     weights, _ = row_weights_of(torch.tensor([1.0, -1]), batch, torch.arange(2), cfg, None)
     assert weights.tolist() == [0, 1], "padding counts, or the sum"
@@ -438,7 +439,7 @@ def test_the_target_is_averaged_over_steps():
 
 def test_an_average_starts_anew_where_the_target_points_elsewhere():
     p = torch.nn.Parameter(torch.zeros(2))
-    average = selection.Average(.5)
+    average = tracin.Average(.5)
     first, share = average.update({p: torch.tensor([1.0, 0])})
     assert share == 1 and torch.equal(first[p], torch.tensor([1.0, 0]))
     both, share = average.update({p: torch.tensor([0.0, 1])})
@@ -455,7 +456,7 @@ def test_adam_scale_is_what_adamw_multiplies_with():
     optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)
     for _ in range(3):
         gradient = {p: torch.randn(3) for p in (a, b)}
-        scale = selection.adam_scale(optimizer, gradient)
+        scale = tracin.adam_scale(optimizer, gradient)
         before = {p: p.detach().clone() for p in (a, b)}
         for p in (a, b):
             p.grad = gradient[p]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from config import Settings
 from grpo import (
     Batch, all_equal, decoupled_advantages, group_advantages, grpo_loss, kl_estimate, total_reward)
-from sample import Rollout
+from rollout import Rollout
 from worlds import seed_of
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import grpo
-import selection
+import tracin
 from run.metrics import (
     batch_metrics, gap_of, influence_metrics, loss_metrics, mean_influence, mean_over_tokens,
     numbers, rollout_toxicity)
@@ -129,7 +129,7 @@ def test_an_update_sums_over_its_micro_batches_and_steps():
 
 def test_losses_of_a_step_without_rows_count(monkeypatch):
     first = lambda scores, batch, rows, *more: (torch.ones(len(rows)) * (0 in rows), False)
-    monkeypatch.setattr(selection, "row_weights_of", first)
+    monkeypatch.setattr(tracin, "row_weights_of", first)
     m = updated(settings(tracin="self", mini_batch_size=4), lr=0)
     every = updated(settings(mini_batch_size=4), lr=0)
     assert (m["num_steps"], every["num_steps"]) == (1, 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig, LoRA, add_lora
-from run.device import autocast
+from common.device import autocast
 from worlds import SHAPES, hidden_by_hand, random_gpt, random_ids, seed_of, with_lora
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)

@@ -8,10 +8,11 @@ import torch
 
 from config import Settings
 from grpo import Loss
-from run import report, stored
+from extras import stored
+from run import report
 from run.report import (
     WARNINGS, Progress, StepLog, duration, print_iteration, print_warnings, troubles)
-from run.stored import StoredTape, use_stored_tape
+from extras.stored import StoredTape, use_stored_tape
 from worlds import printed, refusal, settings
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ import torch
 import evaluate
 import grpo as trainer
 import run.loop
-from run.files import load_file, save_file
+from common.files import load_file, save_file
 from worlds import printed, read_rows, refusal
 
 explain = importlib.import_module("explain.__main__")

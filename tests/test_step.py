@@ -12,7 +12,7 @@ import torch
 import grpo
 from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics, tensors_differing
-from sample import generate
+from rollout import generate
 from worlds import (
     WORD_PROMPTS, WORDS, forcing, gradient, letters, nets_of, refusal, seed_of, shaken, steps_of,
     with_lora, word_gpt, words)

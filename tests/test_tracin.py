@@ -1,5 +1,5 @@
 """
-tracin.Tape, and the tape that stores rows' gradients, against one autograd backward per row: alone,
+tape.Tape, and the tape that stores rows' gradients, against one autograd backward per row: alone,
 without padding, in float64, and sharing no code with them.
 
 J (n, P) holds the gradient of every row, one line each, so that what a tape answers is linear
@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig, add_lora
-from run.device import autocast
-from run.stored import StoredTape
-from sample import LogProb, of_logits
-from tracin import Tape, check_exact, inner
+from common.device import autocast
+from extras.stored import StoredTape
+from rollout import LogProb, of_logits
+from tape import Tape, check_exact, inner
 from worlds import refusal, seed_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -228,8 +228,8 @@ def agree(found, expected, what):
 @pytest.mark.parametrize("name", CASES)
 def test_a_tape_is_one_backward_per_row(name, way, monkeypatch):
     if "pieces" in name:
-        monkeypatch.setattr("sample.LOGITS_AT_ONCE", 4 * V)
-        monkeypatch.setattr("sample.LOGITS_KEPT", 4 * V)
+        monkeypatch.setattr("rollout.LOGITS_AT_ONCE", 4 * V)
+        monkeypatch.setattr("rollout.LOGITS_KEPT", 4 * V)
     case = CASES[name]()
     model = case.model
     J = torch.stack([plain(case, [loss]) for loss in case.alone])                   # (8, P)

@@ -1,0 +1,111 @@
+"""Device, precision and memory."""
+import math
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from common.processes import rank_and_size
+from common.script import BadInput
+
+
+def pick_device(name, threads=0):
+    """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
+    machine has a GPU of its own. Raises BadInput if the device does not exist. threads: of a
+    CPU; 0: torch's choice."""
+    if threads:
+        torch.set_num_threads(threads)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and rank_and_size()[1] > 1:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        torch.zeros(1, device=name).item()      # "meta" holds no numbers
+    except (RuntimeError, AssertionError) as e:
+        reason = str(e).splitlines()[0]
+        raise BadInput(
+            f"device = {name!r}: not on this machine ({reason}); try device = 'auto'") from e
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # with a mask cuDNN's attention can give NaN gradients on an H100 (torch 2.11 to 2.13), and
+        # it takes half a second for each new shape
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
+
+
+def fast_dtype(device):
+    """bfloat16 where the hardware multiplies it faster than float32, else float32. GPUs do from
+    compute capability 8.0 on; older ones emulate it."""
+    if torch.device(device).type == "cuda":
+        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_it = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return torch.bfloat16 if has_it else torch.float32
+
+
+def pick_dtype(name, device):
+    """torch dtype of the forward passes for the setting dtype; see fast_dtype."""
+    dtype = torch.float32
+    if name == "fast" or (name == "auto" and device.type == "cuda"):
+        dtype = fast_dtype(device)
+    if name == "bfloat16":
+        dtype = torch.bfloat16
+    set_precision(device, dtype)
+    return dtype
+
+
+def set_precision(device, dtype):
+    """float32 products of a GPU, as those of the vocabulary head, are in the faster TF32 where
+    others are in bfloat16, never where float32 is asked for."""
+    if device.type == "cuda":
+        exact = dtype == torch.float32
+        torch.set_float32_matmul_precision("highest" if exact else "high")
+
+
+def autocast(device, dtype):
+    """Forward passes in `dtype`; weights and losses stay in float32."""
+    half = dtype == torch.bfloat16
+    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=half)
+
+
+def read_proc(name):
+    """Text of a file in /proc, "" where there is none: only Linux has it."""
+    try:
+        return Path("/proc", name).read_text()
+    except OSError:
+        return ""
+
+
+def memory(device):
+    """Bytes in use, by torch on a GPU, by this process on a CPU. None: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    pages = read_proc("self/statm").split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else None
+
+
+def free_memory(device):
+    """Free memory in bytes, of the GPU or of the host. inf: unknown."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held  # what torch holds for later is free too
+    available = re.search(r"MemAvailable: *(\d+)", read_proc("meminfo"))
+    return 1024 * int(available[1]) if available else math.inf
+
+
+def check_fits(cfg, device):
+    """Raises BadInput where the weights, the rollout, and the keys and values of the rows that are
+    decoded at once are alone too much: a slip in a setting, which would end in "Killed"."""
+    total = cfg.num_prompts * cfg.num_generations
+    rows = min(cfg.decode_batch_size or total, total // rank_and_size()[1])
+    share = 1 if cfg.policy == "train" else 8   # queries that may share a key
+    kept = 4 * cfg.n_layer * cfg.n_embd // share * cfg.max_completion_length * rows
+    least = kept + 32 * cfg.n_layer * cfg.n_embd ** 2 + 50 * total * cfg.max_completion_length
+    if least > free_memory(device):
+        raise BadInput(
+            f"num_prompts * num_generations = {total} rows, {rows} at once, n_layer = "
+            f"{cfg.n_layer}, n_embd = {cfg.n_embd}: need {least >> 30} GB of memory, more than is "
+            "free; lower num_prompts, decode_batch_size, max_completion_length or the policy's "
+            "size")

@@ -1,0 +1,166 @@
+"""Files: written to a temporary name and renamed, read without running what is in them."""
+import contextlib
+import csv
+import glob
+import importlib.util
+import io
+import json
+import os
+import shutil
+from dataclasses import asdict
+
+import torch
+
+from model import GPT, GPTConfig
+from common.script import BadInput, shown
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def file_of_package(name, module, package):
+    """Return the path of a file in an installed package, which is never imported."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise BadInput(f"{name} is missing: pip install {package}")
+    folder = spec.submodule_search_locations[0]
+    found = sorted(glob.glob(os.path.join(glob.escape(folder), "**", name), recursive=True))
+    if not found:
+        raise BadInput(f"{name} is missing below {folder}: reinstall the package")
+    return found[0]
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Yields a temporary name. The file or folder made there takes the name `path` at the end: a
+    reader sees the old one or the new one, never half."""
+    tmp = f"{path}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        yield tmp
+        os.replace(tmp, path)
+    except OSError as e:
+        raise BadInput(f"{path}: could not be written ({e.strerror or e}); what was saved before "
+                       "is still there") from e
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+        if os.path.exists(tmp):
+            os.remove(tmp)
+
+
+def read_json(path, missing=None):
+    """What a JSON file holds, or `missing`, if given, when there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except FileNotFoundError as e:
+        if missing is not None:
+            return missing
+        raise BadInput(f"{path}: no such file") from e
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{path}: cannot be read as JSON ({e})") from e
+
+
+def write_json(path, content):
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+        json.dump(content, f, indent=2, ensure_ascii=False)
+
+
+def read_text(path):
+    """The text of a UTF-8 file. BadInput names the line of what is no text."""
+    try:
+        with open(path, "rb") as f:
+            return f.read().decode("utf-8-sig")
+    except OSError as e:
+        raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
+    except UnicodeDecodeError as e:
+        line = e.object.count(b"\n", 0, e.start) + 1
+        raise BadInput(f"{path}: line {line} is not UTF-8; save the file as UTF-8 text") from e
+
+
+def read_rows(path):
+    """Rows of a .csv (with a header) or .jsonl file as dicts. BadInput names the row."""
+    lines = io.StringIO(read_text(path), newline="")
+    if str(path).endswith(".csv"):
+        csv.field_size_limit(2 ** 30)
+        return list(csv.DictReader(lines))
+    if not str(path).endswith(".jsonl"):
+        raise BadInput(f"{path}: must end in .csv or .jsonl")
+    rows = []
+    for number, line in enumerate(filter(str.strip, lines), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as e:
+            raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
+    return rows
+
+
+def save_file(path, kind, **content):
+    """Write a checkpoint of this kind: "policy", "judge", "run", ..."""
+    with replacing(path) as tmp:
+        try:
+            torch.save({"kind": kind, **content}, tmp)
+        except RuntimeError as e:   # how torch reports a full disk
+            raise OSError(str(e).splitlines()[0]) from e
+
+
+def load_file(path, kind, mmap=False):
+    """The dict that save_file wrote, on the CPU. A relative path is looked for here, then beside
+    the code: weights/policy.pt. BadInput when it is missing, broken or of another kind."""
+    here = path if os.path.exists(path) else os.path.join(ROOT, path)
+    if not os.path.exists(here):
+        raise BadInput(f"{path}: no such file")
+    try:
+        content = torch.load(here, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as e:  # torch reports broken files in a dozen ways
+        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short") from e
+    found = content.get("kind") if isinstance(content, dict) else None
+    if found != kind:
+        raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")
+    return content
+
+
+@contextlib.contextmanager
+def undamaged(path):
+    """Around the use of what load_file has read: whatever it lacks ends in one line."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise BadInput(f"{path}: damaged, or not made here ({shown(e, 200)})") from e
+
+
+def load_weights(path, module, weights):
+    """module <- weights, in the module's own precision. BadInput where names or shapes are not the
+    same."""
+    try:
+        module.load_state_dict(weights)
+    except (RuntimeError, TypeError) as e:
+        raise BadInput(f"{path}: does not fit these settings ({shown(e, 300)})") from e
+
+
+def load_optimizer(optimizer, state):
+    """optimizer <- state. ValueError where a moment has another shape than its weights: AdamW would
+    not notice, and read and write other memory."""
+    optimizer.load_state_dict(state)
+    for p, moments in optimizer.state.items():
+        for name, x in moments.items():
+            shape = () if name == "step" else p.shape
+            if x.shape != shape or not x.is_contiguous():
+                raise ValueError(f"{name} is {tuple(x.shape)} for weights {tuple(p.shape)}")
+
+
+def save_gpt(path, model, kind="policy", **extra):
+    """Write weights and shape. What was saved on the way is no longer needed."""
+    save_file(path, kind, config=asdict(model.config), model=model.state_dict(), **extra)
+    if os.path.exists(f"{path}.partial"):
+        os.remove(f"{path}.partial")
+
+
+def load_gpt(path, kind="policy", make=GPT):
+    """The policy that save_gpt wrote, on the CPU; or another module that a GPTConfig makes."""
+    content = load_file(path, kind)
+    with undamaged(path):
+        model = make(GPTConfig(**content["config"]))
+        load_weights(path, model, content["model"])
+    return model

@@ -1,0 +1,155 @@
+"""What every command needs: help, one-line errors, exit codes, signals, seeds."""
+import contextlib
+import functools
+import hashlib
+import os
+import signal
+import socket
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from common.processes import join, leaving, rank_and_size
+
+
+class BadInput(ValueError):
+    """Something the user can mend. The message is one line: the name, the value and the fix. A note
+    (add_note) is printed below it, such as the traceback of a user's own function."""
+
+
+def shown(value, most=80):
+    """repr of what a user gave, on one line and cut after `most` characters."""
+    text = " ".join(repr(value).splitlines())
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def user_error(what, e, example=""):
+    """BadInput in one line for what a user's own function raised, with its own lines of the
+    traceback as a note."""
+    reason = " ".join("".join(traceback.format_exception_only(e)).split())
+    error = BadInput(f"{what} raised {reason}{example}")
+    frames = e.__traceback__.tb_next    # without the line of ours that called it
+    error.add_note("".join(traceback.format_exception(type(e), e, frames)).rstrip())
+    return error
+
+
+def in_one_line(name, function):
+    """A function of a config file, whose errors end in one line."""
+    @functools.wraps(function)
+    def call(*args):
+        try:
+            return function(*args)
+        except BadInput:
+            raise
+        except (Exception, SystemExit) as e:
+            raise user_error(name, e) from None
+    return call
+
+
+@contextlib.contextmanager
+def optional(packages):
+    """Around the import of an optional package: without it, one line says what to install."""
+    try:
+        yield
+    except ImportError as e:
+        raise BadInput(f"{e}; this needs an optional package: pip install {packages}") from e
+
+
+def run_script(main, usage=None):
+    """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one
+    line), 130 interrupted. Under torchrun the last line names the process and its machine.
+
+    --help prints usage(True), or the text at the top of main's file. A command that has a usage and
+    is called without arguments prints usage(False) and starts nothing.
+    """
+    if dist.is_torchelastic_launched():
+        join()
+    rank, size = rank_and_size()
+    who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")
+    try:
+        with leaving():
+            call(main, sys.argv[1:], usage)
+    except BadInput as e:
+        print(f"error: {who}{e}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as e:
+        if rank == 0:  # the others end alike
+            print(f"interrupted: {who}{e}", file=sys.stderr)
+        sys.exit(130)
+    except SystemExit as e:
+        raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
+    except (MemoryError, RuntimeError) as e:
+        said = "out of memory" in str(e) or "can't allocate memory" in str(e)       # GPU, host
+        if not said and not isinstance(e, MemoryError):
+            raise
+        raise SystemExit(f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, "
+                         "decode_batch_size, max_completion_length or num_prompts") from None
+
+
+def call(main, argv, usage):
+    if "--help" in argv or "-h" in argv:
+        text = usage(True) if usage else main.__globals__["__doc__"]
+        print(text.strip())
+    elif usage and not argv:
+        print(usage(False).strip())
+        sys.exit(2)
+    else:
+        main(argv)
+
+
+def own_flags(argv, own):
+    """({name: value} of the flags in `own`, which has their defaults; all other arguments). A flag
+    whose default is a bool is True or False, and True without a value."""
+    found = dict(own)
+    rest = []
+    for arg in argv:
+        name, _, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--") and name in own:
+            is_switch = isinstance(own[name], bool)
+            if is_switch and value not in ("", "True", "False") or not is_switch and not value:
+                raise BadInput(f"{arg}: must be --{name}={'True or False' if is_switch else '...'}")
+            found[name] = value != "False" if is_switch else value
+        else:
+            rest.append(arg)
+    return found, rest
+
+
+@contextlib.contextmanager
+def interrupts():
+    """Within this block SIGINT and SIGTERM do not kill. They make the yielded function return True,
+    so that work can be saved first. A second signal ends the block at once."""
+    seen = []
+
+    def handler(number, frame):
+        if seen:
+            raise KeyboardInterrupt("at once; what was saved last stands")
+        seen.append(number)
+        if rank_and_size()[0] == 0:     # os.write: print could be in the middle of another line
+            os.write(2, b"signal heard: what is being done is finished and saved; a second one "
+                        b"ends at once\n")
+
+    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for s, old_handler in previous.items():
+            signal.signal(s, old_handler)
+
+
+def seed_for(*purpose):
+    """A seed for one purpose. Every random draw depends on the settings and the iteration alone,
+    never on what was drawn before it."""
+    digest = hashlib.sha256(repr(purpose).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+def hash_of(model):
+    """Short hash of all weights."""
+    h = hashlib.sha256()
+    for x in model.state_dict().values():
+        h.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()[:16]

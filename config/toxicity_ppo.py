@@ -1,6 +1,0 @@
-# toxicity.py with a critic: PPO (docs/critic.md).
-#     python grpo.py config/toxicity_ppo.py
-from config.toxicity import *
-
-out_dir = "out/toxicity_ppo"
-critic = True

@@ -1,0 +1,243 @@
+"""
+Measures what an iteration costs, and whether the fast paths hold on this machine.
+
+    python -m extras.bench config/toxicity.py                      # seconds, tokens/s, memory, phases
+    python -m extras.bench config/toxicity.py vs --tracin=self vs --tracin=self --tracin_memory=0
+                                                            # the same beside variants, in turns
+    python -m extras.bench gpt2 vs --tracin=self                   # GPT-2's shape with random weights
+    python -m extras.bench trl config/toxicity.py                  # beside TRL's GRPOTrainer
+
+Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
+turns, so that what else the machine does hits all of them. A policy that the settings would train
+has random weights here. On a CPU the memory is the most that the process has held so far.
+
+A fast path that does not hold here is left out, and a line that begins with `note:` says so. trl
+takes the settings' policy, prompts and sizes, with a rule as reward and without a KL.
+"""
+import copy
+import itertools
+import math
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+import grpo     # before torch: sets how its threads wait
+
+import torch
+
+from config import load_settings
+from data.prompts import draw_prompts
+from extras.hub.export import export
+from pretrain import new_policy
+from common.script import BadInput, optional, own_flags, run_script, seed_for
+from tracin import collect_target
+
+GPT2 = ["config/lowercase.py", "--vocab_size=50257", "--block_size=1024", "--n_layer=12",
+        "--n_head=12", "--n_embd=768", "--num_prompts=16", "--max_completion_length=128"]
+THREADS = torch.get_num_threads()
+
+
+def make_nets(cfg):
+    """grpo's Nets, as fast as the settings ask for and as holds here."""
+    given = grpo.read_inputs(cfg)
+    torch.manual_seed(0)
+    given.base = given.base or new_policy(cfg)
+    return grpo.prepare(cfg, given, grpo)
+
+
+# ------------------------------------------------------------------------------------------------
+# iterations
+
+
+class Round(NamedTuple):
+    """An iteration."""
+    phases: dict        # {name: seconds}
+    tokens: int         # sampled
+    peak: float         # GB
+
+    @property
+    def seconds(self):
+        return sum(self.phases.values())
+
+
+class Clock:
+    """The log of an iteration: how long each phase took, by the calls that grpo.py makes anyway."""
+
+    def __init__(self, device):
+        self.device = device
+        self.phases = {}
+        self.last = now(device)
+
+    def lap(self, name):
+        then = self.last
+        self.last = now(self.device)
+        self.phases[name] = self.phases.get(name, 0.0) + self.last - then
+
+    def generated(self, num_rows):
+        self.lap("generate")
+
+    def scored(self, rewards):
+        self.lap("score")
+
+    def loss(self, values):
+        self.lap("loss")
+
+
+def now(device):
+    """Seconds, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def iteration(nets, cfg, it):
+    """Iteration `it` of grpo.train -> Round."""
+    torch.set_num_threads(cfg.threads or THREADS)   # another variant may have had others
+    if nets.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(nets.device)
+    clock = Clock(nets.device)
+    prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
+    batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), clock)
+    clock.lap("reference, advantage")
+    target = None
+    if cfg.tracin != "off" and cfg.tracin_val_prompts:
+        target = collect_target(nets, it, cfg, grpo.collect)
+        clock.lap("target")
+    grpo.update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), clock)
+    clock.lap("influence, step")
+    return Round(clock.phases, int(batch.rollout.sampled_mask.sum()), peak_memory(nets.device))
+
+
+def peak_memory(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2 ** 30
+    unit = 2 ** 30 if sys.platform == "darwin" else 2 ** 20     # bytes there, else kB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def in_turns(variants, repeat):
+    """{name: [Round]} of {name: (nets, cfg)}. The first round of each is not kept."""
+    rounds = {name: [] for name in variants}
+    for it in range(repeat + 1):
+        for name, (nets, cfg) in variants.items():
+            rounds[name].append(iteration(nets, cfg, it))
+    return {name: found[1:] for name, found in rounds.items()}
+
+
+def print_rounds(rounds):
+    """Two lines for each variant. How many times faster it is than the first is by token."""
+    rates = {name: statistics.median(r.tokens / r.seconds for r in found)
+             for name, found in rounds.items()}
+    first = next(iter(rates.values()))
+    for name, found in rounds.items():
+        seconds = [r.seconds for r in found]
+        print(f"{name}\n  {statistics.median(seconds):.3f} s an iteration ({min(seconds):.3f} to "
+              f"{max(seconds):.3f}), {rates[name]:.0f} tokens/s, {rates[name] / first:.2f} x the "
+              f"first, {found[-1].peak:.2f} GB")
+        phases = {phase: statistics.median(r.phases[phase] for r in found)
+                  for phase in found[0].phases}
+        print("  " + ", ".join(f"{phase} {spent:.3f}" for phase, spent in phases.items()))
+
+
+def variants_of(argv):
+    """{flags as typed: (nets, cfg)} of the settings and, after each `vs`, of these with more."""
+    first, *more = [list(flags) for is_vs, flags in
+                    itertools.groupby(argv, lambda arg: arg == "vs") if not is_vs] or [[]]
+    flags_of = {" ".join(first) or "no settings": first}
+    flags_of |= {f"vs {' '.join(flags)}": [*first, *flags] for flags in more}
+    variants = {}
+    for name, flags in flags_of.items():
+        cfg = replace(load_settings(flags), eval_judge=None)
+        nets = make_nets(cfg)
+        compiled = ", compiled" * (nets.policy_fn is not nets.policy)
+        variants[f"{name} ({nets.dtype}{compiled})"] = (nets, cfg)      # what really runs
+    return variants
+
+
+def compare(argv, repeat):
+    variants = variants_of(argv)
+    device = next(iter(variants.values()))[0].device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    print(f"torch {torch.__version__}, {platform.platform()}, {device} {gpu}")
+    print_rounds(in_turns(variants, repeat))
+
+
+# ------------------------------------------------------------------------------------------------
+# beside TRL: the same policy, prompts, reward and sizes
+
+
+def short(prompts, completions, **columns):
+    """A reward that costs nothing."""
+    return [-float(len(text)) for text in completions]
+
+
+def beside_trl(argv, repeat):
+    with optional("trl transformers"):
+        import trl
+    cfg = load_settings([*argv, "--beta=0"])
+    cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
+                  reward_weights=(1.0,), judge=None, eval_judge=None)
+    nets = make_nets(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        export(copy.deepcopy(nets.base), os.path.join(folder, "policy"), nets.tokenizer)
+        theirs = rounds_of_trl(trl, nets, cfg, folder, repeat)
+    ours = in_turns({"here": (nets, cfg)}, repeat)
+    print_rounds({f"TRL {trl.__version__}": theirs} | ours)
+
+
+def rounds_of_trl(trl, nets, cfg, folder, repeat):
+    """[Round] of TRL's trainer on the policy that is in the folder. The first one is not kept."""
+    import datasets
+    import transformers
+    rows = cfg.num_prompts * cfg.num_generations
+    micro = math.gcd(cfg.micro_batch_size, rows)
+    times = []
+    tokens = []
+
+    def reward(prompts, completions, completion_ids, **columns):
+        tokens.append(sum(map(len, completion_ids)))
+        return short(prompts, completions)
+
+    class Times(transformers.TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            times.append(-now(nets.device))
+
+        def on_step_end(self, *args, **kwargs):
+            times[-1] += now(nets.device)
+
+    args = trl.GRPOConfig(
+        output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=micro,
+        gradient_accumulation_steps=rows // micro, generation_batch_size=rows,
+        num_generations=cfg.num_generations, max_completion_length=cfg.max_completion_length,
+        temperature=cfg.temperature, gradient_checkpointing=False, beta=0.0,
+        learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2,
+        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
+        use_cpu=nets.device.type == "cpu", bf16=nets.dtype == torch.bfloat16)
+    prompts = datasets.Dataset.from_dict({"prompt": [prompt.text for prompt in nets.prompts]})
+    policy = os.path.join(folder, "policy")
+    trl.GRPOTrainer(policy, reward, args, prompts, callbacks=[Times()]).train()
+    return [Round({"all": seconds}, count, peak_memory(nets.device))
+            for seconds, count in zip(times[1:], tokens[1:])]
+
+
+def main(argv):
+    own, flags = own_flags(argv, {"repeat": "5"})
+    if not own["repeat"].isdecimal() or int(own["repeat"]) < 1:
+        raise BadInput(f"--repeat={own['repeat']}: must be a number of iterations")
+    repeat = int(own["repeat"])
+    if flags[:1] == ["gpt2"]:
+        flags[:1] = GPT2
+    if flags[:1] == ["trl"]:
+        beside_trl(flags[1:], repeat)
+    else:
+        compare(flags, repeat)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,65 @@
+"""bench.py: an iteration is grpo's own, variants take turns, and what is typed wrong is refused."""
+import pytest
+import torch
+
+import extras.bench.__main__ as bench
+import grpo
+from conftest import ROOT
+from worlds import END, nets_of, printed, refusal, settings
+
+
+@pytest.fixture
+def quick(comments):
+    """Flags of a job that takes a moment."""
+    return [f"{ROOT}/config/quick_test.py", f"--comments={comments}", "--n_layer=1", "--n_embd=16",
+            "--n_head=2", "--num_prompts=2", "--num_generations=2", "--max_completion_length=4",
+            "--device=cpu"]
+
+
+def test_an_iteration_is_that_of_a_run_and_its_phases_are_all_of_it(monkeypatch):
+    cfg = settings(beta=0.1)
+    here, there = nets_of(cfg), nets_of(cfg)
+    ticks = iter(range(100))
+    monkeypatch.setattr(bench, "now", lambda device: float(next(ticks)))
+    found = bench.iteration(here, cfg, 3)
+    prompts = bench.draw_prompts(there.prompts, 3, cfg.num_prompts, cfg.seed)
+    batch = grpo.collect(there, prompts, cfg, bench.seed_for(cfg.seed, "rollout", 3))
+    grpo.update(there, batch, None, cfg, bench.seed_for(cfg.seed, "rows", 3))
+    for a, b in zip(here.trained, there.trained):
+        assert torch.equal(a, b)
+    assert found.tokens == int(batch.rollout.sampled_mask.sum()) and END == 0
+    assert found.seconds == next(ticks) - 1, "a lap for each tick"
+    assert "; ".join(found.phases) == "generate; score; reference, advantage; loss; influence, step"
+
+
+def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
+    order = []
+
+    def iteration(nets, cfg, it):
+        order.append((nets, it))
+        return bench.Round({"all": 100.0 if it == 0 else float(it)}, 10, 0.5)
+
+    monkeypatch.setattr(bench, "iteration", iteration)
+    rounds = bench.in_turns({"a": ("A", None), "b": ("B", None)}, 3)
+    assert order == [(nets, it) for it in range(4) for nets in "AB"]
+    text = printed(bench.print_rounds, rounds)
+    assert "a\n  2.000 s an iteration (1.000 to 3.000), 5 tokens/s, 1.00 x the first" in text
+
+
+def test_a_config_beside_a_variant(quick):
+    text = printed(bench.main, [*quick, "--repeat=1", "vs", "--tracin=self"])
+    assert f"{' '.join(quick)} (torch.float32)\n" in text, "a variant says what it runs in"
+    assert "vs --tracin=self (torch.float32)\n" in text and text.count(" tokens/s, ") == 2
+
+
+def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
+    monkeypatch.setitem(grpo.sys.modules, "trl", torch)
+    monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round({"all": 1.0}, 1, 0.0)])
+    asked = ["--judge=train", "--reward_funcs=('reward','judge')", "--reward_weights=(1.0,1.0)"]
+    text = printed(bench.main, ["trl", *quick, *asked])
+    assert text.count(" s an iteration") == 2 and "here\n" in text
+
+
+def test_what_is_typed_wrong_is_one_line(quick):
+    assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
+    assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])

@@ -1,0 +1,124 @@
+"""
+The critic of PPO: what a completion is still worth, estimated at every token.
+
+With `critic = True` a token is compared with what was expected before it: a value head on the
+policy's last hidden states predicts the rest of the reward, and generalised advantage estimation
+(Schulman et al. 2016) makes each token's advantage of it. The values have a loss of their own.
+
+In the order of an iteration: values, advantages and returns, loss. Shapes: N rows of T tokens, n
+rows of a micro-batch, M sampled tokens of several rows, C channels. `sampled` (N, T) is True on the
+tokens that the policy drew: they are the steps of an episode. Forced tokens are skipped.
+"""
+import math
+
+import torch
+from torch import nn
+
+# ------------------------------------------------------------------------------------------------
+# values
+
+
+class ValueHead(nn.Module):
+    """Hidden states (..., C) -> values (...), 0 at first, in float32 also under autocast."""
+
+    def __init__(self, C):
+        super().__init__()
+        self.linear = nn.Linear(C, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, h):
+        with torch.autocast(h.device.type, enabled=False):
+            return self.linear(h.to(self.linear.weight.dtype))[..., 0].float()
+
+
+# ------------------------------------------------------------------------------------------------
+# advantages and returns
+
+
+def token_advantages(rollout, rewards, penalty, cfg):
+    """Advantages (N, T) and returns (N, T), the numbers that the values are to become.
+
+    rewards (N,): of completions. penalty: taken off token by token (N, T), or 0.0. A row whose
+    reward is NaN teaches nothing: its advantages are 0, its returns NaN.
+    """
+    values = rollout.values
+    sampled = rollout.sampled_mask
+    rewards = rewards.to(values.device)
+    rewards = rewards - rewards.nanmean()   # the values start at 0, near their mean
+    by_token = token_rewards(rewards, penalty, sampled)
+    advantages = gae(by_token, values, sampled, cfg.gae_gamma, cfg.gae_lambda)
+    returns = advantages + values
+    known = sampled & ~rewards.isnan()[:, None]
+    if cfg.whiten_advantages:
+        advantages = whiten(advantages, known)
+    return advantages.masked_fill(~known, 0), returns
+
+
+def token_rewards(rewards, penalty, sampled):
+    """(N, T): the rewards (N,) at the last sampled token of each row, less the penalty (N, T)."""
+    last = sampled & (sampled.cumsum(1) == sampled.sum(1, keepdim=True))
+    return torch.where(last, rewards[:, None], 0.0) - penalty
+
+
+def gae(rewards, values, sampled, gamma=1.0, lam=0.95):
+    """Advantages (N, T) of the sampled tokens, elsewhere 0, of rewards and values (N, T):
+
+        A_t = delta_t + gamma lam A_t'          delta_t = r_t + gamma V_t' - V_t
+
+    with t' the next sampled token of the row; after the last one A and V are 0. lam = 1: the sum of
+    rewards to come less V_t, without bias; lam = 0: delta_t, with the least variance.
+    """
+    advantages = torch.zeros_like(values)
+    next_advantage = next_value = torch.zeros_like(values[:, 0])                    # (N,)
+    for t in reversed(range(values.shape[1])):
+        here = sampled[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = next_advantage * here
+    return advantages
+
+
+def whiten(x, mask):
+    """x (N, T) with mean 0 and variance 1 over the mask."""
+    count = mask.sum()
+    mean = torch.where(mask, x, 0.0).sum() / count.clamp(min=1)
+    squares = torch.where(mask, x - mean, 0.0).square().sum()
+    variance = squares / (count - 1).clamp(min=1)
+    return (x - mean) * torch.rsqrt(variance + 1e-8)
+
+
+# ------------------------------------------------------------------------------------------------
+# loss
+
+
+def value_errors(policy, rollout, returns, states, clip=None):
+    """value_loss (n, T) of a rollout's sampled tokens; elsewhere 0. returns (n, T). states: of
+    rollout.completion_states, which the log-probs are made of too."""
+    h, _, _, where = states
+    errors = value_loss(policy.value_head(h), rollout.values[where], returns[where], clip)  # (M,)
+    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, errors)
+
+
+def value_loss(values, old_values, returns, clip=None):
+    """Half the squared error (M,) of each value; 0 where the return is NaN.
+
+    With clip the larger of two errors counts: that of the value, and that of the value kept within
+    clip of the one recorded while sampling.
+    """
+    unknown = returns.isnan()
+    loss = (values - returns).masked_fill(unknown, 0).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        clipped_loss = (near - returns).masked_fill(unknown, 0).square()
+        loss = torch.maximum(loss, clipped_loss)
+    return loss / 2
+
+
+def explained_variance(values, returns):
+    """1 - Var(returns - values) / Var(returns) of some tokens (M,): 1 is a perfect critic, 0 is as
+    good as a constant, below 0 is worse than that. NaN if all returns are equal."""
+    if len(returns) < 2 or returns.min() == returns.max():
+        return math.nan
+    return 1 - float((returns - values).var() / returns.var())

@@ -1,0 +1,6 @@
+# toxicity.py with a critic: PPO (docs/critic.md).
+#     python grpo.py extras/critic/config/toxicity_ppo.py
+from config.toxicity import *
+
+out_dir = "out/toxicity_ppo"
+critic = True

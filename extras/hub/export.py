@@ -1,0 +1,134 @@
+"""Writes the policy of a run, or of a .pt file, as a folder that transformers, TRL and vLLM open.
+
+    python -m extras.hub.export out/toxicity my-model
+
+LoRA is merged into the weights.
+"""
+import os
+import shutil
+
+import tiktoken
+import torch
+
+from data.tokenizer import byte_alphabet
+from extras.hub.families import FAMILIES, config_to_json, pieces
+from extras.hub.files import TOKENIZER_FILES, save_tensors
+from extras.hub.policy import TRANSPOSED, tokenizer_of
+from extras.hub.tokenizer import Tokenizer, bpe_core
+from pretrain import load_run
+from common.files import read_json, replacing, write_json
+from common.script import BadInput, run_script
+
+
+@torch.no_grad()
+def export(model, folder, source):
+    """Write a policy as a published folder, which appears whole or not at all.
+
+    source: its tokenizer: a tiktoken.Encoding, or the folder or GGUF file that extras.hub.policy read.
+    """
+    kind, config = config_to_json(model.config)
+    if os.path.exists(folder):
+        raise BadInput(f"{folder}: is there already; name a folder that is not there yet")
+    with replacing(os.path.abspath(folder)) as tmp:
+        os.makedirs(tmp)
+        ids = write_tokenizer(tmp, source)
+        content = ids | config | {"torch_dtype": "float32"}
+        write_json(os.path.join(tmp, "config.json"), content)
+        save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, kind))
+
+
+def merged_tensors(model, kind):
+    """{published name: tensor}, adapters merged. A tied head and the critic's are left out."""
+    family = FAMILIES[kind]
+    tensors = {}
+    for name, x in model.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        tied_head = name == "lm_head.weight" and model.config.tied
+        if module.endswith((".A", ".B")) or module.startswith("value_head") or tied_head:
+            continue
+        if module.endswith(".base"):
+            module = module.removesuffix(".base")
+            if leaf == "weight":
+                lora = model.get_submodule(module)
+                x = x + lora.scale * lora.B.weight @ lora.A.weight
+        name = f"{module}.{leaf}"
+        parts = pieces(model, family.names, name, len(x))
+        for (there, _), part in zip(parts, x.split([rows for _, rows in parts])):
+            flip = family.transposed and name.endswith(TRANSPOSED)
+            tensors[there] = part.T if flip else part
+    return tensors
+
+
+# ------------------------------------------------------------------------------------------------
+# tokenizer
+
+
+def write_tokenizer(folder, source):
+    """Write the tokenizer's files. Returns the ids of special tokens as config.json has them."""
+    if isinstance(source, str) and os.path.isdir(source):
+        for name in TOKENIZER_FILES:
+            if os.path.exists(os.path.join(source, name)):
+                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+        config = read_json(os.path.join(source, "config.json"))
+        return {key: i for key, i in config.items() if key.endswith("_token_id")}
+    if isinstance(source, tiktoken.Encoding):
+        end = [source.eot_token]
+        tokenizer = Tokenizer(core_of(source), folder, end, bos=end)
+    else:
+        tokenizer = tokenizer_of(source)
+    tokenizer.core.save(os.path.join(folder, "tokenizer.json"))
+    tokenizer.core.model.save(folder)     # vocab.json and merges.txt too
+    ids = dict(bos_token_id=tokenizer.bos_token, eos_token_id=tokenizer.eot_token)
+    ids = {key: i for key, i in ids.items() if i is not None}
+    content = {key.removesuffix("_id"): tokenizer.core.id_to_token(i) for key, i in ids.items()}
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if tokenizer.chat_template:
+        content["chat_template"] = tokenizer.chat_template
+    write_json(os.path.join(folder, "tokenizer_config.json"), content)
+    write_json(os.path.join(folder, "generation_config.json"),
+               ids | dict(eos_token_id=list(tokenizer.end_tokens)))
+    return ids
+
+
+def core_of(encoding):
+    """A tokenizers.Tokenizer of a tiktoken.Encoding.
+
+    tiktoken knows the rank of each token but not which two it is the merge of. Those are what is
+    left when all merges of a lower rank are made.
+    """
+    character = {byte: c for c, byte in byte_alphabet().items()}
+    ranks = encoding._mergeable_ranks
+    vocabulary = dict(encoding._special_tokens)
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = merged_below(token, rank, ranks)
+        written = ["".join(character[byte] for byte in part) for part in parts]
+        vocabulary["".join(written)] = rank
+        if len(written) == 2:
+            merges.append(tuple(written))
+    core = bpe_core(vocabulary, merges, encoding._pat_str)
+    core.add_special_tokens(list(encoding._special_tokens))
+    return core
+
+
+def merged_below(token, rank, ranks):
+    """The bytes of a token after all merges of a lower rank: at most two parts are left."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [a + b for a, b in zip(parts, parts[1:])]
+        _, i = min((ranks.get(pair, rank), i) for i, pair in enumerate(pairs))
+        parts[i:i + 2] = [pairs[i]]
+    return parts
+
+
+def main(argv):
+    if len(argv) != 2:
+        raise BadInput("usage: python -m extras.hub.export RUN_OR_PT FOLDER")
+    path, folder = argv
+    model, source = load_run(path)
+    export(model, folder, source)
+    print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,99 @@
+"""Published RoBERTa classifiers as judges, against a network by hand."""
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from extras.hub.files import load_tensors, save_tensors
+from extras.hub.tokenizer import from_folder
+from judge import load_judge
+from judge.scorer import SAYS_NOTHING
+from judge.train import get_judges, named_judges
+from published import make_gpt2, make_roberta, put, roberta_by_hand
+from worlds import printed, refusal
+
+CPU = torch.device("cpu")
+TEXTS = ["the other theatre", "", "there " * 12, "x", "a b  c\n1 2", "the </s><pad> <s> there",
+         "\U0001f642 don't"]
+SILENT = [False, True, False, True, False, False, False]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(labels, **config) -> folder of a random classifier in the published layout."""
+    gpt2 = make_gpt2(str(tmp_path / "gpt2"))
+
+    def folder(labels=("nothate", "hate"), **changes):
+        path = str(tmp_path / "roberta")
+        shutil.rmtree(path, ignore_errors=True)
+        return make_roberta(path, gpt2, labels, 1, **changes)
+
+    return folder
+
+
+def by_hand(folder):
+    """Logits (N, labels) of TEXTS, cut to the 26 - 1 - 1 positions of the model."""
+    with open(os.path.join(folder, "config.json")) as f:
+        config = json.load(f)
+    tokenizer = from_folder(folder)
+    tensors = load_tensors(folder)
+    return torch.stack([
+        roberta_by_hand(config, tensors, [0, *tokenizer.encode_ordinary(text)[:22], 2])
+        for text in TEXTS])
+
+
+SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
+
+
+def test_published_classifier_gives_the_log_odds_of_its_toxic_label_by_hand(make):
+    for labels, label, problem, expected in (
+            (("nothate", "hate"), "", SOFTMAX, lambda z: z[:, 1] - z[:, 0]),
+            (("Toxic", "neutral"), "", None, lambda z: z[:, 0] - z[:, 1]),
+            (("ok", "hate", "spam"), "", None, lambda z: z[:, 1] - z[:, [0, 2]].logsumexp(1)),
+            (("LABEL_0", "LABEL_1"), ":LABEL_1", None, lambda z: z[:, 1] - z[:, 0]),
+            (("toxicity",), "", None, lambda z: z[:, 0]),
+            (("toxicity", "threat"), "", SIGMOID, lambda z: z[:, 0]),
+            (("toxicity", "insult"), ":insult", SIGMOID, lambda z: z[:, 1])):
+        folder = make(labels, problem_type=problem, type_vocab_size=2)
+        z = by_hand(folder)
+        assert len(from_folder(folder).encode_ordinary(TEXTS[2])) > 22      # this one is cut
+        found = load_judge(folder + label)(["p"] * len(TEXTS), TEXTS)
+        silent = torch.tensor(SILENT)
+        want = expected(z).float().masked_fill(silent, SAYS_NOTHING)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+        assert want[~silent].std() > 2e-3, "texts must differ by more than what is allowed above"
+
+
+def test_what_is_no_classifier_is_one_line(make):
+    folder = make()
+    tensors = load_tensors(folder)
+    with open(os.path.join(folder, "config.json")) as f:
+        config = json.load(f)
+    for changes, says in (
+            (dict(id2label={"0": "a", "1": "b"}), "out of a, b"),
+            (dict(model_type="bert"), "model_type = 'bert'"), (dict(is_decoder=True), "is_decoder"),
+            (dict(hidden_act="relu"), "hidden_act"),
+            (dict(position_embedding_type="relative_key"), "position_embedding_type"),
+            (dict(pad_token_id=2), "pad_token_id"),
+            (dict(num_hidden_layers=10 ** 9), "layers"), (dict(num_hidden_layers=1), "layer.1"),
+            (dict(vocab_size=100), "word_embeddings"), (dict(id2label={"0": "a"}), "out_proj")):
+        put(folder, config=config | changes)
+        assert says in refusal(load_judge, folder), changes
+    put(folder, config=config)
+    assert "toxic label 'toxic'" in refusal(load_judge, folder + ":toxic")
+    base = {name: x for name, x in tensors.items() if not name.startswith("classifier.")}
+    save_tensors(os.path.join(folder, "model.safetensors"), base)
+    assert "classifier" in refusal(load_judge, folder)
+
+
+def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
+    folder = make()
+    for other, same in ((folder, True), (folder + ":nothate", False)):
+        cfg = SimpleNamespace(judge=folder, eval_judge=other)
+        assert ("no independent check" in printed(get_judges, cfg, {}, CPU)) == same
+        judges = named_judges(cfg, CPU)
+        assert (judges["judge"] is judges["eval_judge"]) == same
+        assert get_judges(cfg, {}, CPU, named=judges) == judges

@@ -1,0 +1,121 @@
+"""The first iteration of a run, taken apart: every phase with its numbers, and red flags.
+
+    python grpo.py config/toxicity.py --debug_step=True
+"""
+import itertools
+import math
+
+from evaluate import evaluate
+from run.metrics import batch_metrics
+from run.report import troubles
+from common.script import seed_for
+
+
+def debug_step(nets, cfg, grpo):
+    """The first iteration of a run, phase by phase. grpo: the module, for its functions."""
+    count = itertools.count(1)
+
+    def phase(title):
+        print(f"\n--- {next(count)}. {title}")
+
+    phase(f"evaluation before: {len(nets.eval_prompts)} prompts x {cfg.num_eval_generations}")
+    before, _ = evaluate(nets, nets.policy, cfg)
+    print("  " + ", ".join(f"{k} {v:.4f}" for k, v in before.items()))
+
+    phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
+          "token of the best and of the worst completion")
+    prompts = grpo.draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
+    batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", 0))
+    print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), nets, prompts, batch)
+    print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), nets, prompts, batch)
+
+    source = "by token, of a critic" if cfg.critic else "(reward - mean) / std"
+    phase(f"rewards, by group; advantage = {source}")
+    print_rewards(batch, cfg, grpo)
+
+    phase("loss")
+    m, norms = update(nets, cfg, batch, grpo)
+    print_loss(m)
+    if nets.influence:
+        phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
+        print_influence(m, nets, prompts, batch)
+
+    phase("gradient norms after clipping, before a step at the full learning_rate")
+    for name, norm in norms.items():
+        print(f"  {name:28} {norm:.3e}")
+    print(f"  all {m['grad_norm']:.3e} before clipping to max_grad_norm = {cfg.max_grad_norm:g}")
+
+    phase("evaluation after")
+    after, _ = evaluate(nets, nets.policy, cfg)
+    print("  " + ", ".join(f"{k} {v:.4f} (change: {v - before[k]:+.4f})" for k, v in after.items()))
+
+    phase("red flags")
+    for flag in list(troubles(m, cfg, nets.dtype).values()) or ["none"]:
+        print("  " + flag)
+
+
+def print_completion(what, row, nets, prompts, batch):
+    """Tokens of a row, each with its log-prob."""
+    i = int(row)
+    rollout = batch.rollout[i]
+    T = int(rollout.completion_mask.sum())
+    ids = rollout.tokens[-len(rollout.completion_mask):][:T].tolist()
+    words = [f"{nets.tokenizer.decode([token])!r} {logp:.2f}"
+             for token, logp in zip(ids, rollout.logp.tolist())]
+    prompt = prompts[i * len(prompts) // len(batch.lengths)].text
+    print(f"  {what}: row {i}, reward {batch.rewards[i]:.4f}, advantage "
+          f"{batch.row_advantages[i]:+.4f}")
+    print(f"    {prompt!r} -> " + " ".join(words))
+
+
+def print_rewards(batch, cfg, grpo):
+    """Mean of each reward function, then rewards and advantages of each group."""
+    for name, weight, scores in zip(cfg.reward_funcs, cfg.reward_weights, batch.scores.T):
+        print(f"  {name} mean {scores.nanmean():.4f}, weight {weight:g}")
+    groups = batch.rewards.view(-1, cfg.num_generations)
+    advantages = batch.row_advantages.view(-1, cfg.num_generations)
+    for i, (r, A) in enumerate(zip(groups, advantages)):
+        pairs = " ".join(f"{x:.4f} ({a:+.4f})" for x, a in zip(r.tolist(), A.tolist()))
+        print(f"  group {i}: mean {r.nanmean():.4f}, std {float(grpo.nanstd(r)):.4f}; rewards "
+              f"(advantages): {pairs}")
+
+
+def update(nets, cfg, batch, grpo):
+    """What the run does with the batch -> its metrics, {parameter: gradient norm of the last
+    step}."""
+    target = None
+    if nets.influence and cfg.tracin_val_prompts:
+        target = grpo.collect_target(nets, 0, cfg, grpo.collect)
+    norms = {}
+
+    def before_step(*args):
+        for name, p in nets.policy.named_parameters():
+            if p.grad is not None:
+                norms[name] = p.grad.norm()
+
+    nets.optimizer.register_step_pre_hook(before_step)
+    m = grpo.update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", 0), check=True)
+    return m | batch_metrics(batch, cfg), norms
+
+
+def print_loss(m):
+    """The parts of the loss, and how near to 1 the ratio was on the first pass."""
+    kl = m.get("kl_loss", 0.0)
+    policy = m["policy_loss"] - kl      # which is logged with the KL
+    others = m["loss"] - m["policy_loss"]
+    print(f"  policy gradient {policy:.6f} + beta * KL {kl:.6f} + entropy and critic {others:.6f} "
+          f"= loss {m['loss']:.6f}")
+    print("  at ratio 1 the policy gradient's part is near 0; its gradient is not")
+    difference = m["sampling/sampling_logp_difference/max"]
+    print(f"  ratio: mean {m.get('ratio', math.nan):.6f} (1: these weights sampled); the largest "
+          f"difference of log-probs is {difference:.1e}")
+
+
+def print_influence(m, nets, prompts, batch):
+    """How many rows help, and the one that helps most and the one that harms most."""
+    print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
+          f"{100 * m['tracin/selected_ratio']:.0f} % are kept")
+    print("  check: their sum is <G_train, G_target> to "
+          f"{m['tracin/invariant_error']:.1e} of the sum of |influence|")
+    for what, i in (("helps", batch.influence.argmax()), ("harms", batch.influence.argmin())):
+        print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, nets, prompts, batch)

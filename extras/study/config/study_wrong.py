@@ -1,0 +1,53 @@
+# One run of extras/study/wrong.py: a quarter of the rollouts of training have their reward inverted.
+# Which ones depends on the texts alone. The held-out target is small, and its rewards are right.
+#     python -m extras.study extras/study/wrong.py
+from extras.study.config.study_toxicity import *
+
+import functools
+
+from judge import as_reward as _as_reward
+from judge import load_judge as _load_judge
+from judge.scorer import says_nothing as _says_nothing
+from common.script import seed_for as _seed_for
+
+out_dir = "out/study_wrong"
+reward_funcs = ("inverted", "wrong", "trusted")
+reward_weights = (1.0, 0.0, 0.0)    # wrong is recorded, for the study; trusted is for an arm
+num_prompts = 10
+num_generations = 8             # trusted reads it
+tracin_val_prompts = 1          # a tenth of the rollouts of training
+tracin_val_reward = "judge"
+eval_interval = 8
+
+
+@functools.cache
+def _judge():
+    return _load_judge(judge)
+
+
+def wrong(prompts, completions):
+    """1 where the reward is inverted: a quarter of the rollouts."""
+    return [float(_seed_for(*texts) % 4 == 0) for texts in zip(prompts, completions)]
+
+
+def inverted(prompts, completions):
+    """The judge's reward, inverted where it is wrong."""
+    return _rewards(prompts, completions, wrong(prompts, completions))
+
+
+def trusted(prompts, completions):
+    """As inverted, but right for the last prompt: for an arm with one prompt more."""
+    are_wrong = wrong(prompts, completions)
+    are_wrong[-num_generations:] = [0.0] * num_generations
+    return _rewards(prompts, completions, are_wrong)
+
+
+def _rewards(prompts, completions, are_wrong):
+    rewards = _as_reward(_judge()(prompts, completions), judge_score).tolist()
+    rewards = [1 - r if w else r for r, w in zip(rewards, are_wrong)]
+    return [None if _says_nothing(text) else r for r, text in zip(rewards, completions)]
+
+
+def weigh(influence, batch):
+    """The oracle: keeps exactly what is not wrong."""
+    return 1 - batch.scores[:, 1].to(influence)

@@ -1,0 +1,200 @@
+"""Studies: the statistics by hand and by brute force, runs that are made once, what is refused."""
+import fcntl
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+from types import SimpleNamespace
+
+import pytest
+
+import plot
+import extras.study.__main__ as studies
+from conftest import ROOT
+from extras.study.__main__ import (
+    as_markdown, differences_of, holm, mean_and_error, permutation_p, read_study, runs_of,
+    summarise, value_on_line, verdict)
+from worlds import printed, read_rows, refusal, seed_of
+
+STUDY = """
+config = {config!r}
+arms = {{"all": {{}}, "half": {{"tracin": "reward", "tracin_val_prompts": 1}}}}
+seeds = (1, 2)
+measure = "eval_judge/toxicity"
+"""
+
+
+@pytest.fixture
+def made(tiny, tmp_path, monkeypatch):
+    """A study of two arms and two seeds of the tiny world: .path; rewrite it by .write(old, new).
+    Tests run in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "tiny.py"
+    flags = (flag.removeprefix("--").split("=", 1) for flag in tiny.flags)
+    lines = [name + " = " + (x if x[0] in "0123456789(" else repr(x)) for name, x in flags]
+    config.write_text("\n".join([*lines, ""]))
+    path = tmp_path / "halves.py"
+    path.write_text(STUDY.format(config=str(config)))
+
+    def write(old, new):
+        assert old in path.read_text(), f"the study of this test has no {old!r} to change"
+        path.write_text(path.read_text().replace(old, new))
+
+    return SimpleNamespace(path=str(path), write=write)
+
+
+# ------------------------------------------------------------------------------------------------
+# statistics
+
+
+def test_permutation_p_by_hand_and_by_brute_force():
+    assert permutation_p([1.0, 2, 3, 4, 5]) == 2 / 32, "only all signs and their opposites"
+    assert permutation_p([1, -1]) == permutation_p([0.1, 0.2, -0.3]) == 1, "a sum of 0"
+    rng = random.Random(seed_of(0))
+    d = [rng.gauss(0.4, 1) for _ in range(17)]      # the first that are too many to do all
+    sums = [abs(sum(s * x for s, x in zip(signs, d)))
+            for signs in itertools.product((-1, 1), repeat=17)]
+    all_flips = sum(s >= abs(sum(d)) - 1e-12 for s in sums) / 2 ** 17
+    assert permutation_p(d) == pytest.approx(all_flips, abs=.006)
+    assert permutation_p([1.0] * 30) == 1 / 100_000, "p is never 0: the true signs are one of them"
+
+
+def test_holm_line_and_error_by_hand():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []
+    points = [(0, 1), (1, 3), (2, 5)]
+    assert [value_on_line(points, x) for x in (0.5, 4)] == pytest.approx([2, 9])
+    assert value_on_line([(0, 0), (1, 3), (2, 0)], 5) == pytest.approx(1), "least squares: slope 0"
+    assert value_on_line([(1, 2), (1, 4)], 7) == 3, "without a slope: the mean"
+    assert mean_and_error([1, None, 3]) == (2, 1) and math.isnan(mean_and_error([1])[1])
+
+
+def arms_with(shifts, n=12):
+    """{arm: {seed: log measure}}, shifted by arm, with noise that is small beside 0.1."""
+    rng = random.Random(seed_of(1))
+    return {arm: {seed: shift + rng.gauss(0, 0.02) for seed in range(n)}
+            for arm, shift in shifts.items()}
+
+
+def test_differences_and_verdicts():
+    logs = arms_with({"all": 0.0, "random": -0.6, "ours": -0.3, "best": -0.9})
+    found = differences_of(logs, ("all", "random"), ("ours", "best"))
+    d = [logs["ours"][seed] - logs["all"][seed] for seed in range(12)]
+    assert found["ours"]["all"] == (*mean_and_error(d), 4 * permutation_p(d))
+    assert verdict("best", found["best"]).startswith("best: a win, better than all, random")
+    assert " p < 0.01 than random (p 0.00" in verdict("ours", found["ours"]), "one control of two"
+    few = {arm: dict(list(by_seed.items())[:5]) for arm, by_seed in logs.items()}
+    assert "no win" in verdict("best", differences_of(few, ("all",), ("best",))["best"])
+
+
+def made_up(tmp_path):
+    """A study and its runs, whose evaluations lie on lines: log measure = -1 - sqrt(KL) - shift."""
+    study = SimpleNamespace(
+        name="made-up", measure="m", arms={"all": {}, "ours": {}}, controls=("all",),
+        tested=("ours",), seeds=range(6), at_end=False,
+        columns=lambda folder: {"length of name": len(os.path.basename(folder))})
+    runs = []
+    for arm, seed in itertools.product(study.arms, study.seeds):
+        rows = []
+        for it in (0, 8, 16):
+            root = (it + seed) / 100
+            shift = 0.3 * (arm == "ours") * (1 + seed / 100)
+            rows.append({"iteration": it, "kl": root ** 2, "m": math.exp(-1 - root - shift)})
+        folder = tmp_path / f"{arm}{seed}"
+        folder.mkdir()
+        (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs.append(SimpleNamespace(arm=arm, seed=seed, folder=str(folder), argv=[], iterations=16))
+    return study, runs
+
+
+def test_the_table_of_made_up_runs(tmp_path):
+    study, runs = made_up(tmp_path)
+    os.remove(f"{runs[-1].folder}/eval.jsonl")      # so the last seed is not complete
+    found = summarise(study, runs)
+    roots = [(it + seed) / 100 for seed in range(5) for it in (8, 16)]
+    assert found["x"] == pytest.approx(statistics.median(roots))
+    for seed in range(5):
+        assert found["equal"]["all"][seed] == pytest.approx(-1 - found["x"])
+        expected = -1 - found["x"] - 0.3 * (1 + seed / 100)
+        assert found["equal"]["ours"][seed] == pytest.approx(expected)
+    mean, _, p = found["differences"]["ours"]["all"]
+    assert mean == pytest.approx(-0.306) and p == 2 / 32
+    text = as_markdown(study, found)
+    assert "Of 6 seeds 5 are complete" in text and "| -26 % ± 0, p 0.06" in text
+    assert "length of name" in text and "- ours: no win at equal KL" in text
+
+    study.at_end = True
+    found = summarise(study, runs)
+    last = {seed: -1 - (16 + seed) / 100 for seed in range(5)}
+    assert found["equal"]["all"] == pytest.approx(last), "at_end compares the last evaluations"
+    assert "- ours: no win at the end" in as_markdown(study, found)
+
+
+# ------------------------------------------------------------------------------------------------
+# runs
+
+
+def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
+    made.write("seeds = (1, 2)", "seeds = (1,)")
+    text = printed(studies.main, [made.path, "--workers=2"])
+    assert "2 runs, 2 to make" in text and "not done" not in text, text
+    folders = sorted(path for path in (tmp_path / "out/study/halves").iterdir() if path.is_dir())
+    assert [path.name.rsplit("_", 1)[0] for path in folders] == ["all_seed1", "half_seed1"]
+    end = read_rows(folders[0] / "eval.jsonl")[-1]
+    assert f"| all | {end['eval_judge/toxicity']:.4g} ± nan |" in text
+    assert text.rstrip().endswith("python plot.py out/study/halves")
+    again = printed(studies.main, [made.path])
+    assert "2 runs, 0 to make" in again and again.split("# halves")[1] == text.split("# halves")[1]
+    plot.main(["out/study/halves"])
+    made.write("toxicity", "toxic")
+    assert "measure = 'eval_judge/toxic': is not in" in refusal(studies.main, [made.path])
+    made.write("toxic", "toxicity")
+    made.write('"tracin": "reward"', '"tracin": "advantage"')
+    study = read_study(made.path)
+    left, = [run for run in runs_of(study, "out/study/halves")
+             if not studies.evaluations_of(run, study.measure)]
+    assert left.arm == "half", "an arm that was changed runs anew, and no other"
+    os.mkdir(left.folder)
+    with open(os.path.join(left.folder, ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)        # another study is at work there
+        assert "not done" in printed(studies.make, left)
+    assert os.listdir(left.folder) == [".lock"] and not os.path.exists(f"{left.folder}-2")
+
+
+def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
+    runs = runs_of(read_study(made.path), "out")
+    assert [(run.seed, run.arm) for run in runs] == [(1, "all"), (1, "half"), (2, "all"),
+                                                     (2, "half")]
+    assert len({run.folder for run in runs}) == 4
+    study = read_study(made.path)
+    assert study.controls == ("all",) and study.tested == ("half",)
+
+
+REFUSED = [     # old, new, words of the refusal
+    ("seeds = (1, 2)", "seeds = ()", "seeds is missing or empty"),
+    ("seeds = (1, 2)", "seeds = 24", "seeds = 24: must be"),
+    ('"tracin": "reward"', '"tracing": "reward"', "--tracing"),
+    ("measure =", "controls = ('al',)\nmeasure =", "'al' is no arm; there are all, half"),
+    ("measure =", "few = 3\nmeasure =", "'few' is no name of a study")]
+
+
+def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
+    text = open(made.path).read()
+    for old, new, words in REFUSED:
+        made.write(old, new)
+        assert words in refusal(studies.main, [made.path]), new
+        open(made.path, "w").write(text)
+    assert "usage" in refusal(studies.main, [made.path, "--out=x"])
+    assert "no seed is complete" in refusal(studies.main, [made.path, "--table"])
+    assert "--table=1: must be" in refusal(studies.main, [made.path, "--table=1"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_studies_of_the_repository_can_be_planned(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in ("wrong", "letters", "confirm", "finding"):
+        study = read_study(f"extras/study/{name}.py")
+        study.seeds = study.seeds[:1]
+        assert len(runs_of(study, "out")) == len(study.arms)

@@ -1,0 +1,287 @@
+"""
+Chess as two tasks of text: positions of random games, prompts, right completions, rewards.
+
+    A: (the rules)  "A: FEN+move+history+"  ->  "FEN after+reward+terminated+truncated"
+    P: (the play)   "P: FEN "               ->  "M: five moves E: their evaluations B: the best"
+
+Moves are in UCI (e2e4, e7e8q). The history of A: is at most 10 moves, oldest first; the move itself
+is the last of it. Evaluations are in pawns, as the side to move sees them. docs/tasks.md has more.
+"""
+import random
+import re
+import shutil
+
+from common.script import BadInput, optional, seed_for
+
+with optional("chess"):
+    import chess
+    import chess.engine
+
+PLIES = (2, 6)      # positions after so many moves of a game: the opening, where FENs are short
+HISTORY = 10        # moves, at most
+CANDIDATES = 5      # moves, fewer where fewer are legal
+MATE = 10_000       # centipawns that a mate is worth
+VALUES = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9}
+MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
+NUMBER = re.compile(r"-?\d{1,6}(\.\d{1,6})?", re.ASCII)
+STATE = re.compile(rf"[\w/-]+( [\w/-]+){{5}}\+{NUMBER.pattern}\+[01]\+[01]", re.ASCII)
+PLAY = re.compile(r"M:[^:]* E:(?P<values>[^:]*) B:(?P<best>[^:]*)")
+BY_RANK = (1.0, 0.8, 0.6, 0.4, 0.2)     # of the engine's first five moves
+
+# --------------------------------------------------------------------------------------------------
+# positions
+
+
+def positions(n, seed, asked):
+    """n positions of random games -> [(FEN, moves that led there and the next one)]. A hash says
+    which boards are asked about: never one that a policy has learned from."""
+    rng = random.Random(seed)
+    found = []
+    while len(found) < n:
+        board = chess.Board()
+        moves = []
+        while len(moves) <= PLIES[1] and not board.is_game_over():
+            fen = board.fen()
+            moves.append(rng.choice(legal(fen)))
+            is_asked = seed_for(fen.rsplit(" ", 2)[0]) % 5 == 0     # less the counters
+            if is_asked == asked and len(moves) > PLIES[0]:
+                found.append((fen, list(moves)))
+            board.push_uci(moves[-1])
+    return found[:n]
+
+
+def legal(fen):
+    return [move.uci() for move in chess.Board(fen).legal_moves]
+
+
+def texts(n, seed, history=HISTORY):
+    """n lines to learn from, two of A: for one of P:, which is learned sooner."""
+    rng = random.Random(seed)
+    lines = []
+    for i, (fen, moves) in enumerate(positions(n, seed, asked=False)):
+        if i % 3 == 2:
+            line = f"P: {fen} " + play_answer(material_after(fen), rng)
+        else:
+            line = rules_prompt(fen, moves, history) + rules_answer(fen, moves[-1])
+        lines.append(line)
+    return lines
+
+
+def questions(n, seed, history=HISTORY):
+    """n rows with a prompt and what its completion is judged by, the two tasks in turn: answer, the
+    right completion of A:, or legal, the legal moves of P:. The other one is None."""
+    rows = []
+    for i, (fen, moves) in enumerate(positions(n, seed, asked=True)):
+        if i % 2:
+            row = dict(fen=fen, answer=None, legal=legal(fen), text=f"P: {fen} ")
+        else:
+            prompt = rules_prompt(fen, moves, history)
+            row = dict(fen=fen, answer=rules_answer(fen, moves[-1]), legal=None, text=prompt)
+        rows.append(row)
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# right completions
+
+
+def rules_prompt(fen, moves, history=HISTORY):
+    return f"A: {fen}+{moves[-1]}+{' '.join(moves[-history:])}+"
+
+
+def rules_answer(fen, move):
+    """The right completion of A:. The reward is the mover's: 1.0 for mate, 0.5 for a draw, 0.001
+    while the game goes on. An illegal move leaves the position as it is, with -1.0 and truncated 1.
+    A FEN knows of no repetition; the 75-move rule it knows."""
+    board = chess.Board(fen)
+    if move not in legal(fen):
+        return f"{board.fen()}+-1.0+0+1"
+    board.push_uci(move)
+    outcome = board.outcome()
+    if outcome is None:
+        return f"{board.fen()}+0.001+0+0"
+    reward = 0.5 if outcome.winner is None else 1.0
+    return f"{board.fen()}+{reward}+1+0"
+
+
+def play_answer(evaluations, rng):
+    """The completion that names the best moves of {move: pawns}, in random order. Moves of equal
+    value are taken by chance."""
+    moves = list(evaluations)
+    rng.shuffle(moves)
+    best_first = top_moves({move: evaluations[move] for move in moves})
+    best = best_first[0]
+    rng.shuffle(best_first)
+    values = " ".join(f"{evaluations[move]:.1f}" for move in best_first)
+    return f"M: {' '.join(best_first)} E: {values} B: {best}"
+
+
+def top_moves(evaluations):
+    """The five moves with the highest evaluations, the best first."""
+    return sorted(evaluations, key=lambda move: -evaluations[move])[:CANDIDATES]
+
+
+def material_after(fen):
+    """{legal move: the mover's material less the other's after it, in pawns}."""
+    board = chess.Board(fen)
+    found = {}
+    for move in list(board.legal_moves):
+        board.push(move)
+        found[move.uci()] = -material(board)
+        board.pop()
+    return found
+
+
+def material(board):
+    return sum(len(board.pieces(kind, board.turn)) * value
+               - len(board.pieces(kind, not board.turn)) * value for kind, value in VALUES.items())
+
+
+def add_evaluations(rows, nodes=10_000):
+    """Give rows of P: the column `evaluations`, {legal move: pawns} by Stockfish; the others None.
+    One thread and a number of nodes, not of seconds: the same engine says the same again."""
+    path = shutil.which("stockfish") or shutil.which("/usr/games/stockfish")    # Debian's place
+    if path is None:
+        raise BadInput("stockfish: no such program on PATH; apt-get install stockfish, or take "
+                       "extras/tasks/config/chess.py, which needs no engine")
+    limit = chess.engine.Limit(nodes=nodes)
+    with chess.engine.SimpleEngine.popen_uci(path) as engine:
+        engine.configure({"Threads": 1, "Hash": 16})
+        for row in rows:
+            row["evaluations"] = None
+            if row["legal"]:
+                board = chess.Board(row["fen"])
+                lines = engine.analyse(board, limit, game=object(), multipv=len(row["legal"]))
+                row["evaluations"] = {
+                    line["pv"][0].uci(): line["score"].relative.score(mate_score=MATE) / 100
+                    for line in lines}
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# rewards. No text makes one raise
+
+
+def by(column):
+    """Make a reward function of score(completion, truth). The truth stands in this column; without
+    one the row is of the other task."""
+    def decorate(score):
+        def reward(prompts, completions, rows):
+            truths = [row[column] for row in rows]
+            return [None if truth is None else float(score(text, truth))
+                    for text, truth in zip(completions, truths)]
+        return reward
+    return decorate
+
+
+@by("answer")
+def a_format(text, answer):
+    """A: 1 for a well-formed FEN, a number and two flags."""
+    if not STATE.fullmatch(text):
+        return False
+    try:
+        chess.Board(fen_of(text))
+    except ValueError:
+        return False
+    return True
+
+
+@by("answer")
+def a_exact(text, answer):
+    """A: 1 for the right FEN, character by character."""
+    return fen_of(text) == fen_of(answer)
+
+
+@by("answer")
+def a_distance(text, answer):
+    """A: characters to mend in the FEN, at most as many as it has. The weight is negative."""
+    right = fen_of(answer)
+    return min(edit_distance(fen_of(text), right), len(right))
+
+
+@by("answer")
+def a_outcome(text, answer):
+    """A: share of reward, terminated and truncated that are right."""
+    return sum(a == b for a, b in zip(text.split("+")[1:4], answer.split("+")[1:4])) / 3
+
+
+def fen_of(text):
+    return text.partition("+")[0]
+
+
+def edit_distance(a, b):
+    """Insertions, deletions and substitutions between two texts (Levenshtein 1966)."""
+    previous = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(row[-1] + 1, previous[j] + 1, previous[j - 1] + (x != y)))
+        previous = row
+    return previous[-1]
+
+
+def read_play(text):
+    """Moves, evaluations and best move of a completion. One that breaks off, or goes wrong behind
+    its moves, has these alone: moves, [], ""."""
+    before, _, rest = text.partition("M:")
+    moves = [] if before.strip() else rest.partition("E:")[0].split()
+    found = PLAY.fullmatch(text.strip())
+    if found is None:
+        return moves, [], ""
+    return moves, found["values"].split(), found["best"].strip()
+
+
+@by("legal")
+def p_format(text, legal):
+    """P: 1 for five moves (or all, where fewer are legal), as many numbers, and a best move."""
+    moves, values, best = read_play(text)
+    right_counts = len(moves) == len(values) == min(CANDIDATES, len(legal))
+    are_moves = all(map(MOVE.fullmatch, [*moves, best]))
+    return right_counts and are_moves and all(map(NUMBER.fullmatch, values))
+
+
+@by("legal")
+def p_legal(text, legal):
+    """P: share of the candidates that are different legal moves. A missing one is wrong."""
+    moves, _, _ = read_play(text)
+    wanted = min(CANDIDATES, len(legal))
+    return len(set(moves) & set(legal)) / max(len(moves), wanted)
+
+
+@by("legal")
+def p_best(text, legal):
+    """P: 1 if the best move is legal and among the candidates."""
+    moves, _, best = read_play(text)
+    return best in moves and best in legal
+
+
+@by("evaluations")
+def p_engine_best(text, evaluations):
+    """P: 1 for the engine's best move, 0.8 to 0.2 for its next four, 0.1 for other legal moves, -1
+    for an illegal one, -0.5 for none."""
+    _, _, best = read_play(text)
+    top = top_moves(evaluations)
+    if best in top:
+        return BY_RANK[top.index(best)]
+    if best in evaluations:
+        return 0.1
+    return -1.0 if best else -0.5
+
+
+@by("evaluations")
+def p_engine_moves(text, evaluations):
+    """P: share of the engine's five best moves that are candidates."""
+    moves, _, _ = read_play(text)
+    top = top_moves(evaluations)
+    return len(set(moves) & set(top)) / len(top)
+
+
+@by("evaluations")
+def p_engine_values(text, evaluations):
+    """P: 1 / (1 + mean error of the evaluations in pawns); 0 if a move or a number is none."""
+    moves, values, _ = read_play(text)
+    known = set(moves) <= set(evaluations) and all(map(NUMBER.fullmatch, values))
+    if not moves or len(moves) != len(values) or not known:
+        return 0.0
+    errors = [abs(float(value) - evaluations[move]) for move, value in zip(moves, values)]
+    return 1 / (1 + sum(errors) / len(errors))

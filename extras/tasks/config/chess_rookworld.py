@@ -1,0 +1,22 @@
+# The published policy of note 003, 124M weights trained on both tasks, with that note's settings.
+#     pip install chess -r requirements-hub.txt
+#     python grpo.py extras/tasks/config/chess_rookworld.py
+from extras.tasks.config.chess import *
+
+out_dir = "out/chess_rookworld"
+policy = "jrahn/RookWorld-LM-124M"
+
+max_iters = 100
+num_prompts = 4
+num_generations = 4
+max_completion_length = 256
+temperature = 0.95      # the note samples P: at 0.5 and A: at 0.95; an iteration here holds both
+top_p = 0.95
+learning_rate = 1e-6
+num_eval_prompts = 64
+num_eval_generations = 2
+
+
+def questions(n, seed):
+    """Positions as in extras/tasks/config/chess.py, with the game's last ten moves."""
+    return chess.questions(n, seed)

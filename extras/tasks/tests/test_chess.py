@@ -1,0 +1,168 @@
+"""Chess as two tasks: truths against positions known by heart, scores against completions made by
+hand."""
+import random
+import shutil
+
+import pytest
+
+from config import load_settings
+from conftest import ROOT
+from data.prompts import Prompt
+from data.tokenizer import load_tokenizer
+from judge.rewards import score
+from worlds import refusal, seed_of
+
+python_chess = pytest.importorskip("chess")
+
+from extras.tasks import chess     # noqa: E402
+
+START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
+AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
+MATE = "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2"
+ANSWER = f"{AFTER_E4}+0.001+0+0"
+
+MOVES = [   # position, move, what it leads to
+    (START, "e2e4", ANSWER),
+    ("4k3/8/8/8/8/8/8/R3K2R w KQ - 3 9", "e1g1",        # castling moves the rook
+     "4k3/8/8/8/8/8/8/R4RK1 b - - 4 9+0.001+0+0"),
+    ("4k3/8/8/8/8/8/8/R3K2R w KQ - 3 9", "a1b1",        # a rook that moves ends one right
+     "4k3/8/8/8/8/8/8/1R2K2R b K - 4 9+0.001+0+0"),
+    ("4k3/8/8/8/3p4/8/4P3/4K3 w - - 7 20", "e2e4",      # the square en passant is shown
+     "4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20+0.001+0+0"),
+    ("4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20", "d4e3",      # en passant takes a pawn elsewhere
+     "4k3/8/8/8/8/4p3/8/4K3 w - - 0 21+0.001+0+0"),
+    ("8/P6k/8/8/8/8/8/K7 w - - 5 60", "a7a8q",
+     "Q7/7k/8/8/8/8/8/K7 b - - 0 60+0.001+0+0"),
+    ("8/P6k/8/8/8/8/8/K7 w - - 5 60", "a7a8n",          # a lone knight mates nobody
+     "N7/7k/8/8/8/8/8/K7 b - - 0 60+0.5+1+0"),
+    (MATE, "d8h4", "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3+1.0+1+0"),
+    ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "f1f7",          # stalemate
+     "7k/5Q2/6K1/8/8/8/8/8 b - - 1 1+0.5+1+0"),
+    (START, "e2e5", f"{START}+-1.0+0+1"), (START, "", f"{START}+-1.0+0+1")]
+
+
+def test_what_a_move_leads_to():
+    for fen, move, answer in MOVES:
+        assert chess.rules_answer(fen, move) == answer, move
+
+
+def test_prompts_have_the_published_form():
+    moves = [f"a{i}" for i in range(30)]
+    prompt = chess.rules_prompt(START, moves)
+    assert prompt == f"A: {START}+a29+{' '.join(moves[-10:])}+"
+
+
+def scores(names, text, **row):
+    """What these rewards give a completion of a row."""
+    return [getattr(chess, name)([], [text], [row])[0] for name in names.split()]
+
+
+def test_texts_are_perfect_completions():
+    """Every line of the pretraining would get full marks as a completion."""
+    for i, line in enumerate(chess.texts(80, 3)):
+        if i % 3 == 2:
+            fen = " ".join(line.split(" ")[1:7])
+            text = line.removeprefix(f"P: {fen} ")
+            material = chess.material_after(fen)
+            assert scores("p_format p_legal p_best p_engine_values", text, legal=chess.legal(fen),
+                          evaluations=material) == [1] * 4, line
+            assert material[text.split()[-1]] == max(material.values())
+        else:
+            fen, move, history, answer = line.removeprefix("A: ").split("+", 3)
+            assert history.split()[-1] == move and answer == chess.rules_answer(fen, move)
+            assert scores("a_format a_exact a_outcome", answer, answer=answer) == [1] * 3, line
+    for fen, move, pawns in [("4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20", "d4e3", 1),
+                             ("1n2k3/P7/8/8/8/8/8/4K3 w - - 0 1", "a7b8q", 9)]:
+        assert chess.material_after(fen)[move] == pawns
+
+
+def test_questions_know_their_answers_and_no_question_was_a_text():
+    rows = chess.questions(80, 3)
+    for i, row in enumerate(rows):
+        assert (row["answer"] is None) == (i % 2 == 1) != (row["legal"] is None)
+        assert row["text"].startswith(("A: ", "P: ")[i % 2] + row["fen"])
+        assert row["legal"] in (None, chess.legal(row["fen"]))
+    assert rows == chess.questions(90, 3)[:80] != chess.questions(80, 4)
+    learned = {text.partition("+")[0].split(" ")[1] for text in chess.texts(600, 3)}
+    assert not learned & {row["fen"].split(" ")[0] for row in rows}
+
+
+STATES = [  # completion, format, right position, distance, share of the outcome
+    (ANSWER, 1, 1, 0, 1),
+    (ANSWER.replace("0.001", "0.01"), 1, 1, 0, 2 / 3),
+    (ANSWER.replace("+0+0", "+1+1"), 1, 1, 0, 1 / 3),
+    (ANSWER.replace("4P3", "3P4"), 1, 0, 2, 1),
+    (ANSWER.replace("4P3", "4P"), 0, 0, 1, 1),                  # a rank of five squares
+    (ANSWER.replace(" KQkq", " "), 0, 0, 4, 1),                 # no castling field
+    (ANSWER.replace(" b ", " b\n "), 0, 0, 1, 1),
+    (ANSWER.replace("+0+0", "+0+2"), 0, 1, 0, 2 / 3),           # no flag
+    (ANSWER + "+0", 0, 1, 0, 1), (AFTER_E4, 0, 1, 0, 0),
+    ("", 0, 0, len(AFTER_E4), 0), ("x" * 500, 0, 0, len(AFTER_E4), 0)]
+
+FIVE = "e2e4 d2d4 g1f3 c2c4 b1c3"
+LEGAL = chess.legal(START)
+BY_VALUE = [*FIVE.split(), *sorted(set(LEGAL) - {*FIVE.split()})]
+VALUES = {move: -0.1 * i for i, move in enumerate(BY_VALUE)}
+PLAYS = [   # completion, format, legal share, best among them, engine's best, moves, values
+    (f"M: {FIVE} E: 0.0 -0.1 -0.2 -0.3 -0.4 B: e2e4", 1, 1, 1, 1, 1, 1),
+    (f"M: {FIVE} E: 0.0 -0.1 -0.2 -0.3 -0.4 B: g1f3", 1, 1, 1, .6, 1, 1),
+    (f"M: {FIVE} E: 1.0 0.9 0.8 0.7 0.6 B: a2a3", 1, 1, 0, .1, 1, .5),
+    (f"M: {FIVE} E: 1 2 B: e2e5", 0, 1, 0, -1, 1, 0),
+    ("M: e2e4 e2e4 e2e4 e2e4 e2e4 E: 0 0 0 0 0 B: e2e4", 1, .2, 1, 1, .2, 1),
+    ("M: e2e4 d2d4", 0, .4, 0, -.5, .4, 0), ("", 0, 0, 0, -.5, 0, 0)]
+
+
+RULES = "a_format a_exact a_distance a_outcome"
+PLAY = "p_format p_legal p_best p_engine_best p_engine_moves p_engine_values"
+
+
+def test_scores_of_completions():
+    for text, *expected in STATES:
+        assert scores(RULES, text, answer=ANSWER) == pytest.approx(expected), text
+    for text, *expected in PLAYS:
+        found = scores(PLAY, text, legal=LEGAL, evaluations=VALUES)
+        assert found == pytest.approx(expected), text
+    assert scores(f"{RULES} {PLAY}", "", answer=None, legal=None, evaluations=None) == [None] * 10
+    assert chess.edit_distance("flaw", "lawn") == 2 and chess.edit_distance("", "abc") == 3
+
+
+def test_no_text_makes_a_reward_raise():
+    rng = random.Random(seed_of(0))
+    pieces = [*"+:. \n0159-/٣²kK", "M:", "E:", "B:", "e2e4", "1e999", "-0.0", "nan", AFTER_E4]
+    for _ in range(150):
+        text = list(rng.choice((ANSWER, PLAYS[0][0], "")))
+        for _ in range(rng.randint(0, 6)):
+            at = rng.randint(0, len(text))
+            text[at:at + rng.randint(0, 2)] = [rng.choice(pieces)]
+        found = scores(f"{RULES} {PLAY}", "".join(text), answer=ANSWER, legal=LEGAL,
+                       evaluations=VALUES)
+        assert all(isinstance(x, float) and abs(x) <= len(AFTER_E4) for x in found), text
+
+
+@pytest.mark.parametrize("name", ["chess", "chess_stockfish", "chess_rookworld"])
+def test_config_files(name, monkeypatch):
+    """The longest prompt and answer fit; each part is a column, NaN where the task is the other."""
+    monkeypatch.setattr(chess, "add_evaluations", lambda rows: [
+        row | {"evaluations": row["legal"] and VALUES} for row in rows])
+    cfg = load_settings([f"{ROOT}/extras/tasks/config/{name}.py"])
+    tokenizer = load_tokenizer(cfg.vocab_size)
+    rows = cfg.functions["questions"](300, 1)
+    for row in rows if cfg.policy == "train" else []:
+        room = cfg.block_size - cfg.max_completion_length
+        assert len(tokenizer.encode_ordinary(row["text"])) <= room
+        assert len(tokenizer.encode_ordinary(row["answer"] or "")) < cfg.max_completion_length
+    prompts = [Prompt(row["text"], [1], row) for row in rows[:2]]
+    functions = {name: cfg.functions[name] for name in cfg.reward_funcs}
+    scores = score(functions, prompts, [rows[0]["answer"], "M: a1a1"])              # (2, K)
+    assert scores[0].tolist()[:4] == [1, 1, 0, 1] and scores[1].tolist()[4:7] == [0, 0, 0]
+    assert scores[0, 4:].isnan().all() and scores[1, :4].isnan().all()
+    assert scores.shape[1] == len(cfg.reward_weights)
+
+
+def test_stockfish_sees_a_mate_or_one_line_says_that_it_is_missing(monkeypatch):
+    rows = [{"fen": MATE, "legal": chess.legal(MATE)}, {"fen": START, "legal": None}]
+    if shutil.which("stockfish"):
+        first, second = chess.add_evaluations(rows, nodes=500)
+        assert chess.top_moves(first["evaluations"])[0] == "d8h4" and not second["evaluations"]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "apt-get install stockfish" in refusal(chess.add_evaluations, rows)

@@ -1,0 +1,290 @@
+"""
+What answers a completion while it is sampled: an environment, or tools. Its words are read and
+never learned, and what is sampled around them is what a loop over single rows samples.
+"""
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sample
+from config.check import check
+from data.prompts import Prompt
+from evaluate import evaluate, sample_evaluation
+from grpo import collect, sample_groups
+from run.fast import Decoder
+from run.metrics import batch_metrics
+from rollout import completion_logprobs, empty_rollout, generate
+from extras.tasks.tools import (
+    calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
+from extras.tasks.turns import answering, try_environment
+from worlds import WORDS, WORD_PROMPTS, nets_of, refusal, seed_of, settings, word_gpt
+
+T = 20
+STOPS = tuple("aeinorst ?")
+END = WORDS.eot_token
+IDS = [prompt.ids for prompt in WORD_PROMPTS]
+
+
+def game(prompts, transcripts):
+    """Ends some episodes, says nothing to some, and speaks stop strings itself."""
+    last = [sum(map(ord, text)) % 7 for text in transcripts]
+    return [None if n == 0 else "" if n == 1 else f" {n}t" for n in last]
+
+
+def with_game(function=game, **knobs):
+    cfg = settings(**dict(max_turns=3, max_completion_length=T, num_generations=8) | knobs)
+    cfg.functions = cfg.functions | {"environment": function}
+    return check(replace(cfg, stop_strings=STOPS))
+
+
+def rollout_of(cfg, **more):
+    respond = answering(WORDS, WORD_PROMPTS, cfg, 8)
+    return generate(word_gpt(), IDS, 8, T, seed=7, eos=END, respond=respond, **more)
+
+
+def turns_of(rollout):
+    """Times that each row was answered (N,)."""
+    own = rollout.sampled_mask | ~rollout.completion_mask
+    return (own[:, :-1] & ~own[:, 1:]).sum(1)
+
+
+# ------------------------------------------------------------------------------------------------
+# turns
+
+
+def row_by_hand(policy, prompt, u, max_turns):
+    """(ids, which of them are the policy's, ended) of a completion: a full forward pass a token."""
+    ids, own = [], []
+    answers, start = 0, 0
+    while len(ids) < T:
+        h = policy(torch.tensor([prompt.ids + ids]))[0, -1]
+        cdf = policy.lm_head(h).float().softmax(0).cumsum(0)
+        token = int((cdf <= u[len(ids)] * cdf[-1]).sum())
+        ids, own = [*ids, token], [*own, True]
+        new, turn = WORDS.decode([token]), WORDS.decode(ids[start:])
+        if token != END and not any(stop in new and stop in turn for stop in STOPS):
+            continue
+        answer, = game([prompt.text], [WORDS.decode([i for i in ids if i != END])])
+        nothing = answer is None or token == END and not answer
+        if nothing or answer and answers == max_turns:
+            return ids, own, True
+        forced = WORDS.encode_ordinary(answer)[:T - len(ids)]
+        if forced:
+            ids, own = ids + forced, own + [False] * len(forced)
+            answers, start = answers + 1, len(ids)
+    return ids, own, False
+
+
+@torch.no_grad()
+def test_a_loop_over_single_rows_samples_the_same():
+    cfg = with_game()
+    r = rollout_of(cfg)
+    noise = torch.rand(32, T, generator=torch.Generator().manual_seed(7))
+    tokens = r.tokens[:, -r.completion_mask.shape[1]:]
+    for i, u in enumerate(noise):
+        n = int(r.completion_mask[i].sum())
+        found = tokens[i, :n].tolist(), r.sampled_mask[i, :n].tolist(), r.ended[i]
+        assert found == row_by_hand(word_gpt(), WORD_PROMPTS[i // 8], u, cfg.max_turns), i
+        own_ends = (tokens[i, :n] == END) & r.sampled_mask[i, :n]
+        assert r.completions(END)[i] == tokens[i, :n][~own_ends].tolist()
+    assert {0, 1, 2, 3} == set(turns_of(r).tolist()), "not a test of several turns"
+    is_end = (tokens == END) & r.completion_mask
+    assert (is_end[:, :-1] & r.completion_mask[:, 1:]).any(), "no row went on after its end token"
+    assert 3 < r.ended.sum() < 29
+
+
+@torch.no_grad()
+def test_every_way_of_decoding_gives_the_same():
+    cfg = with_game()
+    decoder = Decoder(torch.device("cpu"), compiled=False)
+    for truncation in ({}, dict(top_k=40)):
+        plain = rollout_of(cfg, **truncation)
+        for way in (dict(batch_size=8), dict(decode=decoder)):
+            other = rollout_of(cfg, **way, **truncation)
+            for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
+                assert torch.equal(getattr(plain, name), getattr(other, name)), (way, name)
+            found = completion_logprobs(word_gpt(), other)
+            assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
+
+
+def test_parts_of_the_prompts_hear_their_own_answers():
+    heard = []
+
+    def listen(prompts, transcripts):
+        heard.extend(prompts)
+        return [None] * len(prompts)
+
+    rollout_of(with_game(listen), part=slice(2, 4), batch_size=8)
+    assert set(heard) == {WORD_PROMPTS[2].text, WORD_PROMPTS[3].text}
+
+
+def test_max_turns_and_no_turns():
+    chatty = with_game(lambda prompts, texts: [" so?"] * len(texts), max_turns=2)
+    r = rollout_of(chatty)
+    assert turns_of(r).max() == 2 and (turns_of(r)[r.ended] == 2).all() and r.ended.any()
+    free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
+    off = rollout_of(with_game(max_turns=0))
+    quiet = replace(with_game(lambda prompts, texts: [None] * len(texts)), stop_strings=())
+    for other in (off, rollout_of(quiet)):
+        for name in ("tokens", "completion_mask", "sampled_mask", "logp", "ended"):
+            assert torch.equal(getattr(free, name), getattr(other, name)), name
+
+
+def planted(texts, cfg, room=8, forced=(), over=()):
+    """Rows whose last token is the last of these texts (or ids), just drawn -> the rollout. forced:
+    rows whose tokens but the last were forced. over: rows that ended before it."""
+    ids = [WORDS.encode_ordinary(text) if isinstance(text, str) else text for text in texts]
+    t = len(ids[0]) - 1
+    assert all(len(row) == t + 1 for row in ids)
+    prompt = torch.ones(len(ids), 1, dtype=torch.long)
+    r = empty_rollout(prompt, prompt > 0, 1, t + 1 + room, END)
+    r.tokens[:, 1:t + 2] = torch.tensor(ids)
+    r.completion_mask[:, :t + 1] = True
+    r.ended |= torch.tensor([row[-1] == END for row in ids])
+    for i in forced:
+        r.sampled_mask[i, :t] = False
+    for i in over:
+        r.completion_mask[i, t:] = False
+        r.ended[i] = True
+    answering(WORDS, WORD_PROMPTS, cfg, 1)(0, r, torch.arange(len(ids)), t, t + 1)
+    return r
+
+
+def test_a_stop_string_counts_once_and_where_it_is_complete():
+    heard = []
+
+    def listen(prompts, transcripts):
+        heard.extend(transcripts)
+        return [""] * len(transcripts)
+
+    cfg = replace(with_game(listen), stop_strings=("</a>", "é"))
+    planted(["x</a>", "x</b>", "</a>y", "</a>>"], cfg)
+    assert heard == ["x</a>"], "the last of these completed it one token before"
+    planted(["ab é", "ab è"], cfg)
+    assert heard[1:] == ["ab é"], "a stop string of two bytes"
+    planted(["y</a>"] * 4, cfg, forced=(1,), over=(2,))
+    assert heard[2:] == ["y</a>"] * 2, "of a turn's own words, and while the row runs"
+
+
+def test_answers_are_cut_and_ends_are_undone():
+    cfg = with_game(lambda prompts, texts: ["1234567890" if "e" in x else None for x in texts])
+    rows = [[*WORDS.encode_ordinary("e"), END], WORDS.encode_ordinary("xe")[:2],
+            WORDS.encode_ordinary("xt")[:2]]
+    r = planted(rows, cfg, room=4)
+    assert r.ended.tolist() == [False, False, True]
+    assert r.sampled_mask.tolist() == [[True, True, *[False] * 4]] * 2 + [[True] * 6]
+    assert WORDS.decode(r.tokens[0, 3:].tolist()) == "1234"
+    r = planted(rows, cfg, room=0)
+    assert r.ended.tolist() == [False, False, True], "an answer without room counts as cut, too"
+
+
+def test_what_samples_hears_the_environment_and_is_given_columns():
+    seen = []
+
+    def tell(prompts, transcripts, number, rows):
+        seen.extend(zip(prompts, number, rows))
+        return [" 77"] * len(prompts)
+
+    prompts = [Prompt(text, ids, {"text": text, "number": i})
+               for i, (text, ids, _) in enumerate(WORD_PROMPTS)]
+    cfg = with_game(tell, num_eval_generations=3, num_generations=2)
+    nets = nets_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
+    try_environment(cfg, prompts)
+    for sampled in (sample_groups(nets, prompts, cfg, 3),
+                    sample_evaluation(nets, nets.policy, cfg)):
+        assert (sampled.completion_mask & ~sampled.sampled_mask).any()
+    assert {(text, i) for text, i, _ in seen} == {(p.text, p.row["number"]) for p in prompts}
+    lengths = sampled.sampled_mask.sum(1).double()
+    measured = evaluate(nets, nets.policy, cfg)[0]["mean_length"]
+    assert measured == pytest.approx(float(lengths.mean()))
+    with pytest.raises(ValueError, match="asks for the column 'number'"):
+        sample.speak(nets, nets.policy, cfg, "you are", 3)
+
+
+def test_metrics_count_what_the_policy_drew():
+    cfg = with_game()
+    nets = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
+    batch = collect(nets, WORD_PROMPTS, cfg, 7)
+    r = batch.rollout
+    m = batch_metrics(batch, cfg)
+    assert m["forced"] == pytest.approx(1 - float(r.sampled_mask.sum() / r.completion_mask.sum()))
+    assert .1 < m["forced"] < .9 and torch.equal(batch.loss_mask, r.sampled_mask)
+    lengths = r.sampled_mask.sum(1).double()
+    assert m["completions/mean_length"] == pytest.approx(float(lengths.mean()))
+
+
+WRONG = [   # function, words of the refusal
+    (lambda p, texts: [{}[text] for text in texts], "environment raised KeyError: "),
+    (lambda p, texts: "yes", "returned 'yes': must be"),
+    (lambda p, texts: texts[1:], "for each of 11 transcripts"),
+    (lambda p, texts: [3] * len(texts), "returned [3, 3, "),
+    (lambda p, texts, answer: texts, "asks for the column 'answer'; the prompt 'last'"),
+    (lambda p, texts: texts.clear() or [], "with a text, or None, for each of"),
+    (lambda: [], "environment takes (): must take")]
+
+
+def test_what_an_environment_does_wrong_is_one_line():
+    known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in WORD_PROMPTS]
+    for function, words in WRONG:
+        prompts = [*known, Prompt("last", [1], {"text": "last"})]
+        assert words in refusal(try_environment, with_game(function), prompts)
+
+
+# ------------------------------------------------------------------------------------------------
+# tools
+
+TABLE = {"calc": calc}
+REPLIES = {
+    "calc(12*7)": " = 84", "calc( (1+2)*3 )": " = 9", "I think": "", "calc(12*7) = 84": "",
+    "calc(12*7": "", "(12*7)": "", ")": "", "calc(12*7).\n": " = 84", "calc(12*7) so": "",
+    "calc(1/0) error: division by zero": "", "calc(1) = ?": "", "calc(1) = 1, calc(2)": " = 2",
+    "(calc(2)": " = 2", "calx(1)": " error: no tool 'calx'; there is calc",
+    "calc(1/0)": " error: division by zero",
+    "calc(one)": " error: only numbers, + - * / and brackets, at most 100 characters"}
+
+
+def test_a_call_is_answered_with_its_result_or_its_error():
+    for text, added in REPLIES.items():
+        assert reply(text, TABLE) == added, text
+        assert tool_environment(TABLE)(["?", "?"], ["no call", text]) == ["", added]
+    table = {"long": lambda text: "ab \n" * 9999, "find": lambda text: "(as f(x) = 3)\nin g(h(2))"}
+    assert len(reply("long(1)", table)) < 250 and "\n" not in reply("long(1)", table)
+    answer = reply("find(x)", table)
+    assert answer == " = (as f (x) = 3) in g (h (2))", "what an answer says is no call"
+    assert reply("find(x)" + answer, table) == ""
+
+
+def test_the_parser_takes_any_text():
+    rng = random.Random(seed_of(0))
+    pieces = ["calc", "(", ")", "(", ")", "1", "*", " ", "\n", "=", "é", "\0", "_", "🙂", " = "]
+    for _ in range(2000):
+        text = "".join(rng.choices(pieces, k=rng.randrange(12)))
+        for call in find_calls(text):
+            assert text[:call.start].endswith(f"{call.name}(") and text[call.end - 1] == ")"
+        added = reply(text, TABLE)
+        assert added.startswith((" = ", " error: ")) or not added, f"{text!r} got {added!r}"
+    for text in ("(" * 50_000 + ")" * 50_000, "a" * 100_000 + ")", "f(" * 50_000 + ")" * 50_000):
+        reply(text, TABLE)
+
+
+def test_calls_and_failures_are_counted_in_the_texts():
+    texts = ["calc(1) = 1 calc(x) error: no", "calc(2", "calc(3)", "calx(1) error: no"]
+    assert call_metrics(texts) == {"tools/call_frequency": 3 / 4, "tools/failure_frequency": 2 / 3}
+    assert set(call_metrics([]).values()) == {0}
+
+
+def test_prompts_and_table_name_the_same_tools():
+    """A real mistake: the prompt said slack_send_message, the table send_slack_message."""
+    table = {"calc": calc, "send_slack_message": str}
+    check_prompts_name(table, ["calc(2*2), send_slack_message(text)", "What is (2*2)?"])
+    line = refusal(check_prompts_name, table, ["You have slack_send_message(text). Hello"])
+    assert "'slack_send_message'" in line and "'send_slack_message'" in line
+
+    async def waits(text):
+        return text
+
+    for tool in (lambda a, b: a, lambda: 1, 7, waits):
+        assert "can be called with one text" in refusal(check_tools, {"calc": tool})
+    assert "must be a dict" in refusal(check_tools, [calc])

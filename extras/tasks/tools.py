@@ -1,0 +1,134 @@
+"""
+Tools that a policy calls in its text, NAME(ARGUMENT):
+
+    What is 347*86? calc(347*86) = 29842. It is 29842.
+
+A config file only needs the table `tools = {"calc": calc}`. A tool takes the argument's text and
+returns what is put behind the call.
+"""
+import ast
+import inspect
+import operator
+import re
+from typing import NamedTuple
+
+from common.script import BadInput, shown
+
+STOP = ")"              # where a call ends, and sampling waits for the answer
+ANSWER = " = "
+ERROR = " error: "
+# a word and its bracket, or a bracket alone. \b: a long word is read once, not from every letter
+PARTS = re.compile(r"\b([^\W\d]\w*)\(|[()]")
+# behind a call that was answered. A token may hold more than the bracket: calc(12*7). = 84
+ANSWERED = re.compile(rf"\W*?({ANSWER}|{ERROR})")
+
+
+class Call(NamedTuple):
+    name: str
+    start: int          # where the argument begins, which may hold brackets in pairs
+    end: int            # where the text behind the call begins
+
+
+def find_calls(text):
+    """Every NAME(ARGUMENT) of a text, in the order in which they end."""
+    found = []
+    opened = []         # (name, start of the argument) of the brackets that are open
+    for part in PARTS.finditer(text):
+        if part[0] != ")":
+            opened.append((part[1], part.end()))
+        elif opened:
+            name, start = opened.pop()
+            if name:
+                found.append(Call(name, start, part.end()))
+    return found
+
+
+def reply(transcript, tools):
+    """What the environment adds to a completion that reached STOP or its end: the answer to the
+    last call, or "" if that is answered, or words stand behind it, or there is none."""
+    calls = find_calls(transcript)
+    if not calls or re.search(r"[\w=]", transcript[calls[-1].end:]):
+        return ""
+    name, start, end = calls[-1]
+    if name not in tools:
+        return one_line(ERROR, f"no tool {name!r}; there is {', '.join(tools)}")
+    try:
+        return one_line(ANSWER, tools[name](transcript[start:end - 1]))
+    except (Exception, SystemExit) as e:    # the policy sees its mistake and may mend it
+        return one_line(ERROR, str(e) or type(e).__name__)
+
+
+def one_line(opening, result):
+    """An answer of 200 characters at most. It holds no call: f(3) becomes f (3)."""
+    text = str(result).replace("(", " (")
+    return opening + " ".join(text.split())[:200]
+
+
+def tool_environment(tools):
+    """The environment of a config file with this table."""
+    def environment(prompts, transcripts):
+        return [reply(transcript, tools) for transcript in transcripts]
+    return environment
+
+
+def call_metrics(completions):
+    """TRL's metrics: answered calls per completion, and the share of these that failed."""
+    answers = []
+    for text in completions:
+        behind = [ANSWERED.match(text, call.end) for call in find_calls(text)]
+        answers += [match[1] for match in behind if match]
+    return {
+        "tools/call_frequency": len(answers) / max(1, len(completions)),
+        "tools/failure_frequency": answers.count(ERROR) / max(1, len(answers))}
+
+
+def check_tools(tools):
+    """BadInput for a table with a call that could not be answered."""
+    if not isinstance(tools, dict):
+        raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
+    for name, tool in tools.items():
+        try:
+            inspect.signature(tool).bind("text")
+            if inspect.iscoroutinefunction(tool):
+                raise TypeError("it is async")
+        except (TypeError, ValueError) as e:
+            raise BadInput(f"tools[{name!r}] = {shown(tool)}: must be a function that can be "
+                           f"called with one text ({e})") from None
+
+
+def check_prompts_name(tools, prompts):
+    """BadInput where a prompt shows a call of a tool that the table lacks."""
+    for text in prompts:
+        for call in find_calls(text):
+            if call.name not in tools:
+                raise BadInput(f"the prompt {shown(text)} shows a tool {call.name!r}, and tools "
+                               f"has {', '.join(map(repr, tools))}: mend the name")
+
+
+# ------------------------------------------------------------------------------------------------
+# a tool: arithmetic, which is read and never run as Python
+
+OPERATIONS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.USub: operator.neg}
+
+
+def calc(expression):
+    """Compute an expression of numbers, + - * / and brackets."""
+    if not re.fullmatch(r"[0-9.+*/() -]{1,100}", expression):
+        raise ValueError("only numbers, + - * / and brackets, at most 100 characters")
+    try:
+        value = value_of(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, AttributeError, KeyError):     # the last two: no operation of ours
+        raise ValueError("not an expression") from None
+    return value if isinstance(value, int) else f"{value:.10g}"
+
+
+def value_of(node):
+    """The number that a node of the expression's tree stands for."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    operation = OPERATIONS[type(node.op)]
+    if isinstance(node, ast.UnaryOp):
+        return operation(value_of(node.operand))
+    return operation(value_of(node.left), value_of(node.right))

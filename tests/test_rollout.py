@@ -1,0 +1,275 @@
+"""rollout.py against distributions written out by hand."""
+import math
+
+import pytest
+import torch
+
+from rollout import (
+    LogProb, completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left,
+    truncate)
+from worlds import forcing, logits_by_hand, random_gpt, refusal, same_rollout, seed_of
+
+PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
+TRUNCATIONS = [dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1),
+               dict(top_k=20, top_p=0.9, min_p=0.02)]
+T = 8
+
+
+def rollout_of(model=None, prompts=PROMPTS, G=3, T=T, eos=49, seed=3, **more):
+    return generate(model or random_gpt(), prompts, G, T, eos=eos, seed=seed, **more)
+
+
+def allowed_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """Token ids that are left of logits (V,), in plain Python."""
+    kept = sorted(range(len(logits)), key=lambda i: -logits[i])
+    if top_k:
+        kept = kept[:top_k]
+    p = logits.double().exp()
+    if top_p < 1:
+        total = sum(float(p[i]) for i in kept)
+        before = 0.0
+        nucleus = []
+        for i in kept:
+            if before < top_p * total:
+                nucleus.append(i)
+            before += float(p[i])
+        kept = nucleus
+    return {i for i in kept if p[i] >= min_p * p.max()}
+
+
+def forced_ids(N, T=T, V=49, seed=2, share=.3):
+    """(N, T) ids, -1 where the policy draws. Row 1 is forced from its second token to its end, the
+    second token of row 2 is the end token."""
+    generator = torch.Generator().manual_seed(seed_of(seed))
+    ids = torch.randint(3, V, (N, T), generator=generator)
+    forced = ids.where(torch.rand(N, T, generator=generator) < share, -1)
+    forced[1] = ids[1]
+    forced[2] = -1
+    forced[:, 0] = -1
+    forced[2, 1] = V
+    return forced
+
+
+# ------------------------------------------------------------------------------------------------
+# what is recorded, and the log-probs of it
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_what_is_recorded_is_the_distribution_that_was_drawn_from(forced):
+    """By hand, and the trainer's log-probs and entropies are the same."""
+    model = random_gpt()
+    more = dict(respond=forcing(forced_ids(9))) if forced else {}
+    for temperature, truncation in [(1.0, {}), (0.7, {}), *((0.7, one) for one in TRUNCATIONS)]:
+        r = rollout_of(model, temperature=temperature, **truncation, **more)
+        width = r.completion_mask.shape[1]
+        assert r.completion_mask.sum() > 40 and not r.attention_mask.all()
+        assert (r.allowed is not None) == bool(truncation)
+        assert torch.equal(r.sampled_mask, r.completion_mask) != forced
+        logp = completion_logprobs(model, r, temperature)
+        torch.testing.assert_close(r.logp, logp, rtol=0, atol=1e-5)
+        entropies = completion_entropies(model, r, temperature)
+        torch.testing.assert_close(r.entropy, entropies, rtol=0, atol=1e-5)
+        assert not r.logp.requires_grad and logp.requires_grad and entropies.requires_grad
+        for x in (r.logp, r.entropy, logp, entropies):
+            assert (x[~r.sampled_mask] == 0).all()
+        for i in range(9):
+            prompt = PROMPTS[i // 3]
+            row = r.tokens[i, -width:].tolist()
+            logits = logits_by_hand(model, prompt + row)[len(prompt) - 1:] / temperature
+            for t in r.sampled_mask[i].nonzero()[:, 0].tolist():
+                p = logits[t].softmax(0)
+                if truncation:
+                    allowed = allowed_by_hand(logits[t], **truncation)
+                    assert set(r.allowed[i, t].nonzero()[:, 0].tolist()) == allowed
+                    p = torch.where(r.allowed[i, t], p, 0.0)
+                    p = p / p.sum()
+                assert float(r.logp[i, t]) == pytest.approx(math.log(p[row[t]]), abs=1e-5)
+                entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
+                assert float(r.entropy[i, t]) == pytest.approx(entropy, abs=1e-5)
+
+
+def test_pieces_of_logits_change_nothing(monkeypatch):
+    model = random_gpt()
+    r = rollout_of(model, top_p=.9)
+
+    def both():
+        model.zero_grad()
+        found = completion_logprobs(model, r, .7), completion_entropies(model, r, .7)
+        (found[0].sum() + 2 * found[1].square().sum()).backward()
+        return [x.detach() for x in found] + [p.grad.clone() for p in model.parameters()]
+
+    whole = both()
+    calls = []
+    model.lm_head.register_forward_hook(lambda *inputs: calls.append(0))
+    for name, again in ("LOGITS_AT_ONCE", 1), ("LOGITS_KEPT", 2):
+        monkeypatch.setattr(f"rollout.{name}", 7 * 50)
+        calls.clear()
+        for a, b in zip(whole, both()):
+            assert (a - b).norm() < 1e-5 * b.norm()
+        pieces = 2 * math.ceil(int(r.sampled_mask.sum()) / 7)
+        assert len(calls) == again * pieces, "a backward forms logits again only above LOGITS_KEPT"
+
+
+def test_log_probs_and_their_gradient_have_the_bits_that_torch_gives():
+    logits = torch.randn(5, 50).index_fill(1, torch.tensor(7), -math.inf).requires_grad_()
+    targets = torch.arange(5)[:, None]
+    both = LogProb.apply(logits, targets), logits.gather(1, targets) - logits.logsumexp(-1, True)
+    gradients = [torch.autograd.grad(x.square().sum(), logits)[0] for x in both]
+    assert torch.equal(*both) and torch.equal(*gradients)
+
+
+def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():
+    r = rollout_of(random_gpt(8), eos=7, G=20, T=12)
+    texts = r.completions(7)
+    width = r.completion_mask.shape[1]
+    lengths = set()
+    for i, row in enumerate(r.tokens.tolist()):
+        prompt = PROMPTS[i // 20]
+        assert row[5 - len(prompt):5] == prompt     # an end token in a prompt ends nothing
+        padding = 5 - len(prompt)
+        assert r.attention_mask[i].tolist() == [False] * padding + [True] * (len(prompt) + width)
+        row = row[5:]
+        ended = 7 in row
+        n = row.index(7) + 1 if ended else width
+        lengths.add(n)
+        assert r.completion_mask[i].tolist() == [t < n for t in range(width)]
+        assert bool(r.ended[i]) == ended and row[n:] == [7] * (width - n)
+        assert texts[i] == row[:n - ended]
+    assert len(lengths) > 3 and not r.ended.all() and max(lengths) == width
+    part = r[torch.tensor([6, 1])]
+    assert part.completions(7) == [texts[6], texts[1]] and torch.equal(part.logp, r.logp[[6, 1]])
+
+
+def test_forced_tokens_stand_where_they_were_put():
+    forced = forced_ids(9)
+    r = rollout_of(respond=forcing(forced))
+    tokens = r.tokens[:, -r.completion_mask.shape[1]:]
+    is_forced = (forced[:, :tokens.shape[1]] >= 0) & r.completion_mask
+    assert torch.equal(tokens[is_forced], forced[:, :tokens.shape[1]][is_forced])
+    assert torch.equal(r.sampled_mask, r.completion_mask & ~is_forced)
+    assert r.sampled_mask[1].sum() == 1 and r.completion_mask[1].all(), "forced to its end"
+    assert tokens[2, 1] == 49 and r.completion_mask[2, 2], "a forced end token ends nothing"
+    assert r.completions(49)[2][1] == 49, "and is part of the text"
+
+
+def test_any_of_several_end_tokens_ends():
+    r = rollout_of(random_gpt(8), [[1], [2]], G=60, T=12, eos=(7, 3))
+    last = set()
+    for row, n in zip(r.tokens[:, 1:].tolist(), r.completion_mask.sum(1).tolist()):
+        assert not {7, 3} & {*row[:n - 1]} and row[n:] == [7] * (len(row) - n)
+        last.add(row[n - 1])
+    assert {7, 3} <= last and all(not {7, 3} & {*ids} for ids in r.completions((7, 3)))
+
+
+# ------------------------------------------------------------------------------------------------
+# what is drawn
+
+
+def test_sampled_pairs_follow_the_distribution_of_the_model():
+    V, N, temperature = 6, 30_000, 2.5      # pairs, so that noise used twice would show
+    model = random_gpt(V)
+    r = rollout_of(model, [[1, 2]], G=N, T=2, eos=V - 1, seed=5, temperature=temperature)
+    first = (logits_by_hand(model, [1, 2])[-1] / temperature).softmax(0)
+    second = [(logits_by_hand(model, [1, 2, a])[-1] / temperature).softmax(0) for a in range(V - 1)]
+    expected = {(a, b): float(first[a] * second[a][b]) for a in range(V - 1) for b in range(V)}
+    expected[V - 1, V - 1] = float(first[V - 1])
+    counts = dict.fromkeys(expected, 0)
+    for pair in r.tokens[:, 2:].tolist():
+        counts[tuple(pair)] += 1
+    chi_square = sum((counts[k] - N * p) ** 2 / (N * p) for k, p in expected.items())
+    df = len(expected) - 1
+    assert chi_square < df + 4 * math.sqrt(2 * df) and min(expected.values()) * N > 5
+
+
+@pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
+def test_no_way_of_decoding_changes_a_rollout(truncation, monkeypatch):
+    """The noise is a number per row and step: each row is what it would be alone."""
+    model = random_gpt(8, seed=5)       # many rows end early
+    prompts = [[3, 1, 4], [5], [7, 2, 6, 5, 3], [2, 2]]
+    made = dict(model=model, prompts=prompts, G=4, T=12, eos=7, seed=2, **truncation)
+    whole = rollout_of(**made)
+    noise = torch.rand(16, 12, generator=torch.Generator().manual_seed(2))
+    for i in range(16):
+        ids = list(prompts[i // 4])
+        for t in range(int(whole.completion_mask[i].sum())):
+            p = logits_by_hand(model, ids)[-1].softmax(0)
+            if truncation:
+                p = torch.where(whole.allowed[i, t], p, 0.0)
+            ids.append(int((p.cumsum(0) > noise[i, t] * p.sum()).nonzero()[0]))
+        assert ids[len(prompts[i // 4]):] == whole.tokens[i, 5:][whole.completion_mask[i]].tolist()
+    for batch_size in (1, 4, 8, 1000):
+        same_rollout(rollout_of(**made, batch_size=batch_size), whole)
+    for every in (1, 3, 16):    # tokens between looks at what has ended, as on a GPU
+        monkeypatch.setattr("rollout.CHECK_EVERY", {"cpu": every})
+        same_rollout(rollout_of(**made), whole)
+    ranges = (slice(0, 1), slice(1, 1), slice(1, 3), slice(3, 4))
+    parts = [rollout_of(**made, part=part) for part in ranges]
+    assert [len(part.logp) for part in parts] == [4, 0, 8, 4]
+    assert len({part.logp.shape[1] for part in parts}) > 1      # each is as wide as it must be
+    same_rollout(concatenate(parts, 7), whole)
+    assert not torch.equal(rollout_of(**made | {"seed": 3}).tokens, whole.tokens)
+
+
+def test_rows_that_have_ended_are_not_computed():
+    model = random_gpt(8, seed=5)
+    rows = []
+    model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    r = rollout_of(model, G=8, T=12, eos=7)
+    running = r.completion_mask.sum(0).tolist()     # before each token
+    assert rows[0] == 3, "prompts are computed once, not once per sample"
+    assert rows[1:len(running)] == running[1:] and 0 < running[-1] < 24
+    rows.clear()
+    rollout_of(model, G=8, T=12, eos=7, batch_size=8)
+    assert max(rows) == r.completion_mask[:, 1].view(3, 8).sum(1).max(), "8 rows are one batch"
+
+
+def test_sampling_neither_uses_nor_moves_the_global_random_state():
+    model = random_gpt()
+    first = rollout_of(model)
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    assert torch.equal(rollout_of(model).tokens, first.tokens)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_cannot_be_sampled_is_refused():
+    for prompts in ([[1], []], [[1], [2] * 17]):
+        line = refusal(rollout_of, prompts=prompts)
+        assert line.startswith(f"prompt 2 has {len(prompts[1])} tokens: must be 1 to 16")
+    tokens, attention_mask = pad_left([[1, 2, 3], [4]])
+    assert tokens[1, 2] == 4 and attention_mask[1].tolist() == [False, False, True]
+
+
+# ------------------------------------------------------------------------------------------------
+# from logits to a token
+
+
+def test_draw_inverts_the_distribution_function():
+    generator = torch.Generator().manual_seed(seed_of(0))
+    for V in (2, 30, 5000):
+        probs = torch.rand(60, V, generator=generator)
+        probs = probs * (torch.rand(60, V, generator=generator) < 0.4)
+        probs[:20, :V // 2] = 0             # zeros in front
+        probs[20:40, (V + 1) // 2:] = 0     # zeros behind
+        probs[torch.arange(60), torch.where(torch.arange(60) < 20, V - 1, 0)] += 0.1
+        for u in (0.0, 1e-8, 0.3, 0.5, 0.9, 1 - 2 ** -24):
+            drawn = draw(probs, torch.full((60,), u))
+            for row, token in zip(probs.double(), drawn.tolist()):
+                below = row[:token].sum() / row.sum()
+                assert below - 1e-5 <= u <= below + row[token] / row.sum() + 1e-5 and row[token] > 0
+
+
+def test_truncate_keeps_what_its_definition_keeps():
+    logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(seed_of(0)))
+    for truncation in (dict(top_k=1), dict(top_k=1000), dict(top_p=0.05), dict(min_p=1.0)):
+        out = truncate(logits, **truncation)
+        for row, before in zip(out, logits):
+            kept = allowed_by_hand(before, **truncation)
+            assert set((row > -math.inf).nonzero()[:, 0].tolist()) == kept
+            assert all(row[i] == before[i] for i in kept)
+    barred = torch.full((1, 40), -math.inf)
+    barred[0, 5] = -3.0
+    for truncation in (dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)):
+        assert (truncate(torch.zeros(1, 40), **truncation) > -math.inf).any()
+        assert (truncate(barred, **truncation) > -math.inf).nonzero()[:, 1].tolist() == [5]
+    assert torch.equal(truncate(logits), logits)
