@@ -212,7 +212,7 @@ def test_truncated_completions_carry_no_loss():
     cfg = words(mask_truncated_completions=True)
     nets, batch = nets_and_batch(cfg)
     ended = batch.rollout.ended
-    assert 2 < ended.sum() < 14
+    assert 0 < ended.sum() < 16
     assert not batch.loss_mask[~ended].any(), "completions that did not end carry loss"
     rows = zip(batch.advantages, plain_logps(nets.policy, batch.rollout), ended)
     loss = -sum(A * x.sum() for A, x, on in rows if on) / batch.rollout.completion_mask[ended].sum()
