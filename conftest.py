@@ -18,16 +18,16 @@ import torch  # noqa: E402
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
-# one thread: the tensors are tiny. Scripts that tests start must compute the same digits
-THREADS = os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
-torch.set_num_threads(int(THREADS))
+THREADS = int(os.environ.get("TEST_THREADS", 1))     # the tensors are tiny
+torch.set_num_threads(THREADS)
 
 from worlds import printed, read_rows, seed_of, write_comments  # noqa: E402
 
 TINY = ["--device=cpu", "--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2",
         "--block_size=32", "--max_completion_length=8", "--pretrain_tokens=40000",
         "--judge_tokens=16000", "--num_prompts=4", "--num_generations=4", "--num_eval_prompts=4",
-        "--num_eval_generations=3", "--prompt_words=(2, 4)", f"--seed={seed_of(1)}"]
+        "--num_eval_generations=3", "--prompt_words=(2, 4)", f"--seed={seed_of(1)}",
+        f"--threads={THREADS}"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -138,18 +138,19 @@ def test_the_reference_scores_at_the_sampling_temperature():
 # masks
 
 def test_a_completion_is_its_tokens_up_to_and_with_the_end_token():
-    _, batch = world(settings())
-    T = batch.loss_mask.shape[1]
     lengths = set()
-    for i, ids in enumerate(batch.rollout.tokens[:, -T:].tolist()):
-        length = ids.index(END) + 1 if END in ids else T
-        expected = [int(t < length) for t in range(T)]
-        found = batch.loss_mask[i].int().tolist()
-        assert found == expected, (
-            f"the loss mask of row {i}, tokens {ids}, is {found}; it must be {expected}: 1 up to "
-            "the first end token (0) and on it, 0 after it")
-        lengths.add(length)
-    assert len(lengths) > 2, f"choose another seed: all completions have lengths {lengths}"
+    for seed in range(5):
+        _, batch = world(settings(), seed)
+        T = batch.loss_mask.shape[1]
+        for i, ids in enumerate(batch.rollout.tokens[:, -T:].tolist()):
+            length = ids.index(END) + 1 if END in ids else T
+            expected = [int(t < length) for t in range(T)]
+            found = batch.loss_mask[i].int().tolist()
+            assert found == expected, (
+                f"the loss mask of row {i}, tokens {ids}, is {found}; it must be {expected}: 1 up "
+                "to the first end token (0) and on it, 0 after it")
+            lengths.add(length)
+    assert len(lengths) > 2, f"all completions have lengths {lengths}"
 
 
 def test_exactly_the_tokens_of_a_completion_carry_gradient():

@@ -193,7 +193,7 @@ def test_the_first_step_is_checked_against_an_ordinary_backward():
     keep_helpful = nets.influence.keep_helpful
 
     def lossy(*args):
-        nets.influence.tape.records.pop()
+        nets.influence.tape.records.pop(0)
         return keep_helpful(*args)
 
     nets.influence.keep_helpful = lossy
@@ -490,11 +490,9 @@ def spearman(a, b):
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-@pytest.mark.parametrize("name, least, most", [
-    ("sgd", .99, 1), ("adam", .85, .98), ("adam, aware", .98, 1)])
-def test_the_true_change_without_a_row(name, least, most):
-    """Influence against the change of the target's loss when the same step is taken without the
-    row."""
+def agreement(name):
+    """Of the ranks of influence and of the change of the target's loss when the same step is taken
+    without the row."""
     cfg = words(tracin="reward", num_prompts=8, tracin_adam="aware" in name, **UNIT)
     batch = batch_of(cfg, prompts=MANY)
     nets = nets_for(cfg, prompts=MANY)
@@ -521,4 +519,10 @@ def test_the_true_change_without_a_row(name, least, most):
     for group in nets.optimizer.param_groups:
         group["lr"] = 0.0
     steps_of(nets, batch, cfg)
-    assert least < spearman(batch.influence, torch.tensor(change)) <= most
+    return spearman(batch.influence, torch.tensor(change))
+
+
+def test_the_true_change_without_a_row():
+    assert agreement("sgd") > .99
+    aware = agreement("adam, aware")
+    assert aware > .97 and aware > agreement("adam"), "AdamW's own scale is nearer to the truth"
