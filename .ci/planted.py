@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "out", "*.pt", "*.ipynb")
 
 
 class Mistake(NamedTuple):
@@ -103,7 +102,7 @@ NETWORK = of(
     ("later tokens are seen", "mask = mask & (key <= query)", "mask = mask & (key <= query + 1)"))
 
 ROLLOUT = of(
-    "sample.py", "test_algorithm.py",
+    "rollout.py", "test_algorithm.py",
     ("log-probs shifted by one", "input_mask)[:, -T:]  ", "input_mask)[:, -T - 1:-1]  "),
     ("trainer forgets the temperature", "logits = logits / temperature", "pass"),
     ("trainer forgets truncation",
@@ -115,13 +114,13 @@ ROLLOUT = of(
     ("cache of another row", "        cache[:, :, i] = cache[:, :, j]\n", "        pass\n"))
 
 SAMPLER = of(
-    "sample.py", "test_sample.py",
+    "rollout.py", "test_rollout.py",
     ("noise of another row", "noise[rows, t])", "noise[rows.roll(1), t])"),
     ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found"),
     ("forced end token ends a row", "(token == end) & ~forced", "(token == end)"))
 
 TAPE = of(
-    "tracin.py", "test_tracin.py",
+    "tape.py", "test_tracin.py",
     ("tokens summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
      "total += b.reshape(len(b), -1, len(total)).sum(1).T @ "
      "a.reshape(len(a), -1, total.shape[1]).sum(1)"),
@@ -142,7 +141,7 @@ TAPE = of(
     ("a not normalised", "return normalise(", "return kept(x)  # "),
     ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
 TAPE += of(
-    "extras/stored", "test_tracin.py",
+    "extras/stored/__init__.py", "test_tracin.py",
     ("second use of a matrix overwrites", "beta=0 if fresh else 1)", "beta=0)"),
     ("stored rows are not weighed", "alpha=float(factor)", "alpha=1.0"),
     ("on top of the step before", "beta=0 if fresh else 1)", "beta=1)"),
@@ -169,14 +168,20 @@ def why_not(mistake):
     count = path.read_text(encoding="utf-8").count(mistake.old) if path.exists() else 0
     if count != 1:
         return f"{mistake.old!r} is {count} times in {mistake.file}"
-    return "" if (ROOT / "tests" / mistake.test).exists() else f"there is no {mistake.test}"
+    return "" if path_of(mistake.test) else f"there is no {mistake.test}"
+
+
+def path_of(test):
+    """Path of a test file in the project, in tests/ or of an extra. None: there is none."""
+    found = [*ROOT.glob(f"tests/{test}"), *ROOT.glob(f"extras/*/tests/{test}")]
+    return found[0].relative_to(ROOT) if found else None
 
 
 def run_test(test, folder):
     """Runs a test file up to the first failure -> exit code, and its line of pytest's summary."""
     env = dict(os.environ, COLUMNS="400", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
-    done = subprocess.run([*pytest, test], cwd=folder / "tests", env=env, capture_output=True,
+    done = subprocess.run([*pytest, path_of(test)], cwd=folder, env=env, capture_output=True,
                           text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
     return done.returncode, found[1] if found else done.stdout[-300:]
@@ -205,8 +210,12 @@ def main(words):
         print(f"skipped {name}: {why}")
     chosen = [m for m in chosen if m.name not in skipped]
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "project"
-        shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
+        folder = Path(parent)
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        for path in filter(lambda path: (ROOT / path).is_file(), listed.stdout.splitlines()):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
         passed = set()
         alive = 0
         for mistake in chosen:
