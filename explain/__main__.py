@@ -21,8 +21,7 @@ import torch
 import grpo
 import tracin
 from config import load_settings
-from data.chat import encode_prompt
-from data.prompts import draw_prompts
+from data.prompts import draw_prompts, encode_prompt
 from data.tokenizer import end_tokens
 from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of

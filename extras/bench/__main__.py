@@ -31,8 +31,8 @@ import grpo     # before torch: sets how its threads wait
 import torch
 
 from config import load_settings
+from config.check import need
 from data.prompts import draw_prompts
-from extras.hub.export import export
 from pretrain import new_policy
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 from tracin import collect_target
@@ -178,6 +178,8 @@ def short(prompts, completions, **columns):
 def beside_trl(argv, repeat):
     with optional("trl transformers"):
         import trl
+    need("hub", "bench trl")
+    from extras.hub.export import export
     cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
                   reward_weights=(1.0,), judge=None, eval_judge=None)
