@@ -12,7 +12,6 @@ import torch
 
 from config import load_settings
 from data.tokenizer import end_tokens
-from extras.tasks.turns import answering
 from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
@@ -20,6 +19,7 @@ from judge.train import get_judges
 from pretrain import get_policy
 from run.build import build, read_inputs
 from run.checkpoint import read_newest
+from run.metrics import call_metrics
 from run.report import print_table
 from common.device import autocast
 from common.files import load_weights
@@ -54,7 +54,7 @@ def evaluate(nets, policy, cfg):
         else:
             rewards = all_gather(score({name: function}, asked[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
-    measures |= cfg.call_metrics(completions)
+    measures |= call_metrics(completions, cfg)
     for name in nets.judges:
         measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
     measures["perplexity"], measures["kl"] = perplexity_under(nets.base, rollout, k)
@@ -76,7 +76,7 @@ def sample_evaluation(nets, policy, cfg):
             policy, [prompt.ids for prompt in prompts], cfg.num_eval_generations,
             cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
             part=shard(len(prompts)),
-            respond=answering(nets.tokenizer, prompts, cfg, cfg.num_eval_generations))
+            respond=nets.answering(prompts, cfg.num_eval_generations))
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 

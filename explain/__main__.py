@@ -21,7 +21,7 @@ import torch
 
 import grpo
 from config import load_settings
-from data.chat import encode_prompt
+from data.prompts import encode_prompt
 from data.tokenizer import end_tokens
 from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of

@@ -8,7 +8,6 @@ import math
 
 import torch
 
-from extras.critic import explained_variance
 from common.processes import all_gather, shard
 from tape import inner
 from tracin import invariant_error
@@ -271,9 +270,18 @@ def batch_metrics(batch, cfg):
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
-    metrics |= cfg.call_metrics(batch.completions)
-    if batch.returns is not None:       # what the critic expected while sampling
+    metrics |= call_metrics(batch.completions, cfg)
+    if cfg.critic:      # what it expected while sampling
+        from extras.critic import explained_variance
         known = batch.loss_mask & ~batch.returns.isnan()
         metrics["val/var_explained"] = explained_variance(
             rollout.values[known], batch.returns[known])
     return metrics
+
+
+def call_metrics(completions, cfg):
+    """Metrics of the calls of tools in completions; {} where no tool answers."""
+    if not cfg.tools or not cfg.answers:
+        return {}
+    from extras.environment import tools
+    return tools.call_metrics(completions)

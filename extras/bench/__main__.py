@@ -31,7 +31,7 @@ import grpo     # before torch: sets how its threads wait
 import torch
 
 from config import load_settings
-from extras.hub.export import export
+from config.check import need
 from pretrain import new_policy
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 
@@ -171,6 +171,8 @@ def short(prompts, completions, **columns):
 def beside_trl(argv, repeat):
     with optional("trl transformers"):
         import trl
+    need("hub", "bench trl")
+    from extras.hub.export import export
     cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
                   reward_weights=(1.0,), judge=None, eval_judge=None)
