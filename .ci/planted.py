@@ -153,11 +153,11 @@ INFLUENCE = of(
     "tracin.py", "test_influence.py",
     ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
     ("own part left in", "found.scores - own.to(found.scores)", "found.scores"),
-    ("rest of the loss dropped", "for p, g in add(found.rest_grad, kept, factor).items():",
-     "for p, g in kept.items():"))
+    ("rest of the loss dropped", "for p, g in add(found.rest_grad, gradient).items():",
+     "for p, g in gradient.items():"))
 INFLUENCE += of(
     "tracin.py", "test_influence.py",
-    ("target of bad rewards", "coef = (r.mean() - r) / ", "coef = (r - r.mean()) / "))
+    ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))
 
 MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE
 
