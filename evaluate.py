@@ -77,7 +77,7 @@ def sample_evaluation(nets, policy, cfg):
             cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
             part=shard(len(prompts)),
             respond=nets.answering(prompts, cfg.num_eval_generations))
-    return concatenate(all_gather_rollout(rollout), eos[0])
+    return concatenate(all_gather_rollout(rollout))
 
 
 def perplexity_under(base, rollout, k):

@@ -76,7 +76,7 @@ def saying(prompt, completion):
         _, before = encode_prompt(tokenizer, prompt, "--prompt")
         said = tokenizer.encode_ordinary(completion)
         size = len(before) + len(said)
-        most = policy.config.block_size
+        most = policy.block_size
         if size > most:
             raise BadInput(f"--prompt and --completion have {size} tokens: must be {most} at most")
         ids = torch.tensor([before + said], device=policy.wte.weight.device)

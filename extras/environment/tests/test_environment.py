@@ -14,7 +14,6 @@ from data.prompts import Prompt
 from evaluate import evaluate, sample_evaluation
 from grpo import collect, sample_groups
 from run.build import answering
-from run.fast import Decoder
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, empty_rollout, generate
 from extras.environment.tools import (
@@ -97,17 +96,15 @@ def test_a_loop_over_single_rows_samples_the_same():
 
 
 @torch.no_grad()
-def test_every_way_of_decoding_gives_the_same():
+def test_every_batch_size_gives_the_same():
     cfg = with_game()
-    decoder = Decoder(torch.device("cpu"), compiled=False)
     for truncation in ({}, dict(top_k=40)):
         plain = rollout_of(cfg, **truncation)
-        for way in (dict(batch_size=8), dict(decode=decoder)):
-            other = rollout_of(cfg, **way, **truncation)
-            for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
-                assert torch.equal(getattr(plain, name), getattr(other, name)), (way, name)
-            found = completion_logprobs(word_gpt(), other)
-            assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
+        other = rollout_of(cfg, batch_size=8, **truncation)
+        for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
+            assert torch.equal(getattr(plain, name), getattr(other, name)), name
+        found = completion_logprobs(word_gpt(), other)
+        assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
 
 
 def test_parts_of_the_prompts_hear_their_own_answers():
