@@ -110,7 +110,8 @@ def load_roberta(name, device="cpu"):
     if not os.path.isdir(name) and ":" in name:
         name, _, label = name.rpartition(":")
     folder = fetch(name)
-    config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
+    config = read_json(os.path.join(folder, "config.json"))
+    config = DEFAULTS | {key: value for key, value in config.items() if value is not None}
     check_only(ONLY, config, name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
         tokenizer = from_folder(folder)

@@ -74,6 +74,7 @@ def test_what_is_no_classifier_is_one_line(make):
         config = json.load(f)
     for changes, says in (
             (dict(id2label={"0": "a", "1": "b"}), "out of a, b"),
+            (dict(id2label=None), "out of LABEL_0, LABEL_1"),
             (dict(model_type="bert"), "model_type = 'bert'"), (dict(is_decoder=True), "is_decoder"),
             (dict(hidden_act="relu"), "hidden_act"),
             (dict(position_embedding_type="relative_key"), "position_embedding_type"),
