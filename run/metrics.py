@@ -22,7 +22,8 @@ class Meter:
         self.cfg = cfg
         self.log = log
         self.check = check          # before the first step
-        self.micro_batches = []     # {name: tensor ()}
+        self.losses = {}            # {name: tensor ()}, sums over the micro-batches so far
+        self.sums = {}              # {name: tensor (2,)}, sum and count of the other metrics
         self.num_begun = 0          # steps, including those for which influence keeps no row
         self.grad_norms = []        # of the steps that were taken
         self.influence = []         # {name: number} of each step
@@ -35,7 +36,11 @@ class Meter:
     @torch.no_grad()
     def add(self, loss):
         """A micro-batch, by its grpo.Loss."""
-        self.micro_batches.append(loss_metrics(loss, self.cfg))
+        self.losses = summed([self.losses, loss_parts(loss, self.cfg)])
+        pairs = {name: torch.stack([torch.as_tensor(x, device=self.loss.device).double()
+                                    for x in pair])
+                 for name, pair in loss_metrics(loss, self.cfg).items()}
+        self.sums = summed([self.sums, pairs])
         self.loss += loss.total
         if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
@@ -86,17 +91,16 @@ class Meter:
 
     def metrics(self):
         """{name: number} of the whole update, over all processes."""
-        micros = all_gather(numbers(self.micro_batches))
         num_steps = len(self.grad_norms)
-        metrics = mean_over_tokens(micros)
+        sums = summed(all_gather([on_cpu(self.sums)]))
+        metrics = {name: float(total / count) for name, (total, count) in sums.items()}
         metrics |= mean_influence(self.influence)
         if self.cfg.kl_in_reward:
             sampled = self.batch.rollout.sampled_mask
             metrics["kl"] = float(self.batch.kl.sum() / sampled.sum())
         metrics |= {"loss": 0.0, "policy_loss": 0.0}        # where no row carries loss
-        for name in micros[0] if micros else ():
-            if name.endswith("loss"):
-                metrics[name] = sum(m[name] for m in micros) / self.num_begun
+        for name, total in summed(all_gather([on_cpu(self.losses)])).items():
+            metrics[name] = float(total / self.num_begun)
         metrics["grad_norm"] = sum(self.grad_norms) / max(1, num_steps)
         metrics["num_steps"] = num_steps
         logp_diff = self.logp_diff().abs()
@@ -119,65 +123,70 @@ def gap_of(logp_diff, dtype):
     return float(gap), bound_of(dtype)
 
 
+def loss_parts(loss, cfg):
+    """{name: tensor ()} of a micro-batch, from its grpo.Loss. Each part is already divided by the
+    size of the whole step: logged is the sum over a step's micro-batches, averaged over steps."""
+    parts = {
+        "loss": loss.total.double(),
+        "policy_loss": loss.policy.double() + loss.kl}      # TRL's
+    if cfg.kl_in_loss:
+        parts["kl_loss"] = loss.kl.double()
+    if cfg.entropy_coef:
+        parts["entropy_loss"] = loss.entropy.double()
+    if cfg.critic:
+        parts["critic_loss"] = loss.critic.double()
+    return parts
+
+
 def loss_metrics(loss, cfg):
-    """Metrics of a micro-batch, from its grpo.Loss, as tensors ()."""
+    """{name: (sum, count)} of a micro-batch, from its grpo.Loss: tensors () or numbers. Logged is
+    sum / count over all micro-batches, steps and processes. Add a metric of your own here."""
     mask = loss.batch.loss_mask
     ratio = loss.ratio                # (n, T), or (n, 1) at sequence level: then rows count
     unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
-    units = unit.sum().clamp(min=1)
+    units = unit.sum()
     A = loss.batch.advantages.view(len(mask), -1)                       # (n, 1), or (n, T)
-    metrics = {"tokens": mask.sum(), "units": unit.sum(), "ratio": (ratio * unit).sum() / units}
     low_bound, high_bound = cfg.clip_range
     low = (ratio < low_bound) & (A < 0) & unit
     high = (ratio > high_bound) & (A > 0) & unit
+    metrics = {"ratio": ((ratio * unit).sum(), units)}
     if cfg.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = high.sum() / units
+        metrics["cispo_clip_ratio"] = (high.sum(), units)
     elif cfg.loss_type != "sapo":
-        metrics["clip_ratio/low_mean"] = low.sum() / units
-        metrics["clip_ratio/high_mean"] = high.sum() / units
-        metrics["clip_ratio/region_mean"] = (low | high).sum() / units
+        metrics["clip_ratio/low_mean"] = (low.sum(), units)
+        metrics["clip_ratio/high_mean"] = (high.sum(), units)
+        metrics["clip_ratio/region_mean"] = ((low | high).sum(), units)
     if loss.kl_by_token is not None:
-        metrics["kl"] = (loss.kl_by_token * mask).sum() / mask.sum().clamp(min=1)
-    metrics["loss"] = loss.total.detach()
-    metrics["policy_loss"] = (loss.policy.double() + loss.kl).detach()      # TRL's
-    if cfg.kl_in_loss:
-        metrics["kl_loss"] = loss.kl.detach()
-    if cfg.entropy_coef:
-        metrics["entropy_loss"] = loss.entropy.detach()
-    if cfg.critic:
-        metrics["critic_loss"] = loss.critic.detach()
+        metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())
     return metrics
 
 
-def numbers(dicts):
-    """Dicts of tensors () with the same keys -> dicts of numbers. A GPU is waited for once."""
-    if not dicts:
-        return []
-    rows = torch.stack([torch.stack(list(d.values())) for d in dicts]).tolist()
-    return [dict(zip(dicts[0], row)) for row in rows]
+def summed(dicts):
+    """{name: sum of its values} of dicts, not all of which have every name."""
+    total = {}
+    for values in dicts:
+        for name, x in values.items():
+            total[name] = total.get(name, 0) + x
+    return total
 
 
-def mean_over_tokens(micros):
-    """Metrics of micro-batches -> means over the tokens of the update (over the rows, where a ratio
-    is of a sequence)."""
-    metrics = {}
-    for name in micros[0] if micros else ():
-        unit = "tokens" if name == "kl" else "units"
-        if "ratio" in name or name == "kl":
-            total = max(1, sum(m[unit] for m in micros))
-            metrics[name] = sum(m[name] * m[unit] for m in micros) / total
-    return metrics
+def on_cpu(tensors):
+    """{name: tensor}, all of one shape. A GPU is waited for once."""
+    if not tensors:
+        return {}
+    return dict(zip(tensors, torch.stack(list(tensors.values())).cpu()))
 
 
 def influence_metrics(found, nets):
     """Metrics of a step's influence. found: tracin.Findings."""
-    metrics, = numbers([{
+    tensors = on_cpu({
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
         "tracin/selected_ratio": (found.row_weights != 0).float().mean(),
-        "tracin/invariant_error": invariant_error(found.raw_scores, found.batch_grad, found.G)}])
+        "tracin/invariant_error": invariant_error(found.raw_scores, found.batch_grad, found.G)})
+    metrics = {name: float(x) for name, x in tensors.items()}
     metrics["tracin/self_share"] = float(found.self_share)
     metrics["tracin/fallback"] = float(found.fallback)
     if nets.influence.average.total:
