@@ -4,7 +4,6 @@ import os
 import time
 
 from common.files import load_file, load_optimizer, load_weights, save_file, undamaged
-from run.report import Progress
 
 SAVE_SECONDS = 20
 
@@ -66,3 +65,27 @@ def load_partial(partial, model, optimizers, label, steps):
             load_optimizer(optimizer, state)
         print(f"{label}: goes on from step {content['step']} of {steps} ({partial})")
         return content["step"]
+
+
+class Progress:
+    """The line of something that takes long, at most every ten seconds: what, how far, time left.
+    start: how many of the total were done before."""
+
+    EVERY = 10
+
+    def __init__(self, label, unit, total, start=0):
+        self.label = label
+        self.unit = unit
+        self.total = total
+        self.start = start
+        self.began = time.time()
+        self.last = self.began
+
+    def is_due(self):
+        return time.time() - self.last > self.EVERY
+
+    def show(self, done, about=""):
+        self.last = time.time()
+        left = (self.last - self.began) / (done - self.start) * (self.total - done)
+        print(f"{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
+              flush=True)

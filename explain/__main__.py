@@ -30,7 +30,7 @@ from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, set_random_state
 from common.files import load_file, read_rows, replacing, undamaged
 from run.loop import sample_rows
-from run.metrics import bound_of
+from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
 from tape import inner
 
@@ -119,7 +119,7 @@ def check(again, cfg):
         plain.append(inner(g, scored_against(again, cfg, j)))
     plain = torch.stack(plain).to(found.scores)
     error = (found.scores[chosen] - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
-    verdict = "agrees with" if float(error) < bound_of(nets.dtype) else "CONTRADICTS"
+    verdict = "agrees with" if float(error) < tolerance_of(nets.dtype) else "CONTRADICTS"
     return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each "
             f"of {len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
 

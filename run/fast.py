@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from common.device import autocast, set_precision
-from run.metrics import bound_of, gap_of
+from run.metrics import logp_error, tolerance_of
 from common.processes import all_gather
 from common.script import BadInput
 from rollout import CHECK_EVERY, Rollout, completion_logprobs, generate, prefill, sample_token
@@ -93,9 +93,9 @@ def compare(nets, cfg, rollout, expected_logp, expected_gradient):
     scored, _ = logp_and_gradient(nets, cfg, sampled)
     far = float((gradient - expected_gradient).norm() / expected_gradient.norm())
     gaps = {
-        "log-probs": gap_of(logp - expected_logp, nets.dtype),
-        "gradients": (far, 2 * bound_of(nets.dtype)),
-        "log-probs of sampling": gap_of(scored - sampled.logp, nets.dtype)}
+        "log-probs": logp_error(logp - expected_logp, nets.dtype),
+        "gradients": (far, 2 * tolerance_of(nets.dtype)),
+        "log-probs of sampling": logp_error(scored - sampled.logp, nets.dtype)}
     for name, (gap, bound) in gaps.items():
         if not gap <= bound:    # also if it is NaN
             return f"{name} are off by {gap:.2g}, at most {bound:g} is right"

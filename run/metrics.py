@@ -59,22 +59,22 @@ class Meter:
         logp_diff = self.logp_diff() if self.check and not self.grad_norms else []
         if len(logp_diff) == 0:
             return
-        gap, bound = gap_of(logp_diff, self.nets.dtype)
-        if not gap <= bound:
+        error, tolerance = logp_error(logp_diff, self.nets.dtype)
+        if not error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
-                f"by {gap:.3g} nats on a token; something in the model is random, not finite or "
+                f"by {error:.3g} nats on a token; something in the model is random, not finite or "
                 "sees padding (or try dtype = 'float32')")
 
     def add_influence(self, found):
         """What keep_helpful found in a step. Ends the run unless the scores add up to <gradient of
         the step, target's gradient>, where it has the first from a plain backward."""
-        bound = bound_of(self.nets.dtype)
-        if found.true_error is not None and not found.true_error <= bound:
+        tolerance = tolerance_of(self.nets.dtype)
+        if found.true_error is not None and not found.true_error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the influences do not add up to the product of "
                 f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
-                f"{bound:g}); the tape or the loss in its units has a bug (or try dtype = "
+                f"{tolerance:g}); the tape or the loss in its units has a bug (or try dtype = "
                 "'float32')")
         self.influence.append(influence_metrics(found, self.nets))
 
@@ -110,17 +110,17 @@ class Meter:
         return metrics
 
 
-def bound_of(dtype):
+def tolerance_of(dtype):
     """Of the relative difference between two ways to compute, with forward passes in dtype."""
     return 1e-3 if dtype == torch.float32 else 5e-2
 
 
-def gap_of(logp_diff, dtype):
-    """(gap in nats, its bound) of differences between log-probs that should be equal: the largest
-    in float32, else the mean."""
-    gaps = logp_diff.abs()
-    gap = gaps.max() if dtype == torch.float32 else gaps.mean()
-    return float(gap), bound_of(dtype)
+def logp_error(logp_diff, dtype):
+    """(error in nats, its tolerance) of differences between log-probs that should be equal: the
+    largest in float32, else the mean."""
+    errors = logp_diff.abs()
+    error = errors.max() if dtype == torch.float32 else errors.mean()
+    return float(error), tolerance_of(dtype)
 
 
 def loss_parts(loss, cfg):

@@ -1,12 +1,11 @@
-"""What a run says: lines inside an iteration, the line of an iteration, progress, warnings."""
-import collections
+"""What a run prints: lines inside an iteration, the line of an iteration, warnings."""
 import math
 import time
 
 import torch
 
 from common.device import memory
-from run.metrics import bound_of, std
+from run.metrics import std, tolerance_of
 
 
 class StepLog:
@@ -90,103 +89,79 @@ def duration(seconds):
     return f"{seconds:.{max(2 - exponent, 0)}f}{unit}"
 
 
-class Progress:
-    """The line of something that takes long, at most every ten seconds: what, how far, time left.
-    start: how many of the total were done before."""
-
-    EVERY = 10
-
-    def __init__(self, label, unit, total, start=0):
-        self.label = label
-        self.unit = unit
-        self.total = total
-        self.start = start
-        self.began = time.time()
-        self.last = self.began
-
-    def is_due(self):
-        return time.time() - self.last > self.EVERY
-
-    def show(self, done, about=""):
-        self.last = time.time()
-        left = (self.last - self.began) / (done - self.start) * (self.total - done)
-        print(f"{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
-              flush=True)
-
-
-# kind: (what the numbers of an iteration show, what is wrong and what to do). A number that an
-# iteration does not have is NaN, of which no comparison is true
-WARNINGS = {
-    "reward": (
-        lambda m: math.isnan(m["reward"]),
-        "no reward function scored any completion: all returned None"),
-    "equal": (
-        lambda m: m["reward_min"] == m["reward_max"],
-        "all rewards of the batch are {reward_min:.4g}: nothing to learn from; read samples.jsonl, "
-        "check the judge or the reward function"),
-    "advantage": (
-        lambda m: m["advantage_max"] == 0 and m["reward_min"] < m["reward_max"],
-        "all advantages are zero: rewards are equal within each group; raise temperature or "
-        "num_generations"),
-    "tokens": (
-        lambda m: m["num_completion_tokens"] == 0,
-        "no completion tokens carry loss, so there was no step: raise max_completion_length or "
-        "unset mask_truncated_completions"),
-    "ratio": (      # the mean of the ratio stays near 1 whatever is wrong; its spread does not
-        lambda m: m["sampling/sampling_logp_difference/mean"] > 0.05,
-        "ratio off on the first pass: sampler and trainer disagree by "
-        "{sampling/sampling_logp_difference/mean:.3f} nats a token; try dtype = 'float32'"),
-    "kl": (
-        lambda m: m["kl"] > 5,
-        "KL {kl:.1f} nats per token is exploding: lower learning_rate or raise beta"),
-    "length": (
-        lambda m: m["completions/clipped_ratio"] == 1,
-        "every completion was cut at {max_completion_length} tokens, so length is not learned: "
-        "raise max_completion_length"),
-    "tools": (
-        lambda m: m["tools/failure_frequency"] == 1,
-        "every call was answered with an error: read samples.jsonl, a tool may have a bug"),
-    "critic": (
-        lambda m: m["val/var_explained"] < 0 and m["iteration"] > 20,
-        "the critic explains {val/var_explained:.2f} of the returns' variance, less than a "
-        "constant (0): sample more completions an iteration, or lower learning_rate"),
-    "empty": (
-        lambda m: m["tracin/empty_steps"] > 0,
-        "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
-        "target equal? Take more tracin_val_prompts, or another reward"),
-    "fallback": (
-        lambda m: m["tracin/fallback"] > 0,
-        "only {tracin/positive_ratio:.0%} of the rollouts have positive influence: kept the better "
-        "half instead; is the target too small or of another kind?"),
-    "contrast": (
-        lambda m: m["tracin/target_contrast"] < 0.3,
-        "the target's rewards spread {tracin/target_contrast:.2f} times as wide as those it was "
-        "chosen from: use tracin_val_select = 'random' or more tracin_val_prompts"),
-    "noise": (
-        lambda m: m["tracin/target_cosine"] < 0.1,
-        "the target's rollouts are too few: the gradients of its two halves have cosine "
-        "{tracin/target_cosine:.2f}; raise num_prompts, or tracin_val_prompts and tracin_val_size"),
-    "self": (
-        lambda m: m["tracin/self_share"] > 0.5 and not m["tracin_leave_one_out"],
-        "{tracin/self_share:.0%} of the influence is each rollout's own share in the target: set "
-        "tracin_leave_one_out = True"),
-    "invariant": (
-        lambda m: "tracin/invariant_error" in m and not m["tracin/invariant_error"] <= m["bound"],
-        "influences do not add up to <G_train, G_target> (relative error "
-        "{tracin/invariant_error:.1e}): the scores are wrong, do not trust this run")}
+def problems(m, cfg, dtype):
+    """(kind, sentence) of every problem that the metrics m of an iteration show. Metrics that a run
+    does not have are behind the settings that bring them: any other missing one is a mistake."""
+    if math.isnan(m["reward"]):
+        yield "reward", "no reward function scored any completion: all returned None"
+    if m["reward_min"] == m["reward_max"]:
+        yield "equal", (
+            f"all rewards of the batch are {m['reward_min']:.4g}: nothing to learn from; read "
+            "samples.jsonl, check the judge or the reward function")
+    if m["advantage_max"] == 0 and m["reward_min"] < m["reward_max"]:
+        yield "advantage", (
+            "all advantages are zero: rewards are equal within each group; raise temperature or "
+            "num_generations")
+    if m["num_completion_tokens"] == 0:
+        yield "tokens", (
+            "no completion tokens carry loss, so there was no step: raise max_completion_length or "
+            "unset mask_truncated_completions")
+    # the mean of the ratio stays near 1 whatever is wrong; its spread does not
+    difference = m["sampling/sampling_logp_difference/mean"]
+    if difference > 0.05:
+        yield "ratio", (
+            "ratio off on the first pass: sampler and trainer disagree by "
+            f"{difference:.3f} nats a token; try dtype = 'float32'")
+    if cfg.beta and m["num_steps"] and m["kl"] > 5:
+        yield "kl", (
+            f"KL {m['kl']:.1f} nats per token is exploding: lower learning_rate or raise beta")
+    if m["completions/clipped_ratio"] == 1:
+        yield "length", (
+            f"every completion was cut at {cfg.max_completion_length} tokens, so length is not "
+            "learned: raise max_completion_length")
+    if cfg.tools and cfg.answers and m["tools/failure_frequency"] == 1:
+        yield "tools", (
+            "every call was answered with an error: read samples.jsonl, a tool may have a bug")
+    if cfg.critic and m["val/var_explained"] < 0 and m["iteration"] > 20:
+        yield "critic", (
+            f"the critic explains {m['val/var_explained']:.2f} of the returns' variance, less than "
+            "a constant (0): sample more completions an iteration, or lower learning_rate")
+    if "tracin/selected_ratio" in m:        # influence has scored a step
+        yield from problems_of_influence(m, cfg, dtype)
 
 
-def troubles(metrics, cfg, dtype):
-    """{kind: sentence} of what the metrics of an iteration show."""
-    m = collections.defaultdict(lambda: math.nan, cfg.public() | metrics)
-    m["bound"] = bound_of(dtype)
-    return {kind: text.format_map(m) for kind, (shows, text) in WARNINGS.items() if shows(m)}
+def problems_of_influence(m, cfg, dtype):
+    if m["tracin/empty_steps"] > 0:
+        yield "empty", (
+            "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
+            "target equal? Take more tracin_val_prompts, or another reward")
+    if m["tracin/fallback"] > 0:
+        yield "fallback", (
+            f"only {m['tracin/positive_ratio']:.0%} of the rollouts have positive influence: kept "
+            "the better half instead; is the target too small or of another kind?")
+    if cfg.tracin != "target" and m["tracin/target_contrast"] < 0.3:
+        yield "contrast", (
+            f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
+            "it was chosen from: use tracin_val_select = 'random' or more tracin_val_prompts")
+    if m["tracin/target_cosine"] < 0.1:
+        yield "noise", (
+            "the target's rollouts are too few: the gradients of its two halves have cosine "
+            f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
+            "tracin_val_size")
+    if m["tracin/self_share"] > 0.5 and not cfg.tracin_leave_one_out:
+        yield "self", (
+            "self-influence (each rollout's own part in the target) adds up to "
+            f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
+    if not m["tracin/invariant_error"] <= tolerance_of(dtype):
+        yield "invariant", (
+            "influences do not add up to <G_train, G_target> (relative error "
+            f"{m['tracin/invariant_error']:.1e}): the scores are wrong, do not trust this run")
 
 
-def print_warnings(metrics, cfg, dtype, warned):
-    """Troubles of an iteration, each kind at most every ten iterations; `warned` remembers when."""
-    it = metrics["iteration"]
-    for kind, text in troubles(metrics, cfg, dtype).items():
-        if it - warned.get(kind, -10) >= 10:
-            warned[kind] = it
+def print_warnings(m, cfg, dtype, warned):
+    """Prints the problems of an iteration, each kind at most every ten iterations. warned: {kind:
+    iteration of its last warning}."""
+    for kind, text in problems(m, cfg, dtype):
+        if m["iteration"] - warned.get(kind, -10) >= 10:
+            warned[kind] = m["iteration"]
             print(f"WARNING: {text}")

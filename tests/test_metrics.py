@@ -8,7 +8,8 @@ import grpo
 import tracin
 from run import metrics
 from run.metrics import (
-    Meter, batch_metrics, gap_of, influence_metrics, mean_influence, rollout_toxicity)
+    Meter, batch_metrics, influence_metrics, logp_error, mean_influence,
+    rollout_toxicity)
 from run.report import silent_log
 from worlds import letters, mean_token, settings, whole_step, world
 
@@ -217,10 +218,10 @@ def test_metrics_of_influence():
         "tracin/max_ip": 1.0, "tracin/empty_steps": 1}
 
 
-def test_the_gap_is_the_largest_in_float32_and_the_mean_in_bfloat16():
+def test_the_error_is_the_largest_in_float32_and_the_mean_in_bfloat16():
     gaps = torch.tensor([0.0, -0.02])
-    assert gap_of(gaps, torch.float32) == (pytest.approx(0.02), 1e-3)
-    assert gap_of(gaps, torch.bfloat16) == (pytest.approx(0.01), 0.05)
+    assert logp_error(gaps, torch.float32) == (pytest.approx(0.02), 1e-3)
+    assert logp_error(gaps, torch.bfloat16) == (pytest.approx(0.01), 0.05)
 
 
 def test_toxicity_is_of_all_rollouts_in_every_iteration():
