@@ -20,7 +20,7 @@ import torch
 
 import grpo
 import tracin
-from config import load_settings
+from config import load_settings, read_run
 from data.chat import encode_prompt
 from data.prompts import draw_prompts
 from data.tokenizer import end_tokens
@@ -167,7 +167,8 @@ def write_page(folder, about, sentences, again, cfg):
 
 
 def settings_of(folder, flags, prompt, completion):
-    """The run's settings with a target: the run's, or the one that the question asks for."""
+    """The run's settings with a target: the run's, or the one that the question asks for. By a
+    target that is not the run's own nothing is dropped."""
     cfg = load_settings([folder, *flags])
     if completion:
         cfg.functions["target"] = saying(prompt, completion)
@@ -175,6 +176,8 @@ def settings_of(folder, flags, prompt, completion):
                       tracin_leave_one_out=False)
     elif cfg.tracin == "off":
         cfg.tracin = "reward"
+    if completion or cfg.tracin != read_run(folder)["settings"]["tracin"]:
+        cfg.tracin_select = "all"
     return cfg
 
 
