@@ -178,7 +178,7 @@ FAILING = [
     ("beta = 0.1j", "complex"), ("seed = 10 ** 30", "2 ** 63"),
     ("reward_weights = (10 ** 400,)", "reward_weights"),
     (CONSTANT.replace("reward", "rewrd").format(1), "'rewrd' is not used"),
-    ("stop_strings = ('',)\ndef environment(p, t): pass", "stop_strings")]
+    ("stop_strings = ('',)\ndef environment(prompts, transcripts): pass", "stop_strings")]
 
 
 def test_a_file_that_fails_is_one_line(write):
@@ -207,7 +207,7 @@ def test_a_named_function_that_raises_is_one_line(write):
 def test_tools_make_an_environment(write):
     cfg = load_settings([write("tools = {'twice': lambda text: 2 * text}\n" + CONSTANT.format(1))])
     assert cfg.answers and cfg.stop_strings
-    both = "tools = {'twice': lambda text: 2 * text}\ndef environment(p, t): pass"
+    both = "tools = {'twice': lambda text: 2 * text}\ndef environment(prompts, transcripts): pass"
     assert "who answers" in refused(write(both))
 
 
