@@ -1,32 +1,64 @@
 """What cannot work, refused in one line: the setting, its value, the fix."""
-import operator
 import os
 import typing
 
 from common.script import BadInput, shown
 
-AT_LEAST = {  # smallest value
-    0: "max_iters threads seed lora_rank lora_alpha top_k min_p decode_batch_size max_turns "
-       "gae_gamma gae_lambda value_coef epsilon epsilon_high beta entropy_coef "
-       "ref_model_sync_steps ref_model_mixup_alpha mini_batch_size warmup_iters adam_beta1 "
-       "adam_beta2 weight_decay max_grad_norm tracin_val_prompts tracin_val_size "
-       "tracin_target_ema tracin_fraction tracin_memory eval_interval expect_rise",
-    1: "save_interval n_layer n_head n_embd pretrain_tokens judge_tokens num_prompts "
-       "num_generations max_completion_length num_iterations micro_batch_size num_eval_prompts "
-       "num_eval_generations",
-    2: "block_size",
-    257: "vocab_size",          # the bytes and the end token
-    1e-6: "temperature sapo_temperature_neg sapo_temperature_pos",
+LIMITS = {     # setting: (least, most); None: no limit
+    "max_iters": (0, None),
+    "threads": (0, max(64, os.cpu_count())),
+    "seed": (0, None),
+    "save_interval": (1, None),
+    "vocab_size": (257, None),          # the bytes and the end token
+    "block_size": (2, None),
+    "n_layer": (1, None),
+    "n_head": (1, None),
+    "n_embd": (1, None),
+    "pretrain_tokens": (1, None),
+    "lora_rank": (0, None),
+    "lora_alpha": (0, None),
+    "judge_tokens": (1, None),
+    "num_prompts": (1, None),
+    "num_generations": (1, None),
+    "max_completion_length": (1, None),
+    "temperature": (1e-6, None),
+    "top_k": (0, None),
+    "top_p": (None, 1),
+    "min_p": (0, 1),
+    "decode_batch_size": (0, None),
+    "max_turns": (0, None),
+    "gae_gamma": (0, 1),
+    "gae_lambda": (0, 1),
+    "value_coef": (0, None),
+    "epsilon": (0, None),
+    "epsilon_high": (0, None),
+    "sapo_temperature_neg": (1e-6, None),
+    "sapo_temperature_pos": (1e-6, None),
+    "beta": (0, None),
+    "entropy_coef": (0, None),
+    "top_entropy_quantile": (None, 1),
+    "ref_model_sync_steps": (0, None),
+    "ref_model_mixup_alpha": (0, 1),
+    "num_iterations": (1, None),
+    "mini_batch_size": (0, None),
+    "micro_batch_size": (1, None),
+    "warmup_iters": (0, None),
+    "adam_beta1": (0, None),
+    "adam_beta2": (0, None),
+    "weight_decay": (0, None),
+    "max_grad_norm": (0, None),
+    "tracin_val_prompts": (0, None),
+    "tracin_val_size": (0, None),
+    "tracin_target_ema": (0, None),
+    "tracin_fraction": (0, 1),
+    "tracin_memory": (0, None),
+    "eval_interval": (0, None),
+    "num_eval_prompts": (1, None),
+    "num_eval_generations": (1, None),
+    "expect_rise": (0, None),
 }
-ABOVE = {0: "learning_rate top_p top_entropy_quantile value_clip"}
-BELOW = {1: "adam_beta1 adam_beta2 tracin_target_ema"}      # they must forget
-AT_MOST = {
-    1: "top_p min_p gae_gamma gae_lambda top_entropy_quantile ref_model_mixup_alpha "
-       "tracin_fraction",
-    max(64, os.cpu_count()): "threads",
-}
-RANGES = (("at least", operator.ge, AT_LEAST), ("above", operator.gt, ABOVE),
-          ("below", operator.lt, BELOW), ("at most", operator.le, AT_MOST))
+ABOVE = {"learning_rate": 0, "top_p": 0, "top_entropy_quantile": 0, "value_clip": 0}
+BELOW = {"adam_beta1": 1, "adam_beta2": 1, "tracin_target_ema": 1}      # an average must forget
 
 
 def check(cfg):
@@ -51,12 +83,22 @@ def check(cfg):
 
 
 def check_ranges(cfg):
-    for wanted, holds, names_by_bound in RANGES:
-        for bound, names in names_by_bound.items():
-            for name in names.split():
-                value = getattr(cfg, name)
-                if value is not None and not holds(value, bound):
-                    raise BadInput(f"{name} = {shown(value)}: must be {wanted} {bound}")
+    for name, (least, most) in LIMITS.items():
+        value = getattr(cfg, name)
+        if value is None:
+            continue
+        if least is not None and value < least:
+            raise BadInput(f"{name} = {shown(value)}: must be at least {least}")
+        if most is not None and value > most:
+            raise BadInput(f"{name} = {shown(value)}: must be at most {most}")
+    for name, bound in ABOVE.items():
+        value = getattr(cfg, name)
+        if value is not None and value <= bound:
+            raise BadInput(f"{name} = {shown(value)}: must be above {bound}")
+    for name, bound in BELOW.items():
+        value = getattr(cfg, name)
+        if value >= bound:
+            raise BadInput(f"{name} = {shown(value)}: must be below {bound}")
     words = cfg.prompt_words
     if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
         raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers")

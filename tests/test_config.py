@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from config import HINTS, load_settings, types_of
-from config.check import RANGES
+from config.check import ABOVE, BELOW, LIMITS
 from conftest import ROOT
 from worlds import refusal
 
@@ -125,14 +125,20 @@ def test_what_is_typed_wrongly_is_one_line():
 
 
 def test_every_range_is_checked():
-    step = {"at least": -1, "at most": 1, "above": 0, "below": 0}
-    for wanted, _, names_by_bound in RANGES:
-        for bound, names in names_by_bound.items():
-            for name in names.split():
-                kind = float if float in types_of(name) else int
-                value = kind(bound + step[wanted])
-                message = refused(f"--{name}={value}")
-                assert f"{name} = {value}: must be {wanted}" in message
+    def check_refuses(name, bound, step, wanted):
+        kind = float if float in types_of(name) else int
+        value = kind(bound + step)
+        assert f"{name} = {value}: must be {wanted}" in refused(f"--{name}={value}")
+
+    for name, (least, most) in LIMITS.items():
+        if least is not None:
+            check_refuses(name, least, -1, "at least")
+        if most is not None:
+            check_refuses(name, most, 1, "at most")
+    for name, bound in ABOVE.items():
+        check_refuses(name, bound, 0, "above")
+    for name, bound in BELOW.items():
+        check_refuses(name, bound, 0, "below")
 
 
 def test_every_number_is_finite(write):
