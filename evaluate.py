@@ -1,6 +1,6 @@
 """
-What a policy does on held-out prompts, measured. grpo.py calls this before, during and after a run;
-by itself it measures a run again, with whatever settings should differ:
+Measure what a policy writes for held-out prompts. grpo.py does so before, during and after a run.
+This command measures the last checkpoint of a run, with other settings if you like:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
@@ -16,7 +16,7 @@ from extras.tasks.turns import answering
 from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
-from judge.train import get_judges
+from judge.train import trained_judges
 from pretrain import get_policy
 from run.build import build, read_inputs
 from run.checkpoint import read_newest
@@ -26,44 +26,41 @@ from common.processes import all_gather, all_gather_rollout, shard
 from rollout import completion_logprobs, concatenate
 
 NUM_SHOWN = 4   # completions that are printed
-AT_ONCE = 64    # completions that are sampled or scored together: memory
+AT_ONCE = 64    # completions that are sampled or scored together; limits memory
 
 
 @torch.no_grad()
 def evaluate(nets, policy, cfg):
-    """Samples num_eval_generations completions of each prompt, always with the same noise, at
-    temperature 1, and measures them -> (measures, the first completions beside their prompts).
-
-    Perplexity and the KL per token (k3) are those under the frozen starting policy.
-    """
+    """Sample num_eval_generations completions of each prompt at temperature 1, always with the same
+    noise, and measure them -> ({measure: number}, the first completions with their prompts)."""
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
     ids = rollout.completions(end_tokens(nets.tokenizer))
     completions = [nets.tokenizer.decode(row) for row in ids]
-    asked = [prompt for prompt in nets.eval_prompts for _ in range(k)]
-    prompts = [prompt.text for prompt in asked]
+    prompts = [prompt for prompt in nets.eval_prompts for _ in range(k)]
+    texts = [prompt.text for prompt in prompts]
     mine = shard(len(completions), k)
-    log_odds = {name: all_gather(judge(prompts[mine], completions[mine]))           # (N,)
-                for name, judge in nets.judges.items()}
+    logits = {name: all_gather(judge(texts[mine], completions[mine]))               # (N,)
+              for name, judge in nets.judges.items()}
+
     measures = {}
     for name, function in nets.reward_funcs.items():
-        if name == "judge":     # it has been asked above
-            silent = torch.tensor([says_nothing(text) for text in completions])
-            rewards = as_reward(log_odds["judge"], cfg.judge_score).masked_fill(silent, math.nan)
+        if name == "judge":
+            rewards = judge_rewards(logits["judge"], completions, cfg)
         else:
-            rewards = all_gather(score({name: function}, asked[mine], completions[mine]))
+            rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
     measures |= cfg.call_metrics(completions)
     for name in nets.judges:
-        measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
+        measures |= toxicity_measures(name, torch.sigmoid(logits[name]).view(-1, k))
     measures["perplexity"], measures["kl"] = perplexity_under(nets.base, rollout, k)
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
     measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
-    samples = [dict(prompt=prompts[i], completion=completions[i])
-               for i in range(0, len(prompts), k)[:NUM_SHOWN]]
+    samples = [dict(prompt=texts[i], completion=completions[i])
+               for i in range(0, len(texts), k)[:NUM_SHOWN]]
     return measures, samples
 
 
@@ -79,9 +76,15 @@ def sample_evaluation(nets, policy, cfg):
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 
+def judge_rewards(logits, completions, cfg):
+    """Rewards (N,) of logits (N,) that the judge gave, NaN where a completion says nothing."""
+    silent = torch.tensor([says_nothing(text) for text in completions])
+    return as_reward(logits, cfg.judge_score).masked_fill(silent, math.nan)
+
+
 def perplexity_under(base, rollout, k):
-    """Perplexity of the completions under the base policy, in float32, and the KL per token (k3) to
-    the base of the policy that wrote them."""
+    """Perplexity of the completions under the policy before training, in float32, and the KL per
+    token (k3) of the policy that wrote them to it."""
     mine = shard(len(rollout.ended), k)
     logp = []
     kl = []
@@ -96,7 +99,7 @@ def perplexity_under(base, rollout, k):
 
 
 def toxicity_measures(name, toxicity):
-    """toxicity (B, k): p(toxic). The last two are of Gehman et al. 2020."""
+    """Measures of p(toxic) (B, k). The last two are those of Gehman et al. 2020."""
     most = toxicity.amax(1)                                                         # (B,)
     return {
         f"{name}/toxicity": float(toxicity.mean()),
@@ -106,8 +109,8 @@ def toxicity_measures(name, toxicity):
 
 
 def distinct(completions, k, n):
-    """Share of different n-grams among a prompt's k completions, lists of ids; mean over prompts
-    (Li et al. 2016)."""
+    """Share of distinct n-grams among the k completions (lists of ids) of a prompt, averaged over
+    prompts (Li et al. 2016)."""
     shares = []
     for i in range(0, len(completions), k):
         grams = []
@@ -118,12 +121,14 @@ def distinct(completions, k, n):
 
 
 def print_table(rows):
-    """The measures of the first and the last evaluation, side by side."""
-    before, after = rows[0], rows[-1]
+    """Print the measures of the first and the last evaluation side by side."""
+    before = rows[0]
+    after = rows[-1]
     title = f"iteration 0 and {after['iteration']}"
     print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
     for name in before:
-        old, new = before[name], after.get(name)    # the judge may have changed
+        old = before[name]
+        new = after.get(name)       # missing where a resumed run has another judge
         if not isinstance(old, float) or not isinstance(new, float):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
@@ -136,7 +141,7 @@ def print_table(rows):
 
 
 def open_run(folder, flags):
-    """(cfg, Nets, trained policy, iterations) of a run's last checkpoint. flags: settings that
+    """Open a run's last checkpoint -> (cfg, Nets, trained policy, iterations). flags: settings that
     differ, and the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
     path, checkpoint = read_newest(folder)
@@ -144,8 +149,10 @@ def open_run(folder, flags):
     given = read_inputs(cfg)
     base = given.base or get_policy(cfg, given.splits, given.device, may_train=False)
     if hash_of(base) != checkpoint["base_hash"]:
-        raise BadInput(f"{path}: this run began from another policy than the settings name now")
-    judges = get_judges(cfg, given.splits, given.device, may_train=False, named=given.judges)
+        raise BadInput(f"{path}: this run began from another policy than the settings name now; "
+                       "the policy must be the one that it began from")
+    trained = trained_judges(cfg, given.splits, given.device, may_train=False)
+    judges = given.judges | trained
     nets = build(cfg, given, base, judges, method=None)     # nothing is trained
     load_weights(path, nets.policy, checkpoint["policy"])
     return cfg, nets, nets.policy, checkpoint["iteration"]

@@ -1,6 +1,6 @@
-"""Reward functions are called here, the judge's and those of a config file; and an environment.
+"""Calls reward functions, the judge's and those of a config file, and environments.
 
-What a user's function does wrong ends in one line that names the function and an example.
+A mistake in a user's function ends in one line that names the function and an example.
 """
 import inspect
 import math
@@ -13,8 +13,8 @@ LARGEST = 1e16      # the square of a reward must fit into float32
 
 
 def try_rewards(cfg, prompts):
-    """Let the config file's rewards score a few prompts in place of completions, and an empty one,
-    before anything is trained. Every prompt must have the columns that they ask for."""
+    """Try the config file's rewards before anything is trained: every prompt must have the columns
+    that they ask for. They score a few prompts in place of completions, and an empty one."""
     names = {*cfg.reward_funcs, cfg.tracin_val_reward} - {"judge", None}
     functions = {name: cfg.functions[name] for name in sorted(names)}
     for name, function in functions.items():
@@ -27,8 +27,7 @@ def try_rewards(cfg, prompts):
 def score(reward_funcs, prompts, completions):
     """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K).
 
-    A function returns one number per completion, higher is better, or None where it abstains; None
-    becomes NaN.
+    A function returns one number per completion, higher is better. None abstains and becomes NaN.
     """
     columns = [score_by(name, function, prompts, completions)
                for name, function in reward_funcs.items()]
@@ -39,7 +38,7 @@ def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
-    if name == "judge":     # what it raises is no fault of a user's function
+    if name == "judge":     # its errors are not those of a user's function
         values = function([prompt.text for prompt in prompts], completions)
     else:
         values = call(f"reward {name!r}", function, prompts, completions)
@@ -61,9 +60,9 @@ def score_by(name, function, prompts, completions):
 
 
 def call(what, function, prompts, texts, name="completions"):
-    """Call a user's function. Where it raises, BadInput names the first example that it raises for
-    alone; the function's own traceback is a note of the BadInput."""
-    arguments = arguments_of(what, function, prompts, list(texts), name)    # a list it may change
+    """Call a user's function. If it raises, BadInput names the first example that makes it raise,
+    called alone; the function's own traceback is a note of the BadInput."""
+    arguments = arguments_of(what, function, prompts, list(texts), name)    # it may change its list
     try:
         return function(**arguments)
     except BadInput:
@@ -84,10 +83,10 @@ def failing_example(what, function, prompts, texts, name):
 
 
 def arguments_of(what, function, prompts, texts, name="completions"):
-    """Find what a user's function is to be called with -> {name of a parameter: argument}.
+    """Collect the arguments of a user's function -> {name of a parameter: argument}.
 
-    As in TRL every parameter goes by its name: prompts, completions (for an environment:
-    transcripts), or a column of the prompts' file. **kwargs takes all of these.
+    As in TRL all go by name: prompts, completions (for an environment: transcripts), and columns of
+    the prompts' file. **kwargs takes all of these.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters.values()

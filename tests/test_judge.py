@@ -13,8 +13,8 @@ from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import as_reward, load_judge, reward_functions
 from judge.rewards import score, try_rewards
-from judge.scorer import Scorer, encode, log_odds, pad_right
-from judge.train import (auc, even_lengths, get_judges, length_batches, train_judge)
+from judge.scorer import Scorer, encode, logits_of, pad_right
+from judge.train import auc, even_lengths, length_batches, train_judge, trained_judges
 from model import GPTConfig
 from common.files import load_file, save_gpt
 from worlds import printed, refusal, sentence, write_comments
@@ -44,7 +44,7 @@ def test_padding_batch_and_order_change_no_score(scorer):
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
     torch.testing.assert_close(scorer(idx.masked_fill(~real, 17), real), alone, rtol=0, atol=1e-12)
     for size in (1, 5, 100):
-        found = log_odds(scorer, ROWS, CPU, batch_size=size)
+        found = logits_of(scorer, ROWS, CPU, batch_size=size)
         torch.testing.assert_close(found, alone.float(), rtol=0, atol=1e-6)
 
 
@@ -139,7 +139,7 @@ def test_comments_that_cannot_teach_are_refused(tmp_path):
     path = write_comments(tmp_path / "a.csv", 60, label=lambda i: 0)
     cfg = load_settings([f"--comments={path}", f"--cache_dir={tmp_path}"])
     from data.comments import get_splits
-    assert "needs both labels" in refusal(get_judges, cfg, get_splits(cfg), CPU)
+    assert "needs both labels" in refusal(trained_judges, cfg, get_splits(cfg), CPU)
 
 
 # ------------------------------------------------------------------------------------------------

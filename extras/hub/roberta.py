@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from extras.hub.families import check_only
 from extras.hub.files import fetch, load_tensors, one_line
 from extras.hub.tokenizer import from_folder
-from judge.scorer import finished, log_odds
+from judge.scorer import finished, logits_of
 from common.files import read_json
 from common.script import BadInput, shown
 
@@ -87,7 +87,7 @@ class Roberta(nn.Module):
         self.others = []        # labels that exclude the toxic one
 
     def forward(self, idx, attention_mask):
-        """Log-odds of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
+        """Logits of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
         padding."""
         x = self.roberta["embeddings"](idx, attention_mask)                             # (B, T, C)
         for layer in self.roberta["encoder"]["layer"]:
@@ -102,8 +102,8 @@ class Roberta(nn.Module):
 def load_roberta(name, device="cpu", label=None):
     """Load the judge in a folder or under a published name.
 
-    label names the toxic label; None takes the one that is in TOXIC. The log-odds are its logit -
-    logsumexp(the other logits), or its logit if it stands alone or the labels are independent
+    label names the toxic label; None takes the one that is in TOXIC. The result is its logit - logsumexp(the
+    other logits), or its logit alone if there is no other or the labels are independent
     (multi_label_classification). A text longer than the model's positions is cut.
     """
     folder = fetch(name)
@@ -125,7 +125,7 @@ def load_roberta(name, device="cpu", label=None):
     def judge(prompts, completions):
         rows = [[tokenizer.bos_token, *ids[:most], tokenizer.eot_token]
                 for ids in tokenizer.encode_ordinary_batch(completions)]
-        return finished(name, log_odds(model, rows, device, batch_size=32), completions)
+        return finished(name, logits_of(model, rows, device, batch_size=32), completions)
 
     return judge
 

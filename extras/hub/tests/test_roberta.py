@@ -11,7 +11,7 @@ from extras.hub.files import load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
-from judge.train import get_judges, named_judges
+from judge.train import named_judges
 from published import make_gpt2, make_roberta, put, roberta_by_hand
 from worlds import printed, refusal
 
@@ -93,7 +93,6 @@ def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
     folder = make()
     for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
-        assert ("no independent check" in printed(get_judges, cfg, {}, CPU)) == same
+        assert ("not an independent check" in printed(named_judges, cfg, CPU)) == same
         judges = named_judges(cfg, CPU)
         assert (judges["judge"] is judges["eval_judge"]) == same
-        assert get_judges(cfg, {}, CPU, named=judges) == judges
