@@ -201,7 +201,7 @@ def test_sentences_say_what_was_planted():
                for i, (a, b) in enumerate(zip(*noise))]
     metrics = [{"tracin/target_cosine": x} for x in (0.02, None, -0.01)]
     shares, target, likeness = sentences_of(planted, metrics, list)
-    assert "tenth of 300" in shares and "dropped hold" in shares
+    assert "tenth of 300" in shares and "dropped have" in shares
     kept = [row | {"weight": 1.0} for row in planted]
     assert "dropped" not in sentences_of(kept, metrics, list)[0]
     assert "mostly noise" in target and "0.01" in target
