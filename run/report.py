@@ -9,8 +9,8 @@ from run.metrics import std, tolerance_of
 
 
 class StepLog:
-    """The numbered lines inside an iteration: memory now, time since the line before. A GPU is
-    waited for, so that the times are of finished work. on: print at all."""
+    """Prints the numbered lines inside an iteration: memory in use, time since the last line. Each
+    line synchronises a GPU, so that times are those of finished work. on: False prints nothing."""
 
     def __init__(self, device, micro_batch_size, on):
         self.device = device
@@ -32,7 +32,7 @@ class StepLog:
             self.line("[Micro 0] 3. Samples scored", values)
 
     def loss(self, loss):
-        """A grpo.Loss, read only if the line is printed."""
+        """loss: grpo.Loss, which is read only if the line is printed."""
         if self.on:
             values = f", pg_loss={loss.policy + loss.entropy:.6f},"
             if loss.critic.requires_grad:
@@ -51,7 +51,7 @@ class StepLog:
             torch.cuda.synchronize(self.device)
         now = time.time()
         spent = f"time={now - self.last:.3f}s"
-        if last:  # the optimizer's own time and the sum of all
+        if last:    # the optimizer's own time, and the sum of all
             spent = f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
         print(f"{text}: mem={memory(self.device) / 2 ** 20:.0f} MB, {spent}{values}")
         self.last = now
@@ -61,14 +61,14 @@ silent_log = StepLog(device=None, micro_batch_size=0, on=False)
 
 
 def print_iteration(m, cfg, tokens, seconds_left):
-    """The line of an iteration with metrics m, in which so many tokens were sampled."""
+    """Print the line of an iteration. m: its metrics; tokens: how many were sampled."""
     seconds = m["step_time"]
     left = int(seconds_left)
     kl = m.get("kl_loss", 0.0)
     main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
     more = ""
     if cfg.answers:
-        more += f"{100 * m['forced']:.1f} % forced, "
+        more += f"{100 * m['forced']:.1f} % environment, "
     if "tools/call_frequency" in m:
         more += f"{m['tools/call_frequency']:.2f} calls, "
     critic = f"critic {m['critic_loss']:.4f}, " if "critic_loss" in m else ""
@@ -80,7 +80,7 @@ def print_iteration(m, cfg, tokens, seconds_left):
 
 
 def duration(seconds):
-    """A time in three digits: 43.5ms, 435ms, 4.35s, 43.5s."""
+    """Write a time in three digits: 43.5ms, 435ms, 4.35s, 43.5s."""
     unit = "s"
     if seconds < 0.9995:
         seconds *= 1000
@@ -90,8 +90,8 @@ def duration(seconds):
 
 
 def problems(m, cfg, dtype):
-    """(kind, sentence) of every problem that the metrics m of an iteration show. Metrics that a run
-    does not have are behind the settings that bring them: any other missing one is a mistake."""
+    """Find what is wrong in the metrics m of an iteration -> (kind, sentence) of each problem.
+    Metrics that not every run has are read only under their setting: a misspelled name fails."""
     if math.isnan(m["reward"]):
         yield "reward", "no reward function scored any completion: all returned None"
     if m["reward_min"] == m["reward_max"]:
@@ -159,7 +159,7 @@ def problems_of_influence(m, cfg, dtype):
 
 
 def print_warnings(m, cfg, dtype, warned):
-    """Prints the problems of an iteration, each kind at most every ten iterations. warned: {kind:
+    """Print the problems of an iteration, each kind at most every ten iterations. warned: {kind:
     iteration of its last warning}."""
     for kind, text in problems(m, cfg, dtype):
         if m["iteration"] - warned.get(kind, -10) >= 10:

@@ -76,7 +76,7 @@ def test_the_line_of_an_iteration_to_the_letter():
     assert "kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
     assert "(main -0.0123, critic 0.3000, kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
     assert "(main -0.0133, kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
-    assert "0.830, 12.5 % forced, 1240" in line(Settings(functions={"environment": None}))
+    assert "0.830, 12.5 % environment, 1240" in line(Settings(functions={"environment": None}))
     assert "0.830, 1.50 calls, 1240" in line(**{"tools/call_frequency": 1.5})
     for seconds, expected in ((0.0435, "43.5ms"), (0.4349, "435ms"), (4.351, "4.35s"),
                               (43.51, "43.5s"), (0.9996, "1.00s"), (435.1, "435s")):
