@@ -79,6 +79,26 @@ def print_iteration(m, cfg, tokens, seconds_left):
           f"time {duration(seconds)}, eta {left // 60}m{left % 60:02d}s", flush=True)
 
 
+def print_table(rows):
+    """Print the measures of the first and the last evaluation side by side."""
+    before = rows[0]
+    after = rows[-1]
+    title = f"iteration 0 and {after['iteration']}"
+    print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
+    for name in before:
+        old = before[name]
+        new = after.get(name)       # missing where a resumed run has another judge
+        if not isinstance(old, float) or not isinstance(new, float):
+            continue
+        ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
+        print(f"{name:24}{old:10.4f}{new:10.4f}{ratio:>14}")
+    print("\nthe same prompts and noise, before and after:")
+    for old, new in zip(before["samples"], after["samples"]):
+        print(f"  {old['prompt']!r}")
+        print(f"    before: {old['completion']!r}")
+        print(f"    after:  {new['completion']!r}")
+
+
 def duration(seconds):
     """Write a time in three digits: 43.5ms, 435ms, 4.35s, 43.5s."""
     unit = "s"
@@ -152,10 +172,11 @@ def problems_of_influence(m, cfg, dtype):
         yield "self", (
             "self-influence (each rollout's own part in the target) adds up to "
             f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
-    if not m["tracin/invariant_error"] <= tolerance_of(dtype):
+    error = m.get("tracin/invariant_error", 0.0)    # of steps that compute the batch's gradient
+    if not error <= tolerance_of(dtype):
         yield "invariant", (
-            "influences do not add up to <G_train, G_target> (relative error "
-            f"{m['tracin/invariant_error']:.1e}): the scores are wrong, do not trust this run")
+            f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
+            "scores are wrong, do not trust this run")
 
 
 def print_warnings(m, cfg, dtype, warned):

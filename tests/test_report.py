@@ -140,8 +140,8 @@ def test_each_warning_fires_in_its_case_alone():
 
 def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
     """A misspelled name must not be a warning that never comes."""
-    for wrong, _ in CASES.values():
-        missing = next(iter(wrong))
+    for kind in CASES.keys() - {"invariant"}:       # not every step computes its metric
+        missing = next(iter(CASES[kind][0]))
         some = {name: x for name, x in EVERYTHING.items() if name != missing}
         with pytest.raises(KeyError, match=missing):
             found(some)

@@ -48,7 +48,7 @@ def by_hand(folder):
 SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
 
 
-def test_published_classifier_gives_the_log_odds_of_its_toxic_label_by_hand(make):
+def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(make):
     for labels, label, problem, expected in (
             (("nothate", "hate"), "", SOFTMAX, lambda z: z[:, 1] - z[:, 0]),
             (("Toxic", "neutral"), "", None, lambda z: z[:, 0] - z[:, 1]),
