@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from config import HINTS, load_settings, types_of
-from config.check import ABOVE, BELOW, LIMITS
+from config.check import ABOVE, AT_LEAST, AT_MOST, BELOW
 from conftest import ROOT
 from worlds import refusal
 
@@ -111,7 +111,7 @@ TYPED = [   # flags, and parts of the one line
     ("--tracin=target", "no function target"), ("--tracin_select=weigh", "no function weigh"),
     ("--tracin=self --loss_type=bnpo --num_iterations=2", "bnpo"),
     ("--tracin=reward --tracin_leave_one_out=True --critic=True", "critic = False"),
-    ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "own part"),
+    ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "self-influence"),
     ("--tracin_val_size=3", "tracin_val_size"), ("--tracin_val_reward=judge", "which is 0"),
     ("--tracin=reward --tracin_val_prompts=2 --tracin_val_size=1", "at least 2"),
     ("--stop_strings=('x',)", "environment"), ("--stop_strings=(1,)", "must be text")]
@@ -130,11 +130,10 @@ def test_every_range_is_checked():
         value = kind(bound + step)
         assert f"{name} = {value}: must be {wanted}" in refused(f"--{name}={value}")
 
-    for name, (least, most) in LIMITS.items():
-        if least is not None:
-            check_refuses(name, least, -1, "at least")
-        if most is not None:
-            check_refuses(name, most, 1, "at most")
+    for name, bound in AT_LEAST.items():
+        check_refuses(name, bound, -1, "at least")
+    for name, bound in AT_MOST.items():
+        check_refuses(name, bound, 1, "at most")
     for name, bound in ABOVE.items():
         check_refuses(name, bound, 0, "above")
     for name, bound in BELOW.items():
@@ -213,7 +212,7 @@ def test_a_named_function_that_raises_is_one_line(write):
 def test_tools_are_a_table_and_the_only_ones_who_answer(write):
     assert "a dict" in refused(write("tools = ['twice']"))
     both = "tools = {'twice': lambda text: 2 * text}\ndef environment(prompts, transcripts): pass"
-    assert "who answers" in refused(write(both))
+    assert "both would answer" in refused(write(both))
 
 
 # ------------------------------------------------------------------------------------------------
