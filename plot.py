@@ -22,7 +22,7 @@ PANELS = [  # title, log, metric of the solid line, metric of the dashed line
     ("KL to reference, nats per token", "metrics", "kl"),
     ("entropy, nats per token", "metrics", "entropy"),
     ("mean length, tokens", "metrics", "completions/mean_length"),
-    ("share of completions cut", "metrics", "completions/clipped_ratio"),
+    ("share of completions truncated", "metrics", "completions/clipped_ratio"),
     ("gradient norm before clipping", "metrics", "grad_norm"),
     ("share of rollouts kept (dashed: influence > 0)", "metrics", "tracin/selected_ratio",
      "tracin/positive_ratio"),

@@ -137,7 +137,7 @@ def problems(m, cfg, dtype):
             f"KL {m['kl']:.1f} nats per token is exploding: lower learning_rate or raise beta")
     if m["completions/clipped_ratio"] == 1:
         yield "length", (
-            f"every completion was cut at {cfg.max_completion_length} tokens, so length is not "
+            f"every completion was truncated at {cfg.max_completion_length} tokens: length is not "
             "learned: raise max_completion_length")
     if cfg.tools and cfg.answers and m["tools/failure_frequency"] == 1:
         yield "tools", (

@@ -110,7 +110,7 @@ CASES = {   # kind: (what is wrong, words of its sentence)
     "tokens": ({"num_completion_tokens": 0}, "no completion tokens carry loss"),
     "ratio": ({"sampling/sampling_logp_difference/mean": 0.0512}, "disagree by 0.051 nats"),
     "kl": ({"kl": 5.25}, "KL 5.2 nats per token is exploding"),
-    "length": ({"completions/clipped_ratio": 1.0}, "cut at 32 tokens"),
+    "length": ({"completions/clipped_ratio": 1.0}, "truncated at 32 tokens"),
     "tools": ({"tools/failure_frequency": 1.0}, "every call was answered with an error"),
     "critic": ({"val/var_explained": -0.2}, "explains -0.20 of the returns' variance"),
     "empty": ({"tracin/empty_steps": 1}, "kept no rollout"),
