@@ -5,24 +5,26 @@ This command measures the last checkpoint of a run, with other settings if you l
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
 import math
+import os
 
 from common.script import BadInput, hash_of, run_script, seed_for   # before torch: sets its threads
 
 import torch
 
-from config import load_settings
-from data.tokenizer import end_tokens
+from config import Settings, load_settings
+from data.tokenizer import end_tokens, load_tokenizer
 from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
 from judge.train import trained_judges
-from pretrain import get_policy
+from model import GPT, GPTConfig
+from pretrain import get_policy, is_published, trainable
 from run.build import build, read_inputs
 from run.checkpoint import read_newest
 from run.metrics import call_metrics
 from run.report import print_table
 from common.device import autocast
-from common.files import load_weights
+from common.files import load_gpt, load_weights, undamaged
 from common.processes import all_gather, all_gather_rollout, shard
 from rollout import completion_logprobs, concatenate
 
@@ -136,6 +138,24 @@ def open_run(folder, flags):
     nets = build(cfg, given, base, given.judges | trained)
     load_weights(path, nets.policy, checkpoint["policy"])
     return cfg, nets, nets.policy, checkpoint["iteration"]
+
+
+def load_run(path):
+    """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). In place of the
+    tokenizer of a published model comes the folder or file that has it."""
+    if not os.path.isdir(path):
+        policy = load_gpt(path)
+        return policy, load_tokenizer(policy.config.vocab_size)
+    path, content = read_newest(path)
+    with undamaged(path):
+        known = vars(Settings())
+        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
+        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
+        load_weights(path, policy, content["policy"])
+    if is_published(cfg):
+        from extras.hub.policy import locate
+        return policy, locate(cfg.policy)
+    return policy, load_tokenizer(cfg.vocab_size)
 
 
 def main(argv):

@@ -1,4 +1,4 @@
-"""Make the policy that the settings name: load it, pretrain it, or rebuild it from a run.
+"""Make the policy that the settings name: load it, or pretrain it.
 
     python pretrain.py config/toxicity.py --policy=train
 
@@ -22,9 +22,8 @@ from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
-from run.checkpoint import read_newest
 from common.device import autocast, fast_dtype, pick_device
-from common.files import load_gpt, load_weights, save_gpt, undamaged
+from common.files import load_gpt, save_gpt
 from common.fit import fit
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -138,24 +137,6 @@ def get_tokenizer(cfg):
         raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, but the "
                        f"model has {cfg.vocab_size} tokens: they do not belong together")
     return tokenizer
-
-
-def load_run(path):
-    """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). In place of the
-    tokenizer of a published model comes the folder or file that has it."""
-    if not os.path.isdir(path):
-        policy = load_gpt(path)
-        return policy, load_tokenizer(policy.config.vocab_size)
-    path, content = read_newest(path)
-    with undamaged(path):
-        known = vars(Settings())
-        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
-        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
-        load_weights(path, policy, content["policy"])
-    if is_published(cfg):
-        from extras.hub.policy import locate
-        return policy, locate(cfg.policy)
-    return policy, load_tokenizer(cfg.vocab_size)
 
 
 def pretrain(cfg, path, texts, held_out, device, stop):
