@@ -12,7 +12,7 @@ from common.device import autocast, set_precision
 from common.processes import all_gather
 from common.script import BadInput
 from rollout import completion_logprobs, generate
-from run.metrics import bound_of, gap_of
+from run.metrics import logp_error, tolerance_of
 
 
 def prove(nets, cfg):
@@ -90,9 +90,9 @@ def compare(nets, cfg, rollout, expected_logp, expected_gradient):
     scored, _ = logp_and_gradient(nets, cfg, sampled)
     error = float((gradient - expected_gradient).norm() / expected_gradient.norm())
     errors = {
-        "log-probs": gap_of(logp - expected_logp, nets.dtype),
-        "gradients": (error, 2 * bound_of(nets.dtype)),
-        "log-probs of sampling": gap_of(scored - sampled.logp, nets.dtype)}
+        "log-probs": logp_error(logp - expected_logp, nets.dtype),
+        "gradients": (error, 2 * tolerance_of(nets.dtype)),
+        "log-probs of sampling": logp_error(scored - sampled.logp, nets.dtype)}
     for name, (error, tolerance) in errors.items():
         if not error <= tolerance:      # true for NaN too
             return f"{name} are off by {error:.2g}, more than {tolerance:g}"
