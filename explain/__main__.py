@@ -79,7 +79,7 @@ def saying(prompt, completion):
         most = policy.block_size
         if size > most:
             raise BadInput(f"--prompt and --completion have {size} tokens: must be {most} at most")
-        ids = torch.tensor([before + said], device=policy.wte.weight.device)
+        ids = torch.tensor([before + said], device=policy.lm_head.weight.device)
         h = policy(ids[:, :-1])[0, -len(said):]                                 # (T, C)
         logp = policy.lm_head(h).float().log_softmax(-1)                        # (T, V)
         return logp.gather(1, ids[0, -len(said):, None]).mean()
