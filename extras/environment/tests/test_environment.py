@@ -2,6 +2,7 @@
 What answers a completion while it is sampled: an environment, or tools. Its words are read and
 never learned, and what is sampled around them is what a loop over single rows samples.
 """
+import importlib
 import random
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from rollout import completion_logprobs, empty_rollout, generate
 from extras.environment.tools import (
     calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
 from extras.environment import try_environment
-from worlds import WORD_PROMPTS, WORDS, nets_of, refusal, settings, word_gpt
+from worlds import WORD_PROMPTS, WORDS, nets_of, printed, refusal, settings, word_gpt
 
 T = 20
 STOPS = tuple("aeinorst ?")
@@ -231,6 +232,25 @@ def test_what_an_environment_does_wrong_is_one_line():
     for function, words in WRONG:
         prompts = [*known, Prompt("last", [1], {"text": "last"})]
         assert words in refusal(try_environment, with_game(function), prompts)
+
+
+EXPLAINED = """
+def reward(prompts, completions):
+    return [text.count("e") + 0.1 * len(text) for text in completions]
+
+
+def environment(prompts, transcripts):
+    return [" the" if text.endswith("e") else None for text in transcripts]
+"""
+
+
+def test_a_run_with_turns_is_explained(grpo, tmp_path):
+    (tmp_path / "config.py").write_text(EXPLAINED)
+    text = grpo(tmp_path / "run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
+                "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
+    assert "% forced" in text, "the environment has said nothing"
+    explain = importlib.import_module("explain.__main__")
+    assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "run")])
 
 
 # ------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from extras.hub.families import spelled_out
 from extras.hub.files import fetch, load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from model import GPT, GPTConfig
-from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V,
-                       chat_core, gguf_of_core, logits, logits_by_hand, make_tensors, put,
-                       write, write_gguf)
+from extras.hub.tests.published import (
+    GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V, chat_core,
+    gguf_of_core, logits, logits_by_hand, make_tensors, put, write, write_gguf)
 from rollout import pad_left
 from worlds import random_ids, refusal, with_lora
 
