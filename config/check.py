@@ -49,6 +49,8 @@ def check(cfg):
     check_critic(cfg)
     check_rewards(cfg)
     check_environment(cfg)
+    if cfg.compile:
+        need("compiled", "compile = True")
     if cfg.debug_step:
         need("step", "debug_step = True")
     return cfg

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import extras.hub.policy
+from conftest import ROOT
 from data.tokenizer import load_tokenizer
 from extras.hub.export import core_of, export
 from extras.hub.families import spelled_out
@@ -401,3 +402,12 @@ def test_shape_that_nobody_publishes_is_refused(tmp_path):
         message = refusal(export, model, str(tmp_path / "out"), load_tokenizer(300))
         assert re.search("no published architecture|window_size is missing", message)
     assert not os.listdir(tmp_path)
+
+
+def test_the_tests_install_what_users_install():
+    pins = {}
+    for name in ("requirements-dev.txt", "extras/hub/requirements.txt"):
+        with open(os.path.join(ROOT, name)) as f:
+            lines = [line.split("#")[0].strip() for line in f]
+        pins[name] = {line for line in lines if "==" in line}
+    assert pins["extras/hub/requirements.txt"] <= pins["requirements-dev.txt"]
