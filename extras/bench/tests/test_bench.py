@@ -5,7 +5,7 @@ import torch
 import extras.bench.__main__ as bench
 import grpo
 from conftest import ROOT
-from worlds import END, nets_of, printed, refusal, settings
+from worlds import END, nets_of, printed, refusal, settings, skip_without
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def test_a_config_beside_a_variant(quick):
 
 
 def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
+    skip_without("hub")
     monkeypatch.setitem(grpo.sys.modules, "trl", torch)
     monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round({"all": 1.0}, 1, 0.0)])
     asked = ["--judge=train", "--reward_funcs=('reward','judge')", "--reward_weights=(1.0,1.0)"]

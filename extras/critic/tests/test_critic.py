@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import grpo
-from config import Settings
+from config import Settings, load_settings
+from conftest import ROOT
 from extras.critic import explained_variance, gae, token_advantages, value_loss, whiten
 from run.fast import Decoder
 from run.metrics import batch_metrics
@@ -261,3 +262,7 @@ def test_a_run_goes_on_where_it_stopped_and_is_explained(grpo, tmp_path):
     assert whole == parts, "a resumed run has other numbers"
     explain = importlib.import_module("explain.__main__")
     assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "whole")])
+
+
+def test_the_config_file_loads():
+    assert load_settings([f"{ROOT}/extras/critic/config/toxicity_ppo.py"]).critic

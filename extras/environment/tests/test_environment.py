@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import sample
+from config import load_settings
 from config.check import check
+from conftest import ROOT
 from data.prompts import Prompt
 from evaluate import evaluate, sample_evaluation
 from grpo import collect, sample_groups
@@ -308,3 +310,10 @@ def test_prompts_and_table_name_the_same_tools():
 
     for tool in (lambda a, b: a, lambda: 1, 7, waits):
         assert "can be called with one text" in refusal(check_tools, {"calc": tool})
+
+
+def test_the_config_file_loads_and_its_questions_name_its_tool():
+    cfg = load_settings([f"{ROOT}/extras/environment/config/calculator.py"])
+    prompts = [Prompt(row["text"], [1], row) for row in cfg.functions["questions"](50, 1)]
+    assert cfg.answers and cfg.tools == {"calc": calc}
+    try_environment(cfg, prompts)
