@@ -11,7 +11,7 @@ AT_LEAST = {  # smallest value
        "gae_gamma gae_lambda value_coef epsilon epsilon_high beta entropy_coef "
        "ref_model_sync_steps ref_model_mixup_alpha mini_batch_size warmup_iters adam_beta1 "
        "adam_beta2 weight_decay max_grad_norm tracin_val_prompts tracin_val_size "
-       "tracin_target_ema tracin_fraction tracin_memory eval_interval expect_rise",
+       "tracin_target_ema tracin_fraction eval_interval expect_rise",
     1: "save_interval n_layer n_head n_embd pretrain_tokens judge_tokens num_prompts "
        "num_generations max_completion_length num_iterations micro_batch_size num_eval_prompts "
        "num_eval_generations",
@@ -141,8 +141,6 @@ def check_influence(cfg):
     if cfg.tracin != "off" and pool and min(cfg.tracin_val_size or pool, pool) == 1:
         raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at "
                        "least 2; the target of one reward is 0, as it is its own mean")
-    if cfg.tracin != "off" and cfg.tracin_memory:
-        need("stored", f"tracin_memory = {cfg.tracin_memory}")
 
 
 def check_rewards(cfg):

@@ -211,7 +211,6 @@ MISSING = [     # flags, text of a config file, who asks, for which folder
     ("--critic=True", "", "critic = True", "critic"),
     ("--compile=True", "", "compile = True", "compiled"),
     ("--debug_step=True", "", "debug_step = True", "step"),
-    ("--tracin=self --tracin_memory=8", "", "tracin_memory = 8", "stored"),
     ("--policy=gpt2", "", "policy = 'gpt2': is no .pt file", "hub"),
     ("--judge=a/b:toxic", "", "judge = 'a/b:toxic': is no .pt file", "hub"),
     ("", ANSWERED, "a function environment", "environment"),
