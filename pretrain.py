@@ -1,4 +1,4 @@
-"""The policy that the settings name: loaded, pretrained here, or rebuilt from a run.
+"""The policy that the settings name: loaded, or pretrained here.
 
     python pretrain.py config/toxicity.py --policy=train
 
@@ -23,9 +23,8 @@ from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
-from run.checkpoint import read_newest
 from common.device import autocast, fast_dtype, pick_device
-from common.files import load_gpt, load_weights, save_gpt, undamaged
+from common.files import load_gpt, save_gpt
 from common.fit import fit
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -127,24 +126,6 @@ def get_tokenizer(cfg):
         raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the "
                        f"model has {cfg.vocab_size} tokens: they do not belong together")
     return tokenizer
-
-
-def load_run(path):
-    """Load the policy of a run's folder or of a .pt file -> (policy, its tokenizer, or the folder
-    or file of the published model that has it)."""
-    if not os.path.isdir(path):
-        policy = load_gpt(path)
-        return policy, load_tokenizer(policy.config.vocab_size)
-    path, content = read_newest(path)
-    with undamaged(path):
-        known = vars(Settings())
-        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
-        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
-        load_weights(path, policy, content["policy"])
-    if is_published(cfg):
-        from extras.hub.policy import locate
-        return policy, locate(cfg.policy)
-    return policy, load_tokenizer(cfg.vocab_size)
 
 
 def pretrain(cfg, path, texts, held_out, device, stop):

@@ -22,6 +22,7 @@ from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
 from model import GPTConfig
+from run.checkpoint import load_run
 from extras.hub.tests.published import (
     CHAT, chat_core, gguf_of_core, logits, make_chat, make_gpt2, make_prompts, make_roberta,
     put, write_gguf)
@@ -81,7 +82,7 @@ def start(main, *argv):
 
 
 def export_run(argv):
-    extras.hub.export.main(argv, pretrain.load_run)
+    extras.hub.export.main(argv, load_run)
 
 
 def flags_of(world, kind):
@@ -111,7 +112,7 @@ def test_run_is_what_the_files_say_and_leaves_as_it_is(kind, finished, world, tm
     assert re.search(rf"^perplexity .* {after['perplexity']:.4f} ", text, re.M)
 
     start(export_run, finished(kind), tmp_path / "whole")
-    policy = pretrain.load_run(finished(kind))[0]
+    policy = load_run(finished(kind))[0]
     idx = torch.tensor([[7, 280, 3, 299, 44, 45]])
     exported = logits(extras.hub.policy.load(tmp_path / "whole")[0], idx)
     torch.testing.assert_close(exported, logits(policy, idx), rtol=0, atol=1e-5)
@@ -189,7 +190,7 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
     idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = theirs(idx).logits
-    found = logits(pretrain.load_run(finished(kind))[0], idx)
+    found = logits(load_run(finished(kind))[0], idx)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = from_folder(str(tmp_path / "out"))
