@@ -250,7 +250,7 @@ def test_a_run_with_turns_is_explained(grpo, tmp_path):
     (tmp_path / "config.py").write_text(EXPLAINED)
     text = grpo(tmp_path / "run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
                 "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
-    assert "% forced" in text, "the environment has said nothing"
+    assert "% environment" in text, "the environment has said nothing"
     explain = importlib.import_module("explain.__main__")
     assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "run")])
 
