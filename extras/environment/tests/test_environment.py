@@ -128,7 +128,8 @@ def test_max_turns_and_no_turns():
     assert turns_of(r).max() == 2 and (turns_of(r)[r.ended] == 2).all() and r.ended.any()
     free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
     off = rollout_of(with_game(max_turns=0))
-    quiet = replace(with_game(lambda prompts, transcripts: [None] * len(transcripts)), stop_strings=())
+    silent = with_game(lambda prompts, transcripts: [None] * len(transcripts))
+    quiet = replace(silent, stop_strings=())
     for other in (off, rollout_of(quiet)):
         for name in ("tokens", "completion_mask", "sampled_mask", "logp", "ended"):
             assert torch.equal(getattr(free, name), getattr(other, name)), name
@@ -171,7 +172,10 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
 
 
 def test_answers_are_cut_and_ends_are_undone():
-    cfg = with_game(lambda prompts, transcripts: ["1234567890" if "e" in x else None for x in transcripts])
+    def count(prompts, transcripts):
+        return ["1234567890" if "e" in text else None for text in transcripts]
+
+    cfg = with_game(count)
     rows = [[*WORDS.encode_ordinary("e"), END], WORDS.encode_ordinary("xe")[:2],
             WORDS.encode_ordinary("xt")[:2]]
     r = planted(rows, cfg, room=4)
