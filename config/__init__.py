@@ -55,7 +55,7 @@ class Settings:
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
     # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.
-    # Else a .pt file or a published model (docs/published-models.md), which brings its shape
+    # Else a .pt file or a published model (extras/hub), which brings its shape
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                # positions
@@ -84,7 +84,7 @@ class Settings:
     top_p: float = 1.0                  # and min-p keep
     min_p: float = 0.0
     decode_batch_size: int = 0          # rows decoded at once, in whole groups; 0: all. Memory only
-    # the config file's environment answers at the end token or a stop string (docs/tasks.md)
+    # the config file's environment answers at the end token or a stop string (extras/environment)
     max_turns: int = 8                  # times that it answers a completion, at most; 0: never
     stop_strings: tuple = ()
 
@@ -97,7 +97,7 @@ class Settings:
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides r - mean
     zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
 
-    # critic (extras/critic, docs/critic.md)
+    # critic (extras/critic)
     critic: bool = False                # a value head is the baseline, as in PPO; groups are none
     gae_gamma: float = 1.0              # discount of later rewards, by token
     gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
@@ -155,7 +155,6 @@ class Settings:
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
-    tracin_memory: float = 8.0          # GB for gradients of single rollouts (extras/stored)
     # the kept rollouts' gradient is as large as it is, or norm: as long as that of all would be
     tracin_normalizer: Literal["all", "norm"] = "all"
 

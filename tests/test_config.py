@@ -2,6 +2,7 @@
 import glob
 import json
 import os
+import runpy
 import subprocess
 import sys
 import typing
@@ -16,7 +17,7 @@ from worlds import refusal
 NAMES = list(HINTS)
 CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
            if typing.get_origin(hint) is typing.Literal}
-CONFIGS = sorted(path for path in glob.glob(os.path.join(ROOT, "**", "config", "*.py"), recursive=True)
+CONFIGS = sorted(path for path in glob.glob(os.path.join(ROOT, "config", "*.py"))
                  if os.path.basename(path) not in ("__init__.py", "check.py"))
 
 
@@ -34,7 +35,12 @@ def refused(*argv):
     return refusal(load_settings, [str(a) for a in argv])
 
 
-def test_every_setting_can_be_given_as_a_flag():
+def test_there_are_at_most_a_hundred():
+    assert len(NAMES) <= 100
+
+
+def test_every_setting_can_be_given_as_a_flag(monkeypatch):
+    monkeypatch.setattr(sys.modules["config.check"], "need", lambda *folder: None)
     for name in NAMES:
         value = getattr(load_settings([]), name)
         assert type(value) in types_of(name), name
@@ -54,7 +60,7 @@ FLAGS = [
     ("--out_dir=a=b", dict(out_dir="a=b")), ("--out_dir=7", dict(out_dir="7")),
     ("--out_dir=True", dict(out_dir="True")), ("--comments=None", dict(comments=None)),
     ("--comments=a b.csv", dict(comments="a b.csv")), ("--delta=None", dict(delta=None)),
-    ("--policy='a.pt'", dict(policy="a.pt")), ("--compile", dict(compile=True)),
+    ("--policy='a.pt'", dict(policy="a.pt")), ("--tracin_adam", dict(tracin_adam=True)),
     ("--log_micro=FALSE", dict(log_micro=False))]
 
 
@@ -98,8 +104,8 @@ TYPED = [   # flags, and parts of the one line
     ("--use_bias_correction_kl=True --kl_in=reward", "k1"),
     ("--multi_objective_aggregation=normalize_then_sum --kl_in=reward", "kl_in = 'loss'"),
     ("--multi_objective_aggregation=normalize_then_sum --zero_std_groups=drop", "'keep'"),
-    ("--critic=True --zero_std_groups=drop", "critic = True"),
-    ("--critic=True --importance_sampling_level=sequence", "critic = True"),
+    ("--critic=True --zero_std_groups=drop", "advantages are by token"),
+    ("--critic=True --importance_sampling_level=sequence", "advantages are by token"),
     ("--reward_weights=(1,2)", "(1, 2)"), ("--judge=None", "judge = None", "'train'"),
     ("--reward_funcs=('judge','judge') --reward_weights=(1,2)", "twice"),
     ("--reward_funcs=nobody", "'nobody'"),
@@ -203,6 +209,33 @@ def test_files_build_on_each_other_and_functions_are_rewards(write):
 def test_a_named_function_that_raises_is_one_line(write):
     cfg = load_settings([write("tracin = 'target'\ndef target(*a):\n    raise KeyError('x')")])
     assert "target raised KeyError" in refusal(cfg.functions["target"], 1, 2, 3)
+
+
+ANSWERED = "def environment(prompts, transcripts): pass\n"
+MISSING = [     # flags, text of a config file, who asks, for which folder
+    ("--critic=True", "", "critic = True", "critic"),
+    ("--compile=True", "", "compile = True", "compiled"),
+    ("--debug_step=True", "", "debug_step = True", "step"),
+    ("--policy=gpt2", "", "policy = 'gpt2': is no .pt file", "hub"),
+    ("--judge=a/b:toxic", "", "judge = 'a/b:toxic': is no .pt file", "hub"),
+    ("", ANSWERED, "a function environment", "environment"),
+    ("", "tools = {'twice': lambda text: 2 * text}", "tools", "environment")]
+
+
+def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(tmp_path))
+    for flags, text, asked_by, folder in MISSING:
+        message = refused(write(text), *flags.split())
+        assert message.startswith(asked_by), message
+        assert message.endswith(f"needs extras/{folder}, which is not here")
+    load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
+
+
+def test_torchrun_without_its_folder_is_one_line(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setitem(sys.modules, "extras.torchrun", None)
+    message = refusal(runpy.run_path, os.path.join(ROOT, "common", "processes.py"))
+    assert message == "torchrun needs extras/torchrun, which is not here"
 
 
 def test_tools_are_a_table_and_the_only_ones_who_answer(write):

@@ -25,17 +25,12 @@ vocab_size, n_layer, n_embd, n_head, block_size, max_completion_length = 300, 1,
 pretrain_tokens, prompt_words = 40_000, (2, 4)
 num_prompts, num_generations, micro_batch_size = 4, 4, 8
 judge = eval_judge = None
-max_turns = 0
 num_eval_prompts, num_eval_generations, eval_interval, save_interval, max_iters = 2, 2, 0, 2, 4
 learning_rate, log_micro, tracin = 3e-3, False, "self"
 
 
 def reward(prompts, completions):
     return [text.count("e") + 0.1 * len(text) for text in completions]
-
-
-def environment(prompts, transcripts):
-    return [" the" if text.endswith("e") else None for text in transcripts]
 """
 TARGET = """
 def target(policy, tokenizer, batch):
@@ -46,11 +41,10 @@ SETTINGS = {
     "off": ["--tracin=off"],
     "one backward": [
         "--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20",
-        "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8",
-        "--stop_strings=('e',)", "--max_turns=8"],
+        "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
     "held out": [
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
-        "--critic=True", "--entropy_coef=0.01", "--ref_model_sync_steps=2"]}
+        "--entropy_coef=0.01", "--ref_model_sync_steps=2"]}
 
 
 @pytest.fixture(scope="module")

@@ -343,6 +343,12 @@ def refusal(function, *args, **kwargs):
     return text
 
 
+def skip_without(extra):
+    """Skip a test that needs another folder of extras/ than its own, where that was deleted."""
+    if not os.path.isdir(os.path.join(os.path.dirname(grpo.__file__), "extras", extra)):
+        pytest.skip(f"needs extras/{extra}")
+
+
 def printed(function, *args, **kwargs):
     """What a call prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:

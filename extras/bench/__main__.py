@@ -1,11 +1,10 @@
 """
 Measures what an iteration costs, and whether the fast paths hold on this machine.
 
-    python -m extras.bench config/toxicity.py                      # seconds, tokens/s, memory, phases
-    python -m extras.bench config/toxicity.py vs --tracin=self vs --tracin=self --tracin_memory=0
-                                                            # the same beside variants, in turns
-    python -m extras.bench gpt2 vs --tracin=self                   # GPT-2's shape with random weights
-    python -m extras.bench trl config/toxicity.py                  # beside TRL's GRPOTrainer
+    python -m extras.bench config/toxicity.py          # seconds, tokens/s, memory, phases
+    python -m extras.bench config/toxicity.py vs --tracin=self vs --compile=True     # in turns
+    python -m extras.bench gpt2 vs --tracin=self       # GPT-2's shape with random weights
+    python -m extras.bench trl config/toxicity.py      # beside TRL's GRPOTrainer
 
 Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
 turns, so that what else the machine does hits all of them. A policy that the settings would train

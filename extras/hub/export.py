@@ -23,7 +23,7 @@ from common.script import BadInput, run_script
 def export(model, folder, source):
     """Write a policy as a published folder, which appears whole or not at all.
 
-    source: its tokenizer: a tiktoken.Encoding, or the folder or GGUF file that extras.hub.policy read.
+    source: its tokenizer: a tiktoken.Encoding, or the folder or GGUF file that was read.
     """
     kind, config = config_to_json(model.config)
     if os.path.exists(folder):

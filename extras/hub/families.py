@@ -47,10 +47,11 @@ GGUF_NAMES = {
     "mlp.c_fc": "ffn_gate ffn_up", "mlp.c_proj": "ffn_down",
 }
 GPT2_KEYS = dict(
-    tied="tie_word_embeddings", vocab_size="vocab_size", block_size="n_positions", n_embd="n_embd", n_inner="n_inner",
-    n_layer="n_layer", n_head="n_head", norm_eps="layer_norm_epsilon")
-NUMBERS = dict(tied="tie_word_embeddings", vocab_size="vocab_size", block_size="max_position_embeddings", n_embd="hidden_size",
-               n_inner="intermediate_size")
+    tied="tie_word_embeddings", vocab_size="vocab_size", block_size="n_positions", n_embd="n_embd",
+    n_inner="n_inner", n_layer="n_layer", n_head="n_head", norm_eps="layer_norm_epsilon")
+NUMBERS = dict(
+    tied="tie_word_embeddings", vocab_size="vocab_size", block_size="max_position_embeddings",
+    n_embd="hidden_size", n_inner="intermediate_size")
 NEO_KEYS = NUMBERS | dict(n_layer="num_layers", n_head="num_heads", window="window_size",
                           norm_eps="layer_norm_epsilon")
 LLAMA_KEYS = NUMBERS | dict(

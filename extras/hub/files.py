@@ -47,7 +47,7 @@ def fetch(name, files=MODEL_FILES):
         raise BadInput(f"{name!r}: no such folder, and no published name: OWNER/NAME, "
                        "OWNER/NAME@REVISION")
     is_dataset, repo, revision = match.groups()
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         from huggingface_hub import snapshot_download
     advice = ("look at the name; for a gated or private one run `hf auth login`; without a network "
               "give a folder")
@@ -59,7 +59,7 @@ def fetch(name, files=MODEL_FILES):
 
 def load_tensors(folder):
     """{name: tensor} of model.safetensors in a folder, or of all files that its index names."""
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         from safetensors.torch import load_file
     index = read_json(os.path.join(folder, INDEX), missing={})
     names = index.get("weight_map", {"": "model.safetensors"}).values()
@@ -75,7 +75,7 @@ def load_tensors(folder):
 
 def save_tensors(path, tensors):
     """Write {name: tensor} as a safetensors file."""
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         from safetensors.torch import save_file
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     with one_line(path, "is the disk full?"):
@@ -85,7 +85,7 @@ def save_tensors(path, tensors):
 
 def read_gguf(path, weights=True):
     """(metadata, {name: float32 tensor}) of llama.cpp's files, quantised weights multiplied out."""
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         from gguf import GGUFReader, dequantize
     with one_line(path):
         reader = GGUFReader(path)

@@ -78,7 +78,7 @@ class Tokenizer:
 
 def from_folder(folder):
     """Tokenizer of tokenizer.json, or of vocab.json and merges.txt."""
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         import tokenizers
 
     def read(name):
@@ -157,7 +157,7 @@ def from_gguf(path):
 
 def bpe_core(vocabulary, merges, pattern, nfc=False, digits=False):
     """A tokenizers.Tokenizer of byte-level BPE. merges: (left, right), in order."""
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         import tokenizers
     from tokenizers import decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split

@@ -1,8 +1,8 @@
 """
 Arms of a config against each other: runs over seeds, then a table and verdicts at equal KL.
 
-    python -m extras.study extras/study/wrong.py             # all runs, as many at a time as there are cores
-    python -m extras.study extras/study/wrong.py --table     # the table of the runs that are done
+    python -m extras.study extras/study/wrong.py          # all runs, as many at a time as cores
+    python -m extras.study extras/study/wrong.py --table  # the table of the runs that are done
     python -m extras.study.picture out/study/wrong           # the picture
 
 A study file is Python (`from extras.study.wrong import *` builds on another one). It assigns
@@ -249,7 +249,8 @@ def main(argv):
     workers = str(os.cpu_count())
     own, paths = own_flags(argv, dict(table=False, controls="", workers=workers))
     if len(paths) != 1 or not own["workers"].isdecimal() or int(own["workers"]) < 1:
-        raise BadInput("usage: python -m extras.study STUDY.py [--table] [--controls=A,B] [--workers=N]")
+        raise BadInput("usage: python -m extras.study STUDY.py [--table] [--controls=A,B] "
+                       "[--workers=N]")
     controls = tuple(filter(None, own["controls"].split(",")))
     study = read_study(paths[0], controls)
     out = os.path.join("out", "study", study.name)

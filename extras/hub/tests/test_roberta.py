@@ -12,7 +12,7 @@ from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
 from judge.train import named_judges
-from published import make_gpt2, make_roberta, put, roberta_by_hand
+from extras.hub.tests.published import make_gpt2, make_roberta, put, roberta_by_hand
 from worlds import printed, refusal
 
 CPU = torch.device("cpu")

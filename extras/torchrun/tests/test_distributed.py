@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = str(Path(__file__).parents[3])
-sys.path.insert(0, ROOT)
+sys.path[:0] = [ROOT, f"{ROOT}/tests"]
 
 import grpo as trainer  # noqa: E402
 import run.loop  # noqa: E402
@@ -23,6 +23,7 @@ import extras.torchrun  # noqa: E402
 from common.files import load_file  # noqa: E402
 from common.processes import all_gather  # noqa: E402
 from common.script import hash_of, run_script  # noqa: E402
+from worlds import skip_without  # noqa: E402
 
 CASES = {
     "judge": ("--beta=0.1", "--judge=train", "--reward_funcs=('judge', 'reward')",
@@ -183,8 +184,8 @@ def worst(a, b, rows, tolerance):
 @pytest.mark.parametrize("name, processes", [
     *((name, 2) for name in CASES), *((name, 3) for name in UNEVEN)])
 def test_the_numbers_of_one_process(name, processes, world, rows, tiny):
-    if name not in HERE:
-        pytest.skip(f"needs extras/{NEEDS[name]}")
+    if name in NEEDS:
+        skip_without(NEEDS[name])
     one, several = world.at(name, 1), world.at(name, processes)
     assert worst(one, several, rows, 2e-6) == {}
     start = load_file(tiny.policy, "policy")["model"]
