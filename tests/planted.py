@@ -121,7 +121,7 @@ SAMPLER = of(
     ("forced end token ends a row", "(token == end) & ~forced", "(token == end)"))
 
 TAPE = of(
-    "tracin.py", "test_tracin.py",
+    "tracin.py", "test_tape.py",
     ("tokens summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
      "total += b.reshape(len(b), -1, len(total)).sum(1).T @ "
      "a.reshape(len(a), -1, total.shape[1]).sum(1)"),
@@ -142,7 +142,7 @@ TAPE = of(
     ("a not normalised", "return normalise(", "return kept(x)  # "),
     ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
 TAPE += of(
-    "extras/stored", "test_tracin.py",
+    "extras/stored", "test_tape.py",
     ("second use of a matrix overwrites", "beta=0 if fresh else 1)", "beta=0)"),
     ("stored rows are not weighed", "alpha=float(factor)", "alpha=1.0"),
     ("on top of the step before", "beta=0 if fresh else 1)", "beta=1)"),

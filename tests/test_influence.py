@@ -1,6 +1,6 @@
 """
 Influence inside GRPO: targets, selection, the step. By brute force: one autograd backward per row.
-The tape itself: test_tracin.py.
+The tape itself: test_tape.py.
 """
 import copy
 import math
