@@ -12,7 +12,6 @@ import torch
 
 from config import load_settings
 from data.tokenizer import end_tokens
-from extras.tasks.turns import answering
 from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
@@ -20,6 +19,8 @@ from judge.train import get_judges
 from pretrain import get_policy
 from run.build import build, read_inputs
 from run.checkpoint import read_newest
+from run.metrics import call_metrics
+from run.report import print_table
 from common.device import autocast
 from common.files import load_weights
 from common.processes import all_gather, all_gather_rollout, shard
@@ -53,7 +54,7 @@ def evaluate(nets, policy, cfg):
         else:
             rewards = all_gather(score({name: function}, asked[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
-    measures |= cfg.call_metrics(completions)
+    measures |= call_metrics(completions, cfg)
     for name in nets.judges:
         measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
     measures["perplexity"], measures["kl"] = perplexity_under(nets.base, rollout, k)
@@ -75,7 +76,7 @@ def sample_evaluation(nets, policy, cfg):
             policy, [prompt.ids for prompt in prompts], cfg.num_eval_generations,
             cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
             part=shard(len(prompts)),
-            respond=answering(nets.tokenizer, prompts, cfg, cfg.num_eval_generations))
+            respond=nets.answering(prompts, cfg.num_eval_generations))
     return concatenate(all_gather_rollout(rollout), eos[0])
 
 
@@ -117,24 +118,6 @@ def distinct(completions, k, n):
     return sum(shares) / len(shares)
 
 
-def print_table(rows):
-    """The measures of the first and the last evaluation, side by side."""
-    before, after = rows[0], rows[-1]
-    title = f"iteration 0 and {after['iteration']}"
-    print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
-    for name in before:
-        old, new = before[name], after.get(name)    # the judge may have changed
-        if not isinstance(old, float) or not isinstance(new, float):
-            continue
-        ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
-        print(f"{name:24}{old:10.4f}{new:10.4f}{ratio:>14}")
-    print("\nthe same prompts and noise, before and after:")
-    for old, new in zip(before["samples"], after["samples"]):
-        print(f"  {old['prompt']!r}")
-        print(f"    before: {old['completion']!r}")
-        print(f"    after:  {new['completion']!r}")
-
-
 def open_run(folder, flags):
     """(cfg, Nets, trained policy, iterations) of a run's last checkpoint. flags: settings that
     differ, and the config file that has the run's functions."""
@@ -146,7 +129,7 @@ def open_run(folder, flags):
     if hash_of(base) != checkpoint["base_hash"]:
         raise BadInput(f"{path}: this run began from another policy than the settings name now")
     judges = get_judges(cfg, given.splits, given.device, may_train=False, named=given.judges)
-    nets = build(cfg, given, base, judges, method=None)     # nothing is trained
+    nets = build(cfg, given, base, judges)
     load_weights(path, nets.policy, checkpoint["policy"])
     return cfg, nets, nets.policy, checkpoint["iteration"]
 

@@ -19,9 +19,7 @@ from common.script import (     # before torch: sets how its threads wait
 import torch
 from torch.nn import functional as F
 
-import extras.hub.policy
 from config import Settings, load_settings, usage
-from extras.critic import ValueHead
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
@@ -77,7 +75,11 @@ def load_policy(cfg):
     overrides the settings, and overridden values are printed."""
     if cfg.policy == "train":
         return None
-    policy = extras.hub.policy.load(cfg.policy)[0] if is_published(cfg) else load_gpt(cfg.policy)
+    if is_published(cfg):
+        from extras.hub.policy import load
+        policy, _ = load(cfg.policy)
+    else:
+        policy = load_gpt(cfg.policy)
     for name in SHAPE:
         wanted = getattr(cfg, name)
         found = getattr(policy.config, name)
@@ -109,6 +111,7 @@ def trainable(base, cfg):
     else:
         policy = copy.deepcopy(base).requires_grad_(True)
     if cfg.critic:
+        from extras.critic import ValueHead
         policy.value_head = ValueHead(base.config.n_embd).to(base.wte.weight)
     return policy
 
@@ -118,7 +121,8 @@ def get_tokenizer(cfg):
     The settings must have the policy's shape by now (load_policy)."""
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
-    tokenizer = extras.hub.policy.tokenizer_of(extras.hub.policy.locate(cfg.policy))
+    from extras.hub.policy import locate, tokenizer_of
+    tokenizer = tokenizer_of(locate(cfg.policy))
     if tokenizer.largest >= cfg.vocab_size:
         raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the "
                        f"model has {cfg.vocab_size} tokens: they do not belong together")
@@ -138,7 +142,8 @@ def load_run(path):
         policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
         load_weights(path, policy, content["policy"])
     if is_published(cfg):
-        return policy, extras.hub.policy.locate(cfg.policy)
+        from extras.hub.policy import locate
+        return policy, locate(cfg.policy)
     return policy, load_tokenizer(cfg.vocab_size)
 
 

@@ -5,8 +5,8 @@ Every setting, documented once, and the reader of config files and flags.
 
 A config file is Python that assigns names of Settings; _names and modules are its own business. A
 function (prompts, completions) that returns one number per completion can be a reward. Functions
-with a fixed name: reward, target, weigh, environment (extras/tasks/turns.py), texts (pretrain.py),
-questions (data/prompts.py); and the table `tools` (extras/tasks/tools.py).
+with a fixed name: reward, target, weigh, environment (extras/environment), texts (pretrain.py),
+questions (data/prompts.py); and the table `tools` (extras/environment).
 
 The folder of a run is a config too: its config.json has all settings. The functions come from the
 config file that is named beside it, or from the one that the run noted, if its text is unchanged.
@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from config.check import check
-from extras.tasks.tools import STOP, call_metrics, check_tools, tool_environment
 from common.files import read_json, read_text, undamaged
 from common.script import BadInput, in_one_line, shown
 
@@ -173,16 +172,14 @@ class Settings:
 
     @property
     def answers(self):
-        return "environment" in self.functions and self.max_turns > 0
+        """True if an environment, or tools, answer the completions."""
+        asked = "environment" in self.functions or bool(self.tools)
+        return asked and self.max_turns > 0
 
     @property
     def tools(self):
-        """The config file's table of tools, {} without (extras/tasks/tools.py)."""
+        """The config file's table of tools, {} without (extras/environment)."""
         return self.functions.get("tools") or {}
-
-    def call_metrics(self, completions):
-        """Metrics of the calls in completions; {} where no tool answers."""
-        return call_metrics(completions) if self.tools and self.answers else {}
 
     @property
     def kl_in_loss(self):
@@ -263,14 +260,9 @@ def load_settings(argv):
 
 
 def use_functions(cfg):
-    """Refuses a function that nothing uses; errors of the others become one line. The table of
-    tools becomes an environment, which a call's end asks."""
-    if cfg.tools:
-        check_tools(cfg.tools)
-        if "environment" in cfg.functions:
-            raise BadInput("tools with a function environment: who answers? Leave one out")
-        cfg.functions["environment"] = tool_environment(cfg.tools)
-        cfg.stop_strings = tuple(dict.fromkeys([*cfg.stop_strings, STOP]))
+    """Refuses a function that nothing uses; errors of the others become one line."""
+    if not isinstance(cfg.tools, dict):
+        raise BadInput(f"tools = {shown(cfg.tools)}: must be a dict of functions by name")
     rewards = cfg.reward_funcs or ("reward",)
     known = (*rewards, cfg.tracin_val_reward, "environment", "tools", *GIVEN)
     for name, function in cfg.functions.items():

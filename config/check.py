@@ -3,6 +3,7 @@ import operator
 import os
 import typing
 
+from common.files import ROOT
 from common.script import BadInput, shown
 
 AT_LEAST = {  # smallest value
@@ -41,13 +42,22 @@ def check(cfg):
         if value == "":
             raise BadInput(f"{name} = '': must not be empty")
     check_ranges(cfg)
+    check_models(cfg)
     check_rows(cfg)
     check_loss(cfg)
-    check_critic(cfg)
     check_influence(cfg)
+    check_critic(cfg)
     check_rewards(cfg)
     check_environment(cfg)
+    if cfg.debug_step:
+        need("step", "debug_step = True")
     return cfg
+
+
+def need(folder, asked_by):
+    """Refuses what asks for a folder of extras/ that somebody has deleted."""
+    if not os.path.isdir(os.path.join(ROOT, "extras", folder)):
+        raise BadInput(f"{asked_by} needs extras/{folder}, which is not here")
 
 
 def check_ranges(cfg):
@@ -60,6 +70,13 @@ def check_ranges(cfg):
     words = cfg.prompt_words
     if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
         raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers")
+
+
+def check_models(cfg):
+    for setting in ("policy", "judge", "eval_judge"):
+        name = getattr(cfg, setting)
+        if name not in (None, "train") and not name.endswith(".pt"):
+            need("hub", f"{setting} = {shown(name)}: is no .pt file and")
 
 
 def check_rows(cfg):
@@ -97,6 +114,8 @@ def check_critic(cfg):
     if cfg.critic and by_group:
         raise BadInput("critic = True: advantages are by token; leave importance_sampling_level, "
                        "zero_std_groups and multi_objective_aggregation as they are")
+    if cfg.critic:
+        need("critic", "critic = True")
 
 
 def check_influence(cfg):
@@ -120,6 +139,8 @@ def check_influence(cfg):
     if cfg.tracin != "off" and pool and min(cfg.tracin_val_size or pool, pool) == 1:
         raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at "
                        "least 2; the target of one reward is 0, as it is its own mean")
+    if cfg.tracin != "off" and cfg.tracin_memory:
+        need("stored", f"tracin_memory = {cfg.tracin_memory}")
 
 
 def check_rewards(cfg):
@@ -145,6 +166,11 @@ def check_rewards(cfg):
 
 def check_environment(cfg):
     are_text = all(type(text) is str and text for text in cfg.stop_strings)
-    if not are_text or cfg.stop_strings and "environment" not in cfg.functions:
+    answered = "environment" in cfg.functions or cfg.tools
+    if not are_text or cfg.stop_strings and not answered:
         raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text, and needs a "
                        "function environment")
+    if cfg.tools and "environment" in cfg.functions:
+        raise BadInput("tools with a function environment: who answers? Leave one out")
+    if cfg.answers:
+        need("environment", "tools" if cfg.tools else "a function environment")

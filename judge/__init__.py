@@ -1,5 +1,5 @@
 """Judges: the small classifier that judge/train.py trains (scorer.py), and published RoBERTa
-classifiers (roberta.py). A judge is a function of two lists of N texts:
+classifiers (extras/hub). A judge is a function of two lists of N texts:
 
     judge(prompts, completions) -> log-odds of "toxic", float32 (N,), every one of them finite
 
@@ -8,12 +8,10 @@ All judges read the completion alone: the prompt is not the policy's doing. A te
 abstains, so that the policy learns neither to fall silent nor to avoid it.
 """
 import contextlib
-import os
 
 import torch
 
-from extras.hub.roberta import load_roberta
-from judge.scorer import load_scorer, says_nothing
+from judge.scorer import finished, load_scorer, log_odds, says_nothing
 
 
 def load_judge(name, device="cpu"):
@@ -21,10 +19,14 @@ def load_judge(name, device="cpu"):
     classifier, perhaps with the label that means toxic: OWNER/NAME:LABEL."""
     if name.endswith(".pt"):
         return load_scorer(name, device)
-    folder, colon, label = name.rpartition(":")
-    if not colon or os.path.isdir(name):
-        return load_roberta(name, device)
-    return load_roberta(folder, device, label)
+    from extras.hub.roberta import load_roberta
+    model, encode = load_roberta(name, device)
+
+    def judge(prompts, completions):
+        scores = log_odds(model, encode(completions), device, batch_size=32)
+        return finished(name, scores, completions)
+
+    return judge
 
 
 def as_reward(scores, kind):

@@ -78,7 +78,7 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
         new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
         shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
         reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=nets.influence.average.state() if nets.influence else None,
+        influence=nets.target_average.state(),
         settings=cfg.public(), random=random_state(),
         logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
     if os.path.exists(path):
@@ -162,8 +162,8 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
     load_optimizer(nets.optimizer, content["optimizer"] | {"param_groups": groups})
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
-    if nets.influence and content["influence"]:
-        nets.influence.average.load_state(content["influence"], nets.trained)
+    if cfg.tracin != "off" and content["influence"]:
+        nets.target_average.load_state(content["influence"], nets.trained)
 
 
 def random_state():

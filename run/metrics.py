@@ -8,9 +8,9 @@ import math
 
 import torch
 
-from extras.critic import explained_variance
 from common.processes import all_gather, shard
-from tape import inner, invariant_error
+from tape import inner
+from tracin import invariant_error
 
 
 class Meter:
@@ -71,7 +71,7 @@ class Meter:
                 f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
                 f"{bound:g}); the tape or the loss in its units has a bug (or try dtype = "
                 "'float32')")
-        self.influence.append(influence_metrics(found, self.nets))
+        self.influence.append(influence_metrics(found))
 
     def check_finite(self, grad_norm):
         """Ends the run if the loss or the gradient of a step is not finite."""
@@ -169,19 +169,21 @@ def mean_over_tokens(micros):
     return metrics
 
 
-def influence_metrics(found, nets):
+def influence_metrics(found):
     """Metrics of a step's influence. found: tracin.Findings."""
     metrics, = numbers([{
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
-        "tracin/selected_ratio": (found.row_weights != 0).float().mean(),
-        "tracin/invariant_error": invariant_error(found.raw_scores, found.batch_grad, found.G)}])
-    metrics["tracin/self_share"] = float(found.self_share)
+        "tracin/selected_ratio": (found.row_weights != 0).float().mean()}])
+    metrics["tracin/self_share"] = float(found.self_influence)
     metrics["tracin/fallback"] = float(found.fallback)
-    if nets.influence.average.total:
-        metrics["tracin/target_age"] = float(nets.influence.average.age)
+    if found.batch_grad is not None:        # it would cost another gradient
+        error = invariant_error(found.raw_scores, found.batch_grad, found.G)
+        metrics["tracin/invariant_error"] = float(error)
+    if found.target_age:
+        metrics["tracin/target_age"] = float(found.target_age)
     return metrics | target_metrics(found)
 
 
@@ -207,8 +209,9 @@ def mean_influence(steps):
         return {}
     metrics = {name: sum(m[name] for m in steps) / len(steps) for name in steps[0]}
     metrics["tracin/empty_steps"] = sum(m["tracin/selected_ratio"] == 0 for m in steps)
-    for name, extreme in (("invariant_error", max), ("min_ip", min), ("max_ip", max)):
-        metrics[f"tracin/{name}"] = extreme(m[f"tracin/{name}"] for m in steps)
+    extremes = {"tracin/invariant_error": max, "tracin/min_ip": min, "tracin/max_ip": max}
+    for name in extremes.keys() & metrics.keys():
+        metrics[name] = extremes[name](m[name] for m in steps)
     return metrics
 
 
@@ -267,9 +270,18 @@ def batch_metrics(batch, cfg):
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
-    metrics |= cfg.call_metrics(batch.completions)
-    if batch.returns is not None:       # what the critic expected while sampling
+    metrics |= call_metrics(batch.completions, cfg)
+    if cfg.critic:      # what it expected while sampling
+        from extras.critic import explained_variance
         known = batch.loss_mask & ~batch.returns.isnan()
         metrics["val/var_explained"] = explained_variance(
             rollout.values[known], batch.returns[known])
     return metrics
+
+
+def call_metrics(completions, cfg):
+    """Metrics of the calls of tools in completions; {} where no tool answers."""
+    if not cfg.tools or not cfg.answers:
+        return {}
+    from extras.environment import tools
+    return tools.call_metrics(completions)

@@ -80,6 +80,24 @@ def print_iteration(m, cfg, tokens, seconds_left):
           f"time {duration(seconds)}, eta {left // 60}m{left % 60:02d}s", flush=True)
 
 
+def print_table(rows):
+    """The measures of the first and the last evaluation, side by side."""
+    before, after = rows[0], rows[-1]
+    title = f"iteration 0 and {after['iteration']}"
+    print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
+    for name in before:
+        old, new = before[name], after.get(name)    # the judge may have changed
+        if not isinstance(old, float) or not isinstance(new, float):
+            continue
+        ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
+        print(f"{name:24}{old:10.4f}{new:10.4f}{ratio:>14}")
+    print("\nthe same prompts and noise, before and after:")
+    for old, new in zip(before["samples"], after["samples"]):
+        print(f"  {old['prompt']!r}")
+        print(f"    before: {old['completion']!r}")
+        print(f"    after:  {new['completion']!r}")
+
+
 def duration(seconds):
     """A time in three digits: 43.5ms, 435ms, 4.35s, 43.5s."""
     unit = "s"

@@ -204,9 +204,8 @@ def test_a_named_function_that_raises_is_one_line(write):
     assert "target raised KeyError" in refusal(cfg.functions["target"], 1, 2, 3)
 
 
-def test_tools_make_an_environment(write):
-    cfg = load_settings([write("tools = {'twice': lambda text: 2 * text}\n" + CONSTANT.format(1))])
-    assert cfg.answers and cfg.stop_strings
+def test_tools_are_a_table_and_the_only_ones_who_answer(write):
+    assert "a dict" in refused(write("tools = ['twice']"))
     both = "tools = {'twice': lambda text: 2 * text}\ndef environment(p, t): pass"
     assert "who answers" in refused(write(both))
 

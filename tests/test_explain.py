@@ -77,8 +77,8 @@ def sampled(folder, *flags, name="ckpt.pt"):
     found = []
 
     def sample():
-        nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo)
-        found.append(explain.iteration_after(nets, os.path.join(folder, name), cfg))
+        nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
+        found.append(explain.next_iteration(nets, os.path.join(folder, name), cfg))
 
     printed(sample)
     return found[0].rows, found[0], cfg
@@ -98,7 +98,7 @@ def recorded(folder, iteration):
 def test_it_samples_what_the_run_writes_next(run, tmp_path, name):
     """Bit for bit: texts, rewards, influences and weights, from both checkpoints."""
     folder = shutil.copytree(run(name), tmp_path / "run")
-    next_rows, again, cfg = sampled(str(folder))
+    next_rows, scored, cfg = sampled(str(folder))
     earlier, _, _ = sampled(str(folder), name="ckpt_prev.pt")
     printed(grpo.main, [str(folder), f"--out_dir={folder}", "--resume=True", "--max_iters=5",
                         *SETTINGS[name]])
@@ -109,13 +109,13 @@ def test_it_samples_what_the_run_writes_next(run, tmp_path, name):
             same = row.keys() & other.keys()
             assert same >= {"prompt", "completion", "reward", "advantage"}
             assert {k: row[k] for k in same} == {k: other[k] for k in same}
-    assert "agrees with" in explain.check(again, cfg)
+    assert "agrees with" in explain.check(scored, cfg)
 
 
 def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
     for name in SETTINGS:
-        rows, again, cfg = sampled(run(name))
-        words = explain.words_of(again, cfg, range(len(rows)))
+        rows, scored, cfg = sampled(run(name))
+        words = explain.words_of(scored, cfg, range(len(rows)))
         z = own_units(rows)
         size = float(z.abs().max())
         for j, pieces in words.items():
@@ -125,8 +125,8 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
     plain = tape.layer_dot
     monkeypatch.setattr(tape, "layer_dot", lambda module, name, *rest: plain(
         module, name, *rest) * (name != "bias"))
-    _, again, cfg = sampled(run("self"), "--tracin_memory=0")
-    assert "CONTRADICTS" in explain.check(again, cfg)
+    _, scored, cfg = sampled(run("self"))
+    assert "CONTRADICTS" in explain.check(scored, cfg)
 
 
 def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):

@@ -112,8 +112,10 @@ def test_an_update_has_these_metrics_and_no_others():
     more = updated(settings(tracin="reward"))
     assert more.keys() - always == {"tracin/" + name for name in (
         "positive_ratio", "mean_ip", "min_ip", "max_ip",
-        "selected_ratio", "self_share", "invariant_error", "fallback",
+        "selected_ratio", "self_share", "fallback",
         "target_grad_norm", "target_cosine", "target_contrast", "empty_steps")}
+    own_loss = updated(settings(tracin="self"))
+    assert own_loss.keys() - more.keys() == {"tracin/invariant_error"}
 
 
 def test_an_update_sums_over_its_micro_batches_and_steps():
@@ -173,14 +175,19 @@ def test_a_batch_without_rewards():
     assert m["frac_reward_zero_std"] == 1.0
 
 
-def test_metrics_of_influence():
+def test_metrics_of_influence(monkeypatch):
     cfg = settings(tracin="reward")
     nets, batch = world(cfg)
     found = []
-    keep = nets.influence.keep_helpful
-    nets.influence.keep_helpful = lambda *args: found.append(keep(*args)) or found[-1]
+    keep = grpo.keep_helpful
+
+    def keep_and_tell(*args, **more):
+        found.append(keep(*args, **more))
+        return found[-1]
+
+    monkeypatch.setattr(grpo, "keep_helpful", keep_and_tell)
     grpo.update(nets, batch, None, cfg, seed=1)
-    m = influence_metrics(found[0], nets)
+    m = influence_metrics(found[0])
     scores = batch.influence.tolist()
     assert m["tracin/positive_ratio"] == pytest.approx(sum(x > 0 for x in scores) / 12)
     kept = float((batch.row_weights != 0).float().mean())

@@ -214,7 +214,7 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_p
 
 
 @pytest.mark.parametrize("module, part", [
-    (trainer, "prepare"), (run.loop, "evaluate"), (trainer, "update")])
+    (trainer, "prepare"), (trainer, "evaluate"), (trainer, "update")])
 def test_killed_before_the_second_checkpoint(module, part, finished, grpo, tmp_path, monkeypatch):
     def dies(*args, **more):
         raise Crash
@@ -255,7 +255,7 @@ def test_signals(number, tiny, noise, six, grpo, tmp_path):
         heard, end = err.splitlines()
         assert process.returncode == 130 and heard.startswith("signal heard: ")
         assert iteration == len(read_rows(where / "metrics.jsonl"))
-        assert f"interrupted: saved after iteration {iteration}; the same command goes on" in end
+        assert f"interrupted: saved after iteration {iteration}; the same command continues" in end
     text = grpo(where, noise, *SIX)
     assert f"resumed {where}/ckpt.pt after" in text and "iter 1/" not in text
     assert_same_run(six, where)

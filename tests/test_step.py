@@ -339,3 +339,12 @@ def test_bandit(beta, low, high):
     for seed in range(50):
         update(nets, collect(nets, [prompt], cfg, seed), None, cfg, 3, check=True)
     assert .005 < start < .06 and low < float(probabilities()[token]) < high
+
+
+def test_bnpo_divides_by_micro_batches_in_the_order_of_the_batch():
+    """Sorted by length, a short completion would share its divisor with short ones alone."""
+    lengths = torch.tensor([1, 9, 1, 9])
+    for loss_type, expected in (("bnpo", [[0, 1], [2, 3]]), ("dapo", [[0, 2], [1, 3]])):
+        cfg = words(loss_type=loss_type, micro_batch_size=2)
+        pieces = grpo.micro_batches(lengths, torch.arange(4), cfg)
+        assert [piece.tolist() for piece in pieces] == expected

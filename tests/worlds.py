@@ -226,7 +226,7 @@ def nets_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=No
         device=torch.device(device), dtype=torch.float32, tokenizer=tokenizer, prompts=prompts,
         eval_prompts=prompts, val_prompts=prompts)
     policy = policy or number_gpt()
-    nets = build(cfg, given, copy.deepcopy(reference or policy), {}, grpo)
+    nets = build(cfg, given, copy.deepcopy(reference or policy), {})
     if not cfg.lora_rank and not cfg.critic:
         nets.policy = nets.policy_fn = policy.to(given.device).requires_grad_(True)
         nets.trained = list(policy.parameters())

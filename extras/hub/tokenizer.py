@@ -9,6 +9,7 @@ import itertools
 import os
 
 from data.tokenizer import GPT2_PATTERN, byte_alphabet
+from extras.hub.chat import encode_chat
 from extras.hub.files import read_gguf
 from common.files import read_json, read_text
 from common.script import BadInput, optional
@@ -56,6 +57,9 @@ class Tokenizer:
         self.core.encode_special_tokens = True     # as text
         rows = self.core.encode_batch_fast(texts, add_special_tokens=False)
         return [row.ids for row in rows]
+
+    def encode_chat(self, messages, where):
+        return encode_chat(self, messages, where)
 
     def encode_marked(self, text):
         """The ids of a text in which the added tokens stand for themselves."""

@@ -223,9 +223,8 @@ def test_influence_against_one_backward_per_row():
     coef = -batch.advantages / len(batch.loss_mask)
     G = gradient((coef * logp).sum(), nets.trained)
     before = torch.cat([p.detach().flatten() for p in nets.trained])
-    metrics = grpo.update(nets, batch, None, cfg, 3, check=True)
+    grpo.update(nets, batch, None, cfg, 3, check=True)
     torch.testing.assert_close(batch.influence, g @ G, rtol=1e-4, atol=1e-5)
-    assert metrics["tracin/invariant_error"] < 1e-4
     kept = (batch.influence > 0).float() @ g + rest
     after = torch.cat([p.detach().flatten() for p in nets.trained])
     torch.testing.assert_close((before - after) / .01, kept, rtol=1e-3, atol=1e-4)

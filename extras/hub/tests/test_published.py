@@ -79,6 +79,10 @@ def start(main, *argv):
     return printed(main, list(map(str, argv)))
 
 
+def export_run(argv):
+    extras.hub.export.main(argv, pretrain.load_run)
+
+
 def flags_of(world, kind):
     return [*world.flags, f"--policy={getattr(world, kind)}", *RUNS[kind]]
 
@@ -105,7 +109,7 @@ def test_run_is_what_the_files_say_and_leaves_as_it_is(kind, finished, world, tm
     text = start(evaluate.main, finished(kind))
     assert re.search(rf"^perplexity .* {after['perplexity']:.4f} ", text, re.M)
 
-    start(extras.hub.export.main, finished(kind), tmp_path / "whole")
+    start(export_run, finished(kind), tmp_path / "whole")
     policy = pretrain.load_run(finished(kind))[0]
     idx = torch.tensor([[7, 280, 3, 299, 44, 45]])
     exported = logits(extras.hub.policy.load(tmp_path / "whole")[0], idx)
@@ -179,7 +183,7 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", RUNS)
 def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tmp_path):
     transformers = pytest.importorskip("transformers")
-    start(extras.hub.export.main, finished(kind), tmp_path / "out")
+    start(export_run, finished(kind), tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

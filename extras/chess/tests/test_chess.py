@@ -14,7 +14,7 @@ from worlds import refusal
 
 python_chess = pytest.importorskip("chess")
 
-from extras.tasks import chess     # noqa: E402
+from extras import chess     # noqa: E402
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
@@ -144,7 +144,7 @@ def test_config_files(name, monkeypatch):
     """The longest prompt and answer fit; each part is a column, NaN where the task is the other."""
     monkeypatch.setattr(chess, "add_evaluations", lambda rows: [
         row | {"evaluations": row["legal"] and VALUES} for row in rows])
-    cfg = load_settings([f"{ROOT}/extras/tasks/config/{name}.py"])
+    cfg = load_settings([f"{ROOT}/extras/chess/config/{name}.py"])
     tokenizer = load_tokenizer(cfg.vocab_size)
     rows = cfg.functions["questions"](300, 1)
     for row in rows if cfg.policy == "train" else []:

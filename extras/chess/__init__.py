@@ -143,7 +143,7 @@ def add_evaluations(rows, nodes=10_000):
     path = shutil.which("stockfish") or shutil.which("/usr/games/stockfish")    # Debian's place
     if path is None:
         raise BadInput("stockfish: no such program on PATH; apt-get install stockfish, or take "
-                       "extras/tasks/config/chess.py, which needs no engine")
+                       "extras/chess/config/chess.py, which needs no engine")
     limit = chess.engine.Limit(nodes=nodes)
     with chess.engine.SimpleEngine.popen_uci(path) as engine:
         engine.configure({"Threads": 1, "Hash": 16})

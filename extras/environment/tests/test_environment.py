@@ -13,12 +13,13 @@ from config.check import check
 from data.prompts import Prompt
 from evaluate import evaluate, sample_evaluation
 from grpo import collect, sample_groups
+from run.build import answering
 from run.fast import Decoder
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, empty_rollout, generate
-from extras.tasks.tools import (
+from extras.environment.tools import (
     calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
-from extras.tasks.turns import answering, try_environment
+from extras.environment import try_environment
 from worlds import WORD_PROMPTS, WORDS, nets_of, refusal, settings, word_gpt
 
 T = 20
@@ -40,7 +41,7 @@ def with_game(function=game, **knobs):
 
 
 def rollout_of(cfg, **more):
-    respond = answering(WORDS, WORD_PROMPTS, cfg, 8)
+    respond = answering(cfg, WORDS)(WORD_PROMPTS, 8)
     return generate(word_gpt(), IDS, 8, T, seed=7, eos=END, respond=respond, **more)
 
 
@@ -148,7 +149,7 @@ def planted(texts, cfg, room=8, forced=(), over=()):
     for i in over:
         r.completion_mask[i, t:] = False
         r.ended[i] = True
-    answering(WORDS, WORD_PROMPTS, cfg, 1)(0, r, torch.arange(len(ids)), t, t + 1)
+    answering(cfg, WORDS)(WORD_PROMPTS, 1)(0, r, torch.arange(len(ids)), t, t + 1)
     return r
 
 
@@ -287,4 +288,3 @@ def test_prompts_and_table_name_the_same_tools():
 
     for tool in (lambda a, b: a, lambda: 1, 7, waits):
         assert "can be called with one text" in refusal(check_tools, {"calc": tool})
-    assert "must be a dict" in refusal(check_tools, [calc])
