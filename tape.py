@@ -99,20 +99,10 @@ class Tape:
             self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.cpu()])
         self.seen = {}
 
-    def gradient(self, weights, known=None):
-        """sum_i weights_i g_i, of weights (num_rows,). known: (weights, gradient) of another such
-        sum, which the rows that differ are added to where this is less work."""
-        weights = weights.double()
-        if known:
-            change = weights - known[0].double()
-            if change.count_nonzero() < weights.count_nonzero():
-                return add(known[1], self.gradient(change))
-        return self.over_processes(self.own_gradient(weights))
-
-    def own_gradient(self, weights):
-        """The same over the rows of this process."""
+    def gradient(self, weights):
+        """sum_i weights_i g_i, of weights (num_rows,)."""
         choice = self.choose(weights)
-        return {p: self.summed(p, choice) for p in self.names}
+        return self.over_processes({p: self.summed(p, choice) for p in self.names})
 
     def dot(self, G):
         """<g_i, G> for every row (num_rows,), in float64."""
@@ -200,11 +190,11 @@ class Tape:
     def __exit__(self, *error):
         for handle in self.handles:
             handle.remove()
+        for p in self.names:    # a checkpoint may have ended a layer's forward early
+            p.requires_grad_(True)
         if error[0] is None:
             self.check_flat()
             self.check_trained()
-        for p in self.names:
-            p.requires_grad_(True)
 
     def check_trained(self):
         for p, name in (trained_parameters(self.model).items() ^ self.names.items()):

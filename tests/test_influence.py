@@ -183,7 +183,7 @@ def test_the_first_step_is_checked_against_an_ordinary_backward(monkeypatch):
     score = tracin.score
 
     def lossy(recording, *args):
-        recording.tape.records.pop()
+        next(iter(recording.tape.records.values())).clear()
         return score(recording, *args)
 
     monkeypatch.setattr(tracin, "score", lossy)
