@@ -123,14 +123,15 @@ class Tape:
             choice = self.choose(torch.arange(self.num_rows) == i)
             for p in self.names:        # one parameter at a time stays in the cache
                 g = self.summed(p, choice)
-                found[k] += inner({p: g}, {p: g * scale[p] if p in scale else g})
+                scaled = g * scale[p] if scale else g
+                found[k] += inner({p: g}, {p: scaled})
         self.all_reduce([found])
         return found
 
     def choose(self, weights):
         """For each of parts, the entries whose row has a weight, and these weights. Rows of weight
         0 cost nothing, and may hold NaN. None: all of them; weights that are all the same."""
-        weights = weights.double().cpu()        # a GPU is waited for once
+        weights = weights.cpu().double()        # a GPU is waited for once
         distinct = weights[weights != 0].unique()
         factor = float(distinct[0]) if len(distinct) == 1 else 1.0
         choice = []
@@ -219,42 +220,46 @@ class Tape:
             return out
         if len(inputs) != 1:
             refuse(layer.name, "called by keyword: call layer(x), or the tape does not see x")
-        if torch._C._current_graph_task_id() != -1:     # within a backward: a checkpoint repeats
-            return observe_gradient(out, lambda b: refuse(  # this. Only a reentrant one asks for b
+        if torch._C._current_graph_task_id() != -1:
+            # within a backward: a checkpoint repeats this forward. Only a reentrant one asks for b
+            return observe_gradient(out, lambda b: refuse(
                 layer.name, "computed again in a backward of its own, where its rows are unknown: "
                 "set use_reentrant=False"))
-        x = inputs[0].detach()
-        if inputs[0].is_leaf:       # its memory is the user's
-            x = x.clone()
+        return observe_gradient(out, self.recorder(layer, module, inputs[0]))
+
+    def recorder(self, layer, module, x):
+        """A function of b, the gradient of the output, that records this call of a layer."""
+        x = x.detach().clone() if x.is_leaf else x.detach()     # a leaf's memory is the user's
         part = self.part_of(layer, module, x)
         version = x._version
-        num_backwards = 0
+        is_recorded = False
 
-        def keep(b):
-            nonlocal num_backwards
-            num_backwards += not self.summing
-            if num_backwards > 1:
-                refuse(layer.name, "a second backward of the same forward would count twice: add "
-                                   "the losses up, or see backward_summed")
+        def record(b):
+            nonlocal is_recorded
             if x._version != version:
                 refuse(layer.name, CHANGED)
+            if is_recorded and not self.summing:
+                refuse(layer.name, "a second backward of the same forward would count twice: add "
+                                   "the losses up, or see backward_summed")
             for name, p in layer.trained.items():
-                self.keep(layer, p, part, *layer.kind(module, name, x, b))
+                rule, a, g = layer.kind(module, name, x, b)
+                if self.summing:
+                    rule.add(self.rest[p], a, g, 1.0)
+                else:
+                    versions = [a._version, g._version]
+                    self.records[p].append(Record(layer, part, rule, a, g, versions))
+            is_recorded = is_recorded or not self.summing
 
-        return observe_gradient(out, keep)
-
-    def keep(self, layer, p, part, rule, a, b):
-        if self.summing:
-            rule.add(self.rest[p], a, b, 1.0)
-        else:
-            self.records[p].append(Record(layer, part, rule, a, b, [a._version, b._version]))
+        return record
 
     def part_of(self, layer, module, x):
         """Which of parts tells whose the entries of x's first dimension are."""
         rows = self.numbers
         if module in self.flat:
             owners = self.flat[module]
-            start = self.seen.get(module, 0) % len(owners)      # from 0 if the layer is used again
+            start = self.seen.get(module, 0)
+            if start == len(owners):        # the layer is used again
+                start = 0
             rows = owners[start:start + len(x)]
             self.seen[module] = start + len(x)
         is_lookup = isinstance(module, nn.Embedding)
@@ -377,29 +382,24 @@ def embedding(module, name, x, b):
     return Lookup, x, b
 
 
-def layer_norm(module, name, x, b):
+def norm(module, name, x, b):
     if name == "bias":
         return vector(b)
-    return vector(b * F.layer_norm(x, module.normalized_shape, eps=module.eps))
-
-
-def rms_norm(module, name, x, b):
-    return vector(b * F.rms_norm(x, module.normalized_shape, eps=module.eps))
+    normalise = F.rms_norm if isinstance(module, nn.RMSNorm) else F.layer_norm
+    return vector(b * normalise(x, module.normalized_shape, eps=module.eps))
 
 
 # To add a kind of layer, give a function: the rule, a and b of its parameter `name`, from its input
 # x and the gradient b of its output
-KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: layer_norm,
-         nn.RMSNorm: rms_norm}
+KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm}
+PLAIN = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}    # of an Embedding
 
 
 def kind_of(module):
     """The function of KINDS for a layer, or None. A class of one's own says `kind = nn.Linear` if
     it computes the same as nn.Linear (model.Head)."""
-    options = (getattr(module, name, None) for name in ("padding_idx", "max_norm"))
-    flags = (getattr(module, name, False) for name in ("scale_grad_by_freq", "sparse"))
-    is_known = all(x is None for x in options) and not any(flags)
-    if is_known and len(getattr(module, "normalized_shape", (1,))) == 1:
+    is_plain = all(getattr(module, name, value) == value for name, value in PLAIN.items())
+    if is_plain and len(getattr(module, "normalized_shape", [1])) == 1:
         return KINDS.get(getattr(module, "kind", type(module)))
 
 

@@ -6,6 +6,7 @@ Measures what an iteration costs, and whether the fast paths hold on this machin
                                                             # the same beside variants, in turns
     python -m extras.bench gpt2 vs --tracin=self                   # GPT-2's shape with random weights
     python -m extras.bench trl config/toxicity.py                  # beside TRL's GRPOTrainer
+    python -m extras.bench tape                  # influence beside a forward and backward alone
 
 Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
 turns, so that what else the machine does hits all of them. A policy that the settings would train
@@ -172,7 +173,8 @@ def beside_trl(argv, repeat):
     with optional("trl transformers"):
         import trl
     need("hub", "bench trl")
-    from extras.hub.export import export
+    from extras.bench.shapes import compare_tape
+from extras.hub.export import export
     cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
                   reward_weights=(1.0,), judge=None, eval_judge=None)
@@ -228,6 +230,8 @@ def main(argv):
         flags[:1] = GPT2
     if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
+    elif flags == ["tape"]:
+        compare_tape(repeat)
     else:
         compare(flags, repeat)
 
