@@ -22,6 +22,7 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -33,6 +34,7 @@ import torch
 
 from config import load_settings
 from config.check import need
+from extras.bench.shapes import compare_tape
 from pretrain import new_policy
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 
@@ -110,7 +112,8 @@ def iteration(nets, cfg, it):
 def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+    unit = 2 ** 30 if sys.platform == "darwin" else 2 ** 20     # bytes there, else kB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def in_turns(variants, repeat):
@@ -173,8 +176,7 @@ def beside_trl(argv, repeat):
     with optional("trl transformers"):
         import trl
     need("hub", "bench trl")
-    from extras.bench.shapes import compare_tape
-from extras.hub.export import export
+    from extras.hub.export import export
     cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
                   reward_weights=(1.0,), judge=None, eval_judge=None)
