@@ -143,14 +143,6 @@ TAPE = of(
     ("one weight for all is forgotten", "float(distinct[0])", "1.0"),
     ("flattened tokens begin anew with every piece", "start + len(x)\n", "0\n"),
     ("a second backward counts twice", "if is_recorded and", "if False and"))
-TAPE += of(
-    "extras/stored/__init__.py", "test_tracin.py",
-    ("second use of a matrix overwrites", "beta=0 if fresh else 1)", "beta=0)"),
-    ("stored rows are not weighed", "alpha=float(factor)", "alpha=1.0"),
-    ("on top of the step before", "beta=0 if fresh else 1)", "beta=1)"),
-    ("micro-batches overwrite each other", "len(self.order), len(self.order) + len(numbers)",
-     "0, len(numbers)"),
-    ("rows that skip a layer keep old numbers", "self.stored[p][self.here] = 0", "pass"))
 
 INFLUENCE = of(
     "tracin.py", "test_influence.py",

@@ -155,7 +155,6 @@ class Settings:
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
-    tracin_memory: float = 8.0          # GB for gradients of single rollouts (extras/stored)
     # the kept rollouts' gradient is as large as it is, or norm: as long as that of all would be
     tracin_normalizer: Literal["all", "norm"] = "all"
 

@@ -18,7 +18,6 @@ AT_LEAST = {
     "num_iterations": 1, "mini_batch_size": 0, "micro_batch_size": 1, "warmup_iters": 0,
     "adam_beta1": 0, "adam_beta2": 0, "weight_decay": 0, "max_grad_norm": 0,
     "tracin_val_prompts": 0, "tracin_val_size": 0, "tracin_target_ema": 0, "tracin_fraction": 0,
-    "tracin_memory": 0,
     "eval_interval": 0, "num_eval_prompts": 1, "num_eval_generations": 1, "expect_rise": 0,
 }
 AT_MOST = {
@@ -146,8 +145,6 @@ def check_influence(cfg):
     if cfg.tracin != "off" and pool and min(cfg.tracin_val_size or pool, pool) == 1:
         raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at "
                        "least 2; the target of one reward is 0, as it is its own mean")
-    if cfg.tracin != "off" and cfg.tracin_memory:
-        need("stored", f"tracin_memory = {cfg.tracin_memory}")
 
 
 def check_rewards(cfg):

@@ -2,8 +2,7 @@
 Measures what an iteration costs, and whether the fast paths hold on this machine.
 
     python -m extras.bench config/toxicity.py                      # seconds, tokens/s, memory, phases
-    python -m extras.bench config/toxicity.py vs --tracin=self vs --tracin=self --tracin_memory=0
-                                                            # the same beside variants, in turns
+    python -m extras.bench config/toxicity.py vs --tracin=self     # beside a variant, in turns
     python -m extras.bench gpt2 vs --tracin=self                   # GPT-2's shape with random weights
     python -m extras.bench trl config/toxicity.py                  # beside TRL's GRPOTrainer
     python -m extras.bench tape                  # influence beside a forward and backward alone
