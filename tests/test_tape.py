@@ -365,6 +365,19 @@ def test_a_bias_that_is_also_the_weight():
     agree(flat(tape.gradient(ALL), model), torch.cat([g.flatten() for g in expected]), "gradient")
 
 
+def test_a_model_may_be_given_flattened_tokens_throughout():
+    """Two rows of three tokens and one, in one call and in pieces."""
+    model, x = two_layers(), noise(4, 5)
+    owners = torch.tensor([1, 0, 1, 1])
+    J = torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(
+        model(x[owners == i]).sin().sum(), trained(model))]) for i in range(2)])
+    for size in (4, 3, 2, 1):
+        with Tape(model, 2) as tape:
+            tape.rows(torch.arange(2), {model: owners})
+            sum(model(piece).sin().sum() for piece in x.split(size)).backward()
+        agree(tape.dot(unflat(J.sum(0), model)), J @ J.sum(0), f"influences, {size} at once")
+
+
 def two_layers():
     return perturbed(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
 
