@@ -186,7 +186,7 @@ picture("6_influence", "rollout", "influence")
 # %%
 with Tape(nets.policy, N) as tape:
     owners = batch.rollout.sampled_mask.nonzero()[:, 0]         # whose each token is
-    tape.rows(torch.arange(N), owners)
+    tape.rows(torch.arange(N), flat={nets.policy.lm_head: owners})
     grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg).policy.backward()
 influence = tape.dot(tape.gradient(torch.ones(N)))                              # (N,)
 error = (influence - by_hand).abs().max() / by_hand.abs().max()

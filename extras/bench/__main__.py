@@ -5,6 +5,7 @@ Measures what an iteration costs, and whether the fast paths hold on this machin
     python -m extras.bench config/toxicity.py vs --tracin=self vs --compile=True     # in turns
     python -m extras.bench gpt2 vs --tracin=self       # GPT-2's shape with random weights
     python -m extras.bench trl config/toxicity.py      # beside TRL's GRPOTrainer
+    python -m extras.bench tape                        # influence beside forward and backward alone
 
 Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
 turns, so that what else the machine does hits all of them. A policy that the settings would train
@@ -32,6 +33,7 @@ import torch
 
 from config import load_settings
 from config.check import need
+from extras.bench.shapes import compare_tape
 from pretrain import new_policy
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 
@@ -229,6 +231,8 @@ def main(argv):
         flags[:1] = GPT2
     if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
+    elif flags == ["tape"]:
+        compare_tape(repeat)
     else:
         compare(flags, repeat)
 

@@ -66,3 +66,9 @@ def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
 def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
     assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])
+
+
+def test_the_tape_beside_a_forward_and_backward(monkeypatch):
+    monkeypatch.setattr("extras.bench.shapes.SHAPES", ((1, 8, 20, 4, 3),))
+    line, = printed(bench.main, ["tape", "--repeat=1"]).splitlines()
+    assert line.startswith("1 x 8, V 20, 4 x 3 tokens: ") and "kept" in line
