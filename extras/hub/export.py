@@ -11,7 +11,7 @@ import tiktoken
 import torch
 
 from data.tokenizer import byte_alphabet
-from extras.hub.families import FAMILIES, config_to_json, pieces
+from extras.hub.families import config_to_json, pieces
 from extras.hub.files import TOKENIZER_FILES, save_tensors
 from extras.hub.policy import TRANSPOSED, tokenizer_of
 from extras.hub.tokenizer import Tokenizer, bpe_core
@@ -25,7 +25,7 @@ def export(model, folder, source):
 
     source: its tokenizer: a tiktoken.Encoding, or the folder or GGUF file that extras.hub.policy read.
     """
-    kind, config = config_to_json(model.config)
+    family, config = config_to_json(model.config)
     if os.path.exists(folder):
         raise BadInput(f"{folder}: is there already; name a folder that is not there yet")
     with replacing(os.path.abspath(folder)) as tmp:
@@ -33,12 +33,11 @@ def export(model, folder, source):
         ids = write_tokenizer(tmp, source)
         content = ids | config | {"torch_dtype": "float32"}
         write_json(os.path.join(tmp, "config.json"), content)
-        save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, kind))
+        save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, family))
 
 
-def merged_tensors(model, kind):
+def merged_tensors(model, family):
     """{published name: tensor}, adapters merged. A tied head and the critic's are left out."""
-    family = FAMILIES[kind]
     tensors = {}
     for name, x in model.state_dict().items():
         module, _, leaf = name.rpartition(".")
@@ -51,7 +50,7 @@ def merged_tensors(model, kind):
                 lora = model.get_submodule(module)
                 x = x + lora.scale * lora.B.weight @ lora.A.weight
         name = f"{module}.{leaf}"
-        parts = pieces(model, family.names, name, len(x))
+        parts = pieces(model, family, name, len(x))
         for (there, _), part in zip(parts, x.split([rows for _, rows in parts])):
             flip = family.transposed and name.endswith(TRANSPOSED)
             tensors[there] = part.T if flip else part
