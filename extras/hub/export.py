@@ -63,28 +63,34 @@ def merged_tensors(model, family):
 
 def write_tokenizer(folder, source):
     """Write the tokenizer's files. Returns the ids of special tokens as config.json has them."""
-    if isinstance(source, str) and os.path.isdir(source):
-        for name in TOKENIZER_FILES:
-            if os.path.exists(os.path.join(source, name)):
-                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
-        config = read_json(os.path.join(source, "config.json"))
-        return {key: i for key, i in config.items() if key.endswith("_token_id")}
     if isinstance(source, tiktoken.Encoding):
         end = [source.eot_token]
-        tokenizer = Tokenizer(core_of(source), folder, end, bos=end)
-    else:
-        tokenizer = tokenizer_of(source)
+        return save_tokenizer(folder, Tokenizer(core_of(source), folder, end, bos=end))
+    if source.endswith(".gguf"):
+        return save_tokenizer(folder, tokenizer_of(source))
+    return copy_tokenizer(folder, source)
+
+
+def copy_tokenizer(folder, source):
+    for name in TOKENIZER_FILES:
+        if os.path.exists(os.path.join(source, name)):
+            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+    config = read_json(os.path.join(source, "config.json"))
+    return {key: i for key, i in config.items() if key.endswith("_token_id")}
+
+
+def save_tokenizer(folder, tokenizer):
     tokenizer.core.save(os.path.join(folder, "tokenizer.json"))
     tokenizer.core.model.save(folder)     # vocab.json and merges.txt too
-    ids = dict(bos_token_id=tokenizer.bos_token, eos_token_id=tokenizer.eot_token)
+    ids = {"bos_token_id": tokenizer.bos_token, "eos_token_id": tokenizer.eot_token}
     ids = {key: i for key, i in ids.items() if i is not None}
     content = {key.removesuffix("_id"): tokenizer.core.id_to_token(i) for key, i in ids.items()}
     content["tokenizer_class"] = "PreTrainedTokenizerFast"
     if tokenizer.chat_template:
         content["chat_template"] = tokenizer.chat_template
     write_json(os.path.join(folder, "tokenizer_config.json"), content)
-    write_json(os.path.join(folder, "generation_config.json"),
-               ids | dict(eos_token_id=list(tokenizer.end_tokens)))
+    ends = {"eos_token_id": list(tokenizer.end_tokens)}
+    write_json(os.path.join(folder, "generation_config.json"), ids | ends)
     return ids
 
 
