@@ -64,8 +64,8 @@ def merged_tensors(model, family):
 def write_tokenizer(folder, source):
     """Write the tokenizer's files. Returns the ids of special tokens as config.json has them."""
     if isinstance(source, tiktoken.Encoding):
-        end = [source.eot_token]
-        return save_tokenizer(folder, Tokenizer(core_of(source), folder, end, bos=end))
+        end = source.eot_token
+        return save_tokenizer(folder, Tokenizer(core_of(source), folder, [end], bos=end))
     if source.endswith(".gguf"):
         return save_tokenizer(folder, tokenizer_of(source))
     return copy_tokenizer(folder, source)
@@ -126,7 +126,7 @@ def merged_below(token, rank, ranks):
 
 
 def main(argv, load_run):
-    """load_run: of pretrain.py, which may import this folder."""
+    """load_run: of evaluate.py, which may import this folder."""
     if len(argv) != 2:
         raise BadInput("usage: python -m extras.hub.export RUN_OR_PT FOLDER")
     path, folder = argv
@@ -136,5 +136,5 @@ def main(argv, load_run):
 
 
 if __name__ == "__main__":
-    from pretrain import load_run
+    from evaluate import load_run
     run_script(lambda argv: main(argv, load_run))

@@ -14,6 +14,10 @@ from extras.hub.files import read_gguf
 from common.files import read_json, read_text
 from common.script import BadInput, optional
 
+with optional("-r requirements-hub.txt"):
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
 LLAMA3_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""")
@@ -28,13 +32,11 @@ BYTE_OF = byte_alphabet()
 
 
 class Tokenizer:
-    """core: a tokenizers.Tokenizer. source: its name in errors. ends, bos: lists of ids, the main
-    one first. names: {"eos_token": text, ...} for the chat template."""
+    """core: a tokenizers.Tokenizer. source: its name in errors. ends: ids, the tokenizer's own first.
+    bos: an id or None. names: {"eos_token": text, ...} for the chat template."""
 
-    def __init__(self, core, source, ends, bos=(), template=None, names=()):
-        from tokenizers.decoders import ByteLevel
-
-        if not isinstance(core.decoder, ByteLevel):
+    def __init__(self, core, source, ends, bos=None, template=None, names=()):
+        if not isinstance(core.decoder, decoders.ByteLevel):
             raise BadInput(f"{source}: only byte-level tokenizers are supported")
         if not ends:
             raise BadInput(f"{source}: no end token; name eos_token in tokenizer_config.json or "
@@ -43,7 +45,7 @@ class Tokenizer:
         self.source = source
         self.end_tokens = tuple(dict.fromkeys(ends))
         self.eot_token = ends[0]
-        self.bos_token = bos[0] if bos else None
+        self.bos_token = bos
         self.chat_template = template
         self.names = dict(names)
         # ids that the model's own tokenizer puts before a text
@@ -84,9 +86,6 @@ class Tokenizer:
 
 def from_folder(folder):
     """Read tokenizer.json, or vocab.json and merges.txt, and the configs beside them."""
-    with optional("-r requirements-hub.txt"):
-        import tokenizers
-
     def read(name):
         return read_json(os.path.join(folder, name), missing={})
 
@@ -97,7 +96,7 @@ def from_folder(folder):
     names = {key: x["content"] if isinstance(x, dict) else x
              for key, x in texts.items() if key.endswith("_token") and x}
     model = read("config.json")
-    bos = ids_of("bos", core, model, names)
+    bos, *_ = *ids_of("bos", core, model, names), None
     ends = ids_of("eos", core, model, names)
     listed = ids_of("eos", core, read("generation_config.json"), {})
     if listed:      # no other token ends a completion; the tokenizer's own comes first
@@ -113,8 +112,6 @@ def from_folder(folder):
 
 def gpt2_core(folder):
     """Read vocab.json and merges.txt, the files of GPT-2, GPT-Neo and RoBERTa."""
-    from tokenizers import models
-
     vocabulary, merges = models.BPE.read_file(
         os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt"))
     core = bpe_core(vocabulary, merges, GPT2_PATTERN)
@@ -144,52 +141,39 @@ def from_gguf(path):
                        f"one of {', '.join(GGUF_PATTERNS)}")
     tokens = metadata["tokens"]
     core = gguf_core(metadata, tokens, pre)
-    # the ends of a text, of a turn and of a message
-    keys = {role: f"{role}_token_id" for role in ("eos", "eot", "eom", "bos")}
-    ids = {role: metadata[key] for role, key in keys.items() if key in metadata}
+    # the beginning of a text; the ends of a text, of a turn and of a message
+    ids = {role: metadata.get(f"{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
+    ids = {role: i for role, i in ids.items() if i is not None}
     names = {f"{role}_token": tokens[i] for role, i in ids.items()}
     bos = ids.pop("bos", None)
     if bos is not None and metadata.get("add_bos_token", pre == "llama-bpe"):
-        put_before(core, tokens[bos], bos)
-    return Tokenizer(core, path, list(ids.values()), [] if bos is None else [bos], template, names)
+        core.post_processor = processors.TemplateProcessing(
+            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
+    return Tokenizer(core, path, list(ids.values()), bos, template, names)
 
 
 def gguf_core(metadata, tokens, pre):
-    """A tokenizers.Tokenizer that does what llama.cpp does for the name `pre`."""
-    merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
+    """A tokenizers.Tokenizer that cuts words and merges them as llama.cpp does for `pre`."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     core = bpe_core(vocabulary, merges, GGUF_PATTERNS[pre])
-    from tokenizers.normalizers import NFC
-    from tokenizers.pre_tokenizers import Digits, Sequence
-
     if pre == "llama-bpe":      # a word that is a token is that token, even if no merges make it
         core.model.ignore_merges = True
     if pre == "qwen2":
-        core.normalizer = NFC()
+        core.normalizer = normalizers.NFC()
     if pre == "smollm":
-        core.pre_tokenizer = Sequence([Digits(individual_digits=True), core.pre_tokenizer])
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        core.pre_tokenizer = pre_tokenizers.Sequence([digits, core.pre_tokenizer])
     kinds = metadata.get("token_type", [])     # 3: control, 4: user-defined
     core.add_special_tokens([token for token, kind in zip(tokens, kinds) if kind in (3, 4)])
     return core
 
 
-def put_before(core, token, i):
-    """Put a token before every text that is encoded with its special tokens."""
-    from tokenizers.processors import TemplateProcessing
-
-    core.post_processor = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, i)])
-
-
 def bpe_core(vocabulary, merges, pattern):
     """A tokenizers.Tokenizer of byte-level BPE. merges: (left, right), in order."""
-    with optional("-r requirements-hub.txt"):
-        import tokenizers
-    from tokenizers import decoders, models
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-
     core = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-    words = Split(tokenizers.Regex(pattern), "isolated")
-    characters = ByteLevel(add_prefix_space=False, use_regex=False)
-    core.pre_tokenizer = Sequence([words, characters])
+    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([words, characters])
     core.decoder = decoders.ByteLevel()
     return core
