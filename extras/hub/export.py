@@ -23,7 +23,7 @@ from common.script import BadInput, run_script
 def export(model, folder, source):
     """Write a policy as a published folder, which appears whole or not at all.
 
-    source: its tokenizer: a tiktoken.Encoding, or the folder or GGUF file that extras.hub.policy read.
+    source: of its tokenizer: a tiktoken.Encoding, or the published folder or GGUF file.
     """
     family, config = config_to_json(model.config)
     if os.path.exists(folder):
@@ -82,12 +82,12 @@ def copy_tokenizer(folder, source):
 def save_tokenizer(folder, tokenizer):
     tokenizer.core.save(os.path.join(folder, "tokenizer.json"))
     tokenizer.core.model.save(folder)     # vocab.json and merges.txt too
-    ids = {"bos_token_id": tokenizer.bos_token, "eos_token_id": tokenizer.eot_token}
-    ids = {key: i for key, i in ids.items() if i is not None}
+    ids = {"eos_token_id": tokenizer.eot_token}
+    if tokenizer.bos_token is not None:
+        ids["bos_token_id"] = tokenizer.bos_token
     content = {key.removesuffix("_id"): tokenizer.core.id_to_token(i) for key, i in ids.items()}
     content["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if tokenizer.chat_template:
-        content["chat_template"] = tokenizer.chat_template
+    content["chat_template"] = tokenizer.chat_template
     write_json(os.path.join(folder, "tokenizer_config.json"), content)
     ends = {"eos_token_id": list(tokenizer.end_tokens)}
     write_json(os.path.join(folder, "generation_config.json"), ids | ends)

@@ -106,14 +106,7 @@ LLAMA = Family(
         "rope_base": "rope_theta",
         "tied": "tie_word_embeddings",
     },
-    only={
-        "hidden_act": ("silu", "swish"),
-        "partial_rotary_factor": (1,),
-        "attention_chunk_size": (),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "sliding_window": (),
-    },
+    only={"attention_bias": (False,), "mlp_bias": (False,), "sliding_window": ()},
     fields={
         "bias": False,
         "qkv_bias": False,
@@ -129,26 +122,21 @@ QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    only={
-        "hidden_act": ("silu", "swish"),
-        "partial_rotary_factor": (1,),
-        "attention_chunk_size": (),
-        "use_sliding_window": (False,),
-    },
+    only={"use_sliding_window": (False,)},
     fields=LLAMA.fields | {"qkv_bias": True},
 )
 QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    only=QWEN2.only | {"attention_bias": (False,)},
+    only={"use_sliding_window": (False,), "attention_bias": (False,)},
     fields=LLAMA.fields | {"qk_norm": True, "head_dim": 128},
 )
 FAMILIES = (GPT2, GPT_NEO, LLAMA, QWEN2, QWEN3)
-# llama.cpp's files have names of their own
-GGUF = replace(
-    LLAMA,
-    names={
+
+# llama.cpp's files, and their metadata in place of config.json
+GGUF = {
+    "names": {
         "wte": "token_embd",
         "h": "blk",
         "ln_f": "output_norm",
@@ -160,14 +148,39 @@ GGUF = replace(
         "attn.k_norm": "attn_k_norm",
         "mlp.c_proj": "ffn_down",
     },
-    stacked={
+    "stacked": {
         "attn.c_attn": ("attn_q", "attn_k", "attn_v"),
         "mlp.c_fc": ("ffn_gate", "ffn_up"),
     },
-)
+    "keys": {
+        "vocab_size": "vocab_size",
+        "block_size": "context_length",
+        "n_embd": "embedding_length",
+        "n_inner": "feed_forward_length",
+        "n_layer": "block_count",
+        "n_head": "attention.head_count",
+        "n_kv_head": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "norm_eps": "attention.layer_norm_rms_epsilon",
+        "tied": "tie_word_embeddings",
+    },
+    "only": {
+        "rope.scaling.type": ("none",),
+        "rope.scaling.factor": (0, 1),
+        "rope.scale_linear": (0, 1),
+        "attention.causal": (True,),
+    },
+}
+GGUF_FAMILIES = {family.model_type: replace(family, **GGUF) for family in (LLAMA, QWEN2, QWEN3)}
 
-# of all families
+# `only` of all families, and of those with rotary positions
 ONLY = {"quantization_config": (), "is_causal": (True,), "add_cross_attention": (False,)}
+ONLY_ROTARY = {
+    "hidden_act": ("silu", "swish"),
+    "attention_chunk_size": (),
+    "partial_rotary_factor": (1,),
+    "rope_type": ("default", "llama3"),
+}
 REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window")
 # of rope_type = "llama3", in the order of model.scale_frequency
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -192,22 +205,7 @@ def config_from_json(content, path):
     """The content of a config.json -> (Family, GPTConfig). BadInput for what model.py does not
     compute."""
     family = family_of(content, path)
-    check_only(ONLY | family.only, content, path)
-    fields = dict(family.fields)
-    for name, key in family.keys.items():
-        if content.get(key) is not None:
-            fields[name] = content[key]
-        if name in REQUIRED and not fields.get(name):
-            raise BadInput(f"{path}: {key} is missing in config.json")
-    check_only({"num_hidden_layers": (fields["n_layer"],)}, content, path)      # GPT-2 may
-    check_only({"num_attention_heads": (fields["n_head"],)}, content, path)     # have both
-    if "rope_base" in fields:
-        fields |= fields_of_rope(content, path)
-    else:
-        fields["exact_gelu"] = content.get("activation_function") == "gelu"
-    if family is GPT_NEO:
-        fields["local_layers"] = local_layers(content, path)
-    return family, GPTConfig(**fields)
+    return family, config_of(family, content, path)
 
 
 def family_of(content, path):
@@ -217,6 +215,25 @@ def family_of(content, path):
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
     raise BadInput(f"{path}: architecture {shown(named[0])} is not supported, only {known}")
+
+
+def config_of(family, content, path):
+    check_only(ONLY | family.only, content, path)
+    fields = dict(family.fields)
+    for name, key in family.keys.items():
+        if content.get(key) is not None:
+            fields[name] = content[key]
+        if name in REQUIRED and not fields.get(name):
+            raise BadInput(f"{path}: {key} is missing")
+    others = {"num_hidden_layers": (fields["n_layer"],), "num_attention_heads": (fields["n_head"],)}
+    check_only(others, content, path)
+    if "rope_base" in fields:
+        fields |= fields_of_rope(content, path)
+    else:
+        fields["exact_gelu"] = content.get("activation_function") == "gelu"
+    if family is GPT_NEO:
+        fields["local_layers"] = local_layers(content, path)
+    return GPTConfig(**fields)
 
 
 def check_only(table, content, path):
@@ -249,8 +266,7 @@ def fields_of_rope(content, path):
         raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    check_only({"rope_type": ("default", "llama3"), "partial_rotary_factor": (1,)},
-               rope | {"rope_type": kind}, path)
+    check_only(ONLY_ROTARY, content | rope | {"rope_type": kind}, path)
     check_only({"rope_scaling": ({}, rope)}, content, path)
     fields = {"rope_base": rope.get("rope_theta") or content.get("rope_theta") or 1e4}
     if kind == "llama3":
@@ -281,7 +297,7 @@ def config_to_json(config):
     if family is GPT_NEO:
         kinds = ["local" if i in c.local_layers else "global" for i in range(c.n_layer)]
         content |= {"attention_layers": kinds, "attention_types": [[kinds, 1]]}
-    _, reread = config_from_json(content, "this policy")
+    reread = config_of(family, content, "this policy")
     if spelled_out(reread) != c:
         raise BadInput(f"{config}: no published architecture has these settings together")
     return family, content

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from extras.hub.families import GGUF, check_only, config_from_json, pieces
+from extras.hub.families import GGUF_FAMILIES, check_only, config_from_json, config_of, pieces
 from extras.hub.files import fetch, load_tensors, one_line, read_gguf
 from extras.hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
@@ -14,13 +14,6 @@ from common.script import BadInput, shown
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 # old files have these too, which are no weights
 BUFFERS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
-# key of a GGUF file's metadata -> the values it may have, if it is there
-ONLY_GGUF = {
-    "rope.scaling.type": ("none",),
-    "rope.scaling.factor": (0, 1),
-    "rope.scale_linear": (0, 1),
-    "attention.causal": (True,),
-}
 
 
 def locate(name):
@@ -98,58 +91,29 @@ def fill(config, family, tensors, path):
 def load_gguf(path):
     metadata, tensors = read_gguf(path)
     kind = metadata.get("general.architecture")
-    if kind not in ("llama", "qwen2", "qwen3"):
-        raise BadInput(f"{path}: general.architecture = {kind!r}: must be llama, qwen2 or qwen3")
-    divisors = tensors.pop("rope_freqs.weight", None)
-    content = config_of_gguf(metadata, kind, divisors) | {
-        "vocab_size": len(tensors["token_embd.weight"]),
-        "tie_word_embeddings": "output.weight" not in tensors,
-    }
-    _, config = config_from_json(content, path)
+    if kind not in GGUF_FAMILIES:
+        raise BadInput(f"{path}: general.architecture = {kind!r}: must be one of "
+                       f"{', '.join(GGUF_FAMILIES)}")
+    family = GGUF_FAMILIES[kind]
+    divisors = tensors.pop("rope_freqs.weight", None)       # (hs / 2,)
+    content = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}
+    content["vocab_size"] = len(tensors["token_embd.weight"])
+    content["tie_word_embeddings"] = "output.weight" not in tensors
+    content["rope_theta"] = content.get("rope.freq_base")
+    epsilon = family.keys["norm_eps"]
+    content[epsilon] = float(f"{content[epsilon]:.6g}")     # a float32 in the file
+    config = config_of(family, content, path)
     hs = config.head_dim or config.n_embd // config.n_head
-    only = ONLY_GGUF | {"rope.dimension_count": (hs,)}
-    check_only({f"{kind}.{key}": values for key, values in only.items()}, metadata, path)
+    check_only({"rope.dimension_count": (hs,)}, content, path)
     if divisors is not None:
+        # of Llama 3.1 and later, which have the last three numbers in common
+        config.rope_scaling = (float(divisors.max()), 1.0, 4.0, 8192)
         check_divisors(divisors, config, hs, path)
     if kind == "llama":
         for name, x in tensors.items():
             if name.endswith(("attn_q.weight", "attn_k.weight")):
                 tensors[name] = uninterleave(x, hs)
-    return fill(config, GGUF, tensors, path)
-
-
-def config_of_gguf(metadata, kind, divisors):
-    """What a config.json would say of a GGUF file.
-
-    divisors (hs / 2,): of the rotary frequencies of Llama 3.1 and later. The largest is `factor`.
-    The file does not have the three other numbers, which are the same in all these models.
-    """
-    def value(key):
-        return metadata.get(f"{kind}.{key}")
-
-    rope = {}
-    if divisors is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": float(divisors.max()),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    epsilon = value("attention.layer_norm_rms_epsilon")     # a float32
-    return {
-        "model_type": kind,
-        "hidden_size": value("embedding_length"),
-        "num_hidden_layers": value("block_count"),
-        "num_attention_heads": value("attention.head_count"),
-        "num_key_value_heads": value("attention.head_count_kv"),
-        "head_dim": value("attention.key_length"),
-        "intermediate_size": value("feed_forward_length"),
-        "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": float(f"{epsilon:.6g}"),
-        "rope_theta": value("rope.freq_base"),
-        "rope_scaling": rope,
-    }
+    return fill(config, family, tensors, path)
 
 
 def check_divisors(divisors, config, hs, path):

@@ -99,30 +99,30 @@ class Roberta(nn.Module):
 
 
 def load_roberta(name, device="cpu"):
-    """Load the judge in a folder or under a published name, perhaps with the label that means
-    toxic: OWNER/NAME:LABEL -> (Roberta, a function that encodes texts as its rows of ids).
+    """Load a published judge -> (Roberta, a function that encodes texts as its rows of ids).
 
-    Without a label it is the one that is in TOXIC. The result is its logit - logsumexp(the other
-    logits), or its logit alone if there is no other or the labels are independent
-    (multi_label_classification). A text longer than the model's positions is cut.
+    name: a folder or a published name. OWNER/NAME:LABEL names the label that means toxic; without
+    it, the label is the one in TOXIC. The log-odds are its logit - logsumexp(the other logits), or
+    its logit if there are no others or the labels are independent (multi_label_classification).
+    A text that is longer than the model's positions is cut.
     """
     label = None
     if not os.path.isdir(name) and ":" in name:
         name, _, label = name.rpartition(":")
     folder = fetch(name)
-    config = read_json(os.path.join(folder, "config.json"))
-    config = DEFAULTS | {key: value for key, value in config.items() if value is not None}
-    check_only(ONLY, config, name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
+        config = read_json(os.path.join(folder, "config.json"))
+        config = DEFAULTS | {key: value for key, value in config.items() if value is not None}
+        check_only(ONLY, config, name)
         tokenizer = from_folder(folder)
         labels = [config["id2label"][i] for i in sorted(config["id2label"], key=int)]
         model = read_model(folder, config, len(labels)).to(device)
         if tokenizer.largest >= config["vocab_size"]:
             raise ValueError(f"the tokenizer gives ids up to {tokenizer.largest}")
         if config["pad_token_id"] in (tokenizer.bos_token, tokenizer.eot_token):
-            raise ValueError("pad_token_id is that of <s> or </s>")     # which would not count
-    most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
-    model.toxic = find_label(name, labels, label)
+            raise ValueError("pad_token_id is that of <s> or </s>")     # they would be masked
+        most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
+        model.toxic = find_label(name, labels, label)
     if config.get("problem_type") != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
 

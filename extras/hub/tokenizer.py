@@ -2,8 +2,8 @@
 tiktoken.Encoding that the project calls. Only byte-level BPE: GPT-2, GPT-Neo, RoBERTa, Llama 3,
 SmolLM2, Qwen2, Qwen3.
 
-No text becomes a special token, whatever it says. Only encode_marked reads special tokens, in a chat
-that a template has written.
+No text becomes a special token, whatever it says. Only encode_marked reads special tokens, in a
+chat that a template has written.
 """
 import itertools
 import os
@@ -32,8 +32,8 @@ BYTE_OF = byte_alphabet()
 
 
 class Tokenizer:
-    """core: a tokenizers.Tokenizer. source: its name in errors. ends: ids, the tokenizer's own first.
-    bos: an id or None. names: {"eos_token": text, ...} for the chat template."""
+    """core: a tokenizers.Tokenizer. source: its name in errors. ends: ids, the tokenizer's own
+    first. bos: an id or None. names: {"eos_token": text, ...} for the chat template."""
 
     def __init__(self, core, source, ends, bos=None, template=None, names=()):
         if not isinstance(core.decoder, decoders.ByteLevel):
@@ -96,7 +96,7 @@ def from_folder(folder):
     names = {key: x["content"] if isinstance(x, dict) else x
              for key, x in texts.items() if key.endswith("_token") and x}
     model = read("config.json")
-    bos, *_ = *ids_of("bos", core, model, names), None
+    bos = next(iter(ids_of("bos", core, model, names)), None)
     ends = ids_of("eos", core, model, names)
     listed = ids_of("eos", core, read("generation_config.json"), {})
     if listed:      # no other token ends a completion; the tokenizer's own comes first
