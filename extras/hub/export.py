@@ -13,7 +13,7 @@ import torch
 from data.tokenizer import byte_alphabet
 from extras.hub.families import config_to_json, pieces
 from extras.hub.files import TOKENIZER_FILES, save_tensors
-from extras.hub.policy import TRANSPOSED, tokenizer_of
+from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import Tokenizer, bpe_core
 from common.files import read_json, replacing, write_json
 from common.script import BadInput, run_script
@@ -31,8 +31,7 @@ def export(model, folder, source):
     with replacing(os.path.abspath(folder)) as tmp:
         os.makedirs(tmp)
         ids = write_tokenizer(tmp, source)
-        content = ids | config | {"torch_dtype": "float32"}
-        write_json(os.path.join(tmp, "config.json"), content)
+        write_json(os.path.join(tmp, "config.json"), ids | config)
         save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, family))
 
 
@@ -52,8 +51,7 @@ def merged_tensors(model, family):
         name = f"{module}.{leaf}"
         parts = pieces(model, family, name, len(x))
         for (there, _), part in zip(parts, x.split([rows for _, rows in parts])):
-            flip = family.transposed and name.endswith(TRANSPOSED)
-            tensors[there] = part.T if flip else part
+            tensors[there] = part.T if name.endswith(family.transposed) else part
     return tensors
 
 

@@ -20,7 +20,7 @@ class Family:
     only: dict          # key of config.json -> the values it may have, if it is there
     fields: dict        # field of GPTConfig -> its value where config.json has none
     written: dict       # key of config.json -> the value that an export has
-    transposed: bool = False    # matrices are published as (in, out)
+    transposed: tuple = ()      # endings of the matrices that are published as (in, out)
 
 
 GPT2 = Family(
@@ -50,7 +50,7 @@ GPT2 = Family(
     },
     fields={},
     written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},    # if missing: 0.1
-    transposed=True,
+    transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
 )
 GPT_NEO = Family(
     model_type="gpt_neo",
@@ -187,7 +187,7 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def pieces(model, family, name, rows):
-    """The published tensors that the tensor `name` holds -> [(published name, its rows)]."""
+    """Name the published tensors that the tensor `name` holds -> [(published name, its rows)]."""
     module, leaf = name.rsplit(".", 1)
     prefix = ""
     if module.startswith("h."):
@@ -204,17 +204,12 @@ def pieces(model, family, name, rows):
 def config_from_json(content, path):
     """The content of a config.json -> (Family, GPTConfig). BadInput for what model.py does not
     compute."""
-    family = family_of(content, path)
-    return family, config_of(family, content, path)
-
-
-def family_of(content, path):
-    named = content.get("architectures") or [content.get("model_type")]
+    named = (content.get("architectures") or [content.get("model_type")])[0]
     for family in FAMILIES:
-        if named[0] in (family.architecture, family.model_type):
-            return family
+        if named in (family.architecture, family.model_type):
+            return family, config_of(family, content, path)
     known = ", ".join(family.architecture for family in FAMILIES)
-    raise BadInput(f"{path}: architecture {shown(named[0])} is not supported, only {known}")
+    raise BadInput(f"{path}: architecture {shown(named)} is not supported, only {known}")
 
 
 def config_of(family, content, path):
@@ -287,7 +282,11 @@ def config_to_json(config):
         family = QWEN2 if c.qkv_bias else LLAMA
     if c.qk_norm:
         family = QWEN3
-    content = {"architectures": [family.architecture], "model_type": family.model_type}
+    content = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": "float32",
+    }
     content |= {key: getattr(c, name) for name, key in family.keys.items()}
     content |= family.written
     if not c.rope_base:

@@ -11,7 +11,6 @@ from model import GPT, scale_frequency
 from common.files import file_of_package, read_json
 from common.script import BadInput, shown
 
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 # old files have these too, which are no weights
 BUFFERS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
 
@@ -61,18 +60,15 @@ def fill(config, family, tensors, path):
                        "say tie_word_embeddings = true")
     # the tensors decide: some fine-tunes say that the head is tied, and it is another matrix;
     # others repeat the embedding
-    tied = torch.equal(tensors.get(head, wte), wte)
+    tied = torch.equal(tensors.setdefault(head, wte), wte)
     with torch.device("meta"):
         model = GPT(replace(config, tied=tied))
     state = model.state_dict()
-    if tied:
-        tensors.pop(head, None)
-        del state["lm_head.weight"]     # it gets the embedding below
     for name, p in state.items():
         parts = []
         for there, rows in pieces(model, family, name, len(p)):
             x = tensors.pop(there, torch.empty(0))
-            if family.transposed and name.endswith(TRANSPOSED):
+            if name.endswith(family.transposed):
                 x = x.t()
             expected = (rows, *p.shape[1:])
             if x.shape != expected or not x.is_floating_point():
@@ -82,7 +78,7 @@ def fill(config, family, tensors, path):
     for name in tensors:
         if not name.endswith(BUFFERS):
             raise BadInput(f"{path}: {shown(name)} has no place in the model")
-    model.load_state_dict(state, strict=not tied, assign=True)
+    model.load_state_dict(state, assign=True)
     if tied:
         model.lm_head.weight = model.wte.weight
     return model

@@ -28,21 +28,6 @@ DEFAULTS = dict(num_attention_heads=12, layer_norm_eps=1e-12, pad_token_id=1, ty
                 id2label={"0": "LABEL_0", "1": "LABEL_1"})
 
 
-class Embeddings(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.pad = c.pad_token_id
-        self.word_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.position_embeddings = nn.Embedding(c.max_position_embeddings, c.hidden_size)
-        self.token_type_embeddings = nn.Embedding(c.type_vocab_size, c.hidden_size)
-        self.LayerNorm = nn.LayerNorm(c.hidden_size, c.layer_norm_eps)
-
-    def forward(self, idx, attention_mask):
-        pos = self.pad + attention_mask.cumsum(1) * attention_mask      # they count from pad + 1
-        x = self.word_embeddings(idx) + self.position_embeddings(pos)                   # (B, T, C)
-        return self.LayerNorm(x + self.token_type_embeddings.weight[0])
-
-
 class Layer(nn.Module):
     """Its LayerNorms come after the residual sums."""
 
@@ -75,20 +60,30 @@ def residual(width, c):
 class Roberta(nn.Module):
     def __init__(self, c, num_labels):
         super().__init__()
-        layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
+        C = c.hidden_size
+        self.pad = c.pad_token_id
         self.roberta = nn.ModuleDict({
-            "embeddings": Embeddings(c),
-            "encoder": nn.ModuleDict({"layer": layers})})
+            "embeddings": nn.ModuleDict({
+                "word_embeddings": nn.Embedding(c.vocab_size, C),
+                "position_embeddings": nn.Embedding(c.max_position_embeddings, C),
+                "token_type_embeddings": nn.Embedding(c.type_vocab_size, C),
+                "LayerNorm": nn.LayerNorm(C, c.layer_norm_eps)}),
+            "encoder": nn.ModuleDict({
+                "layer": nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))})})
         self.classifier = nn.ModuleDict({
-            "dense": nn.Linear(c.hidden_size, c.hidden_size),
-            "out_proj": nn.Linear(c.hidden_size, num_labels)})
+            "dense": nn.Linear(C, C),
+            "out_proj": nn.Linear(C, num_labels)})
         self.toxic = 0
         self.others = []        # labels that exclude the toxic one
 
     def forward(self, idx, attention_mask):
-        """Logits of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
+        """Log-odds of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
         padding."""
-        x = self.roberta["embeddings"](idx, attention_mask)                             # (B, T, C)
+        embeddings = self.roberta["embeddings"]
+        pos = self.pad + attention_mask.cumsum(1) * attention_mask      # they count from pad + 1
+        x = embeddings["word_embeddings"](idx)                                          # (B, T, C)
+        x = x + embeddings["position_embeddings"](pos)
+        x = embeddings["LayerNorm"](x + embeddings["token_type_embeddings"].weight[0])
         for layer in self.roberta["encoder"]["layer"]:
             x = layer(x, attention_mask[:, None, None, :])
         x = torch.tanh(self.classifier["dense"](x[:, 0]))                    # (B, C), of <s> alone
