@@ -104,6 +104,11 @@ def load_roberta(name, device="cpu"):
     label = None
     if not os.path.isdir(name) and ":" in name:
         name, _, label = name.rpartition(":")
+
+    def encode(texts):
+        return [[tokenizer.bos_token, *ids[:most], tokenizer.eot_token]
+                for ids in tokenizer.encode_ordinary_batch(texts)]
+
     folder = fetch(name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
         config = read_json(os.path.join(folder, "config.json"))
@@ -116,15 +121,12 @@ def load_roberta(name, device="cpu"):
             raise ValueError(f"the tokenizer gives ids up to {tokenizer.largest}")
         if config["pad_token_id"] in (tokenizer.bos_token, tokenizer.eot_token):
             raise ValueError("pad_token_id is that of <s> or </s>")     # they would be masked
-        most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
         model.toxic = find_label(name, labels, label)
+        most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
+        idx = torch.tensor(encode(["a"]), device=device)
+        model(idx, idx != tokenizer.eot_token)      # a number that does not fit fails here
     if config.get("problem_type") != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
-
-    def encode(texts):
-        return [[tokenizer.bos_token, *ids[:most], tokenizer.eot_token]
-                for ids in tokenizer.encode_ordinary_batch(texts)]
-
     return model, encode
 
 
