@@ -36,12 +36,11 @@ def export(model, folder, source):
 
 
 def merged_tensors(model, family):
-    """{published name: tensor}, adapters merged. A tied head and the critic's are left out."""
+    """Merge adapters -> {published name: tensor}. A tied head and the critic's are left out."""
     tensors = {}
-    for name, x in model.state_dict().items():
+    for name, x in model.named_parameters():    # has a matrix once that is embedding and head
         module, _, leaf = name.rpartition(".")
-        tied_head = name == "lm_head.weight" and model.config.tied
-        if module.endswith((".A", ".B")) or module.startswith("value_head") or tied_head:
+        if module.endswith((".A", ".B")) or module.startswith("value_head"):
             continue
         if module.endswith(".base"):
             module = module.removesuffix(".base")
@@ -87,8 +86,8 @@ def save_tokenizer(folder, tokenizer):
     content["tokenizer_class"] = "PreTrainedTokenizerFast"
     content["chat_template"] = tokenizer.chat_template
     write_json(os.path.join(folder, "tokenizer_config.json"), content)
-    ends = {"eos_token_id": list(tokenizer.end_tokens)}
-    write_json(os.path.join(folder, "generation_config.json"), ids | ends)
+    write_json(os.path.join(folder, "generation_config.json"),
+               ids | {"eos_token_id": list(tokenizer.end_tokens)})
     return ids
 
 
@@ -114,7 +113,7 @@ def core_of(encoding):
 
 
 def merged_below(token, rank, ranks):
-    """The bytes of a token after all merges of a lower rank: at most two parts are left."""
+    """Make all merges of a lower rank in the bytes of a token: at most two parts are left."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [a + b for a, b in zip(parts, parts[1:])]

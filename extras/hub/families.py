@@ -162,6 +162,7 @@ GGUF = {
         "n_kv_head": "attention.head_count_kv",
         "head_dim": "attention.key_length",
         "norm_eps": "attention.layer_norm_rms_epsilon",
+        "rope_base": "rope.freq_base",
         "tied": "tie_word_embeddings",
     },
     "only": {
@@ -181,8 +182,9 @@ ONLY_ROTARY = {
     "partial_rotary_factor": (1,),
     "rope_type": ("default", "llama3"),
 }
-REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window")
-# of rope_type = "llama3", in the order of model.scale_frequency
+# fields of GPTConfig that are never 0
+REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window", "rope_base")
+# keys of rope_type = "llama3", in the order of model.scale_frequency
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -255,15 +257,17 @@ def local_layers(content, path):
 
 
 def fields_of_rope(content, path):
-    """The fields of rotary positions. transformers 5 writes rope_parameters, transformers 4 writes
-    rope_theta and rope_scaling."""
+    """The fields of rotary positions. transformers 5 writes rope_parameters, with rope_theta;
+    transformers 4 writes rope_scaling, beside rope_theta."""
     if set(content.get("layer_types") or ()) - {"full_attention"}:
         raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     check_only(ONLY_ROTARY, content | rope | {"rope_type": kind}, path)
     check_only({"rope_scaling": ({}, rope)}, content, path)
-    fields = {"rope_base": rope.get("rope_theta") or content.get("rope_theta") or 1e4}
+    fields = {}
+    if rope.get("rope_theta"):
+        fields["rope_base"] = rope["rope_theta"]
     if kind == "llama3":
         factor, low, high, positions = (rope[key] for key in LLAMA3_KEYS)
         if low >= high:

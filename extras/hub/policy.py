@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from extras.hub.families import GGUF_FAMILIES, check_only, config_from_json, config_of, pieces
+from extras.hub.families import (GGUF_FAMILIES, check_only, config_from_json, config_of, pieces,
+                                 spelled_out)
 from extras.hub.files import fetch, load_tensors, one_line, read_gguf
 from extras.hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
@@ -95,11 +96,10 @@ def load_gguf(path):
     content = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}
     content["vocab_size"] = len(tensors["token_embd.weight"])
     content["tie_word_embeddings"] = "output.weight" not in tensors
-    content["rope_theta"] = content.get("rope.freq_base")
     epsilon = family.keys["norm_eps"]
     content[epsilon] = float(f"{content[epsilon]:.6g}")     # a float32 in the file
     config = config_of(family, content, path)
-    hs = config.head_dim or config.n_embd // config.n_head
+    hs = spelled_out(config).head_dim
     check_only({"rope.dimension_count": (hs,)}, content, path)
     if divisors is not None:
         # of Llama 3.1 and later, which have the last three numbers in common

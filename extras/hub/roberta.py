@@ -20,8 +20,8 @@ from common.files import read_json
 from common.script import BadInput, shown
 
 TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is named
-# keys of config.json that no tensor shows, and what they may be
-ONLY = dict(model_type=("roberta",), hidden_act=("gelu",), is_decoder=(False,), is_causal=(False,),
+# key of config.json -> the values it may have, if it is there
+ONLY = dict(model_type=("roberta",), hidden_act=("gelu",), is_decoder=(False,),
             add_cross_attention=(False,), position_embedding_type=("absolute",),
             quantization_config=())
 DEFAULTS = dict(num_attention_heads=12, layer_norm_eps=1e-12, pad_token_id=1, type_vocab_size=2,
@@ -131,7 +131,7 @@ def load_roberta(name, device="cpu"):
 
 
 def find_label(name, labels, label):
-    """The number of the toxic label."""
+    """Return the number of the toxic label."""
     fitting = [i for i, text in enumerate(labels)
                if text == label or label is None and text.lower() in TOXIC]
     if len(fitting) != 1:
@@ -141,10 +141,10 @@ def find_label(name, labels, label):
 
 
 def read_model(folder, config, num_labels):
-    """Roberta with the tensors of the folder. An error where names or shapes do not fit."""
+    """Make a Roberta of the folder's tensors. Names or shapes that do not fit are an error."""
     tensors = {key: x.float() for key, x in load_tensors(folder).items()
                if ".pooler." not in key and not key.endswith("position_ids")}
-    if config["num_hidden_layers"] > len(tensors):      # before so many are built
+    if config["num_hidden_layers"] > len(tensors):      # too many would fill the memory
         raise ValueError(f"{len(tensors)} tensors for {config['num_hidden_layers']} layers")
     with torch.device("meta"):
         model = Roberta(SimpleNamespace(**config), num_labels)

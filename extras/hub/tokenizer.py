@@ -5,7 +5,6 @@ SmolLM2, Qwen2, Qwen3.
 No text becomes a special token, whatever it says. Only encode_marked reads special tokens, in a
 chat that a template has written.
 """
-import itertools
 import os
 
 from data.tokenizer import GPT2_PATTERN, byte_alphabet
@@ -50,8 +49,7 @@ class Tokenizer:
         self.names = dict(names)
         # ids that the model's own tokenizer puts before a text
         some = core.encode("a")
-        before = zip(some.ids, itertools.takewhile(bool, some.special_tokens_mask))
-        self.before_text = [i for i, _ in before]
+        self.before_text = some.ids[:some.special_tokens_mask.index(0)]
         ids = core.get_vocab().values()
         self.n_vocab = max(ids) + 1
         # the largest id that the model must have: a fine-tune may add tokens that it never uses

@@ -168,8 +168,9 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     policy = {"toxicity_smollm2": world.chat, "toxicity_gptneo_lora": world.neo}
     flags = world.flags if config == "toxicity_smollm2" else world.judges
-    start(grpo.main, f"extras/hub/config/{config}.py", *flags, f"--policy={policy.get(config, world.gpt2)}",
-          "--max_iters=1", f"--out_dir={tmp_path}/run")
+    start(grpo.main, f"extras/hub/config/{config}.py", *flags,
+          f"--policy={policy.get(config, world.gpt2)}", "--max_iters=1",
+          f"--out_dir={tmp_path}/run")
     metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert ("tracin/mean_ip" in metrics[0]) == (config == "toxicity_gptneo_lora")
     if config != "toxicity_smollm2":
