@@ -1,5 +1,5 @@
-"""Published models in and out. Tiny models in the published layouts against a forward by hand;
-tokenizers against the package and merging by hand; exports read back."""
+"""extras/hub/: published models in and out. Tiny models in the published layouts against a forward
+by hand; tokenizers against the package and merging by hand; exports read back."""
 import json
 import math
 import os
@@ -435,11 +435,12 @@ def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_shape_that_nobody_publishes_is_refused(tmp_path):
     rotary = dict(rope_base=100.0, rms=True, swiglu=True)
+    qwen3 = dict(rms=True, swiglu=True, bias=False, qkv_bias=False, qk_norm=True)   # no rope_base
     for shape in (dict(bias=False), dict(causal=False), dict(rope_base=100.0), rotary,
-                  dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
+                  qwen3, dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
         model = GPT(GPTConfig(300, 16, 1, 2, 8, **shape))
         message = refusal(export, model, str(tmp_path / "out"), load_tokenizer(300))
-        assert re.search("no published architecture|window_size is missing", message)
+        assert re.search("no published architecture|(window_size|rope_theta) is missing", message)
     assert not os.listdir(tmp_path)
 
 
