@@ -8,8 +8,8 @@ function (prompts, completions) that returns one number per completion can be a 
 with a fixed name: reward, target, weigh, environment (extras/tasks/turns.py), texts (pretrain.py),
 questions (data/prompts.py); and the table `tools` (extras/tasks/tools.py).
 
-The folder of a run is a config too: its config.json has all settings. The functions come from the
-config file that is named beside it, or from the one that the run noted, if its text is unchanged.
+The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
+functions come only from a config file that is named beside it.
 """
 import ast
 import difflib
@@ -242,7 +242,8 @@ def load_settings(argv):
     files = [path for path in paths if not os.path.isdir(path)]
     runs = {folder: read_run(folder) for folder in folders}
     for folder, run in runs.items():
-        files = files or noted_files(folder, run)
+        if not files:
+            refuse_functions(folder, run)
     kept = [os.path.join(folder, "config.py") for folder in folders]
     cfg.source = joined(files or filter(os.path.exists, kept))
     cfg.files = tuple(map(os.path.realpath, files))
@@ -287,12 +288,16 @@ usage: python {} [CONFIG.py] [--setting=value ...]
 --help lists the settings. config/ holds more config files; the folder of a run repeats the run."""
 
 
+def command():
+    """The command that runs now, as it is typed after "python"."""
+    spec = sys.modules["__main__"].__spec__
+    return f"-m {spec.name.removesuffix('.__main__')}" if spec else os.path.basename(sys.argv[0])
+
+
 def usage(with_settings):
     """How to call the command that runs now; perhaps with the settings, the source of Settings."""
-    main = sys.modules["__main__"]
-    command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
-    about = (main.__doc__ or "").strip().partition("\n\n")[0]
-    text = about + "\n" + USAGE.format(command)
+    about = (sys.modules["__main__"].__doc__ or "").strip().partition("\n\n")[0]
+    text = about + "\n" + USAGE.format(command())
     if not with_settings:
         return text
     source = inspect.getsource(Settings)
@@ -370,23 +375,15 @@ def joined(files):
     return "\n".join(map(read_text, files)) or None
 
 
-def noted_files(folder, run):
-    """The config files that a run noted; [] if it needs no function of theirs. BadInput where their
-    text has changed since, and where they lie in the folder, which may be a stranger's."""
-    kept = os.path.join(folder, "config.py")
-    inside = os.path.realpath(folder) + os.sep
+def refuse_functions(folder, run):
+    """BadInput for a run that needs functions. The file that it noted is told and never run."""
     with undamaged(os.path.join(folder, "config.json")):
         needs = ", ".join(run.get("functions", []))
-        files = run.get("files", [])
-        outside = [path for path in files
-                   if path == os.path.realpath(path) and not path.startswith(inside)]
-    if not needs:
-        return []
-    there = all(map(os.path.isfile, [*files, kept]))
-    if files and files == outside and there and joined(files) == read_text(kept):
-        return files
-    raise BadInput(f"{folder}: needs {needs} of its config file {', '.join(files)}, which has "
-                   f"changed, is gone or lies there: name a config file that has it, as {kept} had")
+        noted = ", ".join(run.get("files", []))
+    if needs:
+        raise BadInput(f"{folder}: needs {shown(needs)}, and a run brings no code: name its config "
+                       f"file, as in: python {command()} {folder} CONFIG.py (it was "
+                       f"{shown(noted)})")
 
 
 def read_run(folder):

@@ -214,45 +214,53 @@ def test_tools_make_an_environment(write):
 # ------------------------------------------------------------------------------------------------
 # a run is a config
 
-def test_a_run_is_a_config(tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text("beta = 0.9\n" + CONSTANT.format(1))
-    folder = tmp_path / "run"
-    folder.mkdir()
-    settings = dict(beta=0.3, seed=4, out_dir="out/elsewhere", prompt_words=[1, 2])
-    noted = dict(settings=settings, functions=["reward"], files=[str(mine)])
-    (folder / "config.json").write_text(json.dumps(noted))
-    (folder / "config.py").write_text(mine.read_text())
+@pytest.fixture
+def noting(tmp_path):
+    """noting(functions, files) -> the folder of a run that noted these."""
+    def to(functions=(), files=()):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        settings = dict(beta=0.3, seed=4, out_dir="out/elsewhere", prompt_words=[1, 2])
+        noted = dict(settings=settings, functions=functions, files=list(map(str, files)))
+        (folder / "config.json").write_text(json.dumps(noted))
+        return folder
+    return to
+
+
+def test_a_run_is_a_config(noting, write):
+    folder = noting()
     for path in (f"{folder}", f"{folder}/"):
         cfg = load_settings([path, "--seed=5"])
         assert (cfg.beta, cfg.seed, cfg.prompt_words) == (0.3, 5, (1, 2))
         assert cfg.out_dir == str(folder), "it would write to another run's folder"
-        assert cfg.functions["reward"]([], [""]) == [1] and "beta = 0.9" in cfg.source
-    other = tmp_path / "other.py"
-    other.write_text(CONSTANT.format(2))    # named: it is what is meant
-    assert load_settings([str(folder), str(other)]).functions["reward"]([], [""]) == [2]
-
-    mine.write_text(CONSTANT.format(3))     # no longer what the run was made with
-    assert "has changed, is gone" in refused(folder)
-    mine.unlink()
     (folder / "config.py").write_text("raise SystemExit('a run that is looked at ran its code')")
-    assert "name a config file" in refused(folder)
-    (folder / "config.json").write_text(json.dumps(dict(settings=settings)))
     cfg = load_settings([str(folder)])      # needs no function; its text is still the run's
     assert cfg.functions == {} and cfg.source.startswith("raise")
+    os.remove(folder / "config.py")
+    os.mkfifo(folder / "config.py")
+    assert "config.py: no such file" in refused(folder)
 
 
-def test_a_strangers_run_runs_nothing(tmp_path):
-    mine, theirs = tmp_path / "mine.py", tmp_path / "run" / "config.py"
-    theirs.parent.mkdir()
-    beside = f"/proc/self/cwd/{os.path.relpath(mine)}"      # where the archive was unpacked
-    for path, functions in ((theirs, ["reward"]), (beside, ["reward"]), (mine, [])):
-        for place in (mine, theirs):
-            place.write_text("raise SystemExit('it ran')")
-        noted = dict(settings={}, functions=functions, files=[str(path)])
-        (theirs.parent / "config.json").write_text(json.dumps(noted))
-        said = refused(theirs.parent) if functions else load_settings([str(theirs.parent)])
-        assert not functions or "name a config file" in said
+def test_functions_come_from_a_named_file_alone(noting, write):
+    mine = write("beta = 0.9\n" + CONSTANT.format(1), "mine.py")
+    folder = noting(["reward"], [mine])
+    (folder / "config.py").write_text(open(mine).read())    # unchanged, and still not run
+    message = refused(folder)
+    assert f"{folder} CONFIG.py" in message and "mine.py" in message and "'reward'" in message
+    for place in (mine, write(CONSTANT.format(2), "other.py")):
+        cfg = load_settings([str(folder), place])
+        assert cfg.beta == 0.3 and cfg.source == open(place).read()
+        assert cfg.functions["reward"]([], [""]) == [1 if place == mine else 2]
+
+
+def test_a_strangers_run_runs_nothing(noting, write, tmp_path):
+    evil = write("raise SystemExit('it ran')", "evil.py")
+    (tmp_path / "run").mkdir()
+    inside = write("raise SystemExit('it ran')", "run/config.py")
+    beside = f"/proc/self/cwd/{os.path.relpath(evil)}"      # where the archive was unpacked
+    for path in (inside, evil, beside):
+        assert load_settings([str(noting([], [path]))]).functions == {}
+        assert "name its config file" in refused(noting(["reward"], [path]))
 
 
 def test_a_config_json_that_is_none(tmp_path):
