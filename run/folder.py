@@ -3,13 +3,14 @@ Which folder a run gets. It is locked while the run lives, and no run is ever ov
 command goes on with a run that was interrupted, any other gets a folder of its own.
 """
 import contextlib
-import fcntl
 import itertools
 import json
 import os
 
+from filelock import FileLock, Timeout
+
 from run.checkpoint import LOGS, check_going_on, iterations_in, newest_checkpoint
-from common.files import read_json, read_text
+from common.files import is_plain, read_json, read_text
 from common.script import BadInput
 
 LOCK = ".lock"
@@ -53,20 +54,22 @@ def first_fit(wanted, cfg):
 
 def claim(folder, cfg):
     """(lock, why not) of a folder, None where the run may not have it."""
+    for name in (LOCK, *LOGS):
+        if not is_plain(os.path.join(folder, name)):
+            return None, f"{name} is a link or no file: remove it, what is written would go there"
     has_run = newest_checkpoint(folder) or os.path.exists(os.path.join(folder, "config.json"))
     if not is_free(folder) and not has_run:
         return None, "holds other files"    # where not even a lock is made
     os.makedirs(folder, exist_ok=True)
-    lock = open(os.path.join(folder, LOCK), "w")
+    lock = FileLock(os.path.join(folder, LOCK), timeout=0)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)    # until it is closed or the process ends
-    except BlockingIOError:
-        lock.close()
+        held = lock.acquire()       # until the block ends, or the process
+    except Timeout:
         return None, "another run is at work there"
     goes_on = cfg.resume and newest_checkpoint(folder)
     if goes_on or is_free(folder) or is_unfinished(folder, cfg):
-        return lock, None
-    lock.close()
+        return held, None
+    lock.release()
     return None, "holds another run, or one without a checkpoint"
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import signal
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,43 @@ def test_a_broken_checkpoint_is_one_line(tmp_path):
         config = vars(random_gpt().config) | shape
         save_file(path, "policy", config=config, model=random_gpt().state_dict())
         assert part in refusal(load_gpt, path)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    path = str(tmp_path / "a.pt")
+    weights = torch.randn(300)
+    save_file(path, "run", x=weights)
+    data = bytearray(open(path, "rb").read())
+    silent = 0
+    for place in range(0, len(data), 7):
+        data[place] ^= 4
+        open(path, "wb").write(data)
+        data[place] ^= 4
+        try:
+            assert torch.equal(load_file(path, "run")["x"], weights), f"byte {place}: other weights"
+            silent += 1     # what nothing reads: padding, a date
+        except BadInput:
+            pass
+    assert silent < len(range(0, len(data), 7)) / 2
+
+
+def test_a_compressed_file_is_refused(tmp_path):
+    path = str(tmp_path / "a.pt")
+    save_file(path, "run", x=torch.zeros(1000))
+    with zipfile.ZipFile(path) as f:
+        parts = {name: f.read(name) for name in f.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as f:     # may be a bomb
+        for name, content in parts.items():
+            f.writestr(name, content)
+    assert "not a readable checkpoint" in refusal(load_file, path, "run")
+
+
+def test_a_planted_link_is_not_written_through(tmp_path):
+    path = tmp_path / "config.json"
+    (tmp_path / "notes").write_text("years of work")
+    os.symlink(tmp_path / "notes", f"{path}.{os.getpid()}.tmp")     # the name to be renamed
+    write_json(str(path), {})
+    assert (tmp_path / "notes").read_text() == "years of work" and not path.is_symlink()
 
 
 def test_code_in_a_file_is_not_run(tmp_path):

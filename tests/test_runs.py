@@ -170,6 +170,32 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path):
     assert (tmp_path / "run-2" / "ckpt.pt").exists()
 
 
+@pytest.mark.parametrize("name", [".lock", *LOGS])
+@pytest.mark.parametrize("lead", [os.symlink, os.link, lambda notes, path: os.mkfifo(path)],
+                         ids=["link", "hard link", "pipe"])
+def test_a_run_writes_through_no_link(name, lead, copy_of_six, noise, grpo, tmp_path):
+    notes = tmp_path / "notes"
+    if name in LOGS:
+        shutil.copy(copy_of_six / name, notes)      # long enough to go on with
+    else:
+        notes.write_text("years of work")
+    before = notes.read_bytes()
+    os.remove(copy_of_six / name)
+    lead(notes, copy_of_six / name)
+    message = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+    assert f"{name} is a link or no file" in message
+    grpo(copy_of_six, noise, *SIX, "--max_iters=0")     # takes another folder
+    assert (tmp_path / "run-2" / "ckpt.pt").exists()
+    assert notes.read_bytes() == before, f"what {name} leads to was written to"
+
+
+@pytest.mark.parametrize("name", ["config.json", "ckpt.pt"])
+def test_a_pipe_is_not_waited_for(name, copy_of_six, noise):
+    os.remove(copy_of_six / name)
+    os.mkfifo(copy_of_six / name)
+    assert f"{name}: no such file" in refusal(evaluate.main, [str(copy_of_six), noise])
+
+
 class Crash(Exception):
     pass
 
@@ -292,8 +318,18 @@ def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     assert "learning_rate: 0.0001 -> 0.001" in text
 
 
+def flip(path):
+    """Flips a bit in the middle of a file."""
+    with open(path, "r+b") as f:
+        f.seek(os.path.getsize(path) // 2)
+        byte, = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte ^ 1]))
+
+
 @pytest.mark.parametrize("damage, part", [
     (lambda path: os.truncate(path, os.path.getsize(path) // 2), "cut short"),
+    (lambda path: flip(path), "damaged"),
     (lambda path: torch.save({"kind": "policy"}, path), "'policy'"),
     (lambda path: os.remove(path.replace("ckpt.pt", "samples.jsonl")), "samples.jsonl: shorter"),
     (lambda path: (os.remove(path), os.remove(path.replace("ckpt", "ckpt_prev"))), "checkpoint")])
@@ -382,12 +418,13 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
         assert f"after:  {row['completion']!r}" in text
 
 
-def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six):
+def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
+    assert "name its config file" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
-    text = printed(evaluate.main, [str(copy_of_six), "--num_eval_prompts=2"])
+    text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
     assert "rewards/noise" in columns(text) and "iteration 0 and 4" in text
     os.remove(copy_of_six / "ckpt_prev.pt")
-    assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six)])
+    assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), noise])
 
 
 def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
