@@ -12,7 +12,7 @@ import os
 
 import numpy as np
 
-from common.files import read_json, read_rows, replacing
+from common.files import read_json, read_rows, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
 
 with optional("matplotlib"):
@@ -87,7 +87,7 @@ def main(argv):
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")
     table = os.path.join(folders[0], "table.json")
-    with matplotlib.rc_context(LOOK):
+    with matplotlib.rc_context(LOOK), undamaged(", ".join(folders)):
         if os.path.exists(table):
             figure = draw_study(read_json(table))
         else:

@@ -27,7 +27,7 @@ from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.checkpoint import read_newest
 from common.device import autocast, fast_dtype, pick_device
-from common.files import load_gpt, load_weights, save_gpt, undamaged
+from common.files import load_gpt, rebuilt, save_gpt, undamaged
 from common.fit import fit
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -135,8 +135,8 @@ def load_run(path):
     with undamaged(path):
         known = vars(Settings())
         cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
-        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
-        load_weights(path, policy, content["policy"])
+        policy = rebuilt(path, content["shape"], content["policy"],
+                         lambda config: trainable(GPT(config), cfg))
     if is_published(cfg):
         return policy, extras.hub.policy.locate(cfg.policy)
     return policy, load_tokenizer(cfg.vocab_size)

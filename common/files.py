@@ -166,23 +166,28 @@ def undamaged(path):
         yield
     except BadInput:
         raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as e:
         raise BadInput(f"{path}: damaged, or not made here ({shown(e, 200)})") from e
 
 
-def load_weights(path, module, weights):
+def load_weights(path, module, weights, assign=False):
     """module <- weights, in the module's own precision. BadInput where names or shapes are not the
     same."""
     try:
-        module.load_state_dict(weights)
+        module.load_state_dict(weights, assign=assign)
+        for name, x in weights.items():     # one that is not contiguous may claim any size
+            if not x.is_contiguous():
+                raise TypeError(f"{name} is not contiguous")
     except (RuntimeError, TypeError) as e:
         raise BadInput(f"{path}: does not fit these settings ({shown(e, 300)})") from e
 
 
 def load_optimizer(optimizer, state):
-    """optimizer <- state. ValueError where a moment has another shape than its weights: AdamW would
-    not notice, and read and write other memory."""
-    optimizer.load_state_dict(state)
+    """optimizer <- the moments in state. ValueError where one has another shape than its weights:
+    AdamW would not notice, and read and write other memory."""
+    groups = optimizer.state_dict()["param_groups"]     # the settings', not the file's
+    optimizer.load_state_dict(state | {"param_groups": groups})
     for p, moments in optimizer.state.items():
         for name, x in moments.items():
             shape = () if name == "step" else p.shape
@@ -201,6 +206,20 @@ def load_gpt(path, kind="policy", make=GPT):
     """The policy that save_gpt wrote, on the CPU; or another module that a GPTConfig makes."""
     content = load_file(path, kind)
     with undamaged(path):
-        model = make(GPTConfig(**content["config"]))
-        load_weights(path, model, content["model"])
+        return rebuilt(path, content["config"], content["model"], make)
+
+
+@torch.no_grad()
+def rebuilt(path, shape, weights, make):
+    """make(GPTConfig) with these weights. That they fit is seen before anything large is built, and
+    that they compute before anything relies on it."""
+    config = GPTConfig(**shape)
+    if config.n_layer > len(weights):
+        raise BadInput(f"{path}: {len(weights)} tensors for {config.n_layer} layers")
+    with torch.device("meta"):
+        empty = make(config)
+    load_weights(path, empty, dict(weights), assign=True)
+    model = make(config)
+    load_weights(path, model, weights)
+    getattr(model, "trunk", model)(torch.zeros(1, 2, dtype=torch.long))
     return model

@@ -229,6 +229,7 @@ class Settings:
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
          if name not in ("functions", "source", "files")}
+DEFINED_HERE = "config file"    # the module of its functions
 GIVEN = ("target", "weigh", "texts", "questions")   # functions that are used by their name alone
 
 
@@ -259,23 +260,32 @@ def load_settings(argv):
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
+    use_tools(cfg)
+    check(cfg)
     use_functions(cfg)
-    return check(cfg)
+    return cfg
 
 
-def use_functions(cfg):
-    """Refuses a function that nothing uses; errors of the others become one line. The table of
-    tools becomes an environment, which a call's end asks."""
+def use_tools(cfg):
+    """The table of tools becomes an environment, which a call's end asks."""
+    check_tools(cfg.functions.get("tools", {}))
     if cfg.tools:
-        check_tools(cfg.tools)
         if "environment" in cfg.functions:
             raise BadInput("tools with a function environment: who answers? Leave one out")
         cfg.functions["environment"] = tool_environment(cfg.tools)
         cfg.stop_strings = tuple(dict.fromkeys([*cfg.stop_strings, STOP]))
-    rewards = cfg.reward_funcs or ("reward",)
-    known = (*rewards, cfg.tracin_val_reward, "environment", "tools", *GIVEN)
-    for name, function in cfg.functions.items():
-        if name not in known and function not in cfg.tools.values():
+
+
+def use_functions(cfg):
+    """Refuses a function that nothing uses, and drops one that is imported; errors of the others
+    become one line."""
+    known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools", *GIVEN)
+    for name, function in list(cfg.functions.items()):
+        if name in known or function in cfg.tools.values():
+            pass
+        elif getattr(function, "__module__", None) != DEFINED_HERE:
+            del cfg.functions[name]
+        else:
             raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, call "
                            "it reward, or start its name with _")
         if name in GIVEN:
@@ -355,18 +365,21 @@ def assign(cfg, name, value, source):
 
 def read_config(path):
     """({setting: value}, {name: function}) of a config file."""
+    if not path.endswith(".py"):
+        raise BadInput(f"{path}: must be a config file, which ends in .py, or a run's folder")
     try:
-        names = runpy.run_path(path)
+        names = runpy.run_path(path, run_name=DEFINED_HERE)
     except BadInput:
         raise
     except (Exception, SystemExit) as e:    # whatever a user's file may raise, in one line
-        reason = " ".join(str(e).split())
-        raise BadInput(f"{path}: {type(e).__name__}: {reason[:500]}") from e
+        raise BadInput(f"{path}: {type(e).__name__}: {e}") from e
     names = {name: value for name, value in names.items()
              if not name.startswith("_") and not isinstance(value, type(os))}
     functions = {name: value for name, value in names.items()
                  if callable(value) or name == "tools"}
     values = {name: value for name, value in names.items() if name not in functions}
+    if not names:
+        raise BadInput(f"{path}: sets nothing; a setting is written name = value")
     return values, functions
 
 
@@ -381,9 +394,8 @@ def refuse_functions(folder, run):
         needs = ", ".join(run.get("functions", []))
         noted = ", ".join(run.get("files", []))
     if needs:
-        raise BadInput(f"{folder}: needs {shown(needs)}, and a run brings no code: name its config "
-                       f"file, as in: python {command()} {folder} CONFIG.py (it was "
-                       f"{shown(noted)})")
+        raise BadInput(f"{folder}: needs {shown(needs)} of a config file that you name: python "
+                       f"{command()} RUN CONFIG.py (the run noted {shown(noted)})")
 
 
 def read_run(folder):

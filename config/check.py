@@ -1,4 +1,5 @@
 """What cannot work, refused in one line: the setting, its value, the fix."""
+import json
 import operator
 import os
 import typing
@@ -24,6 +25,7 @@ AT_MOST = {
     1: "top_p min_p gae_gamma gae_lambda top_entropy_quantile ref_model_mixup_alpha "
        "tracin_fraction",
     max(64, os.cpu_count()): "threads",
+    4096: "lora_rank num_eval_generations",     # far beyond use: memory would end first
 }
 RANGES = (("at least", operator.ge, AT_LEAST), ("above", operator.gt, ABOVE),
           ("below", operator.lt, BELOW), ("at most", operator.le, AT_MOST))
@@ -38,6 +40,10 @@ def check(cfg):
             raise BadInput(f"{name} = {shown(value)}: must be one of {', '.join(choices)}")
         if type(value) in (int, float) and not abs(value) < 2 ** 63:    # NaN is not
             raise BadInput(f"{name} = {shown(value)}: must be a number below 2 ** 63")
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"{name} = {shown(value)}: must be UTF-8") from None
         if value == "":
             raise BadInput(f"{name} = '': must not be empty")
     check_ranges(cfg)
@@ -80,6 +86,8 @@ def check_loss(cfg):
         raise BadInput(f"delta = {cfg.delta}: must be above the upper clip, {ceiling}")
     if cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1:
         raise BadInput("loss_type = 'cispo': epsilon_high is the ceiling of the ratio; take 5.0")
+    if cfg.ref_model_sync_steps and not cfg.beta:
+        raise BadInput("ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
     if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
         raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"

@@ -27,8 +27,8 @@ from data.tokenizer import end_tokens
 from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, row_alone
-from run.checkpoint import load_checkpoint, set_random_state
-from common.files import load_file, read_rows, replacing, undamaged
+from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
+from common.files import read_rows, replacing, undamaged
 from run.loop import sample_rows
 from run.metrics import bound_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
@@ -50,7 +50,7 @@ class Again(NamedTuple):
 
 def iteration_after(nets, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Again."""
-    content = load_file(path, "run")
+    content = read_checkpoint(path)
     if content["settings"]["tracin"] != cfg.tracin:
         content["influence"] = None     # the average of other targets
     with undamaged(path):
@@ -178,6 +178,13 @@ def settings_of(folder, flags, prompt, completion):
     return cfg
 
 
+def is_whole(row):
+    """True for a row of samples.jsonl whose influence and reward are known."""
+    numbers = ("iteration", "reward", "advantage", "influence", "weight")
+    return (all(isinstance(row.get(name), (int, float)) for name in numbers)
+            and all(isinstance(row.get(name), str) for name in ("prompt", "completion")))
+
+
 def main(argv):
     own, flags = own_flags(argv[1:], dict(before=False, prompt="", completion=""))
     prompt = own["prompt"]
@@ -192,8 +199,7 @@ def main(argv):
     again = iteration_after(nets, path, cfg)
     rows = again.rows
     metrics = []
-    recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
-                if None not in (row["reward"], row.get("influence"))]
+    recorded = list(filter(is_whole, read_rows(os.path.join(folder, "samples.jsonl"))))
     if recorded and not asked:
         rows = recorded
         metrics = read_rows(os.path.join(folder, "metrics.jsonl"))

@@ -3,6 +3,7 @@
 What a user's function does wrong ends in one line that names the function and an example.
 """
 import inspect
+import itertools
 import math
 
 import torch
@@ -44,7 +45,7 @@ def score_by(name, function, prompts, completions):
     else:
         values = call(f"reward {name!r}", function, prompts, completions)
     try:
-        values = list(values)
+        values = list(itertools.islice(values, len(completions) + 1))   # it may have no end
         numbers = [math.nan if v is None else float(v) for v in values]
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
         raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from common.files import (
-    load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
+    flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
 from common.script import BadInput
 
@@ -46,16 +46,16 @@ def write_run_config(folder, cfg, device):
     text of the config files."""
     if rank_and_size()[0] > 0:
         return
+    if cfg.source is not None:      # first: by config.json a folder is known as a run's
+        config = os.path.join(folder, "config.py")
+        with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
+            f.write(cfg.source)
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
     write_json(os.path.join(folder, "config.json"), dict(
         settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
         device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git))
-    if cfg.source is not None:
-        config = os.path.join(folder, "config.py")
-        with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
-            f.write(cfg.source)
 
 
 def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
@@ -72,6 +72,8 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
             "then --resume")
     if rank_and_size()[0] > 0:
         return
+    for name in LOGS:
+        flush(os.path.join(folder, name))
     path = os.path.join(folder, "ckpt.pt")
     new = os.path.join(folder, "ckpt_new.tmp")
     save_file(
@@ -84,6 +86,7 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     if os.path.exists(path):
         os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
     os.replace(new, path)
+    flush(folder)
 
 
 def newest_checkpoint(folder):
@@ -96,13 +99,26 @@ def newest_checkpoint(folder):
 
 
 def read_newest(folder, mmap=False):
-    """(path, content) of the newest checkpoint. mmap: its tensors are read when they are used."""
+    """(path, content) of the newest checkpoint."""
     path = newest_checkpoint(folder) or os.path.join(folder, "ckpt.pt")
     try:
-        return path, load_file(path, "run", mmap)
+        return path, read_checkpoint(path, mmap)
     except BadInput as e:
         raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
                        "ckpt.pt to go on from there") from e
+
+
+def read_checkpoint(path, mmap=False):
+    """The content of a checkpoint. mmap: its tensors are read when they are used."""
+    content = load_file(path, "run", mmap)
+    with undamaged(path):
+        for name in ("settings", "shape", "policy", "optimizer", "logs"):
+            if not isinstance(content[name], dict):
+                raise TypeError(f"{name} is no dict")
+        counts = [content["iteration"], content["num_tokens"], *map(content["logs"].get, LOGS)]
+        if any(type(n) is not int or n < 0 for n in counts):
+            raise TypeError(f"iteration, num_tokens and logs are {counts}")
+    return content
 
 
 def iterations_in(folder):
@@ -158,12 +174,15 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, nets.policy, content["policy"])
-    groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
-    load_optimizer(nets.optimizer, content["optimizer"] | {"param_groups": groups})
+    load_optimizer(nets.optimizer, content["optimizer"])
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
     if nets.influence and content["influence"]:
-        nets.influence.average.load_state(content["influence"], nets.trained)
+        state = content["influence"]
+        shapes = [x.shape for x in state["average"]]
+        if state["age"] < bool(shapes) or shapes not in ([], [p.shape for p in nets.trained]):
+            raise ValueError("the target's average is of other weights")
+        nets.influence.average.load_state(state, nets.trained)
 
 
 def random_state():

@@ -87,8 +87,7 @@ class Run:
                 self.save(done)
             if stopped and not last:
                 raise KeyboardInterrupt(
-                    f"saved after iteration {done}; the same command goes on, or: "
-                    f"python grpo.py {self.folder} --resume=True")
+                    f"saved after iteration {done}; the same command goes on")
 
     def step_log(self):
         return StepLog(self.nets.device, self.cfg.micro_batch_size, self.cfg.log_micro)

@@ -36,7 +36,8 @@ class Meter:
     def add(self, loss):
         """A micro-batch, by its grpo.Loss."""
         self.micro_batches.append(loss_metrics(loss, self.cfg))
-        self.loss += loss.total
+        # the ratio to an infinite log-prob of the sampler is 0: its token would drop out
+        self.loss += loss.total + 0 * loss.batch.rollout.logp.sum()
         if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
             self.first_pass.append((loss.logp - rollout.logp, rollout.sampled_mask))

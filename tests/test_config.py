@@ -246,7 +246,7 @@ def test_functions_come_from_a_named_file_alone(noting, write):
     folder = noting(["reward"], [mine])
     (folder / "config.py").write_text(open(mine).read())    # unchanged, and still not run
     message = refused(folder)
-    assert f"{folder} CONFIG.py" in message and "mine.py" in message and "'reward'" in message
+    assert "RUN CONFIG.py" in message and "mine.py" in message and "'reward'" in message
     for place in (mine, write(CONSTANT.format(2), "other.py")):
         cfg = load_settings([str(folder), place])
         assert cfg.beta == 0.3 and cfg.source == open(place).read()
@@ -260,7 +260,7 @@ def test_a_strangers_run_runs_nothing(noting, write, tmp_path):
     beside = f"/proc/self/cwd/{os.path.relpath(evil)}"      # where the archive was unpacked
     for path in (inside, evil, beside):
         assert load_settings([str(noting([], [path]))]).functions == {}
-        assert "name its config file" in refused(noting(["reward"], [path]))
+        assert "a config file that you name" in refused(noting(["reward"], [path]))
 
 
 def test_a_config_json_that_is_none(tmp_path):

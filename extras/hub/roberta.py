@@ -107,9 +107,9 @@ def load_roberta(name, device="cpu", label=None):
     (multi_label_classification). A text longer than the model's positions is cut.
     """
     folder = fetch(name)
-    config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
-    check_only(ONLY, config, name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
+        config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
+        check_only(ONLY, config, name)
         tokenizer = from_folder(folder)
         labels = [config["id2label"][i] for i in sorted(config["id2label"], key=int)]
         model = read_model(folder, config, len(labels)).to(device)
@@ -117,8 +117,9 @@ def load_roberta(name, device="cpu", label=None):
             raise ValueError(f"the tokenizer gives ids up to {tokenizer.largest}")
         if config["pad_token_id"] in (tokenizer.bos_token, tokenizer.eot_token):
             raise ValueError("pad_token_id is that of <s> or </s>")     # which would not count
-    most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
-    model.toxic = find_label(name, labels, label)
+        most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
+        model.toxic = find_label(name, labels, label)
+        model(torch.tensor([[tokenizer.bos_token]]).to(device), torch.ones(1, 1, device=device).bool())
     if config.get("problem_type") != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
 

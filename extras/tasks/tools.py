@@ -88,6 +88,8 @@ def check_tools(tools):
         raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
     for name, tool in tools.items():
         try:
+            if not PARTS.fullmatch(f"{name}("):
+                raise TypeError("no call can spell its name")
             inspect.signature(tool).bind("text")
             if inspect.iscoroutinefunction(tool):
                 raise TypeError("it is async")
