@@ -45,7 +45,7 @@ def picture(name, xlabel, ylabel):
 
 flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
 with exit_codes():      # a slip in a flag is one line
-    cfg = load_settings([os.path.join(ROOT, "config/lesson.py"), *flags])
+    cfg = load_settings([f"{ROOT}/config/lesson.py", *flags])
     nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo)
 prompts = draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
 G = cfg.num_generations

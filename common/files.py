@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import stat
 import zipfile
 from dataclasses import asdict
 
@@ -60,19 +59,15 @@ def remove(path):
 def flush(path):
     """Waits until a file, or the names in a folder, are on the disk."""
     number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    os.fsync(number)
+    os.close(number)
 
 
 def is_plain(path):
     """True where a file can be written in place: nothing is there, or a file of this one name. A
     link, hard or soft, leads to a file of another folder, and a pipe is waited for."""
-    if not os.path.lexists(path):
-        return True
-    found = os.lstat(path)
-    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    is_file = os.path.isfile(path) and not os.path.islink(path)
+    return os.stat(path).st_nlink == 1 if is_file else not os.path.lexists(path)
 
 
 def read_json(path, missing=None):
@@ -87,7 +82,7 @@ def read_json(path, missing=None):
 
 
 def write_json(path, content):
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8", errors="backslashreplace") as f:
         json.dump(content, f, indent=2, ensure_ascii=False)
 
 
@@ -138,7 +133,8 @@ def load_file(path, kind, mmap=False):
     if not os.path.isfile(here):
         raise BadInput(f"{path}: no such file")
     try:
-        check_sums(here, "data.pkl" if mmap else "")
+        if not mmap:
+            check_sums(here)
         content = torch.load(here, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:  # torch reports broken files in a dozen ways
         raise BadInput(f"{path}: not a readable checkpoint, perhaps damaged or cut short") from e
@@ -148,15 +144,12 @@ def load_file(path, kind, mmap=False):
     return content
 
 
-def check_sums(path, ending):
-    """Raises an error if the check sum of a part whose name ends so is wrong, which torch does not
-    look at, or if a part is compressed: it may be far larger than the file."""
+def check_sums(path):
+    """Raises ValueError if a check sum is wrong, which torch does not look at, or if a part is
+    compressed: it may be far larger than the file."""
     with zipfile.ZipFile(path) as f:
-        for part in f.infolist():
-            if part.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{part.filename} is compressed")
-            if part.filename.endswith(ending):
-                f.read(part)
+        if any(part.compress_type for part in f.infolist()) or f.testzip():
+            raise ValueError
 
 
 @contextlib.contextmanager
@@ -171,14 +164,11 @@ def undamaged(path):
         raise BadInput(f"{path}: damaged, or not made here ({shown(e, 200)})") from e
 
 
-def load_weights(path, module, weights, assign=False):
+def load_weights(path, module, weights):
     """module <- weights, in the module's own precision. BadInput where names or shapes are not the
     same."""
     try:
-        module.load_state_dict(weights, assign=assign)
-        for name, x in weights.items():     # one that is not contiguous may claim any size
-            if not x.is_contiguous():
-                raise TypeError(f"{name} is not contiguous")
+        module.load_state_dict(weights)
     except (RuntimeError, TypeError) as e:
         raise BadInput(f"{path}: does not fit these settings ({shown(e, 300)})") from e
 
@@ -214,11 +204,10 @@ def rebuilt(path, shape, weights, make):
     """make(GPTConfig) with these weights. That they fit is seen before anything large is built, and
     that they compute before anything relies on it."""
     config = GPTConfig(**shape)
-    if config.n_layer > len(weights):
-        raise BadInput(f"{path}: {len(weights)} tensors for {config.n_layer} layers")
+    if config.n_layer > len(weights) or not all(x.is_contiguous() for x in weights.values()):
+        raise ValueError(f"{len(weights)} tensors for {config.n_layer} layers, or views")
     with torch.device("meta"):
-        empty = make(config)
-    load_weights(path, empty, dict(weights), assign=True)
+        make(config).load_state_dict(dict(weights), assign=True)
     model = make(config)
     load_weights(path, model, weights)
     getattr(model, "trunk", model)(torch.zeros(1, 2, dtype=torch.long))

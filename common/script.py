@@ -122,6 +122,7 @@ def call(main, argv, usage):
 
 
 WANTED = {bool: "True or False", int: "N, from 1 to 99999", str: "..."}
+PATTERNS = {bool: "True|False|", int: "[1-9][0-9]{0,4}", str: ".+"}
 
 
 def own_flags(argv, own):
@@ -134,14 +135,9 @@ def own_flags(argv, own):
         name, _, value = arg.removeprefix("--").partition("=")
         if arg.startswith("--") and name in own:
             kind = type(own[name])
-            if kind is bool:
-                found[name] = {"": True, "True": True, "False": False}.get(value)
-            elif kind is int:
-                found[name] = int(value) if re.fullmatch("[1-9][0-9]{0,4}", value) else None
-            else:
-                found[name] = value or None
-            if found[name] is None:
+            if not re.fullmatch(PATTERNS[kind], value, re.DOTALL):
                 raise BadInput(f"{arg}: must be --{name}={WANTED[kind]}")
+            found[name] = value != "False" if kind is bool else kind(value)
         else:
             rest.append(arg)
     return found, rest

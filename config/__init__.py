@@ -24,7 +24,7 @@ from typing import Literal
 
 from config.check import check
 from extras.tasks.tools import STOP, call_metrics, check_tools, tool_environment
-from common.files import read_json, read_text, undamaged
+from common.files import read_json, read_text
 from common.script import BadInput, in_one_line, shown
 
 
@@ -243,9 +243,11 @@ def load_settings(argv):
     files = [path for path in paths if not os.path.isdir(path)]
     runs = {folder: read_run(folder) for folder in folders}
     for folder, run in runs.items():
-        if not files:
-            refuse_functions(folder, run)
-    kept = [os.path.join(folder, "config.py") for folder in folders]
+        if run.get("functions") and not files:
+            raise BadInput(f"{folder}: needs {shown(run['functions'])} of its config file, which "
+                           "runs only if you name it behind the folder: RUN CONFIG.py (the run "
+                           f"noted {shown(run.get('files'))})")
+    kept = [f"{folder}/config.py" for folder in folders]
     cfg.source = joined(files or filter(os.path.exists, kept))
     cfg.files = tuple(map(os.path.realpath, files))
     for path in files:
@@ -279,17 +281,15 @@ def use_tools(cfg):
 def use_functions(cfg):
     """Refuses a function that nothing uses, and drops one that is imported; errors of the others
     become one line."""
-    known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools", *GIVEN)
+    known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
-        if name in known or function in cfg.tools.values():
-            pass
-        elif getattr(function, "__module__", None) != DEFINED_HERE:
-            del cfg.functions[name]
-        else:
-            raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, call "
-                           "it reward, or start its name with _")
         if name in GIVEN:
             cfg.functions[name] = in_one_line(name, function)
+        elif name not in known and function not in cfg.tools.values():
+            if getattr(function, "__module__", None) == DEFINED_HERE:
+                raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, "
+                               "call it reward, or start its name with _")
+            del cfg.functions[name]
 
 
 USAGE = """
@@ -298,16 +298,12 @@ usage: python {} [CONFIG.py] [--setting=value ...]
 --help lists the settings. config/ holds more config files; the folder of a run repeats the run."""
 
 
-def command():
-    """The command that runs now, as it is typed after "python"."""
-    spec = sys.modules["__main__"].__spec__
-    return f"-m {spec.name.removesuffix('.__main__')}" if spec else os.path.basename(sys.argv[0])
-
-
 def usage(with_settings):
     """How to call the command that runs now; perhaps with the settings, the source of Settings."""
-    about = (sys.modules["__main__"].__doc__ or "").strip().partition("\n\n")[0]
-    text = about + "\n" + USAGE.format(command())
+    main = sys.modules["__main__"]
+    command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
+    about = (main.__doc__ or "").strip().partition("\n\n")[0]
+    text = about + "\n" + USAGE.format(command)
     if not with_settings:
         return text
     source = inspect.getsource(Settings)
@@ -388,19 +384,9 @@ def joined(files):
     return "\n".join(map(read_text, files)) or None
 
 
-def refuse_functions(folder, run):
-    """BadInput for a run that needs functions. The file that it noted is told and never run."""
-    with undamaged(os.path.join(folder, "config.json")):
-        needs = ", ".join(run.get("functions", []))
-        noted = ", ".join(run.get("files", []))
-    if needs:
-        raise BadInput(f"{folder}: needs {shown(needs)} of a config file that you name: python "
-                       f"{command()} RUN CONFIG.py (the run noted {shown(noted)})")
-
-
 def read_run(folder):
     """What a run's config.json holds."""
-    path = os.path.join(folder, "config.json")
+    path = f"{folder}/config.json"
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
         raise BadInput(f"{path}: has no settings, as the config.json of a run has")

@@ -1,5 +1,4 @@
 """What cannot work, refused in one line: the setting, its value, the fix."""
-import json
 import operator
 import os
 import typing
@@ -40,10 +39,6 @@ def check(cfg):
             raise BadInput(f"{name} = {shown(value)}: must be one of {', '.join(choices)}")
         if type(value) in (int, float) and not abs(value) < 2 ** 63:    # NaN is not
             raise BadInput(f"{name} = {shown(value)}: must be a number below 2 ** 63")
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise BadInput(f"{name} = {shown(value)}: must be UTF-8") from None
         if value == "":
             raise BadInput(f"{name} = '': must not be empty")
     check_ranges(cfg)

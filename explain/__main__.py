@@ -178,13 +178,6 @@ def settings_of(folder, flags, prompt, completion):
     return cfg
 
 
-def is_whole(row):
-    """True for a row of samples.jsonl whose influence and reward are known."""
-    numbers = ("iteration", "reward", "advantage", "influence", "weight")
-    return (all(isinstance(row.get(name), (int, float)) for name in numbers)
-            and all(isinstance(row.get(name), str) for name in ("prompt", "completion")))
-
-
 def main(argv):
     own, flags = own_flags(argv[1:], dict(before=False, prompt="", completion=""))
     prompt = own["prompt"]
@@ -199,7 +192,8 @@ def main(argv):
     again = iteration_after(nets, path, cfg)
     rows = again.rows
     metrics = []
-    recorded = list(filter(is_whole, read_rows(os.path.join(folder, "samples.jsonl"))))
+    recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
+                if None not in (row.get("reward"), row.get("influence"))]
     if recorded and not asked:
         rows = recorded
         metrics = read_rows(os.path.join(folder, "metrics.jsonl"))
@@ -207,10 +201,11 @@ def main(argv):
     target = f"{asked!r} after {prompt!r}" if asked else f"{cfg.tracin!r}"
     about = (f"{folder}: {len(rows)} rollouts, target {target}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
-    sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
-    sentences.append(check(again, cfg))
-    print(about, *sentences, sep="\n- ")
-    print_rollouts(rows)
+    with undamaged(folder):
+        sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
+        sentences.append(check(again, cfg))
+        print(about, *sentences, sep="\n- ")
+        print_rollouts(rows)
     write_page(folder, about, sentences, again, cfg)
 
 

@@ -25,6 +25,7 @@ def try_rewards(cfg, prompts):
         score(functions, prompts[:8] + prompts[:1], texts + [""])
 
 
+@torch.no_grad()    # and a user's function that switches gradients off does so until here
 def score(reward_funcs, prompts, completions):
     """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K).
 
@@ -33,6 +34,7 @@ def score(reward_funcs, prompts, completions):
     """
     columns = [score_by(name, function, prompts, completions)
                for name, function in reward_funcs.items()]
+    torch.set_default_dtype(torch.float32)      # of this too
     return torch.tensor(columns).T
 
 

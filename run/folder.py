@@ -32,7 +32,7 @@ def claimed_folder(cfg):
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
                        f"written ({getattr(e, 'strerror', e)})") from e
     with lock:
-        for path in glob.glob(os.path.join(glob.escape(folder), "ckpt_new.tmp*")):
+        for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):
             remove(path)        # of a process that was killed while it wrote
         goes_on = newest_checkpoint(folder) is not None
         if goes_on:
@@ -59,13 +59,13 @@ def first_fit(wanted, cfg):
 def claim(folder, cfg):
     """(lock, why not) of a folder, None where the run may not have it."""
     for name in (LOCK, *LOGS):
-        if not is_plain(os.path.join(folder, name)):
+        if not is_plain(f"{folder}/{name}"):
             return None, f"{name} is a link or no file: remove it, what is written would go there"
-    has_run = newest_checkpoint(folder) or os.path.exists(os.path.join(folder, "config.json"))
+    has_run = newest_checkpoint(folder) or os.path.exists(f"{folder}/config.json")
     if not is_free(folder, cfg) and not has_run:
         return None, "holds other files"    # where not even a lock is made
     os.makedirs(folder, exist_ok=True)
-    lock = FileLock(os.path.join(folder, LOCK), timeout=0)
+    lock = FileLock(f"{folder}/{LOCK}", timeout=0)
     try:
         held = lock.acquire()       # until the block ends, or the process
     except Timeout:
@@ -81,7 +81,7 @@ def is_free(folder, cfg):
     """True where nothing is lost: no folder, or at most a lock, halves of files, empty logs, and
     this config file's text, which a run writes first."""
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
-        path = os.path.join(folder, name)
+        path = f"{folder}/{name}"
         is_empty_log = name in LOGS and os.path.getsize(path) == 0
         is_same_text = name == "config.py" and read_text(path) == cfg.source
         if not (name == LOCK or name.endswith(".tmp") or is_empty_log or is_same_text):
@@ -95,7 +95,7 @@ def is_unfinished(folder, cfg):
         return False
     if newest_checkpoint(folder):
         return iterations_in(folder) < cfg.max_iters
-    metrics = os.path.join(folder, "metrics.jsonl")     # killed before its first checkpoint
+    metrics = f"{folder}/metrics.jsonl"     # killed before its first checkpoint
     return not os.path.exists(metrics) or os.path.getsize(metrics) == 0
 
 
@@ -105,7 +105,7 @@ def same_settings(folder, cfg):
         before = read_run(folder)["settings"]
     except BadInput:
         return False
-    config = os.path.join(folder, "config.py")
+    config = f"{folder}/config.py"
     source = read_text(config) if os.path.exists(config) else None
     now = json.loads(json.dumps(cfg.public()))
     names = [name for name in now if name not in FREE]

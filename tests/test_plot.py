@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -90,3 +91,13 @@ def test_a_study_is_its_measure_against_the_distance(tmp_path):
     x, y = ax.lines[0].get_data()
     assert list(x) == pytest.approx([0.1, 0.3])
     assert list(y) == pytest.approx(np.exp([-1.1, -2.1]))
+
+
+@pytest.mark.parametrize("name, text", [
+    ("table.json", "[]"), ("table.json", '{"points": {"a": 1}}'), ("table.json", "{}"),
+    ("table.json", '{"points": {"a": {"1": [["x", 1]]}}, "name": 1, "measure": 2}'),
+    ("metrics.jsonl", '{"reward": 1.0}'), ("metrics.jsonl", '{"iteration": 1, "reward": {}}')])
+def test_a_damaged_log_is_one_line(name, text, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "copy")
+    (folder / name).write_text(text)
+    assert "damaged" in refusal(plot.main, [str(folder)])

@@ -171,8 +171,9 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".lock", *LOGS])
-@pytest.mark.parametrize("lead", [os.symlink, os.link, lambda notes, path: os.mkfifo(path)],
-                         ids=["link", "hard link", "pipe"])
+@pytest.mark.parametrize("lead", [os.symlink, os.link, lambda notes, path: os.mkfifo(path),
+                                  lambda notes, path: os.mkdir(path)],
+                         ids=["link", "hard link", "pipe", "folder"])
 def test_a_run_writes_through_no_link(name, lead, copy_of_six, noise, grpo, tmp_path):
     notes = tmp_path / "notes"
     if name in LOGS:
@@ -340,6 +341,60 @@ def test_a_damaged_run_is_refused_and_kept(damage, part, copy_of_six, noise, grp
     assert snapshot(copy_of_six) == before
 
 
+@pytest.mark.parametrize("change", [
+    dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1), dict(logs=[]),
+    dict(logs=dict.fromkeys(LOGS, -1)), dict(logs=dict.fromkeys(LOGS, 0.5)), dict(policy=None),
+    dict(shape=None), dict(optimizer=None)], ids=str)
+def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, grpo):
+    path = str(copy_of_six / "ckpt.pt")
+    content = load_file(path, "run")
+    del content["kind"]
+    save_file(path, "run", **content | change)
+    before = snapshot(copy_of_six)
+    for start in (lambda: grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7"),
+                  lambda: printed(explain.main, [str(copy_of_six), noise])):
+        assert "ckpt.pt: damaged" in refusal(start)
+    assert snapshot(copy_of_six) == before
+
+
+@pytest.mark.parametrize("change", [
+    lambda s: s["average"].pop(), lambda s: s.update(age=0), lambda s: s.update(age="1"),
+    lambda s: s["average"].__setitem__(0, torch.zeros(3))])
+def test_an_average_of_other_targets_is_refused(change, grpo, tmp_path):
+    flags = ("--tracin=reward", "--tracin_target_ema=0.5", "--save_interval=1")
+    grpo(tmp_path / "run", *flags, "--max_iters=1")
+    path = str(tmp_path / "run" / "ckpt.pt")
+    content = load_file(path, "run")
+    change(content["influence"])
+    del content["kind"]
+    save_file(path, "run", **content)
+    assert "damaged" in refusal(grpo, tmp_path / "run", *flags, "--max_iters=2", "--resume=True")
+
+
+def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six, tmp_path):
+    for name in os.listdir(copy_of_six):
+        if name != "config.py":
+            os.remove(copy_of_six / name)
+    (copy_of_six / "ckpt_new.tmp.123.tmp").write_text("half a checkpoint")
+    grpo(copy_of_six, noise, *SIX, "--resume=True")
+    assert_same_run(six, copy_of_six)
+    assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.py").write_text("years of work")
+    grpo(tmp_path / "mine", noise, *SIX, "--max_iters=0")
+    assert os.listdir(tmp_path / "mine") == ["config.py"], "a user's config.py is no run's"
+
+
+def test_config_py_is_written_before_config_json(grpo, noise, tmp_path, monkeypatch):
+    def dies(path, content):
+        raise Crash
+
+    monkeypatch.setattr("run.checkpoint.write_json", dies)
+    with pytest.raises(Crash):
+        grpo(tmp_path / "run", noise, "--max_iters=0")
+    assert (tmp_path / "run" / "config.py").read_text() == NOISE
+
+
 def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo, tmp_path):
     content = load_file(tiny.policy, "policy")
     content["model"]["ln_f.bias"] += 1
@@ -419,7 +474,7 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
 
 
 def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
-    assert "a config file that you name" in refusal(evaluate.main, [str(copy_of_six)])
+    assert "runs only if you name it" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
     text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
     assert "rewards/noise" in columns(text) and "iteration 0 and 4" in text

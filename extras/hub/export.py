@@ -12,7 +12,7 @@ import torch
 
 from data.tokenizer import byte_alphabet
 from extras.hub.families import FAMILIES, config_to_json, pieces
-from extras.hub.files import TOKENIZER_FILES, save_tensors
+from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
 from extras.hub.policy import TRANSPOSED, tokenizer_of
 from extras.hub.tokenizer import Tokenizer, bpe_core
 from pretrain import load_run
@@ -31,7 +31,8 @@ def export(model, folder, source):
         raise BadInput(f"{folder}: is there already; name a folder that is not there yet")
     with replacing(os.path.abspath(folder)) as tmp:
         os.makedirs(tmp)
-        ids = write_tokenizer(tmp, source)
+        with one_line(folder, "is the disk full?"):     # tokenizers raises a plain Exception
+            ids = write_tokenizer(tmp, source)
         content = ids | config | {"torch_dtype": "float32"}
         write_json(os.path.join(tmp, "config.json"), content)
         save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, kind))

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 
+import numpy as np
 import torch
 
 from common.files import read_json
@@ -89,9 +90,10 @@ def read_gguf(path, weights=True):
 
     class Reader(GGUFReader):
         """It would read millions of numbers one by one, also those behind the file's end."""
-        left = 2 ** 22      # large vocabularies have half of them
+        left = 2 ** 21      # large vocabularies have half of them
 
         def _get(self, offset, *args, **kwargs):
+            self.data = self.data.view(np.ndarray)      # a memmap is slow to cut
             self.left -= 1
             if self.left < 0 or offset >= len(self.data):
                 raise ValueError("its metadata is too long, or cut short")

@@ -119,7 +119,6 @@ def load_roberta(name, device="cpu", label=None):
             raise ValueError("pad_token_id is that of <s> or </s>")     # which would not count
         most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
         model.toxic = find_label(name, labels, label)
-        model(torch.tensor([[tokenizer.bos_token]]).to(device), torch.ones(1, 1, device=device).bool())
     if config.get("problem_type") != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
 

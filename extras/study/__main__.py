@@ -35,7 +35,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import load_settings, read_config
-from common.files import ROOT, is_plain, read_rows, replacing, write_json
+from common.files import ROOT, is_plain, read_rows, replacing, undamaged, write_json
 from common.script import BadInput, own_flags, run_script
 
 GRPO = os.path.join(ROOT, "grpo.py")
@@ -98,9 +98,6 @@ def evaluations_of(run, measure):
         return []
     if measure not in rows[-1]:
         raise BadInput(f"measure = {measure!r}: is not in {path}, which has {', '.join(rows[-1])}")
-    for row in rows[1:]:
-        if not all(isinstance(row.get(name), (int, float)) for name in (measure, "kl")):
-            raise BadInput(f"{path}: an evaluation without numbers {measure} and kl")
     return rows
 
 
@@ -264,7 +261,8 @@ def main(argv):
     if not own["table"]:
         os.makedirs(out, exist_ok=True)
         make_all(runs, study.measure, own["workers"])
-    found = summarise(study, runs)
+    with undamaged(out):
+        found = summarise(study, runs)
     text = as_markdown(study, found)
     write_json(os.path.join(out, "table.json"), found)
     with replacing(os.path.join(out, "table.md")) as tmp, open(tmp, "w", encoding="utf-8") as f:

@@ -63,3 +63,8 @@ def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
 def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
     assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])
+
+
+def test_vs_stands_between(quick):
+    for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
+        assert "must stand between" in refusal(bench.main, argv)
