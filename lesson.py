@@ -46,7 +46,7 @@ def picture(name, xlabel, ylabel):
 flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
 with exit_codes():      # a slip in a flag is one line
     cfg = load_settings([f"{ROOT}/config/lesson.py", *flags])
-    nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo)
+    nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
 prompts = draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
 G = cfg.num_generations
 N = len(prompts) * G
@@ -155,7 +155,7 @@ nets.policy.load_state_dict(start)      # back to where we were
 # %%
 def gradient_of(rows):
     """{parameter: gradient} of the loss of these rows, by a plain backward."""
-    return tracin.gradient_of(grpo, nets, cfg, batch, rows, step, "policy")
+    return grpo.gradient_of(nets, cfg, batch, rows, step, "policy")
 
 
 target = gradient_of(step.rows)

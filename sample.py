@@ -9,15 +9,13 @@ those of the run unless changed here, such as --temperature=0.7 or --max_complet
 """
 import torch
 
-from data.chat import encode_prompt
-from data.prompts import Prompt
+from data.prompts import Prompt, encode_prompt
 from data.tokenizer import end_tokens, texts_of
 from evaluate import open_run
 from judge.rewards import score
 from common.device import autocast
 from common.script import BadInput, own_flags, run_script, seed_for
 from rollout import generate
-from extras.tasks.turns import answering
 
 
 @torch.no_grad()
@@ -32,7 +30,7 @@ def speak(nets, policy, cfg, prompt, num, chat=False):
                 policy, [ids], num, cfg.max_completion_length, eos=end_tokens(nets.tokenizer),
                 seed=seed_for(cfg.seed, "speak", prompt), temperature=cfg.temperature,
                 top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
-                respond=answering(nets.tokenizer, asked, cfg, 1))
+                respond=nets.answering(asked, 1))
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
     completions = texts_of(nets.tokenizer, rollout)

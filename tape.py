@@ -343,13 +343,6 @@ def cosine(G, H):
     return float(inner(G, H) / (inner(G, G) * inner(H, H)).sqrt())
 
 
-def invariant_error(scores, batch_grad, G):
-    """How far sum_i I_i = <G_batch, G_target> is violated, relative to sum_i |I_i|: (). It cannot
-    see that one row has the influence of another: check_exact can."""
-    scores = scores.double()
-    return (scores.sum() - inner(batch_grad, G)).abs() / scores.abs().sum().clamp(min=1e-30)
-
-
 def check_exact(model, loss_of, rows, owners=None, tolerance=0.01):
     """Raises ValueError unless, for the three rows of largest gradient, the tape's gradient is the
     one that autograd gives for that row alone, parameter by parameter. loss_of(rows) -> (): the sum

@@ -1,121 +1,59 @@
 """
-Several processes, as torchrun starts them.
-
-All hold the same weights and the same batch. Each computes its share of the rows, and the results
-are put together for all. With one process every function here returns what it is given.
+What a run asks of the processes that share it. A single one has nothing to share: its functions are
+here. Under torchrun those of extras/torchrun take their places, and each process has a share of the
+rows.
 """
 import contextlib
-import importlib
-import time
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-
-PATIENCE = timedelta(hours=12)  # while rank 0 makes policy and judges
 
 
 def rank_and_size():
-    """(rank of this process, number of processes). Rank 0 alone prints and writes."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    """(number of this process, number of processes). Rank 0 alone prints and writes."""
     return 0, 1
 
 
 def shard(n, group=1):
-    """The slice of n rows that this process handles, perhaps empty: whole groups, in rank order, as
-    even as possible."""
-    rank, size = rank_and_size()
-    groups = n // group
-    return slice(groups * rank // size * group, groups * (rank + 1) // size * group)
-
-
-def join():
-    """Joins the processes that torchrun started: gloo for tensors on the CPU, NCCL for a GPU's."""
-    # now: its functions keep for good the group that they find, and AdamW would import it later
-    importlib.import_module("torch.distributed.nn.functional")
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE)
-
-
-@contextlib.contextmanager
-def leaving():
-    """After this block the process has left the others, if there were any."""
-    together = False
-    try:
-        yield
-        together = True
-    except KeyboardInterrupt:       # all of them stop at the same point
-        together = True
-        raise
-    finally:
-        # a thread of gloo that outlives Python may abort it; the end of NCCL waits for the others
-        if rank_and_size()[1] > 1 and (together or not torch.cuda.is_available()):
-            dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def or_peer_is_gone():
-    """Ends this process when another one is gone, a second later, so that torchrun blames that."""
-    try:
-        yield
-    except RuntimeError as e:
-        time.sleep(1)
-        reason = str(e).split(". ")[0]
-        raise SystemExit(
-            "stopped: another process is gone, which has said why or is named below "
-            f"({reason}); the last checkpoint stands") from None
+    """The slice of n rows that this process handles: whole groups."""
+    return slice(0, n)
 
 
 def all_gather(rows):
-    """A list or a tensor (n, ...) from each process, n may differ -> on every process all of them,
-    joined in rank order."""
-    _, size = rank_and_size()
-    if size == 1:
-        return rows
-    parts = [None] * size
-    is_tensor = isinstance(rows, torch.Tensor)
-    sent = rows.cpu().clone() if is_tensor else rows   # a clone: a view would bring all it views
-    with or_peer_is_gone():
-        dist.all_gather_object(parts, sent)
-    return torch.cat(parts).to(rows.device) if is_tensor else sum(parts, [])
+    """The rows of all processes, a list or a tensor (n, ...), joined in rank order."""
+    return rows
 
 
 def all_gather_rollout(rollout):
     """[the rollout of each process], on the device of this one."""
-    if rank_and_size()[1] == 1:
-        return [rollout]
-    device = rollout.tokens.device
-    parts = all_gather([rollout.map(lambda x: x.cpu().clone())])
-    return [part.map(lambda x: x.to(device)) for part in parts]
+    return [rollout]
 
 
 def all_reduce(tensors):
     """Each tensor <- its sum over the processes, in place."""
-    if rank_and_size()[1] == 1:
-        return
-    with or_peer_is_gone():
-        for x in tensors:
-            total = x.contiguous()
-            dist.all_reduce(total)
-            x.copy_(total)
 
 
 def sum_gradients(parameters):
-    """Sums .grad over the processes, in place. A process without rows contributes zeros."""
-    if rank_and_size()[1] > 1:
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        all_reduce([p.grad for p in parameters])
+    """Sums .grad over the processes, in place."""
 
 
-@contextlib.contextmanager
 def rank0_first():
-    """Rank 0 runs the block first; the others then find the files that it made."""
-    rank, size = rank_and_size()
-    if rank > 0:
-        all_gather([])      # waits for rank 0
-    yield
-    if rank == 0 and size > 1:
-        all_gather([])
+    """Around a block that rank 0 runs first; the others then find the files that it made."""
+    return contextlib.nullcontext()
+
+
+def join():
+    """Joins the processes that torchrun started."""
+
+
+def leaving():
+    """Around all that a process does: afterwards it has left the others."""
+    return contextlib.nullcontext()
+
+
+if dist.is_torchelastic_launched():
+    try:
+        from extras.torchrun import (
+            all_gather, all_gather_rollout, all_reduce, join, leaving, rank0_first, rank_and_size,
+            shard, sum_gradients)
+    except ModuleNotFoundError:
+        raise SystemExit("torchrun needs extras/torchrun, which is not here") from None

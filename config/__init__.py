@@ -5,8 +5,8 @@ Every setting, documented once, and the reader of config files and flags.
 
 A config file is Python that assigns names of Settings; _names and modules are its own business. A
 function (prompts, completions) that returns one number per completion can be a reward. Functions
-with a fixed name: reward, target, weigh, environment (extras/tasks/turns.py), texts (pretrain.py),
-questions (data/prompts.py); and the table `tools` (extras/tasks/tools.py).
+with a fixed name: reward, target, weigh, environment (extras/environment), texts (pretrain.py),
+questions (data/prompts.py); and the table `tools` (extras/environment).
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
 functions come only from a config file that is named beside it.
@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from config.check import check
-from extras.tasks.tools import STOP, call_metrics, check_tools, tool_environment
 from common.files import read_json, read_text
 from common.script import BadInput, in_one_line, shown
 
@@ -173,16 +172,14 @@ class Settings:
 
     @property
     def answers(self):
-        return "environment" in self.functions and self.max_turns > 0
+        """True if an environment, or tools, answer the completions."""
+        asked = "environment" in self.functions or bool(self.tools)
+        return asked and self.max_turns > 0
 
     @property
     def tools(self):
-        """The config file's table of tools, {} without (extras/tasks/tools.py)."""
+        """The config file's table of tools, {} without (extras/environment)."""
         return self.functions.get("tools") or {}
-
-    def call_metrics(self, completions):
-        """Metrics of the calls in completions; {} where no tool answers."""
-        return call_metrics(completions) if self.tools and self.answers else {}
 
     @property
     def kl_in_loss(self):
@@ -262,30 +259,22 @@ def load_settings(argv):
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
-    use_tools(cfg)
     check(cfg)
     use_functions(cfg)
     return cfg
 
 
-def use_tools(cfg):
-    """The table of tools becomes an environment, which a call's end asks."""
-    check_tools(cfg.functions.get("tools", {}))
-    if cfg.tools:
-        if "environment" in cfg.functions:
-            raise BadInput("tools with a function environment: who answers? Leave one out")
-        cfg.functions["environment"] = tool_environment(cfg.tools)
-        cfg.stop_strings = tuple(dict.fromkeys([*cfg.stop_strings, STOP]))
-
-
 def use_functions(cfg):
     """Refuses a function that nothing uses, and drops one that is imported; errors of the others
     become one line."""
+    tools = cfg.functions.get("tools", {})
+    if not isinstance(tools, dict):
+        raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
     known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
         if name in GIVEN:
             cfg.functions[name] = in_one_line(name, function)
-        elif name not in known and function not in cfg.tools.values():
+        elif name not in known and function not in tools.values():
             if getattr(function, "__module__", None) == DEFINED_HERE:
                 raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, "
                                "call it reward, or start its name with _")

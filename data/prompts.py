@@ -1,10 +1,10 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file or of a function."""
+import json
 import random
 from typing import NamedTuple
 
 import torch
 
-from data.chat import encode_prompt
 from data.comments import as_text
 from common.files import read_rows, read_text
 from common.script import BadInput, seed_for, shown
@@ -45,6 +45,29 @@ def load_prompts(cfg, tokenizer, splits):
         raise BadInput(f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are "
                        f"left beside num_eval_prompts = {n}")
     return train, held_out[:n], held_out[n:]
+
+
+def encode_prompt(tokenizer, content, where):
+    """Encode a prompt, a text or a list of messages for a chat model -> (its text for rewards and
+    logs, its ids). The ids of a text begin with the <bos> that the model's own tokenizer puts
+    there. where: names the prompt in a BadInput."""
+    check_text(content, where)
+    if isinstance(content, list):
+        if getattr(tokenizer, "chat_template", None) is None:   # only a published model has one
+            raise BadInput(f"{where} is a list of messages, and this policy has no chat template: "
+                           "give text, or a policy with a template")
+        return tokenizer.encode_chat(content, where)
+    ids = tokenizer.encode_ordinary(content)
+    before = getattr(tokenizer, "before_text", [])
+    return content, [*before, *ids] if ids else []      # an empty prompt stays empty
+
+
+def check_text(content, where):
+    """Raise BadInput for half a character, which JSON can hold and no file."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
+        raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
 
 
 def read_prompt(tokenizer, content, row, where):

@@ -12,6 +12,7 @@ The sentences are about all rollouts that the run has scored. The page is about 
 follows the last checkpoint, which is sampled and scored here and changes nothing. With --prompt so
 are the sentences.
 """
+import functools
 import os
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,10 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 import grpo
-import tracin
-from config import load_settings
-from data.chat import encode_prompt
-from data.prompts import draw_prompts
+from config import load_settings, read_run
+from data.prompts import encode_prompt
 from data.tokenizer import end_tokens
 from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of
@@ -30,26 +29,24 @@ from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
 from common.files import read_rows, replacing, undamaged
 from run.loop import sample_rows
-from run.metrics import bound_of
+from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
-from tape import inner
+from tracin import Recording, keep_helpful, rollout_error
 
 CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
 SHOWN = 5       # rollouts in a list
 
 
-class Again(NamedTuple):
+class Scored(NamedTuple):
     """An optimizer step that is scored and not taken."""
     nets: Any           # run.build.Nets
-    tape: Any           # tape.Tape
-    batch: Any          # grpo.Batch
-    step: Any           # grpo.Step
+    recording: Any      # tracin.Recording
     found: Any          # tracin.Findings
     rows: list          # as in samples.jsonl
 
 
-def iteration_after(nets, path, cfg):
-    """The iteration that grpo.py would do next from this checkpoint -> Again."""
+def next_iteration(nets, path, cfg):
+    """The iteration that grpo.py would do next from this checkpoint -> Scored."""
     content = read_checkpoint(path)
     if content["settings"]["tracin"] != cfg.tracin:
         content["influence"] = None     # the average of other targets
@@ -57,24 +54,20 @@ def iteration_after(nets, path, cfg):
         load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
     set_random_state(content["random"])
     it = content["iteration"]
-    prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
-    batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it))
-    target = None
-    if cfg.tracin_val_prompts:
-        target = tracin.collect_target(nets, it, cfg, grpo.collect)
+    prompts, batch, held_out = grpo.sample_iteration(nets, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
-    with nets.influence.start_tape(batch, step, fresh=True) as tape:
-        for rows in grpo.micro_batches(batch.lengths, step.rows, cfg):
-            nets.influence.forward_backward(rows)
-    found = nets.influence.keep_helpful(target, seed_for(seed, "select", 0))
+    with Recording(nets.policy, batch, step, True, cfg) as recording:
+        grpo.backward(nets, batch, step, cfg, lambda loss: None, recording)
+    generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
+    gradient_of = functools.partial(grpo.gradient_of, nets, cfg)
+    found = keep_helpful(recording, held_out, nets, cfg, generator, gradient_of)
     nets.policy.zero_grad(set_to_none=True)     # no step is taken
     rows = sample_rows(it, prompts, batch, cfg)
-    batch.row_weights.fill_(1.0)                    # they would weigh the loss
-    scored = [rows[i] for i in step.rows.tolist()]
-    return Again(nets, tape, batch, step, found, scored)
+    batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
+    return Scored(nets, recording, found, [rows[i] for i in step.rows.tolist()])
 
 
 def saying(prompt, completion):
@@ -83,7 +76,7 @@ def saying(prompt, completion):
         _, before = encode_prompt(tokenizer, prompt, "--prompt")
         said = tokenizer.encode_ordinary(completion)
         size = len(before) + len(said)
-        most = policy.config.block_size
+        most = policy.block_size
         if size > most:
             raise BadInput(f"--prompt and --completion have {size} tokens: must be {most} at most")
         ids = torch.tensor([before + said], device=policy.wte.weight.device)
@@ -94,39 +87,38 @@ def saying(prompt, completion):
     return target
 
 
-def scored_against(again, cfg, j):
-    """{parameter: tensor}: what the row at position j of the step is scored against."""
-    found = again.found
+def scored_against(scored, cfg, j):
+    """{parameter: tensor}: what the rollout at position j of the step is scored against."""
+    found = scored.found
     if not cfg.tracin_leave_one_out or found.target_coef is None:
         return found.G
-    i = int(again.step.rows[j])
-    own = again.tape.gradient(torch.arange(len(found.target_coef), device=found.scores.device) == i)
+    i = int(scored.recording.step.rows[j])
+    itself = torch.arange(len(found.target_coef), device=found.scores.device) == i
+    own = scored.recording.tape.gradient(itself)
     return {p: g - found.target_coef[i] * found.scale.get(p, 1) * own[p]
             for p, g in found.G.items()}
 
 
-def check(again, cfg):
+def check(scored, cfg):
     """A sentence: the tape's influences beside those by a plain backward for each rollout."""
     if cfg.loss_type == "bnpo":
         return ("With loss_type = 'bnpo' a rollout alone has another loss: nothing is checked, and "
                 "its words add up to a multiple of its influence.")
-    nets, _, batch, step, found, _ = again
-    order = found.scores.argsort()
+    nets, recording, found, rows = scored
+    order = found.raw_scores.argsort()
     chosen = order[::max(1, len(order) // CHECKED)].tolist()
-    plain = []
-    for j in chosen:
-        g = nets.influence.gradient_of(batch, step.rows[[j]], step, "policy")
-        plain.append(inner(g, scored_against(again, cfg, j)))
-    plain = torch.stack(plain).to(found.scores)
-    error = (found.scores[chosen] - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
-    verdict = "agrees with" if float(error) < bound_of(nets.dtype) else "CONTRADICTS"
-    return (f"Iteration {again.rows[0]['iteration']}: the tape {verdict} a plain backward for each "
-            f"of {len(chosen)} rollouts (error {float(error):.0e} of the largest influence).")
+    gradient_of = functools.partial(grpo.gradient_of, nets, cfg)
+    error = float(rollout_error(recording, found, chosen, gradient_of))
+    verdict = "agrees with" if error < tolerance_of(nets.dtype) else "CONTRADICTS"
+    return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward for each of "
+            f"{len(chosen)} rollouts (error {error:.0e} of the largest influence).")
 
 
-def words_of(again, cfg, chosen):
-    """{position in the step: the row's Pieces}, influence in standard deviations."""
-    nets, _, batch, step, found, _ = again
+def words_of(scored, cfg, chosen):
+    """{position in the step: the rollout's Pieces}, influence in standard deviations."""
+    nets, recording, found, _ = scored
+    batch = recording.batch
+    step = recording.step
     unit = float(found.scores.std(correction=0)) or 1.0
     names = {p: name for name, p in nets.policy.named_parameters()}
     ends = end_tokens(nets.tokenizer)
@@ -136,7 +128,7 @@ def words_of(again, cfg, chosen):
         loss = grpo.loss_of(nets, nets.policy, batch, i, step, cfg)
         slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (1, T)
         row = row_alone(batch.rollout, int(i), cfg.temperature)
-        D = {names[p]: g for p, g in scored_against(again, cfg, j).items()}
+        D = {names[p]: g for p, g in scored_against(scored, cfg, j).items()}
         change = logprob_changes(nets.policy, D, row)
         influence = slope[0, :len(change)] * change / unit
         words[j] = pieces_of(row, influence, nets.tokenizer, ends)
@@ -154,11 +146,11 @@ def print_rollouts(rows):
                   f"{row['prompt'][:48]!r} -> {row['completion'][:48]!r}")
 
 
-def write_page(folder, about, sentences, again, cfg):
-    z = own_units(again.rows)
+def write_page(folder, about, sentences, scored, cfg):
+    z = own_units(scored.rows)
     lists = best_and_worst(z, SHOWN)
-    words = words_of(again, cfg, sum(lists.values(), []))
-    cards = {heading: [(again.rows[j] | {"z": float(z[j])}, words[j]) for j in places]
+    words = words_of(scored, cfg, sum(lists.values(), []))
+    cards = {heading: [(scored.rows[j] | {"z": float(z[j])}, words[j]) for j in places]
              for heading, places in lists.items()}
     path = os.path.join(folder, "influence.html")
     with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
@@ -167,7 +159,8 @@ def write_page(folder, about, sentences, again, cfg):
 
 
 def settings_of(folder, flags, prompt, completion):
-    """The run's settings with a target: the run's, or the one that the question asks for."""
+    """The run's settings with a target: the run's, or the one that the question asks for. By a
+    target that is not the run's own nothing is dropped."""
     cfg = load_settings([folder, *flags])
     if completion:
         cfg.functions["target"] = saying(prompt, completion)
@@ -175,6 +168,8 @@ def settings_of(folder, flags, prompt, completion):
                       tracin_leave_one_out=False)
     elif cfg.tracin == "off":
         cfg.tracin = "reward"
+    if completion or cfg.tracin != read_run(folder)["settings"]["tracin"]:
+        cfg.tracin_select = "all"
     return cfg
 
 
@@ -187,10 +182,10 @@ def main(argv):
                        "--completion=TEXT] [--setting=value ...]")
     folder = argv[0]
     cfg = settings_of(folder, flags, prompt, asked)
-    nets = grpo.prepare(cfg, grpo.read_inputs(cfg), grpo, may_train=False)
+    nets = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     path = os.path.join(folder, "ckpt_prev.pt" if own["before"] else "ckpt.pt")
-    again = iteration_after(nets, path, cfg)
-    rows = again.rows
+    scored = next_iteration(nets, path, cfg)
+    rows = scored.rows
     metrics = []
     recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
                 if None not in (row.get("reward"), row.get("influence"))]
@@ -203,10 +198,10 @@ def main(argv):
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
     with undamaged(folder):
         sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
-        sentences.append(check(again, cfg))
+        sentences.append(check(scored, cfg))
         print(about, *sentences, sep="\n- ")
         print_rollouts(rows)
-    write_page(folder, about, sentences, again, cfg)
+    write_page(folder, about, sentences, scored, cfg)
 
 
 if __name__ == "__main__":

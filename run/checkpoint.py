@@ -80,7 +80,7 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
         new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
         shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
         reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=nets.influence.average.state() if nets.influence else None,
+        influence=nets.target_average.state(),
         settings=cfg.public(), random=random_state(),
         logs={name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
     if os.path.exists(path):
@@ -177,11 +177,11 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
     state = content["influence"]
-    if nets.influence and state and state["average"]:
+    if cfg.tracin != "off" and state and state["average"]:
         shapes = [x.shape for x in state["average"]]
         if state["age"] < 1 or shapes != [p.shape for p in nets.trained]:
             raise ValueError("the target's average is of other weights")
-        nets.influence.average.load_state(state, nets.trained)
+        nets.target_average.load_state(state, nets.trained)
 
 
 def random_state():

@@ -6,14 +6,13 @@ import math
 import os
 import time
 
-from evaluate import evaluate, print_table
 from run.checkpoint import (
     append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)
 from common.files import read_rows
 from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
 from common.processes import all_gather, rank_and_size
-from run.report import StepLog, print_iteration, print_warnings
+from run.report import StepLog, print_iteration, print_table, print_warnings
 from common.script import BadInput, hash_of, interrupts, optional
 
 
@@ -24,6 +23,7 @@ class Run:
         self.cfg = cfg
         self.warned = {}                        # {kind of trouble: iteration it was last said}
         self.wandb = None
+        self.began = None                       # the first iteration
         if cfg.wandb_project and rank_and_size()[0] == 0:
             with optional("wandb"):
                 import wandb
@@ -48,7 +48,7 @@ class Run:
         self.until_end.close()
 
     def begin(self, nets):
-        """Starts anew, or from the checkpoint of an interrupted run."""
+        """From the start, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.nets = nets
         self.base_hash = hash_of(nets.base)
@@ -68,28 +68,18 @@ class Run:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
         self.start = done or 0
-        if done is None:
-            self.evaluation(0)
-            self.save(0)
+        self.is_new = done is None
 
-    def iterations(self):
-        """Yields it = start .. max_iters - 1. Evaluates, saves and stops in between."""
-        cfg = self.cfg
-        self.began = time.time()
-        for it in range(self.start, cfg.max_iters):
-            yield it
-            done = it + 1
-            last = done == cfg.max_iters
-            if last or (cfg.eval_interval and done % cfg.eval_interval == 0):
-                self.evaluation(done)
-            stopped = any(all_gather([self.stopped()]))
-            if last or done % cfg.save_interval == 0 or stopped:
-                self.save(done)
-            if stopped and not last:
-                raise KeyboardInterrupt(
-                    f"saved after iteration {done}; the same command goes on")
+    def is_stopped(self):
+        """True once a signal has asked any process to stop."""
+        return any(all_gather([self.stopped()]))
+
+    def leave(self, done):
+        raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
 
     def step_log(self):
+        if self.began is None:
+            self.began = time.time()
         return StepLog(self.nets.device, self.cfg.micro_batch_size, self.cfg.log_micro)
 
     def record(self, it, prompts, batch, metrics, log):
@@ -114,8 +104,8 @@ class Run:
         if self.wandb:
             self.wandb.log(m, step=it + 1)
 
-    def evaluation(self, iteration):
-        measures, samples = evaluate(self.nets, self.nets.policy, self.cfg)
+    def log_evaluation(self, iteration, measures, samples):
+        """What evaluate.evaluate returned."""
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
         row = dict(iteration=iteration, **measures, samples=samples)

@@ -1,12 +1,10 @@
-"""Comments, prompts, chat templates, the tokenizer, and the policy that is made of them."""
+"""Comments, prompts, the tokenizer, and the policy that is made of them."""
 import functools
 import importlib.util
 import json
 import math
 import os
 import random
-import sys
-from types import SimpleNamespace
 
 import pytest
 import regex  # comes with tiktoken
@@ -16,11 +14,10 @@ import data.comments
 import grpo
 from config import load_settings
 from conftest import ROOT, TINY
-from data.chat import encode_prompt
 from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
-from judge.train import get_judges
+from judge.train import named_judges
 from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
 from common.files import load_file, load_gpt, save_file, save_gpt
 from worlds import WORDS, printed, read_rows, refusal
@@ -130,6 +127,7 @@ def test_bad_prompts_name_file_and_row(tmp_path):
             ("a.txt", "", "no training prompts"), ("a.csv", "words\nx\n", "row 1"),
             ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
             ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
+            ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "no chat template"),
             ("a.pdf", "x", "must end in"), ("a.txt", "one", "no")):
         (tmp_path / name).write_text(content)
         message = refusal(prompts_of, tmp_path, f"--prompts={tmp_path}/{name}")
@@ -155,56 +153,6 @@ def test_each_prompt_once_per_epoch():
     assert all(sorted(order) == list("abcde") for order in orders) and len(set(orders)) > 1
     assert draw_prompts(list("abcde"), 4, 3, seed=1) == drawn[12:15]
     assert drawn != sum([draw_prompts(list("abcde"), it, 3, seed=2) for it in range(10)], [])
-
-
-# ------------------------------------------------------------------------------------------------
-# messages
-
-TEMPLATE = """{{ bos_token }}
-{%- for message in messages %}
-    {% if message.role == "stop" %}{% break %}{% endif %}
-    {%- set text = message | tojson %}[{{ text }}]
-{%- endfor %}
-{%- if add_generation_prompt and not tools %}answer:{% endif %}"""
-ASKED = [{"role": "system", "content": "the other", "name": None},
-         {"role": "user", "content": "Is a<b?"}]
-
-
-def chat(template=TEMPLATE):
-    return SimpleNamespace(
-        chat_template=template, names={"bos_token": "<s>"}, source="chat",
-        before_text=[7], encode_ordinary=WORDS.encode_ordinary, encode_marked=lambda text: [text])
-
-
-def test_messages_are_what_the_template_writes():
-    text, (rendered,) = encode_prompt(chat(), ASKED, "x")
-    assert text == "Is a<b?", "rewards and logs see what the user said last"
-    assert rendered == ('<s>[{"role": "system", "content": "the other"}]'
-                        '[{"role": "user", "content": "Is a<b?"}]answer:')
-    stop = [*ASKED, {"role": "stop", "content": ""}]
-    assert encode_prompt(chat(), stop, "x")[1] == [rendered]
-    assert encode_prompt(chat(), "a b", "x") == ("a b", [7, *WORDS.encode_ordinary("a b")])
-    assert encode_prompt(chat(), "", "x")[1] == []
-
-
-def test_what_is_wrong_with_messages_is_one_line():
-    for template, messages, said in (
-            (TEMPLATE, [], "the list of messages is empty"),
-            (TEMPLATE, [ASKED[1], "Hello"], "message 2 is 'Hello': must be"),
-            (TEMPLATE, [{"role": "user", "content": 3}], "message 1 is"),
-            (TEMPLATE, [{"role": "user", "content": "\ud800"}], "must be text"),
-            (None, ASKED, "this policy has no chat template"),
-            ("{{ raise_exception('no\nsystem') }}", ASKED, "refuses the messages: 'no\\nsystem'"),
-            ("{{ ''.__class__.__mro__ }}", ASKED, "refuses the messages"),
-            ("{% set _ = messages.append(1) %}", ASKED, "refuses the messages"),
-            ("{% if %}", ASKED, "refuses the messages")):
-        assert said in refusal(encode_prompt, chat(template), messages, "asked.jsonl: row 2")
-
-
-def test_jinja2_is_needed_for_messages_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert "pip install jinja2" in refusal(encode_prompt, chat(), ASKED, "x")
-    assert encode_prompt(chat(), "the other", "x")[1]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -287,7 +235,7 @@ def test_the_key_of_a_prepared_policy_stays():
     """Files that were prepared for the same settings and comments go on being found."""
     cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
     message = refusal(get_policy, cfg, dict.fromkeys(SPLITS, []), CPU, may_train=False)
-    assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is not there" in message
+    assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is missing" in message
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():
@@ -307,7 +255,7 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
     cfg = load_settings([os.path.join(ROOT, "config", "toxicity.py")])
     assert sum(p.numel() for p in load_policy(cfg).parameters()) < 3e6
     assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
-    for judge in get_judges(cfg, {}, CPU).values():
+    for judge in named_judges(cfg, CPU).values():
         clean, toxic = judge(["", ""], ["Thank you for your help.", "You are a stupid idiot."])
         assert clean < -3 and toxic > 3
 

@@ -84,18 +84,7 @@ def test_files_and_refusals(run, tmp_path):
     assert "wait for the first iteration" in refusal(plot.main, [empty])
 
 
-def test_a_study_is_its_measure_against_the_distance(tmp_path):
-    points = {"all": {"1": [[0.1, -1.0], [0.3, -2.0]], "2": [[0.1, -1.2], [0.3, -2.2]]}}
-    found = dict(name="clean", measure="toxicity", x=0.2, points=points)
-    ax, = plot.draw_study(found).axes
-    x, y = ax.lines[0].get_data()
-    assert list(x) == pytest.approx([0.1, 0.3])
-    assert list(y) == pytest.approx(np.exp([-1.1, -2.1]))
-
-
 @pytest.mark.parametrize("name, text", [
-    ("table.json", "[]"), ("table.json", '{"points": {"a": 1}}'), ("table.json", "{}"),
-    ("table.json", '{"points": {"a": {"1": [["x", 1]]}}, "name": 1, "measure": 2}'),
     ("metrics.jsonl", '{"reward": 1.0}'), ("metrics.jsonl", '{"iteration": 1, "reward": {}}')])
 def test_a_damaged_log_is_one_line(name, text, run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "copy")

@@ -21,6 +21,7 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -31,11 +32,9 @@ import grpo     # before torch: sets how its threads wait
 import torch
 
 from config import load_settings
-from data.prompts import draw_prompts
-from extras.hub.export import export
+from config.check import need
 from pretrain import new_policy
 from common.script import BadInput, optional, own_flags, run_script, seed_for
-from tracin import collect_target
 
 GPT2 = ["config/lowercase.py", "--vocab_size=50257", "--block_size=1024", "--n_layer=12",
         "--n_head=12", "--n_embd=768", "--num_prompts=16", "--max_completion_length=128"]
@@ -47,7 +46,7 @@ def make_nets(cfg):
     given = grpo.read_inputs(cfg)
     torch.manual_seed(0)
     given.base = given.base or new_policy(cfg)
-    return grpo.prepare(cfg, given, grpo)
+    return grpo.prepare(cfg, given)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -101,14 +100,9 @@ def iteration(nets, cfg, it):
     if nets.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(nets.device)
     clock = Clock(nets.device)
-    prompts = draw_prompts(nets.prompts, it, cfg.num_prompts, cfg.seed)
-    batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", it), clock)
-    clock.lap("reference, advantage")
-    target = None
-    if cfg.tracin != "off" and cfg.tracin_val_prompts:
-        target = collect_target(nets, it, cfg, grpo.collect)
-        clock.lap("target")
-    grpo.update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", it), clock)
+    _, batch, held_out = grpo.sample_iteration(nets, it, cfg, clock)
+    clock.lap("reference, advantage, target")
+    grpo.update(nets, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), clock)
     clock.lap("influence, step")
     return Round(clock.phases, int(batch.rollout.sampled_mask.sum()), peak_memory(nets.device))
 
@@ -116,7 +110,8 @@ def iteration(nets, cfg, it):
 def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+    unit = 2 ** 30 if sys.platform == "darwin" else 2 ** 20     # bytes there, else kB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def in_turns(variants, repeat):
@@ -180,6 +175,8 @@ def short(prompts, completions, **columns):
 def beside_trl(argv, repeat):
     with optional("trl transformers"):
         import trl
+    need("hub", "bench trl")
+    from extras.hub.export import export
     cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
                   reward_weights=(1.0,), judge=None, eval_judge=None)

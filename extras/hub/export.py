@@ -15,7 +15,6 @@ from extras.hub.families import FAMILIES, config_to_json, pieces
 from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
 from extras.hub.policy import TRANSPOSED, tokenizer_of
 from extras.hub.tokenizer import Tokenizer, bpe_core
-from pretrain import load_run
 from common.files import read_json, replacing, write_json
 from common.script import BadInput, run_script
 
@@ -122,7 +121,8 @@ def merged_below(token, rank, ranks):
     return parts
 
 
-def main(argv):
+def main(argv, load_run):
+    """load_run: of evaluate.py, which may import this folder."""
     if len(argv) != 2:
         raise BadInput("usage: python -m extras.hub.export RUN_OR_PT FOLDER")
     path, folder = argv
@@ -132,4 +132,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    from evaluate import load_run
+    run_script(lambda argv: main(argv, load_run))

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from extras.hub.families import check_only
 from extras.hub.files import fetch, load_tensors, one_line
 from extras.hub.tokenizer import from_folder
-from judge.scorer import finished, log_odds
 from common.files import read_json
 from common.script import BadInput, shown
 
@@ -87,7 +86,7 @@ class Roberta(nn.Module):
         self.others = []        # labels that exclude the toxic one
 
     def forward(self, idx, attention_mask):
-        """Log-odds of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
+        """Logits of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
         padding."""
         x = self.roberta["embeddings"](idx, attention_mask)                             # (B, T, C)
         for layer in self.roberta["encoder"]["layer"]:
@@ -99,16 +98,21 @@ class Roberta(nn.Module):
         return logits[:, self.toxic] - logits[:, self.others].logsumexp(1)
 
 
-def load_roberta(name, device="cpu", label=None):
-    """Load the judge in a folder or under a published name.
+def load_roberta(name, device="cpu"):
+    """Load the judge in a folder or under a published name, perhaps with the label that means
+    toxic: OWNER/NAME:LABEL -> (Roberta, a function that encodes texts as its rows of ids).
 
-    label names the toxic label; None takes the one that is in TOXIC. The log-odds are its logit -
-    logsumexp(the other logits), or its logit if it stands alone or the labels are independent
+    Without a label it is the one that is in TOXIC. The result is its logit - logsumexp(the other
+    logits), or its logit alone if there is no other or the labels are independent
     (multi_label_classification). A text longer than the model's positions is cut.
     """
+    label = None
+    if not os.path.isdir(name) and ":" in name:
+        name, _, label = name.rpartition(":")
     folder = fetch(name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
-        config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
+        config = read_json(os.path.join(folder, "config.json"))
+        config = DEFAULTS | {key: value for key, value in config.items() if value is not None}
         check_only(ONLY, config, name)
         tokenizer = from_folder(folder)
         labels = [config["id2label"][i] for i in sorted(config["id2label"], key=int)]
@@ -122,12 +126,11 @@ def load_roberta(name, device="cpu", label=None):
     if config.get("problem_type") != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
 
-    def judge(prompts, completions):
-        rows = [[tokenizer.bos_token, *ids[:most], tokenizer.eot_token]
-                for ids in tokenizer.encode_ordinary_batch(completions)]
-        return finished(name, log_odds(model, rows, device, batch_size=32), completions)
+    def encode(texts):
+        return [[tokenizer.bos_token, *ids[:most], tokenizer.eot_token]
+                for ids in tokenizer.encode_ordinary_batch(texts)]
 
-    return judge
+    return model, encode
 
 
 def find_label(name, labels, label):

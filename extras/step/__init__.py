@@ -6,13 +6,13 @@ import itertools
 import math
 
 from evaluate import evaluate
-from run.metrics import batch_metrics
-from run.report import troubles
+from run.metrics import batch_metrics, std
+from run.report import problems
 from common.script import seed_for
 
 
-def debug_step(nets, cfg, grpo):
-    """The first iteration of a run, phase by phase. grpo: the module, for its functions."""
+def debug_step(nets, cfg, sample_iteration, update):
+    """The first iteration of a run, phase by phase, by these two functions of grpo.py."""
     count = itertools.count(1)
 
     def phase(title):
@@ -24,19 +24,18 @@ def debug_step(nets, cfg, grpo):
 
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
           "token of the best and of the worst completion")
-    prompts = grpo.draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
-    batch = grpo.collect(nets, prompts, cfg, seed_for(cfg.seed, "rollout", 0))
+    prompts, batch, held_out = sample_iteration(nets, 0, cfg)
     print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), nets, prompts, batch)
     print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), nets, prompts, batch)
 
     source = "by token, of a critic" if cfg.critic else "(reward - mean) / std"
     phase(f"rewards, by group; advantage = {source}")
-    print_rewards(batch, cfg, grpo)
+    print_rewards(batch, cfg)
 
     phase("loss")
-    m, norms = update(nets, cfg, batch, grpo)
+    m, norms = step(nets, cfg, batch, held_out, update)
     print_loss(m)
-    if nets.influence:
+    if cfg.tracin != "off":
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
         print_influence(m, nets, prompts, batch)
 
@@ -50,7 +49,8 @@ def debug_step(nets, cfg, grpo):
     print("  " + ", ".join(f"{k} {v:.4f} (change: {v - before[k]:+.4f})" for k, v in after.items()))
 
     phase("red flags")
-    for flag in list(troubles(m, cfg, nets.dtype).values()) or ["none"]:
+    flags = [text for _, text in problems(m | {"iteration": 1}, cfg, nets.dtype)]
+    for flag in flags or ["none"]:
         print("  " + flag)
 
 
@@ -68,7 +68,7 @@ def print_completion(what, row, nets, prompts, batch):
     print(f"    {prompt!r} -> " + " ".join(words))
 
 
-def print_rewards(batch, cfg, grpo):
+def print_rewards(batch, cfg):
     """Mean of each reward function, then rewards and advantages of each group."""
     for name, weight, scores in zip(cfg.reward_funcs, cfg.reward_weights, batch.scores.T):
         print(f"  {name} mean {scores.nanmean():.4f}, weight {weight:g}")
@@ -76,16 +76,13 @@ def print_rewards(batch, cfg, grpo):
     advantages = batch.row_advantages.view(-1, cfg.num_generations)
     for i, (r, A) in enumerate(zip(groups, advantages)):
         pairs = " ".join(f"{x:.4f} ({a:+.4f})" for x, a in zip(r.tolist(), A.tolist()))
-        print(f"  group {i}: mean {r.nanmean():.4f}, std {float(grpo.nanstd(r)):.4f}; rewards "
+        print(f"  group {i}: mean {r.nanmean():.4f}, std {std(r):.4f}; rewards "
               f"(advantages): {pairs}")
 
 
-def update(nets, cfg, batch, grpo):
+def step(nets, cfg, batch, held_out, update):
     """What the run does with the batch -> its metrics, {parameter: gradient norm of the last
     step}."""
-    target = None
-    if nets.influence and cfg.tracin_val_prompts:
-        target = grpo.collect_target(nets, 0, cfg, grpo.collect)
     norms = {}
 
     def before_step(*args):
@@ -94,7 +91,7 @@ def update(nets, cfg, batch, grpo):
                 norms[name] = p.grad.norm()
 
     nets.optimizer.register_step_pre_hook(before_step)
-    m = grpo.update(nets, batch, target, cfg, seed_for(cfg.seed, "rows", 0), check=True)
+    m = update(nets, batch, held_out, cfg, seed_for(cfg.seed, "rows", 0), check=True)
     return m | batch_metrics(batch, cfg), norms
 
 
@@ -115,7 +112,6 @@ def print_influence(m, nets, prompts, batch):
     """How many rows help, and the one that helps most and the one that harms most."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/selected_ratio']:.0f} % are kept")
-    print("  check: their sum is <G_train, G_target> to "
-          f"{m['tracin/invariant_error']:.1e} of the sum of |influence|")
+    print("  check: their sum, the highest and the lowest are those of plain backwards")
     for what, i in (("helps", batch.influence.argmax()), ("harms", batch.influence.argmin())):
         print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, nets, prompts, batch)

@@ -1,4 +1,6 @@
 """bench.py: an iteration is grpo's own, variants take turns, and what is typed wrong is refused."""
+import sys
+
 import pytest
 import torch
 
@@ -22,14 +24,13 @@ def test_an_iteration_is_that_of_a_run_and_its_phases_are_all_of_it(monkeypatch)
     ticks = iter(range(100))
     monkeypatch.setattr(bench, "now", lambda device: float(next(ticks)))
     found = bench.iteration(here, cfg, 3)
-    prompts = bench.draw_prompts(there.prompts, 3, cfg.num_prompts, cfg.seed)
-    batch = grpo.collect(there, prompts, cfg, bench.seed_for(cfg.seed, "rollout", 3))
+    _, batch, _ = grpo.sample_iteration(there, 3, cfg)
     grpo.update(there, batch, None, cfg, bench.seed_for(cfg.seed, "rows", 3))
     for a, b in zip(here.trained, there.trained):
         assert torch.equal(a, b)
     assert found.tokens == int(batch.rollout.sampled_mask.sum()) and END == 0
     assert found.seconds == next(ticks) - 1, "a lap for each tick"
-    assert "; ".join(found.phases) == "generate; score; reference, advantage; loss; influence, step"
+    assert "; ".join(found.phases) == "generate; score; reference, advantage, target; loss; influence, step"
 
 
 def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
@@ -53,7 +54,7 @@ def test_a_config_beside_a_variant(quick):
 
 
 def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
-    monkeypatch.setitem(grpo.sys.modules, "trl", torch)
+    monkeypatch.setitem(sys.modules, "trl", torch)
     monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round({"all": 1.0}, 1, 0.0)])
     asked = ["--judge=train", "--reward_funcs=('reward','judge')", "--reward_weights=(1.0,1.0)"]
     text = printed(bench.main, ["trl", *quick, *asked])

@@ -21,7 +21,8 @@ def test_an_iteration_is_taken_apart(grpo, tmp_path, rows):
     assert f"= loss {m['loss']:.6f}" in out
     assert f"  all {m['grad_norm']:.3e} before" in out
     samples = rows(tmp_path / "run" / "samples.jsonl")
-    best = max(samples, key=lambda row: row["reward"])
+    scored = [row for row in samples if row["reward"] is not None]
+    best = max(scored, key=lambda row: row["reward"])
     assert f"reward {best['reward']:.4f}, advantage {best['advantage']:+.4f}" in out
     before, after = rows(tmp_path / "run" / "eval.jsonl")
     name = "judge/toxicity"
@@ -31,6 +32,6 @@ def test_an_iteration_is_taken_apart(grpo, tmp_path, rows):
 def test_influence_and_a_critic_are_taken_apart_too(grpo, tmp_path):
     out = grpo(tmp_path, "--debug_step=True", "--tracin=reward", "--tracin_val_prompts=2")
     assert phases_of(out) == PHASES[:4] + ["influence"] + PHASES[4:]
-    assert "helps most" in out and "check: their sum is <G_train, G_target>" in out
+    assert "helps most" in out and "those of plain backwards" in out
     out = grpo(tmp_path, "--debug_step=True", "--critic=True")
     assert phases_of(out) == PHASES and "by token, of a critic" in out

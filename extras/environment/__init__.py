@@ -11,6 +11,7 @@ Shapes: N rows of a rollout, n that still run, T tokens at most.
 """
 import functools
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,26 +19,34 @@ import torch
 from data.tokenizer import end_tokens
 from judge.rewards import arguments_of, call
 from common.script import BadInput, shown
-from extras.tasks.tools import check_prompts_name
+from extras.environment.tools import (
+    STOP, check_prompts_name, check_tools, tool_environment)
 
 
-def answering(tokenizer, prompts, cfg, num_generations):
-    """The `respond` of rollout.generate for these prompts. None without an environment."""
-    if not cfg.answers:
-        return None
+def answering(tokenizer, cfg, prompts, num_generations):
+    """The `respond` of rollout.generate for these prompts."""
     asked = [prompt for prompt in prompts for _ in range(num_generations)]
-    return functools.partial(respond, tokenizer, asked, cfg)
+    return functools.partial(respond, tokenizer, asked, with_environment(cfg))
+
+
+def with_environment(cfg):
+    """The settings, with a table of tools made into an environment: the end of a call asks it."""
+    if not cfg.tools:
+        return cfg
+    functions = cfg.functions | {"environment": tool_environment(cfg.tools)}
+    stop_strings = tuple(dict.fromkeys([*cfg.stop_strings, STOP]))
+    return replace(cfg, functions=functions, stop_strings=stop_strings)
 
 
 def try_environment(cfg, prompts):
     """Try the environment before anything is trained: every prompt must have the columns that it
     asks for, and an empty transcript and each stop string an answer."""
-    if not cfg.answers:
-        return
     if cfg.tools:
+        check_tools(cfg.tools)
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
+    cfg = with_environment(cfg)
     function = cfg.functions["environment"]
-    arguments_of("environment", function, prompts, [])
+    arguments_of("environment", function, prompts, [], "transcripts")
     transcripts = ["", *cfg.stop_strings]
     ask(function, prompts[:1] * len(transcripts), transcripts)
 
@@ -118,7 +127,7 @@ def reaches_stop(tokenizer, ids, stop_strings):
 
 def ask(function, prompts, transcripts):
     """Call the environment -> a text or None for each transcript. BadInput for anything else."""
-    answers = call("environment", function, prompts, transcripts)
+    answers = call("environment", function, prompts, transcripts, "transcripts")
     is_list = isinstance(answers, (list, tuple)) and len(answers) == len(transcripts)
     if not is_list or not all(answer is None or isinstance(answer, str) for answer in answers):
         raise BadInput(f"environment returned {shown(answers)}: must be a list with a text, or "

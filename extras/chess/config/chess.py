@@ -1,9 +1,9 @@
 # Chess by rule: a small policy learns what a move does to a position (A:) and which moves are legal
 # (P:). docs/tasks.md has the formats, the rewards and what to expect.
 #     pip install chess
-#     python grpo.py extras/tasks/config/chess.py
-from extras.tasks import chess
-from extras.tasks.chess import a_distance, a_exact, a_format, a_outcome, p_best, p_format, p_legal
+#     python grpo.py extras/chess/config/chess.py
+from extras import chess
+from extras.chess import a_distance, a_exact, a_format, a_outcome, p_best, p_format, p_legal
 
 out_dir = "out/chess"
 judge = None

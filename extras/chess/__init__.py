@@ -143,7 +143,7 @@ def add_evaluations(rows, nodes=10_000):
     path = shutil.which("stockfish") or shutil.which("/usr/games/stockfish")    # Debian's place
     if path is None:
         raise BadInput("stockfish: no such program on PATH; apt-get install stockfish, or take "
-                       "extras/tasks/config/chess.py, which needs no engine")
+                       "extras/chess/config/chess.py, which needs no engine")
     limit = chess.engine.Limit(nodes=nodes)
     with chess.engine.SimpleEngine.popen_uci(path) as engine:
         engine.configure({"Threads": 1, "Hash": 16})
@@ -166,8 +166,8 @@ def by(column):
     """Make a reward function of score(completion, truth). The truth stands in this column; without
     one the row is of the other task."""
     def decorate(score):
-        def reward(prompts, completions, rows):
-            truths = [row[column] for row in rows]
+        def reward(completions, **columns):
+            truths = columns[column]
             return [None if truth is None else float(score(text, truth))
                     for text, truth in zip(completions, truths)]
         return reward

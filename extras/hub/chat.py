@@ -1,4 +1,4 @@
-"""Prompts as the policy reads them: plain text, or a list of messages in its chat template.
+"""Lists of messages as a chat model reads them: in its chat template.
 
 A message is {"role": "user", "content": "Hello"}. A published chat model comes with a template, a
 small program of jinja2 that writes the messages with the model's own marks between them. It runs
@@ -11,30 +11,14 @@ import json
 from common.script import BadInput, optional, shown
 
 
-def encode_prompt(tokenizer, content, where):
-    """Encode a prompt, a text or a list of messages -> (its text for rewards and logs, its ids).
-
-    The text of messages is the last thing that the user says. The ids of a text begin with the
-    <bos> that the model's own tokenizer puts there. where: names the prompt in a BadInput.
-    """
-    check_text(content, where)
-    if isinstance(content, list):
-        messages = read_messages(content, where)
-        said = [message["content"] for message in messages if message["role"] == "user"]
-        text = said[-1] if said else messages[-1]["content"]
-        rendered = render(tokenizer, messages, where)
-        return text, tokenizer.encode_marked(rendered)
-    ids = tokenizer.encode_ordinary(content)
-    before = getattr(tokenizer, "before_text", [])
-    return content, [*before, *ids] if ids else []      # an empty prompt stays empty
-
-
-def check_text(content, where):
-    """Raise BadInput for half a character, which JSON can hold and no file."""
-    try:
-        json.dumps(content, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
-        raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
+def encode_chat(tokenizer, messages, where):
+    """Encode a list of messages -> (its text for rewards and logs, the last thing that the user
+    says, its ids). where: names the prompt in a BadInput."""
+    messages = read_messages(messages, where)
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    text = said[-1] if said else messages[-1]["content"]
+    rendered = render(tokenizer, messages, where)
+    return text, tokenizer.encode_marked(rendered)
 
 
 def read_messages(messages, where):
@@ -51,14 +35,10 @@ def read_messages(messages, where):
 
 def render(tokenizer, messages, where):
     """Write messages as the chat template does, up to where the policy's answer begins."""
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
-        raise BadInput(f"{where} is a list of messages, and this policy has no chat template: give "
-                       "text, or a policy with a template")
     with optional("jinja2"):
         import jinja2
     try:
-        return compile_template(template).render(
+        return compile_template(tokenizer.chat_template).render(
             messages=messages, add_generation_prompt=True, **tokenizer.names)
     except Exception as e:      # a template may divide by zero, or raise whatever it likes
         raise BadInput(f"{where}: the chat template of {tokenizer.source} refuses the messages: "

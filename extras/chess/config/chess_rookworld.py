@@ -1,7 +1,7 @@
 # The published policy of note 003, 124M weights trained on both tasks, with that note's settings.
 #     pip install chess -r requirements-hub.txt
-#     python grpo.py extras/tasks/config/chess_rookworld.py
-from extras.tasks.config.chess import *
+#     python grpo.py extras/chess/config/chess_rookworld.py
+from extras.chess.config.chess import *
 
 out_dir = "out/chess_rookworld"
 policy = "jrahn/RookWorld-LM-124M"
@@ -18,5 +18,5 @@ num_eval_generations = 2
 
 
 def questions(n, seed):
-    """Positions as in extras/tasks/config/chess.py, with the game's last ten moves."""
+    """Positions as in extras/chess/config/chess.py, with the game's last ten moves."""
     return chess.questions(n, seed)

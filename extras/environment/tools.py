@@ -84,8 +84,6 @@ def call_metrics(completions):
 
 def check_tools(tools):
     """BadInput for a table with a call that could not be answered."""
-    if not isinstance(tools, dict):
-        raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
     for name, tool in tools.items():
         try:
             if not PARTS.fullmatch(f"{name}("):

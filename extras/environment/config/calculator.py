@@ -1,9 +1,9 @@
 # A policy learns to use a tool: a calculator for products that it cannot compute in its head.
-#     python grpo.py extras/tasks/config/calculator.py
-#     python grpo.py extras/tasks/config/calculator.py --max_turns=0 --out_dir=out/no_calculator    # without it
+#     python grpo.py extras/environment/config/calculator.py
+#     python grpo.py extras/environment/config/calculator.py --max_turns=0 --out_dir=out/no_calculator    # without it
 import random as _random
 
-from extras.tasks.tools import calc
+from extras.environment.tools import calc
 
 out_dir = "out/calculator"
 tools = {"calc": calc}  # puts ` = 29842` behind `calc(347*86)`

@@ -1,8 +1,8 @@
-# As extras/tasks/config/chess.py, and Stockfish judges P:, with the weights of RookWorld's authors.
+# As extras/chess/config/chess.py, and Stockfish judges P:, with the weights of RookWorld's authors.
 #     pip install chess && apt-get install stockfish
-#     python grpo.py extras/tasks/config/chess_stockfish.py
-from extras.tasks.config.chess import *
-from extras.tasks.chess import p_engine_best, p_engine_moves, p_engine_values
+#     python grpo.py extras/chess/config/chess_stockfish.py
+from extras.chess.config.chess import *
+from extras.chess import p_engine_best, p_engine_moves, p_engine_values
 
 out_dir = "out/chess_stockfish"
 

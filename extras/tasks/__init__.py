@@ -1,1 +1,0 @@
-"""Tasks whose answers a rule can judge. Config files import what they need from here."""
