@@ -26,8 +26,8 @@ from data.tokenizer import end_tokens
 from explain.page import page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, row_alone
-from run.checkpoint import load_checkpoint, set_random_state
-from common.files import load_file, read_rows, replacing, undamaged
+from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
+from common.files import read_rows, replacing, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
@@ -47,7 +47,7 @@ class Scored(NamedTuple):
 
 def next_iteration(nets, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
-    content = load_file(path, "run")
+    content = read_checkpoint(path)
     if content["settings"]["tracin"] != cfg.tracin:
         content["influence"] = None     # the average of other targets
     with undamaged(path):
@@ -188,7 +188,7 @@ def main(argv):
     rows = scored.rows
     metrics = []
     recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
-                if None not in (row["reward"], row.get("influence"))]
+                if None not in (row.get("reward"), row.get("influence"))]
     if recorded and not asked:
         rows = recorded
         metrics = read_rows(os.path.join(folder, "metrics.jsonl"))
@@ -196,10 +196,11 @@ def main(argv):
     target = f"{asked!r} after {prompt!r}" if asked else f"{cfg.tracin!r}"
     about = (f"{folder}: {len(rows)} rollouts, target {target}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
-    sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
-    sentences.append(check(scored, cfg))
-    print(about, *sentences, sep="\n- ")
-    print_rollouts(rows)
+    with undamaged(folder):
+        sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
+        sentences.append(check(scored, cfg))
+        print(about, *sentences, sep="\n- ")
+        print_rollouts(rows)
     write_page(folder, about, sentences, scored, cfg)
 
 

@@ -65,9 +65,14 @@ def run(tmp_path_factory, comments):
     return make
 
 
+def text_of(folder):
+    """The run's copy of its config file, which runs because it is named."""
+    return os.path.join(folder, "config.py")
+
+
 def sampled(folder, *flags, name="ckpt.pt"):
     """Rows that explain samples after a checkpoint."""
-    cfg = explain.settings_of(folder, flags, "", "")
+    cfg = explain.settings_of(folder, [text_of(folder), *flags], "", "")
     found = []
 
     def sample():
@@ -100,7 +105,7 @@ def test_it_samples_what_the_run_writes_next(run, tmp_path, name):
     folder = shutil.copytree(run(name), tmp_path / "run")
     next_rows, scored, cfg = sampled(str(folder))
     earlier, _, _ = sampled(str(folder), name="ckpt_prev.pt")
-    printed(grpo.main, [str(folder), f"--out_dir={folder}", "--resume=True", "--max_iters=5",
+    printed(grpo.main, [str(folder), text_of(folder), f"--out_dir={folder}", "--resume=True", "--max_iters=5",
                         *SETTINGS[name]])
     for rows, iteration in ((next_rows, 5), (earlier, 3)):
         written = recorded(folder, iteration)
@@ -130,7 +135,7 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
 def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     folder = run("self")
     before = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
-    text = printed(explain.main, [folder])
+    text = printed(explain.main, [folder, text_of(folder)])
     after = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
     shown = after.pop("influence.html").decode()
     before.pop("influence.html", None)
@@ -142,7 +147,7 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
     text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
     assert "target 'target'" in text and "agrees with" in text
-    text = command("tracin.py", run("off"), "--before")
+    text = command("tracin.py", run("off"), text_of(run("off")), "--before")
     assert "16 rollouts, target 'reward'" in text
     assert "Iteration 3: the tape agrees with" in text
 
@@ -162,7 +167,7 @@ def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
     best = max(recorded(folder, 3), key=lambda row: row["advantage"])
-    argv = [folder, "--before", f"--prompt={best['prompt']}", f"--completion={best['completion']}"]
+    argv = [folder, text_of(folder), "--before", f"--prompt={best['prompt']}", f"--completion={best['completion']}"]
     helpful, harmful = printed(explain.main, argv).split("Most harmful")
     assert f"iteration 3, reward {best['reward']:.3f}" in helpful
     assert f"-> {best['completion'][:48]!r}" in helpful
@@ -173,7 +178,8 @@ def test_refusals(run):
     for argv in ([], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
     long = "--completion=" + "long " * 40
-    assert "must be 32 at most" in refusal(explain.main, [folder, "--prompt=the", long])
+    assert "must be 32 at most" in refusal(explain.main, [folder, text_of(folder), "--prompt=the",
+                                                         long])
 
 
 # ------------------------------------------------------------------------------------------------

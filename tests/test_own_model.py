@@ -131,8 +131,6 @@ def test_a_step_of_grpo_goes_down_the_gradient_of_the_loss():
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the tape takes a cell's input (B, C) for "
-                   "flattened tokens")
 @pytest.mark.parametrize("target", ["self", "reward"])
 def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(target):
     cfg = settings(mean_token, tracin=target, micro_batch_size=5)

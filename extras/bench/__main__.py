@@ -141,6 +141,8 @@ def print_rounds(rounds):
 
 def variants_of(argv):
     """{flags as typed: (nets, cfg)} of the settings and, after each `vs`, of these with more."""
+    if "vs" in argv[:1] + argv[-1:]:
+        raise BadInput("vs: must stand between settings and what differs")
     first, *more = [list(flags) for is_vs, flags in
                     itertools.groupby(argv, lambda arg: arg == "vs") if not is_vs] or [[]]
     flags_of = {" ".join(first) or "no settings": first}
@@ -223,10 +225,8 @@ def rounds_of_trl(trl, nets, cfg, folder, repeat):
 
 
 def main(argv):
-    own, flags = own_flags(argv, {"repeat": "5"})
-    if not own["repeat"].isdecimal() or int(own["repeat"]) < 1:
-        raise BadInput(f"--repeat={own['repeat']}: must be a number of iterations")
-    repeat = int(own["repeat"])
+    own, flags = own_flags(argv, {"repeat": 5})
+    repeat = own["repeat"]
     if flags[:1] == ["gpt2"]:
         flags[:1] = GPT2
     if flags[:1] == ["trl"]:

@@ -12,7 +12,7 @@ import torch
 
 from data.tokenizer import byte_alphabet
 from extras.hub.families import config_to_json, pieces
-from extras.hub.files import TOKENIZER_FILES, save_tensors
+from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import Tokenizer, bpe_core
 from common.files import read_json, replacing, write_json
@@ -30,7 +30,8 @@ def export(model, folder, source):
         raise BadInput(f"{folder}: is there already; name a folder that is not there yet")
     with replacing(os.path.abspath(folder)) as tmp:
         os.makedirs(tmp)
-        ids = write_tokenizer(tmp, source)
+        with one_line(folder, "is the disk full?"):     # tokenizers raises a plain Exception
+            ids = write_tokenizer(tmp, source)
         write_json(os.path.join(tmp, "config.json"), ids | config)
         save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, family))
 

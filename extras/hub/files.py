@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 
+import numpy as np
 import torch
 
 from common.files import read_json
@@ -30,8 +31,7 @@ def one_line(what, advice="download it again"):
     except BadInput:
         raise
     except Exception as e:  # the packages raise their own errors, and a dozen of Python's
-        why = " ".join(str(e).split())
-        raise BadInput(f"{what}: {type(e).__name__}: {why[:400]}; {advice}") from e
+        raise BadInput(f"{what}: {type(e).__name__}: {e}; {advice}") from e
 
 
 def fetch(name, files=MODEL_FILES):
@@ -87,8 +87,20 @@ def read_gguf(path, weights=True):
     """(metadata, {name: float32 tensor}) of llama.cpp's files, quantised weights multiplied out."""
     with optional("-r extras/hub/requirements.txt"):
         from gguf import GGUFReader, dequantize
+
+    class Reader(GGUFReader):
+        """It would read millions of numbers one by one, also those behind the file's end."""
+        left = 2 ** 21      # large vocabularies have half of them
+
+        def _get(self, offset, *args, **kwargs):
+            self.data = self.data.view(np.ndarray)      # a memmap is slow to cut
+            self.left -= 1
+            if self.left < 0 or offset >= len(self.data):
+                raise ValueError("its metadata is too long, or cut short")
+            return super()._get(offset, *args, **kwargs)
+
     with one_line(path):
-        reader = GGUFReader(path)
+        reader = Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {}
         for x in reader.tensors if weights else ():

@@ -72,3 +72,8 @@ def test_the_tape_beside_a_forward_and_backward(monkeypatch):
     monkeypatch.setattr("extras.bench.shapes.SHAPES", ((1, 8, 20, 4, 3),))
     line, = printed(bench.main, ["tape", "--repeat=1"]).splitlines()
     assert line.startswith("1 x 8, V 20, 4 x 3 tokens: ") and "kept" in line
+
+
+def test_vs_stands_between(quick):
+    for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
+        assert "must stand between" in refusal(bench.main, argv)

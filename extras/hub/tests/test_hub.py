@@ -293,6 +293,15 @@ def test_ids_that_the_models_own_tokenizer_puts_before_a_text(tmp_path):
     assert from_folder(str(tmp_path)).before_text == [0]
 
 
+def test_a_gguf_that_claims_to_be_endless(tmp_path):
+    from struct import pack
+    path = tmp_path / "m.gguf"
+    head = b"GGUF" + pack("<IQQ", 3, 0, 1) + pack("<Q", 1) + b"k" + pack("<I", 9)     # an array
+    for kind in (0, 6, 8, 9):
+        path.write_bytes(head + pack("<IQ", kind, 2 ** 61))
+        assert "m.gguf" in refusal(extras.hub.policy.load, str(path))
+
+
 def test_gguf_vocabularies_cut_words_as_their_names_say(tmp_path):
     def tokenizer_of(pre):
         metadata = gguf_of_core(chat_core(2000), pre, bos_token_id=1)
