@@ -228,7 +228,7 @@ MISSING = [     # flags, text of a config file, who asks, for which folder
 def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(tmp_path))
     for flags, text, asked_by, folder in MISSING:
-        message = refused(write(text), *flags.split())
+        message = refused(write(text or "beta = 0.1"), *flags.split())
         assert message.startswith(asked_by), message
         assert message.endswith(f"needs extras/{folder}, which is not here")
     load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
@@ -345,9 +345,9 @@ def test_a_run_may_choose_the_judge_and_a_misspelt_reward_is_named(write):
     assert "'reward'" in refused(mine, "--reward_funcs=rewrd")
 
 
-def test_tools_that_no_call_can_name(write):
-    for table, part in (("{'calc it': str}", "calc it"), ("None", "tools = None"), ("[]", "dict")):
-        assert part in refused(write(f"tools = {table}\n" + CONSTANT.format(1)))
+def test_tools_that_are_no_table(write):
+    for table in ("None", "[]"):
+        assert f"tools = {table}" in refused(write(f"tools = {table}\n" + CONSTANT.format(1)))
 
 
 def test_no_error_line_is_long(write):

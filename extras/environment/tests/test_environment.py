@@ -256,7 +256,7 @@ def test_a_run_with_turns_is_explained(grpo, tmp_path):
                 "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
     assert "% environment" in text, "the environment has said nothing"
     explain = importlib.import_module("explain.__main__")
-    assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "run")])
+    assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "run"), str(tmp_path / "config.py")])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -314,6 +314,7 @@ def test_prompts_and_table_name_the_same_tools():
 
     for tool in (lambda a, b: a, lambda: 1, 7, waits):
         assert "can be called with one text" in refusal(check_tools, {"calc": tool})
+    assert "no call can spell its name" in refusal(check_tools, {"calc it": calc})
 
 
 def test_the_config_file_loads_and_its_questions_name_its_tool():
