@@ -68,7 +68,9 @@ def text_faults(path, text, top):
 
 def above(other, path):
     """Whether a file is of a room that the other's must not import."""
-    a, b = (ROOMS.index(room) if (room := x.split("/")[0]) in ROOMS else None for x in (other, path))
+    places = {room: i for i, room in enumerate(ROOMS)}
+    a = places.get(other.split("/")[0])
+    b = places.get(path.split("/")[0])
     return None not in (a, b) and a != b and (a < b or path in ROOMS[-3:])
 
 

@@ -16,8 +16,8 @@ from worlds import refusal
 NAMES = list(HINTS)
 CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
            if typing.get_origin(hint) is typing.Literal}
-CONFIGS = sorted(path for path in glob.glob(os.path.join(ROOT, "**", "config", "*.py"), recursive=True)
-                 if os.path.basename(path) not in ("__init__.py", "check.py"))
+FOUND = glob.glob(os.path.join(ROOT, "**", "config", "*.py"), recursive=True)
+CONFIGS = [path for path in FOUND if os.path.basename(path) not in ("__init__.py", "check.py")]
 
 
 @pytest.fixture
