@@ -172,7 +172,7 @@ def worst(a, b, rows, tolerance):
             scale = max(1, float(x.nan_to_num().abs().max()))
             if field == "advantage":        # a reward over the spread of its group, at least 1/101
                 scale *= 10
-            if field == "tracin/mean_ip":   # as exact as what it is the mean of
+            if field.endswith("_ip"):       # of the influences, and as exact as they are
                 scale = max(abs(row["influence"] or 0) for row in rows(a / "samples.jsonl"))
             error = float((x - y).nan_to_num().abs().max()) / scale
             if error > tolerance:
