@@ -95,10 +95,10 @@ STEP = of(
 
 NETWORK = of(
     "model.py", "test_algorithm.py",
-    ("padding counts as a position", "(attention_mask.cumsum(1) - 1).clamp(min=0)[:, query[:, 0]]",
-     "query[:, 0].expand(B, T)"),
-    ("padding is seen", "mask = attention_mask[:, None, :].expand(B, T, S)",
-     "mask = torch.ones(B, T, S, dtype=torch.bool)"),
+    ("padding counts as a position", "(attention_mask.cumsum(1) - 1).clamp(min=0)[:, column]",
+     "column.expand(B, T)"),
+    ("padding is seen", "mask = attention_mask[:, None, :]  ",
+     "mask = torch.ones_like(attention_mask)[:, None, :]  "),
     ("later tokens are seen", "mask = mask & (key <= query)", "mask = mask & (key <= query + 1)"))
 
 ROLLOUT = of(
@@ -108,16 +108,17 @@ ROLLOUT = of(
     ("trainer forgets truncation",
      "            logits = logits.masked_fill(~allowed, -math.inf)\n        return function",
      "            pass\n        return function"),
-    ("end token out of the mask", "r.completion_mask[rows, t] = ~over",
-     "r.completion_mask[rows, t] = ~over & (token != sampling.ends[0])"),
+    ("end token out of the mask", "self.completion_mask[rows, t] = running",
+     "self.completion_mask[rows, t] = running & (token != ends[0])"),
     ("top-p off by one token", "probs.cumsum(-1) - probs >= top_p", "probs.cumsum(-1) >= top_p"),
-    ("cache of another row", "        cache[:, :, i] = cache[:, :, j]\n", "        pass\n"))
+    ("cache of another row", "        cache.keep(order)", "        cache.keep(order.sort().values)"))
 
 SAMPLER = of(
     "rollout.py", "test_rollout.py",
     ("noise of another row", "noise[rows, t])", "noise[rows.roll(1), t])"),
     ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found"),
-    ("forced end token ends a row", "(token == end) & ~forced", "(token == end)"))
+    ("an environment's end token ends a row", "|= sampled & (token == end)",
+     "|= self.tokens[rows, column] == end"))
 
 TAPE = of(
     "tape.py", "test_tracin.py",

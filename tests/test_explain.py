@@ -155,6 +155,17 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     assert "Iteration 3: the tape agrees with" in text
 
 
+@pytest.mark.parametrize("name, flags", [
+    ("off", []), ("off", ["--tracin=advantage"]), ("self", ["--prompt=the", "--completion= cat"])])
+def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
+    """A run drops none by a target that is not its own."""
+    text = printed(explain.main, [run(name), *flags])
+    page_text = open(os.path.join(run(name), "influence.html"), encoding="utf-8").read()
+    assert "dropped" not in text + page_text
+    weights = re.findall(r"weight (\S+?)[:<]", text + page_text)
+    assert set(weights) == {"1"}, "a rollout has another weight than the run gives it"
+
+
 def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
@@ -197,7 +208,9 @@ def test_sentences_say_what_was_planted():
                for i, (a, b) in enumerate(zip(*noise))]
     metrics = [{"tracin/target_cosine": x} for x in (0.02, None, -0.01)]
     shares, target, likeness = sentences_of(planted, metrics, list)
-    assert "tenth of 300" in shares and "dropped hold" in shares
+    assert "tenth of 300" in shares and "dropped have" in shares
+    kept = [row | {"weight": 1.0} for row in planted]
+    assert "dropped" not in sentences_of(kept, metrics, list)[0]
     assert "mostly noise" in target and "0.01" in target
     assert "hardly more than reward" in likeness
     assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]

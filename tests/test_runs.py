@@ -396,7 +396,7 @@ def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
                         ("--pretrain_tokens=1000000000000", "pretrain.py")):
         for main in (evaluate.main, explain.main):
             message = refusal(main, [str(copy_of_six), noise, flag])
-            assert "is not there" in message and again in message
+            assert "is missing" in message and again in message
     for argv in ([], ["--seed=1"]):
         assert "which run" in refusal(evaluate.main, argv)
 

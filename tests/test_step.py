@@ -183,7 +183,7 @@ def sometimes(prompts, completions):
 
 @pytest.mark.parametrize("loss_type", ("grpo", "dr_grpo", "dapo", "bnpo"))
 def test_dropped_groups_leave_the_divisor(loss_type):
-    functions = {"sometimes": sometimes, "half": lambda prompts, texts: [.5] * len(texts)}
+    functions = {"sometimes": sometimes, "half": lambda completions: [.5] * len(completions)}
     cfg = words(functions, loss_type=loss_type)
     batch = nets_and_batch(cfg)[1]
     assert (batch.advantages[:8] == 0).all() and (batch.advantages[8:] != 0).any()
@@ -197,7 +197,7 @@ def test_dropped_groups_leave_the_divisor(loss_type):
 
 
 def test_all_groups_dropped_is_no_step():
-    cfg = words(lambda prompts, texts: [.1] * len(texts), zero_std_groups="drop")
+    cfg = words(lambda completions: [.1] * len(completions), zero_std_groups="drop")
     for how, steps in (("drop", 0), ("keep", 1)):
         policy = word_gpt()
         # weight decay would show a step without gradient

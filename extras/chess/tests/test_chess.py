@@ -54,7 +54,8 @@ def test_prompts_have_the_published_form():
 
 def scores(names, text, **row):
     """What these rewards give a completion of a row."""
-    return [getattr(chess, name)([], [text], [row])[0] for name in names.split()]
+    columns = {column: [x] for column, x in row.items()}
+    return [getattr(chess, name)(completions=[text], **columns)[0] for name in names.split()]
 
 
 def test_texts_are_perfect_completions():

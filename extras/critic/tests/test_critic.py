@@ -9,7 +9,6 @@ import torch
 import grpo
 from config import Settings
 from extras.critic import explained_variance, gae, token_advantages, value_loss, whiten
-from run.fast import Decoder
 from rollout import completion_logprobs, completion_states, generate
 from worlds import (
     END, PROMPTS, forcing, gradient, nets_of, seed_of, settings, shaken, whole_step, world)
@@ -117,8 +116,9 @@ def test_explained_variance():
 
 def values_by_forward(policy, r):
     """Values (N, T) of the sampled tokens by a forward pass."""
-    h, _, _, where = completion_states(policy, r)
-    return torch.zeros(r.logp.shape).index_put(where, policy.value_head(h).detach())
+    states = completion_states(policy, r)
+    values = policy.value_head(states.h).detach()
+    return torch.zeros(r.logp.shape).index_put(states.where, values)
 
 
 def test_recorded_values_are_those_of_a_forward_pass():
@@ -126,8 +126,7 @@ def test_recorded_values_are_those_of_a_forward_pass():
     ids = [prompt.ids for prompt in PROMPTS]
     forced = torch.full((8, 6), -1)
     forced[1:4, 2] = 5
-    for more in ({}, dict(batch_size=4), dict(top_k=9), dict(respond=forcing(forced)),
-                 dict(decode=Decoder(torch.device("cpu"), compiled=False))):
+    for more in ({}, dict(batch_size=4), dict(top_k=9), dict(respond=forcing(forced))):
         r = generate(policy, ids, 4, 6, seed=7, eos=END, **more)
         assert r.values.std() > .05 and (r.values[~r.sampled_mask] == 0).all()
         assert (r.values - values_by_forward(policy, r)).abs().max() < 1e-5
