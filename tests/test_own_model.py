@@ -7,7 +7,7 @@ import grpo
 from model import LoRA
 from rollout import completion_logprobs, generate
 from worlds import (
-    END, PROMPTS, gradient, mean_token, nets_of, same_rollout, settings, shaken, steps_of,
+    END, PROMPTS, gradient, mean_token, nets_of, same_rollout, seed_of, settings, shaken, steps_of,
     whole_step, world)
 
 
@@ -76,7 +76,7 @@ class LSTMWithCache(LSTM):
 
 
 def lstm(kind=LSTM):
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     return shaken(kind(), 0.5)
 
 
