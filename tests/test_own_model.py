@@ -95,7 +95,7 @@ def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone(ki
     policy = lstm(kind)
     r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=END)
     lengths = r.completion_mask.sum(1)
-    assert r.ended.any() and lengths.unique().numel() > 3 and not r.attention_mask.all()
+    assert r.ended.any() and lengths.unique().numel() > 1 and not r.attention_mask.all()
     trainer = completion_logprobs(policy, r)
     for i, n in enumerate(lengths.tolist()):
         expected = logp_alone(policy, r, i)
