@@ -266,7 +266,8 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
     monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
     common.device.check_fits(cfg, cpu)
     cfg.num_prompts = 32000
-    assert "256000 rows, 256000 at once, n_layer = 12" in refusal(common.device.check_fits, cfg, cpu)
+    said = refusal(common.device.check_fits, cfg, cpu)
+    assert "256000 rows, 256000 at once, n_layer = 12" in said
     cfg.decode_batch_size = 64      # the rollout itself has to be kept too
     common.device.check_fits(cfg, cpu)
     cfg.num_prompts = 3_200_000

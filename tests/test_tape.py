@@ -6,7 +6,11 @@ J (n, P) holds the gradient of every row, one line each, so that what a tape ans
 algebra: w @ J and J @ G.
 """
 import functools
+import os
+import shutil
 import statistics
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from conftest import ROOT
 from model import GPT, GPTConfig, add_lora
 from common.device import autocast
 from rollout import LogProb, of_logits
@@ -341,6 +346,17 @@ def losses_of(model, how):
         "rows mix": lambda x: (model(x) - model(x).mean(0)).sin().sum(),
         "dropout": lambda x: F.dropout(model(x), 0.5).sin().sum(),
         "another weight": lambda x: (x @ model[0].weight.T).sum() + model(x).sin().sum()}[how]
+
+
+def test_the_example_in_the_readme_needs_nothing_but_tape(tmp_path):
+    """tape.py alone beside it, as one who copies it out has it."""
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        example = f.read().split("```python\n")[1].split("```")[0]
+    (tmp_path / "example.py").write_text(example)
+    shutil.copy(os.path.join(ROOT, "tape.py"), tmp_path)
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_hook_of_the_user_is_refused():

@@ -66,8 +66,8 @@ def random_gpt(vocab_size=50, seed=0, **shape):
 
 
 def forcing(forced):
-    """A `respond` of rollout.generate that puts ids forced (N, T) behind the first token of each row
-    at once; -1 where the policy draws."""
+    """A `respond` of rollout.generate that puts ids forced (N, T) behind the first token of each
+    row at once; -1 where the policy draws."""
     def respond(first, r, rows, t, column):
         if t == 0:
             later = forced[first:first + len(rows), 1:]
