@@ -240,9 +240,9 @@ def load_settings(argv):
     runs = {folder: read_run(folder) for folder in folders}
     for folder, run in runs.items():
         if run.get("functions") and not files:
-            raise BadInput(f"{folder}: needs {shown(run['functions'])} of its config file, which "
-                           "runs only if you name it behind the folder: RUN CONFIG.py (the run "
-                           f"noted {shown(run.get('files'))})")
+            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
+                           f"{shown(run['functions'])}, and no file runs that you did not name "
+                           f"(the run noted {shown(run.get('files'))})")
     kept = [f"{folder}/config.py" for folder in folders]
     cfg.source = joined(files or filter(os.path.exists, kept))
     cfg.files = tuple(map(os.path.realpath, files))

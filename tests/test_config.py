@@ -296,7 +296,7 @@ def test_a_strangers_run_runs_nothing(noting, write, tmp_path):
     beside = f"/proc/self/cwd/{os.path.relpath(evil)}"      # where the archive was unpacked
     for path in (inside, evil, beside):
         assert load_settings([str(noting([], [path]))]).functions == {}
-        assert "runs only if you name it" in refused(noting(["reward"], [path]))
+        assert "RUN CONFIG.py" in refused(noting(["reward"], [path]))
 
 
 def test_a_config_json_that_is_none(tmp_path):
