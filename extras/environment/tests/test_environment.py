@@ -287,3 +287,4 @@ def test_prompts_and_table_name_the_same_tools():
 
     for tool in (lambda a, b: a, lambda: 1, 7, waits):
         assert "can be called with one text" in refusal(check_tools, {"calc": tool})
+    assert "no call can spell its name" in refusal(check_tools, {"calc it": str.strip})
