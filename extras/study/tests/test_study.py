@@ -14,6 +14,8 @@ import pytest
 import extras.study.__main__ as studies
 from conftest import ROOT
 from extras.study import picture
+from extras.study.config import study_mirrored
+from extras.study.answers import as_text, asked_of
 from extras.study.__main__ import (
     as_markdown, differences_of, holm, mean_and_error, permutation_p, read_study, runs_of,
     summarise, value_on_line, verdict)
@@ -195,7 +197,7 @@ def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
 
 def test_the_studies_of_the_repository_can_be_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in ("wrong", "letters", "confirm", "finding"):
+    for name in ("wrong", "letters", "confirm", "finding", "heldout", "mirrored"):
         study = read_study(f"extras/study/{name}.py")
         study.seeds = study.seeds[:1]
         assert len(runs_of(study, "out")) == len(study.arms)
@@ -208,3 +210,36 @@ def test_the_picture_is_the_measure_against_the_distance():
     x, y = ax.lines[0].get_data()
     assert list(x) == pytest.approx([0.1, 0.3])
     assert list(y) == pytest.approx(np.exp([-1.1, -2.1]))
+
+
+def test_the_wrong_ones_of_a_group_get_the_reward_of_the_mirrored_place(monkeypatch):
+    right = [0.1, 0.9, None, 0.5, 0.7, 0.2, 0.4]
+    are_wrong = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    monkeypatch.setattr(study_mirrored, "_rewards", lambda *_: right)
+    monkeypatch.setattr(study_mirrored, "wrong", lambda *_: are_wrong)
+    found = study_mirrored.mirrored(["a"] * 5 + ["b"] * 2, [""] * 7)
+    assert found == [0.9, 0.9, None, 0.5, 0.5, 0.2, 0.2]
+
+
+def test_the_answers_take_all_comparisons_of_a_question_at_equal_kl():
+    def table(x=0.3, **worse):
+        controls = ("all", "random", "top_advantage", "trusted", "drop lowest")
+        differences = {"held-out": 0} | dict.fromkeys(controls, 1) | worse
+        by_seed = {arm: {str(seed): d - 3 + seed / 99 * d for seed in range(24)}
+                   for arm, d in differences.items()}
+        points = {arm: {seed: [(0.2, y), (0.4, y)] for seed, y in found.items()}
+                  for arm, found in by_seed.items()}
+        ends = {"held-out": {str(seed): {"auc": 0.6, "auc reward": 0.5, "auc |advantage|": 0.5}
+                             for seed in range(24)}}
+        return dict(equal=by_seed, x=x, points=points, ends=ends)
+
+    def answers(**founds):
+        found = {"heldout": table(), "mirrored": table()} | founds
+        lines = as_text(asked_of(found)).splitlines()
+        return [line.split()[-1] for line in lines if not line.startswith(" ")]
+
+    assert answers() == ["Yes"] * 9
+    assert answers(heldout=table(random=-1)) == ["Yes", "No"] + ["Yes"] * 7
+    assert answers(mirrored=table(trusted=0)) == ["Yes"] * 6 + ["No", "Yes", "Yes"]
+    assert answers(heldout=table(x=0.51)) == ["No"] * 4 + ["Yes"] * 5
+    assert answers(mirrored=table(x=0.15)) == ["Yes"] * 4 + ["No"] * 4 + ["Yes"]
