@@ -4,7 +4,7 @@
 # rewards are near 1 but for a few.
 #     python -m extras.study extras/study/mirrored.py
 from extras.study.config.study_wrong import *
-from extras.study.config.study_wrong import _rewards
+from extras.study.config.study_wrong import _rewards, _wrong_but_last
 
 del inverted
 out_dir = "out/study_mirrored"
@@ -22,9 +22,7 @@ def mirrored(prompts, completions):
 
 def trusted(prompts, completions):
     """As mirrored, but right for the last prompt: for an arm with one prompt more."""
-    are_wrong = wrong(prompts, completions)
-    are_wrong[-num_generations:] = [0.0] * num_generations
-    return _mirror(prompts, completions, are_wrong)
+    return _mirror(prompts, completions, _wrong_but_last(prompts, completions))
 
 
 def _mirror(prompts, completions, are_wrong):
