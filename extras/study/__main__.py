@@ -209,6 +209,7 @@ def as_markdown(study, found):
     names = dict.fromkeys(name for by_seed in found["ends"].values() for end in by_seed
                           for name in end)
     header = ["arm", *names, where, *study.controls]
+    header = [name.replace("|", r"\|") for name in header]
     table = [header, ["---"] * len(header)]
     comparisons = compare(found["compared"], study.controls, study.tested)
     for arm, by_seed in found["ends"].items():
