@@ -1,0 +1,278 @@
+"""
+The account of a run: which rollouts made a sentence likelier or less likely, and what would its
+log-prob be had one of them been left out?
+
+f = log p(completion | prompt). theta_0 .. theta_S are the weights along the S optimizer steps of a
+run, g_t the gradient of step t, P_i rollout i's part of it, c = 1 - b^t for AdamW's two betas:
+
+    m' = b1 m + (1 - b1) clip g         v' = b2 v + (1 - b2) (clip g)^2         s = sqrt(v' / c2)
+    theta' = (1 - lr decay) theta - lr m' / c1 / (s + eps)
+
+Where did the change come from? In a step f changes by <slope, theta' - theta>, where slope is the
+mean of grad f on the way. With s and clip as they were, theta' - theta is a sum over all gradients
+so far. So rollout i of step t has the share <P_i, G_t>, where
+
+    G_t = (1 - b1) clip on_m        on_m <- b1 (on_m' + the step's own)     its own: -lr slope / c1 / (s + eps)
+
+made from the last step to the first. What if it had been left out? The derivative of f(theta_S) by
+the weight of rollout i is <P_i, L_t>, where L_t is the derivative by g_t: that by theta', m', v' is
+taken back through the step above, and theta has a part more by the loss itself, H L_t, with H the
+Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v is tiny a
+step is hardly more than a sign, and its derivative is huge and means nothing.
+
+S steps, I iterations of N rollouts, W trained weights end to end, K sentences of T tokens.
+"""
+import tempfile
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils import vector_to_parameters
+
+import grpo
+from common.device import free_memory
+from common.script import BadInput, seed_for
+from rollout import completion_logprobs, empty_rollout
+from run.report import Progress
+from tape import inner
+from tracin import Recording
+
+DAMPING = 0.3
+
+# ------------------------------------------------------------------------------------------------
+# the run, once more
+
+
+class Taken(NamedTuple):
+    """An optimizer step as the run took it."""
+    it: int                 # its iteration, from 0
+    batch: Any              # grpo.Batch
+    row_weights: Tensor     # (N,) of the batch, at this step
+    step: Any               # grpo.Step
+    norm: float             # of the gradient
+    adam: dict              # lr, betas, eps, weight_decay
+    count: int              # AdamW's steps, this one included
+
+
+def replay(nets, cfg, start, since, end, folder):
+    """Does iterations start .. end - 1 as grpo.train did -> the states before each step since
+    iteration `since` and after the last one, (3, W) each, and these steps, S of Taken."""
+    states = []
+    taken = []
+    progress = Progress("replay", "iteration", end, start)
+    for it in range(start, end):
+        group = nets.optimizer.param_groups[0]
+        group["lr"] = grpo.learning_rate(it, cfg)
+        _, batch, held_out = grpo.sample_iteration(nets, it, cfg)
+
+        def watch(step, norm):
+            if it >= since:
+                states.append(kept(state_of(nets), folder))
+                count = 1 + int(nets.optimizer.state[nets.trained[0]].get("step", 0))
+                taken.append(Taken(it, batch, batch.row_weights.clone(), step, float(norm),
+                                   dict(group), count))
+
+        grpo.update(nets, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
+        if grpo.is_due(it + 1, cfg.ref_model_sync_steps):
+            grpo.sync_reference(nets, cfg.ref_model_mixup_alpha)
+        if progress.is_due():
+            progress.show(it + 1)
+    return [*states, state_of(nets)], taken
+
+
+def state_of(nets):
+    """Weights, m and v (3, W)."""
+    state = nets.optimizer.state
+    moments = [flat(state[p].get(name, torch.zeros_like(p)) for p in nets.trained)
+               for name in ("exp_avg", "exp_avg_sq")]
+    return torch.stack([flat(nets.trained).detach(), *moments])
+
+
+def flat(tensors):
+    return torch.cat([x.flatten() for x in tensors])
+
+
+def kept(x, folder):
+    """x on the CPU: in memory while that lasts, then in nameless files of the folder, which end
+    with the process."""
+    x = x.cpu()
+    if 20 * x.nbytes < free_memory(x.device):
+        return x
+    try:
+        file = tempfile.TemporaryFile(dir=folder)
+        x.numpy().tofile(file)
+    except OSError as e:
+        raise BadInput(f"{folder}: no room for the weights on the way ({e.strerror}); take the "
+                       "last part of the run, --since=N") from e
+    return torch.from_numpy(np.memmap(file, x.numpy().dtype, "r+", shape=x.shape))
+
+
+# ------------------------------------------------------------------------------------------------
+# the sentence
+
+
+class Sentence(NamedTuple):
+    prompt: str
+    completion: str
+    rollout: Any        # of one row
+
+
+def sentence_of(prompt, completion, before, said, device):
+    """A Sentence of texts and their ids."""
+    ids = torch.tensor([before + said], device=device)
+    row = empty_rollout(ids[:, :len(before)], torch.ones_like(ids).bool(), 1, len(said), 0)
+    row.tokens = ids
+    row.completion_mask |= True
+    return Sentence(prompt, completion, row)
+
+
+def logprobs(nets, weights, sentence, cfg):
+    """Log-probs (T,) of its tokens at the run's temperature; nothing is truncated."""
+    vector_to_parameters(weights.to(nets.device), nets.trained)
+    return completion_logprobs(nets.policy, sentence.rollout, cfg.temperature)[0]
+
+
+def slopes(nets, weights, sentences, cfg):
+    """grad f (K, W)."""
+    f = (logprobs(nets, weights, sentence, cfg).sum() for sentence in sentences)
+    return torch.stack([
+        flat(torch.autograd.grad(x, nets.trained, materialize_grads=True)) for x in f])
+
+
+def mean_slopes(nets, before, after, sentences, cfg, pieces):
+    """The mean of grad f (K, W) on the straight way between two weights, by the trapezoid rule."""
+    found = [slopes(nets, before.lerp(after, i / pieces), sentences, cfg)
+             for i in range(pieces + 1)]
+    return (sum(found) - (found[0] + found[-1]) / 2) / pieces
+
+
+# ------------------------------------------------------------------------------------------------
+# a step, forwards and back
+
+
+def adamw(k, cfg, theta, m, v, g, held, damping):
+    """Step k from a state and its gradient -> the next state. held: s and clip count as constants.
+    """
+    b1, b2 = k.adam["betas"]
+    lr = k.adam["lr"]
+    if cfg.max_grad_norm:
+        clip = (cfg.max_grad_norm / (g.norm() + 1e-6)).clamp(max=1)
+        g = g * (clip.detach() if held else clip)
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g.square()
+    s = (v / (1 - b2 ** k.count)).clamp(min=1e-30).sqrt()
+    s = s.detach() if held else s
+    damped = s + k.adam["eps"] + damping * s.detach().square().mean().sqrt()
+    step = lr * m / (1 - b1 ** k.count) / damped
+    return (1 - lr * k.adam["weight_decay"]) * theta - step, m, v
+
+
+def taken_back(k, cfg, before, after, derivative, held=False, damping=0.0):
+    """Derivatives (K, W) by the next state -> those by theta, m, v and g."""
+    b1 = k.adam["betas"][0]
+    g = (after[1] - b1 * before[1]) / (1 - b1)
+    clip = min(1.0, cfg.max_grad_norm / (k.norm + 1e-6)) if cfg.max_grad_norm else 1.0
+    given = [x.detach().requires_grad_() for x in (*before, g / clip)]
+    reached = adamw(k, cfg, *given, held, damping)
+    return torch.autograd.grad(reached, given, derivative, is_grads_batched=True)
+
+
+def hessian_times(nets, cfg, k, weights, d):
+    """H d (W,) of the loss of step k, as the difference of two gradients in full precision."""
+    h = torch.finfo(d.dtype).eps ** (1 / 3) * weights.norm() / d.norm().clamp(min=1e-30)
+    exact = replace(nets, dtype=d.dtype)
+    batch = replace(k.batch, row_weights=k.row_weights)
+    found = []
+    for there in (weights + h * d, weights - h * d):
+        vector_to_parameters(there, nets.trained)
+        found.append(flat(grpo.gradient_of(exact, cfg, batch, k.step.rows, k.step).values()))
+    return (found[0] - found[1]) / (2 * h)
+
+
+def multiplied(nets, cfg, k, weights, directions):
+    """Products of directions (n, W) with the rollouts' parts of the gradient of step k, (n, N), and
+    with that of the rest of the loss, (n,)."""
+    vector_to_parameters(weights, nets.trained)
+    batch = replace(k.batch)
+    with Recording(nets.policy, batch, k.step, False, cfg) as recording:
+        batch.row_weights = k.row_weights
+        grpo.backward(nets, batch, k.step, cfg, lambda loss: None, recording)
+    rest = recording.tape.rest_gradient()
+    found = [by_parameter(nets, d) for d in directions]
+    return (torch.stack([recording.tape.dot(G) for G in found]).cpu(),
+            torch.stack([inner(rest, G) for G in found]).cpu())
+
+
+def by_parameter(nets, d):
+    """(W,) -> {parameter: tensor}."""
+    parts = d.split([p.numel() for p in nets.trained])
+    return {p: part.view_as(p) for p, part in zip(nets.trained, parts)}
+
+
+# ------------------------------------------------------------------------------------------------
+# from the last step to the first
+
+
+class Account(NamedTuple):
+    """In nats, of K sentences."""
+    logp: list          # (S + 1, T) of each one's tokens, along the run
+    shares: Tensor      # (K, I, N) of the rollouts: where the change came from
+    effects: Tensor     # (K, I, N): the derivatives by their weights
+    others: dict        # {name: shares (K,)} of what is no rollout
+
+    @property
+    def together(self):     # (K,)
+        return self.shares.sum((1, 2)) + sum(self.others.values())
+
+    @property
+    def change(self):       # (K,)
+        return torch.stack([x[-1].sum() - x[0].sum() for x in self.logp])
+
+    @property
+    def error(self):        # (K,) relative
+        return (self.together / self.change - 1).abs()
+
+
+def account(nets, cfg, states, taken, sentences, hessian=True, pieces=1, damping=DAMPING):
+    """The Account of sentences. pieces: of the way of a step, for the mean slope on it."""
+    with torch.no_grad():
+        logp = [torch.stack([logprobs(nets, x[0], sentence, cfg) for x in states]).cpu()
+                for sentence in sentences]
+    K = len(sentences)
+    size = taken[-1].it + 1 - taken[0].it
+    found = torch.zeros(2, K, size, len(taken[0].row_weights), dtype=torch.float64)
+    rest = decay = 0.0
+    derivative = slopes(nets, states[-1][0], sentences, cfg)
+    derivative = derivative, torch.zeros_like(derivative), torch.zeros_like(derivative)
+    progress = Progress("account", "step", len(taken))
+    steps = walk_back(nets, cfg, states, taken, sentences, pieces)
+    for done, (k, before, after, slope, on_m, G) in enumerate(steps, 1):
+        *derivative, L = taken_back(k, cfg, before, after, derivative, damping=damping)
+        products, rests = multiplied(nets, cfg, k, before[0], torch.cat([G, L]))
+        found[:, :, k.it - taken[0].it] += products.view(2, K, -1)
+        rest += rests[:K]
+        decay -= k.adam["lr"] * k.adam["weight_decay"] * (slope @ before[0]).cpu()
+        if hessian:
+            curved = [hessian_times(nets, cfg, k, before[0], d) for d in L]
+            derivative[0] = derivative[0] + torch.stack(curved)
+        if progress.is_due():
+            progress.show(done)
+    momentum = (on_m @ before[1]).cpu()     # what m held before the first step
+    return Account(logp, *found, dict(rest=rest, decay=decay, momentum=momentum))
+
+
+def walk_back(nets, cfg, states, taken, sentences, pieces=1):
+    """Of each step, from the last to the first: itself, the states before and after it, the mean
+    slopes, and the derivatives of what followed by its m and g, where s and clip are as they were.
+    """
+    on_m = None
+    for k, before, after in reversed(list(zip(taken, states, states[1:]))):
+        before = before.to(nets.device)
+        after = after.to(nets.device)
+        slope = mean_slopes(nets, before[0], after[0], sentences, cfg, pieces)
+        none = torch.zeros_like(slope)
+        derivative = slope, none if on_m is None else on_m, none
+        _, on_m, _, G = taken_back(k, cfg, before, after, derivative, held=True)
+        yield k, before, after, slope, on_m, G
