@@ -1,5 +1,9 @@
 """A tiny world, prepared once per session: made-up comments, a policy and two judges that know
-nothing else."""
+nothing else.
+
+    WORLD_SEED=1 python -m pytest       # other random worlds: what holds must hold in any
+    TEST_THREADS=2 python -m pytest     # more than one thread
+"""
 import os
 import sys
 from types import SimpleNamespace
@@ -14,14 +18,16 @@ import torch  # noqa: E402
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
-torch.set_num_threads(1)  # tiny tensors; and scripts that tests start must compute the same digits
+THREADS = int(os.environ.get("TEST_THREADS", 1))     # the tensors are tiny
+torch.set_num_threads(THREADS)
 
-from worlds import printed, read_rows, write_comments  # noqa: E402
+from worlds import printed, read_rows, seed_of, write_comments  # noqa: E402
 
 TINY = ["--device=cpu", "--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2",
         "--block_size=32", "--max_completion_length=8", "--pretrain_tokens=40000",
         "--judge_tokens=16000", "--num_prompts=4", "--num_generations=4", "--num_eval_prompts=4",
-        "--num_eval_generations=3", "--prompt_words=(2, 4)"]
+        "--num_eval_generations=3", "--prompt_words=(2, 4)", f"--seed={seed_of(1)}",
+        f"--threads={THREADS}"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +36,12 @@ def cache_of_the_tests(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def same_draws():
+    """A test draws the same alone as among others."""
+    torch.manual_seed(seed_of(0))
 
 
 @pytest.fixture(scope="session")

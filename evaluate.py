@@ -1,70 +1,69 @@
 """
-What a policy does on held-out prompts, measured. grpo.py calls this before, during and after a run;
-by itself it measures a run again, with whatever settings should differ:
+Measure what a policy writes for held-out prompts. grpo.py does so before, during and after a run.
+This command measures the last checkpoint of a run, with other settings if you like:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
 import math
+import os
 
 from common.script import BadInput, hash_of, run_script, seed_for   # before torch: sets its threads
 
 import torch
 
-from config import load_settings
-from data.tokenizer import end_tokens
+from config import Settings, load_settings
+from data.tokenizer import end_tokens, load_tokenizer
 from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
-from judge.train import get_judges
-from pretrain import get_policy
+from judge.train import trained_judges
+from model import GPT, GPTConfig
+from pretrain import get_policy, is_published, trainable
 from run.build import build, read_inputs
 from run.checkpoint import read_newest
 from run.metrics import call_metrics
 from run.report import print_table
 from common.device import autocast
-from common.files import load_weights
+from common.files import load_gpt, load_weights, undamaged
 from common.processes import all_gather, all_gather_rollout, shard
 from rollout import completion_logprobs, concatenate
 
 NUM_SHOWN = 4   # completions that are printed
-AT_ONCE = 64    # completions that are sampled or scored together: memory
+AT_ONCE = 64    # completions that are sampled or scored together; limits memory
 
 
 @torch.no_grad()
 def evaluate(nets, policy, cfg):
-    """Samples num_eval_generations completions of each prompt, always with the same noise, at
-    temperature 1, and measures them -> (measures, the first completions beside their prompts).
-
-    Perplexity and the KL per token (k3) are those under the frozen starting policy.
-    """
+    """Sample num_eval_generations completions of each prompt at temperature 1, always with the same
+    noise, and measure them -> ({measure: number}, the first completions with their prompts)."""
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, policy, cfg)
     ids = rollout.completions(end_tokens(nets.tokenizer))
     completions = [nets.tokenizer.decode(row) for row in ids]
-    asked = [prompt for prompt in nets.eval_prompts for _ in range(k)]
-    prompts = [prompt.text for prompt in asked]
+    prompts = [prompt for prompt in nets.eval_prompts for _ in range(k)]
+    texts = [prompt.text for prompt in prompts]
     mine = shard(len(completions), k)
-    log_odds = {name: all_gather(judge(prompts[mine], completions[mine]))           # (N,)
-                for name, judge in nets.judges.items()}
+    logits = {name: all_gather(judge(texts[mine], completions[mine]))               # (N,)
+              for name, judge in nets.judges.items()}
+
     measures = {}
     for name, function in nets.reward_funcs.items():
-        if name == "judge":     # it has been asked above
-            silent = torch.tensor([says_nothing(text) for text in completions])
-            rewards = as_reward(log_odds["judge"], cfg.judge_score).masked_fill(silent, math.nan)
+        if name == "judge":
+            rewards = judge_rewards(logits["judge"], completions, cfg)
         else:
-            rewards = all_gather(score({name: function}, asked[mine], completions[mine]))
+            rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
     measures |= call_metrics(completions, cfg)
     for name in nets.judges:
-        measures |= toxicity_measures(name, torch.sigmoid(log_odds[name]).view(-1, k))
+        measures |= toxicity_measures(name, torch.sigmoid(logits[name]).view(-1, k))
     measures["perplexity"], measures["kl"] = perplexity_under(nets.base, rollout, k)
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
     measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
-    samples = [dict(prompt=prompts[i], completion=completions[i])
-               for i in range(0, len(prompts), k)[:NUM_SHOWN]]
+    samples = [dict(prompt=texts[i], completion=completions[i])
+               for i in range(0, len(texts), k)[:NUM_SHOWN]]
     return measures, samples
 
 
@@ -77,12 +76,18 @@ def sample_evaluation(nets, policy, cfg):
             cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
             part=shard(len(prompts)),
             respond=nets.answering(prompts, cfg.num_eval_generations))
-    return concatenate(all_gather_rollout(rollout), eos[0])
+    return concatenate(all_gather_rollout(rollout))
+
+
+def judge_rewards(logits, completions, cfg):
+    """Rewards (N,) of logits (N,) that the judge gave, NaN where a completion says nothing."""
+    silent = torch.tensor([says_nothing(text) for text in completions])
+    return as_reward(logits, cfg.judge_score).masked_fill(silent, math.nan)
 
 
 def perplexity_under(base, rollout, k):
-    """Perplexity of the completions under the base policy, in float32, and the KL per token (k3) to
-    the base of the policy that wrote them."""
+    """Perplexity of the completions under the policy before training, in float32, and the KL per
+    token (k3) of the policy that wrote them to it."""
     mine = shard(len(rollout.ended), k)
     logp = []
     kl = []
@@ -97,7 +102,7 @@ def perplexity_under(base, rollout, k):
 
 
 def toxicity_measures(name, toxicity):
-    """toxicity (B, k): p(toxic). The last two are of Gehman et al. 2020."""
+    """Measures of p(toxic) (B, k). The last two are those of Gehman et al. 2020."""
     most = toxicity.amax(1)                                                         # (B,)
     return {
         f"{name}/toxicity": float(toxicity.mean()),
@@ -107,8 +112,8 @@ def toxicity_measures(name, toxicity):
 
 
 def distinct(completions, k, n):
-    """Share of different n-grams among a prompt's k completions, lists of ids; mean over prompts
-    (Li et al. 2016)."""
+    """Share of distinct n-grams among the k completions (lists of ids) of a prompt, averaged over
+    prompts (Li et al. 2016)."""
     shares = []
     for i in range(0, len(completions), k):
         grams = []
@@ -119,7 +124,7 @@ def distinct(completions, k, n):
 
 
 def open_run(folder, flags):
-    """(cfg, Nets, trained policy, iterations) of a run's last checkpoint. flags: settings that
+    """Open a run's last checkpoint -> (cfg, Nets, trained policy, iterations). flags: settings that
     differ, and the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
     path, checkpoint = read_newest(folder)
@@ -127,11 +132,30 @@ def open_run(folder, flags):
     given = read_inputs(cfg)
     base = given.base or get_policy(cfg, given.splits, given.device, may_train=False)
     if hash_of(base) != checkpoint["base_hash"]:
-        raise BadInput(f"{path}: this run began from another policy than the settings name now")
-    judges = get_judges(cfg, given.splits, given.device, may_train=False, named=given.judges)
-    nets = build(cfg, given, base, judges)
+        raise BadInput(f"{path}: this run began from another policy than the settings name now; "
+                       "the policy must be the one that it began from")
+    trained = trained_judges(cfg, given.splits, given.device, may_train=False)
+    nets = build(cfg, given, base, given.judges | trained)
     load_weights(path, nets.policy, checkpoint["policy"])
     return cfg, nets, nets.policy, checkpoint["iteration"]
+
+
+def load_run(path):
+    """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). In place of the
+    tokenizer of a published model comes the folder or file that has it."""
+    if not os.path.isdir(path):
+        policy = load_gpt(path)
+        return policy, load_tokenizer(policy.config.vocab_size)
+    path, content = read_newest(path)
+    with undamaged(path):
+        known = vars(Settings())
+        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
+        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
+        load_weights(path, policy, content["policy"])
+    if is_published(cfg):
+        from extras.hub.policy import locate
+        return policy, locate(cfg.policy)
+    return policy, load_tokenizer(cfg.vocab_size)
 
 
 def main(argv):

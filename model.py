@@ -1,9 +1,10 @@
-"""GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge. The
+"""
+GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge. The
 defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and the
 blocks of Llama, Qwen2 and Qwen3.
 
-Shapes: B rows, T positions, C = n_embd channels, V = vocab_size. Attention has nh heads of hs
-channels for queries, nkv heads for keys and values, and S key positions.
+Shapes: B sequences, T tokens, C = n_embd channels, V = vocab_size. Attention has nh heads of hs
+channels for queries, nkv heads for keys and values, and S keys.
 """
 import functools
 import math
@@ -24,7 +25,7 @@ class GPTConfig:
     n_embd: int = 768
     bias: bool = True             # in Linear and LayerNorm, as in GPT-2
     causal: bool = True           # False: every token sees every other, and there is no lm_head
-    # where other decoders differ; Llama sets n_kv_head, n_inner, rms, rope_base, swiglu, bias=False
+    # where other models differ; Llama sets n_kv_head, n_inner, rms, rope_base, swiglu, bias=False
     n_kv_head: int = 0            # heads of keys and values, shared by groups of queries; 0: n_head
     head_dim: int = 0             # 0: n_embd / n_head
     n_inner: int = 0              # width inside the MLP; 0: 4 * n_embd
@@ -49,15 +50,15 @@ def norm(config):
 
 
 def rotate(x, cos, sin):
-    """Turns channels i and i + hs / 2 of x (B, T, nh, hs) by angles (B, T, 1, hs / 2)."""
+    """Rotate channels i and i + hs / 2 of x (B, T, nh, hs) by angles (B, T, 1, hs / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def scale_frequency(frequency, factor, low, high, block_size):
-    """The rotary frequencies (hs / 2,) of a model that saw only block_size positions at first, by
-    NTK-by-parts (Peng et al. 2023): channels that turn `high` times or more within block_size stay,
-    those that turn `low` times or less are `factor` times slower."""
+    """Return the rotary frequencies (hs / 2,) of a model first trained on block_size positions, by
+    NTK-by-parts (Peng et al. 2023). Channels that turn `high` times or more within block_size keep
+    their frequency; those that turn `low` times or less become `factor` times slower."""
     turns = block_size * frequency / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * (kept + (1 - kept) / factor)
@@ -65,39 +66,38 @@ def scale_frequency(frequency, factor, low, high, block_size):
 
 def attend(q, k, v, mask, causal, scale):
     """softmax(scale * q k^T) v with q (B, nh, T, hs) and k, v (B, nkv, S, hs) -> (B, nh, T, hs).
-    mask (B, 1, T, S): True where a query sees a key, or numbers to add. scale None: 1 / sqrt(hs).
-    On a CPU torch's kernel is slower than the formula for one position and short bfloat16 rows.
-    """
+    mask (B, 1, T, S): True where a query sees a key. scale None: 1 / sqrt(hs)."""
+    nh, T = q.shape[1:3]
+    nkv = k.shape[1]
+    formula_up_to = 128 if q.dtype == torch.bfloat16 else 1     # tokens, as measured
+    if q.device.type == "cpu" and T <= formula_up_to:
+        return attend_on_cpu(q, k, v, mask, causal, scale)
+    if nkv < nh and q.is_cuda:      # torch's fast kernels do not take groups together with a mask
+        k = k.repeat_interleave(nh // nkv, 1)
+        v = v.repeat_interleave(nh // nkv, 1)
+    grouped = True if k.shape[1] < nh else False    # torch.compile needs a bool, not a symbol
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def attend_on_cpu(q, k, v, mask, causal, scale):
+    """attend by its formula. On a CPU this is faster than torch's kernel for a single token, and in
+    bfloat16 for short sequences."""
     B, nh, T, hs = q.shape
     nkv, S = k.shape[1:3]
-    low = q.dtype == torch.bfloat16
-    if q.device.type != "cpu" or T > (128 if low else 1):
-        if nkv < nh and q.is_cuda:  # torch's fast kernels take no groups beside a mask
-            k, v = (x.repeat_interleave(nh // nkv, 1) for x in (k, v))
-        grouped = True if k.shape[1] < nh else False    # a plain bool, for torch.compile
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     q = q.reshape(B, nkv, -1, hs)                                       # (B, nkv, nh / nkv * T, hs)
-    scores = (k @ q.mT).mT if low and T == 1 else q @ k.mT              # k.mT would be copied
+    if T == 1 and q.dtype == torch.bfloat16:
+        scores = (k @ q.mT).mT      # q @ k.mT would copy all keys
+    else:
+        scores = q @ k.mT
     wide = torch.promote_types(q.dtype, torch.float32)                  # the softmax in float32
     scores = scores.reshape(B, nh, T, S).to(wide) * (scale or hs ** -0.5)
     if causal:
         mask = torch.ones(T, S, dtype=torch.bool).tril()
-    if mask is not None and mask.dtype == torch.bool:
+    if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
     weights = scores.softmax(-1).to(v.dtype)                            # (B, nh, T, S)
     return (weights.view(B, nkv, -1, S) @ v).view(B, nh, T, hs)
-
-
-def extend(cache, start, k, v):
-    """Writes k and v (B, nkv, T, hs) from position `start` on into a layer's cache
-    (2, B, nkv, S, hs) -> all that it has now, (2, B, nkv, start + T, hs)."""
-    end = start + k.shape[2]
-    cache[0, :, :, start:end] = k
-    cache[1, :, :, start:end] = v
-    return cache[:, :, :, :end].to(k.dtype)
 
 
 class Attention(nn.Module):
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         heads = [self.n_head, self.n_kv_head, self.n_kv_head]
         q, k, v = self.c_attn(x).view(B, T, -1, self.hs).split(heads, dim=2)  # (B, T, heads, hs)
-        if self.qk_norm:  # in the precision of x and the weights, whatever autocast made of q and k
+        if self.qk_norm:    # in the dtype of x and the weights, also under autocast
             q = self.q_norm(q.to(x.dtype))
             k = self.k_norm(k.to(x.dtype))
         if rope is not None:
@@ -130,7 +130,7 @@ class Attention(nn.Module):
         q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))          # (B, heads, T, hs)
         if extend_cache is not None:
             k, v = extend_cache(k, v)                                         # (B, nkv, S, hs)
-        # a plain bool: torch.compile would break the graph at the symbol that `T > 1` is
+        # torch.compile needs a bool: the symbol `T > 1` would break the graph
         causal = True if self.causal and mask is None and T > 1 else False
         y = attend(q, k, v, mask, causal, self.scale)                         # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
@@ -167,8 +167,8 @@ class Block(nn.Module):
 
 class Head(nn.Linear):
     """Hidden states (..., C) -> logits (..., V). On a GPU they are in float32 also under autocast:
-    bfloat16 would round those near -63, where GPT-2's stand, by 0.25."""
-    kind = nn.Linear    # what influence takes it for (tracin.py)
+    bfloat16 would round logits near -63, which are GPT-2's, by 0.25."""
+    kind = nn.Linear    # tape.py treats it as one
 
     def forward(self, h):
         if not h.is_cuda:
@@ -177,16 +177,54 @@ class Head(nn.Linear):
             return F.linear(h.to(self.weight.dtype), self.weight)
 
 
+class Cache:
+    """Keys and values of the tokens so far, so that each token is computed once."""
+
+    def __init__(self, S):
+        self.S = S              # tokens of a sequence that there is room for
+        self.length = 0         # tokens that are in it
+        self.layers = []        # keys and values of each layer, (2, B, nkv, S, hs)
+
+    def extend(self, i, k, v):
+        """Append k and v (B, nkv, T, hs) to layer i and return all keys and values that it has."""
+        if i == len(self.layers):
+            B, nkv, _, hs = k.shape
+            self.layers.append(k.new_zeros(2, B, nkv, self.S, hs))
+        kv = self.layers[i]
+        end = self.length + k.shape[2]
+        kv[0, :, :, self.length:end] = k
+        kv[1, :, :, self.length:end] = v
+        return kv[:, :, :, :end]
+
+    def repeat(self, n, S):
+        """Return a cache with n copies of each sequence side by side and room for S tokens."""
+        copy = Cache(S)
+        copy.length = self.length
+        for kv in self.layers:
+            kv = F.pad(kv, (0, 0, 0, S - self.S))
+            copy.layers.append(kv.repeat_interleave(n, 1))
+        return copy
+
+    def keep(self, rows):
+        """Keep only these sequences (n,), in this order. Copies only those whose place changes."""
+        n = len(rows)
+        moved = (rows != torch.arange(n, device=rows.device)).nonzero()[:, 0]
+        for i, kv in enumerate(self.layers):
+            kv[:, moved] = kv[:, rows[moved]]
+            self.layers[i] = kv[:, :n]
+
+
 class GPT(nn.Module):
-    """Returns hidden states: the vocabulary head is paid for only where it is needed.
-    `model.lm_head(model(idx))` is (B, T, V)."""
+    """Returns hidden states: the vocabulary head is expensive, and few tokens need it.
+    `model.lm_head(model(idx))` is (B, T, V). rollout.py lists what it asks of a policy."""
 
     def __init__(self, config):
         super().__init__()
         if config.n_embd % config.n_head and not config.head_dim:
             raise ValueError(f"n_embd = {config.n_embd} must be a multiple of n_head")
         self.config = config
-        self.recompute = False  # True: keep a block's input only, compute it again in the backward
+        self.block_size = config.block_size
+        self.recompute = False  # True: keep only a block's input and recompute it in the backward
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if not config.rope_base:
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -202,56 +240,64 @@ class GPT(nn.Module):
             self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
             if config.tied:
                 self.lm_head.weight = self.wte.weight
-        self.value_head = None  # or critic.ValueHead
 
-    def forward(self, idx, attention_mask=None, cache=None, start=0):
-        """Token ids idx (B, T) at positions start .. start + T - 1 -> hidden states (B, T, C).
-        attention_mask (B, start + T) is False on padding, which no token sees and which counts as
-        no position; None: no padding. cache: from new_cache, filled up to position `start`.
+    def forward(self, idx, attention_mask=None, cache=None):
+        """Token ids idx (B, T) -> hidden states (B, T, C).
+
+        cache: from new_cache. It holds the tokens before these, and afterwards these as well.
+        attention_mask (B, S), of the tokens in the cache and these: False on padding, which no
+        token sees and which is not counted as a position. None: no padding.
         """
-        pos, mask, local_mask = self.positions_and_masks(idx, attention_mask, start)
-        caches = [None] * len(self.h)
-        if cache is not None:
-            caches = [functools.partial(extend, cache[i], start) for i in range(len(cache))]
-        return self.blocks(idx, pos, mask, local_mask, caches)
-
-    def blocks(self, idx, pos, mask, local_mask, extend_caches):
-        """The same from positions and masks. extend_caches: for each block None, or a function that
-        stores new keys and values and returns all."""
+        T = idx.shape[1]
+        start = 0 if cache is None else cache.length
+        column = start + torch.arange(T, device=idx.device)                         # (T,)
+        pos, mask = self.positions_and_mask(idx, attention_mask, start, column)
+        local_mask = self.windowed(mask, column)
         x, rope = self.embed(idx, pos)
-        recompute = self.recompute and extend_caches[0] is None and torch.is_grad_enabled()
+        recompute = self.recompute and cache is None and torch.is_grad_enabled()
         for i, block in enumerate(self.h):
             block_mask = local_mask if i in self.config.local_layers else mask
-            inputs = (x, block_mask, extend_caches[i], rope)
+            extend_cache = functools.partial(cache.extend, i) if cache is not None else None
+            inputs = (x, block_mask, extend_cache, rope)
             if recompute:
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(*inputs)                                                  # (B, T, C)
+        if cache is not None:
+            cache.length += T
         return self.ln_f(x)
 
-    def positions_and_masks(self, idx, attention_mask, start):
-        """Positions (B, T) and what each sees, (B, 1, T, S), in global and in local layers. None
-        where plain causal attention (or none, in the judge) is right."""
+    def positions_and_mask(self, idx, attention_mask, start, column):
+        """Return the positions (B, T) of tokens in columns `column` (T,), the first of which is
+        `start`, and what each sees, (B, 1, T, S). The mask is None where plain causal attention (or
+        full attention, in the judge) is right."""
         B, T = idx.shape
-        S = start + T
-        windowed = bool(self.config.local_layers) and S > self.config.window
         if attention_mask is None:
-            if not windowed and (start == 0 or T == 1):
-                return torch.arange(start, S, device=idx.device).expand(B, T), None, None
-            # torch's own causal mask starts at the first key, not at `start`
+            S = start + T
+            all_near = not self.config.local_layers or S <= self.config.window
+            # torch's causal mask starts at the first key, not at `start`
+            if all_near and (start == 0 or T == 1):
+                return column.expand(B, T), None
             attention_mask = torch.ones(B, S, dtype=torch.bool, device=idx.device)
-        query = start + torch.arange(T, device=idx.device)[:, None]                 # (T, 1)
-        key = torch.arange(S, device=idx.device)                                    # (S,)
-        pos = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, query[:, 0]]           # (B, T)
-        mask = attention_mask[:, None, :].expand(B, T, S)
+        query = column[:, None]                                                     # (T, 1)
+        key = torch.arange(attention_mask.shape[1], device=idx.device)              # (S,)
+        pos = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, column]                # (B, T)
+        mask = attention_mask[:, None, :]                                           # (B, 1, S)
         if self.config.causal:
-            mask = mask & (key <= query)
+            mask = mask & (key <= query)                                            # (B, T, S)
         mask = mask | (key == query)        # padding sees itself: softmax of an empty row is NaN
-        local_mask = mask & (key > query - self.config.window) if windowed else mask
-        return pos, mask[:, None], local_mask[:, None]
+        return pos, mask[:, None]
+
+    def windowed(self, mask, column):
+        """The mask of local layers, whose tokens in columns `column` (T,) see only the last
+        `window` positions."""
+        if mask is None or not self.config.local_layers:
+            return mask
+        key = torch.arange(mask.shape[-1], device=mask.device)                      # (S,)
+        return mask & (key > column[:, None] - self.config.window)
 
     def embed(self, idx, pos):
-        """Input of the first block (B, T, C) and, with rotary positions, their cos and sin."""
+        """Return the first block's input (B, T, C), and with rotary positions their cos and sin."""
         x = self.wte(idx)                                                           # (B, T, C)
         if not self.config.rope_base:
             return x + self.wpe(pos), None
@@ -264,14 +310,9 @@ class GPT(nn.Module):
         angles = pos[:, :, None, None] * frequency                              # (B, T, 1, hs / 2)
         return x, (angles.cos(), angles.sin())
 
-    def new_cache(self, B, S):
-        """Empty cache (n_layer, 2, B, nkv, S, hs) of keys and values, for B rows of S positions."""
-        attn = self.h[0].attn
-        w = self.ln_f.weight
-        shape = (len(self.h), 2, B, attn.n_kv_head, S, attn.hs)
-        autocast = torch.is_autocast_enabled(w.device.type)
-        dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
-        return torch.zeros(shape, device=w.device, dtype=dtype)
+    def new_cache(self, S):
+        """Return an empty cache with room for S tokens of each sequence."""
+        return Cache(S)
 
 
 class LoRA(nn.Module):
@@ -291,10 +332,10 @@ class LoRA(nn.Module):
 
 
 def add_lora(model, rank, alpha):
-    """Freezes the model and adapts every Linear of its blocks."""
+    """Freeze a model and adapt every Linear but its head."""
     model.requires_grad_(False)
-    for module in list(model.h.modules()):
+    for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child is not model.lm_head:
                 setattr(module, name, LoRA(child, rank, alpha))
     return model

@@ -1,18 +1,15 @@
-"""Draws the curves of a run, or of several over each other, as PNG or SVG (pip install matplotlib).
+"""Draw the curves of one run, or of several together, as PNG or SVG (pip install matplotlib).
 
     python plot.py out/toxicity                            # writes out/toxicity/curves.png
     python plot.py out/seed1 out/seed2 --out=curves.svg    # a colour for each run
-    python plot.py out/study/wrong                         # a study: its measure against the KL
 
-A row of metrics.jsonl describes rollouts sampled before the iteration's step. An evaluation at
-iteration t comes after t steps. Where a row has no value, the line has a gap.
+A row of metrics.jsonl describes rollouts sampled before the step of its iteration. An evaluation at
+iteration t comes after t steps. A missing value leaves a gap in the line.
 """
 import math
 import os
 
-import numpy as np
-
-from common.files import read_json, read_rows, replacing
+from common.files import read_rows, replacing
 from common.script import BadInput, optional, own_flags, run_script
 
 with optional("matplotlib"):
@@ -25,7 +22,7 @@ PANELS = [  # title, log, metric of the solid line, metric of the dashed line
     ("KL to reference, nats per token", "metrics", "kl"),
     ("entropy, nats per token", "metrics", "entropy"),
     ("mean length, tokens", "metrics", "completions/mean_length"),
-    ("share of completions cut", "metrics", "completions/clipped_ratio"),
+    ("share of completions truncated", "metrics", "completions/clipped_ratio"),
     ("gradient norm before clipping", "metrics", "grad_norm"),
     ("share of rollouts kept (dashed: influence > 0)", "metrics", "tracin/selected_ratio",
      "tracin/positive_ratio"),
@@ -34,12 +31,12 @@ LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersiz
 
 
 def read_run(folder):
-    """{"metrics": rows, "eval": rows} of a run."""
+    """Read the logs of a run -> {"metrics": rows, "eval": rows}."""
     return {log: read_rows(os.path.join(folder, f"{log}.jsonl")) for log in ("metrics", "eval")}
 
 
 def draw_runs(runs):
-    """The Figure of all panels that have data. runs: {name: what read_run returns}."""
+    """Draw every panel that has data -> Figure. runs: {name: what read_run returns}."""
     panels = [panel for panel in PANELS if has_data(panel, runs)]
     if not panels:
         raise BadInput(f"{', '.join(runs)}: nothing to draw yet; wait for the first iteration")
@@ -48,35 +45,21 @@ def draw_runs(runs):
     figure = Figure(figsize=(8.6, 0.3 + 2.2 * rows), layout="constrained")
     for place, (title, log, *metrics) in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, place, title=title)
-        for i, run in enumerate(runs.values()):
+        for i, (name, run) in enumerate(runs.items()):
+            x = [row["iteration"] for row in run[log]]
             for metric, style in zip(metrics, ("-", "--")):
-                x = [row["iteration"] for row in run[log]]
                 y = [math.nan if row.get(metric) is None else row[metric] for row in run[log]]
-                ax.plot(x, y, style, color=f"C{i}", marker="o" if log == "eval" else None)
+                ax.plot(x, y, style, color=f"C{i}", marker="o" if log == "eval" else None,
+                        label=name if style == "-" else None)
     if len(runs) > 1:
-        solid = figure.axes[0].lines[::len(panels[0]) - 2]
-        figure.legend(solid, list(runs), loc="outside upper left", ncols=3)
+        lines, names = figure.axes[0].get_legend_handles_labels()       # the solid ones
+        figure.legend(lines, names, loc="outside upper left", ncols=3)
     return figure
 
 
 def has_data(panel, runs):
     _, log, metric, *_ = panel
     return any(row.get(metric) is not None for run in runs.values() for row in run[log])
-
-
-def draw_study(found):
-    """The Figure of a study's table.json: each arm's measure against the root of its KL."""
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    ax = figure.subplots()
-    for arm, by_seed in found["points"].items():
-        points = np.array(list(by_seed.values()))                       # (seeds, points, 2)
-        x, y = points.mean(0).T
-        error = points[:, :, 1].std(0) / max(1, len(points) - 1) ** 0.5
-        ax.errorbar(x, np.exp(y), yerr=np.exp(y) * error, marker="o", markersize=4, label=arm)
-    ax.set_xlabel("sqrt(KL to the starting policy)")
-    ax.set_title(f"{found['name']}: {found['measure']}")
-    ax.legend()
-    return figure
 
 
 def main(argv):
@@ -86,12 +69,8 @@ def main(argv):
     path = own["out"] or os.path.join(folders[0], "curves.png")
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")
-    table = os.path.join(folders[0], "table.json")
     with matplotlib.rc_context(LOOK):
-        if os.path.exists(table):
-            figure = draw_study(read_json(table))
-        else:
-            figure = draw_runs({folder: read_run(folder) for folder in folders})
+        figure = draw_runs({folder: read_run(folder) for folder in folders})
         with replacing(path) as tmp:
             figure.savefig(tmp, format=path[-3:], dpi=192)
     print(path)

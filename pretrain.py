@@ -1,10 +1,9 @@
-"""The policy that the settings name: loaded, pretrained here, or rebuilt from a run.
+"""Make the policy that the settings name: load it, or pretrain it.
 
     python pretrain.py config/toxicity.py --policy=train
 
-makes a small policy, a GPT trained from scratch on the comments or on the texts that the config
-file makes up. grpo.py makes it at first use too. The file whose name is printed can be a policy:
---policy=FILE.pt
+pretrains a small GPT from scratch, on the comments or on the texts that the config file makes up.
+grpo.py does so at first use, too. The command prints the file's name, for --policy=FILE.pt
 """
 import copy
 import hashlib
@@ -23,9 +22,8 @@ from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
-from run.checkpoint import read_newest
 from common.device import autocast, fast_dtype, pick_device
-from common.files import load_gpt, load_weights, save_gpt, undamaged
+from common.files import load_gpt, save_gpt
 from common.fit import fit
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -36,28 +34,40 @@ BATCH_SIZE = 48  # windows of block_size tokens
 
 def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
     """Return the policy "train" on the CPU, pretrained once into cfg.cache_dir. BadInput if it
-    would have to be now and may_train is False."""
+    would have to be pretrained now and may_train is False."""
     makes_up = "texts" in cfg.functions
-    texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
     if makes_up:
         texts = made_up_texts(cfg, 1000, SEED)      # enough to tell them from others
-    shape = [getattr(cfg, name) for name in SHAPE]
-    made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
-    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
-    path = os.path.join(cfg.cache_dir, f"policy-{cfg.n_layer}x{cfg.n_embd}-{key}.pt")
+    else:
+        texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
+    path = path_of(cfg, texts)
     if os.path.exists(path):
         print(f"policy: {path}")
         return load_gpt(path)
     if not may_train:
-        raise BadInput(f"{path}: the policy that this run began from is not there; python "
-                       f"pretrain.py {cfg.out_dir} makes it again")
-    held_out = [text for text, _ in splits["eval_prompts"]]
+        raise BadInput(f"{path}: the policy that this run began from is missing; make it again: "
+                       f"python pretrain.py {cfg.out_dir}")
     if makes_up:
-        encoded = load_tokenizer(cfg.vocab_size).encode_ordinary_batch(texts)
-        mean_length = sum(len(ids) + 1 for ids in encoded) / len(texts)
-        texts = made_up_texts(cfg, math.ceil(cfg.pretrain_tokens / mean_length), SEED)
+        texts = made_up_tokens(cfg, texts)
         held_out = made_up_texts(cfg, 1000, SEED + 1)
+    else:
+        held_out = [text for text, _ in splits["eval_prompts"]]
     return pretrain(cfg, path, texts, held_out, device, stop)
+
+
+def path_of(cfg, texts):
+    """Name the file of the policy that is made of these texts, by a hash of all it depends on."""
+    shape = [getattr(cfg, name) for name in SHAPE]
+    made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
+    return os.path.join(cfg.cache_dir, f"policy-{cfg.n_layer}x{cfg.n_embd}-{key}.pt")
+
+
+def made_up_tokens(cfg, examples):
+    """Call texts(n, seed) for about pretrain_tokens tokens, by the mean length of the examples."""
+    encoded = load_tokenizer(cfg.vocab_size).encode_ordinary_batch(examples)
+    mean_length = sum(len(ids) + 1 for ids in encoded) / len(examples)
+    return made_up_texts(cfg, math.ceil(cfg.pretrain_tokens / mean_length), SEED)
 
 
 def made_up_texts(cfg, n, seed):
@@ -71,8 +81,8 @@ def made_up_texts(cfg, n, seed):
 
 
 def load_policy(cfg):
-    """Load the policy that is named by a file or published name; return None for "train". Its shape
-    overrides the settings, and overridden values are printed."""
+    """Load the policy of a file or a published name; return None for "train". Its shape overrides
+    the settings, and a note names each setting that differs."""
     if cfg.policy == "train":
         return None
     if is_published(cfg):
@@ -90,7 +100,7 @@ def load_policy(cfg):
 
 
 def is_published(cfg):
-    """Tell whether the policy is a published model: neither pretrained here nor a .pt file."""
+    """Tell whether the policy is a published model, neither pretrained here nor a .pt file."""
     return cfg.policy != "train" and not cfg.policy.endswith(".pt")
 
 
@@ -101,7 +111,7 @@ def new_policy(cfg):
 
 def trainable(base, cfg):
     """Copy the base into the policy that is trained, with gradients on. With cfg.lora_rank it gets
-    adapters and shares the other weights, frozen, with the base. With cfg.critic it gets a value
+    adapters and shares all other weights, frozen, with the base. With cfg.critic it gets a value
     head, which is always trained."""
     if cfg.lora_rank:
         shared = {id(p): p for p in base.parameters()}
@@ -117,34 +127,16 @@ def trainable(base, cfg):
 
 
 def get_tokenizer(cfg):
-    """Return the policy's tokenizer: a published model's own, else GPT-2's first vocab_size tokens.
-    The settings must have the policy's shape by now (load_policy)."""
+    """Return the policy's tokenizer: a published model's own, or GPT-2's first vocab_size tokens.
+    Call load_policy first: it gives the settings the policy's shape."""
     if not is_published(cfg):
         return load_tokenizer(cfg.vocab_size)
     from extras.hub.policy import locate, tokenizer_of
     tokenizer = tokenizer_of(locate(cfg.policy))
     if tokenizer.largest >= cfg.vocab_size:
-        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, the "
+        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, but the "
                        f"model has {cfg.vocab_size} tokens: they do not belong together")
     return tokenizer
-
-
-def load_run(path):
-    """Load the policy of a run's folder or of a .pt file -> (policy, its tokenizer, or the folder
-    or file of the published model that has it)."""
-    if not os.path.isdir(path):
-        policy = load_gpt(path)
-        return policy, load_tokenizer(policy.config.vocab_size)
-    path, content = read_newest(path)
-    with undamaged(path):
-        known = vars(Settings())
-        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
-        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
-        load_weights(path, policy, content["policy"])
-    if is_published(cfg):
-        from extras.hub.policy import locate
-        return policy, locate(cfg.policy)
-    return policy, load_tokenizer(cfg.vocab_size)
 
 
 def pretrain(cfg, path, texts, held_out, device, stop):
@@ -158,7 +150,7 @@ def pretrain(cfg, path, texts, held_out, device, stop):
     if min(len(stream), len(held_out)) <= T:
         raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and "
                        f"{len(held_out)} to test on, both must be above block_size = {T}")
-    # made-up texts are read from their start, as a prompt is; comments are long, so half of their
+    # made-up texts are read from their start, like a prompt. Comments are long: half of their
     # windows begin anywhere
     num_anywhere = 0 if "texts" in cfg.functions else BATCH_SIZE // 2
     starts = text_starts(stream, T, tokenizer.eot_token)
@@ -184,7 +176,7 @@ def pretrain(cfg, path, texts, held_out, device, stop):
 
 
 def token_stream(tokenizer, texts, limit):
-    """Join whole texts in shuffled order, the end token after each -> about `limit` ids (M,)."""
+    """Join texts in shuffled order, each followed by the end token -> about `limit` ids (M,)."""
     texts = list(texts)
     random.Random(SEED).shuffle(texts)
     ids = []
@@ -198,15 +190,15 @@ def token_stream(tokenizer, texts, limit):
 
 
 def text_starts(stream, block_size, eot):
-    """Find where texts begin in a stream (M,), behind the end token eot -> positions (S,), without
-    those too near the end for a window."""
+    """Find where texts begin in a stream (M,), after an end token eot -> positions (S,). Leaves out
+    those that are too near the end for a window."""
     ends = (stream[:-block_size - 1] == eot).nonzero()[:, 0]
     return torch.cat([torch.tensor([0]), ends + 1])
 
 
 def windows(stream, starts, num_anywhere, block_size, seed):
     """Cut random windows out of a stream (M,) -> ids (BATCH_SIZE, block_size + 1). The first
-    num_anywhere begin anywhere, the others at one of starts (S,)."""
+    num_anywhere begin anywhere, all others at one of starts (S,)."""
     generator = torch.Generator().manual_seed(seed)
     first = starts[torch.randint(len(starts), (BATCH_SIZE,), generator=generator)]
     num_places = len(stream) - block_size
@@ -215,7 +207,7 @@ def windows(stream, starts, num_anywhere, block_size, seed):
 
 
 def optimizers(model):
-    """Return Muon (Jordan et al. 2024) for the blocks' matrices, which needs clearly fewer tokens,
+    """Return Muon (Jordan et al. 2024) for the matrices of the blocks, since it needs fewer tokens,
     and AdamW for all other weights."""
     matrices = [p for p in model.h.parameters() if p.dim() == 2]
     chosen = set(matrices)
@@ -228,7 +220,7 @@ def optimizers(model):
 def main(argv):
     cfg = load_settings(argv)
     if cfg.policy != "train":
-        raise BadInput(f"policy = {cfg.policy!r}: is there already; --policy=train makes a new one")
+        raise BadInput(f"policy = {cfg.policy!r}: exists already; --policy=train makes a new one")
     with interrupts() as stop:
         device = pick_device(cfg.device, cfg.threads)
         get_policy(cfg, get_splits(cfg), device, stop)

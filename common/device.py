@@ -1,4 +1,5 @@
 """Device, precision and memory."""
+import math
 import os
 import re
 from pathlib import Path
@@ -69,21 +70,29 @@ def autocast(device, dtype):
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=half)
 
 
+def read_proc(name):
+    """Text of a file in /proc, "" where there is none: only Linux has it."""
+    try:
+        return Path("/proc", name).read_text()
+    except OSError:
+        return ""
+
+
 def memory(device):
-    """Bytes in use: by torch on a GPU, by this process on a CPU."""
+    """Bytes in use, by torch on a GPU, by this process on a CPU. None: unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    pages = read_proc("self/statm").split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else None
 
 
 def free_memory(device):
-    """Free memory in bytes, of the GPU or of the host."""
+    """Free memory in bytes, of the GPU or of the host. inf: unknown."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held  # what torch holds for later is free too
-    available = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
-    return 1024 * int(available[1])
+    available = re.search(r"MemAvailable: *(\d+)", read_proc("meminfo"))
+    return 1024 * int(available[1]) if available else math.inf
 
 
 def check_fits(cfg, device):

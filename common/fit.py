@@ -1,10 +1,9 @@
-"""The supervised loop that trains the default policy and the judges."""
+"""The supervised training loop of the default policy and the judges."""
 import math
 import os
 import time
 
 from common.files import load_file, load_optimizer, load_weights, save_file, undamaged
-from run.report import Progress
 
 SAVE_SECONDS = 20
 
@@ -12,10 +11,10 @@ SAVE_SECONDS = 20
 def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):
     """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x trapezoid(...).
 
-    The state is saved to the file `partial` now and then; a call that finds the file continues from
-    it. loss_at must depend on nothing but the weights and the step, so that an interruption changes
-    no result. Prints loss and remaining time under the name `label`. Raises KeyboardInterrupt,
-    after saving, once stop() is true.
+    The state is saved to the file `partial` every SAVE_SECONDS, and a call that finds the file
+    continues from it. loss_at must depend on the weights and the step alone, so that an
+    interruption changes no result. Prints loss and remaining time under the name `label`. Raises
+    KeyboardInterrupt, after saving, once stop() is true.
     """
     rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
     start = load_partial(partial, model, optimizers, label, steps)
@@ -41,22 +40,22 @@ def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):
                       optimizers=[o.state_dict() for o in optimizers])
             saved = time.time()
         if stopped:
-            raise KeyboardInterrupt(f"{label} is saved; the same command goes on from there")
+            raise KeyboardInterrupt(f"{label} is saved; run the same command again to continue")
     if mean is not None and not math.isfinite(float(mean)):
         raise SystemExit(f"stopped: the loss of {label} became {float(mean)}; remove {partial} and "
                          "lower its learning rate")
 
 
 def trapezoid(step, steps):
-    """Return the factor of the learning rate at a step. It rises during the first 2 % of the steps,
-    stays, and falls to almost 0 during the last half."""
+    """Return the factor of the learning rate at a step. It rises over the first 2 % of the steps,
+    stays at 1, and falls to almost 0 over the last half."""
     up = (step + 1) / max(1, 0.02 * steps)
     down = (steps - step) / max(1, 0.5 * steps)
     return min(1.0, up, down)
 
 
 def load_partial(partial, model, optimizers, label, steps):
-    """Put back what `fit` saved, if anything -> the step to start from."""
+    """Load what `fit` saved, if anything -> the step to start from."""
     if not os.path.exists(partial):
         return 0
     content = load_file(partial, "partial")
@@ -64,5 +63,29 @@ def load_partial(partial, model, optimizers, label, steps):
         load_weights(partial, model, content["model"])
         for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
             load_optimizer(optimizer, state)
-        print(f"{label}: goes on from step {content['step']} of {steps} ({partial})")
+        print(f"{label}: continues from step {content['step']} of {steps} ({partial})")
         return content["step"]
+
+
+class Progress:
+    """Prints how far a long task is and how long it will take, at most every ten seconds. start:
+    how much of the total was done before."""
+
+    EVERY = 10
+
+    def __init__(self, label, unit, total, start=0):
+        self.label = label
+        self.unit = unit
+        self.total = total
+        self.start = start
+        self.began = time.time()
+        self.last = self.began
+
+    def is_due(self):
+        return time.time() - self.last > self.EVERY
+
+    def show(self, done, about=""):
+        self.last = time.time()
+        left = (self.last - self.began) / (done - self.start) * (self.total - done)
+        print(f"{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
+              flush=True)

@@ -1,43 +1,42 @@
-"""What cannot work, refused in one line: the setting, its value, the fix."""
-import operator
+"""Refuse settings that cannot work, in one line: the setting, its value, the fix."""
 import os
 import typing
 
 from common.files import ROOT
 from common.script import BadInput, shown
 
-AT_LEAST = {  # smallest value
-    0: "max_iters threads seed lora_rank lora_alpha top_k min_p decode_batch_size max_turns "
-       "gae_gamma gae_lambda value_coef epsilon epsilon_high beta entropy_coef "
-       "ref_model_sync_steps ref_model_mixup_alpha mini_batch_size warmup_iters adam_beta1 "
-       "adam_beta2 weight_decay max_grad_norm tracin_val_prompts tracin_val_size "
-       "tracin_target_ema tracin_fraction tracin_memory eval_interval expect_rise",
-    1: "save_interval n_layer n_head n_embd pretrain_tokens judge_tokens num_prompts "
-       "num_generations max_completion_length num_iterations micro_batch_size num_eval_prompts "
-       "num_eval_generations",
-    2: "block_size",
-    257: "vocab_size",          # the bytes and the end token
-    1e-6: "temperature sapo_temperature_neg sapo_temperature_pos",
+AT_LEAST = {
+    "max_iters": 0, "threads": 0, "seed": 0, "save_interval": 1,
+    "vocab_size": 257,      # the bytes and the end token
+    "block_size": 2, "n_layer": 1, "n_head": 1, "n_embd": 1, "pretrain_tokens": 1,
+    "lora_rank": 0, "lora_alpha": 0, "judge_tokens": 1,
+    "num_prompts": 1, "num_generations": 1, "max_completion_length": 1, "temperature": 1e-6,
+    "top_k": 0, "min_p": 0, "decode_batch_size": 0, "max_turns": 0,
+    "gae_gamma": 0, "gae_lambda": 0, "value_coef": 0,
+    "epsilon": 0, "epsilon_high": 0, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,
+    "beta": 0, "entropy_coef": 0, "ref_model_sync_steps": 0, "ref_model_mixup_alpha": 0,
+    "num_iterations": 1, "mini_batch_size": 0, "micro_batch_size": 1, "warmup_iters": 0,
+    "adam_beta1": 0, "adam_beta2": 0, "weight_decay": 0, "max_grad_norm": 0,
+    "tracin_val_prompts": 0, "tracin_val_size": 0, "tracin_target_ema": 0, "tracin_fraction": 0,
+    "tracin_memory": 0,
+    "eval_interval": 0, "num_eval_prompts": 1, "num_eval_generations": 1, "expect_rise": 0,
 }
-ABOVE = {0: "learning_rate top_p top_entropy_quantile value_clip"}
-BELOW = {1: "adam_beta1 adam_beta2 tracin_target_ema"}      # they must forget
 AT_MOST = {
-    1: "top_p min_p gae_gamma gae_lambda top_entropy_quantile ref_model_mixup_alpha "
-       "tracin_fraction",
-    max(64, os.cpu_count()): "threads",
+    "threads": max(64, os.cpu_count()), "top_p": 1, "min_p": 1, "gae_gamma": 1, "gae_lambda": 1,
+    "top_entropy_quantile": 1, "ref_model_mixup_alpha": 1, "tracin_fraction": 1,
 }
-RANGES = (("at least", operator.ge, AT_LEAST), ("above", operator.gt, ABOVE),
-          ("below", operator.lt, BELOW), ("at most", operator.le, AT_MOST))
+ABOVE = {"learning_rate": 0, "top_p": 0, "top_entropy_quantile": 0, "value_clip": 0}
+BELOW = {"adam_beta1": 1, "adam_beta2": 1, "tracin_target_ema": 1}      # an average must forget
 
 
 def check(cfg):
-    """Raises BadInput for the first setting that cannot work. Fills in None. Returns cfg."""
+    """Raise BadInput for the first setting that cannot work. Fill in None. Return cfg."""
     hints = typing.get_type_hints(type(cfg))
     for name, value in cfg.public().items():
         choices = typing.get_args(hints[name])
         if typing.get_origin(hints[name]) is typing.Literal and value not in choices:
             raise BadInput(f"{name} = {shown(value)}: must be one of {', '.join(choices)}")
-        if type(value) in (int, float) and not abs(value) < 2 ** 63:    # NaN is not
+        if type(value) in (int, float) and not abs(value) < 2 ** 63:    # or NaN
             raise BadInput(f"{name} = {shown(value)}: must be a number below 2 ** 63")
         if value == "":
             raise BadInput(f"{name} = '': must not be empty")
@@ -55,18 +54,26 @@ def check(cfg):
 
 
 def need(folder, asked_by):
-    """Refuses what asks for a folder of extras/ that somebody has deleted."""
+    """Refuse a setting that needs a folder of extras/ that somebody has deleted."""
     if not os.path.isdir(os.path.join(ROOT, "extras", folder)):
         raise BadInput(f"{asked_by} needs extras/{folder}, which is not here")
 
 
 def check_ranges(cfg):
-    for wanted, holds, names_by_bound in RANGES:
-        for bound, names in names_by_bound.items():
-            for name in names.split():
-                value = getattr(cfg, name)
-                if value is not None and not holds(value, bound):
-                    raise BadInput(f"{name} = {shown(value)}: must be {wanted} {bound}")
+    for name, value in cfg.public().items():
+        if type(value) not in (int, float):
+            continue
+        wanted = ""
+        if name in AT_LEAST and value < AT_LEAST[name]:
+            wanted = f"at least {AT_LEAST[name]}"
+        elif name in AT_MOST and value > AT_MOST[name]:
+            wanted = f"at most {AT_MOST[name]}"
+        elif name in ABOVE and value <= ABOVE[name]:
+            wanted = f"above {ABOVE[name]}"
+        elif name in BELOW and value >= BELOW[name]:
+            wanted = f"below {BELOW[name]}"
+        if wanted:
+            raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
     words = cfg.prompt_words
     if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
         raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers")
@@ -128,7 +135,7 @@ def check_influence(cfg):
         raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
     knows_part = cfg.tracin in ("off", "self") or cfg.multiple_of_logp
     if cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part):
-        raise BadInput("tracin_leave_one_out = True: a rollout's own part is known only with "
+        raise BadInput("tracin_leave_one_out = True: self-influence is known only with "
                        "tracin_val_prompts = 0 and with tracin = 'self', or mini_batch_size = 0, "
                        "top_entropy_quantile = 1 and critic = False")
     of_val = cfg.tracin_val_size or cfg.tracin_val_reward or cfg.tracin_val_select != "random"
@@ -149,7 +156,7 @@ def check_rewards(cfg):
     if not cfg.reward_funcs:
         raise BadInput("reward_funcs = (): must name a function, or 'judge'")
     for name in (*cfg.reward_funcs, cfg.tracin_val_reward or cfg.reward_funcs[0]):
-        if name != "judge" and name not in list(cfg.functions):     # a list: it may be anything
+        if name != "judge" and name not in list(cfg.functions):     # it may be unhashable
             raise BadInput(f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor "
                            f"a function of the config file: {sorted(cfg.functions) or 'none'}")
         if name == "judge" and cfg.judge is None:
@@ -171,6 +178,6 @@ def check_environment(cfg):
         raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text, and needs a "
                        "function environment")
     if cfg.tools and "environment" in cfg.functions:
-        raise BadInput("tools with a function environment: who answers? Leave one out")
+        raise BadInput("tools and a function environment: both would answer; leave one out")
     if cfg.answers:
         need("environment", "tools" if cfg.tools else "a function environment")

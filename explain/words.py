@@ -1,12 +1,12 @@
 """
-Which words: the influence of every token of a row, from a forward-mode pass over that row alone.
+Which words: the influence of every token of a rollout, by a forward-mode pass over it alone.
 
-To first order in a step of size e along the target's gradient, a row's influence is a sum over its
-tokens,
+To first order in a step of size e along the target's gradient, a rollout's influence is a sum over
+its tokens,
 
     I_i = sum_t I_it,    I_it = d L_i / d logp_it  x  d logp_it / d e
 
-and torch.func.jvp gives the second factor of all tokens at once. Nothing of the tape is used here.
+and torch.func.jvp computes the second factor of all tokens at once. The tape is not used here.
 """
 import math
 from typing import NamedTuple
@@ -17,22 +17,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Row(NamedTuple):
-    """A prompt and its completion of T tokens: no batch, no padding."""
+    """A prompt of P tokens and its completion of T tokens, without batch and padding."""
     tokens: Tensor      # (P + T,) ids
-    chosen: Tensor      # (T,) True on those that the policy drew
+    sampled: Tensor     # (T,) True on tokens of the policy, False on those of an environment
     allowed: Tensor     # (T, V) tokens that truncated sampling could draw; None: all
     temperature: float
 
 
 class Piece(NamedTuple):
-    """A token of a completion, or the few that share a character."""
-    text: str           # "" is the end token
-    influence: float    # in the standard deviations of its iteration
-    chosen: bool        # by the policy
+    """A token of a completion, or several that share a character."""
+    text: str           # "": the end token
+    influence: float    # in standard deviations of its iteration
+    sampled: bool       # by the policy
 
 
 def row_alone(rollout, i, temperature):
-    """Row i of a Rollout, whose prompt is padded on the left."""
+    """Take row i out of a Rollout, whose prompts are padded on the left."""
     r = rollout[i]
     T = int(r.completion_mask.sum())
     end = len(r.tokens) - len(r.completion_mask) + T
@@ -41,9 +41,13 @@ def row_alone(rollout, i, temperature):
 
 
 def row_logprobs(policy, weights, row):
-    """Log-probs (T,) of the tokens of a Row under other weights {name: tensor}, 0 if not chosen."""
-    T = len(row.chosen)
-    with sdpa_kernel(SDPBackend.MATH):  # the one that has a forward derivative
+    """Log-probs (T,) of the tokens of a Row under other weights {name: tensor}; 0 if not sampled.
+
+    rollout.completion_logprobs computes the same, but has no forward derivative. Of attention's
+    kernels MATH alone has one.
+    """
+    T = len(row.sampled)
+    with sdpa_kernel(SDPBackend.MATH):
         h = torch.func.functional_call(policy, weights, row.tokens[None, :-1])
     h = h[0, -T:]                                                                   # (T, C)
     head = "wte.weight" if policy.config.tied else "lm_head.weight"
@@ -51,11 +55,11 @@ def row_logprobs(policy, weights, row):
     if row.allowed is not None:
         logits = logits.masked_fill(~row.allowed, -math.inf)
     logp = logits.log_softmax(-1).gather(1, row.tokens[-T:, None])[:, 0]
-    return logp.masked_fill(~row.chosen, 0)     # a forced token may not be allowed
+    return logp.masked_fill(~row.sampled, 0)    # an environment's token need not be allowed
 
 
 def logprob_changes(policy, D, row):
-    """d log-prob / d e (T,) of the tokens of a Row, at weights + e D. D {name of a parameter:
+    """d log-prob / d e (T,) of the tokens of a Row, at weights + e D. D: {name of a parameter:
     tensor}."""
     weights = {k: policy.get_parameter(k).detach() for k in D}
     _, tangent = torch.func.jvp(lambda w: row_logprobs(policy, w, row), (weights,), (D,))
@@ -63,20 +67,21 @@ def logprob_changes(policy, D, row):
 
 
 def pieces_of(row, influence, tokenizer, ends):
-    """The completion of a Row as Pieces, which add up to its text and to the influence (T,) of its
-    tokens. ends: the ids that end a completion."""
-    T = len(row.chosen)
+    """Split the completion of a Row into Pieces. They add up to its text, and to the influence (T,)
+    of its tokens. ends: the ids that end a completion."""
+    T = len(row.sampled)
     ids = row.tokens[-T:].tolist()
     decode = tokenizer.decode
     pieces = []
     start = 0
     for end in range(1, T + 1):
-        here = ids[start:end]
+        piece = ids[start:end]
         after = ids[end:end + 3]        # a character has four bytes at most
-        if decode(here) + decode(after) != decode(here + after):
-            continue                    # it ends within a character
-        is_end = here[0] in ends and row.chosen[start]
-        pieces.append(Piece("" if is_end else decode(here), float(influence[start:end].sum()),
-                            bool(row.chosen[start:end].all())))
+        if decode(piece) + decode(after) != decode(piece + after):
+            continue                    # the piece ends within a character
+        is_end = piece[0] in ends and row.sampled[start]
+        text = "" if is_end else decode(piece)
+        sampled = bool(row.sampled[start:end].all())
+        pieces.append(Piece(text, float(influence[start:end].sum()), sampled))
         start = end
     return pieces

@@ -1,6 +1,6 @@
-"""Reward functions are called here, the judge's and those of a config file; and an environment.
+"""Calls reward functions, the judge's and those of a config file, and environments.
 
-What a user's function does wrong ends in one line that names the function and an example.
+A mistake in a user's function ends in one line that names the function and an example.
 """
 import inspect
 import math
@@ -13,12 +13,12 @@ LARGEST = 1e16      # the square of a reward must fit into float32
 
 
 def try_rewards(cfg, prompts):
-    """Let the config file's rewards score a few prompts in place of completions, and an empty one,
-    before anything is trained. Every prompt must have the columns that they ask for."""
+    """Try the config file's rewards before anything is trained: every prompt must have the columns
+    that they ask for. They score a few prompts in place of completions, and an empty one."""
     names = {*cfg.reward_funcs, cfg.tracin_val_reward} - {"judge", None}
     functions = {name: cfg.functions[name] for name in sorted(names)}
     for name, function in functions.items():
-        arguments_of(f"reward {name!r}", function, prompts, completions=[])
+        arguments_of(f"reward {name!r}", function, prompts, [])
     texts = [prompt.text for prompt in prompts[:8]]
     if functions:
         score(functions, prompts[:8] + prompts[:1], texts + [""])
@@ -27,8 +27,7 @@ def try_rewards(cfg, prompts):
 def score(reward_funcs, prompts, completions):
     """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K).
 
-    A function returns one number per completion, higher is better, or None where it abstains; None
-    becomes NaN.
+    A function returns one number per completion, higher is better. None abstains and becomes NaN.
     """
     columns = [score_by(name, function, prompts, completions)
                for name, function in reward_funcs.items()]
@@ -39,7 +38,7 @@ def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
-    if name == "judge":     # what it raises is no fault of a user's function
+    if name == "judge":     # its errors are not those of a user's function
         values = function([prompt.text for prompt in prompts], completions)
     else:
         values = call(f"reward {name!r}", function, prompts, completions)
@@ -60,59 +59,54 @@ def score_by(name, function, prompts, completions):
     return numbers
 
 
-def call(what, function, prompts, completions):
-    """Call a user's function. Where it raises, BadInput names the first example that it raises for
-    alone; the function's own traceback is a note of the BadInput."""
-    arguments = arguments_of(what, function, prompts, list(completions))    # to do with as it likes
+def call(what, function, prompts, texts, name="completions"):
+    """Call a user's function. If it raises, BadInput names the first example that makes it raise,
+    called alone; the function's own traceback is a note of the BadInput."""
+    arguments = arguments_of(what, function, prompts, list(texts), name)    # it may change its list
     try:
         return function(**arguments)
     except BadInput:
         raise
     except (Exception, SystemExit) as e:
-        example = failing_example(what, function, prompts, completions)
+        example = failing_example(what, function, prompts, texts, name)
         raise user_error(what, e, example) from None
 
 
-def failing_example(what, function, prompts, completions):
-    for prompt, completion in zip(prompts, completions):
-        arguments = arguments_of(what, function, [prompt], [completion])
+def failing_example(what, function, prompts, texts, name):
+    for prompt, text in zip(prompts, texts):
+        arguments = arguments_of(what, function, [prompt], [text], name)
         try:
             function(**arguments)
         except (Exception, SystemExit):
-            return f", for the prompt {shown(prompt.text)} and completion {shown(completion)}"
+            return f", for the prompt {shown(prompt.text)} and completion {shown(text)}"
     return ""
 
 
-def arguments_of(what, function, prompts, completions):
-    """Find what a user's function is to be called with -> {name: argument}.
+def arguments_of(what, function, prompts, texts, name="completions"):
+    """Collect the arguments of a user's function -> {name of a parameter: argument}.
 
-    The first two parameters are prompts and completions, whatever they are called, unless one is
-    called completions (TRL's form). Every other parameter goes by its name: rows, which are dicts
-    of all columns, or a column of the prompts' file. **kwargs takes all that is left.
+    As in TRL all go by name: prompts, completions (for an environment: transcripts), and columns of
+    the prompts' file. **kwargs takes all of these.
     """
-    texts = [prompt.text for prompt in prompts]
-    rows = [prompt.row for prompt in prompts]
-    fields = {name for row in rows for name in row}
-    columns = {name: [row.get(name) for row in rows] for name in fields}
-    parameters = inspect.signature(function).parameters
-    names = list(parameters)
-    given = dict(rows=rows, prompts=texts, completions=completions)
-    if "completions" not in names:
-        if len(names) < 2:
-            raise BadInput(f"{what} takes ({', '.join(names)}): must take (prompts, completions); "
-                           "rows or columns of the prompts' file may follow")
-        given |= {names[0]: texts, names[1]: completions}
-    elif names[0] not in columns:
-        given.setdefault(names[0], texts)
-    known = columns | given
-    for name, p in parameters.items():
-        if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
-            raise BadInput(f"{what} takes {inspect.signature(function)}: it is called by names, so "
-                           "neither / nor * may stand there")
-        if p.kind is p.VAR_KEYWORD:
-            return known
-        lacking = [prompt for prompt in prompts if name not in given and name not in prompt.row]
-        if lacking and p.default is p.empty:
-            raise BadInput(f"{what} asks for the column {name!r}; the prompt "
-                           f"{shown(lacking[0].text)} has {sorted(map(str, lacking[0].row))}")
-    return {name: known[name] for name in names if name in known}
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    kinds = {p.kind for p in parameters}
+    if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:
+        raise BadInput(f"{what} takes {signature}: it is called by names; leave out / and *")
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    if name not in signature.parameters and not takes_all:
+        raise BadInput(f"{what} takes {signature}: must take (prompts, {name}), by these names; "
+                       "columns of the prompts' file may follow")
+    known = {column: [prompt.row.get(column) for prompt in prompts]
+             for column in {column for prompt in prompts for column in prompt.row}}
+    known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
+    for p in parameters:
+        if p.default is not p.empty or p.kind is p.VAR_KEYWORD or p.name in ("prompts", name):
+            continue
+        for prompt in prompts:
+            if p.name not in prompt.row:
+                raise BadInput(f"{what} asks for the column {p.name!r}; the prompt "
+                               f"{shown(prompt.text)} has {sorted(map(str, prompt.row))}")
+    if takes_all:
+        return known
+    return {p.name: known[p.name] for p in parameters if p.name in known}

@@ -1,6 +1,6 @@
-"""The small judge: a bidirectional GPT trunk and a score head on its class token.
+"""The small judge: a bidirectional GPT and a linear head on its class token.
 
-B texts of T tokens, the class token included; attention_mask (B, T) is False on padding.
+B texts of T tokens, the class token included. attention_mask (B, T) is False on padding.
 """
 import re
 
@@ -13,6 +13,8 @@ from model import GPT
 from common.files import load_gpt
 from common.script import BadInput
 
+SAYS_NOTHING = -5.0     # the logit of a text that says nothing, about that of clean text
+
 
 class Scorer(nn.Module):
     def __init__(self, config):
@@ -22,27 +24,27 @@ class Scorer(nn.Module):
         self.score = nn.Linear(config.n_embd, 1)
 
     def forward(self, idx, attention_mask):
-        """Score idx (B, T), the class token first -> log-odds of toxic (B,)."""
+        """Score idx (B, T), the class token first -> logits of toxic (B,)."""
         x = self.trunk(idx, attention_mask)  # (B, T, C)
         return self.score(x[:, 0])[:, 0]
 
 
 def load_scorer(path, device="cpu"):
-    """Load the judge that judge/train.py wrote to a .pt file. Raises BadInput for other files."""
+    """Load the judge that judge/train.py wrote to a .pt file; BadInput for any other file."""
     model = load_gpt(path, "judge", Scorer).to(device).eval().requires_grad_(False)
     block_size = model.config.block_size
     tokenizer = load_tokenizer(model.config.vocab_size)
 
     def judge(prompts, completions):
         rows = encode(tokenizer, completions, block_size)
-        return finished(path, log_odds(model, rows, device), completions)
+        return finished(path, logits_of(model, rows, device), completions)
 
     return judge
 
 
 def encode(tokenizer, texts, block_size):
-    """Turn texts into lists of at most block_size ids, the end token first as class token, in the
-    form of the comments: completions begin with a blank and may hold line breaks."""
+    """Turn texts into lists of at most block_size ids, the end token first as class token. They are
+    cleaned like the comments, since completions begin with a space and may hold line breaks."""
     rows = tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
     return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in rows]
 
@@ -56,9 +58,9 @@ def pad_right(rows):
 
 
 @torch.no_grad()
-def log_odds(model, rows, device, batch_size=256):
+def logits_of(model, rows, device, batch_size=256):
     """Score N lists of ids with model(idx, attention_mask) -> float32 (N,) on the CPU. Rows of
-    similar length share a batch. A GPU is waited for once."""
+    similar length share a batch. Synchronises a GPU once."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     ordered = torch.empty(len(rows), device=device)
     for start in range(0, len(rows), batch_size):
@@ -71,19 +73,16 @@ def log_odds(model, rows, device, batch_size=256):
     return scores
 
 
-SAYS_NOTHING = -5.0  # log-odds, about those of clean text
-
-
 def says_nothing(text):
     """Tell whether a text is empty, a single symbol, or has neither letter nor digit. No judge has
-    learned what to make of such a text, and each makes something else of it."""
+    learned to rate such texts, and any two judges disagree about them."""
     text = text.strip()
     return len(text) < 2 or not re.search(r"[^\W_]", text)
 
 
 def finished(name, scores, completions):
-    """Return the scores (N,), with SAYS_NOTHING where a text says nothing. Raises BadInput that
-    names the first one that is not finite."""
+    """Return the scores (N,), with SAYS_NOTHING where a text says nothing. BadInput names the first
+    text whose score is not finite."""
     bad = (~scores.isfinite()).nonzero()
     if len(bad):
         i = int(bad[0])

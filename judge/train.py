@@ -1,4 +1,5 @@
-"""Train the two judges on disjoint halves of the labelled comments, at first use or by itself:
+"""Train the two judges on disjoint halves of the labelled comments. A run does this at first use;
+this command does it alone:
 
     python -m judge.train config/toxicity.py
 """
@@ -14,7 +15,7 @@ from config import load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from judge import load_judge
-from judge.scorer import Scorer, encode, log_odds, pad_right
+from judge.scorer import Scorer, encode, logits_of, pad_right
 from model import GPTConfig
 from common.device import autocast, fast_dtype, pick_device
 from common.files import save_gpt
@@ -29,21 +30,20 @@ HALVES = {"judge": "judge_a", "eval_judge": "judge_b"}  # the split that each on
 
 
 def named_judges(cfg, device):
-    """{role: judge} of the judges that the settings name by a file or published name."""
+    """Load the judges that the settings name by a file or a published name -> {role: judge}."""
     named = {role: getattr(cfg, role) for role in HALVES}
     named = {role: name for role, name in named.items() if name not in (None, "train")}
     if len(named) > len(set(named.values())):
-        print(f"note: eval_judge is the judge that gives the reward, {cfg.judge}: "
-              "it is no independent check")
+        print(f"note: eval_judge is also the judge that gives the reward, {cfg.judge}: "
+              "it is not an independent check")
     loaded = {name: load_judge(name, device) for name in sorted(set(named.values()))}
     return {role: loaded[name] for role, name in named.items()}
 
 
-def get_judges(cfg, splits, device, stop=lambda: False, may_train=True, named=None):
-    """{"judge": judge, "eval_judge": judge}, without those that are None. Those called "train" are
-    trained at first use: BadInput if one would have to be and may_train is False. named: what
-    named_judges has loaded already."""
-    judges = dict(named_judges(cfg, device) if named is None else named)
+def trained_judges(cfg, splits, device, stop=lambda: False, may_train=True):
+    """Load the judges that the settings call "train" -> {role: judge}. They are trained at first
+    use; BadInput if one would have to be now and may_train is False."""
+    judges = {}
     for role, half in HALVES.items():
         if getattr(cfg, role) == "train":
             path = prepare_judge(half, cfg, splits, device, stop, may_train)
@@ -52,7 +52,7 @@ def get_judges(cfg, splits, device, stop=lambda: False, may_train=True, named=No
 
 
 def prepare_judge(name, cfg, splits, device, stop, may_train=True):
-    """Train the judge `name` into cfg.cache_dir unless it is there already -> path of its file."""
+    """Train the judge `name` into cfg.cache_dir, unless it is there already -> path of its file."""
     comments = even_lengths(splits[name], SEED)
     made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
@@ -60,8 +60,8 @@ def prepare_judge(name, cfg, splits, device, stop, may_train=True):
     if os.path.exists(path):
         print(f"{name}: {path}")
     elif not may_train:
-        raise BadInput(f"{path}: the judge of this run is not there; python -m judge.train "
-                       f"{cfg.out_dir} makes it again")
+        raise BadInput(f"{path}: the judge of this run is missing; train it again: "
+                       f"python -m judge.train {cfg.out_dir}")
     else:
         held_out = splits["train_prompts"] + splits["eval_prompts"]
         train_judge(path, name, comments, held_out, cfg.judge_tokens, device, stop)
@@ -73,7 +73,7 @@ def prepare_judge(name, cfg, splits, device, stop, may_train=True):
 
 
 def train_judge(path, name, comments, held_out, num_tokens, device, stop):
-    """Train a Scorer on comments for about num_tokens tokens, test it on held_out and save it."""
+    """Train a Scorer on comments for about num_tokens tokens, test it on held_out, save it."""
     began = time.time()
     if not comments or len({label for _, label in held_out}) < 2:
         raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
@@ -102,7 +102,7 @@ def train_judge(path, name, comments, held_out, num_tokens, device, stop):
 
     fit(model, [optimizer], loss_at, steps, f"{path}.partial", name, stop=stop)
     rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
-    scores = log_odds(model.eval(), rows, device)
+    scores = logits_of(model.eval(), rows, device)
     toxic = torch.tensor([label > 0.5 for _, label in held_out])
     accuracy = float(((scores > 0) == toxic).float().mean())
     area = auc(scores, toxic)
@@ -112,8 +112,8 @@ def train_judge(path, name, comments, held_out, num_tokens, device, stop):
 
 
 def even_lengths(comments, seed):
-    """Cut half of the clean comments to a run of words as long as some toxic comment. Those are
-    short: else a judge takes what is short for toxic, and the policy learns never to end."""
+    """Cut half of the clean comments to the length of some toxic comment. Toxic comments are short;
+    otherwise the judge would learn that short means toxic, and the policy never to end."""
     rng = random.Random(seed)
     toxic_lengths = [len(text.split()) for text, label in comments if label > 0.5]
     out = []
@@ -128,8 +128,8 @@ def even_lengths(comments, seed):
 
 
 def length_batches(rows, size, seed):
-    """Shuffle the rows into batches (lists of indices) of `size` rows of similar length: they are
-    cut from pools of 64 batches that are sorted by length."""
+    """Shuffle the rows into batches (lists of indices) of `size` rows of similar length, cut from
+    pools of 64 batches that are sorted by length."""
     rng = random.Random(seed)
     order = list(range(len(rows)))
     rng.shuffle(order)
@@ -142,8 +142,8 @@ def length_batches(rows, size, seed):
 
 
 def auc(scores, toxic):
-    """Area under the ROC curve: the chance that a toxic comment scores above a clean one. Equal
-    scores count half. scores (N,), toxic (N,) of bools."""
+    """Area under the ROC curve: the probability that a toxic comment scores above a clean one.
+    Equal scores count half. scores (N,), toxic (N,) bools."""
     clean = scores[~toxic].double().sort().values
     found = scores[toxic].double()
     below = torch.searchsorted(clean, found)                    # clean comments with lower scores
@@ -155,7 +155,7 @@ def main(argv):
     cfg = load_settings(argv)
     with interrupts() as stop:
         device = pick_device(cfg.device, cfg.threads)
-        get_judges(cfg, get_splits(cfg), device, stop)
+        trained_judges(cfg, get_splits(cfg), device, stop)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """
-The numbers of an iteration. docs/running.md says what each of them means.
+The metrics of an iteration. docs/running.md says what each of them means.
 
-Those of the update stay on the device until the step, so that a GPU is waited for once.
+Add one of your own to loss_metrics (of an update) or to batch_metrics (of the rollouts). The sums
+of an update stay on the device until its end, so that a GPU is synchronised once.
 """
 import itertools
 import math
@@ -14,16 +15,17 @@ from tracin import invariant_error
 
 
 class Meter:
-    """Collects the metrics of an update: of its micro-batches, its steps and its influence."""
+    """Collects the metrics of an update, and ends the run where they show a bug."""
 
     def __init__(self, nets, batch, cfg, log, check=False):
         self.nets = nets
         self.batch = batch
         self.cfg = cfg
         self.log = log
-        self.check = check          # before the first step
-        self.micro_batches = []     # {name: tensor ()}
-        self.num_begun = 0          # steps, including those for which influence keeps no row
+        self.check = check          # compare trainer and sampler before the first step
+        self.losses = {}            # {name: tensor ()}, sums over the micro-batches so far
+        self.sums = {}              # {name: tensor (2,)}, sum and count of the other metrics
+        self.num_begun = 0          # steps, also those for which influence keeps no row
         self.grad_norms = []        # of the steps that were taken
         self.influence = []         # {name: number} of each step
         self.first_pass = []        # log-ratios of trainer and sampler (n, T), sampled_mask (n, T)
@@ -34,8 +36,12 @@ class Meter:
 
     @torch.no_grad()
     def add(self, loss):
-        """A micro-batch, by its grpo.Loss."""
-        self.micro_batches.append(loss_metrics(loss, self.cfg))
+        """Count a micro-batch in, by its grpo.Loss."""
+        self.losses = summed([self.losses, loss_parts(loss, self.cfg)])
+        pairs = {name: torch.stack([torch.as_tensor(x, device=self.loss.device).double()
+                                    for x in pair])
+                 for name, pair in loss_metrics(loss, self.cfg).items()}
+        self.sums = summed([self.sums, pairs])
         self.loss += loss.total
         if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
@@ -43,60 +49,61 @@ class Meter:
         self.log.loss(loss)
 
     def logp_diff(self):
-        """Trainer's log-probs less sampler's (M,) of the tokens of the first pass, in all
+        """The trainer's log-probs minus the sampler's (M,), of all tokens of the first pass in all
         processes."""
-        found = [log_ratios[sampled].cpu() for log_ratios, sampled in self.first_pass]
-        return all_gather(torch.cat([torch.zeros(0), *found]))
+        diffs = [log_ratios[sampled].cpu() for log_ratios, sampled in self.first_pass]
+        return all_gather(torch.cat([torch.zeros(0), *diffs]))
 
     def check_ratio(self):
-        """Before the first step trainer and sampler are the same weights. Ends the run if their
-        log-probs do not agree."""
-        logp_diff = self.logp_diff() if self.check and not self.grad_norms else []
+        """End the run if trainer and sampler, which have the same weights before the first step,
+        disagree about a token."""
+        if not self.check or self.grad_norms:
+            return
+        logp_diff = self.logp_diff()
         if len(logp_diff) == 0:
             return
-        gap, bound = gap_of(logp_diff, self.nets.dtype)
-        if not gap <= bound:
+        error, tolerance = logp_error(logp_diff, self.nets.dtype)
+        if not error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
-                f"by {gap:.3g} nats on a token; something in the model is random, not finite or "
+                f"by {error:.3g} nats on a token; something in the model is random, not finite or "
                 "sees padding (or try dtype = 'float32')")
 
     def add_influence(self, found):
-        """What keep_helpful found in a step. Ends the run unless the scores add up to <gradient of
-        the step, target's gradient>, where it has the first from a plain backward."""
-        bound = bound_of(self.nets.dtype)
-        if found.true_error is not None and not found.true_error <= bound:
+        """Count a step's influence in, by its tracin.Findings. End the run unless the scores add up
+        to <gradient of the step, target's gradient>, if a plain backward has computed the first."""
+        tolerance = tolerance_of(self.nets.dtype)
+        if found.true_error is not None and not found.true_error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the influences do not add up to the product of "
                 f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
-                f"{bound:g}); the tape or the loss in its units has a bug (or try dtype = "
+                f"{tolerance:g}); the tape or the loss in its units has a bug (or try dtype = "
                 "'float32')")
         self.influence.append(influence_metrics(found))
 
     def check_finite(self, grad_norm):
-        """Ends the run if the loss or the gradient of a step is not finite."""
+        """End the run if the loss or the gradient of a step is not finite."""
         own_loss, norm = torch.stack([self.loss, grad_norm.double()]).tolist()
         loss = sum(all_gather([own_loss]))
         if not math.isfinite(loss + norm):
             raise SystemExit(
-                f"stopped: loss {loss}, grad_norm {norm}; this step was not taken, the last "
-                "checkpoint stands. Look for a reward that is not finite; else lower "
+                f"stopped: loss {loss}, grad_norm {norm}; this step was not taken and the last "
+                "checkpoint is good. Look for a reward that is not finite, or lower "
                 "learning_rate or raise beta, then --resume=True")
         self.grad_norms.append(norm)
 
     def metrics(self):
-        """{name: number} of the whole update, over all processes."""
-        micros = all_gather(numbers(self.micro_batches))
+        """Put together the metrics of the whole update, over all processes -> {name: number}."""
         num_steps = len(self.grad_norms)
-        metrics = mean_over_tokens(micros)
+        sums = summed(all_gather([on_cpu(self.sums)]))
+        metrics = {name: float(total / count) for name, (total, count) in sums.items()}
         metrics |= mean_influence(self.influence)
         if self.cfg.kl_in_reward:
             sampled = self.batch.rollout.sampled_mask
             metrics["kl"] = float(self.batch.kl.sum() / sampled.sum())
         metrics |= {"loss": 0.0, "policy_loss": 0.0}        # where no row carries loss
-        for name in micros[0] if micros else ():
-            if name.endswith("loss"):
-                metrics[name] = sum(m[name] for m in micros) / self.num_begun
+        for name, total in summed(all_gather([on_cpu(self.losses)])).items():
+            metrics[name] = float(total / self.num_begun)
         metrics["grad_norm"] = sum(self.grad_norms) / max(1, num_steps)
         metrics["num_steps"] = num_steps
         logp_diff = self.logp_diff().abs()
@@ -106,77 +113,82 @@ class Meter:
         return metrics
 
 
-def bound_of(dtype):
-    """Of the relative difference between two ways to compute, with forward passes in dtype."""
+def tolerance_of(dtype):
+    """How far two computations of the same number may differ, with forward passes in dtype."""
     return 1e-3 if dtype == torch.float32 else 5e-2
 
 
-def gap_of(logp_diff, dtype):
-    """(gap in nats, its bound) of differences between log-probs that should be equal: the largest
-    in float32, else the mean."""
-    gaps = logp_diff.abs()
-    gap = gaps.max() if dtype == torch.float32 else gaps.mean()
-    return float(gap), bound_of(dtype)
+def logp_error(logp_diff, dtype):
+    """How far log-probs differ that should be equal -> (nats, tolerance): the largest difference in
+    float32, the mean in bfloat16."""
+    errors = logp_diff.abs()
+    error = errors.max() if dtype == torch.float32 else errors.mean()
+    return float(error), tolerance_of(dtype)
+
+
+def loss_parts(loss, cfg):
+    """The parts of a micro-batch's loss -> {name: tensor ()}. Each is already divided by the size
+    of the whole step, so the log has their sum over micro-batches and their mean over steps."""
+    parts = {
+        "loss": loss.total.double(),
+        "policy_loss": loss.policy.double() + loss.kl}      # TRL's
+    if cfg.kl_in_loss:
+        parts["kl_loss"] = loss.kl.double()
+    if cfg.entropy_coef:
+        parts["entropy_loss"] = loss.entropy.double()
+    if cfg.critic:
+        parts["critic_loss"] = loss.critic.double()
+    return parts
 
 
 def loss_metrics(loss, cfg):
-    """Metrics of a micro-batch, from its grpo.Loss, as tensors ()."""
+    """Other metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
+    sum / count over all micro-batches, steps and processes, of every name in here."""
     mask = loss.batch.loss_mask
     ratio = loss.ratio                # (n, T), or (n, 1) at sequence level: then rows count
     unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
-    units = unit.sum().clamp(min=1)
+    units = unit.sum()
     A = loss.batch.advantages.view(len(mask), -1)                       # (n, 1), or (n, T)
-    metrics = {"tokens": mask.sum(), "units": unit.sum(), "ratio": (ratio * unit).sum() / units}
     low_bound, high_bound = cfg.clip_range
     low = (ratio < low_bound) & (A < 0) & unit
     high = (ratio > high_bound) & (A > 0) & unit
+    metrics = {"ratio": ((ratio * unit).sum(), units)}
     if cfg.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = high.sum() / units
+        metrics["cispo_clip_ratio"] = (high.sum(), units)
     elif cfg.loss_type != "sapo":
-        metrics["clip_ratio/low_mean"] = low.sum() / units
-        metrics["clip_ratio/high_mean"] = high.sum() / units
-        metrics["clip_ratio/region_mean"] = (low | high).sum() / units
+        metrics["clip_ratio/low_mean"] = (low.sum(), units)
+        metrics["clip_ratio/high_mean"] = (high.sum(), units)
+        metrics["clip_ratio/region_mean"] = ((low | high).sum(), units)
     if loss.kl_by_token is not None:
-        metrics["kl"] = (loss.kl_by_token * mask).sum() / mask.sum().clamp(min=1)
-    metrics["loss"] = loss.total.detach()
-    metrics["policy_loss"] = (loss.policy.double() + loss.kl).detach()      # TRL's
-    if cfg.kl_in_loss:
-        metrics["kl_loss"] = loss.kl.detach()
-    if cfg.entropy_coef:
-        metrics["entropy_loss"] = loss.entropy.detach()
-    if cfg.critic:
-        metrics["critic_loss"] = loss.critic.detach()
+        metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())
     return metrics
 
 
-def numbers(dicts):
-    """Dicts of tensors () with the same keys -> dicts of numbers. A GPU is waited for once."""
-    if not dicts:
-        return []
-    rows = torch.stack([torch.stack(list(d.values())) for d in dicts]).tolist()
-    return [dict(zip(dicts[0], row)) for row in rows]
+def summed(dicts):
+    """Add up dicts of numbers or tensors by name."""
+    total = {}
+    for values in dicts:
+        for name, x in values.items():
+            total[name] = total.get(name, 0) + x
+    return total
 
 
-def mean_over_tokens(micros):
-    """Metrics of micro-batches -> means over the tokens of the update (over the rows, where a ratio
-    is of a sequence)."""
-    metrics = {}
-    for name in micros[0] if micros else ():
-        unit = "tokens" if name == "kl" else "units"
-        if "ratio" in name or name == "kl":
-            total = max(1, sum(m[unit] for m in micros))
-            metrics[name] = sum(m[name] * m[unit] for m in micros) / total
-    return metrics
+def on_cpu(tensors):
+    """Copy {name: tensor}, all of one shape, to the CPU. Synchronises a GPU once."""
+    if not tensors:
+        return {}
+    return dict(zip(tensors, torch.stack(list(tensors.values())).cpu()))
 
 
 def influence_metrics(found):
-    """Metrics of a step's influence. found: tracin.Findings."""
-    metrics, = numbers([{
+    """Metrics of a step's influence, by its tracin.Findings."""
+    tensors = on_cpu({
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
-        "tracin/selected_ratio": (found.row_weights != 0).float().mean()}])
+        "tracin/selected_ratio": (found.row_weights != 0).float().mean()})
+    metrics = {name: float(x) for name, x in tensors.items()}
     metrics["tracin/self_share"] = float(found.self_influence)
     metrics["tracin/fallback"] = float(found.fallback)
     if found.batch_grad is not None:        # it would cost another gradient
@@ -188,7 +200,8 @@ def influence_metrics(found):
 
 
 def target_metrics(found):
-    """Metrics of the target's gradient and rows. A function of the config file has no rows."""
+    """Metrics of the target's gradient and of its rollouts. A target that is a function of the
+    config file has neither halves nor rollouts."""
     pairs = itertools.combinations_with_replacement(found.halves, 2)
     products = torch.stack([inner(G, H) for G, H in pairs]).tolist()
     if len(products) == 1:
@@ -204,19 +217,21 @@ def target_metrics(found):
 
 
 def mean_influence(steps):
-    """Influence's metrics of the steps -> those of the update: means, but the extremes."""
+    """Metrics of influence, from each step's to the update's: extremes of extremes, means of all
+    others."""
     if not steps:
         return {}
     metrics = {name: sum(m[name] for m in steps) / len(steps) for name in steps[0]}
     metrics["tracin/empty_steps"] = sum(m["tracin/selected_ratio"] == 0 for m in steps)
-    extremes = {"tracin/invariant_error": max, "tracin/min_ip": min, "tracin/max_ip": max}
-    for name in extremes.keys() & metrics.keys():
-        metrics[name] = extremes[name](m[name] for m in steps)
+    metrics["tracin/min_ip"] = min(m["tracin/min_ip"] for m in steps)
+    metrics["tracin/max_ip"] = max(m["tracin/max_ip"] for m in steps)
+    if "tracin/invariant_error" in metrics:
+        metrics["tracin/invariant_error"] = max(m["tracin/invariant_error"] for m in steps)
     return metrics
 
 
 def tensors_differing(nets):
-    """How many tensors of the reference differ from the policy's, which a line says too."""
+    """Count and print how many tensors of the reference differ from the policy's."""
     pairs = zip(nets.reference.parameters(), nets.policy.parameters(), strict=True)
     differing = sum(not torch.equal(r, p) for r, p in pairs)
     print(f"reference synced: {differing} tensors differ from the policy's (0 right after a copy)")
@@ -224,7 +239,7 @@ def tensors_differing(nets):
 
 
 def std(x):
-    """Standard deviation, NaN left out; exactly 0.0 if all values are the same number."""
+    """Standard deviation without NaN; exactly 0.0 if all values are equal."""
     x = x[~x.isnan()]
     if len(x) < 2 or x.min() == x.max():
         return 0.0
@@ -233,20 +248,20 @@ def std(x):
 
 @torch.no_grad()
 def rollout_toxicity(prompts, batch, nets):
-    """Mean toxicity of the rollouts by the eval judge, which training never sees. {} without it."""
+    """Mean toxicity of the rollouts by the eval judge, which training never sees; {} without it."""
     judge = nets.judges.get("eval_judge")
     if judge is None:
         return {}
     N = len(batch.completions)
     group = N // len(prompts)
-    asked = [prompts[i // group].text for i in range(N)]
+    texts = [prompts[i // group].text for i in range(N)]
     mine = shard(N)
-    log_odds = all_gather(judge(asked[mine], batch.completions[mine]))
-    return {"eval_judge/toxicity": float(torch.sigmoid(log_odds).mean())}
+    logits = all_gather(judge(texts[mine], batch.completions[mine]))
+    return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
 
 
 def batch_metrics(batch, cfg):
-    """Metrics of a Batch, named as TRL names them."""
+    """Metrics of a Batch -> {name: number}, with TRL's names where it has the metric."""
     rollout = batch.rollout
     known = batch.rewards[~batch.rewards.isnan()]
     if len(known) == 0:

@@ -1,17 +1,16 @@
-"""What a run says: lines inside an iteration, the line of an iteration, progress, warnings."""
-import collections
+"""What a run prints: lines inside an iteration, the line of an iteration, warnings."""
 import math
 import time
 
 import torch
 
 from common.device import memory
-from run.metrics import bound_of, std
+from run.metrics import std, tolerance_of
 
 
 class StepLog:
-    """The numbered lines inside an iteration: memory now, time since the line before. A GPU is
-    waited for, so that the times are of finished work. on: print at all."""
+    """Prints the numbered lines inside an iteration: memory in use, time since the last line. Each
+    line synchronises a GPU, so that times are those of finished work. on: False prints nothing."""
 
     def __init__(self, device, micro_batch_size, on):
         self.device = device
@@ -33,7 +32,7 @@ class StepLog:
             self.line("[Micro 0] 3. Samples scored", values)
 
     def loss(self, loss):
-        """A grpo.Loss, read only if the line is printed."""
+        """loss: grpo.Loss, which is read only if the line is printed."""
         if self.on:
             values = f", pg_loss={loss.policy + loss.entropy:.6f},"
             if loss.critic.requires_grad:
@@ -52,9 +51,11 @@ class StepLog:
             torch.cuda.synchronize(self.device)
         now = time.time()
         spent = f"time={now - self.last:.3f}s"
-        if last:  # the optimizer's own time and the sum of all
+        if last:    # the optimizer's own time, and the sum of all
             spent = f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
-        print(f"{text}: mem={memory(self.device) / 2 ** 20:.0f} MB, {spent}{values}")
+        used = memory(self.device)
+        mem = "" if used is None else f"mem={used / 2 ** 20:.0f} MB, "
+        print(f"{text}: {mem}{spent}{values}")
         self.last = now
 
 
@@ -62,14 +63,14 @@ silent_log = StepLog(device=None, micro_batch_size=0, on=False)
 
 
 def print_iteration(m, cfg, tokens, seconds_left):
-    """The line of an iteration with metrics m, in which so many tokens were sampled."""
+    """Print the line of an iteration. m: its metrics; tokens: how many were sampled."""
     seconds = m["step_time"]
     left = int(seconds_left)
     kl = m.get("kl_loss", 0.0)
     main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
     more = ""
     if cfg.answers:
-        more += f"{100 * m['forced']:.1f} % forced, "
+        more += f"{100 * m['forced']:.1f} % environment, "
     if "tools/call_frequency" in m:
         more += f"{m['tools/call_frequency']:.2f} calls, "
     critic = f"critic {m['critic_loss']:.4f}, " if "critic_loss" in m else ""
@@ -81,12 +82,14 @@ def print_iteration(m, cfg, tokens, seconds_left):
 
 
 def print_table(rows):
-    """The measures of the first and the last evaluation, side by side."""
-    before, after = rows[0], rows[-1]
+    """Print the measures of the first and the last evaluation side by side."""
+    before = rows[0]
+    after = rows[-1]
     title = f"iteration 0 and {after['iteration']}"
     print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
     for name in before:
-        old, new = before[name], after.get(name)    # the judge may have changed
+        old = before[name]
+        new = after.get(name)       # missing where a resumed run has another judge
         if not isinstance(old, float) or not isinstance(new, float):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
@@ -99,7 +102,7 @@ def print_table(rows):
 
 
 def duration(seconds):
-    """A time in three digits: 43.5ms, 435ms, 4.35s, 43.5s."""
+    """Write a time in three digits: 43.5ms, 435ms, 4.35s, 43.5s."""
     unit = "s"
     if seconds < 0.9995:
         seconds *= 1000
@@ -108,103 +111,80 @@ def duration(seconds):
     return f"{seconds:.{max(2 - exponent, 0)}f}{unit}"
 
 
-class Progress:
-    """The line of something that takes long, at most every ten seconds: what, how far, time left.
-    start: how many of the total were done before."""
-
-    EVERY = 10
-
-    def __init__(self, label, unit, total, start=0):
-        self.label = label
-        self.unit = unit
-        self.total = total
-        self.start = start
-        self.began = time.time()
-        self.last = self.began
-
-    def is_due(self):
-        return time.time() - self.last > self.EVERY
-
-    def show(self, done, about=""):
-        self.last = time.time()
-        left = (self.last - self.began) / (done - self.start) * (self.total - done)
-        print(f"{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
-              flush=True)
-
-
-# kind: (what the numbers of an iteration show, what is wrong and what to do). A number that an
-# iteration does not have is NaN, of which no comparison is true
-WARNINGS = {
-    "reward": (
-        lambda m: math.isnan(m["reward"]),
-        "no reward function scored any completion: all returned None"),
-    "equal": (
-        lambda m: m["reward_min"] == m["reward_max"],
-        "all rewards of the batch are {reward_min:.4g}: nothing to learn from; read samples.jsonl, "
-        "check the judge or the reward function"),
-    "advantage": (
-        lambda m: m["advantage_max"] == 0 and m["reward_min"] < m["reward_max"],
-        "all advantages are zero: rewards are equal within each group; raise temperature or "
-        "num_generations"),
-    "tokens": (
-        lambda m: m["num_completion_tokens"] == 0,
-        "no completion tokens carry loss, so there was no step: raise max_completion_length or "
-        "unset mask_truncated_completions"),
-    "ratio": (      # the mean of the ratio stays near 1 whatever is wrong; its spread does not
-        lambda m: m["sampling/sampling_logp_difference/mean"] > 0.05,
-        "ratio off on the first pass: sampler and trainer disagree by "
-        "{sampling/sampling_logp_difference/mean:.3f} nats a token; try dtype = 'float32'"),
-    "kl": (
-        lambda m: m["kl"] > 5,
-        "KL {kl:.1f} nats per token is exploding: lower learning_rate or raise beta"),
-    "length": (
-        lambda m: m["completions/clipped_ratio"] == 1,
-        "every completion was cut at {max_completion_length} tokens, so length is not learned: "
-        "raise max_completion_length"),
-    "tools": (
-        lambda m: m["tools/failure_frequency"] == 1,
-        "every call was answered with an error: read samples.jsonl, a tool may have a bug"),
-    "critic": (
-        lambda m: m["val/var_explained"] < 0 and m["iteration"] > 20,
-        "the critic explains {val/var_explained:.2f} of the returns' variance, less than a "
-        "constant (0): sample more completions an iteration, or lower learning_rate"),
-    "empty": (
-        lambda m: m["tracin/empty_steps"] > 0,
-        "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
-        "target equal? Take more tracin_val_prompts, or another reward"),
-    "fallback": (
-        lambda m: m["tracin/fallback"] > 0,
-        "only {tracin/positive_ratio:.0%} of the rollouts have positive influence: kept the better "
-        "half instead; is the target too small or of another kind?"),
-    "contrast": (
-        lambda m: m["tracin/target_contrast"] < 0.3,
-        "the target's rewards spread {tracin/target_contrast:.2f} times as wide as those it was "
-        "chosen from: use tracin_val_select = 'random' or more tracin_val_prompts"),
-    "noise": (
-        lambda m: m["tracin/target_cosine"] < 0.1,
-        "the target's rollouts are too few: the gradients of its two halves have cosine "
-        "{tracin/target_cosine:.2f}; raise num_prompts, or tracin_val_prompts and tracin_val_size"),
-    "self": (
-        lambda m: m["tracin/self_share"] > 0.5 and not m["tracin_leave_one_out"],
-        "{tracin/self_share:.0%} of the influence is each rollout's own share in the target: set "
-        "tracin_leave_one_out = True"),
-    "invariant": (
-        lambda m: "tracin/invariant_error" in m and not m["tracin/invariant_error"] <= m["bound"],
-        "influences do not add up to <G_train, G_target> (relative error "
-        "{tracin/invariant_error:.1e}): the scores are wrong, do not trust this run")}
+def problems(m, cfg, dtype):
+    """Find what is wrong in the metrics m of an iteration -> (kind, sentence) of each problem.
+    Metrics that not every run has are read only under their setting: a misspelled name fails."""
+    if math.isnan(m["reward"]):
+        yield "reward", "no reward function scored any completion: all returned None"
+    if m["reward_min"] == m["reward_max"]:
+        yield "equal", (
+            f"all rewards of the batch are {m['reward_min']:.4g}: nothing to learn from; read "
+            "samples.jsonl, check the judge or the reward function")
+    if m["advantage_max"] == 0 and m["reward_min"] < m["reward_max"]:
+        yield "advantage", (
+            "all advantages are zero: rewards are equal within each group; raise temperature or "
+            "num_generations")
+    if m["num_completion_tokens"] == 0:
+        yield "tokens", (
+            "no completion tokens carry loss, so there was no step: raise max_completion_length or "
+            "unset mask_truncated_completions")
+    # the mean of the ratio stays near 1 whatever is wrong; its spread does not
+    difference = m["sampling/sampling_logp_difference/mean"]
+    if difference > 0.05:
+        yield "ratio", (
+            "ratio off on the first pass: sampler and trainer disagree by "
+            f"{difference:.3f} nats a token; try dtype = 'float32'")
+    if cfg.beta and m["num_steps"] and m["kl"] > 5:
+        yield "kl", (
+            f"KL {m['kl']:.1f} nats per token is exploding: lower learning_rate or raise beta")
+    if m["completions/clipped_ratio"] == 1:
+        yield "length", (
+            f"every completion was truncated at {cfg.max_completion_length} tokens: length is not "
+            "learned: raise max_completion_length")
+    if cfg.tools and cfg.answers and m["tools/failure_frequency"] == 1:
+        yield "tools", (
+            "every call was answered with an error: read samples.jsonl, a tool may have a bug")
+    if cfg.critic and m["val/var_explained"] < 0 and m["iteration"] > 20:
+        yield "critic", (
+            f"the critic explains {m['val/var_explained']:.2f} of the returns' variance, less than "
+            "a constant (0): sample more completions an iteration, or lower learning_rate")
+    if "tracin/selected_ratio" in m:        # influence has scored a step
+        yield from problems_of_influence(m, cfg, dtype)
 
 
-def troubles(metrics, cfg, dtype):
-    """{kind: sentence} of what the metrics of an iteration show."""
-    m = collections.defaultdict(lambda: math.nan, cfg.public() | metrics)
-    m["bound"] = bound_of(dtype)
-    return {kind: text.format_map(m) for kind, (shows, text) in WARNINGS.items() if shows(m)}
+def problems_of_influence(m, cfg, dtype):
+    if m["tracin/empty_steps"] > 0:
+        yield "empty", (
+            "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
+            "target equal? Take more tracin_val_prompts, or another reward")
+    if m["tracin/fallback"] > 0:
+        yield "fallback", (
+            f"only {m['tracin/positive_ratio']:.0%} of the rollouts have positive influence: kept "
+            "the better half instead; is the target too small or of another kind?")
+    if cfg.tracin != "target" and m["tracin/target_contrast"] < 0.3:
+        yield "contrast", (
+            f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
+            "it was chosen from: use tracin_val_select = 'random' or more tracin_val_prompts")
+    if m["tracin/target_cosine"] < 0.1:
+        yield "noise", (
+            "the target's rollouts are too few: the gradients of its two halves have cosine "
+            f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
+            "tracin_val_size")
+    if m["tracin/self_share"] > 0.5 and not cfg.tracin_leave_one_out:
+        yield "self", (
+            "self-influence (each rollout's own part in the target) adds up to "
+            f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
+    error = m.get("tracin/invariant_error", 0.0)    # of steps that compute the batch's gradient
+    if not error <= tolerance_of(dtype):
+        yield "invariant", (
+            f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
+            "scores are wrong, do not trust this run")
 
 
-def print_warnings(metrics, cfg, dtype, warned):
-    """Troubles of an iteration, each kind at most every ten iterations; `warned` remembers when."""
-    it = metrics["iteration"]
-    for kind, text in troubles(metrics, cfg, dtype).items():
-        if it - warned.get(kind, -10) >= 10:
-            warned[kind] = it
+def print_warnings(m, cfg, dtype, warned):
+    """Print the problems of an iteration, each kind at most every ten iterations. warned: {kind:
+    iteration of its last warning}."""
+    for kind, text in problems(m, cfg, dtype):
+        if m["iteration"] - warned.get(kind, -10) >= 10:
+            warned[kind] = m["iteration"]
             print(f"WARNING: {text}")

@@ -7,6 +7,7 @@ Each looks for one classic mistake and fails with a sentence that names it. The 
 same code in depth. The world (worlds.py): a GPT with 12 tokens and random weights. Token 0 ends a
 completion. A text is its tokens in words, "3 1 4".
 """
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -60,18 +61,18 @@ def test_the_advantage_is_the_reward_less_the_mean_of_its_group():
 
 
 def test_a_step_makes_the_better_completion_likelier():
-    cfg = settings(num_generations=2)
-    nets, batch = world(cfg)
-    before = completion_logprobs(nets.policy, batch.rollout).sum(1).detach()        # (N,)
-    update(nets, batch, None, cfg, seed=1)
-    after = completion_logprobs(nets.policy, batch.rollout).sum(1).detach()
-    for i, rewards in enumerate(batch.rewards.view(-1, 2)):
-        better, worse = (after - before)[2 * i:2 * i + 2][rewards.argsort(descending=True)].tolist()
-        assert better > 0 > worse, (
-            f"a step on two completions of prompt {i} changed the log-prob of the better one by "
-            f"{better:+.4f} and of the worse one by {worse:+.4f}: the first must rise, the second "
-            "must fall. Is the sign of the advantage or of the loss wrong, or the baseline not the "
-            "mean of the group?")
+    cfg = settings(num_prompts=1, num_generations=2)
+    for prompt, seed in itertools.product(PROMPTS, range(4)):
+        nets, batch = world(cfg, seed, prompts=[prompt], lr=.001)
+        before = completion_logprobs(nets.policy, batch.rollout).sum(1).detach()        # (2,)
+        update(nets, batch, None, cfg, seed=1)
+        after = completion_logprobs(nets.policy, batch.rollout).sum(1).detach()
+        order = batch.rewards.argsort(descending=True)
+        better, worse = (after - before)[order].tolist()
+        assert better > worse or batch.rewards[0] == batch.rewards[1], (
+            f"a step on two completions of {prompt.text!r} changed the log-prob of the better one "
+            f"by {better:+.4f} and of the worse one by {worse:+.4f}: the better one must gain on "
+            "it. Is the sign of the advantage or of the loss wrong?")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -137,18 +138,19 @@ def test_the_reference_scores_at_the_sampling_temperature():
 # masks
 
 def test_a_completion_is_its_tokens_up_to_and_with_the_end_token():
-    _, batch = world(settings())
-    T = batch.loss_mask.shape[1]
     lengths = set()
-    for i, ids in enumerate(batch.rollout.tokens[:, -T:].tolist()):
-        length = ids.index(END) + 1 if END in ids else T
-        expected = [int(t < length) for t in range(T)]
-        found = batch.loss_mask[i].int().tolist()
-        assert found == expected, (
-            f"the loss mask of row {i}, tokens {ids}, is {found}; it must be {expected}: 1 up to "
-            "the first end token (0) and on it, 0 after it")
-        lengths.add(length)
-    assert len(lengths) > 2, f"choose another seed: all completions have lengths {lengths}"
+    for seed in range(5):
+        _, batch = world(settings(), seed)
+        T = batch.loss_mask.shape[1]
+        for i, ids in enumerate(batch.rollout.tokens[:, -T:].tolist()):
+            length = ids.index(END) + 1 if END in ids else T
+            expected = [int(t < length) for t in range(T)]
+            found = batch.loss_mask[i].int().tolist()
+            assert found == expected, (
+                f"the loss mask of row {i}, tokens {ids}, is {found}; it must be {expected}: 1 up "
+                "to the first end token (0) and on it, 0 after it")
+            lengths.add(length)
+    assert len(lengths) > 2, f"all completions have lengths {lengths}"
 
 
 def test_exactly_the_tokens_of_a_completion_carry_gradient():
@@ -224,7 +226,8 @@ def test_the_entropy_quantile_keeps_the_least_certain_tokens():
     assert float(kept.min()) >= float(dropped.max()), (
         "top_entropy_quantile keeps tokens of less entropy than some that it drops: it must keep "
         "the least certain ones")
-    assert len(kept) / int(mask.sum()) == pytest.approx(0.3, abs=0.07), (
+    above = int((kept > kept.min()).sum())      # tokens of equal entropy stay together
+    assert above <= 0.3 * int(mask.sum()) < len(kept) + 1, (
         f"top_entropy_quantile = 0.3 keeps {len(kept)} of {int(mask.sum())} tokens")
 
 

@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from config import HINTS, load_settings, types_of
-from config.check import RANGES
+from config.check import ABOVE, AT_LEAST, AT_MOST, BELOW
 from conftest import ROOT
 from worlds import refusal
 
@@ -32,10 +32,6 @@ def write(tmp_path):
 
 def refused(*argv):
     return refusal(load_settings, [str(a) for a in argv])
-
-
-def test_there_are_at_most_a_hundred():
-    assert len(NAMES) <= 100
 
 
 def test_every_setting_can_be_given_as_a_flag():
@@ -111,7 +107,7 @@ TYPED = [   # flags, and parts of the one line
     ("--tracin=target", "no function target"), ("--tracin_select=weigh", "no function weigh"),
     ("--tracin=self --loss_type=bnpo --num_iterations=2", "bnpo"),
     ("--tracin=reward --tracin_leave_one_out=True --critic=True", "critic = False"),
-    ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "own part"),
+    ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "self-influence"),
     ("--tracin_val_size=3", "tracin_val_size"), ("--tracin_val_reward=judge", "which is 0"),
     ("--tracin=reward --tracin_val_prompts=2 --tracin_val_size=1", "at least 2"),
     ("--stop_strings=('x',)", "environment"), ("--stop_strings=(1,)", "must be text")]
@@ -125,14 +121,19 @@ def test_what_is_typed_wrongly_is_one_line():
 
 
 def test_every_range_is_checked():
-    step = {"at least": -1, "at most": 1, "above": 0, "below": 0}
-    for wanted, _, names_by_bound in RANGES:
-        for bound, names in names_by_bound.items():
-            for name in names.split():
-                kind = float if float in types_of(name) else int
-                value = kind(bound + step[wanted])
-                message = refused(f"--{name}={value}")
-                assert f"{name} = {value}: must be {wanted}" in message
+    def check_refuses(name, bound, step, wanted):
+        kind = float if float in types_of(name) else int
+        value = kind(bound + step)
+        assert f"{name} = {value}: must be {wanted}" in refused(f"--{name}={value}")
+
+    for name, bound in AT_LEAST.items():
+        check_refuses(name, bound, -1, "at least")
+    for name, bound in AT_MOST.items():
+        check_refuses(name, bound, 1, "at most")
+    for name, bound in ABOVE.items():
+        check_refuses(name, bound, 0, "above")
+    for name, bound in BELOW.items():
+        check_refuses(name, bound, 0, "below")
 
 
 def test_every_number_is_finite(write):
@@ -162,7 +163,7 @@ CONSTANT = "def reward(prompts, completions):\n    return [{}] * len(completions
 
 def test_every_config_of_the_project_loads():
     for path in CONFIGS:
-        assert load_settings([path]).out_dir.startswith("out/"), path
+        load_settings([path])
 
 
 def test_private_names_and_modules(write):
@@ -178,7 +179,7 @@ FAILING = [
     ("beta = 0.1j", "complex"), ("seed = 10 ** 30", "2 ** 63"),
     ("reward_weights = (10 ** 400,)", "reward_weights"),
     (CONSTANT.replace("reward", "rewrd").format(1), "'rewrd' is not used"),
-    ("stop_strings = ('',)\ndef environment(p, t): pass", "stop_strings")]
+    ("stop_strings = ('',)\ndef environment(prompts, transcripts): pass", "stop_strings")]
 
 
 def test_a_file_that_fails_is_one_line(write):
@@ -206,8 +207,8 @@ def test_a_named_function_that_raises_is_one_line(write):
 
 def test_tools_are_a_table_and_the_only_ones_who_answer(write):
     assert "a dict" in refused(write("tools = ['twice']"))
-    both = "tools = {'twice': lambda text: 2 * text}\ndef environment(p, t): pass"
-    assert "who answers" in refused(write(both))
+    both = "tools = {'twice': lambda text: 2 * text}\ndef environment(prompts, transcripts): pass"
+    assert "both would answer" in refused(write(both))
 
 
 # ------------------------------------------------------------------------------------------------

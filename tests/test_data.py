@@ -17,7 +17,7 @@ from conftest import ROOT, TINY
 from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
-from judge.train import get_judges
+from judge.train import named_judges
 from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
 from common.files import load_file, load_gpt, save_file, save_gpt
 from worlds import WORDS, printed, read_rows, refusal
@@ -235,7 +235,7 @@ def test_the_key_of_a_prepared_policy_stays():
     """Files that were prepared for the same settings and comments go on being found."""
     cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
     message = refusal(get_policy, cfg, dict.fromkeys(SPLITS, []), CPU, may_train=False)
-    assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is not there" in message
+    assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is missing" in message
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():
@@ -255,7 +255,7 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
     cfg = load_settings([os.path.join(ROOT, "config", "toxicity.py")])
     assert sum(p.numel() for p in load_policy(cfg).parameters()) < 3e6
     assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
-    for judge in get_judges(cfg, {}, CPU).values():
+    for judge in named_judges(cfg, CPU).values():
         clean, toxic = judge(["", ""], ["Thank you for your help.", "You are a stupid idiot."])
         assert clean < -3 and toxic > 3
 

@@ -16,7 +16,7 @@ from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
 from explain.words import Piece, Row, pieces_of
-from worlds import command, printed, read_rows, refusal
+from worlds import command, printed, read_rows, refusal, seed_of
 
 explain = importlib.import_module("explain.__main__")
 CONFIG = """
@@ -90,6 +90,12 @@ def recorded(folder, iteration):
             if row["iteration"] == iteration and row.get("influence", 0.0) is not None]
 
 
+def listed(rows):
+    """How many are among the five that help most and the five that harm most."""
+    z = own_units(rows)
+    return min(5, int((z > 0).sum())) + min(5, int((z < 0).sum()))
+
+
 # ------------------------------------------------------------------------------------------------
 # the iteration that comes next
 
@@ -138,14 +144,26 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     before.pop("influence.html", None)
     assert before == after
     assert "64 rollouts, target 'self'" in text and "nan" not in text
-    assert text.count("  iteration ") == 10 and "Iteration 5: the tape agrees with" in text
-    assert 6 <= shown.count("<article>") <= 10 and "<small>iteration 5, " in shown
+    assert "Iteration 5: the tape agrees with" in text and "<small>iteration 5, " in shown
+    assert text.count("  iteration ") == listed(sum((recorded(folder, i) for i in range(5)), []))
+    assert shown.count("<article>") == listed(sampled(folder)[0])
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
     text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
     assert "target 'target'" in text and "agrees with" in text
     text = command("tracin.py", run("off"), "--before")
     assert "16 rollouts, target 'reward'" in text
     assert "Iteration 3: the tape agrees with" in text
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("off", []), ("off", ["--tracin=advantage"]), ("self", ["--prompt=the", "--completion= cat"])])
+def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
+    """A run drops none by a target that is not its own."""
+    text = printed(explain.main, [run(name), *flags])
+    page_text = open(os.path.join(run(name), "influence.html"), encoding="utf-8").read()
+    assert "dropped" not in text + page_text
+    weights = re.findall(r"weight (\S+?)[:<]", text + page_text)
+    assert set(weights) == {"1"}, "a rollout has another weight than the run gives it"
 
 
 def test_what_makes_the_model_say_this(run):
@@ -183,14 +201,16 @@ def test_tokens_that_share_a_character_are_one_piece():
 
 
 def test_sentences_say_what_was_planted():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     noise = torch.randn(2, 300, generator=generator).tolist()
     planted = [dict(iteration=i // 100, completion="e" * (5 + i % 7), reward=a, advantage=b,
                     influence=math.exp(a) - 0.5, weight=float(a > 0))
                for i, (a, b) in enumerate(zip(*noise))]
     metrics = [{"tracin/target_cosine": x} for x in (0.02, None, -0.01)]
     shares, target, likeness = sentences_of(planted, metrics, list)
-    assert "tenth of 300" in shares and "dropped hold" in shares
+    assert "tenth of 300" in shares and "dropped have" in shares
+    kept = [row | {"weight": 1.0} for row in planted]
+    assert "dropped" not in sentences_of(kept, metrics, list)[0]
     assert "mostly noise" in target and "0.01" in target
     assert "hardly more than reward" in likeness
     assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]

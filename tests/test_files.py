@@ -6,6 +6,8 @@ import copy
 import math
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -196,6 +198,9 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
     assert 2 ** 20 < free_memory(cpu) < 2 ** 50
     cfg = SimpleNamespace(num_prompts=32, num_generations=8, decode_batch_size=0, policy="train",
                           n_layer=12, n_embd=768, max_completion_length=128)
+    with monkeypatch.context() as m:
+        m.setattr(common.device, "read_proc", lambda name: "")
+        assert common.device.memory(cpu) is None and free_memory(cpu) == math.inf
     monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
     common.device.check_fits(cfg, cpu)
     cfg.num_prompts = 32000
@@ -251,7 +256,49 @@ def test_running_out_of_memory_is_one_line_and_other_errors_are_not():
         run_script(raising(RuntimeError("odd")))
 
 
-def test_threads_that_wait_spin_for_a_moment_only():
-    for path in ("grpo.py", "evaluate.py", "pretrain.py"):      # run/__init__.py before torch
-        text = open(os.path.join(ROOT, path)).read()
-        assert text.index("from common.script import") < text.index("import torch"), path
+SPY = """
+import os, sys
+
+class Spy:
+    def find_spec(self, name, *more):
+        if name == "torch":
+            sys.exit(os.environ.get("GOMP_SPINCOUNT"))
+
+sys.meta_path.insert(0, Spy())
+import {}
+"""
+
+
+@pytest.mark.parametrize("script", ("grpo", "evaluate", "pretrain"))
+def test_threads_that_wait_spin_for_a_moment_only(script, monkeypatch):
+    """The environment says so when torch is imported."""
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    done = subprocess.run([sys.executable, "-c", SPY.format(script)], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.stderr == "3000\n", f"{script}.py imports torch first"
+
+
+# without what only Linux has
+ELSEWHERE = """
+import runpy, sys
+
+def hook(event, args):
+    if event == "import" and args[0] == "fcntl":
+        raise ImportError("no fcntl here")
+    if event == "open" and str(args[0]).startswith("/proc"):
+        raise FileNotFoundError(args[0])
+
+sys.addaudithook(hook)
+sys.modules.pop("fcntl", None)
+sys.argv[0] = "grpo.py"
+runpy.run_path("grpo.py", run_name="__main__")
+"""
+
+
+def test_a_job_runs_where_there_is_no_fcntl_and_no_proc(tiny, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, *tiny.flags, f"--out_dir={tmp_path}/run"],
+        cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "1. Iteration start: time=" in done.stdout, "the lines say nothing of memory"
+    assert os.path.exists(tmp_path / "run" / "ckpt.pt")

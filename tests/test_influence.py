@@ -20,7 +20,8 @@ from rollout import completion_entropies, completion_logprobs
 from tracin import choose_targets, row_weights_of, select, target_coefficients
 from tape import cosine
 from worlds import (
-    WORD_PROMPTS, WORDS, gradient, nets_of, refusal, shaken, steps_of, whole_step, word_gpt, words)
+    WORD_PROMPTS, WORDS, gradient, nets_of, refusal, seed_of, shaken, steps_of, whole_step,
+    word_gpt, words)
 
 # a row's loss is a multiple of its log-prob, and nothing is left besides
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
@@ -183,7 +184,7 @@ def test_the_first_step_is_checked_against_an_ordinary_backward(monkeypatch):
     score = tracin.score
 
     def lossy(recording, *args):
-        recording.tape.records.pop()
+        recording.tape.records.pop(0)
         return score(recording, *args)
 
     monkeypatch.setattr(tracin, "score", lossy)
@@ -238,7 +239,8 @@ def test_coefficients_of_targets():
 
 
 def test_which_held_out_rollouts_are_the_target():
-    rewards, g = torch.tensor([.1, .9, .5, .7, .3, .2]), torch.Generator().manual_seed(1)
+    rewards = torch.tensor([.1, .9, .5, .7, .3, .2])
+    g = torch.Generator().manual_seed(seed_of(1))
     assert choose_targets(rewards, 2, "best", g).tolist() == [1, 3]
     assert sorted(choose_targets(rewards, 0, "random", g).tolist()) == list(range(6))
     rewards[1] = math.nan
@@ -328,7 +330,7 @@ def test_select():
 
 
 def test_controls_keep_as_many_as_positive_does():
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed_of(1))
     for positive in range(13):
         influence = torch.rand(12, generator=generator) + .1
         influence[torch.randperm(12, generator=generator)[positive:]] *= -1
@@ -439,7 +441,7 @@ def test_an_average_starts_anew_where_the_target_points_elsewhere():
 
 def test_adam_scale_is_what_adamw_multiplies_with():
     """Also with two groups of parameters."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     a, b = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
     groups = [dict(params=[a], betas=(0.0, .9)), dict(params=[b], betas=(0.0, .99), eps=.1)]
     optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)
@@ -479,11 +481,9 @@ def spearman(a, b):
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-@pytest.mark.parametrize("name, least, most", [
-    ("sgd", .99, 1), ("adam", .85, .98), ("adam, aware", .98, 1)])
-def test_the_true_change_without_a_row(name, least, most):
-    """Influence against the change of the target's loss when the same step is taken without the
-    row."""
+def agreement(name):
+    """Of the ranks of influence and of the change of the target's loss when the same step is taken
+    without the row."""
     cfg = words(tracin="reward", num_prompts=8, tracin_adam="aware" in name, **UNIT)
     batch = batch_of(cfg, prompts=MANY)
     nets = nets_for(cfg, prompts=MANY)
@@ -510,4 +510,10 @@ def test_the_true_change_without_a_row(name, least, most):
     for group in nets.optimizer.param_groups:
         group["lr"] = 0.0
     steps_of(nets, batch, cfg)
-    assert least < spearman(batch.influence, torch.tensor(change)) <= most
+    return spearman(batch.influence, torch.tensor(change))
+
+
+def test_the_true_change_without_a_row():
+    assert agreement("sgd") > .99
+    aware = agreement("adam, aware")
+    assert aware > .97 and aware > agreement("adam"), "AdamW's own scale is nearer to the truth"

@@ -13,11 +13,11 @@ from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import as_reward, load_judge, reward_functions
 from judge.rewards import score, try_rewards
-from judge.scorer import Scorer, encode, log_odds, pad_right
-from judge.train import (auc, even_lengths, get_judges, length_batches, train_judge)
+from judge.scorer import Scorer, encode, logits_of, pad_right
+from judge.train import auc, even_lengths, length_batches, train_judge, trained_judges
 from model import GPTConfig
 from common.files import load_file, save_gpt
-from worlds import printed, refusal, sentence, write_comments
+from worlds import printed, refusal, seed_of, sentence, write_comments
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def scorer():
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     config = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, causal=False)
     return Scorer(config).double().eval()
 
@@ -44,7 +44,7 @@ def test_padding_batch_and_order_change_no_score(scorer):
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
     torch.testing.assert_close(scorer(idx.masked_fill(~real, 17), real), alone, rtol=0, atol=1e-12)
     for size in (1, 5, 100):
-        found = log_odds(scorer, ROWS, CPU, batch_size=size)
+        found = logits_of(scorer, ROWS, CPU, batch_size=size)
         torch.testing.assert_close(found, alone.float(), rtol=0, atol=1e-6)
 
 
@@ -55,7 +55,7 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
 
 
 def test_auc_is_its_definition():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     scores = torch.randint(6, (60,), generator=generator) / 3 - 1
     labels = torch.randint(2, (60,), generator=generator).bool()
     wins = [float(a > b) + float(a == b) / 2 for a in scores[labels] for b in scores[~labels]]
@@ -115,7 +115,7 @@ def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
 
 
 def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
-    rng = random.Random(0)
+    rng = random.Random(seed_of(0))
     comments = [(sentence(rng, i % 3 == 0), float(i % 3 == 0)) for i in range(200)]
     held_out = comments[:60]
 
@@ -139,7 +139,7 @@ def test_comments_that_cannot_teach_are_refused(tmp_path):
     path = write_comments(tmp_path / "a.csv", 60, label=lambda i: 0)
     cfg = load_settings([f"--comments={path}", f"--cache_dir={tmp_path}"])
     from data.comments import get_splits
-    assert "needs both labels" in refusal(get_judges, cfg, get_splits(cfg), CPU)
+    assert "needs both labels" in refusal(trained_judges, cfg, get_splits(cfg), CPU)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -150,53 +150,61 @@ ASKED = [Prompt("2 + 2 =", [1], {"text": "2 + 2 =", "answer": "4", "level": 1}),
 ANSWERS = ["4", "8"]
 
 
-def by_rows(prompts, completions, rows):
-    return [float(row["answer"] == text) for row, text in zip(rows, completions)]
+def by_column(prompts, completions, answer, level=None, *, other=5):
+    assert prompts == ["2 + 2 =", "3 + 4 ="] and level == [1, 2] and other == 5
+    return [float(a == text) for a, text in zip(answer, completions)]
 
 
-def by_column(questions, texts, answer, level=None, *, other=5):
-    assert questions == ["2 + 2 =", "3 + 4 ="] and level == [1, 2] and other == 5
-    return [float(a == text) for a, text in zip(answer, texts)]
-
-
-def as_in_trl(completions, answer, **kwargs):
-    assert set(kwargs) == {"prompts", "level", "text", "rows"}
+def completions_first(completions, answer, **kwargs):
+    assert set(kwargs) == {"prompts", "level", "text"}
     return by_column(kwargs["prompts"], completions, answer, kwargs["level"])
 
 
-def first_has_another_name(_, completions, answer):
-    return by_column(_, completions, answer, [1, 2])
+def all_by_name(**kwargs):
+    return completions_first(**kwargs)
 
 
-def test_a_reward_sees_the_row_of_its_prompt():
-    for reward in (by_rows, by_column, as_in_trl, first_has_another_name):
+def completions_alone(completions):
+    return [float(text == "4") for text in completions]
+
+
+def test_a_reward_gets_prompts_completions_and_columns_by_name():
+    for reward in (by_column, completions_first, all_by_name, completions_alone):
         assert score({"r": reward}, ASKED, ANSWERS).tolist() == [[1.0], [0.0]]
 
 
 def test_scores_are_columns_and_none_is_nan():
-    found = score({"a": lambda p, c: [1, None], "b": lambda p, c: np.float32([2, 3]),
-                   "c": lambda p, c: torch.tensor([4, 5])}, ASKED, ANSWERS)
+    found = score({"a": lambda completions: [1, None], "b": lambda completions: np.float32([2, 3]),
+                   "c": lambda completions: torch.tensor([4, 5])}, ASKED, ANSWERS)
     assert found.nan_to_num(-1).tolist() == [[1, 2, 4], [-1, 3, 5]]
-    assert score({"r": by_rows}, [], []).shape == (0, 1)
+    assert score({"r": by_column}, [], []).shape == (0, 1)
 
 
 def test_a_reward_that_returns_something_else_is_named():
+    def refused(reward):
+        return refusal(score, {"r": reward}, ASKED, ANSWERS)
+
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
                    [[1], [2]], torch.ones(2, 2), ["1", "2"], "12", [1e20, 1], [10 ** 400, 1]):
-        assert "reward 'r' returned" in refusal(score, {"r": lambda p, c: values}, ASKED, ANSWERS)
-    generator = {"r": lambda p, c: (math.inf for text in c)}
-    assert "returned inf" in refusal(score, generator, ASKED, ANSWERS)
+        assert "reward 'r' returned" in refused(lambda completions: values)
+    assert "returned inf" in refused(lambda completions: (math.inf for text in completions))
 
 
 def test_a_reward_may_change_its_lists():
-    found = score({"a": lambda p, c: c.reverse() or [1] * len(c), "b": by_rows}, ASKED, ANSWERS)
+    def reverses(completions):
+        completions.reverse()
+        return [1] * len(completions)
+
+    found = score({"a": reverses, "b": by_column}, ASKED, ANSWERS)
     assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
-    for reward, says in ((lambda prompts: [], "must take (prompts, completions)"),
-                         (lambda p, c, colour: [], "asks for the column 'colour'"),
-                         (lambda p, c, *rest: [], "it is called by names"),
+    for reward, says in ((lambda prompts: [], "must take (prompts, completions), by these names"),
+                         (lambda p, c: [], "must take (prompts, completions), by these names"),
+                         (lambda completions, colour: [], "asks for the column 'colour'"),
+                         (lambda completions, *rest: [], "it is called by names"),
+                         (lambda completions, /: [], "it is called by names"),
                          (lambda completions, colour: [], "'answer', 'level', 'text'")):
         assert says in refusal(score, {"r": reward}, ASKED, ANSWERS)
     cfg = SimpleNamespace(reward_funcs=("r", "judge"), tracin_val_reward=None,
@@ -215,4 +223,4 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
     assert "for the prompt '2 + 2 =' and completion 'x'" in str(caught.value)
     note = caught.value.__notes__[0]
     assert "len(text) - 1" in note and "judge/rewards.py" not in note
-    assert "SystemExit" in refusal(score, {"r": lambda p, c: exit(3)}, ASKED, ANSWERS)
+    assert "SystemExit" in refusal(score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)

@@ -16,6 +16,7 @@ from config import Settings
 from grpo import (
     Batch, all_equal, decoupled_advantages, group_advantages, grpo_loss, kl_estimate, total_reward)
 from rollout import Rollout
+from worlds import seed_of
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 LEVELS = ("token", "sequence")
@@ -107,7 +108,7 @@ def test_advantages_against_plain_python(scale):
 def test_equal_rewards_give_exactly_zero(scale):
     """Also where a function says nothing about some rows: what is filled in is the equal number to
     the last bit, so that the group counts as one without spread."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     for G in (1, 3, 5, 6, 7, 8):
         values = torch.rand(300, generator=generator) * 1000 - 500
         rewards = values.repeat_interleave(G)
@@ -202,16 +203,20 @@ def plain_loss(logp, old, ref, advantages, mask, policy_mask, loss_type, level, 
 def random_rows():
     """Eight rows of unequal length, one of them empty, in which every branch of the clip occurs at
     both levels: logp, old, ref, advantages, mask, policy_mask."""
-    g = torch.Generator().manual_seed(3)
+    g = torch.Generator().manual_seed(seed_of(3))
 
     def noise(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     old = -1.5 + .5 * noise(8, 7)
-    logp = old + .25 * noise(8, 7) + torch.tensor([.5, -.5, .1, 0, -.1, .4, 0, -.4])[:, None]
+    # no token leaves its row's side of the clip: log 1.3 is .26, log .8 is -.22
+    ratio = .4 * torch.rand(8, 7, generator=g, dtype=torch.float64) - .2
+    logp = old + ratio + torch.tensor([.5, -.5, .1, 0, -.1, .5, 0, -.4])[:, None]
     mask = torch.arange(7) < torch.tensor([7, 5, 3, 1, 6, 4, 0, 7])[:, None]
     advantages = torch.tensor([1.2, -.7, .4, -1.1, .9, -.6, .5, .8], dtype=torch.float64)
-    return logp, old, logp + .3 * noise(8, 7), advantages, mask, torch.rand(8, 7, generator=g) < .4
+    policy_mask = torch.rand(8, 7, generator=g) < .4
+    policy_mask[:, 0] = True
+    return logp, old, logp + .3 * noise(8, 7), advantages, mask, policy_mask
 
 
 @pytest.mark.parametrize("level", LEVELS)

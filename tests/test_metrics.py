@@ -6,10 +6,12 @@ import torch
 
 import grpo
 import tracin
+from run import metrics
 from run.metrics import (
-    batch_metrics, gap_of, influence_metrics, loss_metrics, mean_influence, mean_over_tokens,
-    numbers, rollout_toxicity)
-from worlds import letters, mean_token, settings, whole_step, world
+    Meter, batch_metrics, influence_metrics, logp_error, mean_influence,
+    rollout_toxicity)
+from run.report import silent_log
+from worlds import letters, mean_token, seed_of, settings, whole_step, world
 
 CLIP = 0.01     # so narrow that a pass after a step is clipped
 
@@ -17,19 +19,20 @@ CLIP = 0.01     # so narrow that a pass after a step is clipped
 def batch_of(cfg, seed=1):
     """Nets and a batch whose ratios are not 1, as after a step."""
     nets, batch = world(cfg, seed)
-    noise = torch.randn(batch.rollout.logp.shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed_of(seed))
+    noise = torch.randn(batch.rollout.logp.shape, generator=generator)
     batch.rollout.logp += 0.05 * noise * batch.rollout.sampled_mask
     return nets, batch
 
 
 def metrics_of(nets, batch, cfg, size):
-    """Metrics of an update's loss, of micro-batches of so many rows."""
+    """Metrics of a step in micro-batches of `size` rows."""
     step = whole_step(batch)
-    found = []
+    meter = Meter(nets, batch, cfg, silent_log)
+    meter.begin_step()
     for rows in step.rows.split(size):
-        loss = grpo.loss_of(nets, nets.policy, batch, rows, step, cfg)
-        found.append(loss_metrics(loss, cfg))
-    return numbers(found)
+        meter.add(grpo.loss_of(nets, nets.policy, batch, rows, step, cfg))
+    return meter.metrics()
 
 
 def by_hand(nets, batch, cfg):
@@ -82,11 +85,31 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
         nets, batch = batch_of(cfg)
         expected = by_hand(nets, batch, cfg)
         for size in (12, 5):        # in one piece, and in three
-            found = mean_over_tokens(metrics_of(nets, batch, cfg, size))
+            found = metrics_of(nets, batch, cfg, size)
+            found = {name: found[name] for name in expected}
             assert found == pytest.approx(expected, 1e-5, 1e-6), case
         some_clipped += expected.get("clip_ratio/low_mean", 0) > 0
         some_clipped += expected.get("clip_ratio/high_mean", 0) > 0
     assert some_clipped > 8
+
+
+def test_a_metric_that_a_reader_adds_is_logged(grpo, rows, tmp_path, monkeypatch):
+    """Whatever its name, and whatever the micro-batches: the mean over the tokens of the update."""
+    plain = metrics.loss_metrics
+
+    def more(loss, cfg):
+        mask = loss.batch.loss_mask
+        rank = torch.arange(mask.shape[1]) * mask       # a token's place in its completion
+        return plain(loss, cfg) | {"mean_place": (rank.sum(), mask.sum()),
+                                   "rows_per_loss": (len(mask), 1)}
+
+    monkeypatch.setattr(metrics, "loss_metrics", more)
+    for size in (16, 3):
+        grpo(tmp_path / str(size), f"--micro_batch_size={size}", "--max_iters=1")
+    whole, = rows(tmp_path / "16" / "metrics.jsonl")
+    parts, = rows(tmp_path / "3" / "metrics.jsonl")
+    assert whole["mean_place"] == pytest.approx(parts["mean_place"]) and whole["mean_place"] > 1
+    assert (whole["rows_per_loss"], parts["rows_per_loss"]) == (16, 16 / 6)
 
 
 def updated(cfg, check=True, **more):
@@ -95,7 +118,7 @@ def updated(cfg, check=True, **more):
     return metrics | batch_metrics(batch, cfg)
 
 
-def test_an_update_has_these_metrics_and_no_others():
+def test_an_update_has_these_metrics():
     always = {
         "ratio", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
         "loss", "policy_loss", "grad_norm", "num_steps",
@@ -104,13 +127,14 @@ def test_an_update_has_these_metrics_and_no_others():
         "frac_reward_zero_std", "entropy", "num_completion_tokens", "forced",
         "completions/clipped_ratio", "completions/mean_length",
         "completions/mean_terminated_length", "rewards/reward/mean", "rewards/reward/std"}
-    assert updated(settings()).keys() == always
+    plain = updated(settings()).keys()
+    assert plain >= always
     more = updated(settings(beta=0.1, entropy_coef=0.1))
-    assert more.keys() - always == {"kl", "kl_loss", "entropy_loss"}
+    assert more.keys() - plain >= {"kl", "kl_loss", "entropy_loss"}
     more = updated(settings(critic=True))
-    assert more.keys() - always == {"critic_loss", "val/var_explained"}
+    assert more.keys() - plain >= {"critic_loss", "val/var_explained"}
     more = updated(settings(tracin="reward"))
-    assert more.keys() - always == {"tracin/" + name for name in (
+    assert more.keys() - plain >= {"tracin/" + name for name in (
         "positive_ratio", "mean_ip", "min_ip", "max_ip",
         "selected_ratio", "self_share", "fallback",
         "target_grad_norm", "target_cosine", "target_contrast", "empty_steps")}
@@ -203,10 +227,10 @@ def test_metrics_of_influence(monkeypatch):
         "tracin/max_ip": 1.0, "tracin/empty_steps": 1}
 
 
-def test_the_gap_is_the_largest_in_float32_and_the_mean_in_bfloat16():
+def test_the_error_is_the_largest_in_float32_and_the_mean_in_bfloat16():
     gaps = torch.tensor([0.0, -0.02])
-    assert gap_of(gaps, torch.float32) == (pytest.approx(0.02), 1e-3)
-    assert gap_of(gaps, torch.bfloat16) == (pytest.approx(0.01), 0.05)
+    assert logp_error(gaps, torch.float32) == (pytest.approx(0.02), 1e-3)
+    assert logp_error(gaps, torch.bfloat16) == (pytest.approx(0.01), 0.05)
 
 
 def test_toxicity_is_of_all_rollouts_in_every_iteration():

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from model import GPT, GPTConfig, LoRA, add_lora
+from model import GPT, GPTConfig, LoRA, add_lora, attend
 from common.device import autocast
-from worlds import SHAPES, hidden_by_hand, random_gpt, random_ids, with_lora
+from worlds import SHAPES, hidden_by_hand, random_gpt, random_ids, seed_of, with_lora
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -60,15 +60,69 @@ def test_forward_in_pieces_through_the_cache_equals_one_forward(shape):
         attention_mask = torch.arange(9) >= torch.tensor([[0], [2], [3]]) if padded else None
         expected = model(idx, attention_mask)
         for pieces in ((9,), (4, 1, 1, 1, 1, 1), (1,) * 9, (3, 4, 2)):
-            cache = model.new_cache(3, 12)
+            cache = model.new_cache(12)
             start = 0
             out = []
             for n in pieces:
                 end = start + n
                 mask = attention_mask[:, :end] if padded else None
-                out.append(model(idx[:, start:end], mask, cache, start))
+                out.append(model(idx[:, start:end], mask, cache))
                 start = end
             exact(torch.cat(out, 1), expected, atol=1e-12)
+
+
+def by_definition(q, k, v, seen, scale):
+    """softmax(scale * q k^T) v in float64, a head and a position at a time."""
+    B, nh, T, hs = q.shape
+    group = nh // k.shape[1]
+    out = torch.zeros(B, nh, T, hs, dtype=torch.float64)
+    for b in range(B):
+        for j in range(nh):
+            for t in range(T):
+                keys = k[b, j // group].double()
+                weights = (keys @ q[b, j, t].double() * scale + seen[b, 0, t]).softmax(0)
+                out[b, j, t] = weights @ v[b, j // group].double()
+    return out
+
+
+def test_attention_is_its_definition_on_every_path():
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        for T, S in ((1, 7), (5, 5), (130, 130)):       # formula, formula in bfloat16, torch's
+            q = random(2, 4, T, 8).to(dtype)
+            k = random(2, 2, S, 8).to(dtype)
+            v = random(2, 2, S, 8).to(dtype)
+            mask = random(2, 1, T, S) > -0.5
+            mask[..., 0] = True
+            added = torch.zeros(2, 1, T, S).masked_fill(~mask, -math.inf)
+            causal = torch.zeros(T, S).masked_fill(~torch.ones(T, S).bool().tril(), -math.inf)
+            nothing = torch.zeros(2, 1, T, S)
+            cases = [(mask, False, added), (None, False, nothing)]
+            if T == S:
+                cases.append((None, True, causal.expand(2, 1, T, S)))
+            for given, is_causal, seen in cases:
+                found = attend(q, k, v, given, is_causal, 0.3).double()
+                expected = by_definition(q, k, v, seen, 0.3)
+                torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@every_shape
+def test_a_cache_is_repeated_for_groups_and_keeps_the_rows_it_is_asked_to(shape):
+    model = random_gpt(**SHAPES[shape]).double()
+    idx = random_ids(2, 6).repeat_interleave(3, 0)
+    idx[:, 4:] = random_ids(6, 2)                   # six endings of two beginnings
+    expected = model(idx)
+    cache = model.new_cache(4)
+    model(idx[::3, :4], None, cache)
+    cache = cache.repeat(3, 6)
+    exact(model(idx[:, 4:5], None, cache)[:, 0], expected[:, 4], atol=1e-12)
+    rows = torch.tensor([5, 1, 4])
+    cache.keep(rows)
+    exact(model(idx[rows, 5:], None, cache)[:, 0], expected[rows, 5], atol=1e-12)
 
 
 def test_recomputed_blocks_give_the_same_gradient():
@@ -84,7 +138,7 @@ def test_recomputed_blocks_give_the_same_gradient():
 
 
 def test_weights_start_as_in_gpt2():
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     model = GPT(GPTConfig(1000, 64, n_layer=8, n_head=2, n_embd=128))
     for name, p in model.named_parameters():
         if name.endswith("c_proj.weight"):

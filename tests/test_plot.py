@@ -81,12 +81,3 @@ def test_files_and_refusals(run, tmp_path):
     assert "must end in .png" in refusal(plot.main, [run, "--out=x.pdf"])
     empty = make_run(tmp_path / "empty", [])
     assert "wait for the first iteration" in refusal(plot.main, [empty])
-
-
-def test_a_study_is_its_measure_against_the_distance(tmp_path):
-    points = {"all": {"1": [[0.1, -1.0], [0.3, -2.0]], "2": [[0.1, -1.2], [0.3, -2.2]]}}
-    found = dict(name="clean", measure="toxicity", x=0.2, points=points)
-    ax, = plot.draw_study(found).axes
-    x, y = ax.lines[0].get_data()
-    assert list(x) == pytest.approx([0.1, 0.3])
-    assert list(y) == pytest.approx(np.exp([-1.1, -2.1]))

@@ -10,8 +10,8 @@ from config import Settings
 from grpo import Loss
 from extras import stored
 from run import report
-from run.report import (
-    WARNINGS, Progress, StepLog, duration, print_iteration, print_warnings, troubles)
+from common.fit import Progress
+from run.report import StepLog, duration, print_iteration, print_warnings, problems
 from extras.stored import StoredTape, use_stored_tape
 from worlds import printed, refusal, settings
 
@@ -76,7 +76,7 @@ def test_the_line_of_an_iteration_to_the_letter():
     assert "kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
     assert "(main -0.0123, critic 0.3000, kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
     assert "(main -0.0133, kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
-    assert "0.830, 12.5 % forced, 1240" in line(Settings(functions={"environment": None}))
+    assert "0.830, 12.5 % environment, 1240" in line(Settings(functions={"environment": None}))
     assert "0.830, 1.50 calls, 1240" in line(**{"tools/call_frequency": 1.5})
     for seconds, expected in ((0.0435, "43.5ms"), (0.4349, "435ms"), (4.351, "4.35s"),
                               (43.51, "43.5s"), (0.9996, "1.00s"), (435.1, "435s")):
@@ -94,12 +94,13 @@ def test_progress_is_a_line_every_ten_seconds(clock, capsys):
 
 GOOD = {
     "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "advantage_max": 1.0,
-    "num_completion_tokens": 9, "sampling/sampling_logp_difference/mean": 0.0, "grad_norm": 1.0,
+    "num_completion_tokens": 9, "num_steps": 1, "sampling/sampling_logp_difference/mean": 0.0,
     "completions/clipped_ratio": 0.5}
 INFLUENCE = {
-    "tracin/empty_steps": 0, "tracin/fallback": 0.0, "tracin/positive_ratio": 0.6,
-    "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9,
+    "tracin/selected_ratio": 0.6, "tracin/empty_steps": 0, "tracin/fallback": 0.0,
+    "tracin/positive_ratio": 0.6, "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9,
     "tracin/self_share": 0.1, "tracin/invariant_error": 1e-7}
+EVERYTHING = GOOD | INFLUENCE | {"kl": 0.1, "val/var_explained": 0.5, "tools/failure_frequency": 0}
 CASES = {   # kind: (what is wrong, words of its sentence)
     "reward": (
         {"reward": math.nan, "reward_min": math.nan, "reward_max": math.nan}, "returned None"),
@@ -109,7 +110,7 @@ CASES = {   # kind: (what is wrong, words of its sentence)
     "tokens": ({"num_completion_tokens": 0}, "no completion tokens carry loss"),
     "ratio": ({"sampling/sampling_logp_difference/mean": 0.0512}, "disagree by 0.051 nats"),
     "kl": ({"kl": 5.25}, "KL 5.2 nats per token is exploding"),
-    "length": ({"completions/clipped_ratio": 1.0}, "cut at 32 tokens"),
+    "length": ({"completions/clipped_ratio": 1.0}, "truncated at 32 tokens"),
     "tools": ({"tools/failure_frequency": 1.0}, "every call was answered with an error"),
     "critic": ({"val/var_explained": -0.2}, "explains -0.20 of the returns' variance"),
     "empty": ({"tracin/empty_steps": 1}, "kept no rollout"),
@@ -117,40 +118,58 @@ CASES = {   # kind: (what is wrong, words of its sentence)
         {"tracin/fallback": 1.0, "tracin/positive_ratio": 0.05}, "only 5% of the rollouts"),
     "contrast": ({"tracin/target_contrast": 0.2}, "spread 0.20 times as wide"),
     "noise": ({"tracin/target_cosine": 0.05}, "cosine 0.05; raise"),
-    "self": ({"tracin/self_share": 0.64}, "64% of the influence"),
+    "self": ({"tracin/self_share": 1.18}, "1.18 times all influence"),
     "invariant": ({"tracin/invariant_error": 2e-3}, "relative error 2.0e-03")}
-SELF = Settings(tracin="self")
+PLAIN = Settings()
+FULL = Settings(tracin="self", beta=0.1, critic=True,
+                functions={"tools": {"add": len}, "environment": None})
+
+
+def found(m, cfg=FULL, dtype=torch.float32):
+    return dict(problems(m, cfg, dtype))
 
 
 def test_each_warning_fires_in_its_case_alone():
-    assert CASES.keys() == WARNINGS.keys()
-    assert troubles(GOOD, SELF, torch.float32) == {}
-    assert troubles(GOOD | INFLUENCE, SELF, torch.float32) == {}
+    assert found(GOOD, PLAIN) == {} == found(EVERYTHING)
     for kind, (wrong, words) in CASES.items():
-        found = troubles(GOOD | INFLUENCE | wrong, SELF, torch.float32)
-        assert list(found) == [kind], kind
-        assert words in found[kind], found[kind]
-        assert "\n" not in found[kind] and "nan" not in found[kind]
+        shown = found(EVERYTHING | wrong)
+        assert list(shown) == [kind], kind
+        assert words in shown[kind], shown[kind]
+        assert "\n" not in shown[kind] and "nan" not in shown[kind]
 
 
-def test_what_is_no_trouble():
-    def kinds(m, cfg=SELF, dtype=torch.float32):
-        return list(troubles(GOOD | INFLUENCE | m, cfg, dtype))
+def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
+    """A misspelled name must not be a warning that never comes."""
+    for kind in CASES.keys() - {"invariant"}:       # not every step computes its metric
+        missing = next(iter(CASES[kind][0]))
+        some = {name: x for name, x in EVERYTHING.items() if name != missing}
+        with pytest.raises(KeyError, match=missing):
+            found(some)
 
+
+def test_a_run_lacks_the_metrics_that_its_settings_do_not_bring():
+    no_step = GOOD | {"num_completion_tokens": 0, "num_steps": 0}
+    assert list(found(no_step, Settings(tracin="self", beta=0.1))) == ["tokens"]
+    of_function = {name: x for name, x in INFLUENCE.items() if name != "tracin/target_contrast"}
     unknown = {"tracin/target_cosine": math.nan, "tracin/self_share": math.nan}
-    assert kinds(unknown) == []
-    assert kinds({"tracin/invariant_error": math.nan}) == ["invariant"]
-    assert kinds({"tracin/invariant_error": 2e-3}, dtype=torch.bfloat16) == []
-    assert kinds({"tracin/self_share": 0.9}, Settings(tracin_leave_one_out=True)) == []
-    assert kinds({"val/var_explained": -0.2, "iteration": 20}) == []
+    assert found(GOOD | of_function | unknown, Settings(tracin="target")) == {}
+
+
+def test_what_is_no_problem():
+    assert list(found(EVERYTHING | {"tracin/invariant_error": math.nan})) == ["invariant"]
+    assert found(EVERYTHING | {"tracin/invariant_error": 2e-3}, dtype=torch.bfloat16) == {}
+    leaves_out = Settings(tracin="self", tracin_leave_one_out=True)
+    assert found(EVERYTHING | {"tracin/self_share": 0.9}, leaves_out) == {}
+    assert found(EVERYTHING | {"val/var_explained": -0.2, "iteration": 20}) == {}
 
 
 def test_a_warning_comes_back_after_ten_iterations():
+    cfg = Settings(beta=0.1)
     warned = {}
     said = [it for it in range(1, 24) if printed(
-        print_warnings, GOOD | {"iteration": it, "kl": 9.0}, SELF, torch.float32, warned)]
+        print_warnings, GOOD | {"iteration": it, "kl": 9.0}, cfg, torch.float32, warned)]
     assert said == [1, 11, 21]
-    out = printed(print_warnings, GOOD | {"kl": 9.0}, SELF, torch.float32, {})
+    out = printed(print_warnings, GOOD | {"kl": 9.0}, cfg, torch.float32, {})
     assert re.fullmatch(r"WARNING: KL 9.0 nats .*\n", out)
 
 

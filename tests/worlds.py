@@ -30,6 +30,14 @@ from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from run.build import build
 
+WORLD_SEED = int(os.environ.get("WORLD_SEED", 0))   # other numbers, the same tests: see conftest.py
+
+
+def seed_of(n):
+    """Seed n of this session's worlds."""
+    return 1000 * WORLD_SEED + n
+
+
 # ------------------------------------------------------------------------------------------------
 # random models, and their logits by hand
 
@@ -43,7 +51,7 @@ SHAPES = {
 
 def shaken(model, size=0.2, seed=5):
     """The model with noise on every weight, so that none has its first value."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(seed))
     with torch.no_grad():
         for p in model.parameters():
             p += size * torch.randn(p.shape, generator=generator)
@@ -52,7 +60,7 @@ def shaken(model, size=0.2, seed=5):
 
 def random_gpt(vocab_size=50, seed=0, **shape):
     """A GPT whose next token is neither certain nor uniform. shape: fields of GPTConfig."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed_of(seed))
     shape = dict(block_size=24, n_layer=2, n_head=4, n_embd=32) | shape
     return shaken(GPT(GPTConfig(vocab_size, **shape)), seed=seed)
 
@@ -72,13 +80,14 @@ def forcing(forced):
 
 
 def random_ids(B, T, vocab_size=50, seed=1):
-    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed_of(seed))
+    return torch.randint(vocab_size, (B, T), generator=generator)
 
 
 def with_lora(model, rank=3, alpha=6.0, seed=5):
     """A copy with adapters that do something."""
     adapted = add_lora(copy.deepcopy(model), rank, alpha)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed_of(seed))
     for name, p in adapted.named_parameters():
         if name.endswith("B.weight"):
             nn.init.normal_(p, std=0.2)
@@ -185,7 +194,7 @@ TOKENIZER = SimpleNamespace(
 
 def number_gpt():
     """Weights large enough that tokens differ in probability."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     model = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16))
     with torch.no_grad():
         for p in model.parameters():
@@ -283,7 +292,7 @@ def words(functions=letters, weights=None, **knobs):
 
 def word_gpt(seed=0, end=4.0):
     """The larger `end`, the likelier the end token."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed_of(seed))
     model = GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32))
     with torch.no_grad():
         model.wte.weight *= 7
@@ -311,7 +320,7 @@ def sentence(rng, toxic):
 
 def write_comments(path, count, label=lambda i: int(i % 3 == 0), seed=0):
     """A CSV of `count` comments; those labelled 1 hold the bad word."""
-    rng = random.Random(seed)
+    rng = random.Random(seed_of(seed))
     with open(path, "w", newline="") as f:
         rows = csv.writer(f)
         rows.writerow(["text", "is_offensive"])

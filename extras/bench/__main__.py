@@ -21,6 +21,7 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -109,7 +110,8 @@ def iteration(nets, cfg, it):
 def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+    unit = 2 ** 30 if sys.platform == "darwin" else 2 ** 20     # bytes there, else kB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def in_turns(variants, repeat):

@@ -166,8 +166,8 @@ def by(column):
     """Make a reward function of score(completion, truth). The truth stands in this column; without
     one the row is of the other task."""
     def decorate(score):
-        def reward(prompts, completions, rows):
-            truths = [row[column] for row in rows]
+        def reward(completions, **columns):
+            truths = columns[column]
             return [None if truth is None else float(score(text, truth))
                     for text, truth in zip(completions, truths)]
         return reward

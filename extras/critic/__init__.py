@@ -96,9 +96,10 @@ def whiten(x, mask):
 def value_errors(policy, rollout, returns, states, clip=None):
     """value_loss (n, T) of a rollout's sampled tokens; elsewhere 0. returns (n, T). states: of
     rollout.completion_states, which the log-probs are made of too."""
-    h, _, _, where = states
-    errors = value_loss(policy.value_head(h), rollout.values[where], returns[where], clip)  # (M,)
-    return torch.zeros(rollout.completion_mask.shape, device=h.device).index_put(where, errors)
+    where = states.where
+    values = policy.value_head(states.h)                                            # (M,)
+    errors = value_loss(values, rollout.values[where], returns[where], clip)        # (M,)
+    return torch.zeros(returns.shape, device=returns.device).index_put(where, errors)
 
 
 def value_loss(values, old_values, returns, clip=None):

@@ -46,7 +46,7 @@ def try_environment(cfg, prompts):
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
     cfg = with_environment(cfg)
     function = cfg.functions["environment"]
-    arguments_of("environment", function, prompts, [])
+    arguments_of("environment", function, prompts, [], "transcripts")
     transcripts = ["", *cfg.stop_strings]
     ask(function, prompts[:1] * len(transcripts), transcripts)
 
@@ -127,7 +127,7 @@ def reaches_stop(tokenizer, ids, stop_strings):
 
 def ask(function, prompts, transcripts):
     """Call the environment -> a text or None for each transcript. BadInput for anything else."""
-    answers = call("environment", function, prompts, transcripts)
+    answers = call("environment", function, prompts, transcripts, "transcripts")
     is_list = isinstance(answers, (list, tuple)) and len(answers) == len(transcripts)
     if not is_list or not all(answer is None or isinstance(answer, str) for answer in answers):
         raise BadInput(f"environment returned {shown(answers)}: must be a list with a text, or "

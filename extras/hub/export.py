@@ -121,7 +121,7 @@ def merged_below(token, rank, ranks):
 
 
 def main(argv, load_run):
-    """load_run: of pretrain.py, which may import this folder."""
+    """load_run: of evaluate.py, which may import this folder."""
     if len(argv) != 2:
         raise BadInput("usage: python -m extras.hub.export RUN_OR_PT FOLDER")
     path, folder = argv
@@ -131,5 +131,5 @@ def main(argv, load_run):
 
 
 if __name__ == "__main__":
-    from pretrain import load_run
+    from evaluate import load_run
     run_script(lambda argv: main(argv, load_run))

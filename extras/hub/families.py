@@ -47,9 +47,9 @@ GGUF_NAMES = {
     "mlp.c_fc": "ffn_gate ffn_up", "mlp.c_proj": "ffn_down",
 }
 GPT2_KEYS = dict(
-    vocab_size="vocab_size", block_size="n_positions", n_embd="n_embd", n_inner="n_inner",
+    tied="tie_word_embeddings", vocab_size="vocab_size", block_size="n_positions", n_embd="n_embd", n_inner="n_inner",
     n_layer="n_layer", n_head="n_head", norm_eps="layer_norm_epsilon")
-NUMBERS = dict(vocab_size="vocab_size", block_size="max_position_embeddings", n_embd="hidden_size",
+NUMBERS = dict(tied="tie_word_embeddings", vocab_size="vocab_size", block_size="max_position_embeddings", n_embd="hidden_size",
                n_inner="intermediate_size")
 NEO_KEYS = NUMBERS | dict(n_layer="num_layers", n_head="num_heads", window="window_size",
                           norm_eps="layer_norm_epsilon")
@@ -57,13 +57,14 @@ LLAMA_KEYS = NUMBERS | dict(
     n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
     head_dim="head_dim", norm_eps="rms_norm_eps")
 REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window")
-LLAMA_FIELDS = dict(bias=False, rms=True, swiglu=True, qkv_bias=False, norm_eps=1e-6)
+LLAMA_FIELDS = dict(tied=False, bias=False, rms=True, swiglu=True, qkv_bias=False, norm_eps=1e-6)
 ONLY = dict(quantization_config=(), is_causal=(True,), add_cross_attention=(False,))
 ONLY_GELU = ONLY | dict(activation_function=tuple(GELU))
 ONLY_GPT2 = ONLY_GELU | dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,))
 ONLY_ROTARY = ONLY | dict(
     hidden_act=("silu", "swish"), partial_rotary_factor=(1,), attention_chunk_size=())
-ONLY_LLAMA = ONLY_ROTARY | dict(sliding_window=())
+ONLY_LLAMA = ONLY_ROTARY | dict(
+    sliding_window=(), attention_bias=(False,), mlp_bias=(False,))
 ONLY_QWEN = ONLY_ROTARY | dict(use_sliding_window=(False,))
 
 FAMILIES = {
@@ -73,7 +74,8 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_LLAMA, LLAMA_FIELDS),
     "qwen2": Family("Qwen2ForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_QWEN,
                     LLAMA_FIELDS | dict(qkv_bias=True)),
-    "qwen3": Family("Qwen3ForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_QWEN,
+    "qwen3": Family("Qwen3ForCausalLM", LLAMA_NAMES, LLAMA_KEYS,
+                    ONLY_QWEN | dict(attention_bias=(False,)),
                     LLAMA_FIELDS | dict(qk_norm=True, head_dim=128)),
 }
 # of rope_type = "llama3", in the order of model.scale_frequency
@@ -98,7 +100,7 @@ def pieces(model, names, name, rows):
 
 def config_from_json(content, path):
     """The content of a config.json -> (key of FAMILIES, GPTConfig). BadInput for what is not built
-    here. Whether the head is tied is seen in the tensors."""
+    here."""
     named = content.get("architectures") or [content.get("model_type")]
     kinds = [kind for kind, family in FAMILIES.items() if named[0] in (kind, family.architecture)]
     if not kinds:
@@ -178,7 +180,7 @@ def config_to_json(config):
     if c.qk_norm:
         kind = "qwen3"
     family = FAMILIES[kind]
-    content = dict(architectures=[family.architecture], model_type=kind, tie_word_embeddings=c.tied)
+    content = dict(architectures=[family.architecture], model_type=kind)
     content |= {key: getattr(c, name) for name, key in family.keys.items()}
     if c.rope_base:
         content |= dict(hidden_act="silu", rope_theta=c.rope_base)
@@ -190,8 +192,10 @@ def config_to_json(config):
     if kind == "gpt_neo":
         kinds = ["local" if i in c.local_layers else "global" for i in range(c.n_layer)]
         content |= dict(attention_layers=kinds, attention_types=[[kinds, 1]])
+    if kind == "gpt2":      # transformers' default is 0.1
+        content |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     _, again = config_from_json(content, "this policy")
-    if replace(spelled_out(again), tied=c.tied) != c:
+    if spelled_out(again) != c:
         raise BadInput(f"{config}: no published architecture has these settings together")
     return kind, content
 

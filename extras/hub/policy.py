@@ -60,6 +60,9 @@ def fill(config, names, tensors, transposed, path):
     head = names.get("lm_head", "lm_head") + ".weight"
     # some fine-tunes say that the head is tied, and it is not; others repeat the embedding
     tied = torch.equal(tensors.get(head, wte), wte)
+    if head not in tensors and not config.tied:
+        raise BadInput(f"{path}: {head} is missing; if the embedding is the head, config.json must "
+                       "say tie_word_embeddings = true")
     with torch.device("meta"):
         model = GPT(replace(config, tied=tied))
     state = model.state_dict()
@@ -94,6 +97,7 @@ def load_gguf(path):
     divisors = tensors.pop("rope_freqs.weight", None)
     content = config_of_gguf(metadata, kind, divisors)
     content["vocab_size"] = len(tensors["token_embd.weight"])
+    content["tie_word_embeddings"] = "output.weight" not in tensors
     _, config = config_from_json(content, path)
     hs = config.head_dim or config.n_embd // config.n_head
     only = ONLY_GGUF | {"rope.dimension_count": (hs,)}

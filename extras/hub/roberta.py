@@ -86,7 +86,7 @@ class Roberta(nn.Module):
         self.others = []        # labels that exclude the toxic one
 
     def forward(self, idx, attention_mask):
-        """Log-odds of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
+        """Logits of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
         padding."""
         x = self.roberta["embeddings"](idx, attention_mask)                             # (B, T, C)
         for layer in self.roberta["encoder"]["layer"]:
@@ -102,15 +102,16 @@ def load_roberta(name, device="cpu"):
     """Load the judge in a folder or under a published name, perhaps with the label that means
     toxic: OWNER/NAME:LABEL -> (Roberta, a function that encodes texts as its rows of ids).
 
-    Without a label it is the one that is in TOXIC. The log-odds are its logit - logsumexp(the other
-    logits), or its logit if it stands alone or the labels are independent
+    Without a label it is the one that is in TOXIC. The result is its logit - logsumexp(the other
+    logits), or its logit alone if there is no other or the labels are independent
     (multi_label_classification). A text longer than the model's positions is cut.
     """
     label = None
     if not os.path.isdir(name) and ":" in name:
         name, _, label = name.rpartition(":")
     folder = fetch(name)
-    config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
+    config = read_json(os.path.join(folder, "config.json"))
+    config = DEFAULTS | {key: value for key, value in config.items() if value is not None}
     check_only(ONLY, config, name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
         tokenizer = from_folder(folder)

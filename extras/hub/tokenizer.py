@@ -126,6 +126,8 @@ def ids_of(role, core, content, names):
 
 def from_gguf(path):
     """Tokenizer of the metadata of a GGUF file."""
+    with optional("-r requirements-hub.txt"):
+        from tokenizers.processors import TemplateProcessing
     metadata, _ = read_gguf(path, weights=False)
     template = metadata.get("tokenizer.chat_template")
     metadata = {key.removeprefix("tokenizer.ggml."): x for key, x in metadata.items()}
@@ -137,6 +139,8 @@ def from_gguf(path):
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     core = bpe_core(vocabulary, merges, GGUF_PATTERNS[pre], pre == "qwen2", pre == "smollm")
+    # a word that is a token is that token, even if no merges lead to it
+    core.model.ignore_merges = pre == "llama-bpe"
     kinds = metadata.get("token_type", [])     # 3: control, 4: user-defined
     core.add_special_tokens([token for token, kind in zip(tokens, kinds) if kind in (3, 4)])
 
@@ -144,10 +148,11 @@ def from_gguf(path):
     ids = {role: metadata[f"{role}_token_id"] for role in roles if f"{role}_token_id" in metadata}
     names = {f"{role}_token": tokens[i] for role, i in ids.items()}
     bos = [ids.pop("bos")] if "bos" in ids else []
-    tokenizer = Tokenizer(core, path, list(ids.values()), bos, template, names)
-    if metadata.get("add_bos_token", pre == "llama-bpe"):     # llama.cpp's default
-        tokenizer.before_text = bos
-    return tokenizer
+    if bos and metadata.get("add_bos_token", pre == "llama-bpe"):     # llama.cpp's default
+        token = tokens[bos[0]]
+        core.post_processor = TemplateProcessing(
+            single=[token, "$A"], special_tokens=[(token, bos[0])])
+    return Tokenizer(core, path, list(ids.values()), bos, template, names)
 
 
 def bpe_core(vocabulary, merges, pattern, nfc=False, digits=False):

@@ -7,7 +7,7 @@ import math
 
 from evaluate import evaluate
 from run.metrics import batch_metrics, std
-from run.report import troubles
+from run.report import problems
 from common.script import seed_for
 
 
@@ -49,7 +49,8 @@ def debug_step(nets, cfg, sample_iteration, update):
     print("  " + ", ".join(f"{k} {v:.4f} (change: {v - before[k]:+.4f})" for k, v in after.items()))
 
     phase("red flags")
-    for flag in list(troubles(m, cfg, nets.dtype).values()) or ["none"]:
+    flags = [text for _, text in problems(m | {"iteration": 1}, cfg, nets.dtype)]
+    for flag in flags or ["none"]:
         print("  " + flag)
 
 

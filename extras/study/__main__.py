@@ -3,7 +3,7 @@ Arms of a config against each other: runs over seeds, then a table and verdicts 
 
     python -m extras.study extras/study/wrong.py             # all runs, as many at a time as there are cores
     python -m extras.study extras/study/wrong.py --table     # the table of the runs that are done
-    python plot.py out/study/wrong               # the picture
+    python -m extras.study.picture out/study/wrong           # the picture
 
 A study file is Python (`from extras.study.wrong import *` builds on another one). It assigns
 
@@ -262,7 +262,7 @@ def main(argv):
     write_json(os.path.join(out, "table.json"), found)
     with replacing(os.path.join(out, "table.md")) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(text)
-    print(f"\n{text}\n{out}/table.md; picture: python plot.py {out}")
+    print(f"\n{text}\n{out}/table.md; picture: python -m extras.study.picture {out}")
 
 
 if __name__ == "__main__":

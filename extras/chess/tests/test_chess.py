@@ -10,7 +10,7 @@ from conftest import ROOT
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge.rewards import score
-from worlds import refusal
+from worlds import refusal, seed_of
 
 python_chess = pytest.importorskip("chess")
 
@@ -54,7 +54,8 @@ def test_prompts_have_the_published_form():
 
 def scores(names, text, **row):
     """What these rewards give a completion of a row."""
-    return [getattr(chess, name)([], [text], [row])[0] for name in names.split()]
+    columns = {column: [x] for column, x in row.items()}
+    return [getattr(chess, name)(completions=[text], **columns)[0] for name in names.split()]
 
 
 def test_texts_are_perfect_completions():
@@ -127,7 +128,7 @@ def test_scores_of_completions():
 
 
 def test_no_text_makes_a_reward_raise():
-    rng = random.Random(0)
+    rng = random.Random(seed_of(0))
     pieces = [*"+:. \n0159-/٣²kK", "M:", "E:", "B:", "e2e4", "1e999", "-0.0", "nan", AFTER_E4]
     for _ in range(150):
         text = list(rng.choice((ANSWER, PLAYS[0][0], "")))

@@ -14,13 +14,12 @@ from data.prompts import Prompt
 from evaluate import evaluate, sample_evaluation
 from grpo import collect, sample_groups
 from run.build import answering
-from run.fast import Decoder
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, empty_rollout, generate
 from extras.environment.tools import (
     calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
 from extras.environment import try_environment
-from worlds import WORD_PROMPTS, WORDS, nets_of, refusal, settings, word_gpt
+from worlds import WORD_PROMPTS, WORDS, nets_of, refusal, seed_of, settings, word_gpt
 
 T = 20
 STOPS = tuple("aeinorst ?")
@@ -97,17 +96,15 @@ def test_a_loop_over_single_rows_samples_the_same():
 
 
 @torch.no_grad()
-def test_every_way_of_decoding_gives_the_same():
+def test_every_batch_size_gives_the_same():
     cfg = with_game()
-    decoder = Decoder(torch.device("cpu"), compiled=False)
     for truncation in ({}, dict(top_k=40)):
         plain = rollout_of(cfg, **truncation)
-        for way in (dict(batch_size=8), dict(decode=decoder)):
-            other = rollout_of(cfg, **way, **truncation)
-            for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
-                assert torch.equal(getattr(plain, name), getattr(other, name)), (way, name)
-            found = completion_logprobs(word_gpt(), other)
-            assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
+        other = rollout_of(cfg, batch_size=8, **truncation)
+        for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
+            assert torch.equal(getattr(plain, name), getattr(other, name)), name
+        found = completion_logprobs(word_gpt(), other)
+        assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
 
 
 def test_parts_of_the_prompts_hear_their_own_answers():
@@ -122,12 +119,12 @@ def test_parts_of_the_prompts_hear_their_own_answers():
 
 
 def test_max_turns_and_no_turns():
-    chatty = with_game(lambda prompts, texts: [" so?"] * len(texts), max_turns=2)
+    chatty = with_game(lambda prompts, transcripts: [" so?"] * len(transcripts), max_turns=2)
     r = rollout_of(chatty)
     assert turns_of(r).max() == 2 and (turns_of(r)[r.ended] == 2).all() and r.ended.any()
     free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
     off = rollout_of(with_game(max_turns=0))
-    quiet = replace(with_game(lambda prompts, texts: [None] * len(texts)), stop_strings=())
+    quiet = replace(with_game(lambda prompts, transcripts: [None] * len(transcripts)), stop_strings=())
     for other in (off, rollout_of(quiet)):
         for name in ("tokens", "completion_mask", "sampled_mask", "logp", "ended"):
             assert torch.equal(getattr(free, name), getattr(other, name)), name
@@ -170,7 +167,7 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
 
 
 def test_answers_are_cut_and_ends_are_undone():
-    cfg = with_game(lambda prompts, texts: ["1234567890" if "e" in x else None for x in texts])
+    cfg = with_game(lambda prompts, transcripts: ["1234567890" if "e" in x else None for x in transcripts])
     rows = [[*WORDS.encode_ordinary("e"), END], WORDS.encode_ordinary("xe")[:2],
             WORDS.encode_ordinary("xt")[:2]]
     r = planted(rows, cfg, room=4)
@@ -184,8 +181,8 @@ def test_answers_are_cut_and_ends_are_undone():
 def test_what_samples_hears_the_environment_and_is_given_columns():
     seen = []
 
-    def tell(prompts, transcripts, number, rows):
-        seen.extend(zip(prompts, number, rows))
+    def tell(prompts, transcripts, number, **columns):
+        seen.extend(zip(prompts, number, columns["text"]))
         return [" 77"] * len(prompts)
 
     prompts = [Prompt(text, ids, {"text": text, "number": i})
@@ -217,12 +214,14 @@ def test_metrics_count_what_the_policy_drew():
 
 
 WRONG = [   # function, words of the refusal
-    (lambda p, texts: [{}[text] for text in texts], "environment raised KeyError: "),
-    (lambda p, texts: "yes", "returned 'yes': must be"),
-    (lambda p, texts: texts[1:], "for each of 11 transcripts"),
-    (lambda p, texts: [3] * len(texts), "returned [3, 3, "),
-    (lambda p, texts, answer: texts, "asks for the column 'answer'; the prompt 'last'"),
-    (lambda p, texts: texts.clear() or [], "with a text, or None, for each of"),
+    (lambda prompts, transcripts: [{}[text] for text in transcripts],
+     "environment raised KeyError: "),
+    (lambda transcripts: "yes", "returned 'yes': must be"),
+    (lambda transcripts: transcripts[1:], "for each of 11 transcripts"),
+    (lambda transcripts: [3] * len(transcripts), "returned [3, 3, "),
+    (lambda transcripts, answer: [], "asks for the column 'answer'; the prompt 'last'"),
+    (lambda transcripts: transcripts.clear() or [], "with a text, or None, for each of"),
+    (lambda prompts, completions: [], "must take (prompts, transcripts), by these names"),
     (lambda: [], "environment takes (): must take")]
 
 
@@ -258,7 +257,7 @@ def test_a_call_is_answered_with_its_result_or_its_error():
 
 
 def test_the_parser_takes_any_text():
-    rng = random.Random(0)
+    rng = random.Random(seed_of(0))
     pieces = ["calc", "(", ")", "(", ")", "1", "*", " ", "\n", "=", "é", "\0", "_", "🙂", " = "]
     for _ in range(2000):
         text = "".join(rng.choices(pieces, k=rng.randrange(12)))

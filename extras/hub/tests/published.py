@@ -17,7 +17,7 @@ from extras.hub.files import save_tensors
 from extras.hub.tokenizer import bpe_core
 from extras.hub.roberta import Roberta
 from model import GPT, GPTConfig
-from worlds import turned
+from worlds import seed_of, turned
 
 V, C, H = 23, 12, 4     # tokens, channels, heads
 GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, n_positions=32,
@@ -68,7 +68,7 @@ def make_tensors(c, seed=0):
     tied = c.get("tie_word_embeddings", kind.startswith("gpt"))
     with torch.device("meta"):
         model = GPT(replace(config, tied=tied))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(seed))
     return {name: 0.4 * torch.randn(x.shape, generator=generator)
             + ("norm" in name or "ln_" in name and name.endswith("weight"))
             for name, x in merged_tensors(model, kind).items()}
@@ -248,7 +248,7 @@ def rope_of(c):
 def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), seed=0):
     """As openai-community/gpt2 is published: vocab.json and merges.txt, the end token named in
     config.json alone."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed_of(seed))
     export(GPT(config), folder, load_tokenizer(300))
     for name in ("tokenizer.json", "generation_config.json"):
         os.remove(os.path.join(folder, name))
@@ -278,7 +278,7 @@ def chat_core(size=300, pattern=GPT2_PATTERN):
 def make_chat(folder, config=CHAT, seed=0):
     """As Qwen/Qwen3-0.6B: tokenizer.json, a chat template with an end token of its own, a
     vocabulary padded beyond the tokenizer's."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed_of(seed))
     export(GPT(config), folder, load_tokenizer(300))
     chat_core().save(os.path.join(folder, "tokenizer.json"))
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE),
@@ -303,7 +303,7 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
     shutil.copy(os.path.join(gpt2, "merges.txt"), folder)
     put(folder, config=c, vocab={token: i for i, token in enumerate(tokens)},
         special_tokens_map=dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>"))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(seed))
     with torch.device("meta"):
         model = Roberta(SimpleNamespace(**c), len(labels))
     tensors = {name: 0.5 * torch.randn(x.shape, generator=generator) + ("LayerNorm.weight" in name)
@@ -347,7 +347,7 @@ def roberta_by_hand(c, tensors, ids):
 def make_prompts(path, count=60, seed=0):
     """As allenai/real-toxicity-prompts: a row has a prompt and a continuation, each with its
     scores, now and then null."""
-    rng = random.Random(seed)
+    rng = random.Random(seed_of(seed))
     words = "the a cat river runs sees it's old and, we \u201cnever\u201d".split()
     with open(path, "w", encoding="utf-8") as f:
         for i in range(count):

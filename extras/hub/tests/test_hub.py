@@ -21,6 +21,7 @@ from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, T
 from rollout import pad_left
 from worlds import random_ids, refusal, with_lora
 
+TIED = LLAMA | dict(tie_word_embeddings=True)
 LLAMA32 = LLAMA | dict(head_dim=12, rope_theta=500000.0)
 ROWS = random_ids(3, 9, V).tolist()
 
@@ -97,6 +98,13 @@ REFUSALS = [
     (GPT2, dict(n_positions=64), r"wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)"),
     (GPT2, dict(n_layer=10 ** 9), "28 tensors for 1000000000 layers"),
     (GPT2, dict(n_layer=1), "h.1.*has no place"),
+    (GPT2, dict(tie_word_embeddings=False), "lm_head.weight is missing.* tie_word_embeddings"),
+    (NEO, dict(tie_word_embeddings=False), "lm_head.weight is missing"),
+    (TIED, dict(tie_word_embeddings=False), "lm_head.weight is missing"),
+    (TIED, dict(tie_word_embeddings=None), "lm_head.weight is missing"),    # the family's default
+    (LLAMA, dict(attention_bias=True), "attention_bias = True is not supported, only False"),
+    (LLAMA, dict(mlp_bias=True), "mlp_bias = True"),
+    (QWEN3, dict(attention_bias=True), "attention_bias = True"),
     (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
     (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
     (NEO, dict(attention_types=None), "attention_types = None: must name global or local"),
@@ -303,6 +311,28 @@ def test_gguf_vocabularies_cut_words_as_their_names_say(tmp_path):
     assert "'deepseek'" in refusal(tokenizer_of, "deepseek")
 
 
+def test_gguf_of_llama_3_takes_a_word_that_is_a_token_and_its_export_keeps_the_first_token(tmp_path):
+    """As llama.cpp: ignore_merges, and <bos> before every text."""
+    ids = {}
+    for pre in ("gpt-2", "llama-bpe"):
+        metadata = gguf_of_core(chat_core(2000), pre, bos_token_id=1)
+        tokens = metadata["tokenizer.ggml.tokens"]
+        word = len(tokens)      # no merges lead to this one
+        metadata["tokenizer.ggml.tokens"] = [*tokens, "\u0120zqxjk"]
+        path = write_gguf(tmp_path / f"{pre}.gguf", LLAMA, make_tensors(LLAMA), "llama", **metadata)
+        tokenizer = extras.hub.policy.tokenizer_of(path)
+        export(extras.hub.policy.load(path)[0], str(tmp_path / pre), path)
+        exported = from_folder(str(tmp_path / pre))
+        for text in (*TEXTS, "a zqxjk"):
+            ids[pre] = tokenizer.encode_ordinary(text)
+            assert exported.encode_ordinary(text) == ids[pre], f"{pre}: the export reads otherwise"
+            whole = exported.core.encode(text).ids      # as transformers asks the same file
+            assert whole == tokenizer.before_text + ids[pre], f"{pre}: <bos> was lost or added"
+        assert exported.before_text == tokenizer.before_text == [1] * (pre == "llama-bpe")
+    assert ids["llama-bpe"][-1] == word
+    assert word not in ids["gpt-2"]
+
+
 def test_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
     from tokenizers import Tokenizer, models
 
@@ -376,6 +406,13 @@ def test_exported_tokenizers_give_the_same_ids(tmp_path):
     assert one.chat_template == TEMPLATE
     for text in TEXTS:
         assert one.encode_ordinary(text) == other.encode_ordinary(text)
+
+
+def test_exported_gpt2_is_trained_without_dropout_elsewhere_too(tmp_path):
+    export(GPT(GPTConfig(300, 16, 1, 2, 8)), str(tmp_path / "out"), load_tokenizer(300))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        assert config.get(name) == 0, f"{name} is not 0, and transformers' default is 0.1"
 
 
 def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from model import GPTConfig
 from published import (CHAT, chat_core, gguf_of_core, logits, make_chat, make_gpt2,
                        make_prompts, make_roberta, put, write_gguf)
 from common.script import seed_for
-from worlds import printed, read_rows, refusal
+from worlds import printed, read_rows, refusal, seed_of
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
 CONFIGS = ("toxicity_gpt2", "toxicity_gptneo_lora", "toxicity_smollm2")
@@ -80,7 +80,7 @@ def start(main, *argv):
 
 
 def export_run(argv):
-    extras.hub.export.main(argv, pretrain.load_run)
+    extras.hub.export.main(argv, evaluate.load_run)
 
 
 def flags_of(world, kind):
@@ -110,7 +110,7 @@ def test_run_is_what_the_files_say_and_leaves_as_it_is(kind, finished, world, tm
     assert re.search(rf"^perplexity .* {after['perplexity']:.4f} ", text, re.M)
 
     start(export_run, finished(kind), tmp_path / "whole")
-    policy = pretrain.load_run(finished(kind))[0]
+    policy = evaluate.load_run(finished(kind))[0]
     idx = torch.tensor([[7, 280, 3, 299, 44, 45]])
     exported = logits(extras.hub.policy.load(tmp_path / "whole")[0], idx)
     torch.testing.assert_close(exported, logits(policy, idx), rtol=0, atol=1e-5)
@@ -125,7 +125,7 @@ def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True", "--lora_rank=2")
     assert "h.1.mlp.c_fc.A.weight" in text
-    assert "is there already" in refusal(pretrain.main, world.flags)
+    assert "exists already" in refusal(pretrain.main, world.flags)
     assert start(judge.train.main, *world.flags) == ""
     assert os.listdir(tmp_path) == ["chat"]
 
@@ -185,10 +185,10 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
     transformers = pytest.importorskip("transformers")
     start(export_run, finished(kind), tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
+    idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(seed_of(0)))
     with torch.no_grad():
         expected = theirs(idx).logits
-    found = logits(pretrain.load_run(finished(kind))[0], idx)
+    found = logits(evaluate.load_run(finished(kind))[0], idx)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = from_folder(str(tmp_path / "out"))

@@ -11,7 +11,7 @@ from extras.hub.files import load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
-from judge.train import get_judges, named_judges
+from judge.train import named_judges
 from published import make_gpt2, make_roberta, put, roberta_by_hand
 from worlds import printed, refusal
 
@@ -48,7 +48,7 @@ def by_hand(folder):
 SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
 
 
-def test_published_classifier_gives_the_log_odds_of_its_toxic_label_by_hand(make):
+def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(make):
     for labels, label, problem, expected in (
             (("nothate", "hate"), "", SOFTMAX, lambda z: z[:, 1] - z[:, 0]),
             (("Toxic", "neutral"), "", None, lambda z: z[:, 0] - z[:, 1]),
@@ -64,7 +64,7 @@ def test_published_classifier_gives_the_log_odds_of_its_toxic_label_by_hand(make
         silent = torch.tensor(SILENT)
         want = expected(z).float().masked_fill(silent, SAYS_NOTHING)
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
-        assert want[~silent].std() > 0.05
+        assert want[~silent].std() > 2e-3, "texts must differ by more than what is allowed above"
 
 
 def test_what_is_no_classifier_is_one_line(make):
@@ -74,6 +74,7 @@ def test_what_is_no_classifier_is_one_line(make):
         config = json.load(f)
     for changes, says in (
             (dict(id2label={"0": "a", "1": "b"}), "out of a, b"),
+            (dict(id2label=None), "out of LABEL_0, LABEL_1"),
             (dict(model_type="bert"), "model_type = 'bert'"), (dict(is_decoder=True), "is_decoder"),
             (dict(hidden_act="relu"), "hidden_act"),
             (dict(position_embedding_type="relative_key"), "position_embedding_type"),
@@ -93,7 +94,6 @@ def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
     folder = make()
     for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
-        assert ("no independent check" in printed(get_judges, cfg, {}, CPU)) == same
+        assert ("not an independent check" in printed(named_judges, cfg, CPU)) == same
         judges = named_judges(cfg, CPU)
         assert (judges["judge"] is judges["eval_judge"]) == same
-        assert get_judges(cfg, {}, CPU, named=judges) == judges

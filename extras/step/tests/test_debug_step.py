@@ -21,7 +21,8 @@ def test_an_iteration_is_taken_apart(grpo, tmp_path, rows):
     assert f"= loss {m['loss']:.6f}" in out
     assert f"  all {m['grad_norm']:.3e} before" in out
     samples = rows(tmp_path / "run" / "samples.jsonl")
-    best = max(samples, key=lambda row: row["reward"])
+    scored = [row for row in samples if row["reward"] is not None]
+    best = max(scored, key=lambda row: row["reward"])
     assert f"reward {best['reward']:.4f}, advantage {best['advantage']:+.4f}" in out
     before, after = rows(tmp_path / "run" / "eval.jsonl")
     name = "judge/toxicity"

@@ -8,15 +8,16 @@ import random
 import statistics
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-import plot
 import extras.study.__main__ as studies
 from conftest import ROOT
+from extras.study import picture
 from extras.study.__main__ import (
     as_markdown, differences_of, holm, mean_and_error, permutation_p, read_study, runs_of,
     summarise, value_on_line, verdict)
-from worlds import printed, read_rows, refusal
+from worlds import printed, read_rows, refusal, seed_of
 
 STUDY = """
 config = {config!r}
@@ -52,7 +53,7 @@ def made(tiny, tmp_path, monkeypatch):
 def test_permutation_p_by_hand_and_by_brute_force():
     assert permutation_p([1.0, 2, 3, 4, 5]) == 2 / 32, "only all signs and their opposites"
     assert permutation_p([1, -1]) == permutation_p([0.1, 0.2, -0.3]) == 1, "a sum of 0"
-    rng = random.Random(0)
+    rng = random.Random(seed_of(0))
     d = [rng.gauss(0.4, 1) for _ in range(17)]      # the first that are too many to do all
     sums = [abs(sum(s * x for s, x in zip(signs, d)))
             for signs in itertools.product((-1, 1), repeat=17)]
@@ -73,7 +74,7 @@ def test_holm_line_and_error_by_hand():
 
 def arms_with(shifts, n=12):
     """{arm: {seed: log measure}}, shifted by arm, with noise that is small beside 0.1."""
-    rng = random.Random(1)
+    rng = random.Random(seed_of(1))
     return {arm: {seed: shift + rng.gauss(0, 0.02) for seed in range(n)}
             for arm, shift in shifts.items()}
 
@@ -144,10 +145,10 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     assert [path.name.rsplit("_", 1)[0] for path in folders] == ["all_seed1", "half_seed1"]
     end = read_rows(folders[0] / "eval.jsonl")[-1]
     assert f"| all | {end['eval_judge/toxicity']:.4g} ± nan |" in text
-    assert text.rstrip().endswith("python plot.py out/study/halves")
+    assert text.rstrip().endswith("python -m extras.study.picture out/study/halves")
     again = printed(studies.main, [made.path])
     assert "2 runs, 0 to make" in again and again.split("# halves")[1] == text.split("# halves")[1]
-    plot.main(["out/study/halves"])
+    picture.main(["out/study/halves"])
     made.write("toxicity", "toxic")
     assert "measure = 'eval_judge/toxic': is not in" in refusal(studies.main, [made.path])
     made.write("toxic", "toxicity")
@@ -198,3 +199,12 @@ def test_the_studies_of_the_repository_can_be_planned(monkeypatch):
         study = read_study(f"extras/study/{name}.py")
         study.seeds = study.seeds[:1]
         assert len(runs_of(study, "out")) == len(study.arms)
+
+
+def test_the_picture_is_the_measure_against_the_distance():
+    points = {"all": {"1": [[0.1, -1.0], [0.3, -2.0]], "2": [[0.1, -1.2], [0.3, -2.2]]}}
+    found = dict(name="clean", measure="toxicity", x=0.2, points=points)
+    ax, = picture.draw(found).axes
+    x, y = ax.lines[0].get_data()
+    assert list(x) == pytest.approx([0.1, 0.3])
+    assert list(y) == pytest.approx(np.exp([-1.1, -2.1]))

@@ -2,11 +2,11 @@
 A test of the tests: plants mistakes one at a time in a copy of the project, and says which test
 catches each.
 
-    python tests/planted.py                     # all of them, some minutes
-    python tests/planted.py "KL sign" clip      # those whose name holds one of these texts
+    python .ci/planted.py                     # all of them, some minutes
+    python .ci/planted.py "KL sign" clip      # those whose name holds one of these texts
 
-Exit code 1: the test file that is named beside a mistake passes with it. Whoever changes a line
-of the code changes it here too: tests/test_planted.py looks that each stands in its file once.
+A mistake whose line has changed is skipped, by name. Exit code 1: the test file that is named
+beside a mistake passes with it.
 """
 import os
 import re
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "out", "shared", "*.pt", "*.ipynb")
 
 
 class Mistake(NamedTuple):
@@ -96,32 +95,33 @@ STEP = of(
 
 NETWORK = of(
     "model.py", "test_algorithm.py",
-    ("padding counts as a position", "(attention_mask.cumsum(1) - 1).clamp(min=0)[:, query[:, 0]]",
-     "query[:, 0].expand(B, T)"),
-    ("padding is seen", "mask = attention_mask[:, None, :].expand(B, T, S)",
-     "mask = torch.ones(B, T, S, dtype=torch.bool)"),
+    ("padding counts as a position", "(attention_mask.cumsum(1) - 1).clamp(min=0)[:, column]",
+     "column.expand(B, T)"),
+    ("padding is seen", "mask = attention_mask[:, None, :]  ",
+     "mask = torch.ones_like(attention_mask)[:, None, :]  "),
     ("later tokens are seen", "mask = mask & (key <= query)", "mask = mask & (key <= query + 1)"))
 
 ROLLOUT = of(
-    "sample.py", "test_algorithm.py",
+    "rollout.py", "test_algorithm.py",
     ("log-probs shifted by one", "input_mask)[:, -T:]  ", "input_mask)[:, -T - 1:-1]  "),
     ("trainer forgets the temperature", "logits = logits / temperature", "pass"),
     ("trainer forgets truncation",
      "            logits = logits.masked_fill(~allowed, -math.inf)\n        return function",
      "            pass\n        return function"),
-    ("end token out of the mask", "r.completion_mask[rows, t] = ~over",
-     "r.completion_mask[rows, t] = ~over & (token != sampling.ends[0])"),
+    ("end token out of the mask", "self.completion_mask[rows, t] = running",
+     "self.completion_mask[rows, t] = running & (token != ends[0])"),
     ("top-p off by one token", "probs.cumsum(-1) - probs >= top_p", "probs.cumsum(-1) >= top_p"),
-    ("cache of another row", "        cache[:, :, i] = cache[:, :, j]\n", "        pass\n"))
+    ("cache of another row", "        cache.keep(order)", "        cache.keep(order.sort().values)"))
 
 SAMPLER = of(
-    "sample.py", "test_sample.py",
+    "rollout.py", "test_rollout.py",
     ("noise of another row", "noise[rows, t])", "noise[rows.roll(1), t])"),
     ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found"),
-    ("forced end token ends a row", "(token == end) & ~forced", "(token == end)"))
+    ("an environment's end token ends a row", "|= sampled & (token == end)",
+     "|= self.tokens[rows, column] == end"))
 
 TAPE = of(
-    "tracin.py", "test_tracin.py",
+    "tape.py", "test_tracin.py",
     ("tokens summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
      "total += b.reshape(len(b), -1, len(total)).sum(1).T @ "
      "a.reshape(len(a), -1, total.shape[1]).sum(1)"),
@@ -142,7 +142,7 @@ TAPE = of(
     ("a not normalised", "return normalise(", "return kept(x)  # "),
     ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
 TAPE += of(
-    "extras/stored", "test_tracin.py",
+    "extras/stored/__init__.py", "test_tracin.py",
     ("second use of a matrix overwrites", "beta=0 if fresh else 1)", "beta=0)"),
     ("stored rows are not weighed", "alpha=float(factor)", "alpha=1.0"),
     ("on top of the step before", "beta=0 if fresh else 1)", "beta=1)"),
@@ -154,28 +154,35 @@ INFLUENCE = of(
     "tracin.py", "test_influence.py",
     ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
     ("own part left in", "found.scores - own.to(found.scores)", "found.scores"),
-    ("rest of the loss dropped", "for p, g in add(found.rest_grad, kept, factor).items():",
-     "for p, g in kept.items():"))
+    ("rest of the loss dropped", "for p, g in add(found.rest_grad, gradient).items():",
+     "for p, g in gradient.items():"))
 INFLUENCE += of(
     "tracin.py", "test_influence.py",
-    ("target of bad rewards", "coef = (r.mean() - r) / ", "coef = (r - r.mean()) / "))
+    ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))
 
 MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE
 
 
-def trouble_of(mistake):
-    """What is wrong with an entry of the list, in words, or ""."""
-    count = (ROOT / mistake.file).read_text(encoding="utf-8").count(mistake.old)
-    if count == 1:
-        return ""
-    return f"{mistake.name}: {mistake.old!r} stands {count} times in {mistake.file}: must be once"
+def why_not(mistake):
+    """Why this mistake cannot be planted, in words, or ""."""
+    path = ROOT / mistake.file
+    count = path.read_text(encoding="utf-8").count(mistake.old) if path.exists() else 0
+    if count != 1:
+        return f"{mistake.old!r} is {count} times in {mistake.file}"
+    return "" if path_of(mistake.test) else f"there is no {mistake.test}"
+
+
+def path_of(test):
+    """Path of a test file in the project, in tests/ or of an extra. None: there is none."""
+    found = [*ROOT.glob(f"tests/{test}"), *ROOT.glob(f"extras/*/tests/{test}")]
+    return found[0].relative_to(ROOT) if found else None
 
 
 def run_test(test, folder):
     """Runs a test file up to the first failure -> exit code, and its line of pytest's summary."""
     env = dict(os.environ, COLUMNS="400", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
-    done = subprocess.run([*pytest, test], cwd=folder / "tests", env=env, capture_output=True,
+    done = subprocess.run([*pytest, path_of(test)], cwd=folder, env=env, capture_output=True,
                           text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
     return done.returncode, found[1] if found else done.stdout[-300:]
@@ -197,12 +204,19 @@ def plant(mistake, folder):
 
 def main(words):
     chosen = [m for m in MISTAKES if not words or any(word in m.name for word in words)]
-    trouble = [x for x in map(trouble_of, chosen) if x]
-    if trouble or not chosen:
-        sys.exit("\n".join(trouble) or f"no mistake has one of {words} in its name")
+    if not chosen:
+        sys.exit(f"no mistake has one of {words} in its name")
+    skipped = {m.name: why for m in chosen if (why := why_not(m))}
+    for name, why in skipped.items():
+        print(f"skipped {name}: {why}")
+    chosen = [m for m in chosen if m.name not in skipped]
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "project"
-        shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
+        folder = Path(parent)
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        for path in filter(lambda path: (ROOT / path).is_file(), listed.stdout.splitlines()):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
         passed = set()
         alive = 0
         for mistake in chosen:
@@ -213,7 +227,7 @@ def main(words):
             caught, line = plant(mistake, folder)
             print(line, flush=True)
             alive += not caught
-    print(f"{len(chosen) - alive} of {len(chosen)} mistakes are caught")
+    print(f"{len(chosen) - alive} of {len(chosen)} mistakes are caught, {len(skipped)} are skipped")
     sys.exit(1 if alive else 0)
 
 

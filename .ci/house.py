@@ -1,0 +1,144 @@
+"""
+The rules of the house: how much there is, how wide and how long, who imports whom. CI calls this
+after the tests; pytest knows nothing of it.
+
+    python .ci/house.py [CHECKOUT]      # exit code 1: a rule is broken
+"""
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+CAPS = {
+    "tokens of the method": 14_700, "tokens without extras and tests": 45_000,
+    "tokens without tests": 62_500, "tokens of tests": 72_000, "settings": 100,
+    "characters of README.md": 9_000, "bytes of docs and of the extras' pages": 55_500}
+COLUMNS = {".py": 100, ".md": 120}
+LINES = 50      # of a function
+METHOD = ("grpo.py", "tracin.py", "tape.py", "rollout.py", "model.py")
+# a room imports at its top what is to its right; the last three import nothing of the project
+ROOMS = ("extras", "lesson.py", "explain", "grpo.py", "sample.py", "evaluate.py", "plot.py", "run",
+         "pretrain.py", "tracin.py", "judge", "config", "data", "common", "model.py", "rollout.py",
+         "tape.py")
+NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+            tokenize.STRING)
+FSTRING = [getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END")]
+
+
+def token_count(text):
+    """Tokens without comments and strings. From Python 3.12 on an f-string is many; not here."""
+    count = inside = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in FSTRING:
+            inside += 1 if token.type == FSTRING[0] else -1
+        elif not inside and token.type not in NOT_CODE:
+            count += 1
+    return count
+
+
+def sums_of(pages, code, tests):
+    """{name of a cap: number}. Arguments: {path: text}."""
+    tokens = {path: token_count(text) for path, text in code.items()}
+    core = {path: n for path, n in tokens.items() if not path.startswith("extras/")}
+    docs = [text for path, text in pages.items() if path.startswith(("docs/", "extras/"))]
+    settings = code["config/__init__.py"].split("class Settings")[1].split("@property")[0]
+    return {
+        "tokens of the method": sum(core.get(path, 0) for path in METHOD),
+        "tokens without extras and tests": sum(core.values()),
+        "tokens without tests": sum(tokens.values()),
+        "tokens of tests": sum(map(token_count, tests.values())),
+        "settings": len(re.findall(r"^    [a-z_0-9]+: .*=", settings, re.MULTILINE)),
+        "characters of README.md": len(pages["README.md"]),
+        "bytes of docs and of the extras' pages": sum(len(text.encode()) for text in docs)}
+
+
+def text_faults(path, text, top):
+    """Wide lines, but for rows of tables and pictures; links that lead nowhere."""
+    most = COLUMNS[path[-3:]]
+    for i, line in enumerate(text.split("\n"), 1):
+        if len(line) > most and not (path.endswith(".md") and line.startswith(("|", "!["))):
+            yield f"{path}:{i}: {len(line)} columns: at most {most}"
+    for target in re.findall(r"\]\(([^)#]+)", text) if path.endswith(".md") else ():
+        if not target.startswith("http") and not (top / path).parent.joinpath(target).exists():
+            yield f"{path}: links to {target}, which is not there"
+
+
+def above(other, path):
+    """Whether a file is of a room that the other's must not import."""
+    a, b = (ROOMS.index(room) if (room := x.split("/")[0]) in ROOMS else None for x in (other, path))
+    return None not in (a, b) and a != b and (a < b or path in ROOMS[-3:])
+
+
+def code_faults(path, tree, modules, needs):
+    """Imports upwards, modules as arguments, long functions. Adds what is imported to needs."""
+    main = [n for n in tree.body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
+    skipped = {n for statement in main for n in ast.walk(statement)}
+    held = set()        # names of modules
+    for n in ast.walk(tree):
+        if n in skipped or not isinstance(n, (ast.Import, ast.ImportFrom)):
+            continue
+        for alias in n.names:
+            full = alias.name if isinstance(n, ast.Import) else f"{n.module}.{alias.name}"
+            found = modules.get(full) or modules.get(getattr(n, "module", None), path)
+            needs[path] |= {found} - {path}
+            held |= {alias.asname or alias.name} if full in modules else set()
+            if n in tree.body and above(found, path):
+                yield f"{path}:{n.lineno}: imports {found}, which is above it"
+    for n in ast.walk(tree):
+        if isinstance(n, ast.FunctionDef) and n.end_lineno - n.lineno >= LINES:
+            yield f"{path}:{n.lineno}: {n.name} has {n.end_lineno - n.lineno + 1} lines"
+        if isinstance(n, ast.Call):
+            given = [*n.args, *(keyword.value for keyword in n.keywords)]
+            names = held & {x.id for x in given if isinstance(x, ast.Name)}
+            yield from (f"{path}:{n.lineno}: hands over the module {name}" for name in names)
+        if isinstance(n, ast.Subscript) and ast.unparse(n) == "sys.modules[__name__]":
+            yield f"{path}:{n.lineno}: hands over itself"
+
+
+def circle(needs):
+    """Those that import each other, and what is between two such circles."""
+    left = set(needs)
+    while True:
+        needed = {other for path in left for other in needs[path]}
+        kept = {path for path in left & needed if needs[path] & left}
+        if kept == left:
+            return sorted(left)
+        left = kept
+
+
+def main(top):
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
+    listed = subprocess.run(command, cwd=top, capture_output=True, text=True, check=True)
+    files = {path: (top / path).read_text(encoding="utf-8") for path in listed.stdout.split()
+             if (top / path).is_file() and not path.startswith((".ci/", "tools/"))}
+    pages = {path: text for path, text in files.items() if path.endswith(".md")}
+    tests = {path: text for path, text in files.items() if "tests" in path.split("/")[:-1]}
+    code = {path: files[path] for path in sorted(files.keys() - pages.keys() - tests.keys())}
+    faults = []
+    for name, count in sums_of(pages, code, tests).items():
+        print(f"{name}: {count} (at most {CAPS[name]})")
+        if count > CAPS[name]:
+            faults.append(f"{name}: {count}: at most {CAPS[name]}; what can go?")
+    for path, text in files.items():
+        faults += text_faults(path, text, top)
+    modules = {path[:-3].removesuffix("/__init__").replace("/", "."): path for path in code}
+    needs = {path: set() for path in code}
+    for path in code:
+        faults += code_faults(path, ast.parse(code[path]), modules, needs)
+    rooms = {}
+    for path, others in needs.items():
+        room, *others = (x.split("/")[:1 + x.startswith("extras/")] for x in (path, *others))
+        rooms.setdefault("/".join(room), set()).update("/".join(x) for x in others if x != room)
+    for kind, graph in (("files", needs), ("rooms", rooms)):
+        if found := circle(graph):
+            faults.append(f"these {kind} import each other in a circle: {', '.join(found)}")
+    faults = list(dict.fromkeys(faults))
+    print(*faults, f"{len(faults)} rules broken", sep="\n")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

@@ -1,0 +1,161 @@
+"""extras/compiled: reading tokens in memory of fixed shape, and compile = True beside a plain run."""
+import functools
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from extras.compiled import BUCKET, Decoder, compile_nets
+from extras.critic import ValueHead
+from rollout import completion_logprobs, generate
+from run.prove import prove
+from worlds import (
+    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, same_rollout, settings, shaken,
+    word_gpt)
+
+PROMPTS = [[5, 6, 7], [3, 4], [9]]
+
+# ------------------------------------------------------------------------------------------------
+# the decoder
+
+
+def test_a_decoder_samples_the_same_tokens():
+    for shape in SHAPES.values():
+        model = random_gpt(**shape)
+        decoder = Decoder(model)
+        for how in ({}, dict(top_k=5), dict(batch_size=2), dict(temperature=0.7, eos=(0, 3))):
+            how = dict(seed=3, eos=0) | how
+            expected = generate(model, PROMPTS, 2, 10, **how)
+            found = generate(decoder, PROMPTS, 2, 10, **how)
+            same_rollout(found, expected)
+            logp = completion_logprobs(model, found, how.get("temperature", 1.0))
+            torch.testing.assert_close(logp, found.logp, rtol=1e-4, atol=1e-4)
+
+
+def test_a_decoder_samples_the_same_from_one_padded_or_unpadded_token():
+    decoder = Decoder(random_gpt())
+    for prompts in ([[5], [3]], [[5, 6], [3, 4]], [[5], [3, 4]]):
+        expected = generate(decoder.model, prompts, 2, 10, seed=3, eos=0)
+        same_rollout(generate(decoder, prompts, 2, 10, seed=3, eos=0), expected)
+
+
+def test_memory_is_kept_between_calls_and_holds_nothing_of_the_last_one():
+    decoder = Decoder(random_gpt())
+    for prompts in (PROMPTS, [[1], [2, 8, 8, 8], [30, 4]], PROMPTS):
+        expected = generate(decoder.model, prompts, 2, 10, seed=1, eos=0)
+        same_rollout(generate(decoder, prompts, 2, 10, seed=1, eos=0), expected)
+    (N, S, _), = decoder.kept
+    assert (N, S) == (6, BUCKET)
+
+
+def test_all_completions_are_read_in_one_shape_until_all_have_ended():
+    model = random_gpt(8, seed=5)       # many end early
+    shapes = []
+    model.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+    generate(Decoder(model), [[5, 6, 1], [3, 4], [2]], 4, 12, seed=3, eos=7)
+    assert set(shapes[1:]) == {(12, 1, 32)}
+
+
+def test_an_environment_is_heard():
+    model = random_gpt()
+
+    def respond(first, r, rows, t, column):     # writes a token after each fourth one
+        if t == 4:
+            r.tokens[rows, column + 1] = 11
+            r.sampled_mask[rows, t + 1] = False
+
+    how = dict(seed=3, eos=0, respond=respond)
+    expected = generate(model, PROMPTS, 2, 10, **how)
+    assert not expected.sampled_mask.all()
+    same_rollout(generate(Decoder(model), PROMPTS, 2, 10, **how), expected)
+
+
+def test_a_critic_is_asked():
+    model = random_gpt()
+    model.value_head = shaken(ValueHead(32), 0.3)
+    expected = generate(model, PROMPTS, 2, 10, seed=3, eos=0)
+    assert expected.values.std() > 0.05
+    same_rollout(generate(Decoder(model), PROMPTS, 2, 10, seed=3, eos=0), expected)
+
+
+# ------------------------------------------------------------------------------------------------
+# compile = True
+
+
+def word_nets():
+    cfg = settings(num_generations=4)
+    return nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), replace(cfg, compile=True)
+
+
+def compiled(change=lambda h: h):
+    """In place of torch.compile: the model as it is, but what it returns is changed."""
+    def compile(function, **how):
+        if not isinstance(function, nn.Module):
+            return function
+
+        def call(*args):
+            return change(function(*args))
+        call.lm_head = function.lm_head
+        return call
+    return compile
+
+
+def raising(*args):
+    raise RuntimeError("no compiler\n here")
+
+
+def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(torch, "compile", compiled())
+    for dtype in (torch.float32, torch.bfloat16):
+        nets, cfg = word_nets()
+        nets.dtype = dtype
+        before = torch.get_rng_state()
+        assert printed(prove, nets, cfg) == ""
+        assert nets.policy_fn is not nets.policy
+        assert nets.reference_fn is not nets.reference
+        assert nets.generate is not generate
+        assert nets.dtype == dtype
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(p.grad is None for p in nets.policy.parameters())
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda h: h + 0.05 * h.abs().mean(), "note: compile off: log-probs are off by"),
+    (lambda h: h * math.nan, "note: compile off: log-probs are off by nan"),
+    (lambda h: h.detach() + 0 * h, "note: compile off: gradients are off"),
+    (raising, "note: compile off: no compiler here\n")])
+def test_compile_that_does_not_hold_is_turned_off(monkeypatch, change, says):
+    monkeypatch.setattr(torch, "compile", compiled(change))
+    nets, cfg = word_nets()
+    out = printed(prove, nets, cfg)
+    assert out.startswith(says) and out.count("\n") == 1, out
+    assert nets.policy_fn is nets.policy
+    assert nets.reference_fn is nets.reference
+    assert nets.generate is generate
+
+
+def test_sampling_from_a_policy_that_is_no_gpt_is_not_compiled():
+    nets = SimpleNamespace(policy=nn.Linear(2, 3), reference=nn.Linear(2, 3), generate=generate)
+    compile_nets(nets)
+    assert nets.policy_fn is not nets.policy and nets.generate is generate
+
+
+def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):
+    """With torch's own graphs, shapes and guards, but without its code generator, which is slow."""
+    plain = tmp_path / "plain"
+    fast_one = tmp_path / "fast"
+    grpo(plain, "--beta=0.1", "--max_iters=1")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    out = grpo(fast_one, "--beta=0.1", "--max_iters=1", "--compile=True")
+    assert "compile off" not in out
+    for log in ("metrics.jsonl", "samples.jsonl"):
+        for a, b in zip(rows(plain / log), rows(fast_one / log), strict=True):
+            assert a.keys() == b.keys()
+            for name in a.keys() - {"step_time"}:
+                expected = a[name]
+                if isinstance(expected, float):
+                    expected = pytest.approx(expected, 1e-3, 1e-5)
+                assert b[name] == expected, name

@@ -1,0 +1,162 @@
+"""A policy of one's own: an LSTM language model goes through sampling, GRPO and influence."""
+import pytest
+import torch
+from torch import nn
+
+import grpo
+from model import LoRA
+from rollout import completion_logprobs, generate
+from worlds import (
+    END, PROMPTS, gradient, mean_token, nets_of, same_rollout, settings, shaken, steps_of,
+    whole_step, world)
+
+
+class LSTM(nn.Module):
+    """What rollout.py asks of a policy, and no more."""
+    block_size = 64
+
+    def __init__(self, V=12, C=16):
+        super().__init__()
+        self.embedding = nn.Embedding(V, C)
+        self.from_token = nn.Linear(C, 4 * C)
+        self.from_state = nn.Linear(C, 4 * C, bias=False)
+        self.lm_head = nn.Linear(C, V, bias=False)
+
+    def forward(self, ids, attention_mask=None):
+        state = torch.zeros(2, len(ids), self.lm_head.in_features)
+        return self.read(ids, attention_mask, state)[0]
+
+    def read(self, ids, attention_mask, state):
+        """Hidden states (B, T, C) and the state (2, B, C) after ids (B, T)."""
+        gates = self.from_token(self.embedding(ids))                                # (B, T, 4 C)
+        out = []
+        for t in range(ids.shape[1]):
+            new = self.step(gates[:, t], *state)
+            if attention_mask is not None:      # padding changes nothing
+                new = torch.where(attention_mask[:, t, None], new, state)
+            state = new
+            out.append(state[0])
+        return torch.stack(out, 1), state
+
+    def step(self, gates, h, c):
+        """Gates from a token (B, 4 C), and the state before it -> the state after it (2, B, C)."""
+        i, f, g, o = (gates + self.from_state(h)).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return torch.stack([o.sigmoid() * c.tanh(), c])
+
+
+class State:
+    """The cache of a recurrent model: its state (2, B, C) after the tokens so far."""
+
+    def __init__(self, x=None):
+        self.x = x
+
+    def repeat(self, n, S):
+        return State(self.x.repeat_interleave(n, 1))
+
+    def keep(self, rows):
+        self.x = self.x[:, rows]
+
+
+class LSTMWithCache(LSTM):
+    def new_cache(self, S):
+        return State()
+
+    def forward(self, ids, attention_mask=None, cache=None):
+        if cache is None or cache.x is None:
+            state = torch.zeros(2, len(ids), self.lm_head.in_features)
+        else:
+            state = cache.x
+        if attention_mask is not None:      # it is that of all tokens so far
+            attention_mask = attention_mask[:, -ids.shape[1]:]
+        h, state = self.read(ids, attention_mask, state)
+        if cache is not None:
+            cache.x = state
+        return h
+
+
+def lstm(kind=LSTM):
+    torch.manual_seed(0)
+    return shaken(kind(), 0.5)
+
+
+def logp_alone(policy, rollout, i):
+    """Log-probs of the tokens of completion i, read alone and without padding."""
+    r = rollout[i]
+    ids = r.tokens[r.attention_mask]
+    n = int(r.completion_mask.sum())
+    ids = ids[:len(ids) - (len(r.completion_mask) - n)]
+    logp = policy.lm_head(policy(ids[None, :-1])[0]).log_softmax(-1)
+    return logp.gather(1, ids[1:, None])[-n:, 0]
+
+
+@pytest.mark.parametrize("kind", [LSTM, LSTMWithCache])
+def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone(kind):
+    policy = lstm(kind)
+    r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=END)
+    lengths = r.completion_mask.sum(1)
+    assert r.ended.any() and lengths.unique().numel() > 3 and not r.attention_mask.all()
+    trainer = completion_logprobs(policy, r)
+    for i, n in enumerate(lengths.tolist()):
+        expected = logp_alone(policy, r, i)
+        torch.testing.assert_close(r.logp[i, :n], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(trainer[i, :n], expected, rtol=0, atol=1e-5)
+
+
+def test_a_cache_that_is_not_of_keys_and_values_changes_no_rollout():
+    found = {}
+    for kind in (LSTM, LSTMWithCache):
+        tokens_read = []
+        policy = lstm(kind)
+        policy.register_forward_hook(lambda module, inputs, h: tokens_read.append(h[..., 0].numel()))
+        ids = [prompt.ids for prompt in PROMPTS]
+        found[kind] = generate(policy, ids, 6, 8, seed=3, eos=END), sum(tokens_read)
+    same_rollout(found[LSTMWithCache][0], found[LSTM][0])
+    assert found[LSTMWithCache][1] < found[LSTM][1] / 3, "the tokens so far were read again"
+
+
+def policy_losses(policy, batch):
+    """The policy's loss of each completion, by its log-probs when read alone."""
+    num_tokens = int(batch.loss_mask.sum())
+    return [-batch.advantages[i] * logp_alone(policy, batch.rollout, i).sum() / num_tokens
+            for i in range(len(batch.loss_mask))]
+
+
+def test_a_step_of_grpo_goes_down_the_gradient_of_the_loss():
+    cfg = settings(mean_token, micro_batch_size=5)
+    nets, batch = world(cfg, policy=lstm())
+    expected = gradient(sum(policy_losses(nets.policy, batch)), nets.trained)
+    (found,), metrics = steps_of(nets, batch, cfg, check=True)
+    assert expected.norm() > 0 and metrics["grad_norm"] > 0
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="the tape takes a cell's input (B, C) for "
+                   "flattened tokens")
+@pytest.mark.parametrize("target", ["self", "reward"])
+def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(target):
+    cfg = settings(mean_token, tracin=target, micro_batch_size=5)
+    nets, batch = world(cfg, policy=lstm())
+    losses = policy_losses(nets.policy, batch)
+    each = torch.stack([gradient(loss, nets.trained) for loss in losses])
+    G = each.sum(0)
+    if target == "reward":
+        r = batch.rewards
+        coef = (r.mean() - r) / (r.std() + 1e-4) / len(r)
+        logps = [logp_alone(nets.policy, batch.rollout, i).sum() for i in range(len(r))]
+        G = gradient(sum(c * logp for c, logp in zip(coef, logps)), nets.trained)
+    expected = each @ G
+    (found,), _ = steps_of(nets, batch, cfg, check=True)
+    assert (batch.influence - expected).abs().max() < 1e-4 * expected.abs().max()
+    kept = (batch.row_weights[:, None] * each).sum(0)
+    assert (batch.row_weights == 0).any() and (found - kept).norm() < 1e-4 * kept.norm()
+
+
+def test_lora_adapts_every_linear_but_the_head():
+    nets = nets_of(settings(mean_token, lora_rank=2), policy=lstm())
+    adapted = {name for name, module in nets.policy.named_modules() if isinstance(module, LoRA)}
+    assert adapted == {"from_token", "from_state"} and len(nets.trained) == 4
+    batch = grpo.collect(nets, PROMPTS, settings(mean_token), seed=1)
+    loss = grpo.loss_of(nets, nets.policy, batch, torch.arange(12), whole_step(batch), settings())
+    loss.total.backward()
+    assert all(p.grad is not None for p in nets.trained)

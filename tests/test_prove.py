@@ -1,0 +1,47 @@
+"""run/prove.py: bfloat16 that does not hold is turned off, and a run stops where nothing holds."""
+import torch
+
+from rollout import completion_logprobs
+from run import prove
+from worlds import WORD_PROMPTS, WORDS, nets_of, printed, refusal, settings, word_gpt
+
+
+def word_nets(dtype=torch.bfloat16):
+    cfg = settings(num_generations=4)
+    nets = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    nets.dtype = dtype
+    return nets, cfg
+
+
+def test_bfloat16_that_holds_is_used_and_nothing_is_said():
+    nets, cfg = word_nets()
+    before = torch.get_rng_state()
+    assert printed(prove.prove, nets, cfg) == ""
+    assert nets.dtype == torch.bfloat16
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in nets.policy.parameters())
+
+
+def off_under_autocast(wrong):
+    """completion_logprobs, wrong where the forward pass is in bfloat16, or always."""
+    def logprobs(*args):
+        low = torch.is_autocast_enabled("cpu")
+        return completion_logprobs(*args) + (0.5 if low or next(wrong) else 0.0)
+    return logprobs
+
+
+def test_bfloat16_that_does_not_hold_is_turned_off(monkeypatch):
+    nets, cfg = word_nets()
+    never = iter(lambda: False, True)
+    monkeypatch.setattr(prove, "completion_logprobs", off_under_autocast(never))
+    out = printed(prove.prove, nets, cfg)
+    assert out.startswith("note: bfloat16 off: log-probs are off by 0.5")
+    assert nets.dtype == torch.float32
+
+
+def test_a_run_stops_where_nothing_holds(monkeypatch):
+    nets, cfg = word_nets()
+    all_but_the_first = iter([False] + [True] * 20)
+    monkeypatch.setattr(prove, "completion_logprobs", off_under_autocast(all_but_the_first))
+    text = refusal(prove.prove, nets, cfg)
+    assert "device = 'cpu'" in text and "log-probs are off by 0.5" in text
