@@ -5,12 +5,18 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
     python tracin.py out/toxicity --tracin=reward           # a run that was made without influence
     python tracin.py out/toxicity --before                  # from ckpt_prev.pt, before the end
     python tracin.py out/toxicity config/mine.py --tracin=target    # the function in mine.py
-    python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
-                                                            # what makes the model say this?
 
 The sentences are about all rollouts that the run has scored. The page is about the iteration that
-follows the last checkpoint, which is sampled and scored here and changes nothing. With --prompt so
-are the sentences.
+follows the last checkpoint, which is sampled and scored here and changes nothing.
+
+    python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
+                                                            # where did the run learn to say this?
+    python tracin.py out/toxicity --prompts=FILE            # .csv or .jsonl: prompt and completion
+    python tracin.py out/toxicity --account=True            # the evaluation's most toxic completions
+
+The run is repeated (explain/story.py), and RUN/account.html written. --since=N: its part after N
+iterations; --hessian=False: faster, predictions are worse; --pieces=4: finer where steps are large;
+--next=True with a prompt and a completion: which rollouts of the next iteration make it say this?
 """
 import functools
 import os
@@ -23,9 +29,10 @@ import grpo
 from config import load_settings, read_run
 from data.prompts import encode_prompt
 from data.tokenizer import end_tokens
-from explain.page import page
+from explain.page import facts_of, page
 from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.words import logprob_changes, pieces_of, row_alone
+from explain.story import tell
+from explain.words import pieces_of, row_alone, token_influences
 from run.checkpoint import load_checkpoint, set_random_state
 from common.files import load_file, read_rows, replacing, undamaged
 from run.loop import sample_rows
@@ -126,11 +133,9 @@ def words_of(scored, cfg, chosen):
     for j in chosen:
         i = step.rows[[j]]
         loss = grpo.loss_of(nets, nets.policy, batch, i, step, cfg)
-        slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (1, T)
         row = row_alone(batch.rollout, int(i), cfg.temperature)
         D = {names[p]: g for p, g in scored_against(scored, cfg, j).items()}
-        change = logprob_changes(nets.policy, D, row)
-        influence = slope[0, :len(change)] * change / unit
+        influence = token_influences(nets.policy, loss, D, row) / unit
         words[j] = pieces_of(row, influence, nets.tokenizer, ends)
     return words
 
@@ -150,8 +155,10 @@ def write_page(folder, about, sentences, scored, cfg):
     z = own_units(scored.rows)
     lists = best_and_worst(z, SHOWN)
     words = words_of(scored, cfg, sum(lists.values(), []))
-    cards = {heading: [(scored.rows[j] | {"z": float(z[j])}, words[j]) for j in places]
-             for heading, places in lists.items()}
+    rows = [row | {"z": x} for row, x in zip(scored.rows, z.tolist())]
+    cards = {}
+    for heading, places in lists.items():
+        cards[heading] = [(facts_of(rows[j]), rows[j]["prompt"], words[j]) for j in places]
     path = os.path.join(folder, "influence.html")
     with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(page(f"Influence: {folder}", about, sentences, cards))
@@ -174,12 +181,16 @@ def settings_of(folder, flags, prompt, completion):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(before=False, prompt="", completion=""))
+    own, flags = own_flags(argv[1:], dict(
+        before=False, prompt="", completion="", next=False, account=False, prompts="", since="0",
+        pieces="1", hessian=True))
     prompt = own["prompt"]
     asked = own["completion"]
     if not argv or bool(prompt) != bool(asked):
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--prompt=TEXT "
-                       "--completion=TEXT] [--setting=value ...]")
+                       "--completion=TEXT [--next=True]] [--account=True] [--setting=value ...]")
+    if own["account"] or own["prompts"] or asked and not own["next"]:
+        return tell(argv[0], flags, own)
     folder = argv[0]
     cfg = settings_of(folder, flags, prompt, asked)
     nets = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)

@@ -170,7 +170,8 @@ def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
     best = max(recorded(folder, 3), key=lambda row: row["advantage"])
-    argv = [folder, "--before", f"--prompt={best['prompt']}", f"--completion={best['completion']}"]
+    argv = [folder, "--before", "--next=True", f"--prompt={best['prompt']}",
+            f"--completion={best['completion']}"]
     helpful, harmful = printed(explain.main, argv).split("Most harmful")
     assert f"iteration 3, reward {best['reward']:.3f}" in helpful
     assert f"-> {best['completion'][:48]!r}" in helpful
@@ -181,7 +182,8 @@ def test_refusals(run):
     for argv in ([], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
     long = "--completion=" + "long " * 40
-    assert "must be 32 at most" in refusal(explain.main, [folder, "--prompt=the", long])
+    asked = [folder, "--prompt=the", long]
+    assert "must be 32 at most" in refusal(explain.main, [*asked, "--next=True"])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -230,8 +232,7 @@ def nasty_page():
     for j, text in enumerate(NASTY):
         pieces = [Piece(text, 1.0 - j, True), Piece("  ", 0.5, True), Piece(text, 0.0, False),
                   Piece("", -0.1, True)]
-        row = dict(iteration=1, prompt=text, reward=0.5, advantage=-1.0, weight=0.0, z=1.5 - j)
-        cards.append((row, pieces))
+        cards.append((f"iteration 1 {text}", text, pieces))
     lists = {"Most helpful": cards, "Most harmful": []}
     return page(f"run {NASTY[1]}", NASTY[2], NASTY, lists)
 
