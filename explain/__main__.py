@@ -15,7 +15,7 @@ follows the last checkpoint, which is sampled and scored here and changes nothin
     python tracin.py out/toxicity --account=True            # the evaluation's most toxic completions
 
 The run is repeated (explain/story.py), and RUN/account.html written. --since=N: its part after N
-iterations; --hessian=False: faster, predictions are worse; --pieces=4: finer where steps are large;
+iterations; --hessian=False: faster, predictions are worse; --parts=4: finer where steps are large;
 --next=True with a prompt and a completion: which rollouts of the next iteration make it say this?
 """
 import functools
@@ -183,7 +183,7 @@ def settings_of(folder, flags, prompt, completion):
 def main(argv):
     own, flags = own_flags(argv[1:], dict(
         before=False, prompt="", completion="", next=False, account=False, prompts="", since="0",
-        pieces="1", hessian=True))
+        parts="1", hessian=True))
     prompt = own["prompt"]
     asked = own["completion"]
     if not argv or bool(prompt) != bool(asked):

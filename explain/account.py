@@ -48,8 +48,7 @@ DAMPING = 0.3
 class Taken(NamedTuple):
     """An optimizer step as the run took it."""
     it: int                 # its iteration, from 0
-    batch: Any              # grpo.Batch
-    row_weights: Tensor     # (N,) of the batch, at this step
+    batch: Any              # grpo.Batch, with the row_weights of this step
     step: Any               # grpo.Step
     norm: float             # of the gradient
     adam: dict              # lr, betas, eps, weight_decay
@@ -71,8 +70,8 @@ def replay(nets, cfg, start, since, end, folder):
             if it >= since:
                 states.append(kept(state_of(nets), folder))
                 count = 1 + int(nets.optimizer.state[nets.trained[0]].get("step", 0))
-                taken.append(Taken(it, batch, batch.row_weights.clone(), step, float(norm),
-                                   dict(group), count))
+                as_it_was = replace(batch, row_weights=batch.row_weights.clone())
+                taken.append(Taken(it, as_it_was, step, float(norm), dict(group), count))
 
         grpo.update(nets, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
         if grpo.is_due(it + 1, cfg.ref_model_sync_steps):
@@ -113,39 +112,32 @@ def kept(x, folder):
 # the sentence
 
 
-class Sentence(NamedTuple):
-    prompt: str
-    completion: str
-    rollout: Any        # of one row
-
-
-def sentence_of(prompt, completion, before, said, device):
-    """A Sentence of texts and their ids."""
+def row_of(before, said, device):
+    """A Rollout of one row, by the ids of a prompt and of a completion."""
     ids = torch.tensor([before + said], device=device)
-    row = empty_rollout(ids[:, :len(before)], torch.ones_like(ids).bool(), 1, len(said), 0)
+    row = empty_rollout(ids[:, :len(before)], torch.ones_like(ids) > 0, 1, len(said), 0)
     row.tokens = ids
     row.completion_mask |= True
-    return Sentence(prompt, completion, row)
+    return row
 
 
-def logprobs(nets, weights, sentence, cfg):
-    """Log-probs (T,) of its tokens at the run's temperature; nothing is truncated."""
+def logprobs(nets, weights, rollout, cfg):
+    """Log-probs (T,) of a sentence's tokens at the run's temperature; nothing is truncated."""
     vector_to_parameters(weights.to(nets.device), nets.trained)
-    return completion_logprobs(nets.policy, sentence.rollout, cfg.temperature)[0]
+    return completion_logprobs(nets.policy, rollout, cfg.temperature)[0]
 
 
-def slopes(nets, weights, sentences, cfg):
-    """grad f (K, W)."""
-    f = (logprobs(nets, weights, sentence, cfg).sum() for sentence in sentences)
+def slopes(nets, weights, rollouts, cfg):
+    """grad f (K, W) of K sentences."""
+    f = [logprobs(nets, weights, rollout, cfg).sum() for rollout in rollouts]
     return torch.stack([
         flat(torch.autograd.grad(x, nets.trained, materialize_grads=True)) for x in f])
 
 
-def mean_slopes(nets, before, after, sentences, cfg, pieces):
+def mean_slopes(nets, before, after, rollouts, cfg, parts):
     """The mean of grad f (K, W) on the straight way between two weights, by the trapezoid rule."""
-    found = [slopes(nets, before.lerp(after, i / pieces), sentences, cfg)
-             for i in range(pieces + 1)]
-    return (sum(found) - (found[0] + found[-1]) / 2) / pieces
+    found = [slopes(nets, before.lerp(after, i / parts), rollouts, cfg) for i in range(parts + 1)]
+    return (sum(found) - (found[0] + found[-1]) / 2) / parts
 
 
 # ------------------------------------------------------------------------------------------------
@@ -183,11 +175,10 @@ def hessian_times(nets, cfg, k, weights, d):
     """H d (W,) of the loss of step k, as the difference of two gradients in full precision."""
     h = torch.finfo(d.dtype).eps ** (1 / 3) * weights.norm() / d.norm().clamp(min=1e-30)
     exact = replace(nets, dtype=d.dtype)
-    batch = replace(k.batch, row_weights=k.row_weights)
     found = []
     for there in (weights + h * d, weights - h * d):
         vector_to_parameters(there, nets.trained)
-        found.append(flat(grpo.gradient_of(exact, cfg, batch, k.step.rows, k.step).values()))
+        found.append(flat(grpo.gradient_of(exact, cfg, k.batch, k.step.rows, k.step).values()))
     return (found[0] - found[1]) / (2 * h)
 
 
@@ -195,9 +186,9 @@ def multiplied(nets, cfg, k, weights, directions):
     """Products of directions (n, W) with the rollouts' parts of the gradient of step k, (n, N), and
     with that of the rest of the loss, (n,)."""
     vector_to_parameters(weights, nets.trained)
-    batch = replace(k.batch)
-    with Recording(nets.policy, batch, k.step, False, cfg) as recording:
-        batch.row_weights = k.row_weights
+    batch = replace(k.batch, row_weights=k.batch.row_weights.clone())
+    with Recording(nets.policy, batch, k.step, False, cfg) as recording:    # it sets them to 1
+        batch.row_weights = k.batch.row_weights
         grpo.backward(nets, batch, k.step, cfg, lambda loss: None, recording)
     rest = recording.tape.rest_gradient()
     found = [by_parameter(nets, d) for d in directions]
@@ -230,24 +221,21 @@ class Account(NamedTuple):
     def change(self):       # (K,)
         return torch.stack([x[-1].sum() - x[0].sum() for x in self.logp])
 
-    @property
-    def error(self):        # (K,) relative
-        return (self.together / self.change - 1).abs()
 
-
-def account(nets, cfg, states, taken, sentences, hessian=True, pieces=1, damping=DAMPING):
-    """The Account of sentences. pieces: of the way of a step, for the mean slope on it."""
+def account(nets, cfg, states, taken, rollouts, hessian=True, parts=1, damping=DAMPING):
+    """The Account of K sentences, a Rollout of one row each. parts: of the way of a step, for the
+    mean slope on it."""
     with torch.no_grad():
-        logp = [torch.stack([logprobs(nets, x[0], sentence, cfg) for x in states]).cpu()
-                for sentence in sentences]
-    K = len(sentences)
+        logp = [torch.stack([logprobs(nets, x[0], rollout, cfg) for x in states]).cpu()
+                for rollout in rollouts]
+    K = len(rollouts)
     size = taken[-1].it + 1 - taken[0].it
-    found = torch.zeros(2, K, size, len(taken[0].row_weights), dtype=torch.float64)
+    found = torch.zeros(2, K, size, len(taken[0].batch.row_weights), dtype=torch.float64)
     rest = decay = 0.0
-    derivative = slopes(nets, states[-1][0], sentences, cfg)
+    derivative = slopes(nets, states[-1][0], rollouts, cfg)
     derivative = derivative, torch.zeros_like(derivative), torch.zeros_like(derivative)
     progress = Progress("account", "step", len(taken))
-    steps = walk_back(nets, cfg, states, taken, sentences, pieces)
+    steps = walk_back(nets, cfg, states, taken, rollouts, parts)
     for done, (k, before, after, slope, on_m, G) in enumerate(steps, 1):
         *derivative, L = taken_back(k, cfg, before, after, derivative, damping=damping)
         products, rests = multiplied(nets, cfg, k, before[0], torch.cat([G, L]))
@@ -263,7 +251,7 @@ def account(nets, cfg, states, taken, sentences, hessian=True, pieces=1, damping
     return Account(logp, *found, dict(rest=rest, decay=decay, momentum=momentum))
 
 
-def walk_back(nets, cfg, states, taken, sentences, pieces=1):
+def walk_back(nets, cfg, states, taken, rollouts, parts=1):
     """Of each step, from the last to the first: itself, the states before and after it, the mean
     slopes, and the derivatives of what followed by its m and g, where s and clip are as they were.
     """
@@ -271,7 +259,7 @@ def walk_back(nets, cfg, states, taken, sentences, pieces=1):
     for k, before, after in reversed(list(zip(taken, states, states[1:]))):
         before = before.to(nets.device)
         after = after.to(nets.device)
-        slope = mean_slopes(nets, before[0], after[0], sentences, cfg, pieces)
+        slope = mean_slopes(nets, before[0], after[0], rollouts, cfg, parts)
         none = torch.zeros_like(slope)
         derivative = slope, none if on_m is None else on_m, none
         _, on_m, _, G = taken_back(k, cfg, before, after, derivative, held=True)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from explain.account import account, flat, replay, sentence_of
+from explain.account import account, flat, replay, row_of
 from rollout import completion_logprobs
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken
 
@@ -73,7 +73,7 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     cfg = replace(cfg, functions=cfg.functions | FUNCTIONS, tracin_select=select)
     nets = nets_for(cfg, answers)
     states, taken = replay(nets, cfg, 0, 0, iterations, str(tmp_path))
-    sentence = sentence_of("2 3", "4 1", [2, 3], [4, 1, 0], nets.device)
+    sentence = row_of([2, 3], [4, 1, 0], nets.device)
     return nets, cfg, states, taken, sentence
 
 
@@ -83,20 +83,19 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
 
 def slope_by_hand(nets, cfg, weights, sentence):
     vector_to_parameters(weights, nets.trained)
-    logp = completion_logprobs(nets.policy, sentence.rollout, cfg.temperature).sum()
+    logp = completion_logprobs(nets.policy, sentence, cfg.temperature).sum()
     return flat(torch.autograd.grad(logp, nets.trained, materialize_grads=True))
 
 
 def whole(nets, cfg, k):
     """The gradient of step k."""
-    batch = replace(k.batch, row_weights=k.row_weights)
-    return flat(grpo.gradient_of(nets, cfg, batch, k.step.rows, k.step).values())
+    return flat(grpo.gradient_of(nets, cfg, k.batch, k.step.rows, k.step).values())
 
 
 def part(nets, cfg, k, i, name="policy"):
     """Rollout i's part of the gradient of step k, by a backward of its own."""
-    factors = torch.zeros_like(k.row_weights)
-    factors[i] = k.row_weights[i]
+    factors = torch.zeros_like(k.batch.row_weights)
+    factors[i] = k.batch.row_weights[i]
     batch = replace(k.batch, row_weights=factors)
     return flat(grpo.gradient_of(nets, cfg, batch, k.step.rows, k.step, name).values())
 
@@ -122,7 +121,7 @@ def by_hand(nets, cfg, states, taken, sentence, mistake=""):
         slope = (slopes[t] + slopes[t + 1]) / 2
         rate = grpo.learning_rate(k.it, cfg)
         per_unit.append(-rate / c1 / ((v / c2).sqrt() + eps) * slope)
-    shares = torch.zeros(taken[-1].it + 1, len(taken[0].row_weights))
+    shares = torch.zeros(taken[-1].it + 1, len(taken[0].batch.row_weights))
     for s, k in enumerate(taken):
         vector_to_parameters(weights[s], nets.trained)
         for i in k.step.rows.tolist():
@@ -149,7 +148,7 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     error = (shares - by_hand(nets, cfg, states, taken, sentence)).abs().max()
     assert error < 1e-9 * size, "a share is not its rollout's own"
     if cfg.tracin != "off" and not cfg.mini_batch_size:
-        dropped = torch.stack([k.row_weights == 0 for k in taken if k.step.epoch == 0])
+        dropped = torch.stack([k.batch.row_weights == 0 for k in taken if k.step.epoch == 0])
         assert dropped.any() and not shares[dropped].any(), "a dropped rollout has a share"
 
 
@@ -163,20 +162,24 @@ def test_a_planted_mistake_is_seen(mistake, tmp_path):
         f"forgetting {mistake} changes no share: the test above is blind")
 
 
+def error_of(found):
+    return abs(float(found.together / found.change) - 1)
+
+
 def test_small_steps_are_a_straight_line(tmp_path):
     """The sum is the true change but for the curve within a step, which falls with its square."""
     nets, cfg, states, taken, sentence = run_of({}, tmp_path, learning_rate=2e-4)
     found = account(nets, cfg, states, taken, [sentence], hessian=False)
-    assert found.error < 1e-4, f"small steps: off by {float(found.error):.1e}"
+    assert error_of(found) < 1e-4, f"small steps: off by {error_of(found):.1e}"
     errors = []
     for rate in (0.008, 0.004):     # one iteration: the rollouts are the same
         nets, cfg, states, taken, sentence = run_of(
             dict(mini_batch_size=4), tmp_path, 1, learning_rate=rate)
         found = account(nets, cfg, states, taken, [sentence], hessian=False)
-        errors.append(float(found.error))
+        errors.append(error_of(found))
     assert 3 < errors[0] / errors[1] < 5, f"half the step: errors {errors}, not a quarter"
-    finer = account(nets, cfg, states, taken, [sentence], hessian=False, pieces=4)
-    assert 12 < found.error / finer.error < 20, "four pieces: not a sixteenth of the error"
+    finer = account(nets, cfg, states, taken, [sentence], hessian=False, parts=4)
+    assert 12 < error_of(found) / error_of(finer) < 20, "four pieces: not a sixteenth of the error"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -190,7 +193,7 @@ def trained_again(nets, cfg, states, taken, sentence, it, i, factor):
     theta = states[0][0].clone()
     m = v = torch.zeros_like(theta)
     for t, k in enumerate(taken):
-        factors = k.row_weights.clone()
+        factors = k.batch.row_weights.clone()
         if k.it == it:
             factors[i] *= factor
         batch = replace(k.batch, row_weights=factors)
@@ -205,7 +208,7 @@ def trained_again(nets, cfg, states, taken, sentence, it, i, factor):
         theta = (1 - rate * cfg.weight_decay) * theta - rate * step
     vector_to_parameters(theta, nets.trained)
     with torch.no_grad():
-        logp = completion_logprobs(nets.policy, sentence.rollout, cfg.temperature)
+        logp = completion_logprobs(nets.policy, sentence, cfg.temperature)
     return float(logp.sum()), theta
 
 
