@@ -3,22 +3,22 @@ The account of a run: which rollouts made a sentence likelier or less likely, an
 log-prob be had one of them been left out?
 
 f = log p(completion | prompt). theta_0 .. theta_S are the weights along the S optimizer steps of a
-run, g_t the gradient of step t, P_i rollout i's part of it, c = 1 - b^t for AdamW's two betas:
+run, g the gradient of a step, P_i rollout i's part of it, c = 1 - b^t for AdamW's two betas:
 
     m' = b1 m + (1 - b1) clip g         v' = b2 v + (1 - b2) (clip g)^2         s = sqrt(v' / c2)
     theta' = (1 - lr decay) theta - lr m' / c1 / (s + eps)
 
-Where did the change come from? In a step f changes by <slope, theta' - theta>, where slope is the
-mean of grad f on the way. With s and clip as they were, theta' - theta is a sum over all gradients
-so far. So rollout i of step t has the share <P_i, G_t>, where
+Where did the change come from? In a step f changes by <slope, theta' - theta>, with slope the mean
+of grad f on the way. With s and clip as they were, theta' - theta is a sum over all gradients so
+far. So rollout i of step t has the share <P_i, G_t>, made from the last step to the first:
 
-    G_t = (1 - b1) clip on_m        on_m <- b1 (on_m' + the step's own)     its own: -lr slope / c1 / (s + eps)
+    G_t = (1 - b1) clip U_t             U_t = b1 U_{t+1} - lr slope / c1 / (s + eps)
 
-made from the last step to the first. What if it had been left out? The derivative of f(theta_S) by
-the weight of rollout i is <P_i, L_t>, where L_t is the derivative by g_t: that by theta', m', v' is
-taken back through the step above, and theta has a part more by the loss itself, H L_t, with H the
-Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v is tiny a
-step is hardly more than a sign, and its derivative is huge and means nothing.
+What if it had been left out? The derivative of f(theta_S) by the rollout's weight is <P_i, L_t>,
+with L_t the derivative by g_t. Derivatives by theta', m', v' are taken back through the step, s and
+clip included, to those by theta, m, v, g; theta's has H L_t added, with H the Hessian of the step's
+loss. In this derivative alone s is damped, s + 0.3 rms(s): where v is tiny a step is hardly more
+than a sign, and its derivative is huge and means nothing.
 
 S steps, I iterations of N rollouts, W trained weights end to end, K sentences of T tokens.
 """
@@ -173,7 +173,8 @@ def taken_back(k, cfg, before, after, derivative, held=False, damping=0.0):
 
 def hessian_times(nets, cfg, k, weights, d):
     """H d (W,) of the loss of step k, as the difference of two gradients in full precision."""
-    h = torch.finfo(d.dtype).eps ** (1 / 3) * weights.norm() / d.norm().clamp(min=1e-30)
+    # larger ones leave the clip range of the ratio; in float32 this one is right to three digits
+    h = 1e-5 * weights.norm() / d.norm().clamp(min=1e-30)
     exact = replace(nets, dtype=d.dtype)
     found = []
     for there in (weights + h * d, weights - h * d):
