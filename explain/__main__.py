@@ -12,11 +12,11 @@ follows the last checkpoint, which is sampled and scored here and changes nothin
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
                                                             # where did the run learn to say this?
     python tracin.py out/toxicity --prompts=FILE            # .csv or .jsonl: prompt and completion
-    python tracin.py out/toxicity --account=True            # the evaluation's most toxic completions
+    python tracin.py out/toxicity --account=True            # the worst ones before training
 
-The run is repeated (explain/story.py), and RUN/account.html written. --since=N: its part after N
-iterations; --hessian=False: faster, predictions are worse; --parts=4: finer where steps are large;
---next=True with a prompt and a completion: which rollouts of the next iteration make it say this?
+The run is repeated, and account.html written (explain/story.py). --since=N takes the part after N
+iterations. --hessian=False is faster, and predicts worse. --parts=4 is finer where steps are large.
+--next=True asks which rollouts of the next iteration make the model say this.
 """
 import functools
 import os
@@ -27,17 +27,17 @@ import torch
 
 import grpo
 from config import load_settings, read_run
-from data.prompts import encode_prompt
 from data.tokenizer import end_tokens
 from explain.page import facts_of, page
 from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.story import tell
+from explain.story import read_sentence, tell
 from explain.words import pieces_of, row_alone, token_influences
 from run.checkpoint import load_checkpoint, set_random_state
 from common.files import load_file, read_rows, replacing, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
+from rollout import completion_logprobs
 from tracin import Recording, keep_helpful, rollout_error
 
 CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
@@ -80,16 +80,8 @@ def next_iteration(nets, path, cfg):
 def saying(prompt, completion):
     """A target: the mean log-prob of a completion after a prompt."""
     def target(policy, tokenizer, batch):
-        _, before = encode_prompt(tokenizer, prompt, "--prompt")
-        said = tokenizer.encode_ordinary(completion)
-        size = len(before) + len(said)
-        most = policy.block_size
-        if size > most:
-            raise BadInput(f"--prompt and --completion have {size} tokens: must be {most} at most")
-        ids = torch.tensor([before + said], device=policy.wte.weight.device)
-        h = policy(ids[:, :-1])[0, -len(said):]                                 # (T, C)
-        logp = policy.lm_head(h).float().log_softmax(-1)                        # (T, V)
-        return logp.gather(1, ids[0, -len(said):, None]).mean()
+        rollout = read_sentence(policy, tokenizer, prompt, completion)
+        return completion_logprobs(policy, rollout).mean()
 
     return target
 

@@ -116,38 +116,48 @@ def go_to(nets, cfg, folder, since):
 
 def rollouts_asked(nets, cfg, own):
     """A Rollout of one row for each sentence."""
+    asked = []
     if own["completion"]:
-        return [read_sentence(nets, cfg, own["prompt"], own["completion"])]
-    if own["prompts"]:
-        return [read_sentence(nets, cfg, row.get("prompt", ""), row.get("completion", ""))
-                for row in read_rows(own["prompts"])]
-    return worst(nets, cfg)
+        asked = [own]
+    elif own["prompts"]:
+        asked = read_rows(own["prompts"])
+    found = [read_sentence(nets.policy, nets.tokenizer, row.get("prompt"), row.get("completion"))
+             for row in asked]
+    for row, rollout in zip(asked, found):
+        if not can_draw(nets, cfg, rollout):
+            raise BadInput(f"completion {row['completion']!r}: the run never draws one of its "
+                           f"tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = "
+                           f"{cfg.min_p}")
+    return found or worst(nets, cfg)
 
 
-@torch.no_grad()
-def read_sentence(nets, cfg, prompt, completion):
-    _, before = encode_prompt(nets.tokenizer, prompt, "the prompt")
-    said = nets.tokenizer.encode_ordinary(completion)
-    most = nets.policy.block_size
+def read_sentence(policy, tokenizer, prompt, completion):
+    """A Rollout of one row."""
+    _, before = encode_prompt(tokenizer, prompt or "", "the prompt")
+    said = tokenizer.encode_ordinary(completion or "")
+    most = policy.block_size
     if not before or not said or len(before) + len(said) > most:
         raise BadInput(f"prompt {prompt!r}, completion {completion!r}: {len(before)} and "
                        f"{len(said)} tokens; must be at least 1 each, together {most} at most")
-    rollout = row_of(before, said, nets.device)
+    return row_of(before, said, policy.lm_head.weight.device)
+
+
+@torch.no_grad()
+def can_draw(nets, cfg, rollout):
+    """Did truncated sampling allow the tokens before training?"""
     states = completion_states(nets.policy, rollout)
     logits = nets.policy.lm_head(states.h).float() / cfg.temperature
-    logits = truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p)
-    if logits.gather(1, states.targets[:, None]).min() == -math.inf:
-        raise BadInput(f"completion {completion!r}: the run never draws one of its tokens, by "
-                       f"top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = {cfg.min_p}")
-    return rollout
+    allowed = truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p) > -math.inf
+    return allowed.gather(1, states.targets[:, None]).all()
 
 
 def worst(nets, cfg):
     """The evaluation's completions of lowest reward before training."""
     k = cfg.num_eval_generations
     rollout = sample_evaluation(nets, nets.policy, cfg)
-    scores = grpo.score_rows(nets.reward_funcs, nets.eval_prompts, texts_of(nets.tokenizer, rollout),
-                             replace(cfg, num_generations=k))
+    completions = texts_of(nets.tokenizer, rollout)
+    scores = grpo.score_rows(
+        nets.reward_funcs, nets.eval_prompts, completions, replace(cfg, num_generations=k))
     rewards = grpo.total_reward(scores, cfg.reward_weights, k)
     return [rollout[[i]] for i in rewards.argsort()[:WORST].tolist()]
 
@@ -157,14 +167,14 @@ def worst(nets, cfg):
 
 
 def cards_of(nets, cfg, states, taken, rollout, found, i):
-    """{heading: [(facts, prompt, Pieces)]} of sentence i and of the rollouts that did most to it."""
+    """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
     ends = end_tokens(nets.tokenizer)
     first = taken[0].it
     batches = {k.it - first: k.batch for k in taken}
     shares = found.shares[i]                                                        # (I, N)
-    lists = best_and_worst(shares.flatten(), SHOWN)
-    places = [divmod(x, shares.shape[1]) for some in lists.values() for x in some]
-    words = token_shares(nets, cfg, states, taken, rollout, places)
+    lists = [[divmod(x, shares.shape[1]) for x in some]
+             for some in best_and_worst(shares.flatten(), SHOWN).values()]
+    words = token_shares(nets, cfg, states, taken, rollout, sum(lists, []))
     logp = found.logp[i]
 
     def card(since, j):
@@ -181,9 +191,9 @@ def cards_of(nets, cfg, states, taken, rollout, found, i):
     itself = row_alone(rollout, 0, cfg.temperature)
     said = nets.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
     change = pieces_of(itself, logp[-1] - logp[0], nets.tokenizer, ends)
-    cards = {"The sentence": [(f"change {found.change[i]:+.3f}", said, change)]}
-    for heading, some in lists.items():
-        cards[heading] = [card(*divmod(x, shares.shape[1])) for x in some]
+    cards = {"The sentence": [(f"{found.change[i]:+.3f}", said, change)]}
+    for heading, places in zip(("Made it likelier", "Made it less likely"), lists):
+        cards[heading] = [card(*place) for place in places]
     return cards
 
 
@@ -206,28 +216,38 @@ def token_shares(nets, cfg, states, taken, rollout, places):
 
 def lines_of(taken, found, i, cards):
     """The story of sentence i."""
-    logp = found.logp[i].sum(1)                                                     # (S + 1,)
-    height = (logp - logp.min()) / (logp.max() - logp.min()).clamp(min=1e-30)
-    curve = "".join(BLOCKS[round(7 * x)] for x in height.tolist())
-    change = float(found.change[i])
-    times = math.exp(min(700, abs(change)))
-    word = "likelier" if change > 0 else "less likely"
-    by_iteration = found.shares[i].sum(1)                                           # (I,)
-    longest = float(by_iteration.abs().max()) or 1.0
-    lines = [f"log p {logp[0]:.2f} {curve} {logp[-1]:.2f}: now {times:.3g} times {word}"]
-    for it, x in enumerate(by_iteration.tolist(), taken[0].it + 1):
-        lines.append(f"  iteration {it:3} {x:+9.3f} {round(20 * abs(x) / longest) * '█'}")
+    lines = []
     for heading, some in cards.items():
         lines.append(heading)
         for facts, prompt, pieces in some:
             text = "".join(piece.text for piece in pieces)
             lines.append(f"  {facts}: {prompt[:48]!r} -> {text[:72]!r}")
-    error = abs(float(found.together[i]) / (change or 1e-30) - 1)
+    shares = found.shares[i].sum(1)                                                 # (I,)
+    lines[2:2] = [course(found.logp[i].sum(1)), *bars(shares.tolist(), taken[0].it + 1)]
+    together = float(found.together[i])
+    change = float(found.change[i])
+    error = abs(together - change) / max(abs(change), 1e-30)
     if error > TOO_FAR:
-        lines.append("warning: the steps are too large for a straight line. --parts=4 looks at four "
-                     "parts of each step")
+        lines.append("warning: the steps are too large for a straight line; --parts=4 looks at "
+                     "four parts of each step")
     others = [f"{name} {x[i]:+.3f}, " for name, x in found.others.items() if x[i] or name == "rest"]
-    lines.append(f"account: rollouts {by_iteration.sum():+.3f}, {''.join(others)}together "
-                 f"{found.together[i]:+.3f} nats; true change {change:+.3f} "
-                 f"({100 * error:.1f} % off)")
+    lines.append(f"account: rollouts {shares.sum():+.3f}, {''.join(others)}together "
+                 f"{together:+.3f} nats; true change {change:+.3f} ({100 * error:.1f} % off)")
     return lines
+
+
+def course(logp):
+    """The line of log-probs (S + 1,) along the run."""
+    height = (logp - logp.min()) / (logp.max() - logp.min()).clamp(min=1e-30)
+    curve = "".join(BLOCKS[round(7 * x)] for x in height.tolist())
+    change = float(logp[-1] - logp[0])
+    word = "likelier" if change > 0 else "less likely"
+    return (f"  log p {logp[0]:.2f} {curve} {logp[-1]:.2f}: training made it "
+            f"{math.exp(min(700, abs(change))):.3g} times {word}")
+
+
+def bars(shares, first):
+    """A line for each iteration, numbered from `first`."""
+    longest = max(map(abs, shares)) or 1.0
+    return [f"  iteration {it:3} {x:+9.3f} {round(20 * abs(x) / longest) * '█'}"
+            for it, x in enumerate(shares, first)]

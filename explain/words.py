@@ -67,8 +67,8 @@ def logprob_changes(policy, D, row):
 
 
 def token_influences(policy, loss, D, row):
-    """d (policy's loss) / d e (T,) through each token of a Row, at weights + e D. loss: grpo.Loss of
-    the row alone."""
+    """d (policy's loss) / d e (T,) through each token of a Row, at weights + e D. loss: the
+    grpo.Loss of the row alone."""
     slope, = torch.autograd.grad(loss.policy, loss.logp)                            # (1, T)
     return slope[0, :len(row.sampled)] * logprob_changes(policy, D, row)
 

@@ -160,7 +160,8 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
 
 
 @pytest.mark.parametrize("name, flags", [
-    ("off", []), ("off", ["--tracin=advantage"]), ("self", ["--next=True", "--prompt=the", "--completion= cat"])])
+    ("off", []), ("off", ["--tracin=advantage"]),
+    ("self", ["--next=True", "--prompt=the", "--completion= cat"])])
 def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
     """A run drops none by a target that is not its own."""
     text = printed(explain.main, [run(name), *flags])
@@ -187,7 +188,7 @@ def test_refusals(run):
         assert "usage" in refusal(explain.main, argv)
     long = "--completion=" + "long " * 40
     asked = [folder, "--prompt=the", long]
-    assert "must be 32 at most" in refusal(explain.main, [*asked, "--next=True"])
+    assert "together 32 at most" in refusal(explain.main, [*asked, "--next=True"])
 
 
 # ------------------------------------------------------------------------------------------------
