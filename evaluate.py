@@ -17,14 +17,14 @@ from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
 from judge.train import trained_judges
-from model import GPT, GPTConfig
+from model import GPT
 from pretrain import get_policy, is_published, trainable
 from run.build import build, read_inputs
 from run.checkpoint import read_newest
 from run.metrics import call_metrics
 from run.report import print_table
 from common.device import autocast
-from common.files import load_gpt, load_weights, undamaged
+from common.files import load_gpt, load_weights, rebuilt, undamaged
 from common.processes import all_gather, all_gather_rollout, shard
 from rollout import completion_logprobs, concatenate
 
@@ -150,8 +150,8 @@ def load_run(path):
     with undamaged(path):
         known = vars(Settings())
         cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
-        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
-        load_weights(path, policy, content["policy"])
+        policy = rebuilt(path, content["shape"], content["policy"],
+                         lambda config: trainable(GPT(config), cfg))
     if is_published(cfg):
         from extras.hub.policy import locate
         return policy, locate(cfg.policy)

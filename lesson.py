@@ -24,6 +24,8 @@ import torch
 
 import grpo
 import tracin
+from common.files import ROOT
+from common.script import exit_codes
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
@@ -42,8 +44,9 @@ def picture(name, xlabel, ylabel):
 
 
 flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
-cfg = load_settings(["config/lesson.py", *flags])
-nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
+with exit_codes():      # a slip in a flag is one line
+    cfg = load_settings([f"{ROOT}/config/lesson.py", *flags])
+    nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
 prompts = draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
 G = cfg.num_generations
 N = len(prompts) * G
@@ -186,7 +189,7 @@ picture("6_influence", "rollout", "influence")
 # %%
 with Tape(nets.policy, N) as tape:
     owners = batch.rollout.sampled_mask.nonzero()[:, 0]         # whose each token is
-    tape.rows(torch.arange(N), owners)
+    tape.rows(torch.arange(N), flat={nets.policy.lm_head: owners})
     grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg).policy.backward()
 influence = tape.dot(tape.gradient(torch.ones(N)))                              # (N,)
 error = (influence - by_hand).abs().max() / by_hand.abs().max()

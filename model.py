@@ -240,6 +240,7 @@ class GPT(nn.Module):
             self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
             if config.tied:
                 self.lm_head.weight = self.wte.weight
+        self.value_head = None      # or a critic's
 
     def forward(self, idx, attention_mask=None, cache=None):
         """Token ids idx (B, T) -> hidden states (B, T, C).

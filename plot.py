@@ -9,7 +9,7 @@ iteration t comes after t steps. A missing value leaves a gap in the line.
 import math
 import os
 
-from common.files import read_rows, replacing
+from common.files import read_rows, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
 
 with optional("matplotlib"):
@@ -69,7 +69,7 @@ def main(argv):
     path = own["out"] or os.path.join(folders[0], "curves.png")
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")
-    with matplotlib.rc_context(LOOK):
+    with matplotlib.rc_context(LOOK), undamaged(", ".join(folders)):
         figure = draw_runs({folder: read_run(folder) for folder in folders})
         with replacing(path) as tmp:
             figure.savefig(tmp, format=path[-3:], dpi=192)

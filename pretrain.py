@@ -122,7 +122,8 @@ def trainable(base, cfg):
         policy = copy.deepcopy(base).requires_grad_(True)
     if cfg.critic:
         from extras.critic import ValueHead
-        policy.value_head = ValueHead(base.config.n_embd).to(base.wte.weight)
+        weight = base.lm_head.weight                                                # (V, C)
+        policy.value_head = ValueHead(weight.shape[1]).to(weight)
     return policy
 
 

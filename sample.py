@@ -47,9 +47,9 @@ def speak(nets, policy, cfg, prompt, num, chat=False):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(prompt="", num="5", before=False, chat=False))
+    own, flags = own_flags(argv[1:], dict(prompt="", num=5, before=False, chat=False))
     prompt = own["prompt"]
-    if not argv or not prompt or not own["num"].isdecimal() or int(own["num"]) < 1:
+    if not argv or not prompt:
         raise BadInput('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] '
                        "[--chat=True] [--setting=value ...]")
     cfg, nets, policy, iteration = open_run(argv[0], flags)
@@ -59,7 +59,7 @@ def main(argv):
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
     print(repr(prompt))
     for title, speaker in policies.items():
-        spoken = speak(nets, speaker, cfg, prompt, int(own["num"]), own["chat"])
+        spoken = speak(nets, speaker, cfg, prompt, own["num"], own["chat"])
         print("  " + "".join(f"{name:>12}" for name in spoken[0][1]) + f"  {title}")
         for completion, scores in spoken:
             numbers = "".join(f"{x:12.3f}" for x in scores.values())

@@ -10,11 +10,17 @@ i's part of the gradient of a layer's output is what row i alone would give. For
 then, summed over tokens,
     Linear      g_i = b_i^T a_i     so <g_i, G> = b_i . (G a_i), and g_i need not be formed
     Embedding   g_i adds b_i to the embeddings of ids a_i
-    norms       g_i = b_i a_i, channel by channel, with a_i the normalised input
+    vectors     (biases, weights of norms) g_i is no larger than b_i, and is formed at once
 A matrix that is embedding and head (tied) has g_i = g_embedding + g_head, each against the same G.
 
-In the order of the file: the Tape, which keeps a and b; the kinds of layers; gradients and checks.
-It needs torch alone and works on models of your own. A gradient is {parameter: tensor}.
+How a and b are seen: by hooks, so that the model stays as it is and may be anybody's. A forward
+hook keeps a layer's input and puts a hook on its output, which keeps b when the backward comes by.
+Weights are frozen while their layer runs, since the tape forms their gradients itself: autograd
+then leaves that third of the work out. A weight that still gets a gradient was used somewhere else,
+where the tape cannot see it, and is refused.
+
+In the order of the file: the Tape, which keeps a and b; the hooks; the kinds of layers; gradients
+and checks. It needs torch alone and works on models of your own. A gradient is {parameter: tensor}.
 """
 import functools
 from typing import Any, NamedTuple
@@ -27,12 +33,20 @@ from torch.nn import functional as F
 # the tape
 
 
+class Layer(NamedTuple):
+    name: str
+    kind: Any       # a function of KINDS
+    trained: dict   # {its name in the layer: parameter}
+
+
 class Record(NamedTuple):
-    """A layer in the backward of some rows."""
-    module: nn.Module
-    rows: Tensor        # (k,) the number of the row that each entry of a and b belongs to
-    a: Tensor           # (k, ...) input: ids of an Embedding, what a norm's weight multiplies
-    b: Tensor           # (k, ...) gradient of the output
+    """What is known of a parameter's gradient from one call of its layer."""
+    layer: Layer
+    part: int       # of Tape.parts: whose the k entries of a and b are
+    rule: Any       # Matrix, Lookup or Vector
+    a: Tensor       # (k, ...)
+    b: Tensor       # (k, ...)
+    versions: list  # of a and b, whose memory others may share
 
 
 class Tape:
@@ -48,78 +62,102 @@ class Tape:
         influence = tape.dot(G)                 # (n,)
         update = tape.gradient(influence > 0)   # the gradient of some rows
 
-    Rows are the first dimension of what a layer is given. Where that is the tokens of all rows
-    flattened (M, C), at once or in pieces, rows() is told the owner of each. Records hold every
-    layer's input and output. Each process records rows of its own; answers speak of all.
+    Rows are the first dimension of what a layer is given; rows() is told of layers where they are
+    not. Each forward has one backward. Records hold every layer's input and output.
+    Each process records rows of its own; answers speak of all. all_reduce(tensors) sums tensors in
+    place over processes.
+
+    What the tape cannot handle it refuses by name. Only check_exact sees dropout, a loss or a model
+    that mixes rows, hooks on all modules of torch, and inputs with time before rows (T, B, C).
     """
 
     def __init__(self, model, num_rows, all_reduce=lambda tensors: None):
+        self.model = model
         self.num_rows = num_rows
-        self.all_reduce = all_reduce    # sums tensors in place over processes
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self.layers = trained_layers(model)         # {module: name}
+        self.all_reduce = all_reduce
+        self.names = trained_parameters(model)
+        self.layers = trained_layers(model)         # {module: Layer}
         self.device = next(model.parameters()).device
-        self.numbers = torch.zeros(0)
-        self.owners = None
-        self.records = []
+        self.numbers = torch.zeros(0, dtype=torch.long)
+        self.flat = {}
+        self.seen = {}          # {module in flat: tokens that it has been given}
+        self.parts = [self.numbers]     # [(k,) numbers of rows], on the CPU
+        self.records = {p: [] for p in self.names}
         self.summing = False    # in backward_summed
         self.rest = {}          # its gradient
-        self.seen = {}          # {layer: flattened tokens that it has been given}
 
-    def rows(self, numbers, owners=None):
-        """What follows is a forward and backward of the rows of these numbers. owners (M,): the
-        index into numbers of the row that each flattened token belongs to."""
-        self.check_owners()
-        self.numbers = numbers.to(self.device)
-        self.owners = None if owners is None else self.numbers[owners.to(self.device)]
+    def rows(self, numbers, flat={}):
+        """What follows is a forward and backward of the rows of these numbers (n,).
+
+        flat: {module: owners (M,)} of modules that are given the tokens of all rows flattened
+        (M, ..), at once or in pieces. owners: the index into numbers of each token's row.
+        """
+        self.check_flat()
+        self.numbers = numbers.cpu()
+        self.flat = {}
+        for module, owners in flat.items():
+            self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.cpu()])
         self.seen = {}
-
-    def keep(self, record):
-        if not self.summing:
-            self.records.append(record)
-            return
-        for name, p in self.uses(record):
-            add_gradient(self.rest[p], record.module, name, record.a, record.b)
 
     def gradient(self, weights):
         """sum_i weights_i g_i, of weights (num_rows,)."""
-        return self.over_processes(self.own_gradient(weights))
-
-    def own_gradient(self, weights):
-        """sum_i weights_i g_i over the rows of this process."""
-        weights = weights.to(self.device)
-        total = self.zeros()
-        chosen = {}     # by tensor of rows, which layers share: nonzero() waits for a GPU
-        for record in self.records:
-            key = id(record.rows)
-            if key not in chosen:       # rows of weight 0 cost nothing, and may hold NaN
-                chosen[key] = weights[record.rows].nonzero()[:, 0]
-            here = chosen[key]
-            b = record.b[here]
-            w = weights[record.rows[here]].view(-1, *[1] * (b.dim() - 1))
-            b = (b * w).to(b.dtype)
-            for name, p in self.uses(record):
-                add_gradient(total[p], record.module, name, record.a[here], b)
-        return total
+        choice = self.choose(weights)
+        return self.over_processes({p: self.summed(p, choice) for p in self.names})
 
     def dot(self, G):
         """<g_i, G> for every row (num_rows,), in float64."""
         scores = torch.zeros(self.num_rows, dtype=torch.float64, device=self.device)
-        for record in self.records:
-            for name, p in self.uses(record):
-                products = layer_dot(record.module, name, record.a, record.b, G[p])
-                scores.index_add_(0, record.rows, products.double())
+        parts = [rows.to(self.device) for rows in self.parts]
+        for p, records in self.records.items():
+            for record in records:
+                check_unchanged(record)
+                products = record.rule.dot(record.a, record.b, G[p].to(record.b.dtype))     # (k,)
+                scores.index_add_(0, parts[record.part], products.double())
         self.all_reduce([scores])
         return scores
 
     def squared_norms(self, rows, scale={}):
-        """sum of scale * g_i^2 (k,) of some rows, in float64, one row's gradient at a time."""
+        """sum of scale * g_i^2 (k,) of some rows, in float64."""
         found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         for k, i in enumerate(rows.tolist()):
-            g = self.own_gradient(torch.arange(self.num_rows) == i)
-            found[k] = inner(g, {p: x * scale.get(p, 1) for p, x in g.items()})
+            choice = self.choose(torch.arange(self.num_rows) == i)
+            for p in self.names:        # one parameter at a time stays in the cache
+                g = self.summed(p, choice)
+                scaled = g * scale[p] if scale else g
+                found[k] += inner({p: g}, {p: scaled})
         self.all_reduce([found])
         return found
+
+    def choose(self, weights):
+        """For each of parts, the entries whose row has a weight, and these weights. Rows of weight
+        0 cost nothing, and may hold NaN. None: all of them; weights that are all the same."""
+        weights = weights.cpu().double()        # a GPU is waited for once
+        distinct = weights[weights != 0].unique()
+        factor = float(distinct[0]) if len(distinct) == 1 else 1.0
+        choice = []
+        for rows in self.parts:
+            here = weights[rows].nonzero()[:, 0]
+            w = weights[rows[here]].to(self.device) if len(distinct) > 1 else None
+            here = here.to(self.device) if len(here) < len(rows) else None
+            choice.append((here, w, factor))
+        return choice
+
+    def summed(self, p, choice):
+        """The weighted sum of one parameter's gradients."""
+        total = torch.zeros_like(p)
+        for record in self.records[p]:
+            check_unchanged(record)
+            here, w, factor = choice[record.part]
+            a = record.a
+            b = record.b
+            if here is not None:
+                a = a[here]
+                b = b[here]
+            if w is not None:
+                w = w.to(wide(b.dtype)).view(-1, *[1] * (b.dim() - 1))
+                b = (b * w).to(b.dtype)
+            record.rule.add(total, a, b, factor)
+        return total
 
     def backward_summed(self, loss):
         """Backward of a further loss of these rows: its sum over rows goes to rest_gradient."""
@@ -138,187 +176,254 @@ class Tape:
         self.all_reduce(list(G.values()))
         return G
 
-    def uses(self, record):
-        """(name in its layer, parameter) of the trained parameters of a record."""
-        own = record.module.named_parameters(recurse=False)
-        return [(name, p) for name, p in own if p in self.names]
-
-    # Skip to the kinds of layers, if you like. What follows lets weights count as constants, so
-    # that the backward is cheaper, and refuses what would give wrong numbers
+    # Skip to the kinds of layers, if you like. What follows are the hooks
 
     def __enter__(self):
+        self.check_trained()
         self.handles = []
         for module in self.layers:
-            self.handles.append(module.register_forward_pre_hook(self.freeze))
+            self.handles.append(module.register_forward_pre_hook(self.before_forward))
             self.handles.append(module.register_forward_hook(self.after_forward))
-        for p, name in self.names.items():      # a .grad is made only of a use outside its layer
-            self.handles.append(p.register_hook(functools.partial(
-                refuse, name, "used outside its layer, where the tape cannot see it")))
+        for p, name in self.names.items():      # called where a .grad is to be made
+            self.handles.append(p.register_hook(functools.partial(outside, name)))
         return self
 
     def __exit__(self, *error):
         for handle in self.handles:
             handle.remove()
-        for p in self.names:
+        for p in self.names:    # a checkpoint may have ended a layer's forward early
             p.requires_grad_(True)
         if error[0] is None:
-            self.check_owners()
+            self.check_flat()
+            self.check_trained()
 
-    def freeze(self, module, inputs):
-        """Before a layer's forward: no .grad is to be made."""
-        module.requires_grad_(False)
+    def check_trained(self):
+        for p, name in (trained_parameters(self.model).items() ^ self.names.items()):
+            refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
+
+    def before_forward(self, module, inputs):
+        """Freezes the weights: no .grad is to be made."""
+        layer = self.layers[module]
+        replaced = any(getattr(module, name) is not p for name, p in layer.trained.items())
+        if replaced or torch._C._are_functorch_transforms_active():
+            refuse(layer.name, "runs in torch.func (functional_call, vmap, ..) or with other "
+                               "weights than its own: call the model itself")
+        for p in layer.trained.values():
+            p.requires_grad_(False)
 
     def after_forward(self, module, inputs, out):
-        """Keeps a, and b when the backward comes to the layer's output."""
-        for p in module.parameters(recurse=False):
-            p.requires_grad_(p in self.names)
+        """Keeps the input, and has b kept when the backward comes by."""
+        layer = self.layers[module]
+        for p in layer.trained.values():
+            p.requires_grad_(True)
         if not torch.is_grad_enabled():     # no backward will come
             return out
-        name = self.layers[module]
         if len(inputs) != 1:
-            refuse(name, "called by keyword: call layer(x), or the tape does not see x")
+            refuse(layer.name, "called by keyword: call layer(x), or the tape does not see x")
         if torch._C._current_graph_task_id() != -1:
             # within a backward: a checkpoint repeats this forward. Only a reentrant one asks for b
-            return hooked(out, functools.partial(
-                refuse, name, "computed again in a backward of its own, where its rows are "
-                "unknown: set use_reentrant=False"))
-        a = kind_of(module).operand(module, *inputs, out)
-        rows = self.rows_of(module, *inputs)
-        version = a._version        # a may share the memory of the layer's input
+            return observe_gradient(out, lambda b: refuse(
+                layer.name, "computed again in a backward of its own, where its rows are unknown: "
+                "set use_reentrant=False"))
+        return observe_gradient(out, self.recorder(layer, module, inputs[0]))
 
-        def keep(b):
-            if a._version != version:
-                refuse(name, "its input was changed in place after it: the tape has lost it")
-            self.keep(Record(module, rows, a, b))
+    def recorder(self, layer, module, x):
+        """A function of b, the gradient of the output, that records this call of a layer."""
+        x = x.detach().clone() if x.is_leaf else x.detach()     # a leaf's memory is the user's
+        part = self.part_of(layer, module, x)
+        version = x._version
+        is_recorded = False
 
-        return hooked(out, keep)
+        def record(b):
+            nonlocal is_recorded
+            if x._version != version:
+                refuse(layer.name, CHANGED)
+            if is_recorded and not self.summing:
+                refuse(layer.name, "a second backward of the same forward would count twice: add "
+                                   "the losses up, or see backward_summed")
+            for name, p in layer.trained.items():
+                rule, a, g = layer.kind(module, name, x, b)
+                if self.summing:
+                    rule.add(self.rest[p], a, g, 1.0)
+                else:
+                    versions = [a._version, g._version]
+                    self.records[p].append(Record(layer, part, rule, a, g, versions))
+            is_recorded = is_recorded or not self.summing
 
-    def rows_of(self, module, x):
-        """The number of the row that each entry of x's first dimension belongs to (k,)."""
+        return record
+
+    def part_of(self, layer, module, x):
+        """Which of parts tells whose the entries of x's first dimension are."""
         rows = self.numbers
-        is_lookup = isinstance(module, nn.Embedding)
-        if self.owners is not None and x.dim() == 2 and not is_lookup:
+        if module in self.flat:
+            owners = self.flat[module]
             start = self.seen.get(module, 0)
-            if start == len(self.owners):       # the layer is used again
+            if start == len(owners):        # the layer is used again
                 start = 0
+            rows = owners[start:start + len(x)]
             self.seen[module] = start + len(x)
-            rows = self.owners[start:start + len(x)]
-        if len(x) != len(rows) or is_lookup and x.dim() == 1:
-            refuse(self.layers[module],
+        is_lookup = isinstance(module, nn.Embedding)
+        if len(x) != len(rows) or is_lookup and x.dim() == 1 and module not in self.flat:
+            refuse(layer.name,
                    f"its input {tuple(x.shape)} does not tell which of {len(self.numbers)} rows is "
                    "whose. Look positions up for each row, wpe(arange(T).expand(B, T)); for "
                    "flattened tokens see Tape.rows")
-        return rows
+        if rows is not self.parts[-1]:
+            self.parts.append(rows)
+        return len(self.parts) - 1
 
-    def check_owners(self):
+    def check_flat(self):
         for module, count in self.seen.items():
-            if count != len(self.owners):
-                refuse(self.layers[module],
-                       f"{count} tokens, where rows() was told of {len(self.owners)}")
+            if count != len(self.flat[module]):
+                refuse(self.layers[module].name,
+                       f"{count} tokens, where rows() was told of {len(self.flat[module])}")
 
 
-def refuse(name, why, b=None):
-    """Ends a forward, or as a hook a backward, that would give wrong numbers."""
+CHANGED = "its input or its output's gradient was changed in place: the tape has lost it"
+
+
+def refuse(name, why):
+    """Ends a forward or a backward that would give wrong numbers."""
     raise ValueError(f"{name}: {why}")
 
 
-def hooked(out, record):
-    """A layer's output, with record(b) to be called by the backward."""
-    is_leaf = not out.requires_grad     # nothing before this layer is trained
-    if is_leaf:
-        out.requires_grad_()            # out is a leaf: autograd keeps b as its .grad and may add
-    out.register_hook(lambda b: record(b.clone() if is_leaf else b))     # to it: hence the clone
-    # a view of its own: who changes it in place (relu_) leaves the hook at the layer's output
+def outside(name, grad):
+    refuse(name, "used outside its layer, or in a compiled model, where the tape cannot see it")
+
+
+def check_unchanged(record):
+    if record.versions != [record.a._version, record.b._version]:
+        refuse(record.layer.name, CHANGED)
+
+
+def observe_gradient(out, callback):
+    """callback(gradient of out) when the backward comes by. Returns a view of out: whoever changes
+    that in place (relu_) leaves the hook where it is."""
+    if out.requires_grad:
+        out.register_hook(callback)
+    else:       # nothing before it is trained: a leaf, whose gradient autograd keeps and adds to
+        out.requires_grad_().register_hook(lambda b: callback(b.clone()))
+    # not view_as: autograd forbids to change the view of a leaf in place
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 
 # ------------------------------------------------------------------------------------------------
-# the kinds of layers. To add one, say what a is, how g is summed, how it is multiplied with G
+# the kinds of layers, and the three rules for g_i
 
 
-class Kind(NamedTuple):
-    operand: Any    # (module, x, out) -> a, of a layer's input and output
-    gradient: Any   # (total, a, b): total += the weight's gradient, summed over rows and tokens
-    dot: Any        # (a, b, G) -> (k, ..): what sums up to <g_i, G>
-    fits: Any = lambda module: True     # whether these three hold for all of its options
+class Matrix:
+    """g_i = b_i^T a_i, summed over tokens."""
+
+    @staticmethod
+    def add(total, a, b, factor):
+        """total += factor * the sum of all g_i."""
+        a = a.flatten(0, -2)
+        b = b.flatten(0, -2)
+        if total.dtype == b.dtype:
+            total.addmm_(b.T, a, alpha=factor)
+        else:
+            total.add_(b.T @ a, alpha=factor)
+
+    @staticmethod
+    def dot(a, b, G):
+        """<g_i, G> (k,)."""
+        if len(G) > G.shape[1]:     # the other way round is smaller: the vocabulary head
+            return sum_entries((b @ G).mul_(a))
+        return sum_entries(F.linear(a, G).mul_(b))
 
 
-def kept(x):
-    return x.detach().clone() if x.is_leaf else x.detach()      # a leaf's memory is the user's
+class Lookup:
+    """g_i adds b_i to the rows a_i of the matrix."""
+
+    @staticmethod
+    def add(total, a, b, factor):
+        total.index_add_(0, a.flatten(), b.flatten(0, -2).to(total.dtype), alpha=factor)
+
+    @staticmethod
+    def dot(a, b, G):
+        return sum_entries(F.embedding(a, G).mul_(b))
 
 
-def linear_gradient(total, a, b):
-    total += b.flatten(0, -2).T @ a.flatten(0, -2)
+class Vector:
+    """g_i = b_i. a is not used."""
+
+    @staticmethod
+    def add(total, a, b, factor):
+        total.add_(b.sum(0), alpha=factor)
+
+    @staticmethod
+    def dot(a, b, G):
+        return b @ G
 
 
-def linear_dot(a, b, G):
-    if len(G) > G.shape[1]:     # the other way round is smaller: the vocabulary head
-        return (b @ G) * a
-    return b * F.linear(a, G)
+def wide(dtype):
+    """What sums are taken in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
-def embedding_gradient(total, a, b):
-    total.index_add_(0, a.flatten(), b.flatten(0, -2).to(total.dtype))
+def sum_entries(x):
+    """(k, ..) -> (k,)."""
+    return x.flatten(1).sum(1, dtype=wide(x.dtype))
 
 
-def norm_kind(normalise):
-    def operand(module, x, out):
-        return normalise(kept(x), module.normalized_shape, eps=module.eps)
-
-    def gradient(total, a, b):
-        total += (b * a).flatten(0, -2).sum(0)
-
-    return Kind(operand, gradient, lambda a, b, G: b * (a * G),
-                lambda module: len(module.normalized_shape) == 1)
+def vector(b):
+    """(Vector, a, b) of the gradient of a bias, or of what looks like one: (k, .., C) -> (k, C)."""
+    g = b.flatten(1, -2).sum(1, dtype=wide(b.dtype)) if b.dim() > 2 else b.to(wide(b.dtype))
+    return Vector, g, g
 
 
-KINDS = {
-    nn.Linear: Kind(        # under autocast it computes in its output's dtype
-        lambda module, x, out: kept(x).to(out.dtype), linear_gradient, linear_dot),
-    nn.Embedding: Kind(     # without padding_idx, max_norm, ..: repr shows options that are set
-        lambda module, x, out: kept(x), embedding_gradient,
-        lambda a, b, G: b * F.embedding(a, G), lambda module: "=" not in module.extra_repr()),
-    nn.LayerNorm: norm_kind(F.layer_norm),
-    nn.RMSNorm: norm_kind(F.rms_norm)}
+def linear(module, name, x, b):
+    if name == "bias":
+        return vector(b)
+    return Matrix, x.to(b.dtype), b     # under autocast it computes in its output's dtype
+
+
+def embedding(module, name, x, b):
+    return Lookup, x, b
+
+
+def norm(module, name, x, b):
+    if name == "bias":
+        return vector(b)
+    normalise = F.rms_norm if isinstance(module, nn.RMSNorm) else F.layer_norm
+    return vector(b * normalise(x, module.normalized_shape, eps=module.eps))
+
+
+# To add a kind of layer, give a function: the rule, a and b of its parameter `name`, from its input
+# x and the gradient b of its output
+KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm}
+PLAIN = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}    # of an Embedding
 
 
 def kind_of(module):
-    """The Kind of a layer, or None. A class of one's own says `kind = nn.Linear` if it computes the
-    same as nn.Linear (model.Head)."""
-    return KINDS.get(getattr(module, "kind", type(module)))
+    """The function of KINDS for a layer, or None. A class of one's own says `kind = nn.Linear` if
+    it computes the same as nn.Linear (model.Head)."""
+    is_plain = all(getattr(module, name, value) == value for name, value in PLAIN.items())
+    if is_plain and len(getattr(module, "normalized_shape", [1])) == 1:
+        return KINDS.get(getattr(module, "kind", type(module)))
 
 
-def add_gradient(total, module, name, a, b):
-    """total += the gradient of one parameter of a layer, summed over rows and tokens."""
-    if name == "bias":
-        total += b.flatten(0, -2).sum(0)
-    else:
-        kind_of(module).gradient(total, a, b)
-
-
-def layer_dot(module, name, a, b, G):
-    """<g_i, G> (k,) of one parameter of a layer, for each entry of the first dimension."""
-    G = G.to(b.dtype)
-    products = b * G if name == "bias" else kind_of(module).dot(a, b, G)
-    return products.flatten(1).sum(1, dtype=torch.promote_types(b.dtype, torch.float32))
+def trained_parameters(model):
+    return {p: name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def trained_layers(model):
-    """{module: name} of the layers with trained parameters. ValueError for an unknown kind."""
+    """{module: Layer} of those with trained parameters. ValueError for what the tape cannot do."""
     layers = {}
     for name, module in model.named_modules():
-        own = {k for k, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if not own:
+        name = name or "model"
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        trained = {k: p for k, p in own if p.requires_grad}
+        if not trained:
             continue
         kind = kind_of(module)
-        fits = kind and kind.fits(module) and own <= {"weight", "bias"}
-        if not fits:
-            refuse(name or "model",
+        if kind is None or not trained.keys() <= {"weight", "bias"}:
+            refuse(name,
                    f"the tape does not know the gradient of {module}: use torch's own Linear, "
                    "Embedding, LayerNorm, RMSNorm, freeze it, or add it to tape.KINDS")
-        if module._forward_hooks:
-            refuse(name or "model", "has a forward hook, which may change its output: remove it")
-        layers[module] = name
+        if module._forward_hooks or any(p._backward_hooks for p in trained.values()):
+            refuse(name, "has a hook, which may change its output or gradient: remove it")
+        layers[module] = Layer(name, kind, trained)
     return layers
 
 
@@ -343,15 +448,17 @@ def cosine(G, H):
     return float(inner(G, H) / (inner(G, G) * inner(H, H)).sqrt())
 
 
-def check_exact(model, loss_of, rows, owners=None, tolerance=0.01):
+def check_exact(model, loss_of, rows, flat={}, tolerance=0.01):
     """Raises ValueError unless, for the three rows of largest gradient, the tape's gradient is the
     one that autograd gives for that row alone, parameter by parameter. loss_of(rows) -> (): the sum
-    of their losses."""
+    of their losses. flat: see Tape.rows."""
     n = len(rows)
     with Tape(model, n) as tape:
-        tape.rows(torch.arange(n), owners)
+        tape.rows(torch.arange(n), flat)
         loss_of(rows).backward()
     norms = tape.squared_norms(torch.arange(n))
+    for i in (~norms.isfinite()).nonzero()[:, 0].tolist():
+        refuse("check_exact", f"row {i} has a gradient that is not finite")
     if n < 2 or not norms.max() > 0:
         refuse("check_exact", "give two rows or more, one of them with a gradient")
     for i in norms.topk(min(n, 3)).indices.tolist():

@@ -121,34 +121,28 @@ SAMPLER = of(
      "|= self.tokens[rows, column] == end"))
 
 TAPE = of(
-    "tape.py", "test_tracin.py",
-    ("tokens summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
-     "total += b.reshape(len(b), -1, len(total)).sum(1).T @ "
-     "a.reshape(len(a), -1, total.shape[1]).sum(1)"),
-    ("rows summed before the product", "total += b.flatten(0, -2).T @ a.flatten(0, -2)",
-     "total += b.sum(0).view(-1, len(total)).T @ a.sum(0).view(-1, total.shape[1])"),
-    ("tokens summed before the score", "return b * F.linear(a, G)",
-     "return b.flatten(1, -2).sum(1) * F.linear(a.flatten(1, -2).sum(1), G)"),
-    ("embeddings forgotten", "(name, p) for name, p in own if p in self.names]",
-     "(name, p) for name, p in own if p in self.names and record.b.dim() != record.a.dim() + 1]"),
-    ("no cross terms of a tied matrix", "b @ G) * a",
-     "b @ (b.flatten(0, -2).T @ a.flatten(0, -2))) * a"),
-    ("last use of a layer", "self.records.append(record)", "self.records = [record] + ["
-     "r for r in self.records if r.module is not record.module or r.rows[0] != record.rows[0]]"),
-    ("last micro-batch", "self.records.append(record)", "self.records = [record] + ["
-     "r for r in self.records if r.module is not record.module]"),
-    ("no bias in the score", "products = b * G if name", "products = 0 * b if name"),
-    ("b of another row", "(Record(module, rows, a, b))", "(Record(module, rows, a, b.roll(1, 0)))"),
-    ("a not normalised", "return normalise(", "return kept(x)  # "),
-    ("own part not scaled", "x * scale.get(p, 1) for", "x for"))
-TAPE += of(
-    "extras/stored/__init__.py", "test_tracin.py",
-    ("second use of a matrix overwrites", "beta=0 if fresh else 1)", "beta=0)"),
-    ("stored rows are not weighed", "alpha=float(factor)", "alpha=1.0"),
-    ("on top of the step before", "beta=0 if fresh else 1)", "beta=1)"),
-    ("micro-batches overwrite each other", "len(self.order), len(self.order) + len(numbers)",
-     "0, len(numbers)"),
-    ("rows that skip a layer keep old numbers", "self.stored[p][self.here] = 0", "pass"))
+    "tape.py", "test_tape.py",
+    ("tokens summed before the product", "        a = a.flatten(0, -2)\n        b = b.flatten(0, -2)",
+     "        a = a.flatten(1, -2).sum(1)\n        b = b.flatten(1, -2).sum(1)"),
+    ("rows summed before the product", "        a = a.flatten(0, -2)\n        b = b.flatten(0, -2)",
+     "        a = a.sum(0).flatten(0, -2)\n        b = b.sum(0).flatten(0, -2)"),
+    ("tokens summed before the score", "sum_entries(F.linear(a, G).mul_(b))",
+     "sum_entries(F.linear(a.flatten(1, -2).sum(1), G) * b.flatten(1, -2).sum(1))"),
+    ("embeddings forgotten", "return sum_entries(F.embedding(a, G).mul_(b))",
+     "return 0 * sum_entries(b)"),
+    ("last use of a layer", "self.records[p].append(", "self.records[p][:] = [r for r in "
+     "self.records[p] if r.part != part]\n                    self.records[p].append("),
+    ("last micro-batch", "self.records[p].append(", "self.records[p][:] = [r for r in "
+     "self.records[p] if r.rule is not rule]\n                    self.records[p].append("),
+    ("no bias in the score", "return b @ G", "return 0 * (b @ G)"),
+    ("b of another row", "layer.kind(module, name, x, b)",
+     "layer.kind(module, name, x, b.roll(1, 0))"),
+    ("a not normalised", "b * normalise(x, module.normalized_shape, eps=module.eps)", "b * x"),
+    ("own part not scaled", "g * scale[p] if scale", "g if scale"),
+    ("rows are not weighed", "                b = (b * w).to(b.dtype)\n", ""),
+    ("one weight for all is forgotten", "float(distinct[0])", "1.0"),
+    ("flattened tokens begin anew with every piece", "start + len(x)\n", "0\n"),
+    ("a second backward counts twice", "if is_recorded and", "if False and"))
 
 INFLUENCE = of(
     "tracin.py", "test_influence.py",

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import zipfile
 from dataclasses import asdict
 
 import torch
@@ -32,41 +33,63 @@ def file_of_package(name, module, package):
 @contextlib.contextmanager
 def replacing(path):
     """Yields a temporary name. The file or folder made there takes the name `path` at the end: a
-    reader sees the old one or the new one, never half."""
+    reader sees the old one or the new one, never half, also after a power failure."""
     tmp = f"{path}.{os.getpid()}.tmp"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        remove(tmp)     # it may be a link
         yield tmp
+        flush(tmp)
         os.replace(tmp, path)
+        flush(os.path.dirname(path) or ".")
     except OSError as e:
         raise BadInput(f"{path}: could not be written ({e.strerror or e}); what was saved before "
                        "is still there") from e
     finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-        if os.path.exists(tmp):
-            os.remove(tmp)
+        remove(tmp)
+
+
+def remove(path):
+    """Removes a file, a link or a folder, if there is one."""
+    shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        os.remove(path)
+
+
+def flush(path):
+    """Waits until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
+def is_plain(path):
+    """True where a file can be written in place: nothing is there, or a file of this one name. A
+    link, hard or soft, leads to a file of another folder, and a pipe is waited for."""
+    is_file = os.path.isfile(path) and not os.path.islink(path)
+    return os.stat(path).st_nlink == 1 if is_file else not os.path.lexists(path)
 
 
 def read_json(path, missing=None):
     """What a JSON file holds, or `missing`, if given, when there is no such file."""
+    if missing is not None and not os.path.exists(path):
+        return missing
+    text = read_text(path)
     try:
-        with open(path, encoding="utf-8") as f:
-            return json.load(f)
-    except FileNotFoundError as e:
-        if missing is not None:
-            return missing
-        raise BadInput(f"{path}: no such file") from e
-    except (OSError, ValueError) as e:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
         raise BadInput(f"{path}: cannot be read as JSON ({e})") from e
 
 
 def write_json(path, content):
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8", errors="backslashreplace") as f:
         json.dump(content, f, indent=2, ensure_ascii=False)
 
 
 def read_text(path):
     """The text of a UTF-8 file. BadInput names the line of what is no text."""
+    if not os.path.isfile(path):    # a pipe is waited for, a device may have no end
+        raise BadInput(f"{path}: no such file")
     try:
         with open(path, "rb") as f:
             return f.read().decode("utf-8-sig")
@@ -79,17 +102,17 @@ def read_text(path):
 
 def read_rows(path):
     """Rows of a .csv (with a header) or .jsonl file as dicts. BadInput names the row."""
+    if not str(path).endswith((".csv", ".jsonl")):
+        raise BadInput(f"{path}: must end in .csv or .jsonl")
     lines = io.StringIO(read_text(path), newline="")
     if str(path).endswith(".csv"):
         csv.field_size_limit(2 ** 30)
         return list(csv.DictReader(lines))
-    if not str(path).endswith(".jsonl"):
-        raise BadInput(f"{path}: must end in .csv or .jsonl")
     rows = []
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
     return rows
 
@@ -107,16 +130,26 @@ def load_file(path, kind, mmap=False):
     """The dict that save_file wrote, on the CPU. A relative path is looked for here, then beside
     the code: weights/policy.pt. BadInput when it is missing, broken or of another kind."""
     here = path if os.path.exists(path) else os.path.join(ROOT, path)
-    if not os.path.exists(here):
+    if not os.path.isfile(here):
         raise BadInput(f"{path}: no such file")
     try:
+        if not mmap:
+            check_sums(here)
         content = torch.load(here, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:  # torch reports broken files in a dozen ways
-        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short") from e
+        raise BadInput(f"{path}: not a readable checkpoint, perhaps damaged or cut short") from e
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
         raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")
     return content
+
+
+def check_sums(path):
+    """Raises ValueError if a check sum is wrong, which torch does not look at, or if a part is
+    compressed: it may be far larger than the file."""
+    with zipfile.ZipFile(path) as f:
+        if any(part.compress_type for part in f.infolist()) or f.testzip():
+            raise ValueError
 
 
 @contextlib.contextmanager
@@ -126,7 +159,8 @@ def undamaged(path):
         yield
     except BadInput:
         raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as e:
         raise BadInput(f"{path}: damaged, or not made here ({shown(e, 200)})") from e
 
 
@@ -140,9 +174,10 @@ def load_weights(path, module, weights):
 
 
 def load_optimizer(optimizer, state):
-    """optimizer <- state. ValueError where a moment has another shape than its weights: AdamW would
-    not notice, and read and write other memory."""
-    optimizer.load_state_dict(state)
+    """optimizer <- the moments in state. ValueError where one has another shape than its weights:
+    AdamW would not notice, and read and write other memory."""
+    groups = optimizer.state_dict()["param_groups"]     # the settings', not the file's
+    optimizer.load_state_dict(state | {"param_groups": groups})
     for p, moments in optimizer.state.items():
         for name, x in moments.items():
             shape = () if name == "step" else p.shape
@@ -161,6 +196,19 @@ def load_gpt(path, kind="policy", make=GPT):
     """The policy that save_gpt wrote, on the CPU; or another module that a GPTConfig makes."""
     content = load_file(path, kind)
     with undamaged(path):
-        model = make(GPTConfig(**content["config"]))
-        load_weights(path, model, content["model"])
+        return rebuilt(path, content["config"], content["model"], make)
+
+
+@torch.no_grad()
+def rebuilt(path, shape, weights, make):
+    """make(GPTConfig) with these weights. That they fit is seen before anything large is built, and
+    that they compute before anything relies on it."""
+    config = GPTConfig(**shape)
+    if config.n_layer > len(weights) or not all(x.is_contiguous() for x in weights.values()):
+        raise ValueError(f"{len(weights)} tensors for {config.n_layer} layers, or views")
+    with torch.device("meta"):
+        make(config).load_state_dict(dict(weights), assign=True)
+    model = make(config)
+    load_weights(path, model, weights)
+    getattr(model, "trunk", model)(torch.zeros(1, 2, dtype=torch.long))
     return model

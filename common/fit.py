@@ -63,6 +63,8 @@ def load_partial(partial, model, optimizers, label, steps):
         load_weights(partial, model, content["model"])
         for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
             load_optimizer(optimizer, state)
+        if content["step"] not in range(steps + 1):
+            raise ValueError(f"step {content['step']}")
         print(f"{label}: continues from step {content['step']} of {steps} ({partial})")
         return content["step"]
 

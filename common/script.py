@@ -2,7 +2,9 @@
 import contextlib
 import functools
 import hashlib
+import io
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,6 +20,10 @@ class BadInput(ValueError):
     """Something the user can mend. The message is one line: the name, the value and the fix. A note
     (add_note) is printed below it, such as the traceback of a user's own function."""
 
+    def __init__(self, message):
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= 300 else f"{line[:210]} ... {line[-85:]}")
+
 
 def shown(value, most=80):
     """repr of what a user gave, on one line and cut after `most` characters."""
@@ -28,7 +34,7 @@ def shown(value, most=80):
 def user_error(what, e, example=""):
     """BadInput in one line for what a user's own function raised, with its own lines of the
     traceback as a note."""
-    reason = " ".join("".join(traceback.format_exception_only(e)).split())
+    reason = "".join(traceback.format_exception_only(e))
     error = BadInput(f"{what} raised {reason}{example}")
     frames = e.__traceback__.tb_next    # without the line of ours that called it
     error.add_note("".join(traceback.format_exception(type(e), e, frames)).rstrip())
@@ -58,21 +64,30 @@ def optional(packages):
 
 
 def run_script(main, usage=None):
-    """Calls main(argv) with the exit codes of all commands: 0 done, 1 stopped, 2 bad input (one
-    line), 130 interrupted. Under torchrun the last line names the process and its machine.
+    """Calls main(argv) as a command: see exit_codes.
 
     --help prints usage(True), or the text at the top of main's file. A command that has a usage and
     is called without arguments prints usage(False) and starts nothing.
     """
     if dist.is_torchelastic_launched():
         join()
+    if rank_and_size()[0] > 0:
+        sys.stdout = open(os.devnull, "w")
+    with exit_codes(), leaving():
+        call(main, sys.argv[1:], usage)
+
+
+@contextlib.contextmanager
+def exit_codes():
+    """Around a command, its exit codes: 0 done, 1 stopped, 2 bad input (one line), 130 interrupted.
+    Under torchrun the last line names the process and its machine."""
     rank, size = rank_and_size()
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):    # it may not know every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with leaving():
-            call(main, sys.argv[1:], usage)
+        yield
+        sys.stdout.flush()
     except BadInput as e:
         print(f"error: {who}{e}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(2)
@@ -82,6 +97,11 @@ def run_script(main, usage=None):
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
+    except OSError as e:    # nobody reads the output any more, a disk is full
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # for what is not printed yet
+        raise SystemExit(f"{who}stopped: {e}") from None
     except (MemoryError, RuntimeError) as e:
         said = "out of memory" in str(e) or "can't allocate memory" in str(e)       # GPU, host
         if not said and not isinstance(e, MemoryError):
@@ -101,18 +121,23 @@ def call(main, argv, usage):
         main(argv)
 
 
+WANTED = {bool: "True or False", int: "N, from 1 to 99999", str: "..."}
+PATTERNS = {bool: "True|False|", int: "[1-9][0-9]{0,4}", str: ".+"}
+
+
 def own_flags(argv, own):
     """({name: value} of the flags in `own`, which has their defaults; all other arguments). A flag
-    whose default is a bool is True or False, and True without a value."""
+    whose default is a bool is True or False, and True without a value; one whose default is an int
+    is a whole number from 1."""
     found = dict(own)
     rest = []
     for arg in argv:
         name, _, value = arg.removeprefix("--").partition("=")
         if arg.startswith("--") and name in own:
-            is_switch = isinstance(own[name], bool)
-            if is_switch and value not in ("", "True", "False") or not is_switch and not value:
-                raise BadInput(f"{arg}: must be --{name}={'True or False' if is_switch else '...'}")
-            found[name] = value != "False" if is_switch else value
+            kind = type(own[name])
+            if not re.fullmatch(PATTERNS[kind], value, re.DOTALL):
+                raise BadInput(f"{arg}: must be --{name}={WANTED[kind]}")
+            found[name] = value != "False" if kind is bool else kind(value)
         else:
             rest.append(arg)
     return found, rest

@@ -8,8 +8,8 @@ function (prompts, completions) that returns one number per completion can be a 
 with a fixed name: reward, target, weigh, environment (extras/environment), texts (pretrain.py),
 questions (data/prompts.py); and the table `tools` (extras/environment).
 
-The folder of a run is a config too: its config.json has all settings. The functions come from the
-config file that is named beside it, or from the one that the run noted, if its text is unchanged.
+The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
+functions come only from a config file that is named beside it.
 """
 import ast
 import difflib
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from config.check import check
-from common.files import read_json, read_text, undamaged
+from common.files import read_json, read_text
 from common.script import BadInput, in_one_line, shown
 
 
@@ -55,7 +55,7 @@ class Settings:
     prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
 
     # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.
-    # Else a .pt file or a published model (docs/published-models.md), which brings its shape
+    # Else a .pt file or a published model (extras/hub), which brings its shape
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                # positions
@@ -84,7 +84,7 @@ class Settings:
     top_p: float = 1.0                  # and min-p keep
     min_p: float = 0.0
     decode_batch_size: int = 0          # rows decoded at once, in whole groups; 0: all. Memory only
-    # the config file's environment answers at the end token or a stop string (docs/tasks.md)
+    # the config file's environment answers at the end token or a stop string (extras/environment)
     max_turns: int = 8                  # times that it answers a completion, at most; 0: never
     stop_strings: tuple = ()
 
@@ -97,7 +97,7 @@ class Settings:
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides r - mean
     zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
 
-    # critic (extras/critic, docs/critic.md)
+    # critic (extras/critic)
     critic: bool = False                # a value head is the baseline, as in PPO; groups are none
     gae_gamma: float = 1.0              # discount of later rewards, by token
     gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
@@ -155,7 +155,6 @@ class Settings:
     tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
     tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
-    tracin_memory: float = 8.0          # GB for gradients of single rollouts (extras/stored)
     # the kept rollouts' gradient is as large as it is, or norm: as long as that of all would be
     tracin_normalizer: Literal["all", "norm"] = "all"
 
@@ -226,6 +225,7 @@ class Settings:
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
          if name not in ("functions", "source", "files")}
+DEFINED_HERE = "config file"    # the module of its functions
 GIVEN = ("target", "weigh", "texts", "questions")   # functions that are used by their name alone
 
 
@@ -239,8 +239,11 @@ def load_settings(argv):
     files = [path for path in paths if not os.path.isdir(path)]
     runs = {folder: read_run(folder) for folder in folders}
     for folder, run in runs.items():
-        files = files or noted_files(folder, run)
-    kept = [os.path.join(folder, "config.py") for folder in folders]
+        if run.get("functions") and not files:
+            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
+                           f"{shown(run['functions'])}, and no file runs that you did not name "
+                           f"(the run noted {shown(run.get('files'))})")
+    kept = [f"{folder}/config.py" for folder in folders]
     cfg.source = joined(files or filter(os.path.exists, kept))
     cfg.files = tuple(map(os.path.realpath, files))
     for path in files:
@@ -255,22 +258,26 @@ def load_settings(argv):
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
+    check(cfg)
     use_functions(cfg)
-    return check(cfg)
+    return cfg
 
 
 def use_functions(cfg):
-    """Refuses a function that nothing uses; errors of the others become one line."""
-    if not isinstance(cfg.tools, dict):
-        raise BadInput(f"tools = {shown(cfg.tools)}: must be a dict of functions by name")
-    rewards = cfg.reward_funcs or ("reward",)
-    known = (*rewards, cfg.tracin_val_reward, "environment", "tools", *GIVEN)
-    for name, function in cfg.functions.items():
-        if name not in known and function not in cfg.tools.values():
-            raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, call "
-                           "it reward, or start its name with _")
+    """Refuses a function that nothing uses, and drops one that is imported; errors of the others
+    become one line."""
+    tools = cfg.functions.get("tools", {})
+    if not isinstance(tools, dict):
+        raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
+    known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
+    for name, function in list(cfg.functions.items()):
         if name in GIVEN:
             cfg.functions[name] = in_one_line(name, function)
+        elif name not in known and function not in tools.values():
+            if getattr(function, "__module__", None) == DEFINED_HERE:
+                raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, "
+                               "call it reward, or start its name with _")
+            del cfg.functions[name]
 
 
 USAGE = """
@@ -342,18 +349,21 @@ def assign(cfg, name, value, source):
 
 def read_config(path):
     """({setting: value}, {name: function}) of a config file."""
+    if not path.endswith(".py"):
+        raise BadInput(f"{path}: must be a config file, which ends in .py, or a run's folder")
     try:
-        names = runpy.run_path(path)
+        names = runpy.run_path(path, run_name=DEFINED_HERE)
     except BadInput:
         raise
     except (Exception, SystemExit) as e:    # whatever a user's file may raise, in one line
-        reason = " ".join(str(e).split())
-        raise BadInput(f"{path}: {type(e).__name__}: {reason[:500]}") from e
+        raise BadInput(f"{path}: {type(e).__name__}: {e}") from e
     names = {name: value for name, value in names.items()
              if not name.startswith("_") and not isinstance(value, type(os))}
     functions = {name: value for name, value in names.items()
                  if callable(value) or name == "tools"}
     values = {name: value for name, value in names.items() if name not in functions}
+    if not names:
+        raise BadInput(f"{path}: sets nothing; a setting is written name = value")
     return values, functions
 
 
@@ -362,28 +372,9 @@ def joined(files):
     return "\n".join(map(read_text, files)) or None
 
 
-def noted_files(folder, run):
-    """The config files that a run noted; [] if it needs no function of theirs. BadInput where their
-    text has changed since, and where they lie in the folder, which may be a stranger's."""
-    kept = os.path.join(folder, "config.py")
-    inside = os.path.realpath(folder) + os.sep
-    with undamaged(os.path.join(folder, "config.json")):
-        needs = ", ".join(run.get("functions", []))
-        files = run.get("files", [])
-        outside = [path for path in files
-                   if path == os.path.realpath(path) and not path.startswith(inside)]
-    if not needs:
-        return []
-    there = all(map(os.path.isfile, [*files, kept]))
-    if files and files == outside and there and joined(files) == read_text(kept):
-        return files
-    raise BadInput(f"{folder}: needs {needs} of its config file {', '.join(files)}, which has "
-                   f"changed, is gone or lies there: name a config file that has it, as {kept} had")
-
-
 def read_run(folder):
     """What a run's config.json holds."""
-    path = os.path.join(folder, "config.json")
+    path = f"{folder}/config.json"
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
         raise BadInput(f"{path}: has no settings, as the config.json of a run has")

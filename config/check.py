@@ -18,12 +18,12 @@ AT_LEAST = {
     "num_iterations": 1, "mini_batch_size": 0, "micro_batch_size": 1, "warmup_iters": 0,
     "adam_beta1": 0, "adam_beta2": 0, "weight_decay": 0, "max_grad_norm": 0,
     "tracin_val_prompts": 0, "tracin_val_size": 0, "tracin_target_ema": 0, "tracin_fraction": 0,
-    "tracin_memory": 0,
     "eval_interval": 0, "num_eval_prompts": 1, "num_eval_generations": 1, "expect_rise": 0,
 }
 AT_MOST = {
     "threads": max(64, os.cpu_count()), "top_p": 1, "min_p": 1, "gae_gamma": 1, "gae_lambda": 1,
     "top_entropy_quantile": 1, "ref_model_mixup_alpha": 1, "tracin_fraction": 1,
+    "lora_rank": 4096, "num_eval_generations": 4096,    # far beyond use: memory would end first
 }
 ABOVE = {"learning_rate": 0, "top_p": 0, "top_entropy_quantile": 0, "value_clip": 0}
 BELOW = {"adam_beta1": 1, "adam_beta2": 1, "tracin_target_ema": 1}      # an average must forget
@@ -48,6 +48,8 @@ def check(cfg):
     check_critic(cfg)
     check_rewards(cfg)
     check_environment(cfg)
+    if cfg.compile:
+        need("compiled", "compile = True")
     if cfg.debug_step:
         need("step", "debug_step = True")
     return cfg
@@ -104,6 +106,8 @@ def check_loss(cfg):
         raise BadInput(f"delta = {cfg.delta}: must be above the upper clip, {ceiling}")
     if cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1:
         raise BadInput("loss_type = 'cispo': epsilon_high is the ceiling of the ratio; take 5.0")
+    if cfg.ref_model_sync_steps and not cfg.beta:
+        raise BadInput("ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
     if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
         raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
@@ -146,8 +150,6 @@ def check_influence(cfg):
     if cfg.tracin != "off" and pool and min(cfg.tracin_val_size or pool, pool) == 1:
         raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at "
                        "least 2; the target of one reward is 0, as it is its own mean")
-    if cfg.tracin != "off" and cfg.tracin_memory:
-        need("stored", f"tracin_memory = {cfg.tracin_memory}")
 
 
 def check_rewards(cfg):

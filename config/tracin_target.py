@@ -15,7 +15,7 @@ def target(policy, tokenizer, batch):
 
     batch is a grpo.Batch, not used here: batch.rollout.tokens has prompt and completion, padded on
     the left."""
-    device = policy.wte.weight.device
+    device = policy.lm_head.weight.device
     logps = []
     for text in _GOOD:
         ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(text) + [tokenizer.eot_token]

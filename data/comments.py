@@ -17,7 +17,7 @@ import hashlib
 import math
 import os
 
-from common.files import file_of_package, read_json, read_rows, write_json
+from common.files import file_of_package, read_json, read_rows, undamaged, write_json
 from common.script import BadInput, shown
 
 # percentiles of a hash of the text: the order of the file does not matter, and duplicates share a
@@ -66,7 +66,7 @@ def read_label(value, where):
     words = {"true": 1.0, "false": 0.0}
     try:
         probability = float(words.get(str(value).lower(), value))
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         probability = math.nan
     if not 0 <= probability <= 1:   # refuses NaN, too
         raise BadInput(f"{where} has is_offensive = {shown(value)}: must be true/false or a "
@@ -75,8 +75,9 @@ def read_label(value, where):
 
 
 def clean(text):
-    """Put a comment on one line and remove the CSV quotes that are left over in the source."""
-    words = text.replace('""', '"').split()
+    """Put a comment on one line and remove the CSV quotes that are left over in the source. Half a
+    character becomes a question mark."""
+    words = text.encode(errors="replace").decode().replace('""', '"').split()
     return " ".join(words).strip('"').strip()
 
 
@@ -111,7 +112,11 @@ def prompt_splits(path, cache_dir):
     written = os.path.getmtime(path) if os.path.exists(path) else None
     key = hashlib.sha256(repr((path, written)).encode()).hexdigest()[:8]
     cached = os.path.join(cache_dir, f"prompts-{key}.json")
+    names = ("train_prompts", "eval_prompts")
     if not os.path.exists(cached):
         splits = split_comments(load_comments(path))
-        write_json(cached, {name: splits[name] for name in ("train_prompts", "eval_prompts")})
-    return split_comments([]) | read_json(cached)
+        write_json(cached, {name: splits[name] for name in names})
+    found = read_json(cached)
+    with undamaged(cached):
+        found = {name: [(str.strip(text), label) for text, label in found[name]] for name in names}
+    return split_comments([]) | found

@@ -38,7 +38,8 @@ def load_prompts(cfg, tokenizer, splits):
     for name, prompts in (("training", train), ("evaluation", held_out)):
         if not prompts:
             raise BadInput(f"prompts = {cfg.prompts!r}, eval_prompts = {cfg.eval_prompts!r}: no "
-                           f"{name} prompts; give a longer file or one for each")
+                           f"{name} prompts of 1 to {limit} tokens (block_size - "
+                           "max_completion_length); give a longer file, or one for each")
     n = cfg.num_eval_prompts
     if cfg.tracin_val_prompts and cfg.tracin != "off" and len(held_out) <= n:
         raise BadInput(f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are "

@@ -32,8 +32,8 @@ from explain.page import facts_of, page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.story import read_sentence, tell
 from explain.words import pieces_of, row_alone, token_influences
-from run.checkpoint import load_checkpoint, set_random_state
-from common.files import load_file, read_rows, replacing, undamaged
+from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
+from common.files import read_rows, replacing, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
@@ -54,7 +54,7 @@ class Scored(NamedTuple):
 
 def next_iteration(nets, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
-    content = load_file(path, "run")
+    content = read_checkpoint(path)
     if content["settings"]["tracin"] != cfg.tracin:
         content["influence"] = None     # the average of other targets
     with undamaged(path):
@@ -191,7 +191,7 @@ def main(argv):
     rows = scored.rows
     metrics = []
     recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
-                if None not in (row["reward"], row.get("influence"))]
+                if None not in (row.get("reward"), row.get("influence"))]
     if recorded and not asked:
         rows = recorded
         metrics = read_rows(os.path.join(folder, "metrics.jsonl"))
@@ -199,10 +199,11 @@ def main(argv):
     target = f"{asked!r} after {prompt!r}" if asked else f"{cfg.tracin!r}"
     about = (f"{folder}: {len(rows)} rollouts, target {target}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
-    sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
-    sentences.append(check(scored, cfg))
-    print(about, *sentences, sep="\n- ")
-    print_rollouts(rows)
+    with undamaged(folder):
+        sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
+        sentences.append(check(scored, cfg))
+        print(about, *sentences, sep="\n- ")
+        print_rollouts(rows)
     write_page(folder, about, sentences, scored, cfg)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from common.files import load_file, read_rows, replacing
+from common.files import read_rows, replacing, undamaged
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of
 from config import load_settings
@@ -23,7 +23,7 @@ from explain.page import page
 from explain.sentences import best_and_worst
 from explain.words import pieces_of, row_alone, token_influences
 from rollout import completion_states, truncate
-from run.checkpoint import load_checkpoint, read_newest, set_random_state
+from run.checkpoint import load_checkpoint, read_checkpoint, read_newest, set_random_state
 from run.folder import FREE
 
 SHOWN = 5           # rollouts in each direction
@@ -102,9 +102,10 @@ def go_to(nets, cfg, folder, since):
     """Load the last checkpoint up to iteration `since`, if there is one -> its iteration, or 0."""
     start = 0
     for path in glob.glob(os.path.join(glob.escape(folder), "ckpt*.pt")):
-        content = load_file(path, "run", mmap=True)
+        content = read_checkpoint(path, mmap=True)
         if start < content["iteration"] <= since:
-            load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
+            with undamaged(path):
+                load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
             set_random_state(content["random"])
             start = content["iteration"]
     return start

@@ -3,6 +3,7 @@
 A mistake in a user's function ends in one line that names the function and an example.
 """
 import inspect
+import itertools
 import math
 
 import torch
@@ -24,6 +25,7 @@ def try_rewards(cfg, prompts):
         score(functions, prompts[:8] + prompts[:1], texts + [""])
 
 
+@torch.no_grad()    # and a user's function that switches gradients off does so until here
 def score(reward_funcs, prompts, completions):
     """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K).
 
@@ -31,6 +33,7 @@ def score(reward_funcs, prompts, completions):
     """
     columns = [score_by(name, function, prompts, completions)
                for name, function in reward_funcs.items()]
+    torch.set_default_dtype(torch.float32)      # of this too
     return torch.tensor(columns).T
 
 
@@ -43,7 +46,7 @@ def score_by(name, function, prompts, completions):
     else:
         values = call(f"reward {name!r}", function, prompts, completions)
     try:
-        values = list(values)
+        values = list(itertools.islice(values, len(completions) + 1))   # it may have no end
         numbers = [math.nan if v is None else float(v) for v in values]
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
         raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "

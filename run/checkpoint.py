@@ -19,9 +19,14 @@ import numpy as np
 import torch
 
 from common.files import (
-    load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
+    flush, load_file, load_gpt, load_optimizer, load_weights, replacing, save_file, undamaged,
+    write_json)
 from common.processes import rank_and_size
 from common.script import BadInput
+from config import Settings
+from data.tokenizer import load_tokenizer
+from model import GPT, GPTConfig
+from pretrain import is_published, trainable
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
@@ -30,7 +35,7 @@ SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "l
 def append_rows(folder, name, rows):
     """Adds rows to a log. Numbers that JSON does not know become null. Other values that it does
     not know, which a user's columns may have, become text."""
-    path = os.path.join(folder, name) if rank_and_size()[0] == 0 else os.devnull
+    path = f"{folder}/{name}" if rank_and_size()[0] == 0 else os.devnull
     with open(path, "a", encoding="utf-8", errors="backslashreplace") as f:
         for row in rows:
             row = {k: None if is_nan_or_inf(v) else v for k, v in row.items()}
@@ -46,16 +51,16 @@ def write_run_config(folder, cfg, device):
     text of the config files."""
     if rank_and_size()[0] > 0:
         return
+    if cfg.source is not None:      # first: by config.json a folder is known as a run's
+        config = f"{folder}/config.py"
+        with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
+            f.write(cfg.source)
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
-    write_json(os.path.join(folder, "config.json"), dict(
+    write_json(f"{folder}/config.json", dict(
         settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
         device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git))
-    if cfg.source is not None:
-        config = os.path.join(folder, "config.py")
-        with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
-            f.write(cfg.source)
 
 
 def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
@@ -72,37 +77,52 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
             "then --resume")
     if rank_and_size()[0] > 0:
         return
-    path = os.path.join(folder, "ckpt.pt")
-    new = os.path.join(folder, "ckpt_new.tmp")
+    for name in LOGS:
+        flush(f"{folder}/{name}")
+    path = f"{folder}/ckpt.pt"
+    new = f"{folder}/ckpt_new.tmp"
     save_file(
         new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
         shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
         reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
         influence=nets.target_average.state(),
         settings=cfg.public(), random=random_state(),
-        logs={name: os.path.getsize(os.path.join(folder, name)) for name in LOGS})
+        logs={name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
     if os.path.exists(path):
-        os.replace(path, os.path.join(folder, "ckpt_prev.pt"))
+        os.replace(path, f"{folder}/ckpt_prev.pt")
     os.replace(new, path)
+    flush(folder)
 
 
 def newest_checkpoint(folder):
     """Path of ckpt.pt, or of ckpt_prev.pt after a kill between two renames; None without both."""
     for name in ("ckpt.pt", "ckpt_prev.pt"):
-        path = os.path.join(folder, name)
+        path = f"{folder}/{name}"
         if os.path.exists(path):
             return path
     return None
 
 
 def read_newest(folder, mmap=False):
-    """(path, content) of the newest checkpoint. mmap: its tensors are read when they are used."""
-    path = newest_checkpoint(folder) or os.path.join(folder, "ckpt.pt")
+    """(path, content) of the newest checkpoint."""
+    path = newest_checkpoint(folder) or f"{folder}/ckpt.pt"
     try:
-        return path, load_file(path, "run", mmap)
+        return path, read_checkpoint(path, mmap)
     except BadInput as e:
         raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
                        "ckpt.pt to go on from there") from e
+
+
+def read_checkpoint(path, mmap=False):
+    """The content of a checkpoint. mmap: its tensors are read when they are used."""
+    content = load_file(path, "run", mmap)
+    with undamaged(path):
+        tables = [content[name] for name in ("settings", "shape", "policy", "logs")]
+        counts = [content["iteration"], content["num_tokens"], *map(tables[-1].get, LOGS)]
+        whole = set(map(type, counts)) == {int} and min(counts) >= 0
+        if not whole or not all(isinstance(table, dict) for table in tables):
+            raise TypeError("a part is of another type")
+    return content
 
 
 def iterations_in(folder):
@@ -123,7 +143,7 @@ def begin_logs(folder, cfg):
     """New logs, and the global generators, which a reward function may use, from the seed."""
     if rank_and_size()[0] == 0:
         for name in LOGS:  # an earlier start may have been killed before its first checkpoint
-            open(os.path.join(folder, name), "w").close()
+            open(f"{folder}/{name}", "w").close()
     random.seed(cfg.seed)
     np.random.seed(cfg.seed % 2 ** 32)
     torch.manual_seed(cfg.seed)
@@ -136,7 +156,7 @@ def resume(folder, nets, cfg, base_hash):
     with undamaged(path):
         load_checkpoint(content, path, nets, cfg, base_hash)
         set_random_state(content["random"])
-        sizes = {os.path.join(folder, name): content["logs"][name] for name in LOGS}
+        sizes = {f"{folder}/{name}": content["logs"][name] for name in LOGS}
         for log, size in sizes.items():
             if not os.path.exists(log) or os.path.getsize(log) < size:
                 raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on "
@@ -158,12 +178,15 @@ def load_checkpoint(content, path, nets, cfg, base_hash):
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, nets.policy, content["policy"])
-    groups = nets.optimizer.state_dict()["param_groups"]    # the settings', not the checkpoint's
-    load_optimizer(nets.optimizer, content["optimizer"] | {"param_groups": groups})
+    load_optimizer(nets.optimizer, content["optimizer"])
     if cfg.ref_model_sync_steps:
         load_weights(path, nets.reference, content["reference"] or {})
-    if cfg.tracin != "off" and content["influence"]:
-        nets.target_average.load_state(content["influence"], nets.trained)
+    state = content["influence"]
+    if cfg.tracin != "off" and state and state["average"]:
+        shapes = [x.shape for x in state["average"]]
+        if state["age"] < 1 or shapes != [p.shape for p in nets.trained]:
+            raise ValueError("the target's average is of other weights")
+        nets.target_average.load_state(state, nets.trained)
 
 
 def random_state():
@@ -177,3 +200,21 @@ def set_random_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+
+
+def load_run(path):
+    """Load the policy of a run's folder or of a .pt file -> (policy, its tokenizer, or the folder
+    or file of the published model that has it)."""
+    if not os.path.isdir(path):
+        policy = load_gpt(path)
+        return policy, load_tokenizer(policy.config.vocab_size)
+    path, content = read_newest(path)
+    with undamaged(path):
+        known = vars(Settings())
+        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
+        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
+        load_weights(path, policy, content["policy"])
+    if is_published(cfg):
+        from extras.hub.policy import locate
+        return policy, locate(cfg.policy)
+    return policy, load_tokenizer(cfg.vocab_size)

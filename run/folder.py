@@ -3,13 +3,16 @@ Which folder a run gets. It is locked while the run lives, and no run is ever ov
 command goes on with a run that was interrupted, any other gets a folder of its own.
 """
 import contextlib
-import fcntl
+import glob
 import itertools
 import json
 import os
 
+from filelock import FileLock, Timeout
+
+from config import read_run
 from run.checkpoint import LOGS, check_going_on, iterations_in, newest_checkpoint
-from common.files import read_json, read_text
+from common.files import is_plain, read_text, remove
 from common.script import BadInput
 
 LOCK = ".lock"
@@ -29,6 +32,8 @@ def claimed_folder(cfg):
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
                        f"written ({getattr(e, 'strerror', e)})") from e
     with lock:
+        for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):
+            remove(path)        # of a process that was killed while it wrote
         goes_on = newest_checkpoint(folder) is not None
         if goes_on:
             check_going_on(folder, cfg)
@@ -53,28 +58,33 @@ def first_fit(wanted, cfg):
 
 def claim(folder, cfg):
     """(lock, why not) of a folder, None where the run may not have it."""
-    has_run = newest_checkpoint(folder) or os.path.exists(os.path.join(folder, "config.json"))
-    if not is_free(folder) and not has_run:
+    for name in (LOCK, *LOGS):
+        if not is_plain(f"{folder}/{name}"):
+            return None, f"{name} is a link or no file: remove it, what is written would go there"
+    has_run = newest_checkpoint(folder) or os.path.exists(f"{folder}/config.json")
+    if not is_free(folder, cfg) and not has_run:
         return None, "holds other files"    # where not even a lock is made
     os.makedirs(folder, exist_ok=True)
-    lock = open(os.path.join(folder, LOCK), "w")
+    lock = FileLock(f"{folder}/{LOCK}", timeout=0)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)    # until it is closed or the process ends
-    except BlockingIOError:
-        lock.close()
+        held = lock.acquire()       # until the block ends, or the process
+    except Timeout:
         return None, "another run is at work there"
     goes_on = cfg.resume and newest_checkpoint(folder)
-    if goes_on or is_free(folder) or is_unfinished(folder, cfg):
-        return lock, None
-    lock.close()
+    if goes_on or is_free(folder, cfg) or is_unfinished(folder, cfg):
+        return held, None
+    lock.release()
     return None, "holds another run, or one without a checkpoint"
 
 
-def is_free(folder):
-    """True where nothing is lost: no folder, or at most a lock, halves of files and empty logs."""
+def is_free(folder, cfg):
+    """True where nothing is lost: no folder, or at most a lock, halves of files, empty logs, and
+    this config file's text, which a run writes first."""
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
-        is_empty_log = name in LOGS and os.path.getsize(os.path.join(folder, name)) == 0
-        if name != LOCK and not name.endswith(".tmp") and not is_empty_log:
+        path = f"{folder}/{name}"
+        is_empty_log = name in LOGS and os.path.getsize(path) == 0
+        is_same_text = name == "config.py" and read_text(path) == cfg.source
+        if not (name == LOCK or name.endswith(".tmp") or is_empty_log or is_same_text):
             return False
     return True
 
@@ -85,17 +95,17 @@ def is_unfinished(folder, cfg):
         return False
     if newest_checkpoint(folder):
         return iterations_in(folder) < cfg.max_iters
-    metrics = os.path.join(folder, "metrics.jsonl")     # killed before its first checkpoint
+    metrics = f"{folder}/metrics.jsonl"     # killed before its first checkpoint
     return not os.path.exists(metrics) or os.path.getsize(metrics) == 0
 
 
 def same_settings(folder, cfg):
     """True if config.json and config.py are those of these settings."""
     try:
-        before = read_json(os.path.join(folder, "config.json"))["settings"]
-    except (BadInput, KeyError):
+        before = read_run(folder)["settings"]
+    except BadInput:
         return False
-    config = os.path.join(folder, "config.py")
+    config = f"{folder}/config.py"
     source = read_text(config) if os.path.exists(config) else None
     now = json.loads(json.dumps(cfg.public()))
     names = [name for name in now if name not in FREE]

@@ -75,9 +75,7 @@ class Run:
         return any(all_gather([self.stopped()]))
 
     def leave(self, done):
-        raise KeyboardInterrupt(
-            f"saved after iteration {done}; the same command continues, or: "
-            f"python grpo.py {self.folder} --resume=True")
+        raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
 
     def step_log(self):
         if self.began is None:

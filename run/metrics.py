@@ -42,7 +42,8 @@ class Meter:
                                     for x in pair])
                  for name, pair in loss_metrics(loss, self.cfg).items()}
         self.sums = summed([self.sums, pairs])
-        self.loss += loss.total
+        # the ratio to an infinite log-prob of the sampler is 0: its token would drop out
+        self.loss += loss.total + 0 * loss.batch.rollout.logp.sum()
         if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
             self.first_pass.append((loss.logp - rollout.logp, rollout.sampled_mask))

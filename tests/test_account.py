@@ -43,10 +43,12 @@ def odd_reward(prompts, completions):
 @pytest.fixture(autouse=True)
 def in_float64(monkeypatch):
     """Everything in float64, what grpo computes in float32 too."""
+    to_default = torch.set_default_dtype
+    to_default(torch.float64)
+    monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: None)     # rewards set float32
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
     yield
-    torch.set_default_dtype(torch.float32)
+    to_default(torch.float32)
 
 
 def nets_for(cfg, answers=False):

@@ -284,3 +284,32 @@ def test_a_run_of_made_up_data_from_a_policy_file(made_up, tiny, tmp_path):
     rows = read_rows(out / "samples.jsonl")
     assert all(row["row"]["answer"] == str(int(row["prompt"].split()[0]) % 3) for row in rows)
     assert random.Random(0).random() < 1 and load_file(str(out / "ckpt.pt"), "run")["shape"]
+
+
+def test_a_damaged_cache_of_prompts_is_one_line(comments, tmp_path):
+    cfg = load_settings([f"--comments={comments}", f"--cache_dir={tmp_path}", "--policy=x.pt",
+                         "--judge=y.pt", "--eval_judge=None"])
+    get_splits(cfg)
+    kept, = tmp_path.glob("prompts-*.json")
+    for text in ("[]", "{}", '{"train_prompts": 1, "eval_prompts": []}',
+                 '{"train_prompts": [[1, 2]], "eval_prompts": []}',
+                 '{"train_prompts": [["a"]], "eval_prompts": []}'):
+        kept.write_text(text)
+        assert kept.name in refusal(get_splits, cfg)
+
+
+def test_odd_comments(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "half \\ud800 here", "is_offensive": 0}')
+    assert load_comments(str(path)) == [("half ? here", 0.0)]
+    path.write_text('{"text": "a", "is_offensive": 1' + "0" * 400 + "}")
+    assert "row 1 has is_offensive" in refusal(load_comments, str(path))
+
+
+def test_prompts_that_are_all_too_long_say_so(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("word " * 500 + "\n" + "text " * 500)
+    cfg = load_settings([f"--prompts={path}", "--policy=x.pt", "--judge=y.pt"])
+    said = refusal(load_prompts, cfg, WORDS, get_splits(load_settings([
+        f"--prompts={path}", "--policy=x.pt", "--judge=y.pt", "--eval_judge=None"])))
+    assert "of 1 to 32 tokens" in said

@@ -29,17 +29,12 @@ vocab_size, n_layer, n_embd, n_head, block_size, max_completion_length = 300, 1,
 pretrain_tokens, prompt_words = 40_000, (2, 4)
 num_prompts, num_generations, micro_batch_size = 4, 4, 8
 judge = eval_judge = None
-max_turns = 0
 num_eval_prompts, num_eval_generations, eval_interval, save_interval, max_iters = 2, 2, 0, 2, 4
 learning_rate, log_micro, tracin = 3e-3, False, "self"
 
 
 def reward(prompts, completions):
     return [text.count("e") + 0.1 * len(text) for text in completions]
-
-
-def environment(prompts, transcripts):
-    return [" the" if text.endswith("e") else None for text in transcripts]
 """
 TARGET = """
 def target(policy, tokenizer, batch):
@@ -50,11 +45,10 @@ SETTINGS = {
     "off": ["--tracin=off"],
     "one backward": [
         "--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20",
-        "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8",
-        "--stop_strings=('e',)", "--max_turns=8"],
+        "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
     "held out": [
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
-        "--critic=True", "--entropy_coef=0.01", "--ref_model_sync_steps=2"]}
+        "--entropy_coef=0.01", "--ref_model_sync_steps=2"]}
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +69,14 @@ def run(tmp_path_factory, comments):
     return make
 
 
+def text_of(folder):
+    """The run's copy of its config file, which runs because it is named."""
+    return os.path.join(folder, "config.py")
+
+
 def sampled(folder, *flags, name="ckpt.pt"):
     """Rows that explain samples after a checkpoint."""
-    cfg = explain.settings_of(folder, flags, "", "")
+    cfg = explain.settings_of(folder, [text_of(folder), *flags], "", "")
     found = []
 
     def sample():
@@ -110,7 +109,7 @@ def test_it_samples_what_the_run_writes_next(run, tmp_path, name):
     folder = shutil.copytree(run(name), tmp_path / "run")
     next_rows, scored, cfg = sampled(str(folder))
     earlier, _, _ = sampled(str(folder), name="ckpt_prev.pt")
-    printed(grpo.main, [str(folder), f"--out_dir={folder}", "--resume=True", "--max_iters=5",
+    printed(grpo.main, [str(folder), text_of(folder), f"--out_dir={folder}", "--resume=True", "--max_iters=5",
                         *SETTINGS[name]])
     for rows, iteration in ((next_rows, 5), (earlier, 3)):
         written = recorded(folder, iteration)
@@ -132,9 +131,7 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
             total = sum(piece.influence for piece in pieces)
             assert total == pytest.approx(float(z[j]), abs=1e-5 * size), name
             assert "".join(piece.text for piece in pieces) == rows[j]["completion"]
-    plain = tape.layer_dot
-    monkeypatch.setattr(tape, "layer_dot", lambda module, name, *rest: plain(
-        module, name, *rest) * (name != "bias"))
+    monkeypatch.setattr(tape.Vector, "dot", lambda a, b, G: 0 * (b @ G))
     _, scored, cfg = sampled(run("self"))
     assert "CONTRADICTS" in explain.check(scored, cfg)
 
@@ -142,7 +139,7 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
 def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     folder = run("self")
     before = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
-    text = printed(explain.main, [folder])
+    text = printed(explain.main, [folder, text_of(folder)])
     after = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
     shown = after.pop("influence.html").decode()
     before.pop("influence.html", None)
@@ -154,7 +151,7 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     (tmp_path / "mine.py").write_text(CONFIG + TARGET)
     text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
     assert "target 'target'" in text and "agrees with" in text
-    text = command("tracin.py", run("off"), "--before")
+    text = command("tracin.py", run("off"), text_of(run("off")), "--before")
     assert "16 rollouts, target 'reward'" in text
     assert "Iteration 3: the tape agrees with" in text
 
@@ -164,7 +161,7 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     ("self", ["--next=True", "--prompt=the", "--completion= cat"])])
 def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
     """A run drops none by a target that is not its own."""
-    text = printed(explain.main, [run(name), *flags])
+    text = printed(explain.main, [run(name), text_of(run(name)), *flags])
     page_text = open(os.path.join(run(name), "influence.html"), encoding="utf-8").read()
     assert "dropped" not in text + page_text
     weights = re.findall(r"weight (\S+?)[:<]", text + page_text)
@@ -175,7 +172,7 @@ def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
     best = max(recorded(folder, 3), key=lambda row: row["advantage"])
-    argv = [folder, "--before", "--next=True", f"--prompt={best['prompt']}",
+    argv = [folder, text_of(folder), "--before", "--next=True", f"--prompt={best['prompt']}",
             f"--completion={best['completion']}"]
     helpful, harmful = printed(explain.main, argv).split("Most harmful")
     assert f"iteration 3, reward {best['reward']:.3f}" in helpful
@@ -187,7 +184,7 @@ def test_refusals(run):
     for argv in ([], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
     long = "--completion=" + "long " * 40
-    asked = [folder, "--prompt=the", long]
+    asked = [folder, text_of(folder), "--prompt=the", long]
     assert "together 32 at most" in refusal(explain.main, [*asked, "--next=True"])
 
 
@@ -199,7 +196,7 @@ NUMBER = "[+-][0-9.]+"
 
 def told(folder, *flags):
     """What the account prints, and the numbers of its last line by name."""
-    text = printed(explain.main, [folder, *flags])
+    text = printed(explain.main, [folder, text_of(folder), *flags])
     line = re.findall("^account: .*$", text, re.M)[-1]
     assert re.fullmatch(
         f"account: rollouts {NUMBER}, rest {NUMBER}(, [a-z]+ {NUMBER})*, together {NUMBER} nats; "
@@ -247,25 +244,25 @@ def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch)
     assert told(folder, *said_by(folder), "--hessian=False") == in_memory
     monkeypatch.setattr(story, "account", lambda *rest: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        explain.main([folder, *said_by(folder)])
+        explain.main([folder, text_of(folder), *said_by(folder)])
     assert contents(folder) == before
 
 
 def test_several_sentences_share_a_replay(run, tmp_path):
     folder = run("off")
-    text = printed(explain.main, [folder, "--account=True", "--hessian=False"])
+    text, _ = told(folder, "--account=True", "--hessian=False")
     assert text.count("account: rollouts") == story.WORST
     sentences = [dict(prompt="the", completion=" cat"), dict(prompt="a", completion=" dog")]
     path = tmp_path / "asked.jsonl"
     path.write_text("\n".join(map(json.dumps, sentences)))
-    together = printed(explain.main, [folder, f"--prompts={path}", "--hessian=False"])
+    together, _ = told(folder, f"--prompts={path}", "--hessian=False")
     alone = [told(folder, "--prompt=a", "--completion= dog", "--hessian=False")[0]]
     assert alone[0].splitlines()[-3] in together and together.count("'the' -> ' cat'") == 1
 
 
 def test_words_of_a_rollout_add_up_to_its_share(run):
     folder = run("held out")
-    cfg = load_settings([folder])
+    cfg = load_settings([folder, text_of(folder)])
     nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
     asked = [account.row_of([5, 6], [7, 8, 9], nets.device)]
     states, taken = account.replay(nets, cfg, 0, 0, 4, folder)
@@ -281,10 +278,10 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     asked = said_by(folder)
 
     def refused(*flags):
-        return refusal(explain.main, [folder, *(flags or asked)])
+        return refusal(explain.main, [folder, text_of(folder), *(flags or asked)])
 
     assert "together 32 at most" in refused("--prompt=the", "--completion=" + "long " * 40)
-    truncated = [run("one backward"), "--prompt=the", "--completion=\u20ac\u20ac"]
+    truncated = [run("one backward"), text_of(run("one backward")), "--prompt=the", "--completion=\u20ac\u20ac"]
     assert "never draws" in refusal(explain.main, truncated)
     assert "learning_rate = 1.0: must be 0.003" in refused(*asked, "--learning_rate=1.0")
     assert "--since=4: must be a whole number from 0 to 3" in refused(*asked, "--since=4")
@@ -295,16 +292,13 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     content = torch.load(path)
     content["policy"]["h.0.ln_1.weight"] += 1e-3
     torch.save(content, path)
-    assert "ends at other weights" in printed(explain.main, [folder, *asked, "--hessian=False"])
+    assert "ends at other weights" in told(folder, *asked, "--hessian=False")[0]
     torch.save(content | {"base_hash": "other"}, path)
     assert "another policy" in refused()
     os.remove(path)
     os.remove(os.path.join(folder, "ckpt_prev.pt"))
     assert "no such file" in refused()
-    config = json.load(open(os.path.join(folder, "config.json")))
-    config["files"] = ["/nowhere/config.py"]
-    json.dump(config, open(os.path.join(folder, "config.json"), "w"))
-    assert "needs environment, reward" in refused()
+    assert "name its config file too" in refusal(explain.main, [folder, *asked])
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -67,10 +68,59 @@ def test_a_broken_checkpoint_is_one_line(tmp_path):
     for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind="judge")):
         torch.save(content, path)
         assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, path)
-    for shape, part in ((dict(no_such_field=1), "damaged"), (dict(n_layer=5), "does not fit")):
+    for shape in (dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
+                  dict(n_embd=10 ** 6), dict(n_head=-1), dict(norm_eps="x"), dict(n_layer="2"),
+                  dict(vocab_size=10 ** 12), dict(local_layers=1)):
         config = vars(random_gpt().config) | shape
         save_file(path, "policy", config=config, model=random_gpt().state_dict())
-        assert part in refusal(load_gpt, path)
+        assert "cut.pt: damaged" in refusal(load_gpt, path), shape
+
+
+def test_a_small_file_that_claims_to_be_large_is_not_built(tmp_path):
+    path = str(tmp_path / "a.pt")
+    model = random_gpt()
+    config = vars(model.config) | dict(block_size=10 ** 13)
+    weights = model.state_dict()
+    weights["wpe.weight"] = torch.zeros(1, 1).expand(10 ** 13, 32)      # four bytes
+    save_file(path, "policy", config=config, model=weights)
+    assert "damaged" in refusal(load_gpt, path)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    path = str(tmp_path / "a.pt")
+    weights = torch.randn(300)
+    save_file(path, "run", x=weights)
+    data = bytearray(open(path, "rb").read())
+    silent = 0
+    for place in range(0, len(data), 7):
+        data[place] ^= 4
+        open(path, "wb").write(data)
+        data[place] ^= 4
+        try:
+            assert torch.equal(load_file(path, "run")["x"], weights), f"byte {place}: other weights"
+            silent += 1     # what nothing reads: padding, a date
+        except BadInput:
+            pass
+    assert silent < len(range(0, len(data), 7)) / 2
+
+
+def test_a_compressed_file_is_refused(tmp_path):
+    path = str(tmp_path / "a.pt")
+    save_file(path, "run", x=torch.zeros(1000))
+    with zipfile.ZipFile(path) as f:
+        parts = {name: f.read(name) for name in f.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as f:     # may be a bomb
+        for name, content in parts.items():
+            f.writestr(name, content)
+    assert "not a readable checkpoint" in refusal(load_file, path, "run")
+
+
+def test_a_planted_link_is_not_written_through(tmp_path):
+    path = tmp_path / "config.json"
+    (tmp_path / "notes").write_text("years of work")
+    os.symlink(tmp_path / "notes", f"{path}.{os.getpid()}.tmp")     # the name to be renamed
+    write_json(str(path), {})
+    assert (tmp_path / "notes").read_text() == "years of work" and not path.is_symlink()
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
@@ -100,6 +150,9 @@ def test_text_json_and_rows(tmp_path):
     write_json(path, {"grüß": [1, None]})
     assert read_json(path) == {"grüß": [1, None]} and read_json("nowhere", missing=3) == 3
     rows = tmp_path / "rows.jsonl"
+    rows.write_text("[" * 10 ** 6)
+    for read in (read_json, read_rows):
+        assert "rows.jsonl" in refusal(read, rows)
     rows.write_bytes(b"{")
     assert "rows.jsonl: cannot be read as JSON" in refusal(read_json, rows)
     rows.write_bytes(b"{}\n\xff")
@@ -108,7 +161,13 @@ def test_text_json_and_rows(tmp_path):
     assert read_rows(rows) == [{"a": 1}, {"a": "\u2028"}]
     rows.write_text('{"a": 1}\n{"a":\n')
     assert "row 2 is no JSON object" in refusal(read_rows, rows)
-    assert "must end in .csv or .jsonl" in refusal(read_rows, tmp_path / "a.json")
+    assert "must end in .csv or .jsonl" in refusal(read_rows, "/dev/zero")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.symlink("/dev/zero", tmp_path / "endless.csv")
+    for name in ("pipe.jsonl", "endless.csv"):
+        assert "no such file" in refusal(read_rows, tmp_path / name)
+    write_json(path, "\ud800")      # half a character, as a folder's name may have
+    assert read_json(path) == "\ud800"
 
 
 def train(partial, steps=8, until=None, crash=False):
@@ -152,6 +211,9 @@ def test_interrupted_fit_goes_on_as_if_it_had_not_been(crash, tmp_path):
         states = [muon, adam | {"state": state}]
         save_file(partial, "partial", model=model.state_dict(), step=3, optimizers=states)
         assert "damaged" in refusal(train, partial)
+    for step in (-1, 9, "3", None):
+        save_file(partial, "partial", model=model.state_dict(), step=step, optimizers=[muon, adam])
+        assert "damaged" in refusal(train, partial), step
 
 
 def test_the_rates_of_a_fit(tmp_path):
@@ -204,7 +266,8 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
     monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
     common.device.check_fits(cfg, cpu)
     cfg.num_prompts = 32000
-    assert "256000 rows, 256000 at once, n_layer = 12" in refusal(common.device.check_fits, cfg, cpu)
+    said = refusal(common.device.check_fits, cfg, cpu)
+    assert "256000 rows, 256000 at once, n_layer = 12" in said
     cfg.decode_batch_size = 64      # the rollout itself has to be kept too
     common.device.check_fits(cfg, cpu)
     cfg.num_prompts = 3_200_000
@@ -254,6 +317,53 @@ def test_running_out_of_memory_is_one_line_and_other_errors_are_not():
         run_script(lambda argv: torch.empty(2 ** 57))
     with pytest.raises(RuntimeError, match="odd"):
         run_script(raising(RuntimeError("odd")))
+
+
+SCRIPT = """
+from common.script import run_script
+def main(argv):
+    {}
+run_script(main)
+"""
+
+
+def started(text, stdout=subprocess.PIPE, **more):
+    """A script of its own -> the process, ended."""
+    env = os.environ | {"PYTHONPATH": ROOT} | more
+    return subprocess.run([sys.executable, "-c", SCRIPT.format(text)], stdout=stdout,
+                          stderr=subprocess.PIPE, text=True, env=env, timeout=60)
+
+
+def test_output_that_knows_few_characters():
+    done = started("print('gr\\u00fc\\u00df \\ud800')", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "gr\\xfc\\xdf \\ud800\n", "")
+
+
+def test_output_that_nobody_reads_or_that_finds_no_room():
+    read, write = os.pipe()
+    os.close(read)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for stdout, reason in ((write, "Broken pipe"), (full, "No space left")):
+        for text in ("print('x')", "print('x', flush=True)"):
+            done = started(text, stdout=stdout)
+            assert done.returncode == 1, done.stderr
+            assert done.stderr.startswith("stopped: ") and done.stderr.count("\n") == 1
+            assert reason in done.stderr
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
+    done = started(f"open({str(tmp_path)!r} + '/no/log', 'a')")
+    assert done.returncode == 1 and "no/log" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("rename"), rename(a, b)))
+    save_file(str(tmp_path / "a.pt"), "run", x=1)
+    tmp = str(tmp_path / f"a.pt.{os.getpid()}.tmp")
+    assert done == [tmp, "rename", str(tmp_path)]
 
 
 SPY = """

@@ -1,6 +1,6 @@
 """
 Influence inside GRPO: targets, selection, the step. By brute force: one autograd backward per row.
-The tape itself: test_tracin.py.
+The tape itself: test_tape.py.
 """
 import copy
 import math
@@ -184,7 +184,7 @@ def test_the_first_step_is_checked_against_an_ordinary_backward(monkeypatch):
     score = tracin.score
 
     def lossy(recording, *args):
-        recording.tape.records.pop(0)
+        next(iter(recording.tape.records.values())).pop()
         return score(recording, *args)
 
     monkeypatch.setattr(tracin, "score", lossy)

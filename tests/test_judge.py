@@ -1,4 +1,5 @@
 """judge/: the small scorer and its training, reward functions."""
+import itertools
 import math
 import os
 import random
@@ -224,3 +225,16 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
     note = caught.value.__notes__[0]
     assert "len(text) - 1" in note and "judge/rewards.py" not in note
     assert "SystemExit" in refusal(score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)
+
+
+def test_a_reward_may_do_as_it_likes_with_torch():
+    def careless(completions):
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        return [1.0] * len(completions)
+
+    prompts = [Prompt("a", [1], {})]
+    assert score({"r": careless}, prompts, ["x"]).dtype == torch.float32
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    endless = {"r": lambda completions: itertools.repeat(1.0)}
+    assert "returned 2 numbers for 1" in refusal(score, endless, prompts, ["x"])

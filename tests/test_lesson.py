@@ -14,7 +14,6 @@ NUMBER = r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)"
 
 def test_the_lesson_runs_and_its_numbers_agree(tmp_path, monkeypatch, capsys):
     matplotlib.use("Agg")
-    os.symlink(os.path.join(ROOT, "config"), tmp_path / "config")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lesson.py", "--n_layer=1", "--n_embd=32", "--n_head=2",
                                      "--pretrain_tokens=20000", "--num_prompts=2"])
@@ -41,3 +40,13 @@ def test_the_notebook_is_the_lesson():
     assert in_notebook == in_lesson, (
         "lesson.py has changed: jupytext --to ipynb --set-kernel python3 --execute lesson.py")
     assert os.path.getsize(os.path.join(ROOT, "lesson.ipynb")) < 2 ** 20
+
+
+@pytest.mark.parametrize("flag", ["--beta=x", "--nope=1", "--device=nowhere", "beta", "--beta"])
+def test_a_slip_in_a_flag_is_one_line(flag, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)     # it runs from any folder
+    monkeypatch.setattr("sys.argv", ["lesson.py", flag])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(os.path.join(ROOT, "lesson.py"))
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1

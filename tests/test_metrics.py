@@ -51,7 +51,7 @@ def by_hand(nets, batch, cfg):
             if units is not tokens:
                 gaps = [float(loss.logp[i, s] - batch.rollout.logp[i, s]) for s in tokens]
                 ratio = math.exp(sum(gaps) / len(gaps))
-            A = batch.advantages[i, t] if cfg.critic else batch.advantages[i]
+            A = batch.advantages[i]
             ratios.append(ratio)
             below.append(bool(ratio < low and A < 0))
             above.append(bool(ratio > high and A > 0))
@@ -75,7 +75,7 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
     cases = [dict(loss_type=name) for name in
              ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")]
     cases += [dict(importance_sampling_level="sequence", loss_type="grpo"),
-              dict(critic=True), dict(beta=0.1), dict(mask_truncated_completions=True, beta=0.1),
+              dict(beta=0.1), dict(mask_truncated_completions=True, beta=0.1),
               dict(mask_truncated_completions=True, importance_sampling_level="sequence",
                    loss_type="grpo")]
     some_clipped = 0
@@ -131,8 +131,6 @@ def test_an_update_has_these_metrics():
     assert plain >= always
     more = updated(settings(beta=0.1, entropy_coef=0.1))
     assert more.keys() - plain >= {"kl", "kl_loss", "entropy_loss"}
-    more = updated(settings(critic=True))
-    assert more.keys() - plain >= {"critic_loss", "val/var_explained"}
     more = updated(settings(tracin="reward"))
     assert more.keys() - plain >= {"tracin/" + name for name in (
         "positive_ratio", "mean_ip", "min_ip", "max_ip",

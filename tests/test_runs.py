@@ -170,6 +170,33 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path):
     assert (tmp_path / "run-2" / "ckpt.pt").exists()
 
 
+@pytest.mark.parametrize("name", [".lock", *LOGS])
+@pytest.mark.parametrize("lead", [os.symlink, os.link, lambda notes, path: os.mkfifo(path),
+                                  lambda notes, path: os.mkdir(path)],
+                         ids=["link", "hard link", "pipe", "folder"])
+def test_a_run_writes_through_no_link(name, lead, copy_of_six, noise, grpo, tmp_path):
+    notes = tmp_path / "notes"
+    if name in LOGS:
+        shutil.copy(copy_of_six / name, notes)      # long enough to go on with
+    else:
+        notes.write_text("years of work")
+    before = notes.read_bytes()
+    os.remove(copy_of_six / name)
+    lead(notes, copy_of_six / name)
+    message = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+    assert f"{name} is a link or no file" in message
+    grpo(copy_of_six, noise, *SIX, "--max_iters=0")     # takes another folder
+    assert (tmp_path / "run-2" / "ckpt.pt").exists()
+    assert notes.read_bytes() == before, f"what {name} leads to was written to"
+
+
+@pytest.mark.parametrize("name", ["config.json", "ckpt.pt"])
+def test_a_pipe_is_not_waited_for(name, copy_of_six, noise):
+    os.remove(copy_of_six / name)
+    os.mkfifo(copy_of_six / name)
+    assert f"{name}: no such file" in refusal(evaluate.main, [str(copy_of_six), noise])
+
+
 class Crash(Exception):
     pass
 
@@ -200,9 +227,8 @@ def crash(monkeypatch, grpo):
     ("--num_iterations=2", "--mini_batch_size=8", "--lr_decay=cosine", "--warmup_iters=2",
      "--top_k=20", "--weight_decay=0.1"),
     ("--tracin=reward", "--tracin_adam=True", "--beta=0.1", "--tracin_val_prompts=2",
-     "--tracin_target_ema=0.5"),
-    ("--critic=True", "--beta=0.1", "--ref_model_sync_steps=2")],
-    ids=["lora-sync", "steps", "tracin", "critic-sync"])
+     "--tracin_target_ema=0.5")],
+    ids=["lora-sync", "steps", "tracin"])
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_path):
     argv = (*flags, "--max_iters=5")
     grpo(tmp_path / "whole", *argv)
@@ -292,8 +318,18 @@ def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     assert "learning_rate: 0.0001 -> 0.001" in text
 
 
+def flip(path):
+    """Flips a bit in the middle of a file."""
+    with open(path, "r+b") as f:
+        f.seek(os.path.getsize(path) // 2)
+        byte, = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte ^ 1]))
+
+
 @pytest.mark.parametrize("damage, part", [
     (lambda path: os.truncate(path, os.path.getsize(path) // 2), "cut short"),
+    (lambda path: flip(path), "damaged"),
     (lambda path: torch.save({"kind": "policy"}, path), "'policy'"),
     (lambda path: os.remove(path.replace("ckpt.pt", "samples.jsonl")), "samples.jsonl: shorter"),
     (lambda path: (os.remove(path), os.remove(path.replace("ckpt", "ckpt_prev"))), "checkpoint")])
@@ -302,6 +338,60 @@ def test_a_damaged_run_is_refused_and_kept(damage, part, copy_of_six, noise, grp
     before = snapshot(copy_of_six)
     assert part in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
     assert snapshot(copy_of_six) == before
+
+
+@pytest.mark.parametrize("change", [
+    dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1), dict(logs=[]),
+    dict(logs=dict.fromkeys(LOGS, -1)), dict(logs=dict.fromkeys(LOGS, 0.5)), dict(policy=None),
+    dict(shape=None), dict(optimizer=None)], ids=str)
+def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, grpo):
+    path = str(copy_of_six / "ckpt.pt")
+    content = load_file(path, "run")
+    del content["kind"]
+    save_file(path, "run", **content | change)
+    before = snapshot(copy_of_six)
+    for start in (lambda: grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7"),
+                  lambda: printed(explain.main, [str(copy_of_six), noise])):
+        assert "ckpt.pt: damaged" in refusal(start)
+    assert snapshot(copy_of_six) == before
+
+
+@pytest.mark.parametrize("change", [
+    lambda s: s["average"].pop(), lambda s: s.update(age=0), lambda s: s.update(age="1"),
+    lambda s: s["average"].__setitem__(0, torch.zeros(3))])
+def test_an_average_of_other_targets_is_refused(change, grpo, tmp_path):
+    flags = ("--tracin=reward", "--tracin_target_ema=0.5", "--save_interval=1")
+    grpo(tmp_path / "run", *flags, "--max_iters=1")
+    path = str(tmp_path / "run" / "ckpt.pt")
+    content = load_file(path, "run")
+    change(content["influence"])
+    del content["kind"]
+    save_file(path, "run", **content)
+    assert "damaged" in refusal(grpo, tmp_path / "run", *flags, "--max_iters=2", "--resume=True")
+
+
+def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six, tmp_path):
+    for name in os.listdir(copy_of_six):
+        if name != "config.py":
+            os.remove(copy_of_six / name)
+    (copy_of_six / "ckpt_new.tmp.123.tmp").write_text("half a checkpoint")
+    grpo(copy_of_six, noise, *SIX, "--resume=True")
+    assert_same_run(six, copy_of_six)
+    assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.py").write_text("years of work")
+    grpo(tmp_path / "mine", noise, *SIX, "--max_iters=0")
+    assert os.listdir(tmp_path / "mine") == ["config.py"], "a user's config.py is no run's"
+
+
+def test_config_py_is_written_before_config_json(grpo, noise, tmp_path, monkeypatch):
+    def dies(path, content):
+        raise Crash
+
+    monkeypatch.setattr("run.checkpoint.write_json", dies)
+    with pytest.raises(Crash):
+        grpo(tmp_path / "run", noise, "--max_iters=0")
+    assert (tmp_path / "run" / "config.py").read_text() == NOISE
 
 
 def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo, tmp_path):
@@ -382,12 +472,13 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
         assert f"after:  {row['completion']!r}" in text
 
 
-def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six):
+def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
+    assert "runs only if you name it" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
-    text = printed(evaluate.main, [str(copy_of_six), "--num_eval_prompts=2"])
+    text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
     assert "rewards/noise" in columns(text) and "iteration 0 and 4" in text
     os.remove(copy_of_six / "ckpt_prev.pt")
-    assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six)])
+    assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), noise])
 
 
 def test_evaluate_never_trains(copy_of_six, noise, tmp_path):

@@ -63,7 +63,7 @@ def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
         "text,answer\n" + "".join(f"{i} + 1 =,{i + 1}\n" for i in range(20)))
     grpo(tmp_path / "run", str(config), f"--prompts={tmp_path / 'sums.csv'}", "--max_iters=0",
          "--eval_judge=None")
-    lines = say(str(tmp_path / "run"), "--prompt=7 + 1 =", "--num=2")
+    lines = say(str(tmp_path / "run"), str(config), "--prompt=7 + 1 =", "--num=2")
     assert [line for line in lines if "no column for 'right'" in line], "it went without a word"
     lines = [line for line in lines if not line.startswith("note: ")]
     assert lines[1].split()[:3] == ["judge", "length", "after"]
@@ -74,7 +74,9 @@ def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
 
 def test_the_command_and_its_refusals(run):
     assert "must be 1 to 24 " in refusal(speak.main, [run, f"--prompt={'river ' * 40}"])
-    for argv in ([], [run], [run, "--prompt=a", "--num=0"]):
+    for argv in ([], [run]):
         assert "usage" in refusal(speak.main, argv)
+    for num in ("0", "-1", "x", "", "1" * 5000):
+        assert "must be --num=N" in refusal(speak.main, [run, "--prompt=a", f"--num={num}"])
     lines = command("sample.py", run, "--prompt=a green", "--num=2").splitlines()
     assert len(spoken(lines)) == 2, lines

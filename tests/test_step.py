@@ -298,6 +298,15 @@ def test_what_is_not_finite_stops_before_the_step(check):
         assert torch.equal(weights_of(policy).nan_to_num(7), before.nan_to_num(7))
 
 
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_a_log_prob_of_the_sampler_that_is_not_finite_stops_the_run(bad):
+    nets, batch = nets_and_batch(words(), word_gpt())
+    batch.rollout.logp[0, 0] = bad
+    before = weights_of(nets.policy)
+    said = refusal(update, nets, batch, None, words(), 3, check=False)     # later in a run
+    assert said.startswith("stopped") and torch.equal(weights_of(nets.policy), before)
+
+
 def test_a_model_with_dropout_is_found_out():
     policy = word_gpt()
     policy.lm_head.register_forward_hook(

@@ -66,8 +66,8 @@ def random_gpt(vocab_size=50, seed=0, **shape):
 
 
 def forcing(forced):
-    """A `respond` of rollout.generate that puts ids forced (N, T) behind the first token of each row
-    at once; -1 where the policy draws."""
+    """A `respond` of rollout.generate that puts ids forced (N, T) behind the first token of each
+    row at once; -1 where the policy draws."""
     def respond(first, r, rows, t, column):
         if t == 0:
             later = forced[first:first + len(rows), 1:]
@@ -341,6 +341,12 @@ def refusal(function, *args, **kwargs):
     text = str(caught.value)
     assert text and "\n" not in text.strip(), f"more than one line: {text}"
     return text
+
+
+def skip_without(extra):
+    """Skip a test that needs another folder of extras/ than its own, where that was deleted."""
+    if not os.path.isdir(os.path.join(os.path.dirname(grpo.__file__), "extras", extra)):
+        pytest.skip(f"needs extras/{extra}")
 
 
 def printed(function, *args, **kwargs):

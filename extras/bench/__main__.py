@@ -1,11 +1,11 @@
 """
 Measures what an iteration costs, and whether the fast paths hold on this machine.
 
-    python -m extras.bench config/toxicity.py                      # seconds, tokens/s, memory, phases
-    python -m extras.bench config/toxicity.py vs --tracin=self vs --tracin=self --tracin_memory=0
-                                                            # the same beside variants, in turns
-    python -m extras.bench gpt2 vs --tracin=self                   # GPT-2's shape with random weights
-    python -m extras.bench trl config/toxicity.py                  # beside TRL's GRPOTrainer
+    python -m extras.bench config/toxicity.py          # seconds, tokens/s, memory, phases
+    python -m extras.bench config/toxicity.py vs --tracin=self vs --compile=True     # in turns
+    python -m extras.bench gpt2 vs --tracin=self       # GPT-2's shape with random weights
+    python -m extras.bench trl config/toxicity.py      # beside TRL's GRPOTrainer
+    python -m extras.bench tape                        # influence beside forward and backward alone
 
 Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
 turns, so that what else the machine does hits all of them. A policy that the settings would train
@@ -33,6 +33,7 @@ import torch
 
 from config import load_settings
 from config.check import need
+from extras.bench.shapes import compare_tape
 from pretrain import new_policy
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 
@@ -140,6 +141,8 @@ def print_rounds(rounds):
 
 def variants_of(argv):
     """{flags as typed: (nets, cfg)} of the settings and, after each `vs`, of these with more."""
+    if "vs" in argv[:1] + argv[-1:]:
+        raise BadInput("vs: must stand between settings and what differs")
     first, *more = [list(flags) for is_vs, flags in
                     itertools.groupby(argv, lambda arg: arg == "vs") if not is_vs] or [[]]
     flags_of = {" ".join(first) or "no settings": first}
@@ -222,14 +225,14 @@ def rounds_of_trl(trl, nets, cfg, folder, repeat):
 
 
 def main(argv):
-    own, flags = own_flags(argv, {"repeat": "5"})
-    if not own["repeat"].isdecimal() or int(own["repeat"]) < 1:
-        raise BadInput(f"--repeat={own['repeat']}: must be a number of iterations")
-    repeat = int(own["repeat"])
+    own, flags = own_flags(argv, {"repeat": 5})
+    repeat = own["repeat"]
     if flags[:1] == ["gpt2"]:
         flags[:1] = GPT2
     if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
+    elif flags == ["tape"]:
+        compare_tape(repeat)
     else:
         compare(flags, repeat)
 

@@ -5,7 +5,7 @@ Chess as two tasks of text: positions of random games, prompts, right completion
     P: (the play)   "P: FEN "               ->  "M: five moves E: their evaluations B: the best"
 
 Moves are in UCI (e2e4, e7e8q). The history of A: is at most 10 moves, oldest first; the move itself
-is the last of it. Evaluations are in pawns, as the side to move sees them. docs/tasks.md has more.
+is the last of it. Evaluations are in pawns, as the side to move sees them. README.md has more.
 """
 import random
 import re

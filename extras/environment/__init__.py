@@ -1,7 +1,7 @@
 """
 Several turns: an environment answers completions while they are sampled.
 
-    def environment(prompts, transcripts):      # in a config file; docs/tasks.md
+    def environment(prompts, transcripts):      # in a config file
         return [" Warm." if text.endswith("?") else None for text in transcripts]
 
 Its answer is written behind the token that it answers, and the rollout's sampled_mask is False

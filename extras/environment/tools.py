@@ -86,6 +86,8 @@ def check_tools(tools):
     """BadInput for a table with a call that could not be answered."""
     for name, tool in tools.items():
         try:
+            if not PARTS.fullmatch(f"{name}("):
+                raise TypeError("no call can spell its name")
             inspect.signature(tool).bind("text")
             if inspect.iscoroutinefunction(tool):
                 raise TypeError("it is async")

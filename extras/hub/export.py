@@ -11,9 +11,9 @@ import tiktoken
 import torch
 
 from data.tokenizer import byte_alphabet
-from extras.hub.families import FAMILIES, config_to_json, pieces
-from extras.hub.files import TOKENIZER_FILES, save_tensors
-from extras.hub.policy import TRANSPOSED, tokenizer_of
+from extras.hub.families import config_to_json, pieces
+from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
+from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import Tokenizer, bpe_core
 from common.files import read_json, replacing, write_json
 from common.script import BadInput, run_script
@@ -23,27 +23,25 @@ from common.script import BadInput, run_script
 def export(model, folder, source):
     """Write a policy as a published folder, which appears whole or not at all.
 
-    source: its tokenizer: a tiktoken.Encoding, or the folder or GGUF file that extras.hub.policy read.
+    source: of its tokenizer: a tiktoken.Encoding, or the published folder or GGUF file.
     """
-    kind, config = config_to_json(model.config)
+    family, config = config_to_json(model.config)
     if os.path.exists(folder):
         raise BadInput(f"{folder}: is there already; name a folder that is not there yet")
     with replacing(os.path.abspath(folder)) as tmp:
         os.makedirs(tmp)
-        ids = write_tokenizer(tmp, source)
-        content = ids | config | {"torch_dtype": "float32"}
-        write_json(os.path.join(tmp, "config.json"), content)
-        save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, kind))
+        with one_line(folder, "is the disk full?"):     # tokenizers raises a plain Exception
+            ids = write_tokenizer(tmp, source)
+        write_json(os.path.join(tmp, "config.json"), ids | config)
+        save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, family))
 
 
-def merged_tensors(model, kind):
-    """{published name: tensor}, adapters merged. A tied head and the critic's are left out."""
-    family = FAMILIES[kind]
+def merged_tensors(model, family):
+    """Merge adapters -> {published name: tensor}. A tied head and the critic's are left out."""
     tensors = {}
-    for name, x in model.state_dict().items():
+    for name, x in model.named_parameters():    # has a matrix once that is embedding and head
         module, _, leaf = name.rpartition(".")
-        tied_head = name == "lm_head.weight" and model.config.tied
-        if module.endswith((".A", ".B")) or module.startswith("value_head") or tied_head:
+        if module.endswith((".A", ".B")) or module.startswith("value_head"):
             continue
         if module.endswith(".base"):
             module = module.removesuffix(".base")
@@ -51,10 +49,9 @@ def merged_tensors(model, kind):
                 lora = model.get_submodule(module)
                 x = x + lora.scale * lora.B.weight @ lora.A.weight
         name = f"{module}.{leaf}"
-        parts = pieces(model, family.names, name, len(x))
+        parts = pieces(model, family, name, len(x))
         for (there, _), part in zip(parts, x.split([rows for _, rows in parts])):
-            flip = family.transposed and name.endswith(TRANSPOSED)
-            tensors[there] = part.T if flip else part
+            tensors[there] = part.T if name.endswith(family.transposed) else part
     return tensors
 
 
@@ -64,28 +61,34 @@ def merged_tensors(model, kind):
 
 def write_tokenizer(folder, source):
     """Write the tokenizer's files. Returns the ids of special tokens as config.json has them."""
-    if isinstance(source, str) and os.path.isdir(source):
-        for name in TOKENIZER_FILES:
-            if os.path.exists(os.path.join(source, name)):
-                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
-        config = read_json(os.path.join(source, "config.json"))
-        return {key: i for key, i in config.items() if key.endswith("_token_id")}
     if isinstance(source, tiktoken.Encoding):
-        end = [source.eot_token]
-        tokenizer = Tokenizer(core_of(source), folder, end, bos=end)
-    else:
-        tokenizer = tokenizer_of(source)
+        end = source.eot_token
+        return save_tokenizer(folder, Tokenizer(core_of(source), folder, [end], bos=end))
+    if source.endswith(".gguf"):
+        return save_tokenizer(folder, tokenizer_of(source))
+    return copy_tokenizer(folder, source)
+
+
+def copy_tokenizer(folder, source):
+    for name in TOKENIZER_FILES:
+        if os.path.exists(os.path.join(source, name)):
+            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+    config = read_json(os.path.join(source, "config.json"))
+    return {key: i for key, i in config.items() if key.endswith("_token_id")}
+
+
+def save_tokenizer(folder, tokenizer):
     tokenizer.core.save(os.path.join(folder, "tokenizer.json"))
     tokenizer.core.model.save(folder)     # vocab.json and merges.txt too
-    ids = dict(bos_token_id=tokenizer.bos_token, eos_token_id=tokenizer.eot_token)
-    ids = {key: i for key, i in ids.items() if i is not None}
+    ids = {"eos_token_id": tokenizer.eot_token}
+    if tokenizer.bos_token is not None:
+        ids["bos_token_id"] = tokenizer.bos_token
     content = {key.removesuffix("_id"): tokenizer.core.id_to_token(i) for key, i in ids.items()}
     content["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if tokenizer.chat_template:
-        content["chat_template"] = tokenizer.chat_template
+    content["chat_template"] = tokenizer.chat_template
     write_json(os.path.join(folder, "tokenizer_config.json"), content)
     write_json(os.path.join(folder, "generation_config.json"),
-               ids | dict(eos_token_id=list(tokenizer.end_tokens)))
+               ids | {"eos_token_id": list(tokenizer.end_tokens)})
     return ids
 
 
@@ -111,7 +114,7 @@ def core_of(encoding):
 
 
 def merged_below(token, rank, ranks):
-    """The bytes of a token after all merges of a lower rank: at most two parts are left."""
+    """Make all merges of a lower rank in the bytes of a token: at most two parts are left."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [a + b for a, b in zip(parts, parts[1:])]

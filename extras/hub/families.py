@@ -1,11 +1,9 @@
-"""How models are published, one table per family: names of tensors, config.json to GPTConfig and
-back.
+"""How models are published: the names of their tensors, and config.json to GPTConfig and back.
 
-Known are GPT-2, GPT-Neo, Llama, Qwen2 and Qwen3. Another family that model.py can compute is one
-more entry of FAMILIES. What a published model has and model.py has not is refused: here, if it is a
-key of config.json that no tensor shows, and in extras/hub/policy.py, if a tensor has no place.
+Each family has one table: GPT-2, GPT-Neo, Llama, Qwen2, Qwen3. Another family that model.py can
+compute is one more table in FAMILIES. A model that would compute something else is refused: here if
+a key of config.json says so, in extras/hub/policy.py if a tensor has no place.
 """
-import re
 from dataclasses import dataclass, replace
 
 from model import GPTConfig
@@ -14,83 +12,190 @@ from common.script import BadInput, shown
 
 @dataclass
 class Family:
-    architecture: str   # as config.json names it
-    names: dict         # module here -> modules there; several are stacked along the rows
+    model_type: str     # this and the next as in config.json
+    architecture: str
+    names: dict         # module here -> module there
+    stacked: dict       # module here -> the modules there that it holds, from its first row on
     keys: dict          # field of GPTConfig -> key of config.json
-    only: dict          # key of config.json -> the values it may have where it is given
-    fields: dict        # of GPTConfig, where config.json says nothing else
-    transposed: bool = False    # matrices are published as (in, out)
+    only: dict          # key of config.json -> the values it may have, if it is there
+    fields: dict        # field of GPTConfig -> its value where config.json has none
+    written: dict       # key of config.json -> the value that an export has
+    transposed: tuple = ()      # endings of the matrices that are published as (in, out)
 
 
-# activation_function -> GPTConfig.exact_gelu
-GELU = {"gelu": True, "gelu_new": False}
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    names={
+        "wte": "transformer.wte",
+        "wpe": "transformer.wpe",
+        "h": "transformer.h",
+        "ln_f": "transformer.ln_f",
+    },
+    stacked={},
+    keys={
+        "vocab_size": "vocab_size",
+        "block_size": "n_positions",
+        "n_embd": "n_embd",
+        "n_inner": "n_inner",
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "norm_eps": "layer_norm_epsilon",
+        "tied": "tie_word_embeddings",
+    },
+    only={
+        "activation_function": ("gelu", "gelu_new"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    },
+    fields={},
+    written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},    # if missing: 0.1
+    transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+)
+GPT_NEO = Family(
+    model_type="gpt_neo",
+    architecture="GPTNeoForCausalLM",
+    names=GPT2.names | {"attn.c_proj": "attn.attention.out_proj"},
+    stacked={
+        "attn.c_attn": (
+            "attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    },
+    keys={
+        "vocab_size": "vocab_size",
+        "block_size": "max_position_embeddings",
+        "n_embd": "hidden_size",
+        "n_inner": "intermediate_size",
+        "n_layer": "num_layers",
+        "n_head": "num_heads",
+        "norm_eps": "layer_norm_epsilon",
+        "window": "window_size",
+        "tied": "tie_word_embeddings",
+    },
+    only={"activation_function": ("gelu", "gelu_new")},
+    fields={"qkv_bias": False, "attn_scale": 1.0},
+    written={},
+)
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names={
+        "wte": "model.embed_tokens",
+        "h": "model.layers",
+        "ln_f": "model.norm",
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+        "attn.c_proj": "self_attn.o_proj",
+        "attn.q_norm": "self_attn.q_norm",      # Qwen3 alone has these two
+        "attn.k_norm": "self_attn.k_norm",
+        "mlp.c_proj": "mlp.down_proj",
+    },
+    stacked={
+        "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
+    },
+    keys={
+        "vocab_size": "vocab_size",
+        "block_size": "max_position_embeddings",
+        "n_embd": "hidden_size",
+        "n_inner": "intermediate_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_kv_head": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "norm_eps": "rms_norm_eps",
+        "rope_base": "rope_theta",
+        "tied": "tie_word_embeddings",
+    },
+    only={"attention_bias": (False,), "mlp_bias": (False,), "sliding_window": ()},
+    fields={
+        "bias": False,
+        "qkv_bias": False,
+        "rms": True,
+        "norm_eps": 1e-6,
+        "rope_base": 1e4,
+        "swiglu": True,
+        "tied": False,
+    },
+    written={"hidden_act": "silu"},
+)
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    only={"use_sliding_window": (False,)},
+    fields=LLAMA.fields | {"qkv_bias": True},
+)
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    only={"use_sliding_window": (False,), "attention_bias": (False,)},
+    fields=LLAMA.fields | {"qk_norm": True, "head_dim": 128},
+)
+FAMILIES = (GPT2, GPT_NEO, LLAMA, QWEN2, QWEN3)
 
-GPT2_NAMES = dict(wte="transformer.wte", wpe="transformer.wpe", h="transformer.h",
-                  ln_f="transformer.ln_f")
-NEO_NAMES = GPT2_NAMES | {
-    "attn.c_attn": "attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj",
-    "attn.c_proj": "attn.attention.out_proj",
+# llama.cpp's files, and their metadata in place of config.json
+GGUF = {
+    "names": {
+        "wte": "token_embd",
+        "h": "blk",
+        "ln_f": "output_norm",
+        "lm_head": "output",
+        "ln_1": "attn_norm",
+        "ln_2": "ffn_norm",
+        "attn.c_proj": "attn_output",
+        "attn.q_norm": "attn_q_norm",
+        "attn.k_norm": "attn_k_norm",
+        "mlp.c_proj": "ffn_down",
+    },
+    "stacked": {
+        "attn.c_attn": ("attn_q", "attn_k", "attn_v"),
+        "mlp.c_fc": ("ffn_gate", "ffn_up"),
+    },
+    "keys": {
+        "vocab_size": "vocab_size",
+        "block_size": "context_length",
+        "n_embd": "embedding_length",
+        "n_inner": "feed_forward_length",
+        "n_layer": "block_count",
+        "n_head": "attention.head_count",
+        "n_kv_head": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "norm_eps": "attention.layer_norm_rms_epsilon",
+        "rope_base": "rope.freq_base",
+        "tied": "tie_word_embeddings",
+    },
+    "only": {
+        "rope.scaling.type": ("none",),
+        "rope.scaling.factor": (0, 1),
+        "rope.scale_linear": (0, 1),
+        "attention.causal": (True,),
+    },
 }
-LLAMA_NAMES = {
-    "wte": "model.embed_tokens", "h": "model.layers", "ln_f": "model.norm",
-    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",
-    "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attn.c_proj": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
-    "mlp.c_fc": "mlp.gate_proj mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
-}
-GGUF_NAMES = {
-    "wte": "token_embd", "h": "blk", "ln_f": "output_norm", "lm_head": "output",
-    "ln_1": "attn_norm", "ln_2": "ffn_norm",
-    "attn.c_attn": "attn_q attn_k attn_v", "attn.c_proj": "attn_output",
-    "attn.q_norm": "attn_q_norm", "attn.k_norm": "attn_k_norm",
-    "mlp.c_fc": "ffn_gate ffn_up", "mlp.c_proj": "ffn_down",
-}
-GPT2_KEYS = dict(
-    tied="tie_word_embeddings", vocab_size="vocab_size", block_size="n_positions", n_embd="n_embd", n_inner="n_inner",
-    n_layer="n_layer", n_head="n_head", norm_eps="layer_norm_epsilon")
-NUMBERS = dict(tied="tie_word_embeddings", vocab_size="vocab_size", block_size="max_position_embeddings", n_embd="hidden_size",
-               n_inner="intermediate_size")
-NEO_KEYS = NUMBERS | dict(n_layer="num_layers", n_head="num_heads", window="window_size",
-                          norm_eps="layer_norm_epsilon")
-LLAMA_KEYS = NUMBERS | dict(
-    n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
-    head_dim="head_dim", norm_eps="rms_norm_eps")
-REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window")
-LLAMA_FIELDS = dict(tied=False, bias=False, rms=True, swiglu=True, qkv_bias=False, norm_eps=1e-6)
-ONLY = dict(quantization_config=(), is_causal=(True,), add_cross_attention=(False,))
-ONLY_GELU = ONLY | dict(activation_function=tuple(GELU))
-ONLY_GPT2 = ONLY_GELU | dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,))
-ONLY_ROTARY = ONLY | dict(
-    hidden_act=("silu", "swish"), partial_rotary_factor=(1,), attention_chunk_size=())
-ONLY_LLAMA = ONLY_ROTARY | dict(
-    sliding_window=(), attention_bias=(False,), mlp_bias=(False,))
-ONLY_QWEN = ONLY_ROTARY | dict(use_sliding_window=(False,))
+GGUF_FAMILIES = {family.model_type: replace(family, **GGUF) for family in (LLAMA, QWEN2, QWEN3)}
 
-FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, ONLY_GPT2, {}, transposed=True),
-    "gpt_neo": Family("GPTNeoForCausalLM", NEO_NAMES, NEO_KEYS, ONLY_GELU,
-                      dict(qkv_bias=False, attn_scale=1.0)),
-    "llama": Family("LlamaForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_LLAMA, LLAMA_FIELDS),
-    "qwen2": Family("Qwen2ForCausalLM", LLAMA_NAMES, LLAMA_KEYS, ONLY_QWEN,
-                    LLAMA_FIELDS | dict(qkv_bias=True)),
-    "qwen3": Family("Qwen3ForCausalLM", LLAMA_NAMES, LLAMA_KEYS,
-                    ONLY_QWEN | dict(attention_bias=(False,)),
-                    LLAMA_FIELDS | dict(qk_norm=True, head_dim=128)),
+# `only` of all families, and of those with rotary positions
+ONLY = {"quantization_config": (), "is_causal": (True,), "add_cross_attention": (False,)}
+ONLY_ROTARY = {
+    "hidden_act": ("silu", "swish"),
+    "attention_chunk_size": (),
+    "partial_rotary_factor": (1,),
+    "rope_type": ("default", "llama3"),
 }
-# of rope_type = "llama3", in the order of model.scale_frequency
+# fields of GPTConfig that are never 0
+REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window", "rope_base")
+# keys of rope_type = "llama3", in the order of model.scale_frequency
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def pieces(model, names, name, rows):
-    """[(published name, its rows)] of what is stacked, in this order, into the tensor `name`."""
+def pieces(model, family, name, rows):
+    """Name the published tensors that the tensor `name` holds -> [(published name, its rows)]."""
     module, leaf = name.rsplit(".", 1)
     prefix = ""
-    block = re.match(r"h\.(\d+)\.(.+)", module)
-    if block:
-        prefix = f"{names['h']}.{block[1]}."
-        module = block[2]
-    parts = names.get(module, module).split()
+    if module.startswith("h."):
+        _, number, module = module.split(".", 2)
+        prefix = f"{family.names['h']}.{number}."
+    parts = family.stacked.get(module) or (family.names.get(module, module),)
     sizes = [rows // len(parts)] * len(parts)
     if len(parts) == 3:  # queries, keys, values
         attn = model.h[0].attn
@@ -99,36 +204,37 @@ def pieces(model, names, name, rows):
 
 
 def config_from_json(content, path):
-    """The content of a config.json -> (key of FAMILIES, GPTConfig). BadInput for what is not built
-    here."""
-    named = content.get("architectures") or [content.get("model_type")]
-    kinds = [kind for kind, family in FAMILIES.items() if named[0] in (kind, family.architecture)]
-    if not kinds:
-        known = ", ".join(family.architecture for family in FAMILIES.values())
-        raise BadInput(f"{path}: architecture {shown(named[0])} is none that a policy can have: "
-                       f"{known}")
-    kind = kinds[0]
-    family = FAMILIES[kind]
-    check_only(family.only, content, path)
+    """The content of a config.json -> (Family, GPTConfig). BadInput for what model.py does not
+    compute."""
+    named = (content.get("architectures") or [content.get("model_type")])[0]
+    for family in FAMILIES:
+        if named in (family.architecture, family.model_type):
+            return family, config_of(family, content, path)
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise BadInput(f"{path}: architecture {shown(named)} is not supported, only {known}")
+
+
+def config_of(family, content, path):
+    check_only(ONLY | family.only, content, path)
     fields = dict(family.fields)
     for name, key in family.keys.items():
         if content.get(key) is not None:
             fields[name] = content[key]
         if name in REQUIRED and not fields.get(name):
-            raise BadInput(f"{path}: {key} is missing in config.json")
-    aliases = dict(num_hidden_layers=(fields["n_layer"],), num_attention_heads=(fields["n_head"],))
-    check_only(aliases, content, path)
-    if fields.get("rms"):      # Llama's kind of block
+            raise BadInput(f"{path}: {key} is missing")
+    others = {"num_hidden_layers": (fields["n_layer"],), "num_attention_heads": (fields["n_head"],)}
+    check_only(others, content, path)
+    if "rope_base" in fields:
         fields |= fields_of_rope(content, path)
     else:
-        fields["exact_gelu"] = GELU[content.get("activation_function", "gelu_new")]
-    if kind == "gpt_neo":
+        fields["exact_gelu"] = content.get("activation_function") == "gelu"
+    if family is GPT_NEO:
         fields["local_layers"] = local_layers(content, path)
-    return kind, GPTConfig(**fields)
+    return GPTConfig(**fields)
 
 
 def check_only(table, content, path):
-    """BadInput for a key whose value means other arithmetic than the one here."""
+    """Raise BadInput for a key whose value means another computation."""
     for key, values in table.items():
         value = content.get(key)
         if value is not None and value not in values:
@@ -137,8 +243,8 @@ def check_only(table, content, path):
 
 
 def local_layers(content, path):
-    """Numbers of GPT-Neo's layers that see a window only. attention_types is [[kinds, times], ...].
-    """
+    """The numbers of GPT-Neo's layers that see only a window. attention_types is
+    [[kinds, times], ...]."""
     layers = []
     types = content.get("attention_types")
     for kinds, times in types or ():
@@ -146,62 +252,62 @@ def local_layers(content, path):
     if len(layers) != content["num_layers"] or not set(layers) <= {"global", "local"}:
         raise BadInput(f"{path}: attention_types = {shown(types)}: must name "
                        f"global or local for each of {content['num_layers']} layers")
-    check_only(dict(attention_layers=(layers,)), content, path)
+    check_only({"attention_layers": (layers,)}, content, path)
     return tuple(i for i, layer in enumerate(layers) if layer == "local")
 
 
 def fields_of_rope(content, path):
-    """The fields of rotary positions. transformers 5 writes rope_parameters; 4 writes rope_scaling
-    beside rope_theta."""
+    """The fields of rotary positions. transformers 5 writes rope_parameters, with rope_theta;
+    transformers 4 writes rope_scaling, beside rope_theta."""
     if set(content.get("layer_types") or ()) - {"full_attention"}:
         raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    check_only(dict(rope_type=("default", "llama3"), partial_rotary_factor=(1,)),
-               rope | dict(rope_type=kind), path)
-    check_only(dict(rope_scaling=({}, rope)), content, path)
-    fields = dict(rope_base=rope.get("rope_theta") or content.get("rope_theta") or 1e4)
+    check_only(ONLY_ROTARY, content | rope | {"rope_type": kind}, path)
+    check_only({"rope_scaling": ({}, rope)}, content, path)
+    fields = {}
+    if rope.get("rope_theta"):
+        fields["rope_base"] = rope["rope_theta"]
     if kind == "llama3":
         factor, low, high, positions = (rope[key] for key in LLAMA3_KEYS)
         if low >= high:
             raise BadInput(f"{path}: low_freq_factor = {low} must be below high_freq_factor")
-        check_only(dict(original_max_position_embeddings=(positions,)), content, path)
+        check_only({"original_max_position_embeddings": (positions,)}, content, path)
         fields["rope_scaling"] = (factor, low, high, positions)
     return fields
 
 
 def config_to_json(config):
-    """GPTConfig -> (key of FAMILIES, the content of a config.json). BadInput when no published
-    architecture has these settings together."""
+    """GPTConfig -> (Family, the content of a config.json). BadInput when no published architecture
+    has these settings together."""
     c = spelled_out(config)
-    kind = "gpt_neo" if c.attn_scale else "gpt2"
+    family = GPT_NEO if c.attn_scale else GPT2
     if c.rope_base:
-        kind = "qwen2" if c.qkv_bias else "llama"
+        family = QWEN2 if c.qkv_bias else LLAMA
     if c.qk_norm:
-        kind = "qwen3"
-    family = FAMILIES[kind]
-    content = dict(architectures=[family.architecture], model_type=kind)
+        family = QWEN3
+    content = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": "float32",
+    }
     content |= {key: getattr(c, name) for name, key in family.keys.items()}
-    if c.rope_base:
-        content |= dict(hidden_act="silu", rope_theta=c.rope_base)
-    else:
-        content |= dict(activation_function="gelu" if c.exact_gelu else "gelu_new")
+    content |= family.written
+    if not c.rope_base:
+        content["activation_function"] = "gelu" if c.exact_gelu else "gelu_new"
     if c.rope_scaling:
-        numbers = dict(zip(LLAMA3_KEYS, c.rope_scaling, strict=True))
-        content["rope_scaling"] = dict(rope_type="llama3") | numbers
-    if kind == "gpt_neo":
+        content["rope_scaling"] = dict(zip(LLAMA3_KEYS, c.rope_scaling), rope_type="llama3")
+    if family is GPT_NEO:
         kinds = ["local" if i in c.local_layers else "global" for i in range(c.n_layer)]
-        content |= dict(attention_layers=kinds, attention_types=[[kinds, 1]])
-    if kind == "gpt2":      # transformers' default is 0.1
-        content |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    _, again = config_from_json(content, "this policy")
-    if spelled_out(again) != c:
+        content |= {"attention_layers": kinds, "attention_types": [[kinds, 1]]}
+    reread = config_of(family, content, "this policy")
+    if spelled_out(reread) != c:
         raise BadInput(f"{config}: no published architecture has these settings together")
-    return kind, content
+    return family, content
 
 
 def spelled_out(c):
-    """The GPTConfig with every value that stands for another one replaced by it."""
+    """The GPTConfig in which no value stands for another one."""
     return replace(
         c, n_kv_head=c.n_kv_head or c.n_head, head_dim=c.head_dim or c.n_embd // c.n_head,
         n_inner=c.n_inner or 4 * c.n_embd,

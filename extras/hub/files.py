@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 
+import numpy as np
 import torch
 
 from common.files import read_json
@@ -30,8 +31,7 @@ def one_line(what, advice="download it again"):
     except BadInput:
         raise
     except Exception as e:  # the packages raise their own errors, and a dozen of Python's
-        why = " ".join(str(e).split())
-        raise BadInput(f"{what}: {type(e).__name__}: {why[:400]}; {advice}") from e
+        raise BadInput(f"{what}: {type(e).__name__}: {e}; {advice}") from e
 
 
 def fetch(name, files=MODEL_FILES):
@@ -47,7 +47,7 @@ def fetch(name, files=MODEL_FILES):
         raise BadInput(f"{name!r}: no such folder, and no published name: OWNER/NAME, "
                        "OWNER/NAME@REVISION")
     is_dataset, repo, revision = match.groups()
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         from huggingface_hub import snapshot_download
     advice = ("look at the name; for a gated or private one run `hf auth login`; without a network "
               "give a folder")
@@ -59,7 +59,7 @@ def fetch(name, files=MODEL_FILES):
 
 def load_tensors(folder):
     """{name: tensor} of model.safetensors in a folder, or of all files that its index names."""
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         from safetensors.torch import load_file
     index = read_json(os.path.join(folder, INDEX), missing={})
     names = index.get("weight_map", {"": "model.safetensors"}).values()
@@ -75,7 +75,7 @@ def load_tensors(folder):
 
 def save_tensors(path, tensors):
     """Write {name: tensor} as a safetensors file."""
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         from safetensors.torch import save_file
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     with one_line(path, "is the disk full?"):
@@ -85,10 +85,22 @@ def save_tensors(path, tensors):
 
 def read_gguf(path, weights=True):
     """(metadata, {name: float32 tensor}) of llama.cpp's files, quantised weights multiplied out."""
-    with optional("-r requirements-hub.txt"):
+    with optional("-r extras/hub/requirements.txt"):
         from gguf import GGUFReader, dequantize
+
+    class Reader(GGUFReader):
+        """It would read millions of numbers one by one, also those behind the file's end."""
+        left = 2 ** 21      # large vocabularies have half of them
+
+        def _get(self, offset, *args, **kwargs):
+            self.data = self.data.view(np.ndarray)      # a memmap is slow to cut
+            self.left -= 1
+            if self.left < 0 or offset >= len(self.data):
+                raise ValueError("its metadata is too long, or cut short")
+            return super()._get(offset, *args, **kwargs)
+
     with one_line(path):
-        reader = GGUFReader(path)
+        reader = Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {}
         for x in reader.tensors if weights else ():

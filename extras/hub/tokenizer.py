@@ -1,11 +1,10 @@
-"""A published model's own tokenizer, read by the package `tokenizers`, with the few methods of
-tiktoken.Encoding that the project calls. Byte-level BPE only: GPT-2, GPT-Neo, RoBERTa, Llama 3,
+"""A published model's own tokenizer, read by the package `tokenizers`. It has the methods of
+tiktoken.Encoding that the project calls. Only byte-level BPE: GPT-2, GPT-Neo, RoBERTa, Llama 3,
 SmolLM2, Qwen2, Qwen3.
 
-No text becomes a special token, whatever it says, but for a chat that a template has written
-(encode_marked).
+No text becomes a special token, whatever it says. Only encode_marked reads special tokens, in a
+chat that a template has written.
 """
-import itertools
 import os
 
 from data.tokenizer import GPT2_PATTERN, byte_alphabet
@@ -14,22 +13,30 @@ from extras.hub.files import read_gguf
 from common.files import read_json, read_text
 from common.script import BadInput, optional
 
-# how GGUF files name the ways to cut a text into words
+with optional("-r extras/hub/requirements.txt"):
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
 LLAMA3_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""")
-GGUF_PATTERNS = {"gpt-2": GPT2_PATTERN, "smollm": GPT2_PATTERN, "llama-bpe": LLAMA3_PATTERN,
-                 "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")}
+# name in GGUF files -> how it cuts a text into words
+GGUF_PATTERNS = {
+    "gpt-2": GPT2_PATTERN,
+    "smollm": GPT2_PATTERN,
+    "llama-bpe": LLAMA3_PATTERN,
+    "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
+}
 BYTE_OF = byte_alphabet()
 
 
 class Tokenizer:
-    """core: a tokenizers.Tokenizer. ends, bos: ids, the first of each first. names: what a chat
-    template knows as bos_token, eos_token, ... `source` is named in errors."""
+    """core: a tokenizers.Tokenizer. source: its name in errors. ends: ids, the tokenizer's own
+    first. bos: an id or None. names: {"eos_token": text, ...} for the chat template."""
 
-    def __init__(self, core, source, ends, bos=(), template=None, names=()):
-        if "ByteLevel" not in str(core.decoder):
-            raise BadInput(f"{source}: not a byte-level tokenizer, the only kind known here")
+    def __init__(self, core, source, ends, bos=None, template=None, names=()):
+        if not isinstance(core.decoder, decoders.ByteLevel):
+            raise BadInput(f"{source}: only byte-level tokenizers are supported")
         if not ends:
             raise BadInput(f"{source}: no end token; name eos_token in tokenizer_config.json or "
                            "eos_token_id in config.json")
@@ -37,16 +44,15 @@ class Tokenizer:
         self.source = source
         self.end_tokens = tuple(dict.fromkeys(ends))
         self.eot_token = ends[0]
-        self.bos_token = bos[0] if bos else None
+        self.bos_token = bos
         self.chat_template = template
         self.names = dict(names)
         # ids that the model's own tokenizer puts before a text
         some = core.encode("a")
-        before = zip(some.ids, itertools.takewhile(bool, some.special_tokens_mask))
-        self.before_text = [i for i, _ in before]
+        self.before_text = some.ids[:some.special_tokens_mask.index(0)]
         ids = core.get_vocab().values()
         self.n_vocab = max(ids) + 1
-        # what the model must know: a fine-tune may have added tokens that it never uses
+        # the largest id that the model must have: a fine-tune may add tokens that it never uses
         added = core.get_added_tokens_decoder()
         self.largest = max(*(i for i in ids if i not in added), *ends, *self.before_text)
 
@@ -62,7 +68,7 @@ class Tokenizer:
         return encode_chat(self, messages, where)
 
     def encode_marked(self, text):
-        """The ids of a text in which the added tokens stand for themselves."""
+        """Encode a text, in which the special tokens are written out."""
         self.core.encode_special_tokens = False
         return self.core.encode(text, add_special_tokens=False).ids
 
@@ -77,10 +83,7 @@ class Tokenizer:
 
 
 def from_folder(folder):
-    """Tokenizer of tokenizer.json, or of vocab.json and merges.txt."""
-    with optional("-r requirements-hub.txt"):
-        import tokenizers
-
+    """Read tokenizer.json, or vocab.json and merges.txt, and the configs beside them."""
     def read(name):
         return read_json(os.path.join(folder, name), missing={})
 
@@ -91,12 +94,13 @@ def from_folder(folder):
     names = {key: x["content"] if isinstance(x, dict) else x
              for key, x in texts.items() if key.endswith("_token") and x}
     model = read("config.json")
-    own = ids_of("eos", core, model, names)
-    ends = ids_of("eos", core, read("generation_config.json"), {})      # it alone decides
-    ends = [i for i in own[:1] if i in ends] + (ends or own)            # the tokenizer's own first
-    bos = ids_of("bos", core, model, names)
+    bos = next(iter(ids_of("bos", core, model, names)), None)
+    ends = ids_of("eos", core, model, names)
+    listed = ids_of("eos", core, read("generation_config.json"), {})
+    if listed:      # no other token ends a completion; the tokenizer's own comes first
+        ends = [i for i in ends[:1] if i in listed] + listed
     template = config.get("chat_template")
-    if isinstance(template, list):      # several by their names
+    if isinstance(template, list):      # several, each with a name
         template = {x["name"]: x["template"] for x in template}.get("default")
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):
@@ -105,19 +109,19 @@ def from_folder(folder):
 
 
 def gpt2_core(folder):
-    """GPT-2's, GPT-Neo's and RoBERTa's, from their two files."""
-    from tokenizers import models
-
+    """Read vocab.json and merges.txt, the files of GPT-2, GPT-Neo and RoBERTa."""
     vocabulary, merges = models.BPE.read_file(
         os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt"))
     core = bpe_core(vocabulary, merges, GPT2_PATTERN)
+    # special are the tokens that no merge makes
     made = {left + right for left, right in merges}
     core.add_special_tokens([t for t in vocabulary if t not in BYTE_OF and t not in made])
     return core
 
 
 def ids_of(role, core, content, names):
-    """The ids that are named for a role, "eos" or "bos", and that the tokenizer has."""
+    """The ids of a role, "eos" or "bos": of the token in `names`, then those in a config's
+    `content`. Ids that the tokenizer does not have are left out."""
     named = content.get(f"{role}_token_id")
     ids = named if isinstance(named, list) else [named]
     own = core.token_to_id(names.get(f"{role}_token", ""))
@@ -125,9 +129,7 @@ def ids_of(role, core, content, names):
 
 
 def from_gguf(path):
-    """Tokenizer of the metadata of a GGUF file."""
-    with optional("-r requirements-hub.txt"):
-        from tokenizers.processors import TemplateProcessing
+    """Read the tokenizer in the metadata of a GGUF file."""
     metadata, _ = read_gguf(path, weights=False)
     template = metadata.get("tokenizer.chat_template")
     metadata = {key.removeprefix("tokenizer.ggml."): x for key, x in metadata.items()}
@@ -136,37 +138,40 @@ def from_gguf(path):
         raise BadInput(f"{path}: tokenizer {metadata.get('model')!r}, {pre!r}: must be 'gpt2' and "
                        f"one of {', '.join(GGUF_PATTERNS)}")
     tokens = metadata["tokens"]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
-    core = bpe_core(vocabulary, merges, GGUF_PATTERNS[pre], pre == "qwen2", pre == "smollm")
-    # a word that is a token is that token, even if no merges lead to it
-    core.model.ignore_merges = pre == "llama-bpe"
-    kinds = metadata.get("token_type", [])     # 3: control, 4: user-defined
-    core.add_special_tokens([token for token, kind in zip(tokens, kinds) if kind in (3, 4)])
-
-    roles = ("eos", "eot", "eom", "bos")    # the end of a text, a turn, a message; the beginning
-    ids = {role: metadata[f"{role}_token_id"] for role in roles if f"{role}_token_id" in metadata}
+    core = gguf_core(metadata, tokens, pre)
+    # the beginning of a text; the ends of a text, of a turn and of a message
+    ids = {role: metadata.get(f"{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
+    ids = {role: i for role, i in ids.items() if i is not None}
     names = {f"{role}_token": tokens[i] for role, i in ids.items()}
-    bos = [ids.pop("bos")] if "bos" in ids else []
-    if bos and metadata.get("add_bos_token", pre == "llama-bpe"):     # llama.cpp's default
-        token = tokens[bos[0]]
-        core.post_processor = TemplateProcessing(
-            single=[token, "$A"], special_tokens=[(token, bos[0])])
+    bos = ids.pop("bos", None)
+    if bos is not None and metadata.get("add_bos_token", pre == "llama-bpe"):
+        core.post_processor = processors.TemplateProcessing(
+            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
     return Tokenizer(core, path, list(ids.values()), bos, template, names)
 
 
-def bpe_core(vocabulary, merges, pattern, nfc=False, digits=False):
-    """A tokenizers.Tokenizer of byte-level BPE. merges: (left, right), in order."""
-    with optional("-r requirements-hub.txt"):
-        import tokenizers
-    from tokenizers import decoders, models, normalizers
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-
-    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-    words = Split(tokenizers.Regex(pattern), "isolated")
-    cuts = [words, ByteLevel(add_prefix_space=False, use_regex=False)]
-    core.pre_tokenizer = Sequence([Digits(individual_digits=True), *cuts] if digits else cuts)
-    core.decoder = decoders.ByteLevel()
-    if nfc:
+def gguf_core(metadata, tokens, pre):
+    """A tokenizers.Tokenizer that cuts words and merges them as llama.cpp does for `pre`."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
+    core = bpe_core(vocabulary, merges, GGUF_PATTERNS[pre])
+    if pre == "llama-bpe":      # a word that is a token is that token, even if no merges make it
+        core.model.ignore_merges = True
+    if pre == "qwen2":
         core.normalizer = normalizers.NFC()
+    if pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        core.pre_tokenizer = pre_tokenizers.Sequence([digits, core.pre_tokenizer])
+    kinds = metadata.get("token_type", [])     # 3: control, 4: user-defined
+    core.add_special_tokens([token for token, kind in zip(tokens, kinds) if kind in (3, 4)])
+    return core
+
+
+def bpe_core(vocabulary, merges, pattern):
+    """A tokenizers.Tokenizer of byte-level BPE. merges: (left, right), in order."""
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([words, characters])
+    core.decoder = decoders.ByteLevel()
     return core

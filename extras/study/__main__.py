@@ -1,8 +1,8 @@
 """
 Arms of a config against each other: runs over seeds, then a table and verdicts at equal KL.
 
-    python -m extras.study extras/study/wrong.py             # all runs, as many at a time as there are cores
-    python -m extras.study extras/study/wrong.py --table     # the table of the runs that are done
+    python -m extras.study extras/study/wrong.py          # all runs, as many at a time as cores
+    python -m extras.study extras/study/wrong.py --table  # the table of the runs that are done
     python -m extras.study.picture out/study/wrong           # the picture
 
 A study file is Python (`from extras.study.wrong import *` builds on another one). It assigns
@@ -35,7 +35,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import load_settings, read_config
-from common.files import ROOT, read_rows, replacing, write_json
+from common.files import ROOT, is_plain, read_rows, replacing, undamaged, write_json
 from common.script import BadInput, own_flags, run_script
 
 GRPO = os.path.join(ROOT, "grpo.py")
@@ -59,6 +59,9 @@ def read_study(path, controls=()):
         raise BadInput(f"{path}: {name!r} is no name of a study; begin it with _")
     if isinstance(values["seeds"], int):
         raise BadInput(f"{path}: seeds = {values['seeds']}: must be a range or a tuple")
+    for arm, settings in dict(values["arms"]).items():
+        if not isinstance(settings, dict) or "/" in arm:
+            raise BadInput(f"{path}: arm {arm!r}: must be a dict, and its name without a slash")
     study = SimpleNamespace(**OTHERS | values,
                             columns=functions.get("columns", lambda folder: {}))
     study.controls = controls or study.controls or (next(iter(study.arms)),)
@@ -91,7 +94,7 @@ def evaluations_of(run, measure):
     """Rows of the run's eval.jsonl; [] until the run is done. BadInput if they lack the measure."""
     path = os.path.join(run.folder, "eval.jsonl")
     rows = read_rows(path) if os.path.exists(path) else []
-    if not rows or rows[-1]["iteration"] != run.iterations:
+    if not rows or rows[-1].get("iteration") != run.iterations:
         return []
     if measure not in rows[-1]:
         raise BadInput(f"measure = {measure!r}: is not in {path}, which has {', '.join(rows[-1])}")
@@ -100,6 +103,8 @@ def evaluations_of(run, measure):
 
 def make(run):
     """Make a run, or go on with it."""
+    if not is_plain(f"{run.folder}.log"):
+        raise BadInput(f"{run.folder}.log: is a link or no file: remove it")
     with open(f"{run.folder}.log", "a", encoding="utf-8") as log:
         done = subprocess.run([sys.executable, GRPO, *run.argv], stdout=log, stderr=log,
                               env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -246,18 +251,19 @@ def plus_minus(values):
 
 
 def main(argv):
-    workers = str(os.cpu_count())
-    own, paths = own_flags(argv, dict(table=False, controls="", workers=workers))
-    if len(paths) != 1 or not own["workers"].isdecimal() or int(own["workers"]) < 1:
-        raise BadInput("usage: python -m extras.study STUDY.py [--table] [--controls=A,B] [--workers=N]")
+    own, paths = own_flags(argv, dict(table=False, controls="", workers=os.cpu_count()))
+    if len(paths) != 1:
+        raise BadInput("usage: python -m extras.study STUDY.py [--table] [--controls=A,B] "
+                       "[--workers=N]")
     controls = tuple(filter(None, own["controls"].split(",")))
     study = read_study(paths[0], controls)
     out = os.path.join("out", "study", study.name)
     runs = runs_of(study, out)
     if not own["table"]:
         os.makedirs(out, exist_ok=True)
-        make_all(runs, study.measure, int(own["workers"]))
-    found = summarise(study, runs)
+        make_all(runs, study.measure, own["workers"])
+    with undamaged(out):
+        found = summarise(study, runs)
     text = as_markdown(study, found)
     write_json(os.path.join(out, "table.json"), found)
     with replacing(os.path.join(out, "table.md")) as tmp, open(tmp, "w", encoding="utf-8") as f:

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from common.files import read_json, replacing
+from common.files import read_json, replacing, undamaged
 from common.script import BadInput, optional, run_script
 
 with optional("matplotlib"):
@@ -33,7 +33,8 @@ def main(argv):
     if len(argv) != 1 or argv[0].startswith("--"):
         raise BadInput("usage: python -m extras.study.picture out/study/NAME")
     path = os.path.join(argv[0], "curves.png")
-    figure = draw(read_json(os.path.join(argv[0], "table.json")))
+    with undamaged(argv[0]):
+        figure = draw(read_json(os.path.join(argv[0], "table.json")))
     with replacing(path) as tmp:
         figure.savefig(tmp, format="png", dpi=192)
     print(path)

@@ -7,7 +7,7 @@ import torch
 import extras.bench.__main__ as bench
 import grpo
 from conftest import ROOT
-from worlds import END, nets_of, printed, refusal, settings
+from worlds import END, nets_of, printed, refusal, settings, skip_without
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def test_an_iteration_is_that_of_a_run_and_its_phases_are_all_of_it(monkeypatch)
         assert torch.equal(a, b)
     assert found.tokens == int(batch.rollout.sampled_mask.sum()) and END == 0
     assert found.seconds == next(ticks) - 1, "a lap for each tick"
-    assert "; ".join(found.phases) == "generate; score; reference, advantage, target; loss; influence, step"
+    assert list(found.phases) == [
+        "generate", "score", "reference, advantage, target", "loss", "influence, step"]
 
 
 def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
@@ -54,6 +55,7 @@ def test_a_config_beside_a_variant(quick):
 
 
 def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
+    skip_without("hub")
     monkeypatch.setitem(sys.modules, "trl", torch)
     monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round({"all": 1.0}, 1, 0.0)])
     asked = ["--judge=train", "--reward_funcs=('reward','judge')", "--reward_weights=(1.0,1.0)"]
@@ -64,3 +66,14 @@ def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
 def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
     assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])
+
+
+def test_the_tape_beside_a_forward_and_backward(monkeypatch):
+    monkeypatch.setattr("extras.bench.shapes.SHAPES", ((1, 8, 20, 4, 3),))
+    line, = printed(bench.main, ["tape", "--repeat=1"]).splitlines()
+    assert line.startswith("1 x 8, V 20, 4 x 3 tokens: ") and "kept" in line
+
+
+def test_vs_stands_between(quick):
+    for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
+        assert "must stand between" in refusal(bench.main, argv)

@@ -1,5 +1,5 @@
 # Chess by rule: a small policy learns what a move does to a position (A:) and which moves are legal
-# (P:). docs/tasks.md has the formats, the rewards and what to expect.
+# (P:). extras/chess/README.md has the formats, the rewards and what to expect.
 #     pip install chess
 #     python grpo.py extras/chess/config/chess.py
 from extras import chess

@@ -1,5 +1,5 @@
 # The published policy of note 003, 124M weights trained on both tasks, with that note's settings.
-#     pip install chess -r requirements-hub.txt
+#     pip install chess -r extras/hub/requirements.txt
 #     python grpo.py extras/chess/config/chess_rookworld.py
 from extras.chess.config.chess import *
 

@@ -10,7 +10,7 @@ from conftest import ROOT
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge.rewards import score
-from worlds import refusal, seed_of
+from worlds import refusal, seed_of, skip_without
 
 python_chess = pytest.importorskip("chess")
 
@@ -143,6 +143,8 @@ def test_no_text_makes_a_reward_raise():
 @pytest.mark.parametrize("name", ["chess", "chess_stockfish", "chess_rookworld"])
 def test_config_files(name, monkeypatch):
     """The longest prompt and answer fit; each part is a column, NaN where the task is the other."""
+    if name == "chess_rookworld":
+        skip_without("hub")
     monkeypatch.setattr(chess, "add_evaluations", lambda rows: [
         row | {"evaluations": row["legal"] and VALUES} for row in rows])
     cfg = load_settings([f"{ROOT}/extras/chess/config/{name}.py"])

@@ -1,4 +1,4 @@
-"""extras/compiled: reading tokens in memory of fixed shape, and compile = True beside a plain run."""
+"""Reading tokens in memory of fixed shape, and compile = True beside a plain run."""
 import functools
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-# toxicity.py with a critic: PPO (docs/critic.md).
+# toxicity.py with a critic: PPO (extras/critic).
 #     python grpo.py extras/critic/config/toxicity_ppo.py
 from config.toxicity import *
 

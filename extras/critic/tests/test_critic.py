@@ -1,4 +1,5 @@
 """The critic: advantages and values against plain Python, in the loss, in a step, in influence."""
+import importlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,11 +8,14 @@ import pytest
 import torch
 
 import grpo
-from config import Settings
+from config import Settings, load_settings
+from conftest import ROOT
 from extras.critic import explained_variance, gae, token_advantages, value_loss, whiten
+from run.metrics import batch_metrics
 from rollout import completion_logprobs, completion_states, generate
 from worlds import (
-    END, PROMPTS, forcing, gradient, nets_of, seed_of, settings, shaken, whole_step, world)
+    END, PROMPTS, forcing, gradient, nets_of, printed, read_rows, seed_of, settings, shaken,
+    whole_step, world)
 
 PLAIN = Settings(whiten_advantages=False)
 CRITIC = dict(critic=True, value_coef=.5)
@@ -228,3 +232,36 @@ def test_influence_against_one_backward_per_row():
     kept = (batch.influence > 0).float() @ g + rest
     after = torch.cat([p.detach().flatten() for p in nets.trained])
     torch.testing.assert_close((before - after) / .01, kept, rtol=1e-3, atol=1e-4)
+
+
+def test_metrics_clip_by_the_token_and_say_what_the_critic_knows():
+    cfg, nets, batch = critic_world(epsilon=.05)
+    shaken(nets.policy, .02, seed=9)
+    loss = loss_of(cfg, nets, batch)
+    low = high = 0
+    mask = batch.loss_mask
+    for ratio, A in zip(loss.ratio[mask].tolist(), batch.advantages[mask].tolist()):
+        low += ratio < .95 and A < 0
+        high += ratio > 1.05 and A > 0
+    assert low and high, "nothing is clipped here"
+    metrics = grpo.update(nets, batch, None, cfg, 3)
+    assert metrics["clip_ratio/low_mean"] == pytest.approx(low / int(mask.sum()))
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(high / int(mask.sum()))
+    assert metrics["critic_loss"] > 0
+    assert batch_metrics(batch, cfg)["val/var_explained"] < 1
+
+
+def test_a_run_goes_on_where_it_stopped_and_is_explained(grpo, tmp_path):
+    flags = ("--critic=True", "--beta=0.1", "--ref_model_sync_steps=2", "--tracin=reward")
+    grpo(tmp_path / "whole", *flags, "--max_iters=4")
+    grpo(tmp_path / "parts", *flags, "--max_iters=2")
+    grpo(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
+    whole, parts = ([row | {"step_time": 0} for row in read_rows(folder / "metrics.jsonl")]
+                    for folder in (tmp_path / "whole", tmp_path / "parts"))
+    assert whole == parts, "a resumed run has other numbers"
+    explain = importlib.import_module("explain.__main__")
+    assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "whole")])
+
+
+def test_the_config_file_loads():
+    assert load_settings([f"{ROOT}/extras/critic/config/toxicity_ppo.py"]).critic

@@ -1,6 +1,6 @@
 # A policy learns to use a tool: a calculator for products that it cannot compute in its head.
 #     python grpo.py extras/environment/config/calculator.py
-#     python grpo.py extras/environment/config/calculator.py --max_turns=0 --out_dir=out/no_calculator    # without it
+#     python grpo.py extras/environment/config/calculator.py --max_turns=0      # without it
 import random as _random
 
 from extras.environment.tools import calc

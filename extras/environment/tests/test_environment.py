@@ -2,6 +2,7 @@
 What answers a completion while it is sampled: an environment, or tools. Its words are read and
 never learned, and what is sampled around them is what a loop over single rows samples.
 """
+import importlib
 import random
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 import sample
+from config import load_settings
 from config.check import check
+from conftest import ROOT
 from data.prompts import Prompt
 from evaluate import evaluate, sample_evaluation
 from grpo import collect, sample_groups
@@ -19,7 +22,8 @@ from rollout import completion_logprobs, empty_rollout, generate
 from extras.environment.tools import (
     calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
 from extras.environment import try_environment
-from worlds import WORD_PROMPTS, WORDS, nets_of, refusal, seed_of, settings, word_gpt
+from worlds import (
+    WORD_PROMPTS, WORDS, nets_of, printed, refusal, seed_of, settings, word_gpt)
 
 T = 20
 STOPS = tuple("aeinorst ?")
@@ -124,7 +128,8 @@ def test_max_turns_and_no_turns():
     assert turns_of(r).max() == 2 and (turns_of(r)[r.ended] == 2).all() and r.ended.any()
     free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
     off = rollout_of(with_game(max_turns=0))
-    quiet = replace(with_game(lambda prompts, transcripts: [None] * len(transcripts)), stop_strings=())
+    silent = with_game(lambda prompts, transcripts: [None] * len(transcripts))
+    quiet = replace(silent, stop_strings=())
     for other in (off, rollout_of(quiet)):
         for name in ("tokens", "completion_mask", "sampled_mask", "logp", "ended"):
             assert torch.equal(getattr(free, name), getattr(other, name)), name
@@ -167,7 +172,10 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
 
 
 def test_answers_are_cut_and_ends_are_undone():
-    cfg = with_game(lambda prompts, transcripts: ["1234567890" if "e" in x else None for x in transcripts])
+    def count(prompts, transcripts):
+        return ["1234567890" if "e" in text else None for text in transcripts]
+
+    cfg = with_game(count)
     rows = [[*WORDS.encode_ordinary("e"), END], WORDS.encode_ordinary("xe")[:2],
             WORDS.encode_ordinary("xt")[:2]]
     r = planted(rows, cfg, room=4)
@@ -232,6 +240,25 @@ def test_what_an_environment_does_wrong_is_one_line():
         assert words in refusal(try_environment, with_game(function), prompts)
 
 
+EXPLAINED = """
+def reward(prompts, completions):
+    return [text.count("e") + 0.1 * len(text) for text in completions]
+
+
+def environment(prompts, transcripts):
+    return [" the" if text.endswith("e") else None for text in transcripts]
+"""
+
+
+def test_a_run_with_turns_is_explained(grpo, tmp_path):
+    (tmp_path / "config.py").write_text(EXPLAINED)
+    text = grpo(tmp_path / "run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
+                "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
+    assert "% environment" in text, "the environment has said nothing"
+    explain = importlib.import_module("explain.__main__")
+    assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "run"), str(tmp_path / "config.py")])
+
+
 # ------------------------------------------------------------------------------------------------
 # tools
 
@@ -287,3 +314,11 @@ def test_prompts_and_table_name_the_same_tools():
 
     for tool in (lambda a, b: a, lambda: 1, 7, waits):
         assert "can be called with one text" in refusal(check_tools, {"calc": tool})
+    assert "no call can spell its name" in refusal(check_tools, {"calc it": calc})
+
+
+def test_the_config_file_loads_and_its_questions_name_its_tool():
+    cfg = load_settings([f"{ROOT}/extras/environment/config/calculator.py"])
+    prompts = [Prompt(row["text"], [1], row) for row in cfg.functions["questions"](50, 1)]
+    assert cfg.answers and cfg.tools == {"calc": calc}
+    try_environment(cfg, prompts)

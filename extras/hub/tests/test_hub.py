@@ -1,5 +1,5 @@
-"""extras/hub/: published models in and out. Tiny models in the published layouts against a forward by
-hand; tokenizers against the package and merging by hand; exports read back."""
+"""extras/hub/: published models in and out. Tiny models in the published layouts against a forward
+by hand; tokenizers against the package and merging by hand; exports read back."""
 import json
 import math
 import os
@@ -9,15 +9,16 @@ import pytest
 import torch
 
 import extras.hub.policy
+from conftest import ROOT
 from data.tokenizer import load_tokenizer
 from extras.hub.export import core_of, export
 from extras.hub.families import spelled_out
 from extras.hub.files import fetch, load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from model import GPT, GPTConfig
-from published import (GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V,
-                       chat_core, gguf_of_core, logits, logits_by_hand, make_tensors, put,
-                       write, write_gguf)
+from extras.hub.tests.published import (
+    GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V, chat_core,
+    gguf_of_core, logits, logits_by_hand, make_tensors, put, write, write_gguf)
 from rollout import pad_left
 from worlds import random_ids, refusal, with_lora
 
@@ -56,7 +57,8 @@ def test_names_without_prefix_buffers_shards_and_other_dtypes(tmp_path):
     bare = {name.removeprefix("transformer."): x for name, x in tensors.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     bare["h.0.attn.masked_bias"] = torch.tensor(-1e4)
-    assert torch.equal(logits(extras.hub.policy.load(write(tmp_path / "b", GPT2, bare))[0], idx), expected)
+    model, _ = extras.hub.policy.load(write(tmp_path / "b", GPT2, bare))
+    assert torch.equal(logits(model, idx), expected)
 
     names = sorted(tensors)
     shard_of = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
@@ -192,7 +194,8 @@ def test_gguf_equals_the_safetensors_it_was_made_from(layout, tmp_path):
 def test_gguf_of_llama_3_is_scaled_by_its_table_of_frequencies(tmp_path):
     scaling = dict(LLAMA3, factor=32.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     tensors = make_tensors(LLAMA32)
-    expected, _ = extras.hub.policy.load(write(tmp_path / "m", LLAMA32 | dict(rope_scaling=scaling)))
+    folder = write(tmp_path / "m", LLAMA32 | dict(rope_scaling=scaling))
+    expected, _ = extras.hub.policy.load(folder)
     # waves of 6.3, 56, 499, 4443, 39583 and 352674 positions: one lies between 2048 and 8192
     smooth = (8192 / 4442.9 - 1) / (4 - 1)
     table = torch.tensor([1, 1, 1, 1 / ((1 - smooth) / 32 + smooth), 32, 32])
@@ -290,6 +293,15 @@ def test_ids_that_the_models_own_tokenizer_puts_before_a_text(tmp_path):
     assert from_folder(str(tmp_path)).before_text == [0]
 
 
+def test_a_gguf_that_claims_to_be_endless(tmp_path):
+    from struct import pack
+    path = tmp_path / "m.gguf"
+    head = b"GGUF" + pack("<IQQ", 3, 0, 1) + pack("<Q", 1) + b"k" + pack("<I", 9)     # an array
+    for kind in (0, 6, 8, 9):
+        path.write_bytes(head + pack("<IQ", kind, 2 ** 61))
+        assert "m.gguf" in refusal(extras.hub.policy.load, str(path))
+
+
 def test_gguf_vocabularies_cut_words_as_their_names_say(tmp_path):
     def tokenizer_of(pre):
         metadata = gguf_of_core(chat_core(2000), pre, bos_token_id=1)
@@ -311,7 +323,7 @@ def test_gguf_vocabularies_cut_words_as_their_names_say(tmp_path):
     assert "'deepseek'" in refusal(tokenizer_of, "deepseek")
 
 
-def test_gguf_of_llama_3_takes_a_word_that_is_a_token_and_its_export_keeps_the_first_token(tmp_path):
+def test_gguf_of_llama_3_takes_a_word_that_is_a_token_and_its_export_keeps_bos(tmp_path):
     """As llama.cpp: ignore_merges, and <bos> before every text."""
     ids = {}
     for pre in ("gpt-2", "llama-bpe"):
@@ -432,9 +444,19 @@ def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_shape_that_nobody_publishes_is_refused(tmp_path):
     rotary = dict(rope_base=100.0, rms=True, swiglu=True)
+    qwen3 = dict(rms=True, swiglu=True, bias=False, qkv_bias=False, qk_norm=True)   # no rope_base
     for shape in (dict(bias=False), dict(causal=False), dict(rope_base=100.0), rotary,
-                  dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
+                  qwen3, dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
         model = GPT(GPTConfig(300, 16, 1, 2, 8, **shape))
         message = refusal(export, model, str(tmp_path / "out"), load_tokenizer(300))
-        assert re.search("no published architecture|window_size is missing", message)
+        assert re.search("no published architecture|(window_size|rope_theta) is missing", message)
     assert not os.listdir(tmp_path)
+
+
+def test_the_tests_install_what_users_install():
+    pins = {}
+    for name in ("requirements-dev.txt", "extras/hub/requirements.txt"):
+        with open(os.path.join(ROOT, name)) as f:
+            lines = [line.split("#")[0].strip() for line in f]
+        pins[name] = {line for line in lines if "==" in line}
+    assert pins["extras/hub/requirements.txt"] <= pins["requirements-dev.txt"]

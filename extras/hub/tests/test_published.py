@@ -22,8 +22,10 @@ from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
 from model import GPTConfig
-from published import (CHAT, chat_core, gguf_of_core, logits, make_chat, make_gpt2,
-                       make_prompts, make_roberta, put, write_gguf)
+from run.checkpoint import load_run
+from extras.hub.tests.published import (
+    CHAT, chat_core, gguf_of_core, logits, make_chat, make_gpt2, make_prompts, make_roberta,
+    put, write_gguf)
 from common.script import seed_for
 from worlds import printed, read_rows, refusal, seed_of
 
@@ -168,8 +170,9 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     policy = {"toxicity_smollm2": world.chat, "toxicity_gptneo_lora": world.neo}
     flags = world.flags if config == "toxicity_smollm2" else world.judges
-    start(grpo.main, f"extras/hub/config/{config}.py", *flags, f"--policy={policy.get(config, world.gpt2)}",
-          "--max_iters=1", f"--out_dir={tmp_path}/run")
+    start(grpo.main, f"extras/hub/config/{config}.py", *flags,
+          f"--policy={policy.get(config, world.gpt2)}", "--max_iters=1",
+          f"--out_dir={tmp_path}/run")
     metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert ("tracin/mean_ip" in metrics[0]) == (config == "toxicity_gptneo_lora")
     if config != "toxicity_smollm2":

@@ -12,7 +12,7 @@ from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
 from judge.train import named_judges
-from published import make_gpt2, make_roberta, put, roberta_by_hand
+from extras.hub.tests.published import make_gpt2, make_roberta, put, roberta_by_hand
 from worlds import printed, refusal
 
 CPU = torch.device("cpu")
@@ -77,6 +77,9 @@ def test_what_is_no_classifier_is_one_line(make):
             (dict(id2label=None), "out of LABEL_0, LABEL_1"),
             (dict(model_type="bert"), "model_type = 'bert'"), (dict(is_decoder=True), "is_decoder"),
             (dict(hidden_act="relu"), "hidden_act"),
+            (dict(num_attention_heads=5), "must be a RoBERTa classifier's"),
+            (dict(pad_token_id=-1), "must be a RoBERTa classifier's"),
+            (dict(layer_norm_eps="x"), "must be a RoBERTa classifier's"),
             (dict(position_embedding_type="relative_key"), "position_embedding_type"),
             (dict(pad_token_id=2), "pad_token_id"),
             (dict(num_hidden_layers=10 ** 9), "layers"), (dict(num_hidden_layers=1), "layer.1"),

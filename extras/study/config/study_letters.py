@@ -1,4 +1,4 @@
-# One run of extras/study/letters.py: a quarter of the rollouts of training have their reward mirrored at
+# One run of letters.py: a quarter of the rollouts of training have their reward mirrored at
 # the mean of their group. The held-out target is small, and its rewards are right.
 #     python -m extras.study extras/study/letters.py
 from config.quick_test import *

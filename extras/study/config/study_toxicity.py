@@ -1,4 +1,4 @@
-# The base of extras/study/config/study_wrong.py: toxicity.py with a policy so small that a run takes seconds.
+# The base of study_wrong.py: toxicity.py with a policy so small that a run takes seconds.
 from config.toxicity import *
 
 out_dir = "out/study_toxicity"

@@ -1,4 +1,4 @@
-# One run of extras/study/wrong.py: a quarter of the rollouts of training have their reward inverted.
+# One run of wrong.py: a quarter of the rollouts of training have their reward inverted.
 # Which ones depends on the texts alone. The held-out target is small, and its rewards are right.
 #     python -m extras.study extras/study/wrong.py
 from extras.study.config.study_toxicity import *

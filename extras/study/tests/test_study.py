@@ -178,6 +178,8 @@ REFUSED = [     # old, new, words of the refusal
     ("seeds = (1, 2)", "seeds = 24", "seeds = 24: must be"),
     ('"tracin": "reward"', '"tracing": "reward"', "--tracing"),
     ("measure =", "controls = ('al',)\nmeasure =", "'al' is no arm; there are all, half"),
+    ("arms = {", "arms = {'../x': {}, ", "'../x': must be"),
+    ("arms = {", "arms = {'x': 1, ", "'x': must be a dict"),
     ("measure =", "few = 3\nmeasure =", "'few' is no name of a study")]
 
 
