@@ -24,7 +24,7 @@ from explain.sentences import best_and_worst
 from explain.words import pieces_of, row_alone, token_influences
 from rollout import completion_states, truncate
 from run.checkpoint import load_checkpoint, read_checkpoint, read_newest, set_random_state
-from run.folder import FREE
+from run.folder import FREE, same_settings
 
 SHOWN = 5           # rollouts in each direction
 WORST = 3           # completions of the evaluation
@@ -40,7 +40,7 @@ def tell(folder, flags, own):
     since = number(own, "since", 0, end - 1)
     parts = number(own, "parts", 1, 1000)
     nets = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
-    check_run(nets, cfg, path, last)
+    check_run(nets, cfg, folder, path, last)
     rollouts = rollouts_asked(nets, cfg, own)
 
     start = go_to(nets, cfg, folder, since)
@@ -85,7 +85,7 @@ def number(own, name, least, most):
     return int(text)
 
 
-def check_run(nets, cfg, path, last):
+def check_run(nets, cfg, folder, path, last):
     """Refuse a run that is not the one that was made."""
     if rank_and_size()[1] > 1:
         raise BadInput("one process makes an account: start it without torchrun")
@@ -96,6 +96,9 @@ def check_run(nets, cfg, path, last):
         was = last["settings"].get(name, x)
         if was != x and name not in FREE:
             raise BadInput(f"{name} = {x!r}: must be {was!r} as in {path}, whose run is repeated")
+    if not same_settings(folder, cfg):
+        raise BadInput(f"{folder}: the config file has changed since the run, which is repeated; "
+                       f"name the run's own copy, {folder}/config.py")
 
 
 def go_to(nets, cfg, folder, since):

@@ -285,6 +285,9 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     assert "never draws" in refusal(explain.main, truncated)
     assert "learning_rate = 1.0: must be 0.003" in refused(*asked, "--learning_rate=1.0")
     assert "--since=4: must be a whole number from 0 to 3" in refused(*asked, "--since=4")
+    changed = tmp_path / "changed.py"
+    changed.write_text(CONFIG.replace("0.1 * len(text)", "0.2 * len(text)"))
+    assert "has changed" in refusal(explain.main, [folder, str(changed), *asked])
     monkeypatch.setattr(story, "rank_and_size", lambda: (0, 2))
     assert "one process" in refused()
     monkeypatch.setattr(story, "rank_and_size", lambda: (0, 1))
