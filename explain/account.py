@@ -15,10 +15,15 @@ far. So rollout i of step t has the share <P_i, G_t>, made from the last step to
     G_t = (1 - b1) clip U_t             U_t = b1 U_{t+1} - lr slope / c1 / (s + eps)
 
 What if it had been left out? The derivative of f(theta_S) by the rollout's weight is <P_i, L_t>,
-with L_t the derivative by g_t. Derivatives by theta', m', v' are taken back through the step, s and
-clip included, to those by theta, m, v, g; theta's has H L_t added, with H the Hessian of the step's
-loss. In this derivative alone s is damped, s + 0.3 rms(s): where v is tiny a step is hardly more
-than a sign, and its derivative is huge and means nothing.
+with L_t the derivative by g_t. Each step takes derivatives by theta', m', v', that is d_theta, d_m,
+d_v, back to those by theta, m, v and g:
+
+    u_m = d_m - lr d_theta / c1 / (s + eps)     u_v = d_v + lr d_theta m' / c1 / (s + eps)^2 ds/dv'
+    L_t = (1 - b1) u_m + 2 (1 - b2) clip g u_v, times clip, and through clip, which g has changed
+    d_m <- b1 u_m       d_v <- b2 u_v       d_theta <- (1 - lr decay) d_theta + H L_t
+
+H is the Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v
+is tiny a step is hardly more than a sign, and its derivative is huge and means nothing.
 
 S steps, I iterations of N rollouts, W trained weights end to end, K sentences of T tokens.
 """
@@ -47,12 +52,18 @@ DAMPING = 0.3
 
 class Taken(NamedTuple):
     """An optimizer step as the run took it."""
-    it: int                 # its iteration, from 0
-    batch: Any              # grpo.Batch, with the row_weights of this step
-    step: Any               # grpo.Step
-    norm: float             # of the gradient
-    adam: dict              # lr, betas, eps, weight_decay
-    count: int              # AdamW's steps, this one included
+    it: int         # its iteration, from 0
+    batch: Any      # grpo.Batch, with the row_weights of this step
+    step: Any       # grpo.Step
+    norm: float     # of the gradient
+    clip: float     # what it was multiplied by
+    lr: float
+    decay: float
+    eps: float
+    b1: float
+    b2: float
+    c1: float
+    c2: float
 
 
 def replay(nets, cfg, start, since, end, folder):
@@ -62,16 +73,13 @@ def replay(nets, cfg, start, since, end, folder):
     taken = []
     progress = Progress("replay", "iteration", end, start)
     for it in range(start, end):
-        group = nets.optimizer.param_groups[0]
-        group["lr"] = grpo.learning_rate(it, cfg)
+        nets.optimizer.param_groups[0]["lr"] = grpo.learning_rate(it, cfg)
         _, batch, held_out = grpo.sample_iteration(nets, it, cfg)
 
         def watch(step, norm):
             if it >= since:
                 states.append(kept(state_of(nets), folder))
-                count = 1 + int(nets.optimizer.state[nets.trained[0]].get("step", 0))
-                as_it_was = replace(batch, row_weights=batch.row_weights.clone())
-                taken.append(Taken(it, as_it_was, step, float(norm), dict(group), count))
+                taken.append(step_of(nets, cfg, it, batch, step, float(norm)))
 
         grpo.update(nets, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
         if grpo.is_due(it + 1, cfg.ref_model_sync_steps):
@@ -79,6 +87,17 @@ def replay(nets, cfg, start, since, end, folder):
         if progress.is_due():
             progress.show(it + 1)
     return [*states, state_of(nets)], taken
+
+
+def step_of(nets, cfg, it, batch, step, norm):
+    """A step that the run is about to take."""
+    group = nets.optimizer.param_groups[0]
+    count = 1 + int(nets.optimizer.state[nets.trained[0]].get("step", 0))
+    b1, b2 = group["betas"]
+    clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
+    batch = replace(batch, row_weights=batch.row_weights.clone())
+    return Taken(it, batch, step, norm, clip, group["lr"], group["weight_decay"], group["eps"],
+                 b1, b2, 1 - b1 ** count, 1 - b2 ** count)
 
 
 def state_of(nets):
@@ -141,34 +160,26 @@ def mean_slopes(nets, before, after, rollouts, cfg, parts):
 
 
 # ------------------------------------------------------------------------------------------------
-# a step, forwards and back
+# a step, from its end to its start
 
 
-def adamw(k, cfg, theta, m, v, g, held, damping):
-    """Step k from a state and its gradient -> the next state. held: s and clip count as constants.
-    """
-    b1, b2 = k.adam["betas"]
-    lr = k.adam["lr"]
-    if cfg.max_grad_norm:
-        clip = (cfg.max_grad_norm / (g.norm() + 1e-6)).clamp(max=1)
-        g = g * (clip.detach() if held else clip)
-    m = b1 * m + (1 - b1) * g
-    v = b2 * v + (1 - b2) * g.square()
-    s = (v / (1 - b2 ** k.count)).clamp(min=1e-30).sqrt()
-    s = s.detach() if held else s
-    damped = s + k.adam["eps"] + damping * s.detach().square().mean().sqrt()
-    step = lr * m / (1 - b1 ** k.count) / damped
-    return (1 - lr * k.adam["weight_decay"]) * theta - step, m, v
-
-
-def taken_back(k, cfg, before, after, derivative, held=False, damping=0.0):
-    """Derivatives (K, W) by the next state -> those by theta, m, v and g."""
-    b1 = k.adam["betas"][0]
-    g = (after[1] - b1 * before[1]) / (1 - b1)
-    clip = min(1.0, cfg.max_grad_norm / (k.norm + 1e-6)) if cfg.max_grad_norm else 1.0
-    given = [x.detach().requires_grad_() for x in (*before, g / clip)]
-    reached = adamw(k, cfg, *given, held, damping)
-    return torch.autograd.grad(reached, given, derivative, is_grads_batched=True)
+def taken_back(k, before, after, derivative, damping):
+    """L_t (K, W), and (d_theta, d_m, d_v) before step k from those after it, without H. before,
+    after: the states."""
+    d_theta, d_m, d_v = derivative
+    _, m, v = after
+    s = (v / k.c2).sqrt()
+    s_by_v = torch.where(s > 0, 0.5 / (s * k.c2), 0.0)
+    bottom = s + k.eps + damping * s.square().mean().sqrt()
+    moved = k.lr / k.c1 * d_theta / bottom
+    u_m = d_m - moved
+    u_v = d_v + moved * m / bottom * s_by_v
+    clipped = (m - k.b1 * before[1]) / (1 - k.b1)       # clip times g
+    L = k.clip * ((1 - k.b1) * u_m + 2 * (1 - k.b2) * clipped * u_v)
+    if k.clip < 1:      # it is a limit / (norm + 1e-6)
+        g = clipped / k.clip
+        L = L - (L @ g / k.norm / (k.norm + 1e-6))[:, None] * g
+    return L, ((1 - k.lr * k.decay) * d_theta, k.b1 * u_m, k.b2 * u_v)
 
 
 def hessian_times(nets, cfg, k, weights, d):
@@ -233,35 +244,32 @@ def account(nets, cfg, states, taken, rollouts, hessian=True, parts=1, damping=D
     size = taken[-1].it + 1 - taken[0].it
     found = torch.zeros(2, K, size, len(taken[0].batch.row_weights), dtype=torch.float64)
     rest = decay = 0.0
-    derivative = slopes(nets, states[-1][0], rollouts, cfg)
-    derivative = derivative, torch.zeros_like(derivative), torch.zeros_like(derivative)
+    derivative = slopes(nets, states[-1][0], rollouts, cfg), 0.0, 0.0
     progress = Progress("account", "step", len(taken))
     steps = walk_back(nets, cfg, states, taken, rollouts, parts)
-    for done, (k, before, after, slope, on_m, G) in enumerate(steps, 1):
-        *derivative, L = taken_back(k, cfg, before, after, derivative, damping=damping)
-        products, rests = multiplied(nets, cfg, k, before[0], torch.cat([G, L]))
+    for done, (k, before, after, slope, U) in enumerate(steps, 1):
+        L, derivative = taken_back(k, before, after, derivative, damping)
+        products, rests = multiplied(nets, cfg, k, before[0], torch.cat([(1 - k.b1) * k.clip * U, L]))
         found[:, :, k.it - taken[0].it] += products.view(2, K, -1)
         rest += rests[:K]
-        decay -= k.adam["lr"] * k.adam["weight_decay"] * (slope @ before[0]).cpu()
+        decay -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:
             curved = [hessian_times(nets, cfg, k, before[0], d) for d in L]
-            derivative[0] = derivative[0] + torch.stack(curved)
+            d_theta, *moments = derivative
+            derivative = d_theta + torch.stack(curved), *moments
         if progress.is_due():
             progress.show(done)
-    momentum = (on_m @ before[1]).cpu()     # what m held before the first step
+    momentum = k.b1 * (U @ before[1]).cpu()     # what m held before the first step
     return Account(logp, *found, dict(rest=rest, decay=decay, momentum=momentum))
 
 
 def walk_back(nets, cfg, states, taken, rollouts, parts=1):
-    """Of each step, from the last to the first: itself, the states before and after it, the mean
-    slopes, and the derivatives of what followed by its m and g, where s and clip are as they were.
-    """
-    on_m = None
+    """Each step, from the last to the first, with the states before and after it, the mean slopes,
+    and U (K, W)."""
+    U = 0.0
     for k, before, after in reversed(list(zip(taken, states, states[1:]))):
         before = before.to(nets.device)
         after = after.to(nets.device)
         slope = mean_slopes(nets, before[0], after[0], rollouts, cfg, parts)
-        none = torch.zeros_like(slope)
-        derivative = slope, none if on_m is None else on_m, none
-        _, on_m, _, G = taken_back(k, cfg, before, after, derivative, held=True)
-        yield k, before, after, slope, on_m, G
+        U = k.b1 * U - k.lr / k.c1 * slope / ((after[2] / k.c2).sqrt() + k.eps)
+        yield k, before, after, slope, U

@@ -206,9 +206,10 @@ def token_shares(nets, cfg, states, taken, rollout, places):
     number in the batch)."""
     names = {p: name for name, p in nets.policy.named_parameters()}
     shares = dict.fromkeys(places, 0.0)
-    for k, before, _, _, _, G in walk_back(nets, cfg, states, taken, [rollout]):
+    for k, before, _, _, U in walk_back(nets, cfg, states, taken, [rollout]):
         vector_to_parameters(before[0], nets.trained)
-        D = {names[p]: g for p, g in by_parameter(nets, G[0]).items()}
+        G = (1 - k.b1) * k.clip * U[0]
+        D = {names[p]: g for p, g in by_parameter(nets, G).items()}
         for since, j in places:
             i = k.step.rows[k.step.rows == j]
             if taken[0].it + since == k.it and len(i):
