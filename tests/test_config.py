@@ -182,7 +182,8 @@ def test_private_names_and_modules(write):
 
 FAILING = [
     ("beta = 1 / 0", "ZeroDivisionError"), ("raise ValueError('first\\nsecond')", "first second"),
-    ("beta: 0.1", "sets nothing"), ("import math", "sets nothing"), ("beta = = 1", "SyntaxError"), ("import no_such_module", "no_such_module"),
+    ("beta: 0.1", "sets nothing"), ("import math", "sets nothing"),
+    ("beta = = 1", "SyntaxError"), ("import no_such_module", "no_such_module"),
     ("import sys; sys.exit(3)", "SystemExit"), ("def f():\n    f()\nf()", "Recursion"),
     ("num_generation = 4", "'num_generations'"), ("max_iters = 'ten'", "int, not str"),
     ("beta = 0.1j", "complex"), ("seed = 10 ** 30", "2 ** 63"),
@@ -282,7 +283,7 @@ def test_functions_come_from_a_named_file_alone(noting, write):
     folder = noting(["reward"], [mine])
     (folder / "config.py").write_text(open(mine).read())    # unchanged, and still not run
     message = refused(folder)
-    assert "RUN CONFIG.py" in message and "mine.py" in message and "'reward'" in message
+    assert "RUN CONFIG.py" in message and "'reward'" in message
     for place in (mine, write(CONSTANT.format(2), "other.py")):
         cfg = load_settings([str(folder), place])
         assert cfg.beta == 0.3 and cfg.source == open(place).read()

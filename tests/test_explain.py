@@ -161,7 +161,8 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     ("self", ["--next=True", "--prompt=the", "--completion= cat"])])
 def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
     """A run drops none by a target that is not its own."""
-    text = printed(explain.main, [run(name), text_of(run(name)), *flags])
+    folder = run(name)
+    text = printed(explain.main, [folder, text_of(folder), *flags])
     page_text = open(os.path.join(run(name), "influence.html"), encoding="utf-8").read()
     assert "dropped" not in text + page_text
     weights = re.findall(r"weight (\S+?)[:<]", text + page_text)

@@ -358,7 +358,8 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
     done = []
-    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
     rename = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append("rename"), rename(a, b)))
     save_file(str(tmp_path / "a.pt"), "run", x=1)

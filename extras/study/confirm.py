@@ -13,7 +13,7 @@ the seeds, after Holm. A yes to a question: all its comparisons are below 0 with
 is a no: also one that is missed by little, or is true only at another sqrt(KL) or only at the end.
 
 1. Is `average` better than all, random and top_advantage?
-2. Is it better than trusted and drop lowest?  (--controls="trusted,drop lowest")
+2. Is it better than trusted and drop lowest?  (with controls = ("trusted", "drop lowest"))
 """
 from extras.study.wrong import *
 

@@ -28,28 +28,23 @@ arms = {
 
 
 def columns(folder):
-    """Of the last third of a run: the shares kept of rollouts with a wrong and with a right reward;
-    and auc, the chance that the wrong one of two of an iteration has the lower influence, and the
-    same by reward and by |advantage|. Rollouts with advantage 0 teach nothing and are left out."""
+    """Describe the last third of a run: auc, the chance that of a wrong and a right rollout of an
+    iteration the wrong one has the lower influence, and the same for the reward and |advantage|.
+    Rollouts with advantage 0 teach nothing and are left out."""
     rows = _read_rows(f"{folder}/samples.jsonl")
     last = rows[-1]["iteration"]
     rows = [row for row in rows if row["iteration"] > last * 2 / 3 and row["advantage"]]
     wrong = [row for row in rows if row["scores"]["wrong"]]
     right = [row for row in rows if not row["scores"]["wrong"]]
-    found = {"wrong kept": _share_kept(wrong), "right kept": _share_kept(right)}
-    if rows and rows[0].get("influence") is not None:
-        found["auc"] = _auc(wrong, right, lambda row: row["influence"])
-        found["auc reward"] = _auc(wrong, right, lambda row: row["reward"])
-        found["auc |advantage|"] = _auc(wrong, right, lambda row: abs(row["advantage"]))
-    return found
+    pairs = [(a, b) for a in wrong for b in right if a["iteration"] == b["iteration"]]
+    if not pairs or pairs[0][0].get("influence") is None:
+        return {}
+    return {"auc": _auc(pairs, lambda row: row["influence"]),
+            "auc reward": _auc(pairs, lambda row: row["reward"]),
+            "auc |advantage|": _auc(pairs, lambda row: abs(row["advantage"]))}
 
 
-def _auc(wrong, right, key):
-    """The share of pairs of an iteration whose wrong row has the lower key; a tie is a half."""
-    lower = [(key(a) < key(b)) + (key(a) == key(b)) / 2
-             for a in wrong for b in right if a["iteration"] == b["iteration"]]
-    return sum(lower) / len(lower) if lower else None
-
-
-def _share_kept(rows):
-    return sum(row.get("weight", 1) != 0 for row in rows) / max(1, len(rows))
+def _auc(pairs, key):
+    """Return the share of pairs whose wrong row has the lower key; a tie is a half."""
+    lower = [(key(wrong) < key(right)) + (key(wrong) == key(right)) / 2 for wrong, right in pairs]
+    return sum(lower) / len(lower)

@@ -1,6 +1,8 @@
 """--debug_step: an iteration taken apart, with the numbers of the run."""
 import re
 
+from worlds import skip_without
+
 PHASES = ["evaluation before", "rollout", "rewards", "loss", "gradient norms", "evaluation after",
           "red flags"]
 
@@ -29,9 +31,13 @@ def test_an_iteration_is_taken_apart(grpo, tmp_path, rows):
     assert f"{name} {after[name]:.4f} (change: {after[name] - before[name]:+.4f})" in out
 
 
-def test_influence_and_a_critic_are_taken_apart_too(grpo, tmp_path):
+def test_influence_is_taken_apart_too(grpo, tmp_path):
     out = grpo(tmp_path, "--debug_step=True", "--tracin=reward", "--tracin_val_prompts=2")
     assert phases_of(out) == PHASES[:4] + ["influence"] + PHASES[4:]
     assert "helps most" in out and "those of plain backwards" in out
+
+
+def test_a_critic_is_taken_apart_too(grpo, tmp_path):
+    skip_without("critic")
     out = grpo(tmp_path, "--debug_step=True", "--critic=True")
     assert phases_of(out) == PHASES and "by token, of a critic" in out

@@ -1,7 +1,8 @@
-# One run of wrong.py: a quarter of the rollouts of training have their reward inverted.
-# Which ones depends on the texts alone. The held-out target is small, and its rewards are right.
+# One run of extras/study/wrong.py: in training a quarter of the rewards are inverted. Which ones
+# depends on the texts alone. The held-out target is small, and its rewards are right.
+# The policy is so small that a run takes half a minute.
 #     python -m extras.study extras/study/wrong.py
-from extras.study.config.study_toxicity import *
+from config.toxicity import *
 
 import functools
 
@@ -11,13 +12,26 @@ from judge.scorer import says_nothing as _says_nothing
 from common.script import seed_for as _seed_for
 
 out_dir = "out/study_wrong"
+dtype = "auto"
+policy = "train"
+vocab_size = 1024
+n_layer = 2
+n_embd = 128
+pretrain_tokens = 3_000_000
+max_completion_length = 16
 reward_funcs = ("inverted", "wrong", "trusted")
 reward_weights = (1.0, 0.0, 0.0)    # wrong is recorded, for the study; trusted is for an arm
 num_prompts = 10
 num_generations = 8             # trusted reads it
+max_iters = 24
+learning_rate = 5e-4
+beta = 0.1
 tracin_val_prompts = 1          # a tenth of the rollouts of training
 tracin_val_reward = "judge"
+tracin_normalizer = "norm"      # what is kept makes as long a step as all would
 eval_interval = 8
+num_eval_prompts = 128
+num_eval_generations = 4
 
 
 @functools.cache
@@ -37,9 +51,14 @@ def inverted(prompts, completions):
 
 def trusted(prompts, completions):
     """As inverted, but right for the last prompt: for an arm with one prompt more."""
+    return _rewards(prompts, completions, _wrong_but_last(prompts, completions))
+
+
+def _wrong_but_last(prompts, completions):
+    """As wrong, but 0 for the last prompt."""
     are_wrong = wrong(prompts, completions)
     are_wrong[-num_generations:] = [0.0] * num_generations
-    return _rewards(prompts, completions, are_wrong)
+    return are_wrong
 
 
 def _rewards(prompts, completions, are_wrong):

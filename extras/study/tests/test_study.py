@@ -1,5 +1,4 @@
 """Studies: the statistics by hand and by brute force, runs that are made once, what is refused."""
-import fcntl
 import itertools
 import json
 import math
@@ -8,15 +7,17 @@ import random
 import statistics
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from filelock import FileLock
 
 import extras.study.__main__ as studies
 from conftest import ROOT
-from extras.study import picture
+from extras.study import wrong
 from extras.study.__main__ import (
-    as_markdown, differences_of, holm, mean_and_error, permutation_p, read_study, runs_of,
-    summarise, value_on_line, verdict)
+    as_markdown, compare, holm, mean_and_error, permutation_p, read_study, runs_of, summarise,
+    value_on_line)
+from extras.study.answers import as_text, asked_of
+from extras.study.config import study_mirrored
 from worlds import printed, read_rows, refusal, seed_of
 
 STUDY = """
@@ -69,25 +70,19 @@ def test_holm_line_and_error_by_hand():
     assert [value_on_line(points, x) for x in (0.5, 4)] == pytest.approx([2, 9])
     assert value_on_line([(0, 0), (1, 3), (2, 0)], 5) == pytest.approx(1), "least squares: slope 0"
     assert value_on_line([(1, 2), (1, 4)], 7) == 3, "without a slope: the mean"
-    assert mean_and_error([1, None, 3]) == (2, 1) and math.isnan(mean_and_error([1])[1])
+    assert mean_and_error([1, 3]) == (2, 1) and math.isnan(mean_and_error([1])[1])
 
 
-def arms_with(shifts, n=12):
-    """{arm: {seed: log measure}}, shifted by arm, with noise that is small beside 0.1."""
+def test_arms_are_compared_by_seed_and_corrected_together():
     rng = random.Random(seed_of(1))
-    return {arm: {seed: shift + rng.gauss(0, 0.02) for seed in range(n)}
-            for arm, shift in shifts.items()}
-
-
-def test_differences_and_verdicts():
-    logs = arms_with({"all": 0.0, "random": -0.6, "ours": -0.3, "best": -0.9})
-    found = differences_of(logs, ("all", "random"), ("ours", "best"))
-    d = [logs["ours"][seed] - logs["all"][seed] for seed in range(12)]
-    assert found["ours"]["all"] == (*mean_and_error(d), 4 * permutation_p(d))
-    assert verdict("best", found["best"]).startswith("best: a win, better than all, random")
-    assert " p < 0.01 than random (p 0.00" in verdict("ours", found["ours"]), "one control of two"
-    few = {arm: dict(list(by_seed.items())[:5]) for arm, by_seed in logs.items()}
-    assert "no win" in verdict("best", differences_of(few, ("all",), ("best",))["best"])
+    shifts = {"all": 0.0, "random": -0.6, "ours": -0.3, "best": -0.9}
+    logs = {arm: [shift + rng.gauss(0, 0.02) for _ in range(12)] for arm, shift in shifts.items()}
+    found = compare(logs, ("all", "random"), ("ours", "best"))
+    d = [ours - other for ours, other in zip(logs["ours"], logs["all"])]
+    assert found["ours", "all"] == (*mean_and_error(d), 4 * permutation_p(d))
+    mean, error, p = found["ours", "random"]
+    assert mean == pytest.approx(0.3, abs=0.05) and 0 < error < 0.03 and p == 4 * 2 / 2 ** 12
+    assert len(found) == 4
 
 
 def made_up(tmp_path):
@@ -95,7 +90,7 @@ def made_up(tmp_path):
     study = SimpleNamespace(
         name="made-up", measure="m", arms={"all": {}, "ours": {}}, controls=("all",),
         tested=("ours",), seeds=range(6), at_end=False,
-        columns=lambda folder: {"length of name": len(os.path.basename(folder))})
+        columns=lambda folder: {"|name|": len(os.path.basename(folder))})
     runs = []
     for arm, seed in itertools.product(study.arms, study.seeds):
         rows = []
@@ -106,7 +101,7 @@ def made_up(tmp_path):
         folder = tmp_path / f"{arm}{seed}"
         folder.mkdir()
         (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        runs.append(SimpleNamespace(arm=arm, seed=seed, folder=str(folder), argv=[], iterations=16))
+        runs.append(SimpleNamespace(arm=arm, seed=seed, folder=str(folder), iterations=16))
     return study, runs
 
 
@@ -114,23 +109,40 @@ def test_the_table_of_made_up_runs(tmp_path):
     study, runs = made_up(tmp_path)
     os.remove(f"{runs[-1].folder}/eval.jsonl")      # so the last seed is not complete
     found = summarise(study, runs)
-    roots = [(it + seed) / 100 for seed in range(5) for it in (8, 16)]
-    assert found["x"] == pytest.approx(statistics.median(roots))
-    for seed in range(5):
-        assert found["equal"]["all"][seed] == pytest.approx(-1 - found["x"])
-        expected = -1 - found["x"] - 0.3 * (1 + seed / 100)
-        assert found["equal"]["ours"][seed] == pytest.approx(expected)
-    mean, _, p = found["differences"]["ours"]["all"]
-    assert mean == pytest.approx(-0.306) and p == 2 / 32
+    assert found["seeds"] == [0, 1, 2, 3, 4]
+    x = found["x"]
+    assert x == pytest.approx(statistics.median((it + seed) / 100 for seed in range(5)
+                                                for it in (8, 16)))
+    assert found["compared"]["all"] == pytest.approx([-1 - x] * 5)
+    ours = [-1 - x - 0.3 * (1 + seed / 100) for seed in range(5)]
+    assert found["compared"]["ours"] == pytest.approx(ours)
     text = as_markdown(study, found)
-    assert "Of 6 seeds 5 are complete" in text and "| -26 % ± 0, p 0.06" in text
-    assert "length of name" in text and "- ours: no win at equal KL" in text
+    assert "5 of 6 seeds are complete" in text
+    assert r" | \|name\| | " in text, "a | in a name is no border of the table"
+    percent = 100 * math.expm1(-0.306)
+    row = next(line for line in text.splitlines() if line.startswith("| ours |"))
+    assert f"| {percent:.0f} % ± 0, p {2 / 32:.2g} |" in row, row
 
     study.at_end = True
+    last = [-1 - (16 + seed) / 100 for seed in range(5)]
     found = summarise(study, runs)
-    last = {seed: -1 - (16 + seed) / 100 for seed in range(5)}
-    assert found["equal"]["all"] == pytest.approx(last), "at_end compares the last evaluations"
-    assert "- ours: no win at the end" in as_markdown(study, found)
+    assert found["compared"]["all"] == pytest.approx(last), "at_end compares the last evaluations"
+
+
+def test_columns_rank_wrong_rollouts_among_those_of_their_iteration(tmp_path):
+    def row(iteration, wrong, influence, advantage=1.0):
+        return {"iteration": iteration, "scores": {"wrong": wrong}, "influence": influence,
+                "reward": 0.5, "advantage": advantage}
+
+    rows = [row(1, 1, 9), row(1, 0, 0),                             # not in the last third
+            row(8, 1, 1), row(8, 0, 2), row(8, 0, 0),               # lower than one of two
+            row(9, 1, 11), row(9, 0, 12), row(9, 0, 5, advantage=0)]
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = wrong.columns(str(tmp_path))
+    assert found == pytest.approx({"auc": 2 / 3, "auc reward": 0.5, "auc |advantage|": 0.5})
+    samples.write_text("".join(json.dumps(row | {"influence": None}) + "\n" for row in rows))
+    assert wrong.columns(str(tmp_path)) == {}, "a run without influence has no such columns"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -145,10 +157,9 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     assert [path.name.rsplit("_", 1)[0] for path in folders] == ["all_seed1", "half_seed1"]
     end = read_rows(folders[0] / "eval.jsonl")[-1]
     assert f"| all | {end['eval_judge/toxicity']:.4g} ± nan |" in text
-    assert text.rstrip().endswith("python -m extras.study.picture out/study/halves")
+    assert (tmp_path / "out/study/halves/table.json").exists()
     again = printed(studies.main, [made.path])
     assert "2 runs, 0 to make" in again and again.split("# halves")[1] == text.split("# halves")[1]
-    picture.main(["out/study/halves"])
     made.write("toxicity", "toxic")
     assert "measure = 'eval_judge/toxic': is not in" in refusal(studies.main, [made.path])
     made.write("toxic", "toxicity")
@@ -158,8 +169,7 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
              if not studies.evaluations_of(run, study.measure)]
     assert left.arm == "half", "an arm that was changed runs anew, and no other"
     os.mkdir(left.folder)
-    with open(os.path.join(left.folder, ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)        # another study is at work there
+    with FileLock(os.path.join(left.folder, ".lock")):      # another study is at work there
         assert "not done" in printed(studies.make, left)
     assert os.listdir(left.folder) == [".lock"] and not os.path.exists(f"{left.folder}-2")
 
@@ -180,7 +190,7 @@ REFUSED = [     # old, new, words of the refusal
     ("measure =", "controls = ('al',)\nmeasure =", "'al' is no arm; there are all, half"),
     ("arms = {", "arms = {'../x': {}, ", "'../x': must be"),
     ("arms = {", "arms = {'x': 1, ", "'x': must be a dict"),
-    ("measure =", "few = 3\nmeasure =", "'few' is no name of a study")]
+    ("measure =", "few = 3\nmeasure =", "a study has no 'few'")]
 
 
 def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
@@ -197,16 +207,38 @@ def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
 
 def test_the_studies_of_the_repository_can_be_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in ("wrong", "letters", "confirm", "finding"):
+    for name in ("wrong", "confirm", "heldout", "mirrored"):
         study = read_study(f"extras/study/{name}.py")
         study.seeds = study.seeds[:1]
         assert len(runs_of(study, "out")) == len(study.arms)
 
 
-def test_the_picture_is_the_measure_against_the_distance():
-    points = {"all": {"1": [[0.1, -1.0], [0.3, -2.0]], "2": [[0.1, -1.2], [0.3, -2.2]]}}
-    found = dict(name="clean", measure="toxicity", x=0.2, points=points)
-    ax, = picture.draw(found).axes
-    x, y = ax.lines[0].get_data()
-    assert list(x) == pytest.approx([0.1, 0.3])
-    assert list(y) == pytest.approx(np.exp([-1.1, -2.1]))
+def test_the_wrong_ones_of_a_group_get_the_reward_of_the_mirrored_place(monkeypatch):
+    right = [0.1, 0.9, None, 0.5, 0.7, 0.2, 0.4]
+    are_wrong = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    monkeypatch.setattr(study_mirrored, "_rewards", lambda *_: right)
+    monkeypatch.setattr(study_mirrored, "wrong", lambda *_: are_wrong)
+    found = study_mirrored.mirrored(["a"] * 5 + ["b"] * 2, [""] * 7)
+    assert found == [0.9, 0.9, None, 0.5, 0.5, 0.2, 0.2]
+
+
+def test_the_answers_take_all_comparisons_of_a_question_at_equal_kl():
+    def table(x=0.3, **worse):
+        controls = ("all", "random", "top_advantage", "trusted", "drop lowest")
+        differences = {"held-out": 0} | dict.fromkeys(controls, 1) | worse
+        compared = {arm: [d - 3 + seed / 99 * d for seed in range(24)]
+                    for arm, d in differences.items()}
+        points = {arm: [[(0.2, y), (0.4, y)] for y in ys] for arm, ys in compared.items()}
+        end = {"auc": 0.6, "auc reward": 0.5, "auc |advantage|": 0.5}
+        return dict(compared=compared, x=x, points=points, ends={"held-out": [end] * 24})
+
+    def answers(**founds):
+        found = {"heldout": table(), "mirrored": table()} | founds
+        lines = as_text(asked_of(found)).splitlines()
+        return [line.split()[-1] for line in lines if not line.startswith(" ")]
+
+    assert answers() == ["Yes"] * 9
+    assert answers(heldout=table(random=-1)) == ["Yes", "No"] + ["Yes"] * 7
+    assert answers(mirrored=table(trusted=0)) == ["Yes"] * 6 + ["No", "Yes", "Yes"]
+    assert answers(heldout=table(x=0.51)) == ["No"] * 4 + ["Yes"] * 5
+    assert answers(mirrored=table(x=0.15)) == ["Yes"] * 4 + ["No"] * 4 + ["Yes"]
