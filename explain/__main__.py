@@ -5,12 +5,18 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
     python tracin.py out/toxicity --tracin=reward           # a run that was made without influence
     python tracin.py out/toxicity --before                  # from ckpt_prev.pt, before the end
     python tracin.py out/toxicity config/mine.py --tracin=target    # the function in mine.py
-    python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
-                                                            # what makes the model say this?
 
 The sentences are about all rollouts that the run has scored. The page is about the iteration that
-follows the last checkpoint, which is sampled and scored here and changes nothing. With --prompt so
-are the sentences.
+follows the last checkpoint, which is sampled and scored here and changes nothing.
+
+    python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
+                                                            # where did the run learn to say this?
+    python tracin.py out/toxicity --prompts=FILE            # .csv or .jsonl: prompt and completion
+    python tracin.py out/toxicity --account=True            # the worst ones before training
+
+The run is repeated, and account.html written (explain/story.py). --since=N takes the part after N
+iterations. --hessian=False is faster, and predicts worse. --parts=4 is finer where steps are large.
+--next=True asks which rollouts of the next iteration make the model say this.
 """
 import functools
 import os
@@ -21,16 +27,17 @@ import torch
 
 import grpo
 from config import load_settings, read_run
-from data.prompts import encode_prompt
 from data.tokenizer import end_tokens
-from explain.page import page
+from explain.page import facts_of, page
 from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.words import logprob_changes, pieces_of, row_alone
+from explain.story import read_sentence, tell
+from explain.words import pieces_of, row_alone, token_influences
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
 from common.files import read_rows, replacing, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
+from rollout import completion_logprobs
 from tracin import Recording, keep_helpful, rollout_error
 
 CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
@@ -73,16 +80,8 @@ def next_iteration(nets, path, cfg):
 def saying(prompt, completion):
     """A target: the mean log-prob of a completion after a prompt."""
     def target(policy, tokenizer, batch):
-        _, before = encode_prompt(tokenizer, prompt, "--prompt")
-        said = tokenizer.encode_ordinary(completion)
-        size = len(before) + len(said)
-        most = policy.block_size
-        if size > most:
-            raise BadInput(f"--prompt and --completion have {size} tokens: must be {most} at most")
-        ids = torch.tensor([before + said], device=policy.lm_head.weight.device)
-        h = policy(ids[:, :-1])[0, -len(said):]                                 # (T, C)
-        logp = policy.lm_head(h).float().log_softmax(-1)                        # (T, V)
-        return logp.gather(1, ids[0, -len(said):, None]).mean()
+        rollout = read_sentence(policy, tokenizer, prompt, completion)
+        return completion_logprobs(policy, rollout).mean()
 
     return target
 
@@ -126,11 +125,9 @@ def words_of(scored, cfg, chosen):
     for j in chosen:
         i = step.rows[[j]]
         loss = grpo.loss_of(nets, nets.policy, batch, i, step, cfg)
-        slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (1, T)
         row = row_alone(batch.rollout, int(i), cfg.temperature)
         D = {names[p]: g for p, g in scored_against(scored, cfg, j).items()}
-        change = logprob_changes(nets.policy, D, row)
-        influence = slope[0, :len(change)] * change / unit
+        influence = token_influences(nets.policy, loss, D, row) / unit
         words[j] = pieces_of(row, influence, nets.tokenizer, ends)
     return words
 
@@ -150,8 +147,10 @@ def write_page(folder, about, sentences, scored, cfg):
     z = own_units(scored.rows)
     lists = best_and_worst(z, SHOWN)
     words = words_of(scored, cfg, sum(lists.values(), []))
-    cards = {heading: [(scored.rows[j] | {"z": float(z[j])}, words[j]) for j in places]
-             for heading, places in lists.items()}
+    rows = [row | {"z": x} for row, x in zip(scored.rows, z.tolist())]
+    cards = {}
+    for heading, places in lists.items():
+        cards[heading] = [(facts_of(rows[j]), rows[j]["prompt"], words[j]) for j in places]
     path = os.path.join(folder, "influence.html")
     with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(page(f"Influence: {folder}", about, sentences, cards))
@@ -174,12 +173,16 @@ def settings_of(folder, flags, prompt, completion):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(before=False, prompt="", completion=""))
+    own, flags = own_flags(argv[1:], dict(
+        before=False, prompt="", completion="", next=False, account=False, prompts="", since="0",
+        parts="1", hessian=True))
     prompt = own["prompt"]
     asked = own["completion"]
     if not argv or bool(prompt) != bool(asked):
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--prompt=TEXT "
-                       "--completion=TEXT] [--setting=value ...]")
+                       "--completion=TEXT [--next=True]] [--account=True] [--setting=value ...]")
+    if own["account"] or own["prompts"] or asked and not own["next"]:
+        return tell(argv[0], flags, own)
     folder = argv[0]
     cfg = settings_of(folder, flags, prompt, asked)
     nets = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
