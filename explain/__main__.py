@@ -46,35 +46,35 @@ SHOWN = 5       # rollouts in a list
 
 class Scored(NamedTuple):
     """An optimizer step that is scored and not taken."""
-    nets: Any           # run.build.Nets
+    setup: Any           # run.build.Setup
     recording: Any      # tracin.Recording
     found: Any          # tracin.Findings
     rows: list          # as in samples.jsonl
 
 
-def next_iteration(nets, path, cfg):
+def next_iteration(setup, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
     content = read_checkpoint(path)
     if content["settings"]["tracin"] != cfg.tracin:
         content["influence"] = None     # the average of other targets
     with undamaged(path):
-        load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
+        load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
     set_random_state(content["random"])
     it = content["iteration"]
-    prompts, batch, held_out = grpo.sample_iteration(nets, it, cfg)
+    prompts, batch, held_out = grpo.sample_iteration(setup, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
-    with Recording(nets.policy, batch, step, True, cfg) as recording:
-        grpo.backward(nets, batch, step, cfg, lambda loss: None, recording)
+    with Recording(setup.policy, batch, step, True, cfg) as recording:
+        grpo.backward(setup, batch, step, cfg, lambda loss: None, recording)
     generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
-    gradient_of = functools.partial(grpo.gradient_of, nets, cfg)
-    found = keep_helpful(recording, held_out, nets, cfg, generator, gradient_of)
-    nets.policy.zero_grad(set_to_none=True)     # no step is taken
+    gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
+    found = keep_helpful(recording, held_out, setup, cfg, generator, gradient_of)
+    setup.policy.zero_grad(set_to_none=True)     # no step is taken
     rows = sample_rows(it, prompts, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
-    return Scored(nets, recording, found, [rows[i] for i in step.rows.tolist()])
+    return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()])
 
 
 def saying(prompt, completion):
@@ -103,32 +103,32 @@ def check(scored, cfg):
     if cfg.loss_type == "bnpo":
         return ("With loss_type = 'bnpo' a rollout alone has another loss: nothing is checked, and "
                 "its words add up to a multiple of its influence.")
-    nets, recording, found, rows = scored
+    setup, recording, found, rows = scored
     order = found.raw_scores.argsort()
     chosen = order[::max(1, len(order) // CHECKED)].tolist()
-    gradient_of = functools.partial(grpo.gradient_of, nets, cfg)
+    gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
     error = float(rollout_error(recording, found, chosen, gradient_of))
-    verdict = "agrees with" if error < tolerance_of(nets.dtype) else "CONTRADICTS"
+    verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
     return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward for each of "
             f"{len(chosen)} rollouts (error {error:.0e} of the largest influence).")
 
 
 def words_of(scored, cfg, chosen):
     """{position in the step: the rollout's Pieces}, influence in standard deviations."""
-    nets, recording, found, _ = scored
+    setup, recording, found, _ = scored
     batch = recording.batch
     step = recording.step
     unit = float(found.scores.std(correction=0)) or 1.0
-    names = {p: name for name, p in nets.policy.named_parameters()}
-    ends = end_tokens(nets.tokenizer)
+    names = {p: name for name, p in setup.policy.named_parameters()}
+    ends = end_tokens(setup.tokenizer)
     words = {}
     for j in chosen:
         i = step.rows[[j]]
-        loss = grpo.loss_of(nets, nets.policy, batch, i, step, cfg)
+        loss = grpo.loss_of(setup, setup.policy, batch, i, step, cfg)
         row = row_alone(batch.rollout, int(i), cfg.temperature)
         D = {names[p]: g for p, g in scored_against(scored, cfg, j).items()}
-        influence = token_influences(nets.policy, loss, D, row) / unit
-        words[j] = pieces_of(row, influence, nets.tokenizer, ends)
+        influence = token_influences(setup.policy, loss, D, row) / unit
+        words[j] = pieces_of(row, influence, setup.tokenizer, ends)
     return words
 
 
@@ -185,9 +185,9 @@ def main(argv):
         return tell(argv[0], flags, own)
     folder = argv[0]
     cfg = settings_of(folder, flags, prompt, asked)
-    nets = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     path = os.path.join(folder, "ckpt_prev.pt" if own["before"] else "ckpt.pt")
-    scored = next_iteration(nets, path, cfg)
+    scored = next_iteration(setup, path, cfg)
     rows = scored.rows
     metrics = []
     recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
@@ -200,7 +200,7 @@ def main(argv):
     about = (f"{folder}: {len(rows)} rollouts, target {target}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
     with undamaged(folder):
-        sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
+        sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)
         sentences.append(check(scored, cfg))
         print(about, *sentences, sep="\n- ")
         print_rollouts(rows)

@@ -66,33 +66,33 @@ class Taken(NamedTuple):
     c2: float
 
 
-def replay(nets, cfg, start, since, end, folder):
+def replay(setup, cfg, start, since, end, folder):
     """Does iterations start .. end - 1 as grpo.train did -> the states before each step since
     iteration `since` and after the last one, (3, W) each, and these steps, S of Taken."""
     states = []
     taken = []
     progress = Progress("replay", "iteration", end, start)
     for it in range(start, end):
-        nets.optimizer.param_groups[0]["lr"] = grpo.learning_rate(it, cfg)
-        _, batch, held_out = grpo.sample_iteration(nets, it, cfg)
+        setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(it, cfg)
+        _, batch, held_out = grpo.sample_iteration(setup, it, cfg)
 
         def watch(step, norm):
             if it >= since:
-                states.append(kept(state_of(nets), folder))
-                taken.append(step_of(nets, cfg, it, batch, step, float(norm)))
+                states.append(kept(state_of(setup), folder))
+                taken.append(step_of(setup, cfg, it, batch, step, float(norm)))
 
-        grpo.update(nets, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
+        grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
         if grpo.is_due(it + 1, cfg.ref_model_sync_steps):
-            grpo.sync_reference(nets, cfg.ref_model_mixup_alpha)
+            grpo.sync_reference(setup, cfg.ref_model_mixup_alpha)
         if progress.is_due():
             progress.show(it + 1)
-    return [*states, state_of(nets)], taken
+    return [*states, state_of(setup)], taken
 
 
-def step_of(nets, cfg, it, batch, step, norm):
+def step_of(setup, cfg, it, batch, step, norm):
     """A step that the run is about to take."""
-    group = nets.optimizer.param_groups[0]
-    count = 1 + int(nets.optimizer.state[nets.trained[0]].get("step", 0))
+    group = setup.optimizer.param_groups[0]
+    count = 1 + int(setup.optimizer.state[setup.trained[0]].get("step", 0))
     b1, b2 = group["betas"]
     clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
     batch = replace(batch, row_weights=batch.row_weights.clone())
@@ -100,12 +100,12 @@ def step_of(nets, cfg, it, batch, step, norm):
                  b1, b2, 1 - b1 ** count, 1 - b2 ** count)
 
 
-def state_of(nets):
+def state_of(setup):
     """Weights, m and v (3, W)."""
-    state = nets.optimizer.state
-    moments = [flat(state[p].get(name, torch.zeros_like(p)) for p in nets.trained)
+    state = setup.optimizer.state
+    moments = [flat(state[p].get(name, torch.zeros_like(p)) for p in setup.trained)
                for name in ("exp_avg", "exp_avg_sq")]
-    return torch.stack([flat(nets.trained).detach(), *moments])
+    return torch.stack([flat(setup.trained).detach(), *moments])
 
 
 def flat(tensors):
@@ -140,22 +140,22 @@ def row_of(before, said, device):
     return row
 
 
-def logprobs(nets, weights, rollout, cfg):
+def logprobs(setup, weights, rollout, cfg):
     """Log-probs (T,) of a sentence's tokens at the run's temperature; nothing is truncated."""
-    vector_to_parameters(weights.to(nets.device), nets.trained)
-    return completion_logprobs(nets.policy, rollout, cfg.temperature)[0]
+    vector_to_parameters(weights.to(setup.device), setup.trained)
+    return completion_logprobs(setup.policy, rollout, cfg.temperature)[0]
 
 
-def slopes(nets, weights, rollouts, cfg):
+def slopes(setup, weights, rollouts, cfg):
     """grad f (K, W) of K sentences."""
-    f = [logprobs(nets, weights, rollout, cfg).sum() for rollout in rollouts]
+    f = [logprobs(setup, weights, rollout, cfg).sum() for rollout in rollouts]
     return torch.stack([
-        flat(torch.autograd.grad(x, nets.trained, materialize_grads=True)) for x in f])
+        flat(torch.autograd.grad(x, setup.trained, materialize_grads=True)) for x in f])
 
 
-def mean_slopes(nets, before, after, rollouts, cfg, parts):
+def mean_slopes(setup, before, after, rollouts, cfg, parts):
     """The mean of grad f (K, W) on the straight way between two weights, by the trapezoid rule."""
-    found = [slopes(nets, before.lerp(after, i / parts), rollouts, cfg) for i in range(parts + 1)]
+    found = [slopes(setup, before.lerp(after, i / parts), rollouts, cfg) for i in range(parts + 1)]
     return (sum(found) - (found[0] + found[-1]) / 2) / parts
 
 
@@ -182,36 +182,36 @@ def taken_back(k, before, after, derivative, damping):
     return L, ((1 - k.lr * k.decay) * d_theta, k.b1 * u_m, k.b2 * u_v)
 
 
-def hessian_times(nets, cfg, k, weights, d):
+def hessian_times(setup, cfg, k, weights, d):
     """H d (W,) of the loss of step k, as the difference of two gradients in full precision."""
     # larger ones leave the clip range of the ratio; in float32 this one is right to three digits
     h = 1e-5 * weights.norm() / d.norm().clamp(min=1e-30)
-    exact = replace(nets, dtype=d.dtype)
+    exact = replace(setup, dtype=d.dtype)
     found = []
     for there in (weights + h * d, weights - h * d):
-        vector_to_parameters(there, nets.trained)
+        vector_to_parameters(there, setup.trained)
         found.append(flat(grpo.gradient_of(exact, cfg, k.batch, k.step.rows, k.step).values()))
     return (found[0] - found[1]) / (2 * h)
 
 
-def multiplied(nets, cfg, k, weights, directions):
+def multiplied(setup, cfg, k, weights, directions):
     """Products of directions (n, W) with the rollouts' parts of the gradient of step k, (n, N), and
     with that of the rest of the loss, (n,)."""
-    vector_to_parameters(weights, nets.trained)
+    vector_to_parameters(weights, setup.trained)
     batch = replace(k.batch, row_weights=k.batch.row_weights.clone())
-    with Recording(nets.policy, batch, k.step, False, cfg) as recording:    # it sets them to 1
+    with Recording(setup.policy, batch, k.step, False, cfg) as recording:    # it sets them to 1
         batch.row_weights = k.batch.row_weights
-        grpo.backward(nets, batch, k.step, cfg, lambda loss: None, recording)
+        grpo.backward(setup, batch, k.step, cfg, lambda loss: None, recording)
     rest = recording.tape.rest_gradient()
-    found = [by_parameter(nets, d) for d in directions]
+    found = [by_parameter(setup, d) for d in directions]
     return (torch.stack([recording.tape.dot(G) for G in found]).cpu(),
             torch.stack([inner(rest, G) for G in found]).cpu())
 
 
-def by_parameter(nets, d):
+def by_parameter(setup, d):
     """(W,) -> {parameter: tensor}."""
-    parts = d.split([p.numel() for p in nets.trained])
-    return {p: part.view_as(p) for p, part in zip(nets.trained, parts)}
+    parts = d.split([p.numel() for p in setup.trained])
+    return {p: part.view_as(p) for p, part in zip(setup.trained, parts)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -234,27 +234,28 @@ class Account(NamedTuple):
         return torch.stack([x[-1].sum() - x[0].sum() for x in self.logp])
 
 
-def account(nets, cfg, states, taken, rollouts, hessian=True, parts=1, damping=DAMPING):
+def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=DAMPING):
     """The Account of K sentences, a Rollout of one row each. parts: of the way of a step, for the
     mean slope on it."""
     with torch.no_grad():
-        logp = [torch.stack([logprobs(nets, x[0], rollout, cfg) for x in states]).cpu()
+        logp = [torch.stack([logprobs(setup, x[0], rollout, cfg) for x in states]).cpu()
                 for rollout in rollouts]
     K = len(rollouts)
     size = taken[-1].it + 1 - taken[0].it
     found = torch.zeros(2, K, size, len(taken[0].batch.row_weights), dtype=torch.float64)
     rest = decay = 0.0
-    derivative = slopes(nets, states[-1][0], rollouts, cfg), 0.0, 0.0
+    derivative = slopes(setup, states[-1][0], rollouts, cfg), 0.0, 0.0
     progress = Progress("account", "step", len(taken))
-    steps = walk_back(nets, cfg, states, taken, rollouts, parts)
+    steps = walk_back(setup, cfg, states, taken, rollouts, parts)
     for done, (k, before, after, slope, U) in enumerate(steps, 1):
         L, derivative = taken_back(k, before, after, derivative, damping)
-        products, rests = multiplied(nets, cfg, k, before[0], torch.cat([(1 - k.b1) * k.clip * U, L]))
+        both = torch.cat([(1 - k.b1) * k.clip * U, L])
+        products, rests = multiplied(setup, cfg, k, before[0], both)
         found[:, :, k.it - taken[0].it] += products.view(2, K, -1)
         rest += rests[:K]
         decay -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:
-            curved = [hessian_times(nets, cfg, k, before[0], d) for d in L]
+            curved = [hessian_times(setup, cfg, k, before[0], d) for d in L]
             d_theta, *moments = derivative
             derivative = d_theta + torch.stack(curved), *moments
         if progress.is_due():
@@ -263,13 +264,13 @@ def account(nets, cfg, states, taken, rollouts, hessian=True, parts=1, damping=D
     return Account(logp, *found, dict(rest=rest, decay=decay, momentum=momentum))
 
 
-def walk_back(nets, cfg, states, taken, rollouts, parts=1):
+def walk_back(setup, cfg, states, taken, rollouts, parts=1):
     """Each step, from the last to the first, with the states before and after it, the mean slopes,
     and U (K, W)."""
     U = 0.0
     for k, before, after in reversed(list(zip(taken, states, states[1:]))):
-        before = before.to(nets.device)
-        after = after.to(nets.device)
-        slope = mean_slopes(nets, before[0], after[0], rollouts, cfg, parts)
+        before = before.to(setup.device)
+        after = after.to(setup.device)
+        slope = mean_slopes(setup, before[0], after[0], rollouts, cfg, parts)
         U = k.b1 * U - k.lr / k.c1 * slope / ((after[2] / k.c2).sqrt() + k.eps)
         yield k, before, after, slope, U

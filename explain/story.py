@@ -39,21 +39,21 @@ def tell(folder, flags, own):
     end = last["iteration"]
     since = number(own, "since", 0, end - 1)
     parts = number(own, "parts", 1, 1000)
-    nets = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
-    check_run(nets, cfg, folder, path, last)
-    rollouts = rollouts_asked(nets, cfg, own)
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
+    check_run(setup, cfg, folder, path, last)
+    rollouts = rollouts_asked(setup, cfg, own)
 
-    start = go_to(nets, cfg, folder, since)
-    states, taken = replay(nets, cfg, start, since, end, folder)
+    start = go_to(setup, cfg, folder, since)
+    states, taken = replay(setup, cfg, start, since, end, folder)
     if not taken:
         raise BadInput(f"{path}: no optimizer step was taken since iteration {since}")
-    differing = [name for name, x in nets.policy.state_dict().items()
+    differing = [name for name, x in setup.policy.state_dict().items()
                  if not torch.equal(x.cpu(), last["policy"][name])]
     if differing:
         print(f"warning: the replay ends at other weights than {path} ({differing[0]} and others): "
               "made on a GPU, by another machine or version, or with settings that changed on the "
               "way, or a reward draws random numbers")
-    found = account(nets, cfg, states, taken, rollouts, own["hessian"], parts)
+    found = account(setup, cfg, states, taken, rollouts, own["hessian"], parts)
 
     curved = "with" if own["hessian"] else "without"
     about = (f"{folder}, iterations {since + 1} to {end}. The target is a sentence's log-prob. "
@@ -63,7 +63,7 @@ def tell(folder, flags, own):
     stories = []
     shown = {}
     for i, rollout in enumerate(rollouts):
-        cards = cards_of(nets, cfg, states, taken, rollout, found, i)
+        cards = cards_of(setup, cfg, states, taken, rollout, found, i)
         lines = lines_of(taken, found, i, cards)
         print("", *lines, sep="\n")
         stories += lines
@@ -85,11 +85,11 @@ def number(own, name, least, most):
     return int(text)
 
 
-def check_run(nets, cfg, folder, path, last):
+def check_run(setup, cfg, folder, path, last):
     """Refuse a run that is not the one that was made."""
     if rank_and_size()[1] > 1:
         raise BadInput("one process makes an account: start it without torchrun")
-    if last["base_hash"] != hash_of(nets.base):
+    if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
     for name, x in cfg.public().items():
@@ -101,14 +101,14 @@ def check_run(nets, cfg, folder, path, last):
                        f"name the run's own copy, {folder}/config.py")
 
 
-def go_to(nets, cfg, folder, since):
+def go_to(setup, cfg, folder, since):
     """Load the last checkpoint up to iteration `since`, if there is one -> its iteration, or 0."""
     start = 0
     for path in glob.glob(os.path.join(glob.escape(folder), "ckpt*.pt")):
         content = read_checkpoint(path, mmap=True)
         if start < content["iteration"] <= since:
             with undamaged(path):
-                load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
+                load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
             set_random_state(content["random"])
             start = content["iteration"]
     return start
@@ -118,21 +118,21 @@ def go_to(nets, cfg, folder, since):
 # which sentences
 
 
-def rollouts_asked(nets, cfg, own):
+def rollouts_asked(setup, cfg, own):
     """A Rollout of one row for each sentence."""
     asked = []
     if own["completion"]:
         asked = [own]
     elif own["prompts"]:
         asked = read_rows(own["prompts"])
-    found = [read_sentence(nets.policy, nets.tokenizer, row.get("prompt"), row.get("completion"))
+    found = [read_sentence(setup.policy, setup.tokenizer, row.get("prompt"), row.get("completion"))
              for row in asked]
     for row, rollout in zip(asked, found):
-        if not can_draw(nets, cfg, rollout):
+        if not can_draw(setup, cfg, rollout):
             raise BadInput(f"completion {row['completion']!r}: the run never draws one of its "
                            f"tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = "
                            f"{cfg.min_p}")
-    return found or worst(nets, cfg)
+    return found or worst(setup, cfg)
 
 
 def read_sentence(policy, tokenizer, prompt, completion):
@@ -147,21 +147,21 @@ def read_sentence(policy, tokenizer, prompt, completion):
 
 
 @torch.no_grad()
-def can_draw(nets, cfg, rollout):
+def can_draw(setup, cfg, rollout):
     """Did truncated sampling allow the tokens before training?"""
-    states = completion_states(nets.policy, rollout)
-    logits = nets.policy.lm_head(states.h).float() / cfg.temperature
+    states = completion_states(setup.policy, rollout)
+    logits = setup.policy.lm_head(states.h).float() / cfg.temperature
     allowed = truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p) > -math.inf
     return allowed.gather(1, states.targets[:, None]).all()
 
 
-def worst(nets, cfg):
+def worst(setup, cfg):
     """The evaluation's completions of lowest reward before training."""
     k = cfg.num_eval_generations
-    rollout = sample_evaluation(nets, nets.policy, cfg)
-    completions = texts_of(nets.tokenizer, rollout)
+    rollout = sample_evaluation(setup, setup.policy, cfg)
+    completions = texts_of(setup.tokenizer, rollout)
     scores = grpo.score_rows(
-        nets.reward_funcs, nets.eval_prompts, completions, replace(cfg, num_generations=k))
+        setup.reward_funcs, setup.eval_prompts, completions, replace(cfg, num_generations=k))
     rewards = grpo.total_reward(scores, cfg.reward_weights, k)
     return [rollout[[i]] for i in rewards.argsort()[:WORST].tolist()]
 
@@ -170,52 +170,52 @@ def worst(nets, cfg):
 # what is told
 
 
-def cards_of(nets, cfg, states, taken, rollout, found, i):
+def cards_of(setup, cfg, states, taken, rollout, found, i):
     """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
-    ends = end_tokens(nets.tokenizer)
+    ends = end_tokens(setup.tokenizer)
     first = taken[0].it
     batches = {k.it - first: k.batch for k in taken}
     shares = found.shares[i]                                                        # (I, N)
     lists = [[divmod(x, shares.shape[1]) for x in some]
              for some in best_and_worst(shares.flatten(), SHOWN).values()]
-    words = token_shares(nets, cfg, states, taken, rollout, sum(lists, []))
+    words = token_shares(setup, cfg, states, taken, rollout, sum(lists, []))
     logp = found.logp[i]
 
     def card(since, j):
         batch = batches[since]
-        prompts = draw_prompts(nets.prompts, first + since, cfg.num_prompts, cfg.seed)
+        prompts = draw_prompts(setup.prompts, first + since, cfg.num_prompts, cfg.seed)
         without = logp[-1].sum() - found.effects[i, since, j]
         facts = (f"{shares[since, j]:+.3f}, iteration {first + since + 1}, reward "
                  f"{batch.rewards[j]:.3f}, advantage {batch.row_advantages[j]:+.2f}, without it "
                  f"{without:.2f}")
         row = row_alone(batch.rollout, j, cfg.temperature)
         return (facts, prompts[j // cfg.num_generations].text,
-                pieces_of(row, words[since, j], nets.tokenizer, ends))
+                pieces_of(row, words[since, j], setup.tokenizer, ends))
 
     itself = row_alone(rollout, 0, cfg.temperature)
-    said = nets.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
-    change = pieces_of(itself, logp[-1] - logp[0], nets.tokenizer, ends)
+    said = setup.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
+    change = pieces_of(itself, logp[-1] - logp[0], setup.tokenizer, ends)
     cards = {"The sentence": [(f"{found.change[i]:+.3f}", said, change)]}
     for heading, places in zip(("Made it likelier", "Made it less likely"), lists):
         cards[heading] = [card(*place) for place in places]
     return cards
 
 
-def token_shares(nets, cfg, states, taken, rollout, places):
+def token_shares(setup, cfg, states, taken, rollout, places):
     """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration since the first,
     number in the batch)."""
-    names = {p: name for name, p in nets.policy.named_parameters()}
+    names = {p: name for name, p in setup.policy.named_parameters()}
     shares = dict.fromkeys(places, 0.0)
-    for k, before, _, _, U in walk_back(nets, cfg, states, taken, [rollout]):
-        vector_to_parameters(before[0], nets.trained)
+    for k, before, _, _, U in walk_back(setup, cfg, states, taken, [rollout]):
+        vector_to_parameters(before[0], setup.trained)
         G = (1 - k.b1) * k.clip * U[0]
-        D = {names[p]: g for p, g in by_parameter(nets, G).items()}
+        D = {names[p]: g for p, g in by_parameter(setup, G).items()}
         for since, j in places:
             i = k.step.rows[k.step.rows == j]
             if taken[0].it + since == k.it and len(i):
-                loss = grpo.loss_of(nets, nets.policy, k.batch, i, k.step, cfg)
+                loss = grpo.loss_of(setup, setup.policy, k.batch, i, k.step, cfg)
                 row = row_alone(k.batch.rollout, j, cfg.temperature)
-                shares[since, j] += token_influences(nets.policy, loss, D, row)
+                shares[since, j] += token_influences(setup.policy, loss, D, row)
     return shares
 
 

@@ -17,8 +17,8 @@ from tracin import invariant_error
 class Meter:
     """Collects the metrics of an update, and ends the run where they show a bug."""
 
-    def __init__(self, nets, batch, cfg, log, check=False):
-        self.nets = nets
+    def __init__(self, setup, batch, cfg, log, check=False):
+        self.setup = setup
         self.batch = batch
         self.cfg = cfg
         self.log = log
@@ -63,7 +63,7 @@ class Meter:
         logp_diff = self.logp_diff()
         if len(logp_diff) == 0:
             return
-        error, tolerance = logp_error(logp_diff, self.nets.dtype)
+        error, tolerance = logp_error(logp_diff, self.setup.dtype)
         if not error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
@@ -73,7 +73,7 @@ class Meter:
     def add_influence(self, found):
         """Count a step's influence in, by its tracin.Findings. End the run unless the scores add up
         to <gradient of the step, target's gradient>, if a plain backward has computed the first."""
-        tolerance = tolerance_of(self.nets.dtype)
+        tolerance = tolerance_of(self.setup.dtype)
         if found.true_error is not None and not found.true_error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the influences do not add up to the product of "
@@ -231,9 +231,9 @@ def mean_influence(steps):
     return metrics
 
 
-def tensors_differing(nets):
+def tensors_differing(setup):
     """Count and print how many tensors of the reference differ from the policy's."""
-    pairs = zip(nets.reference.parameters(), nets.policy.parameters(), strict=True)
+    pairs = zip(setup.reference.parameters(), setup.policy.parameters(), strict=True)
     differing = sum(not torch.equal(r, p) for r, p in pairs)
     print(f"reference synced: {differing} tensors differ from the policy's (0 right after a copy)")
     return differing
@@ -248,9 +248,9 @@ def std(x):
 
 
 @torch.no_grad()
-def rollout_toxicity(prompts, batch, nets):
+def rollout_toxicity(prompts, batch, setup):
     """Mean toxicity of the rollouts by the eval judge, which training never sees; {} without it."""
-    judge = nets.judges.get("eval_judge")
+    judge = setup.judges.get("eval_judge")
     if judge is None:
         return {}
     N = len(batch.completions)

@@ -80,8 +80,8 @@ def sampled(folder, *flags, name="ckpt.pt"):
     found = []
 
     def sample():
-        nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
-        found.append(explain.next_iteration(nets, os.path.join(folder, name), cfg))
+        setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
+        found.append(explain.next_iteration(setup, os.path.join(folder, name), cfg))
 
     printed(sample)
     return found[0].rows, found[0], cfg
@@ -109,8 +109,8 @@ def test_it_samples_what_the_run_writes_next(run, tmp_path, name):
     folder = shutil.copytree(run(name), tmp_path / "run")
     next_rows, scored, cfg = sampled(str(folder))
     earlier, _, _ = sampled(str(folder), name="ckpt_prev.pt")
-    printed(grpo.main, [str(folder), text_of(folder), f"--out_dir={folder}", "--resume=True", "--max_iters=5",
-                        *SETTINGS[name]])
+    printed(grpo.main, [str(folder), text_of(folder), f"--out_dir={folder}", "--resume=True",
+                        "--max_iters=5", *SETTINGS[name]])
     for rows, iteration in ((next_rows, 5), (earlier, 3)):
         written = recorded(folder, iteration)
         assert len(rows) == len(written) > 8
@@ -264,12 +264,12 @@ def test_several_sentences_share_a_replay(run, tmp_path):
 def test_words_of_a_rollout_add_up_to_its_share(run):
     folder = run("held out")
     cfg = load_settings([folder, text_of(folder)])
-    nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
-    asked = [account.row_of([5, 6], [7, 8, 9], nets.device)]
-    states, taken = account.replay(nets, cfg, 0, 0, 4, folder)
-    shares = account.account(nets, cfg, states, taken, asked, hessian=False).shares[0]
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
+    asked = [account.row_of([5, 6], [7, 8, 9], setup.device)]
+    states, taken = account.replay(setup, cfg, 0, 0, 4, folder)
+    shares = account.account(setup, cfg, states, taken, asked, hessian=False).shares[0]
     places = [divmod(x, shares.shape[1]) for x in shares.flatten().abs().topk(6).indices.tolist()]
-    for place, words in story.token_shares(nets, cfg, states, taken, asked[0], places).items():
+    for place, words in story.token_shares(setup, cfg, states, taken, asked[0], places).items():
         assert float(words.sum()) == pytest.approx(float(shares[place]), rel=1e-3)
 
 
@@ -282,7 +282,8 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
         return refusal(explain.main, [folder, text_of(folder), *(flags or asked)])
 
     assert "together 32 at most" in refused("--prompt=the", "--completion=" + "long " * 40)
-    truncated = [run("one backward"), text_of(run("one backward")), "--prompt=the", "--completion=\u20ac\u20ac"]
+    folder = run("one backward")
+    truncated = [folder, text_of(folder), "--prompt=the", "--completion=\u20ac\u20ac"]
     assert "never draws" in refusal(explain.main, truncated)
     assert "learning_rate = 1.0: must be 0.003" in refused(*asked, "--learning_rate=1.0")
     assert "--since=4: must be a whole number from 0 to 3" in refused(*asked, "--since=4")

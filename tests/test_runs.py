@@ -404,9 +404,9 @@ def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo,
 def test_a_checkpoint_never_holds_what_is_not_finite(grpo, tmp_path, monkeypatch):
     update = trainer.update
 
-    def poisoned(nets, *args, **more):
-        metrics = update(nets, *args, **more)
-        next(iter(nets.optimizer.state.values()))["exp_avg_sq"][0] = math.inf
+    def poisoned(setup, *args, **more):
+        metrics = update(setup, *args, **more)
+        next(iter(setup.optimizer.state.values()))["exp_avg_sq"][0] = math.inf
         return metrics
 
     monkeypatch.setattr(trainer, "update", poisoned)
