@@ -282,9 +282,9 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
         return refusal(explain.main, [folder, text_of(folder), *(flags or asked)])
 
     assert "together 32 at most" in refused("--prompt=the", "--completion=" + "long " * 40)
-    folder = run("one backward")
-    truncated = [folder, text_of(folder), "--prompt=the", "--completion=\u20ac\u20ac"]
-    assert "never draws" in refusal(explain.main, truncated)
+    with_top_k = run("one backward")
+    never = [with_top_k, text_of(with_top_k), "--prompt=the", "--completion=\u20ac\u20ac"]
+    assert "never draws" in refusal(explain.main, never)
     assert "learning_rate = 1.0: must be 0.003" in refused(*asked, "--learning_rate=1.0")
     assert "--since=4: must be a whole number from 0 to 3" in refused(*asked, "--since=4")
     changed = tmp_path / "changed.py"
