@@ -129,7 +129,7 @@ def iterations_in(folder):
     return read_newest(folder, mmap=True)[1]["iteration"]
 
 
-def check_going_on(folder, cfg):
+def check_continues(folder, cfg):
     """What is wrong with the checkpoint is said before anything is trained."""
     path, content = read_newest(folder, mmap=True)
     for name in SHAPE:

@@ -178,13 +178,15 @@ def test_groups_without_spread_stop_no_run(rest):
         assert not batch.influence.any(), "a rollout without advantage has influence"
 
 
-def test_the_first_step_is_checked_against_an_ordinary_backward(monkeypatch):
+@pytest.mark.parametrize("lose", [list.pop, list.clear])
+def test_the_first_step_is_checked_against_an_ordinary_backward(lose, monkeypatch):
+    """One call of a layer is lost, or a weight altogether, which the target then lacks too."""
     cfg = words(tracin="self", beta=.1, micro_batch_size=8)
     nets = nets_for(cfg)
     score = tracin.score
 
     def lossy(recording, *args):
-        next(iter(recording.tape.records.values())).pop()
+        lose(next(iter(recording.tape.records.values())))
         return score(recording, *args)
 
     monkeypatch.setattr(tracin, "score", lossy)
