@@ -25,7 +25,7 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
-from common.script import exit_codes
+from common.script import BadInput, exit_codes
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
@@ -46,6 +46,8 @@ def picture(name, xlabel, ylabel):
 flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
 with exit_codes():      # a slip in a flag is one line
     cfg = load_settings([f"{ROOT}/config/lesson.py", *flags])
+    if cfg.device != "cpu":
+        raise BadInput(f"device = {cfg.device!r}: the pictures need tensors of a CPU: leave it out")
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
 prompts = draw_prompts(setup.prompts, 0, cfg.num_prompts, cfg.seed)
 G = cfg.num_generations

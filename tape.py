@@ -78,10 +78,11 @@ class Tape:
         self.names = trained_parameters(model)
         self.layers = trained_layers(model)         # {module: Layer}
         self.device = next(model.parameters()).device
-        self.numbers = torch.zeros(0, dtype=torch.long)
+        self.numbers = torch.zeros(0, dtype=torch.long, device=self.device)
         self.flat = {}
         self.seen = {}          # {module in flat: tokens that it has been given}
-        self.parts = [self.numbers]     # [(k,) numbers of rows], on the CPU; the first is empty
+        self.parts = [self.numbers]     # [(k,) numbers of rows]; the first is empty
+        self.parts_on_cpu = []
         self.records = {p: [] for p in self.names}
         self.summing = False    # in backward_summed
         self.rest = {}          # its gradient
@@ -93,34 +94,34 @@ class Tape:
         (M, ..), at once or in pieces. owners: the index into numbers of each token's row.
         """
         self.check_flat()
-        self.numbers = numbers.cpu()
+        self.numbers = numbers.to(self.device)
         self.flat = {}
         for module, owners in flat.items():
-            self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.cpu()])
+            self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.to(self.device)])
         self.seen = {}
 
     def gradient(self, weights):
         """sum_i weights_i g_i, of weights (num_rows,)."""
-        choice = self.choose(weights)
+        choice, = self.choose(weights[None])
         return self.over_processes({p: self.summed(p, choice) for p in self.names})
 
     def dot(self, G):
         """<g_i, G> for every row (num_rows,), in float64."""
         scores = torch.zeros(self.num_rows, dtype=torch.float64, device=self.device)
-        parts = [rows.to(self.device) for rows in self.parts]
         for p, records in self.records.items():
             for record in records:
                 check_unchanged(record)
                 products = record.rule.dot(record.a, record.b, G[p].to(record.b.dtype))     # (k,)
-                scores.index_add_(0, parts[record.part], products.double())
+                scores.index_add_(0, self.parts[record.part], products.double())
         self.all_reduce([scores])
         return scores
 
     def squared_norms(self, rows, scale={}):
         """sum of scale * g_i^2 (k,) of some rows, in float64."""
         found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        for k, i in enumerate(rows.tolist()):
-            choice = self.choose(torch.arange(self.num_rows) == i)
+        everyone = torch.arange(self.num_rows, device=self.device)
+        is_row = rows.to(self.device)[:, None] == everyone              # (k, num_rows)
+        for k, choice in enumerate(self.choose(is_row)):
             for p in self.names:        # one parameter at a time stays in the cache
                 g = self.summed(p, choice)
                 scaled = g * scale[p] if scale else g
@@ -129,18 +130,26 @@ class Tape:
         return found
 
     def choose(self, weights):
-        """For each of parts, the entries whose row has a weight, and these weights. Rows of weight
-        0 cost nothing, and may hold NaN. None: all of them; weights that are all the same."""
-        weights = weights.cpu().double()        # one wait for a GPU
-        distinct = weights[weights != 0].unique()
-        factor = float(distinct[0]) if len(distinct) == 1 else 1.0
-        choice = []
-        for rows in self.parts:
-            here = weights[rows].nonzero()[:, 0]
-            w = weights[rows[here]].to(self.device) if len(distinct) > 1 else None
-            here = here.to(self.device) if len(here) < len(rows) else None
-            choice.append((here, w, factor))
-        return choice
+        """For each of weights (k, num_rows) and each of parts: the entries whose row has a weight,
+        and these weights. Rows of weight 0 cost nothing, and may hold NaN. None: all of them;
+        weights that are all the same. A GPU is waited for once or twice, however large k is."""
+        if len(self.parts_on_cpu) < len(self.parts):
+            self.parts_on_cpu = copied(self.parts, "cpu")
+        on_cpu = weights.cpu().double()
+        entries = [w[rows].nonzero()[:, 0] for w in on_cpu for rows in self.parts_on_cpu]
+        entries = iter(copied(entries, self.device))
+        choices = []
+        for w, on_device in zip(on_cpu, weights.to(self.device)):
+            distinct = w[w != 0].unique()
+            factor = float(distinct[0]) if len(distinct) == 1 else 1.0
+            choice = []
+            for rows in self.parts:
+                here = next(entries)
+                own = on_device[rows[here]] if len(distinct) > 1 else None
+                here = here if len(here) < len(rows) else None
+                choice.append((here, own, factor))
+            choices.append(choice)
+        return choices
 
     def summed(self, p, choice):
         """The weighted sum of one parameter's gradients."""
@@ -277,6 +286,13 @@ class Tape:
             if count != len(self.flat[module]):
                 refuse(self.layers[module].name,
                        f"{count} tokens, where rows() was told of {len(self.flat[module])}")
+
+
+def copied(tensors, device):
+    """Copies tensors (k,) to a device in one piece, since each copy waits for a GPU."""
+    if not tensors:
+        return ()
+    return torch.cat(tensors).to(device).split([len(x) for x in tensors])
 
 
 CHANGED = "its input or its output's gradient was changed in place: the tape has lost it"

@@ -52,8 +52,12 @@ class Meter:
     def logp_diff(self):
         """The trainer's log-probs minus the sampler's (M,), of all tokens of the first pass in all
         processes."""
-        diffs = [log_ratios[sampled].cpu() for log_ratios, sampled in self.first_pass]
-        return all_gather(torch.cat([torch.zeros(0), *diffs]))
+        if not self.first_pass:     # this process has no rows
+            return all_gather(torch.zeros(0))
+        # to the CPU in one piece each, since a GPU is waited for
+        log_ratios = torch.cat([x.flatten() for x, _ in self.first_pass]).cpu()
+        sampled = torch.cat([x.flatten() for _, x in self.first_pass]).cpu()
+        return all_gather(log_ratios[sampled])
 
     def check_ratio(self):
         """End the run if trainer and sampler, which have the same weights before the first step,
@@ -183,18 +187,18 @@ def on_cpu(tensors):
 
 def influence_metrics(found):
     """Metrics of a step's influence, by its tracin.Findings."""
-    tensors = on_cpu({
+    tensors = {
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
-        "tracin/selected_ratio": (found.row_weights != 0).float().mean()})
-    metrics = {name: float(x) for name, x in tensors.items()}
+        "tracin/selected_ratio": (found.row_weights != 0).float().mean()}
+    if found.batch_grad is not None:        # it would cost another gradient
+        tensors["tracin/invariant_error"] = invariant_error(
+            found.raw_scores, found.batch_grad, found.G)
+    metrics = {name: float(x) for name, x in on_cpu(tensors).items()}
     metrics["tracin/self_share"] = float(found.self_influence)
     metrics["tracin/fallback"] = float(found.fallback)
-    if found.batch_grad is not None:        # it would cost another gradient
-        error = invariant_error(found.raw_scores, found.batch_grad, found.G)
-        metrics["tracin/invariant_error"] = float(error)
     if found.target_age:
         metrics["tracin/target_age"] = float(found.target_age)
     return metrics | target_metrics(found)
