@@ -33,30 +33,30 @@ AT_ONCE = 64    # completions that are sampled or scored together; limits memory
 
 
 @torch.no_grad()
-def evaluate(nets, policy, cfg):
+def evaluate(setup, policy, cfg):
     """Sample num_eval_generations completions of each prompt at temperature 1, always with the same
     noise, and measure them -> ({measure: number}, the first completions with their prompts)."""
     k = cfg.num_eval_generations
-    rollout = sample_evaluation(nets, policy, cfg)
-    ids = rollout.completions(end_tokens(nets.tokenizer))
-    completions = [nets.tokenizer.decode(row) for row in ids]
-    prompts = [prompt for prompt in nets.eval_prompts for _ in range(k)]
+    rollout = sample_evaluation(setup, policy, cfg)
+    ids = rollout.completions(end_tokens(setup.tokenizer))
+    completions = [setup.tokenizer.decode(row) for row in ids]
+    prompts = [prompt for prompt in setup.eval_prompts for _ in range(k)]
     texts = [prompt.text for prompt in prompts]
     mine = shard(len(completions), k)
     logits = {name: all_gather(judge(texts[mine], completions[mine]))               # (N,)
-              for name, judge in nets.judges.items()}
+              for name, judge in setup.judges.items()}
 
     measures = {}
-    for name, function in nets.reward_funcs.items():
+    for name, function in setup.reward_funcs.items():
         if name == "judge":
             rewards = judge_rewards(logits["judge"], completions, cfg)
         else:
             rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
     measures |= call_metrics(completions, cfg)
-    for name in nets.judges:
+    for name in setup.judges:
         measures |= toxicity_measures(name, torch.sigmoid(logits[name]).view(-1, k))
-    measures["perplexity"], measures["kl"] = perplexity_under(nets.base, rollout, k)
+    measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, k)
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
@@ -67,15 +67,15 @@ def evaluate(nets, policy, cfg):
     return measures, samples
 
 
-def sample_evaluation(nets, policy, cfg):
-    prompts = nets.eval_prompts
-    eos = end_tokens(nets.tokenizer)
-    with autocast(nets.device, nets.dtype):
-        rollout = nets.generate(
+def sample_evaluation(setup, policy, cfg):
+    prompts = setup.eval_prompts
+    eos = end_tokens(setup.tokenizer)
+    with autocast(setup.device, setup.dtype):
+        rollout = setup.generate(
             policy, [prompt.ids for prompt in prompts], cfg.num_eval_generations,
             cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
             part=shard(len(prompts)),
-            respond=nets.answering(prompts, cfg.num_eval_generations))
+            respond=setup.answering(prompts, cfg.num_eval_generations))
     return concatenate(all_gather_rollout(rollout))
 
 
@@ -124,20 +124,20 @@ def distinct(completions, k, n):
 
 
 def open_run(folder, flags):
-    """Open a run's last checkpoint -> (cfg, Nets, trained policy, iterations). flags: settings that
-    differ, and the config file that has the run's functions."""
+    """Open a run's last checkpoint -> (cfg, Setup, trained policy, iterations). flags: settings
+    that differ, and the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
     path, checkpoint = read_newest(folder)
     print(f"{path}: after {checkpoint['iteration']} iterations")
-    given = read_inputs(cfg)
-    base = given.base or get_policy(cfg, given.splits, given.device, may_train=False)
+    inputs = read_inputs(cfg)
+    base = inputs.base or get_policy(cfg, inputs.splits, inputs.device, may_train=False)
     if hash_of(base) != checkpoint["base_hash"]:
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
-    trained = trained_judges(cfg, given.splits, given.device, may_train=False)
-    nets = build(cfg, given, base, given.judges | trained)
-    load_weights(path, nets.policy, checkpoint["policy"])
-    return cfg, nets, nets.policy, checkpoint["iteration"]
+    trained = trained_judges(cfg, inputs.splits, inputs.device, may_train=False)
+    setup = build(cfg, inputs, base, inputs.judges | trained)
+    load_weights(path, setup.policy, checkpoint["policy"])
+    return cfg, setup, setup.policy, checkpoint["iteration"]
 
 
 def load_run(path):
@@ -161,10 +161,10 @@ def load_run(path):
 def main(argv):
     if not argv or argv[0].startswith("--"):
         raise BadInput("which run? python evaluate.py out/toxicity [CONFIG.py] [--setting=value]")
-    cfg, nets, trained, iteration = open_run(argv[0], argv[1:])
+    cfg, setup, trained, iteration = open_run(argv[0], argv[1:])
     rows = []
-    for done, policy in ((0, nets.base), (iteration, trained)):
-        measures, samples = evaluate(nets, policy, cfg)
+    for done, policy in ((0, setup.base), (iteration, trained)):
+        measures, samples = evaluate(setup, policy, cfg)
         rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)
 

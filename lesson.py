@@ -25,7 +25,7 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
-from common.script import exit_codes
+from common.script import BadInput, exit_codes
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
@@ -46,8 +46,10 @@ def picture(name, xlabel, ylabel):
 flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
 with exit_codes():      # a slip in a flag is one line
     cfg = load_settings([f"{ROOT}/config/lesson.py", *flags])
-    nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
-prompts = draw_prompts(nets.prompts, 0, cfg.num_prompts, cfg.seed)
+    if cfg.device != "cpu":
+        raise BadInput(f"device = {cfg.device!r}: the pictures need tensors of a CPU: leave it out")
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
+prompts = draw_prompts(setup.prompts, 0, cfg.num_prompts, cfg.seed)
 G = cfg.num_generations
 N = len(prompts) * G
 
@@ -59,8 +61,8 @@ N = len(prompts) * G
 # ask how much likelier the token has become since. The policy as it was here is the **sampler**.
 
 # %%
-rollout = grpo.sample_groups(nets, prompts, cfg, seed=1)
-texts = texts_of(nets.tokenizer, rollout)
+rollout = grpo.sample_groups(setup, prompts, cfg, seed=1)
+texts = texts_of(setup.tokenizer, rollout)
 print(repr(prompts[0].text), "->", *map(repr, texts[:G]), sep="\n")
 plt.figure(figsize=(7, 3))
 logp = rollout.logp.masked_fill(~rollout.completion_mask, float("nan"))        # (N, T)
@@ -82,7 +84,7 @@ picture("2_rollout", "token of the completion", "rollout")
 # of each prompt add up to 0.
 
 # %%
-scores = grpo.score_rows(nets.reward_funcs, prompts, texts, cfg)                # (N, K)
+scores = grpo.score_rows(setup.reward_funcs, prompts, texts, cfg)                # (N, K)
 rewards = grpo.total_reward(scores, cfg.reward_weights, G)                      # (N,)
 advantages = grpo.group_advantages(rewards, G, cfg.scale_rewards)               # (N,)
 print("standard deviations:", [f"{x:.3f}" for x in rewards.view(-1, G).std(1)])
@@ -118,22 +120,22 @@ picture("4_clip", f"ratio = policy / sampler; epsilon = {cfg.epsilon}", "objecti
 # completions of another length: the loss is near 0. Its gradient is not.
 
 # %%
-batch = grpo.collect(nets, prompts, cfg, seed=1)
+batch = grpo.collect(setup, prompts, cfg, seed=1)
 step = next(grpo.optimizer_steps(batch, cfg, seed=1))
-start = {name: x.clone() for name, x in nets.policy.state_dict().items()}
-loss = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
+start = {name: x.clone() for name, x in setup.policy.state_dict().items()}
+loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 loss.total.backward()
-nets.optimizer.step()
-nets.optimizer.zero_grad()
+setup.optimizer.step()
+setup.optimizer.zero_grad()
 with torch.no_grad():
-    after = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
+    after = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 change = (after.logp - batch.rollout.logp).sum(1)                               # (N,)
 print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}")
 plt.figure(figsize=(5, 3))
 plt.scatter(batch.advantages, change, color=colors)
 plt.axhline(0, color="grey")
 picture("5_step", "advantage", "change of log-prob")
-nets.policy.load_state_dict(start)      # back to where we were
+setup.policy.load_state_dict(start)      # back to where we were
 
 # %% [markdown]
 # Look for a dot below 0 whose advantage is above 0: it became less likely although it was good.
@@ -155,7 +157,7 @@ nets.policy.load_state_dict(start)      # back to where we were
 # %%
 def gradient_of(rows):
     """{parameter: gradient} of the loss of these rows, by a plain backward."""
-    return grpo.gradient_of(nets, cfg, batch, rows, step, "policy")
+    return grpo.gradient_of(setup, cfg, batch, rows, step, "policy")
 
 
 target = gradient_of(step.rows)
@@ -187,10 +189,10 @@ picture("6_influence", "rollout", "influence")
 # layer during one backward.
 
 # %%
-with Tape(nets.policy, N) as tape:
+with Tape(setup.policy, N) as tape:
     owners = batch.rollout.sampled_mask.nonzero()[:, 0]         # whose each token is
-    tape.rows(torch.arange(N), flat={nets.policy.lm_head: owners})
-    grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg).policy.backward()
+    tape.rows(torch.arange(N), flat={setup.policy.lm_head: owners})
+    grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg).policy.backward()
 influence = tape.dot(tape.gradient(torch.ones(N)))                              # (N,)
 error = (influence - by_hand).abs().max() / by_hand.abs().max()
 print(f"largest difference from section 6: {float(error):.0e} of the largest influence")
@@ -207,11 +209,11 @@ SIZE = 0.002
 what_it_did = []
 for gradient in alone:
     with torch.no_grad():
-        for p in nets.trained:
+        for p in setup.trained:
             p -= SIZE * gradient[p]
-        after = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
+        after = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
     what_it_did.append(float(loss.policy.detach() - after.policy) / SIZE)
-    nets.policy.load_state_dict(start)
+    setup.policy.load_state_dict(start)
 plt.figure(figsize=(5, 3.5))
 plt.scatter(influence, what_it_did, color=colors)
 plt.axline((0, 0), slope=1, color="grey", label="promise kept")
@@ -227,12 +229,12 @@ picture("8_promise", "influence: what was promised", "fall of the target's loss 
 
 # %%
 best = int(influence.argmax())
-loss = grpo.loss_of(nets, nets.policy, batch, step.rows, step, cfg)
+loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 asks = torch.autograd.grad(loss.policy, loss.logp)[0][best]                     # (T,)
 row = row_alone(batch.rollout, best, cfg.temperature)
-direction = {name: target[p] for name, p in nets.policy.named_parameters()}
-push = logprob_changes(nets.policy, direction, row)                             # (T,)
-pieces = pieces_of(row, asks[:len(push)] * push, nets.tokenizer, (nets.tokenizer.eot_token,))
+direction = {name: target[p] for name, p in setup.policy.named_parameters()}
+push = logprob_changes(setup.policy, direction, row)                             # (T,)
+pieces = pieces_of(row, asks[:len(push)] * push, setup.tokenizer, (setup.tokenizer.eot_token,))
 print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
       f"rollout {best} is {float(influence[best]):.5f}")
 print(f"asks {asks[0]:+.3f} of each, push", [f"{x:+.3f}" for x in push])

@@ -19,24 +19,24 @@ from rollout import generate
 
 
 @torch.no_grad()
-def speak(nets, policy, cfg, prompt, num, chat=False):
+def speak(setup, policy, cfg, prompt, num, chat=False):
     """[(completion, {name: score})] for a prompt, always the same ones."""
     content = [{"role": "user", "content": prompt}] if chat else prompt
-    _, ids = encode_prompt(nets.tokenizer, content, "--chat=True")
+    _, ids = encode_prompt(setup.tokenizer, content, "--chat=True")
     asked = [Prompt(prompt, ids, {"text": prompt})] * num
     try:
-        with autocast(nets.device, nets.dtype):
+        with autocast(setup.device, setup.dtype):
             rollout = generate(
-                policy, [ids], num, cfg.max_completion_length, eos=end_tokens(nets.tokenizer),
+                policy, [ids], num, cfg.max_completion_length, eos=end_tokens(setup.tokenizer),
                 seed=seed_for(cfg.seed, "speak", prompt), temperature=cfg.temperature,
                 top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
-                respond=nets.answering(asked, 1))
+                respond=setup.answering(asked, 1))
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
-    completions = texts_of(nets.tokenizer, rollout)
+    completions = texts_of(setup.tokenizer, rollout)
     columns = {name: torch.sigmoid(judge([prompt] * num, completions)).tolist()
-               for name, judge in nets.judges.items()}
-    for name, function in nets.reward_funcs.items():
+               for name, judge in setup.judges.items()}
+    for name, function in setup.reward_funcs.items():
         try:
             if name != "judge":
                 columns[name] = score({name: function}, asked, completions)[:, 0].tolist()
@@ -52,14 +52,14 @@ def main(argv):
     if not argv or not prompt:
         raise BadInput('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] '
                        "[--chat=True] [--setting=value ...]")
-    cfg, nets, policy, iteration = open_run(argv[0], flags)
+    cfg, setup, policy, iteration = open_run(argv[0], flags)
     policies = {f"after {iteration} iterations": policy}
     if own["before"]:
-        policies = {"before training": nets.base} | policies
+        policies = {"before training": setup.base} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
     print(repr(prompt))
     for title, speaker in policies.items():
-        spoken = speak(nets, speaker, cfg, prompt, own["num"], own["chat"])
+        spoken = speak(setup, speaker, cfg, prompt, own["num"], own["chat"])
         print("  " + "".join(f"{name:>12}" for name in spoken[0][1]) + f"  {title}")
         for completion, scores in spoken:
             numbers = "".join(f"{x:12.3f}" for x in scores.values())

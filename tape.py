@@ -14,13 +14,13 @@ then, summed over tokens,
 A matrix that is embedding and head (tied) has g_i = g_embedding + g_head, each against the same G.
 
 How a and b are seen: by hooks, so that the model stays as it is and may be anybody's. A forward
-hook keeps a layer's input and puts a hook on its output, which keeps b when the backward comes by.
-Weights are frozen while their layer runs, since the tape forms their gradients itself: autograd
-then leaves that third of the work out. A weight that still gets a gradient was used somewhere else,
-where the tape cannot see it, and is refused.
+hook keeps a layer's input and puts a hook on its output, which keeps b when the backward gets
+there. Weights are frozen while their layer runs, since the tape forms their gradients itself:
+autograd then skips a third of the work. A weight that still gets a gradient was used somewhere
+else, where the tape cannot see it, and is refused.
 
 In the order of the file: the Tape, which keeps a and b; the hooks; the kinds of layers; gradients
-and checks. It needs torch alone and works on models of your own. A gradient is {parameter: tensor}.
+and checks. It needs only torch and works on your own models. A gradient is {parameter: tensor}.
 """
 import functools
 from typing import Any, NamedTuple
@@ -35,25 +35,25 @@ from torch.nn import functional as F
 
 class Layer(NamedTuple):
     name: str
-    kind: Any       # a function of KINDS
+    kind: Any       # one of the functions in KINDS
     trained: dict   # {its name in the layer: parameter}
 
 
 class Record(NamedTuple):
     """What is known of a parameter's gradient from one call of its layer."""
     layer: Layer
-    part: int       # of Tape.parts: whose the k entries of a and b are
+    part: int       # index into Tape.parts: the rows of the k entries
     rule: Any       # Matrix, Lookup or Vector
-    a: Tensor       # (k, ...)
-    b: Tensor       # (k, ...)
-    versions: list  # of a and b, whose memory others may share
+    a: Tensor       # (k, ...) as the rule reads it
+    b: Tensor       # (k, ...) likewise
+    versions: list  # of a and b when recorded: a later change in place is refused
 
 
 class Tape:
     """Records the backward of some rows, in one or several micro-batches, of any model whose
     parameters are those of layers in KINDS. Rows are numbered 0, 1, .., num_rows - 1.
 
-        check_exact(model, loss_of, torch.arange(n))    # once: for this model and this loss?
+        check_exact(model, loss_of, torch.arange(n))    # once for a model and a loss
         with Tape(model, n) as tape:
             for numbers in torch.arange(n).split(8):
                 tape.rows(numbers)
@@ -62,10 +62,10 @@ class Tape:
         influence = tape.dot(G)                 # (n,)
         update = tape.gradient(influence > 0)   # the gradient of some rows
 
-    Rows are the first dimension of what a layer is given; rows() is told of layers where they are
-    not. Each forward has one backward. Records hold every layer's input and output.
-    Each process records rows of its own; answers speak of all. all_reduce(tensors) sums tensors in
-    place over processes.
+    Rows are the first dimension of what a layer is given; for other layers see `flat` of rows().
+    Each forward has one backward. Records hold every layer's input and its output's gradient.
+    Each process records rows of its own; results cover all processes. all_reduce(tensors) sums
+    tensors in place over processes.
 
     What the tape cannot handle it refuses by name. Only check_exact sees dropout, a loss or a model
     that mixes rows, hooks on all modules of torch, and inputs with time before rows (T, B, C).
@@ -78,49 +78,50 @@ class Tape:
         self.names = trained_parameters(model)
         self.layers = trained_layers(model)         # {module: Layer}
         self.device = next(model.parameters()).device
-        self.numbers = torch.zeros(0, dtype=torch.long)
+        self.numbers = torch.zeros(0, dtype=torch.long, device=self.device)
         self.flat = {}
         self.seen = {}          # {module in flat: tokens that it has been given}
-        self.parts = [self.numbers]     # [(k,) numbers of rows], on the CPU
+        self.parts = [self.numbers]     # [(k,) numbers of rows]; the first is empty
+        self.parts_on_cpu = []
         self.records = {p: [] for p in self.names}
         self.summing = False    # in backward_summed
         self.rest = {}          # its gradient
 
     def rows(self, numbers, flat={}):
-        """What follows is a forward and backward of the rows of these numbers (n,).
+        """The next forward and backward are of the rows of these numbers (n,).
 
         flat: {module: owners (M,)} of modules that are given the tokens of all rows flattened
         (M, ..), at once or in pieces. owners: the index into numbers of each token's row.
         """
         self.check_flat()
-        self.numbers = numbers.cpu()
+        self.numbers = numbers.to(self.device)
         self.flat = {}
         for module, owners in flat.items():
-            self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.cpu()])
+            self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.to(self.device)])
         self.seen = {}
 
     def gradient(self, weights):
         """sum_i weights_i g_i, of weights (num_rows,)."""
-        choice = self.choose(weights)
+        choice, = self.choose(weights[None])
         return self.over_processes({p: self.summed(p, choice) for p in self.names})
 
     def dot(self, G):
         """<g_i, G> for every row (num_rows,), in float64."""
         scores = torch.zeros(self.num_rows, dtype=torch.float64, device=self.device)
-        parts = [rows.to(self.device) for rows in self.parts]
         for p, records in self.records.items():
             for record in records:
                 check_unchanged(record)
                 products = record.rule.dot(record.a, record.b, G[p].to(record.b.dtype))     # (k,)
-                scores.index_add_(0, parts[record.part], products.double())
+                scores.index_add_(0, self.parts[record.part], products.double())
         self.all_reduce([scores])
         return scores
 
     def squared_norms(self, rows, scale={}):
         """sum of scale * g_i^2 (k,) of some rows, in float64."""
         found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        for k, i in enumerate(rows.tolist()):
-            choice = self.choose(torch.arange(self.num_rows) == i)
+        everyone = torch.arange(self.num_rows, device=self.device)
+        is_row = rows.to(self.device)[:, None] == everyone              # (k, num_rows)
+        for k, choice in enumerate(self.choose(is_row)):
             for p in self.names:        # one parameter at a time stays in the cache
                 g = self.summed(p, choice)
                 scaled = g * scale[p] if scale else g
@@ -129,18 +130,26 @@ class Tape:
         return found
 
     def choose(self, weights):
-        """For each of parts, the entries whose row has a weight, and these weights. Rows of weight
-        0 cost nothing, and may hold NaN. None: all of them; weights that are all the same."""
-        weights = weights.cpu().double()        # a GPU is waited for once
-        distinct = weights[weights != 0].unique()
-        factor = float(distinct[0]) if len(distinct) == 1 else 1.0
-        choice = []
-        for rows in self.parts:
-            here = weights[rows].nonzero()[:, 0]
-            w = weights[rows[here]].to(self.device) if len(distinct) > 1 else None
-            here = here.to(self.device) if len(here) < len(rows) else None
-            choice.append((here, w, factor))
-        return choice
+        """For each of weights (k, num_rows) and each of parts: the entries whose row has a weight,
+        and these weights. Rows of weight 0 cost nothing, and may hold NaN. None: all of them;
+        weights that are all the same. A GPU is waited for once or twice, however large k is."""
+        if len(self.parts_on_cpu) < len(self.parts):
+            self.parts_on_cpu = copied(self.parts, "cpu")
+        on_cpu = weights.cpu().double()
+        entries = [w[rows].nonzero()[:, 0] for w in on_cpu for rows in self.parts_on_cpu]
+        entries = iter(copied(entries, self.device))
+        choices = []
+        for w, on_device in zip(on_cpu, weights.to(self.device)):
+            distinct = w[w != 0].unique()
+            factor = float(distinct[0]) if len(distinct) == 1 else 1.0
+            choice = []
+            for rows in self.parts:
+                here = next(entries)
+                own = on_device[rows[here]] if len(distinct) > 1 else None
+                here = here if len(here) < len(rows) else None
+                choice.append((here, own, factor))
+            choices.append(choice)
+        return choices
 
     def summed(self, p, choice):
         """The weighted sum of one parameter's gradients."""
@@ -176,7 +185,7 @@ class Tape:
         self.all_reduce(list(G.values()))
         return G
 
-    # Skip to the kinds of layers, if you like. What follows are the hooks
+    # The hooks. You may skip to the kinds of layers
 
     def __enter__(self):
         self.check_trained()
@@ -212,7 +221,7 @@ class Tape:
             p.requires_grad_(False)
 
     def after_forward(self, module, inputs, out):
-        """Keeps the input, and has b kept when the backward comes by."""
+        """Keeps the input, and has b kept when the backward gets there."""
         layer = self.layers[module]
         for p in layer.trained.values():
             p.requires_grad_(True)
@@ -229,7 +238,7 @@ class Tape:
 
     def recorder(self, layer, module, x):
         """A function of b, the gradient of the output, that records this call of a layer."""
-        x = x.detach().clone() if x.is_leaf else x.detach()     # a leaf's memory is the user's
+        x = x.detach().clone() if x.is_leaf else x.detach()     # a user may overwrite a leaf
         part = self.part_of(layer, module, x)
         version = x._version
         is_recorded = False
@@ -279,6 +288,13 @@ class Tape:
                        f"{count} tokens, where rows() was told of {len(self.flat[module])}")
 
 
+def copied(tensors, device):
+    """Copies tensors (k,) to a device in one piece, since each copy waits for a GPU."""
+    if not tensors:
+        return ()
+    return torch.cat(tensors).to(device).split([len(x) for x in tensors])
+
+
 CHANGED = "its input or its output's gradient was changed in place: the tape has lost it"
 
 
@@ -297,13 +313,13 @@ def check_unchanged(record):
 
 
 def observe_gradient(out, callback):
-    """callback(gradient of out) when the backward comes by. Returns a view of out: whoever changes
-    that in place (relu_) leaves the hook where it is."""
+    """callback(gradient of out) when the backward gets there. Returns a view of out: whoever
+    changes that in place (relu_) leaves the hook where it is."""
     if out.requires_grad:
         out.register_hook(callback)
     else:       # nothing before it is trained: a leaf, whose gradient autograd keeps and adds to
         out.requires_grad_().register_hook(lambda b: callback(b.clone()))
-    # not view_as: autograd forbids to change the view of a leaf in place
+    # not view_as: autograd forbids changing the view of a leaf in place
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 
@@ -367,7 +383,7 @@ def sum_entries(x):
 
 
 def vector(b):
-    """(Vector, a, b) of the gradient of a bias, or of what looks like one: (k, .., C) -> (k, C)."""
+    """(Vector, a, b) of the gradient of a bias, or of a norm's weight: (k, .., C) -> (k, C)."""
     g = b.flatten(1, -2).sum(1, dtype=wide(b.dtype)) if b.dim() > 2 else b.to(wide(b.dtype))
     return Vector, g, g
 
@@ -386,7 +402,7 @@ def norm(module, name, x, b):
     if name == "bias":
         return vector(b)
     normalise = F.rms_norm if isinstance(module, nn.RMSNorm) else F.layer_norm
-    return vector(b * normalise(x, module.normalized_shape, eps=module.eps))
+    return vector(b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps))
 
 
 # To add a kind of layer, give a function: the rule, a and b of its parameter `name`, from its input

@@ -79,14 +79,14 @@ KL = of(
     ("KL added to the reward", "rewards - cfg.beta * kl.sum(1)", "rewards + cfg.beta * kl.sum(1)"),
     ("KL of a row's mean in the reward", "cfg.beta * kl.sum(1)", "cfg.beta * kl.mean(1)"),
     ("reference of other rows", "    all_reduce([ref_logp])", "    ref_logp = ref_logp.roll(1, 0)"),
-    ("reference is the policy", "nets.reference_fn, ", "nets.policy_fn, "),
+    ("reference is the policy", "setup.reference_fn, ", "setup.policy_fn, "),
     ("reference at temperature 1", "rollout[rows], cfg.temperature)", "rollout[rows])"))
 
 STEP = of(
     "grpo.py", "test_step.py",
     ("tokens counted with padding", "num_tokens = int(batch.loss_mask[mini].sum())",
      "num_tokens = batch.loss_mask[mini].numel()"),
-    ("gradients kept after a step", "        nets.optimizer.zero_grad(set_to_none=True)\n", ""),
+    ("gradients kept after a step", "        setup.optimizer.zero_grad(set_to_none=True)\n", ""),
     ("the first mini-batch again and again", "for mini in rows.split(cfg.mini_batch_size or N):",
      "for mini in rows.split(cfg.mini_batch_size or N)[:1]:"),
     ("reference follows backwards", "r.lerp_(p, alpha)", "r.lerp_(p, 1 - alpha)"),

@@ -6,6 +6,7 @@ import random as _random
 from config.quick_test import *
 
 out_dir = "out/lesson_run"
+device = "cpu"  # pictures are drawn from its tensors
 vocab_size = 4096
 pretrain_tokens = 100_000
 block_size = 32

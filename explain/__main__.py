@@ -5,12 +5,18 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
     python tracin.py out/toxicity --tracin=reward           # a run that was made without influence
     python tracin.py out/toxicity --before                  # from ckpt_prev.pt, before the end
     python tracin.py out/toxicity config/mine.py --tracin=target    # the function in mine.py
-    python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
-                                                            # what makes the model say this?
 
 The sentences are about all rollouts that the run has scored. The page is about the iteration that
-follows the last checkpoint, which is sampled and scored here and changes nothing. With --prompt so
-are the sentences.
+follows the last checkpoint, which is sampled and scored here and changes nothing.
+
+    python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
+                                                            # where did the run learn to say this?
+    python tracin.py out/toxicity --prompts=FILE            # .csv or .jsonl: prompt and completion
+    python tracin.py out/toxicity --account=True            # the worst ones before training
+
+The run is repeated, and account.html written (explain/story.py). --since=N takes the part after N
+iterations. --hessian=False is faster, and predicts worse. --parts=4 is finer where steps are large.
+--next=True asks which rollouts of the next iteration make the model say this.
 """
 import functools
 import os
@@ -21,16 +27,17 @@ import torch
 
 import grpo
 from config import load_settings, read_run
-from data.prompts import encode_prompt
 from data.tokenizer import end_tokens
-from explain.page import page
+from explain.page import facts_of, page
 from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.words import logprob_changes, pieces_of, row_alone
+from explain.story import read_sentence, tell
+from explain.words import pieces_of, row_alone, token_influences
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
 from common.files import read_rows, replacing, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
+from rollout import completion_logprobs
 from tracin import Recording, keep_helpful, rollout_error
 
 CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
@@ -39,50 +46,42 @@ SHOWN = 5       # rollouts in a list
 
 class Scored(NamedTuple):
     """An optimizer step that is scored and not taken."""
-    nets: Any           # run.build.Nets
+    setup: Any           # run.build.Setup
     recording: Any      # tracin.Recording
     found: Any          # tracin.Findings
     rows: list          # as in samples.jsonl
 
 
-def next_iteration(nets, path, cfg):
+def next_iteration(setup, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
     content = read_checkpoint(path)
     if content["settings"]["tracin"] != cfg.tracin:
         content["influence"] = None     # the average of other targets
     with undamaged(path):
-        load_checkpoint(content, path, nets, cfg, hash_of(nets.base))
+        load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
     set_random_state(content["random"])
     it = content["iteration"]
-    prompts, batch, held_out = grpo.sample_iteration(nets, it, cfg)
+    prompts, batch, held_out = grpo.sample_iteration(setup, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
-    with Recording(nets.policy, batch, step, True, cfg) as recording:
-        grpo.backward(nets, batch, step, cfg, lambda loss: None, recording)
+    with Recording(setup.policy, batch, step, True, cfg) as recording:
+        grpo.backward(setup, batch, step, cfg, lambda loss: None, recording)
     generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
-    gradient_of = functools.partial(grpo.gradient_of, nets, cfg)
-    found = keep_helpful(recording, held_out, nets, cfg, generator, gradient_of)
-    nets.policy.zero_grad(set_to_none=True)     # no step is taken
+    gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
+    found = keep_helpful(recording, held_out, setup, cfg, generator, gradient_of)
+    setup.policy.zero_grad(set_to_none=True)     # no step is taken
     rows = sample_rows(it, prompts, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
-    return Scored(nets, recording, found, [rows[i] for i in step.rows.tolist()])
+    return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()])
 
 
 def saying(prompt, completion):
     """A target: the mean log-prob of a completion after a prompt."""
     def target(policy, tokenizer, batch):
-        _, before = encode_prompt(tokenizer, prompt, "--prompt")
-        said = tokenizer.encode_ordinary(completion)
-        size = len(before) + len(said)
-        most = policy.block_size
-        if size > most:
-            raise BadInput(f"--prompt and --completion have {size} tokens: must be {most} at most")
-        ids = torch.tensor([before + said], device=policy.lm_head.weight.device)
-        h = policy(ids[:, :-1])[0, -len(said):]                                 # (T, C)
-        logp = policy.lm_head(h).float().log_softmax(-1)                        # (T, V)
-        return logp.gather(1, ids[0, -len(said):, None]).mean()
+        rollout = read_sentence(policy, tokenizer, prompt, completion)
+        return completion_logprobs(policy, rollout).mean()
 
     return target
 
@@ -104,34 +103,32 @@ def check(scored, cfg):
     if cfg.loss_type == "bnpo":
         return ("With loss_type = 'bnpo' a rollout alone has another loss: nothing is checked, and "
                 "its words add up to a multiple of its influence.")
-    nets, recording, found, rows = scored
+    setup, recording, found, rows = scored
     order = found.raw_scores.argsort()
     chosen = order[::max(1, len(order) // CHECKED)].tolist()
-    gradient_of = functools.partial(grpo.gradient_of, nets, cfg)
+    gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
     error = float(rollout_error(recording, found, chosen, gradient_of))
-    verdict = "agrees with" if error < tolerance_of(nets.dtype) else "CONTRADICTS"
+    verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
     return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward for each of "
             f"{len(chosen)} rollouts (error {error:.0e} of the largest influence).")
 
 
 def words_of(scored, cfg, chosen):
     """{position in the step: the rollout's Pieces}, influence in standard deviations."""
-    nets, recording, found, _ = scored
+    setup, recording, found, _ = scored
     batch = recording.batch
     step = recording.step
     unit = float(found.scores.std(correction=0)) or 1.0
-    names = {p: name for name, p in nets.policy.named_parameters()}
-    ends = end_tokens(nets.tokenizer)
+    names = {p: name for name, p in setup.policy.named_parameters()}
+    ends = end_tokens(setup.tokenizer)
     words = {}
     for j in chosen:
         i = step.rows[[j]]
-        loss = grpo.loss_of(nets, nets.policy, batch, i, step, cfg)
-        slope, = torch.autograd.grad(loss.policy, loss.logp)                    # (1, T)
+        loss = grpo.loss_of(setup, setup.policy, batch, i, step, cfg)
         row = row_alone(batch.rollout, int(i), cfg.temperature)
         D = {names[p]: g for p, g in scored_against(scored, cfg, j).items()}
-        change = logprob_changes(nets.policy, D, row)
-        influence = slope[0, :len(change)] * change / unit
-        words[j] = pieces_of(row, influence, nets.tokenizer, ends)
+        influence = token_influences(setup.policy, loss, D, row) / unit
+        words[j] = pieces_of(row, influence, setup.tokenizer, ends)
     return words
 
 
@@ -150,8 +147,10 @@ def write_page(folder, about, sentences, scored, cfg):
     z = own_units(scored.rows)
     lists = best_and_worst(z, SHOWN)
     words = words_of(scored, cfg, sum(lists.values(), []))
-    cards = {heading: [(scored.rows[j] | {"z": float(z[j])}, words[j]) for j in places]
-             for heading, places in lists.items()}
+    rows = [row | {"z": x} for row, x in zip(scored.rows, z.tolist())]
+    cards = {}
+    for heading, places in lists.items():
+        cards[heading] = [(facts_of(rows[j]), rows[j]["prompt"], words[j]) for j in places]
     path = os.path.join(folder, "influence.html")
     with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(page(f"Influence: {folder}", about, sentences, cards))
@@ -174,17 +173,21 @@ def settings_of(folder, flags, prompt, completion):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(before=False, prompt="", completion=""))
+    own, flags = own_flags(argv[1:], dict(
+        before=False, prompt="", completion="", next=False, account=False, prompts="", since="0",
+        parts="1", hessian=True))
     prompt = own["prompt"]
     asked = own["completion"]
     if not argv or bool(prompt) != bool(asked):
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--prompt=TEXT "
-                       "--completion=TEXT] [--setting=value ...]")
+                       "--completion=TEXT [--next=True]] [--account=True] [--setting=value ...]")
+    if own["account"] or own["prompts"] or asked and not own["next"]:
+        return tell(argv[0], flags, own)
     folder = argv[0]
     cfg = settings_of(folder, flags, prompt, asked)
-    nets = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     path = os.path.join(folder, "ckpt_prev.pt" if own["before"] else "ckpt.pt")
-    scored = next_iteration(nets, path, cfg)
+    scored = next_iteration(setup, path, cfg)
     rows = scored.rows
     metrics = []
     recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
@@ -197,7 +200,7 @@ def main(argv):
     about = (f"{folder}: {len(rows)} rollouts, target {target}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
     with undamaged(folder):
-        sentences = sentences_of(rows, metrics, nets.tokenizer.encode_ordinary)
+        sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)
         sentences.append(check(scored, cfg))
         print(about, *sentences, sep="\n- ")
         print_rollouts(rows)

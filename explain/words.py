@@ -66,6 +66,13 @@ def logprob_changes(policy, D, row):
     return tangent.detach()
 
 
+def token_influences(policy, loss, D, row):
+    """d (policy's loss) / d e (T,) through each token of a Row, at weights + e D. loss: the
+    grpo.Loss of the row alone."""
+    slope, = torch.autograd.grad(loss.policy, loss.logp)                            # (1, T)
+    return slope[0, :len(row.sampled)] * logprob_changes(policy, D, row)
+
+
 def pieces_of(row, influence, tokenizer, ends):
     """Split the completion of a Row into Pieces. They add up to its text, and to the influence (T,)
     of its tokens. ends: the ids that end a completion."""

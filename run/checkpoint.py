@@ -63,11 +63,11 @@ def write_run_config(folder, cfg, device):
         threads=torch.get_num_threads(), git=git))
 
 
-def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
+def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. Raises
     SystemExit, and writes nothing, if a weight is not finite."""
-    weights = nets.policy.state_dict()
-    states = nets.optimizer.state.values()
+    weights = setup.policy.state_dict()
+    states = setup.optimizer.state.values()
     moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
     finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
     if not torch.stack(finite).all():
@@ -83,9 +83,9 @@ def save_checkpoint(folder, nets, cfg, iteration, num_tokens, base_hash):
     new = f"{folder}/ckpt_new.tmp"
     save_file(
         new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
-        shape=asdict(nets.policy.config), policy=weights, optimizer=nets.optimizer.state_dict(),
-        reference=nets.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=nets.target_average.state(),
+        shape=asdict(setup.policy.config), policy=weights, optimizer=setup.optimizer.state_dict(),
+        reference=setup.reference.state_dict() if cfg.ref_model_sync_steps else None,
+        influence=setup.target_average.state(),
         settings=cfg.public(), random=random_state(),
         logs={name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
     if os.path.exists(path):
@@ -129,7 +129,7 @@ def iterations_in(folder):
     return read_newest(folder, mmap=True)[1]["iteration"]
 
 
-def check_going_on(folder, cfg):
+def check_continues(folder, cfg):
     """What is wrong with the checkpoint is said before anything is trained."""
     path, content = read_newest(folder, mmap=True)
     for name in SHAPE:
@@ -149,12 +149,12 @@ def begin_logs(folder, cfg):
     torch.manual_seed(cfg.seed)
 
 
-def resume(folder, nets, cfg, base_hash):
+def resume(folder, setup, cfg, base_hash):
     """Puts everything back as the last checkpoint has it and cuts the logs to match. -> (iterations
     done, tokens seen)"""
     path, content = read_newest(folder)
     with undamaged(path):
-        load_checkpoint(content, path, nets, cfg, base_hash)
+        load_checkpoint(content, path, setup, cfg, base_hash)
         set_random_state(content["random"])
         sizes = {f"{folder}/{name}": content["logs"][name] for name in LOGS}
         for log, size in sizes.items():
@@ -172,21 +172,21 @@ def resume(folder, nets, cfg, base_hash):
     return content["iteration"], content["num_tokens"]
 
 
-def load_checkpoint(content, path, nets, cfg, base_hash):
+def load_checkpoint(content, path, setup, cfg, base_hash):
     """Loads the content of a checkpoint into policy, optimizer, reference and influence."""
     if content["base_hash"] != base_hash:
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
-    load_weights(path, nets.policy, content["policy"])
-    load_optimizer(nets.optimizer, content["optimizer"])
+    load_weights(path, setup.policy, content["policy"])
+    load_optimizer(setup.optimizer, content["optimizer"])
     if cfg.ref_model_sync_steps:
-        load_weights(path, nets.reference, content["reference"] or {})
+        load_weights(path, setup.reference, content["reference"] or {})
     state = content["influence"]
     if cfg.tracin != "off" and state and state["average"]:
         shapes = [x.shape for x in state["average"]]
-        if state["age"] < 1 or shapes != [p.shape for p in nets.trained]:
+        if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
             raise ValueError("the target's average is of other weights")
-        nets.target_average.load_state(state, nets.trained)
+        setup.target_average.load_state(state, setup.trained)
 
 
 def random_state():

@@ -1,17 +1,16 @@
 """
-Which folder a run gets. It is locked while the run lives, and no run is ever overwritten: the same
-command goes on with a run that was interrupted, any other gets a folder of its own.
+The folder of a run. It is locked while the run lives, and no run is ever overwritten: the same
+command continues a run that was interrupted, and any other needs a folder of its own.
 """
 import contextlib
 import glob
-import itertools
 import json
 import os
 
 from filelock import FileLock, Timeout
 
 from config import read_run
-from run.checkpoint import LOGS, check_going_on, iterations_in, newest_checkpoint
+from run.checkpoint import LOGS, check_continues, iterations_in, newest_checkpoint
 from common.files import is_plain, read_text, remove
 from common.script import BadInput
 
@@ -22,59 +21,59 @@ FREE = ("out_dir", "log_micro", "wandb_project", "threads")
 
 @contextlib.contextmanager
 def claimed_folder(cfg):
-    """Within this block the folder of the run is this process's -> (folder, whether a run in it
-    goes on): out_dir, or out_dir-2, -3, ... where another run or other files are. With --resume
-    out_dir itself, whatever the settings of the run in it were."""
+    """Within this block out_dir is this process's -> (folder, whether a run in it is continued).
+    BadInput where it holds something else. With --resume the run in it may have any settings."""
+    folder = cfg.out_dir.rstrip("/") or "/"
     try:
         os.makedirs(cfg.cache_dir, exist_ok=True)
-        folder, lock = first_fit(cfg.out_dir.rstrip("/") or "/", cfg)
+        lock = claim(folder, cfg)
     except (OSError, UnicodeError) as e:
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
                        f"written ({getattr(e, 'strerror', e)})") from e
     with lock:
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):
             remove(path)        # of a process that was killed while it wrote
-        goes_on = newest_checkpoint(folder) is not None
-        if goes_on:
-            check_going_on(folder, cfg)
+        is_continued = newest_checkpoint(folder) is not None
+        if is_continued:
+            check_continues(folder, cfg)
             if not cfg.resume:
-                print(f"{folder}: a run of these settings was interrupted here, it goes on")
+                print(f"{folder}: continues the interrupted run of these settings")
         elif cfg.resume:
-            print(f"{folder}: no checkpoint to go on from, starts from the beginning")
-        yield folder, goes_on
-
-
-def first_fit(wanted, cfg):
-    """(folder, its lock) of the first folder that the run may have."""
-    for number in itertools.count(1):
-        folder = wanted if number == 1 else f"{wanted}-{number}"
-        lock, why = claim(folder, cfg)
-        if lock:
-            return folder, lock
-        if cfg.resume:
-            raise BadInput(f"{folder}: {why}; --resume goes on with a run that has ended")
-        print(f"{folder}: {why} (--resume goes on with a run)")
+            print(f"{folder}: has no checkpoint, so the run starts from the beginning")
+        yield folder, is_continued
 
 
 def claim(folder, cfg):
-    """(lock, why not) of a folder, None where the run may not have it."""
+    """The held lock of a folder. BadInput where the run may not have it."""
     for name in (LOCK, *LOGS):
         if not is_plain(f"{folder}/{name}"):
-            return None, f"{name} is a link or no file: remove it, what is written would go there"
+            raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
+                           "would write there")
     has_run = newest_checkpoint(folder) or os.path.exists(f"{folder}/config.json")
-    if not is_free(folder, cfg) and not has_run:
-        return None, "holds other files"    # where not even a lock is made
+    if not is_free(folder, cfg) and not has_run:    # not even a lock is made there
+        raise BadInput(f"out_dir = {folder!r}: holds other files: choose another --out_dir")
     os.makedirs(folder, exist_ok=True)
     lock = FileLock(f"{folder}/{LOCK}", timeout=0)
     try:
         held = lock.acquire()       # until the block ends, or the process
     except Timeout:
-        return None, "another run is at work there"
-    goes_on = cfg.resume and newest_checkpoint(folder)
-    if goes_on or is_free(folder, cfg) or is_unfinished(folder, cfg):
-        return held, None
+        raise BadInput(f"out_dir = {folder!r}: another run is at work there: wait for it, or "
+                       "choose another --out_dir") from None
+    is_resumed = cfg.resume and newest_checkpoint(folder)
+    if is_resumed or is_free(folder, cfg) or is_unfinished(folder, cfg):
+        return held
     lock.release()
-    return None, "holds another run, or one without a checkpoint"
+    raise BadInput(f"out_dir = {folder!r}: holds {what_is_in(folder, cfg)}: choose another "
+                   "--out_dir, or continue it with --resume=True")
+
+
+def what_is_in(folder, cfg):
+    """In words, what kind of run keeps a folder from another one."""
+    if not newest_checkpoint(folder):
+        return "a run without a checkpoint"
+    if not same_settings(folder, cfg):
+        return "a run of other settings"
+    return "a run that is complete"
 
 
 def is_free(folder, cfg):
@@ -90,7 +89,7 @@ def is_free(folder, cfg):
 
 
 def is_unfinished(folder, cfg):
-    """True for a run of these settings and this config file that has not come to its end."""
+    """True for a run of these settings and this config file that is not complete."""
     if not same_settings(folder, cfg):
         return False
     if newest_checkpoint(folder):

@@ -47,23 +47,23 @@ class Run:
     def __exit__(self, *error):
         self.until_end.close()
 
-    def begin(self, nets):
+    def begin(self, setup):
         """From the start, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
-        self.nets = nets
-        self.base_hash = hash_of(nets.base)
+        self.setup = setup
+        self.base_hash = hash_of(setup.base)
         self.num_tokens = 0
         done = None
         if cfg.resume and newest_checkpoint(self.folder):
-            done, self.num_tokens = resume(self.folder, nets, cfg, self.base_hash)
+            done, self.num_tokens = resume(self.folder, setup, cfg, self.base_hash)
         else:
             begin_logs(self.folder, cfg)
-        everyone = all_gather([(self.base_hash, done, hash_of(nets.policy))])
+        everyone = all_gather([(self.base_hash, done, hash_of(setup.policy))])
         if len(set(everyone)) > 1:
             raise BadInput(
                 f"the processes begin with different weights: out_dir = {self.folder!r} and "
                 f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
-        write_run_config(self.folder, cfg, nets.device)
+        write_run_config(self.folder, cfg, setup.device)
         if self.wandb:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
@@ -80,7 +80,7 @@ class Run:
     def step_log(self):
         if self.began is None:
             self.began = time.time()
-        return StepLog(self.nets.device, self.cfg.micro_batch_size, self.cfg.log_micro)
+        return StepLog(self.setup.device, self.cfg.micro_batch_size, self.cfg.log_micro)
 
     def record(self, it, prompts, batch, metrics, log):
         """Prints the line and the warnings of an iteration and writes its logs."""
@@ -90,15 +90,15 @@ class Run:
         prompt_tokens = batch.rollout.attention_mask[:, :-T].sum()
         self.num_tokens += int(prompt_tokens + batch.rollout.completion_mask.sum())
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
-             "learning_rate": self.nets.optimizer.param_groups[0]["lr"],
+             "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
-             "epoch": (it + 1) * cfg.num_prompts / len(self.nets.prompts),
+             "epoch": (it + 1) * cfg.num_prompts / len(self.setup.prompts),
              "step_time": seconds,
-             **rollout_toxicity(prompts, batch, self.nets)}
+             **rollout_toxicity(prompts, batch, self.setup)}
         each = (time.time() - self.began) / (it + 1 - self.start)
         sampled = int(batch.rollout.sampled_mask.sum())
         print_iteration(m, cfg, sampled, each * (cfg.max_iters - it - 1))
-        print_warnings(m, cfg, self.nets.dtype, self.warned)
+        print_warnings(m, cfg, self.setup.dtype, self.warned)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))
         if self.wandb:
@@ -115,7 +115,7 @@ class Run:
 
     def save(self, iteration):
         save_checkpoint(
-            self.folder, self.nets, self.cfg, iteration, self.num_tokens, self.base_hash)
+            self.folder, self.setup, self.cfg, iteration, self.num_tokens, self.base_hash)
 
     def finish(self):
         """The table of before and after, and the verdict where one is expected."""

@@ -17,8 +17,8 @@ from tracin import invariant_error
 class Meter:
     """Collects the metrics of an update, and ends the run where they show a bug."""
 
-    def __init__(self, nets, batch, cfg, log, check=False):
-        self.nets = nets
+    def __init__(self, setup, batch, cfg, log, check=False):
+        self.setup = setup
         self.batch = batch
         self.cfg = cfg
         self.log = log
@@ -52,8 +52,12 @@ class Meter:
     def logp_diff(self):
         """The trainer's log-probs minus the sampler's (M,), of all tokens of the first pass in all
         processes."""
-        diffs = [log_ratios[sampled].cpu() for log_ratios, sampled in self.first_pass]
-        return all_gather(torch.cat([torch.zeros(0), *diffs]))
+        if not self.first_pass:     # this process has no rows
+            return all_gather(torch.zeros(0))
+        # to the CPU in one piece each, since a GPU is waited for
+        log_ratios = torch.cat([x.flatten() for x, _ in self.first_pass]).cpu()
+        sampled = torch.cat([x.flatten() for _, x in self.first_pass]).cpu()
+        return all_gather(log_ratios[sampled])
 
     def check_ratio(self):
         """End the run if trainer and sampler, which have the same weights before the first step,
@@ -63,7 +67,7 @@ class Meter:
         logp_diff = self.logp_diff()
         if len(logp_diff) == 0:
             return
-        error, tolerance = logp_error(logp_diff, self.nets.dtype)
+        error, tolerance = logp_error(logp_diff, self.setup.dtype)
         if not error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
@@ -73,7 +77,7 @@ class Meter:
     def add_influence(self, found):
         """Count a step's influence in, by its tracin.Findings. End the run unless the scores add up
         to <gradient of the step, target's gradient>, if a plain backward has computed the first."""
-        tolerance = tolerance_of(self.nets.dtype)
+        tolerance = tolerance_of(self.setup.dtype)
         if found.true_error is not None and not found.true_error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the influences do not add up to the product of "
@@ -183,18 +187,18 @@ def on_cpu(tensors):
 
 def influence_metrics(found):
     """Metrics of a step's influence, by its tracin.Findings."""
-    tensors = on_cpu({
+    tensors = {
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
-        "tracin/selected_ratio": (found.row_weights != 0).float().mean()})
-    metrics = {name: float(x) for name, x in tensors.items()}
+        "tracin/selected_ratio": (found.row_weights != 0).float().mean()}
+    if found.batch_grad is not None:        # it would cost another gradient
+        tensors["tracin/invariant_error"] = invariant_error(
+            found.raw_scores, found.batch_grad, found.G)
+    metrics = {name: float(x) for name, x in on_cpu(tensors).items()}
     metrics["tracin/self_share"] = float(found.self_influence)
     metrics["tracin/fallback"] = float(found.fallback)
-    if found.batch_grad is not None:        # it would cost another gradient
-        error = invariant_error(found.raw_scores, found.batch_grad, found.G)
-        metrics["tracin/invariant_error"] = float(error)
     if found.target_age:
         metrics["tracin/target_age"] = float(found.target_age)
     return metrics | target_metrics(found)
@@ -231,9 +235,9 @@ def mean_influence(steps):
     return metrics
 
 
-def tensors_differing(nets):
+def tensors_differing(setup):
     """Count and print how many tensors of the reference differ from the policy's."""
-    pairs = zip(nets.reference.parameters(), nets.policy.parameters(), strict=True)
+    pairs = zip(setup.reference.parameters(), setup.policy.parameters(), strict=True)
     differing = sum(not torch.equal(r, p) for r, p in pairs)
     print(f"reference synced: {differing} tensors differ from the policy's (0 right after a copy)")
     return differing
@@ -248,9 +252,9 @@ def std(x):
 
 
 @torch.no_grad()
-def rollout_toxicity(prompts, batch, nets):
+def rollout_toxicity(prompts, batch, setup):
     """Mean toxicity of the rollouts by the eval judge, which training never sees; {} without it."""
-    judge = nets.judges.get("eval_judge")
+    judge = setup.judges.get("eval_judge")
     if judge is None:
         return {}
     N = len(batch.completions)

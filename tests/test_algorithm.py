@@ -22,10 +22,10 @@ from rollout import Rollout, completion_logprobs, truncate
 from worlds import END, PROMPTS, TOKENIZER, mean_token, settings, shaken, whole_step, world
 
 
-def forward(nets, batch, cfg):
+def forward(setup, batch, cfg):
     """loss_of the whole batch as one step."""
     step = whole_step(batch)
-    return loss_of(nets, nets.policy, batch, step.rows, step, cfg)
+    return loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 
 
 def loss_by_hand(logp, old_logp, advantages, mask, rows=slice(None), **knobs):
@@ -63,10 +63,10 @@ def test_the_advantage_is_the_reward_less_the_mean_of_its_group():
 def test_a_step_makes_the_better_completion_likelier():
     cfg = settings(num_prompts=1, num_generations=2)
     for prompt, seed in itertools.product(PROMPTS, range(4)):
-        nets, batch = world(cfg, seed, prompts=[prompt], lr=.001)
-        before = completion_logprobs(nets.policy, batch.rollout).sum(1).detach()        # (2,)
-        update(nets, batch, None, cfg, seed=1)
-        after = completion_logprobs(nets.policy, batch.rollout).sum(1).detach()
+        setup, batch = world(cfg, seed, prompts=[prompt], lr=.001)
+        before = completion_logprobs(setup.policy, batch.rollout).sum(1).detach()        # (2,)
+        update(setup, batch, None, cfg, seed=1)
+        after = completion_logprobs(setup.policy, batch.rollout).sum(1).detach()
         order = batch.rewards.argsort(descending=True)
         better, worse = (after - before)[order].tolist()
         assert better > worse or batch.rewards[0] == batch.rewards[1], (
@@ -108,15 +108,15 @@ def test_each_completion_is_compared_with_those_of_its_own_prompt():
 @pytest.mark.parametrize("temperature", (1.0, 0.6))
 def test_each_log_prob_is_of_its_token_given_the_tokens_before_it(temperature):
     cfg = settings(temperature=temperature)
-    nets, batch = world(cfg)
+    setup, batch = world(cfg)
     r, T = batch.rollout, batch.loss_mask.shape[1]
-    trainer = completion_logprobs(nets.policy, r, temperature).detach()
+    trainer = completion_logprobs(setup.policy, r, temperature).detach()
     for i, ids in enumerate(r.tokens):
         prompt = ids[:-T][r.attention_mask[i, :-T]].tolist()
         completion = ids[-T:][r.completion_mask[i]].tolist()
         for t, token in enumerate(completion):
             before = prompt + completion[:t]        # one row: no padding, no cache
-            logits = nets.policy.lm_head(nets.policy(torch.tensor([before])))[0, -1] / temperature
+            logits = setup.policy.lm_head(setup.policy(torch.tensor([before])))[0, -1] / temperature
             expected = float(logits.log_softmax(-1)[token].detach())
             for name, logp in (("sampler", r.logp), ("trainer", trainer)):
                 found = float(logp[i, t])
@@ -155,8 +155,8 @@ def test_a_completion_is_its_tokens_up_to_and_with_the_end_token():
 
 def test_exactly_the_tokens_of_a_completion_carry_gradient():
     cfg = settings()
-    nets, batch = world(cfg)
-    out = forward(nets, batch, cfg)
+    setup, batch = world(cfg)
+    out = forward(setup, batch, cfg)
     gradient, = torch.autograd.grad(out.total, out.logp)                             # (N, T)
     for i, length in enumerate(batch.rollout.completion_mask.sum(1).tolist()):
         own, later = gradient[i, :length].tolist(), gradient[i, length:].tolist()
@@ -170,13 +170,13 @@ def test_exactly_the_tokens_of_a_completion_carry_gradient():
 
 def test_padding_is_not_read():
     cfg = settings()
-    nets, batch = world(cfg)
+    setup, batch = world(cfg)
 
     def loss_and_gradient():
-        nets.policy.zero_grad()
-        out = forward(nets, batch, cfg)
+        setup.policy.zero_grad()
+        out = forward(setup, batch, cfg)
         out.total.backward()
-        return float(out.total.detach()), torch.cat([p.grad.flatten() for p in nets.trained])
+        return float(out.total.detach()), torch.cat([p.grad.flatten() for p in setup.trained])
 
     loss, gradient = loss_and_gradient()
     P = batch.rollout.tokens.shape[1] - batch.loss_mask.shape[1]
@@ -195,10 +195,10 @@ def test_padding_is_not_read():
 def test_an_ended_row_leaves_the_cache_to_those_that_run():
     """Rows that end early leave the decoding batch: what the others draw must not change."""
     cfg = settings(num_generations=16, max_completion_length=10)
-    nets, batch = world(cfg)
+    setup, batch = world(cfg)
     lengths = batch.rollout.completion_mask.sum(1)
     assert len(lengths.unique()) > 3, "choose another seed: rows end together"
-    trainer = completion_logprobs(nets.policy, batch.rollout, cfg.temperature)
+    trainer = completion_logprobs(setup.policy, batch.rollout, cfg.temperature)
     gap = float((trainer - batch.rollout.logp).abs().max().detach())
     assert gap < 1e-4, (
         f"after rows have ended the sampler's log-probs are up to {gap:.3f} off: does a row read "
@@ -249,12 +249,12 @@ def test_the_kl_by_hand(estimator, value, slope):
         f"{found_slope:+.4f}, by hand {slope:+.4f}: descent must lower the log-prob")
 
 
-def kl_to_reference(nets):
+def kl_to_reference(setup):
     """KL(policy, reference), exact, of the first token after each prompt."""
     total = 0.0
     for _, ids, _ in PROMPTS:
         p, q = (net.lm_head(net(torch.tensor([ids])))[0, -1].log_softmax(-1).detach()
-                for net in (nets.policy, nets.reference))
+                for net in (setup.policy, setup.reference))
         total += float((p.exp() * (p - q)).sum())
     return total
 
@@ -264,11 +264,11 @@ def test_a_large_beta_pulls_the_policy_back_to_the_reference():
         return [1.0] * len(completions)
 
     cfg = settings(equal, beta=5.0, num_generations=64)
-    nets, _ = world(cfg)
-    shaken(nets.policy, 0.1)
-    before = kl_to_reference(nets)
-    update(nets, collect(nets, PROMPTS, cfg, seed=1), None, cfg, seed=1)
-    after = kl_to_reference(nets)
+    setup, _ = world(cfg)
+    shaken(setup.policy, 0.1)
+    before = kl_to_reference(setup)
+    update(setup, collect(setup, PROMPTS, cfg, seed=1), None, cfg, seed=1)
+    after = kl_to_reference(setup)
     assert after < 0.9 * before, (
         f"a step with beta = 5 and equal rewards took KL(policy, reference) from {before:.4f} to "
         f"{after:.4f}: it must fall. Is the KL subtracted from the loss, or left out of it, or are "
@@ -281,9 +281,9 @@ def test_a_completion_that_the_reference_finds_unlikely_is_worth_less():
 
     cfg = settings(equal, beta=1.0, kl_in="reward", kl_estimator="k1", scale_rewards="none",
                    num_generations=12)
-    nets, _ = world(cfg)
-    shaken(nets.policy, 0.1)
-    batch = collect(nets, PROMPTS, cfg, seed=2)
+    setup, _ = world(cfg)
+    shaken(setup.policy, 0.1)
+    batch = collect(setup, PROMPTS, cfg, seed=2)
     log_ratio = (batch.rollout.logp - batch.ref_logp).sum(1).view(2, -1)    # policy / reference
     expected = (log_ratio.mean(1, keepdim=True) - log_ratio).flatten()
     assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4), (
@@ -300,8 +300,8 @@ def test_a_completion_that_the_reference_finds_unlikely_is_worth_less():
     dict(importance_sampling_level="sequence")))
 def test_the_ratio_is_1_on_the_first_pass(knobs):
     cfg = settings(**knobs)
-    nets, batch = world(cfg)
-    worst = float((forward(nets, batch, cfg).ratio - 1).abs().max())
+    setup, batch = world(cfg)
+    worst = float((forward(setup, batch, cfg).ratio - 1).abs().max())
     assert worst < 1e-4, (
         f"with {knobs} the policy that sampled the batch has a ratio up to {worst:.4f} off 1: the "
         "log-probs in the loss are not of the distribution that the tokens were drawn from")
@@ -309,9 +309,9 @@ def test_the_ratio_is_1_on_the_first_pass(knobs):
 
 def test_the_ratio_compares_with_the_policy_that_sampled():
     cfg = settings()
-    nets, batch = world(cfg)
-    update(nets, batch, None, cfg, seed=1)
-    out = forward(nets, batch, cfg)
+    setup, batch = world(cfg)
+    update(setup, batch, None, cfg, seed=1)
+    out = forward(setup, batch, cfg)
     expected = (out.logp.detach() - batch.rollout.logp)[batch.loss_mask].exp()
     found = out.ratio[batch.loss_mask]
     gap, moved = float((found - expected).abs().max()), float((expected - 1).abs().max())

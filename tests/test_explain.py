@@ -2,17 +2,21 @@
 backward is the judge, and whatever a policy wrote stays text."""
 import html
 import importlib
+import json
 import math
 import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
 
 import grpo
 import tape
+from config import load_settings
 from data.tokenizer import load_tokenizer
+from explain import account, story
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
 from explain.words import Piece, Row, pieces_of
@@ -76,8 +80,8 @@ def sampled(folder, *flags, name="ckpt.pt"):
     found = []
 
     def sample():
-        nets = grpo.prepare(cfg, grpo.read_inputs(cfg))
-        found.append(explain.next_iteration(nets, os.path.join(folder, name), cfg))
+        setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
+        found.append(explain.next_iteration(setup, os.path.join(folder, name), cfg))
 
     printed(sample)
     return found[0].rows, found[0], cfg
@@ -105,8 +109,8 @@ def test_it_samples_what_the_run_writes_next(run, tmp_path, name):
     folder = shutil.copytree(run(name), tmp_path / "run")
     next_rows, scored, cfg = sampled(str(folder))
     earlier, _, _ = sampled(str(folder), name="ckpt_prev.pt")
-    printed(grpo.main, [str(folder), text_of(folder), f"--out_dir={folder}", "--resume=True", "--max_iters=5",
-                        *SETTINGS[name]])
+    printed(grpo.main, [str(folder), text_of(folder), f"--out_dir={folder}", "--resume=True",
+                        "--max_iters=5", *SETTINGS[name]])
     for rows, iteration in ((next_rows, 5), (earlier, 3)):
         written = recorded(folder, iteration)
         assert len(rows) == len(written) > 8
@@ -153,7 +157,8 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
 
 
 @pytest.mark.parametrize("name, flags", [
-    ("off", []), ("off", ["--tracin=advantage"]), ("self", ["--prompt=the", "--completion= cat"])])
+    ("off", []), ("off", ["--tracin=advantage"]),
+    ("self", ["--next=True", "--prompt=the", "--completion= cat"])])
 def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
     """A run drops none by a target that is not its own."""
     folder = run(name)
@@ -168,7 +173,8 @@ def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
     best = max(recorded(folder, 3), key=lambda row: row["advantage"])
-    argv = [folder, text_of(folder), "--before", f"--prompt={best['prompt']}", f"--completion={best['completion']}"]
+    argv = [folder, text_of(folder), "--before", "--next=True", f"--prompt={best['prompt']}",
+            f"--completion={best['completion']}"]
     helpful, harmful = printed(explain.main, argv).split("Most harmful")
     assert f"iteration 3, reward {best['reward']:.3f}" in helpful
     assert f"-> {best['completion'][:48]!r}" in helpful
@@ -179,8 +185,125 @@ def test_refusals(run):
     for argv in ([], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
     long = "--completion=" + "long " * 40
-    assert "must be 32 at most" in refusal(explain.main, [folder, text_of(folder), "--prompt=the",
-                                                         long])
+    asked = [folder, text_of(folder), "--prompt=the", long]
+    assert "together 32 at most" in refusal(explain.main, [*asked, "--next=True"])
+
+
+# ------------------------------------------------------------------------------------------------
+# the account of the whole run: its arithmetic is in test_account.py
+
+NUMBER = "[+-][0-9.]+"
+
+
+def told(folder, *flags):
+    """What the account prints, and the numbers of its last line by name."""
+    text = printed(explain.main, [folder, text_of(folder), *flags])
+    line = re.findall("^account: .*$", text, re.M)[-1]
+    assert re.fullmatch(
+        f"account: rollouts {NUMBER}, rest {NUMBER}(, [a-z]+ {NUMBER})*, together {NUMBER} nats; "
+        f"true change {NUMBER} \\([0-9.]+ % off\\)", line)
+    return text, {name: float(x) for name, x in re.findall(f"([a-z]+) ({NUMBER})", line)}
+
+
+def said_by(folder):
+    """Flags that ask for a completion of the run."""
+    row = max(read_rows(os.path.join(folder, "samples.jsonl")), key=lambda row: row["advantage"])
+    return [f"--prompt={row['prompt']}", f"--completion={row['completion']}"]
+
+
+def contents(folder):
+    return {name: open(os.path.join(folder, name), "rb").read()
+            for name in os.listdir(folder) if not name.endswith(".html")}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_account_repeats_the_run_and_adds_up(run, name):
+    """To the same bits, from its start and from a checkpoint, and nothing else is left behind."""
+    folder = run(name)
+    before = contents(folder)
+    asked = ["--account=True", "--parts=4"]
+    text, whole = told(folder, *asked, "--hessian=False")
+    assert "ends at other weights" not in text and "without the Hessian" in text
+    size = max(map(abs, whole.values()))
+    assert abs(whole["together"] - whole["change"]) < 0.02 * size
+    shown = open(os.path.join(folder, "account.html"), encoding="utf-8").read()
+    assert shown.count("<article>") == text.count(", without it ") + story.WORST
+    for since in (2, 3):        # there is a checkpoint at 2
+        text, later = told(folder, *asked, f"--since={since}")
+        assert "ends at other weights" not in text and "with the Hessian" in text
+        assert f"iterations {since + 1} to 4" in text
+        assert later["momentum"], "a step since has none of the momentum from before"
+        assert abs(later["together"] - later["change"]) < 0.02 * size
+    assert contents(folder) == before
+
+
+def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
+    folder = run("off")
+    before = contents(folder)
+    in_memory = told(folder, *said_by(folder), "--hessian=False")
+    monkeypatch.setattr(account, "free_memory", lambda device: 0)
+    assert told(folder, *said_by(folder), "--hessian=False") == in_memory
+    monkeypatch.setattr(story, "account", lambda *rest: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        explain.main([folder, text_of(folder), *said_by(folder)])
+    assert contents(folder) == before
+
+
+def test_several_sentences_share_a_replay(run, tmp_path):
+    folder = run("off")
+    text, _ = told(folder, "--account=True", "--hessian=False")
+    assert text.count("account: rollouts") == story.WORST
+    sentences = [dict(prompt="the", completion=" cat"), dict(prompt="a", completion=" dog")]
+    path = tmp_path / "asked.jsonl"
+    path.write_text("\n".join(map(json.dumps, sentences)))
+    together, _ = told(folder, f"--prompts={path}", "--hessian=False")
+    alone = [told(folder, "--prompt=a", "--completion= dog", "--hessian=False")[0]]
+    assert alone[0].splitlines()[-3] in together and together.count("'the' -> ' cat'") == 1
+
+
+def test_words_of_a_rollout_add_up_to_its_share(run):
+    folder = run("held out")
+    cfg = load_settings([folder, text_of(folder)])
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
+    asked = [account.row_of([5, 6], [7, 8, 9], setup.device)]
+    states, taken = account.replay(setup, cfg, 0, 0, 4, folder)
+    shares = account.account(setup, cfg, states, taken, asked, hessian=False).shares[0]
+    places = [divmod(x, shares.shape[1]) for x in shares.flatten().abs().topk(6).indices.tolist()]
+    for place, words in story.token_shares(setup, cfg, states, taken, asked[0], places).items():
+        assert float(words.sum()) == pytest.approx(float(shares[place]), rel=1e-3)
+
+
+def test_what_the_account_refuses(run, tmp_path, monkeypatch):
+    folder = str(tmp_path / "run")
+    shutil.copytree(run("off"), folder)
+    asked = said_by(folder)
+
+    def refused(*flags):
+        return refusal(explain.main, [folder, text_of(folder), *(flags or asked)])
+
+    assert "together 32 at most" in refused("--prompt=the", "--completion=" + "long " * 40)
+    with_top_k = run("one backward")
+    never = [with_top_k, text_of(with_top_k), "--prompt=the", "--completion=\u20ac\u20ac"]
+    assert "never draws" in refusal(explain.main, never)
+    assert "learning_rate = 1.0: must be 0.003" in refused(*asked, "--learning_rate=1.0")
+    assert "--since=4: must be a whole number from 0 to 3" in refused(*asked, "--since=4")
+    changed = tmp_path / "changed.py"
+    changed.write_text(CONFIG.replace("0.1 * len(text)", "0.2 * len(text)"))
+    assert "has changed" in refusal(explain.main, [folder, str(changed), *asked])
+    monkeypatch.setattr(story, "rank_and_size", lambda: (0, 2))
+    assert "one process" in refused()
+    monkeypatch.setattr(story, "rank_and_size", lambda: (0, 1))
+    path = os.path.join(folder, "ckpt.pt")
+    content = torch.load(path)
+    content["policy"]["h.0.ln_1.weight"] += 1e-3
+    torch.save(content, path)
+    assert "ends at other weights" in told(folder, *asked, "--hessian=False")[0]
+    torch.save(content | {"base_hash": "other"}, path)
+    assert "another policy" in refused()
+    os.remove(path)
+    os.remove(os.path.join(folder, "ckpt_prev.pt"))
+    assert "no such file" in refused()
+    assert "name its config file too" in refusal(explain.main, [folder, *asked])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -229,8 +352,7 @@ def nasty_page():
     for j, text in enumerate(NASTY):
         pieces = [Piece(text, 1.0 - j, True), Piece("  ", 0.5, True), Piece(text, 0.0, False),
                   Piece("", -0.1, True)]
-        row = dict(iteration=1, prompt=text, reward=0.5, advantage=-1.0, weight=0.0, z=1.5 - j)
-        cards.append((row, pieces))
+        cards.append((f"iteration 1 {text}", text, pieces))
     lists = {"Most helpful": cards, "Most harmful": []}
     return page(f"run {NASTY[1]}", NASTY[2], NASTY, lists)
 

@@ -17,28 +17,28 @@ CLIP = 0.01     # so narrow that a pass after a step is clipped
 
 
 def batch_of(cfg, seed=1):
-    """Nets and a batch whose ratios are not 1, as after a step."""
-    nets, batch = world(cfg, seed)
+    """Setup and a batch whose ratios are not 1, as after a step."""
+    setup, batch = world(cfg, seed)
     generator = torch.Generator().manual_seed(seed_of(seed))
     noise = torch.randn(batch.rollout.logp.shape, generator=generator)
     batch.rollout.logp += 0.05 * noise * batch.rollout.sampled_mask
-    return nets, batch
+    return setup, batch
 
 
-def metrics_of(nets, batch, cfg, size):
+def metrics_of(setup, batch, cfg, size):
     """Metrics of a step in micro-batches of `size` rows."""
     step = whole_step(batch)
-    meter = Meter(nets, batch, cfg, silent_log)
+    meter = Meter(setup, batch, cfg, silent_log)
     meter.begin_step()
     for rows in step.rows.split(size):
-        meter.add(grpo.loss_of(nets, nets.policy, batch, rows, step, cfg))
+        meter.add(grpo.loss_of(setup, setup.policy, batch, rows, step, cfg))
     return meter.metrics()
 
 
-def by_hand(nets, batch, cfg):
+def by_hand(setup, batch, cfg):
     """ratio, clip ratios and KL, a token (or a row) at a time."""
     with torch.no_grad():
-        loss = grpo.loss_of(nets, nets.policy, batch, slice(None), whole_step(batch), cfg)
+        loss = grpo.loss_of(setup, setup.policy, batch, slice(None), whole_step(batch), cfg)
     low, high = cfg.clip_range
     ratios, below, above, kl = [], [], [], []
     for i, mask in enumerate(batch.loss_mask):
@@ -82,10 +82,10 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
     for case in cases:
         high = 1 + CLIP if case.get("loss_type") == "cispo" else CLIP
         cfg = settings(letters, epsilon=CLIP, epsilon_high=high, **case)
-        nets, batch = batch_of(cfg)
-        expected = by_hand(nets, batch, cfg)
+        setup, batch = batch_of(cfg)
+        expected = by_hand(setup, batch, cfg)
         for size in (12, 5):        # in one piece, and in three
-            found = metrics_of(nets, batch, cfg, size)
+            found = metrics_of(setup, batch, cfg, size)
             found = {name: found[name] for name in expected}
             assert found == pytest.approx(expected, 1e-5, 1e-6), case
         some_clipped += expected.get("clip_ratio/low_mean", 0) > 0
@@ -113,8 +113,8 @@ def test_a_metric_that_a_reader_adds_is_logged(grpo, rows, tmp_path, monkeypatch
 
 
 def updated(cfg, check=True, **more):
-    nets, batch = world(cfg, **more)
-    metrics = grpo.update(nets, batch, None, cfg, seed=1, check=check)
+    setup, batch = world(cfg, **more)
+    metrics = grpo.update(setup, batch, None, cfg, seed=1, check=check)
     return metrics | batch_metrics(batch, cfg)
 
 
@@ -161,9 +161,9 @@ def test_losses_of_a_step_without_rows_count(monkeypatch):
 
 def test_kl_in_the_reward_is_logged_per_token():
     cfg = settings(beta=0.1, kl_in="reward", kl_estimator="k1")
-    nets, batch = world(cfg)
+    setup, batch = world(cfg)
     batch.kl = torch.rand_like(batch.rollout.logp) * batch.rollout.sampled_mask
-    m = grpo.update(nets, batch, None, cfg, seed=1)
+    m = grpo.update(setup, batch, None, cfg, seed=1)
     expected = batch.kl.sum() / batch.rollout.sampled_mask.sum()
     assert m["kl"] == pytest.approx(float(expected)) and "kl_loss" not in m
 
@@ -199,7 +199,7 @@ def test_a_batch_without_rewards():
 
 def test_metrics_of_influence(monkeypatch):
     cfg = settings(tracin="reward")
-    nets, batch = world(cfg)
+    setup, batch = world(cfg)
     found = []
     keep = grpo.keep_helpful
 
@@ -208,7 +208,7 @@ def test_metrics_of_influence(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(grpo, "keep_helpful", keep_and_tell)
-    grpo.update(nets, batch, None, cfg, seed=1)
+    grpo.update(setup, batch, None, cfg, seed=1)
     m = influence_metrics(found[0])
     scores = batch.influence.tolist()
     assert m["tracin/positive_ratio"] == pytest.approx(sum(x > 0 for x in scores) / 12)
@@ -233,19 +233,19 @@ def test_the_error_is_the_largest_in_float32_and_the_mean_in_bfloat16():
 
 def test_toxicity_is_of_all_rollouts_in_every_iteration():
     cfg = settings()
-    nets, batch = world(cfg)
+    setup, batch = world(cfg)
     asked = []
 
     def judge(prompts, completions):
         asked.append((prompts, completions))
         return torch.linspace(-2, 2, len(completions))
 
-    assert rollout_toxicity(nets.prompts, batch, nets) == {}
-    nets.judges = {"judge": judge}
-    assert rollout_toxicity(nets.prompts, batch, nets) == {}
-    nets.judges = {"eval_judge": judge}
-    found = rollout_toxicity(nets.prompts, batch, nets)
-    texts = [prompt.text for prompt in nets.prompts for _ in range(6)]
+    assert rollout_toxicity(setup.prompts, batch, setup) == {}
+    setup.judges = {"judge": judge}
+    assert rollout_toxicity(setup.prompts, batch, setup) == {}
+    setup.judges = {"eval_judge": judge}
+    found = rollout_toxicity(setup.prompts, batch, setup)
+    texts = [prompt.text for prompt in setup.prompts for _ in range(6)]
     assert asked == [(texts, batch.completions)]
     expected = sum(1 / (1 + math.exp(-x)) for x in torch.linspace(-2, 2, 12).tolist()) / 12
     assert found == {"eval_judge/toxicity": pytest.approx(expected, 1e-5)}

@@ -8,18 +8,18 @@ from worlds import WORD_PROMPTS, WORDS, nets_of, printed, refusal, settings, wor
 
 def word_nets(dtype=torch.bfloat16):
     cfg = settings(num_generations=4)
-    nets = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
-    nets.dtype = dtype
-    return nets, cfg
+    setup = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    setup.dtype = dtype
+    return setup, cfg
 
 
 def test_bfloat16_that_holds_is_used_and_nothing_is_said():
-    nets, cfg = word_nets()
+    setup, cfg = word_nets()
     before = torch.get_rng_state()
-    assert printed(prove.prove, nets, cfg) == ""
-    assert nets.dtype == torch.bfloat16
+    assert printed(prove.prove, setup, cfg) == ""
+    assert setup.dtype == torch.bfloat16
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(p.grad is None for p in nets.policy.parameters())
+    assert all(p.grad is None for p in setup.policy.parameters())
 
 
 def off_under_autocast(wrong):
@@ -31,17 +31,17 @@ def off_under_autocast(wrong):
 
 
 def test_bfloat16_that_does_not_hold_is_turned_off(monkeypatch):
-    nets, cfg = word_nets()
+    setup, cfg = word_nets()
     never = iter(lambda: False, True)
     monkeypatch.setattr(prove, "completion_logprobs", off_under_autocast(never))
-    out = printed(prove.prove, nets, cfg)
+    out = printed(prove.prove, setup, cfg)
     assert out.startswith("note: bfloat16 off: log-probs are off by 0.5")
-    assert nets.dtype == torch.float32
+    assert setup.dtype == torch.float32
 
 
 def test_a_run_stops_where_nothing_holds(monkeypatch):
-    nets, cfg = word_nets()
+    setup, cfg = word_nets()
     all_but_the_first = iter([False] + [True] * 20)
     monkeypatch.setattr(prove, "completion_logprobs", off_under_autocast(all_but_the_first))
-    text = refusal(prove.prove, nets, cfg)
+    text = refusal(prove.prove, setup, cfg)
     assert "device = 'cpu'" in text and "log-probs are off by 0.5" in text

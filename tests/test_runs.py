@@ -133,23 +133,20 @@ def test_log_micro_off_changes_the_lines_alone(grpo, finished, tmp_path):
 
 def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
     before = snapshot(copy_of_six)
-    text = grpo(f"{copy_of_six}/", "--max_iters=0")     # a slash at the end changes nothing
-    assert f"{copy_of_six}: holds another run" in text and "--resume" in text
-    assert snapshot(copy_of_six) == before and (tmp_path / "run-2" / "ckpt.pt").exists()
-    assert [row["iteration"] for row in read_rows(tmp_path / "run-2" / "eval.jsonl")] == [0]
-    grpo(copy_of_six, "--max_iters=1")
-    assert (tmp_path / "run-3" / "ckpt.pt").exists()
+    message = refusal(grpo, f"{copy_of_six}/", "--max_iters=0")     # a slash changes nothing
+    assert f"{str(copy_of_six)!r}: holds a run of other settings" in message
+    assert "--resume" in message and "--out_dir" in message
+    assert snapshot(copy_of_six) == before and os.listdir(tmp_path) == [copy_of_six.name]
 
 
 def test_a_foreign_folder_is_left_alone(grpo, tmp_path):
     where = tmp_path / "run"
     where.mkdir()
     (where / "samples.jsonl").write_text("years of work")
-    grpo(where, "--max_iters=0")
-    assert "holds other files" in refusal(grpo, where, "--resume=True")
+    for flag in ("--max_iters=0", "--resume=True"):
+        assert "holds other files" in refusal(grpo, where, flag)
     assert os.listdir(where) == ["samples.jsonl"]
     assert (where / "samples.jsonl").read_text() == "years of work"
-    assert (tmp_path / "run-2" / "ckpt.pt").exists()
 
 
 def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path):
@@ -157,7 +154,7 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path):
     text = []
 
     def meanwhile(*args):
-        text.append(grpo(where, "--max_iters=0"))
+        text.append(refusal(grpo, where, "--max_iters=0"))
         text.append(refusal(grpo, where, "--resume=True"))
         return judges(*args)
 
@@ -167,7 +164,6 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path):
         grpo(where, *FINISHED)
     assert all("another run is at work there" in part for part in text)
     assert_same_run(finished.dir, where)
-    assert (tmp_path / "run-2" / "ckpt.pt").exists()
 
 
 @pytest.mark.parametrize("name", [".lock", *LOGS])
@@ -183,10 +179,9 @@ def test_a_run_writes_through_no_link(name, lead, copy_of_six, noise, grpo, tmp_
     before = notes.read_bytes()
     os.remove(copy_of_six / name)
     lead(notes, copy_of_six / name)
-    message = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
-    assert f"{name} is a link or no file" in message
-    grpo(copy_of_six, noise, *SIX, "--max_iters=0")     # takes another folder
-    assert (tmp_path / "run-2" / "ckpt.pt").exists()
+    for flags in (["--resume=True", "--max_iters=7"], ["--max_iters=0"]):
+        message = refusal(grpo, copy_of_six, noise, *SIX, *flags)
+        assert f"{name}: is a link or no plain file" in message
     assert notes.read_bytes() == before, f"what {name} leads to was written to"
 
 
@@ -235,7 +230,7 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_p
     crash(4, tmp_path / "parts", *argv)
     assert len(read_rows(tmp_path / "parts" / "metrics.jsonl")) == 3
     assert load_file(str(tmp_path / "parts" / "ckpt.pt"), "run")["iteration"] == 2
-    assert "was interrupted here, it goes on" in grpo(tmp_path / "parts", *argv)
+    assert "continues the interrupted run" in grpo(tmp_path / "parts", *argv)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
@@ -285,8 +280,7 @@ def test_signals(number, tiny, noise, six, grpo, tmp_path):
     text = grpo(where, noise, *SIX)
     assert f"resumed {where}/ckpt.pt after" in text and "iter 1/" not in text
     assert_same_run(six, where)
-    grpo(where, noise, *SIX, "--max_iters=0")
-    assert (tmp_path / "run-2").exists(), "a finished run was gone on with"
+    assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
 
 
 def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, noise, grpo):
@@ -313,7 +307,7 @@ def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"the green cat {i}" for i in range(20)))
     flags = (f"--prompts={prompts}", "--resume=True")
-    assert "no checkpoint to go on from" in grpo(tmp_path / "run", *flags, "--max_iters=1")
+    assert "has no checkpoint" in grpo(tmp_path / "run", *flags, "--max_iters=1")
     text = grpo(tmp_path / "run", *flags, "--max_iters=2", "--learning_rate=1e-3")
     assert "learning_rate: 0.0001 -> 0.001" in text
 
@@ -380,7 +374,7 @@ def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six, tmp_p
     assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.py").write_text("years of work")
-    grpo(tmp_path / "mine", noise, *SIX, "--max_iters=0")
+    refusal(grpo, tmp_path / "mine", noise, *SIX, "--max_iters=0")
     assert os.listdir(tmp_path / "mine") == ["config.py"], "a user's config.py is no run's"
 
 
@@ -410,9 +404,9 @@ def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo,
 def test_a_checkpoint_never_holds_what_is_not_finite(grpo, tmp_path, monkeypatch):
     update = trainer.update
 
-    def poisoned(nets, *args, **more):
-        metrics = update(nets, *args, **more)
-        next(iter(nets.optimizer.state.values()))["exp_avg_sq"][0] = math.inf
+    def poisoned(setup, *args, **more):
+        metrics = update(setup, *args, **more)
+        next(iter(setup.optimizer.state.values()))["exp_avg_sq"][0] = math.inf
         return metrics
 
     monkeypatch.setattr(trainer, "update", poisoned)

@@ -21,8 +21,8 @@ NAN, INF = math.nan, math.inf
 
 
 def nets_and_batch(cfg, policy=None, reference=None, seed=7, optimizer=None, lr=.05):
-    nets = nets_of(cfg, policy or word_gpt(), WORD_PROMPTS, WORDS, reference, lr, optimizer)
-    return nets, collect(nets, WORD_PROMPTS, cfg, seed)
+    setup = nets_of(cfg, policy or word_gpt(), WORD_PROMPTS, WORDS, reference, lr, optimizer)
+    return setup, collect(setup, WORD_PROMPTS, cfg, seed)
 
 
 def moved():
@@ -52,12 +52,12 @@ def close(a, b, tolerance=1e-5):
 
 def test_the_first_step_is_reinforce_and_the_second_is_clipped():
     cfg = words(num_iterations=2)
-    nets, batch = nets_and_batch(cfg, lr=.02)
+    setup, batch = nets_and_batch(cfg, lr=.02)
     tokens = batch.loss_mask.sum()
     reinforce = -sum(A * x.sum() for A, x in
-                     zip(batch.advantages, plain_logps(nets.policy, batch.rollout))) / tokens
-    expected = gradient(reinforce, nets.trained)
-    (first, second), _ = steps_of(nets, batch, cfg)
+                     zip(batch.advantages, plain_logps(setup.policy, batch.rollout))) / tokens
+    expected = gradient(reinforce, setup.trained)
+    (first, second), _ = steps_of(setup, batch, cfg)
     assert close(first, expected), "the first step's gradient is not that of -A logp / tokens"
 
     again = word_gpt()      # after the first step
@@ -79,9 +79,9 @@ def spied(monkeypatch):
     calls = []
     plain = grpo.loss_of
 
-    def spy(nets, policy, batch, rows, step, cfg):
+    def spy(setup, policy, batch, rows, step, cfg):
         calls.append((rows.tolist(), step.num_rows, step.num_tokens))
-        return plain(nets, policy, batch, rows, step, cfg)
+        return plain(setup, policy, batch, rows, step, cfg)
 
     monkeypatch.setattr(grpo, "loss_of", spy)
     return calls
@@ -89,9 +89,9 @@ def spied(monkeypatch):
 
 def test_passes_mini_batches_and_micro_batches(monkeypatch):
     cfg = words(num_iterations=2, mini_batch_size=4, micro_batch_size=2)
-    nets, batch = nets_and_batch(cfg)
+    setup, batch = nets_and_batch(cfg)
     calls = spied(monkeypatch)
-    m = update(nets, batch, None, cfg, 3)
+    m = update(setup, batch, None, cfg, 3)
     assert m["num_steps"] == 8 and len(calls) == 16, (
         f"2 passes over 16 rows, 4 at a time, took {m['num_steps']} steps: must be 8")
     first, second = ([row for rows, *_ in calls[i:i + 8] for row in rows] for i in (0, 8))
@@ -102,7 +102,7 @@ def test_passes_mini_batches_and_micro_batches(monkeypatch):
         lengths = batch.lengths[rows].tolist()
         assert lengths == sorted(lengths), "rows of like length share a micro-batch"
     calls.clear()
-    update(nets, batch, None, cfg, 4)
+    update(setup, batch, None, cfg, 4)
     assert [row for rows, *_ in calls[:8] for row in rows] != first, "the seed chooses the order"
 
 
@@ -114,9 +114,9 @@ def test_the_size_of_micro_batches_changes_memory_only(knobs):
     found = []
     for size in (16, 5, 1):
         cfg = words(micro_batch_size=size, **knobs)
-        nets, batch = nets_and_batch(cfg, reference=moved())
-        shaken(nets.policy, .01)        # ratios and clips differ
-        (step,), m = steps_of(nets, batch, cfg)
+        setup, batch = nets_and_batch(cfg, reference=moved())
+        shaken(setup.policy, .01)        # ratios and clips differ
+        (step,), m = steps_of(setup, batch, cfg)
         found.append((step, m["policy_loss"]))
     for step, policy_loss in found[1:]:
         same = close(step, found[0][0]) and policy_loss == pytest.approx(found[0][1], abs=1e-5)
@@ -144,27 +144,27 @@ def test_learning_rates():
 @pytest.mark.parametrize("lora", (False, True))
 def test_the_reference_follows_the_policy(lora, capsys):
     cfg = words(beta=.1, ref_model_sync_steps=1)
-    nets, _ = nets_and_batch(cfg)
-    nets.policy, nets.reference = moved(), shaken(word_gpt(), .02, seed=6)
+    setup, _ = nets_and_batch(cfg)
+    setup.policy, setup.reference = moved(), shaken(word_gpt(), .02, seed=6)
     if lora:
-        nets.policy, nets.reference = with_lora(nets.policy), with_lora(nets.reference, seed=8)
-    before = weights_of(nets.reference)
-    sync_reference(nets, .25)
-    expected = .75 * before + .25 * weights_of(nets.policy)
-    assert close(weights_of(nets.reference), expected, 1e-6), (
+        setup.policy, setup.reference = with_lora(setup.policy), with_lora(setup.reference, seed=8)
+    before = weights_of(setup.reference)
+    sync_reference(setup, .25)
+    expected = .75 * before + .25 * weights_of(setup.policy)
+    assert close(weights_of(setup.reference), expected, 1e-6), (
         "the reference is not 3/4 of itself and 1/4 of the policy")
-    assert tensors_differing(nets) > 0
-    sync_reference(nets, 1.0)
-    assert torch.equal(weights_of(nets.reference), weights_of(nets.policy))
-    assert tensors_differing(nets) == 0 and "0 tensors differ" in capsys.readouterr().out
+    assert tensors_differing(setup) > 0
+    sync_reference(setup, 1.0)
+    assert torch.equal(weights_of(setup.reference), weights_of(setup.policy))
+    assert tensors_differing(setup) == 0 and "0 tensors differ" in capsys.readouterr().out
 
 
 def test_lora_moves_the_adapters_only():
     cfg = words(lora_rank=2, beta=.1)
-    nets, batch = nets_and_batch(cfg)
-    before = {name: x.clone() for name, x in nets.policy.state_dict().items()}
-    m = update(nets, batch, None, cfg, 3, check=True)
-    changed = {name for name, x in nets.policy.state_dict().items() if (x != before[name]).any()}
+    setup, batch = nets_and_batch(cfg)
+    before = {name: x.clone() for name, x in setup.policy.state_dict().items()}
+    m = update(setup, batch, None, cfg, 3, check=True)
+    changed = {name for name, x in setup.policy.state_dict().items() if (x != before[name]).any()}
     assert changed == {name for name in before if name.endswith("B.weight")}    # A's gradient is 0
     assert m["kl"] == pytest.approx(0, abs=1e-6)
 
@@ -202,29 +202,29 @@ def test_all_groups_dropped_is_no_step():
         policy = word_gpt()
         # weight decay would show a step without gradient
         decaying = torch.optim.AdamW(policy.parameters(), lr=.1, weight_decay=.5)
-        nets, batch = nets_and_batch(cfg, policy, optimizer=decaying)
-        m = update(nets, batch, None, replace(cfg, zero_std_groups=how), 3)
+        setup, batch = nets_and_batch(cfg, policy, optimizer=decaying)
+        m = update(setup, batch, None, replace(cfg, zero_std_groups=how), 3)
         assert m["num_steps"] == steps and m["loss"] == m["grad_norm"] == 0
         assert torch.equal(weights_of(policy), weights_of(word_gpt())) == (steps == 0)
 
 
 def test_truncated_completions_carry_no_loss():
     cfg = words(mask_truncated_completions=True)
-    nets, batch = nets_and_batch(cfg)
+    setup, batch = nets_and_batch(cfg)
     ended = batch.rollout.ended
     assert 0 < ended.sum() < 16
     assert not batch.loss_mask[~ended].any(), "completions that did not end carry loss"
-    rows = zip(batch.advantages, plain_logps(nets.policy, batch.rollout), ended)
+    rows = zip(batch.advantages, plain_logps(setup.policy, batch.rollout), ended)
     loss = -sum(A * x.sum() for A, x, on in rows if on) / batch.rollout.completion_mask[ended].sum()
-    expected = gradient(loss, nets.trained)
-    assert close(steps_of(nets, batch, cfg)[0][0], expected)
+    expected = gradient(loss, setup.trained)
+    assert close(steps_of(setup, batch, cfg)[0][0], expected)
 
 
 def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():
     cfg = words(entropy_coef=.3, loss_type="grpo", mask_truncated_completions=True)
-    nets, batch = nets_and_batch(cfg)
+    setup, batch = nets_and_batch(cfg)
     assert batch.loss_mask.sum() < batch.rollout.completion_mask.sum()
-    m = update(nets, batch, None, cfg, 3)
+    m = update(setup, batch, None, cfg, 3)
     bonus = .3 * float(batch.rollout.entropy[batch.loss_mask].mean())
     found = m["policy_loss"] - m["loss"]
     assert found == pytest.approx(bonus, rel=1e-4), (
@@ -237,28 +237,28 @@ def forced_batch(cfg, policy, reference, **sampling):
     ids = torch.randint(3, 100, (16, 8), generator=generator)
     forced = ids.where(torch.rand(16, 8, generator=generator) < .3, -1)
     forced[1] = ids[1]
-    nets = nets_of(cfg, policy, WORD_PROMPTS, WORDS, reference)
+    setup = nets_of(cfg, policy, WORD_PROMPTS, WORDS, reference)
     more = dict(respond=forcing(forced)) | sampling
-    nets.generate = lambda *args, **kwargs: generate(*args, **kwargs | more)
-    return nets, collect(nets, WORD_PROMPTS, cfg, 7)
+    setup.generate = lambda *args, **kwargs: generate(*args, **kwargs | more)
+    return setup, collect(setup, WORD_PROMPTS, cfg, 7)
 
 
 @pytest.mark.parametrize("knobs", [dict(beta=.1), dict(beta=.1, kl_in="reward", kl_estimator="k1")])
 def test_forced_tokens_are_seen_and_carry_no_loss(knobs):
     cfg = words(**knobs)
-    nets, batch = forced_batch(cfg, word_gpt(), moved())
+    setup, batch = forced_batch(cfg, word_gpt(), moved())
     sampled = batch.rollout.sampled_mask
     assert torch.equal(batch.loss_mask, sampled) and sampled[1].sum() == 1
     assert 10 < sampled.sum() < batch.rollout.completion_mask.sum() - 10
     total = 0.0
-    ref = plain_logps(nets.reference, batch.rollout)
-    for i, (A, new) in enumerate(zip(batch.advantages, plain_logps(nets.policy, batch.rollout))):
+    ref = plain_logps(setup.reference, batch.rollout)
+    for i, (A, new) in enumerate(zip(batch.advantages, plain_logps(setup.policy, batch.rollout))):
         for t in sampled[i].nonzero()[:, 0].tolist():
             ratio = (new[t] - new[t].detach()).exp()
             d = (ref[i][t].detach() - new[t]) * (cfg.kl_in == "loss")
             total += (-ratio * A + cfg.beta * (d.exp() - 1 - d) * ratio) / sampled.sum()
-    expected = gradient(total, nets.trained)
-    assert close(steps_of(nets, batch, cfg)[0][0], expected, 1e-4)
+    expected = gradient(total, setup.trained)
+    assert close(steps_of(setup, batch, cfg)[0][0], expected, 1e-4)
 
 
 @pytest.mark.parametrize("knobs", [
@@ -266,65 +266,65 @@ def test_forced_tokens_are_seen_and_carry_no_loss(knobs):
 def test_a_forced_token_that_sampling_would_not_draw_gives_no_nan(knobs):
     """Outside of top_k its log-prob is -inf, and 0 * inf would be NaN."""
     cfg = words(beta=.1, top_k=4, **knobs)
-    nets, batch = forced_batch(cfg, word_gpt(), moved())
+    setup, batch = forced_batch(cfg, word_gpt(), moved())
     forced = batch.rollout.completion_mask & ~batch.rollout.sampled_mask
     tokens = batch.rollout.tokens[:, -8:]
     drawable = batch.rollout.allowed.gather(2, tokens[:, :, None])[:, :, 0]
     assert (forced & ~drawable).any() and batch.ref_logp.isfinite().all()
     assert batch.advantages.isfinite().all() and batch.kl.isfinite().all()
-    (step,), m = steps_of(nets, batch, cfg)
+    (step,), m = steps_of(setup, batch, cfg)
     assert step.isfinite().all() and math.isfinite(m["loss"])
 
 
 @pytest.mark.parametrize("check", (True, False))
 def test_what_is_not_finite_stops_before_the_step(check):
-    def weight(nets, batch):
-        nets.policy.h[1].mlp.c_fc.weight.data[3, 4] = NAN
+    def weight(setup, batch):
+        setup.policy.h[1].mlp.c_fc.weight.data[3, 4] = NAN
 
-    def reward(nets, batch):
+    def reward(setup, batch):
         batch.rewards[0] = INF
         batch.advantages[0] = NAN
 
-    def slope(nets, batch):
-        nets.policy.ln_f.weight.register_hook(lambda g: g * NAN)
+    def slope(setup, batch):
+        setup.policy.ln_f.weight.register_hook(lambda g: g * NAN)
 
     for spoil in (weight, reward, slope):
         policy = word_gpt()
         optimizer = torch.optim.AdamW(policy.parameters(), lr=.01, fused=True)
-        nets, batch = nets_and_batch(words(), policy, optimizer=optimizer)
-        spoil(nets, batch)
+        setup, batch = nets_and_batch(words(), policy, optimizer=optimizer)
+        spoil(setup, batch)
         before = weights_of(policy)
-        assert refusal(update, nets, batch, None, words(), 3, check=check).startswith("stopped")
+        assert refusal(update, setup, batch, None, words(), 3, check=check).startswith("stopped")
         assert torch.equal(weights_of(policy).nan_to_num(7), before.nan_to_num(7))
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 def test_a_log_prob_of_the_sampler_that_is_not_finite_stops_the_run(bad):
-    nets, batch = nets_and_batch(words(), word_gpt())
+    setup, batch = nets_and_batch(words(), word_gpt())
     batch.rollout.logp[0, 0] = bad
-    before = weights_of(nets.policy)
-    said = refusal(update, nets, batch, None, words(), 3, check=False)     # later in a run
-    assert said.startswith("stopped") and torch.equal(weights_of(nets.policy), before)
+    before = weights_of(setup.policy)
+    said = refusal(update, setup, batch, None, words(), 3, check=False)     # later in a run
+    assert said.startswith("stopped") and torch.equal(weights_of(setup.policy), before)
 
 
 def test_a_model_with_dropout_is_found_out():
     policy = word_gpt()
     policy.lm_head.register_forward_hook(
         lambda module, args, out: torch.nn.functional.dropout(out, .1))
-    nets, batch = nets_and_batch(words(), policy)
-    assert "the ratio is not 1" in refusal(update, nets, batch, None, words(), 3, check=True)
-    assert update(nets, batch, None, words(), 3, check=False)["num_steps"] == 1
+    setup, batch = nets_and_batch(words(), policy)
+    assert "the ratio is not 1" in refusal(update, setup, batch, None, words(), 3, check=True)
+    assert update(setup, batch, None, words(), 3, check=False)["num_steps"] == 1
 
 
 def test_bfloat16():
     cfg = words(beta=.1)
-    nets = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS, moved())
-    nets.dtype = torch.bfloat16
-    batch = collect(nets, WORD_PROMPTS, cfg, 7)
+    setup = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS, moved())
+    setup.dtype = torch.bfloat16
+    batch = collect(setup, WORD_PROMPTS, cfg, 7)
     assert batch.rollout.logp.dtype == batch.ref_logp.dtype == torch.float32
-    m = update(nets, batch, None, cfg, 3, check=True)
+    m = update(setup, batch, None, cfg, 3, check=True)
     assert m["num_steps"] == 1 and math.isfinite(m["grad_norm"])
-    assert all(p.dtype == torch.float32 for p in nets.policy.parameters())
+    assert all(p.dtype == torch.float32 for p in setup.policy.parameters())
 
 
 @pytest.mark.parametrize("beta, low, high", ((0.0, .8, 1.0), (50.0, 0.0, .06)))
@@ -344,9 +344,9 @@ def test_bandit(beta, low, high):
     cfg = words(hit, num_prompts=1, num_generations=64, max_completion_length=1, beta=beta)
     start = float(probabilities()[token])
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
-    nets = nets_of(cfg, policy, [prompt], WORDS, copy.deepcopy(policy), optimizer=optimizer)
+    setup = nets_of(cfg, policy, [prompt], WORDS, copy.deepcopy(policy), optimizer=optimizer)
     for seed in range(50):
-        update(nets, collect(nets, [prompt], cfg, seed), None, cfg, 3, check=True)
+        update(setup, collect(setup, [prompt], cfg, seed), None, cfg, 3, check=True)
     assert .005 < start < .06 and low < float(probabilities()[token]) < high
 
 

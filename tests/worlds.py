@@ -1,6 +1,6 @@
 """
 Tiny worlds that the tests share, built within the process: random models and what they compute by
-hand, prompts and a tokenizer, settings, Nets, batches, comments, and how to read a refusal.
+hand, prompts and a tokenizer, settings, Setup, batches, comments, and how to read a refusal.
 
 Two worlds to train in. Numbers: 12 tokens, a text is its tokens in words, "3 1 4", token 0 ends a
 completion. Words: the tokenizer of the default job cut to 300 tokens, four English prompts.
@@ -229,24 +229,24 @@ def settings(functions=letters, weights=None, **knobs):
 
 def nets_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01,
             optimizer=None, device="cpu"):
-    """Nets as grpo.py works with, around this very policy. The optimizer is SGD, so that a step
+    """Setup as grpo.py works with, around this very policy. The optimizer is SGD, so that a step
     goes straight down the gradient."""
     given = SimpleNamespace(
         device=torch.device(device), dtype=torch.float32, tokenizer=tokenizer, prompts=prompts,
         eval_prompts=prompts, val_prompts=prompts)
     policy = policy or number_gpt()
-    nets = build(cfg, given, copy.deepcopy(reference or policy), {})
+    setup = build(cfg, given, copy.deepcopy(reference or policy), {})
     if not cfg.lora_rank and not cfg.critic:
-        nets.policy = nets.policy_fn = policy.to(given.device).requires_grad_(True)
-        nets.trained = list(policy.parameters())
-    nets.optimizer = optimizer or torch.optim.SGD(nets.trained, lr=lr)
-    return nets
+        setup.policy = setup.policy_fn = policy.to(given.device).requires_grad_(True)
+        setup.trained = list(policy.parameters())
+    setup.optimizer = optimizer or torch.optim.SGD(setup.trained, lr=lr)
+    return setup
 
 
 def world(cfg, seed=1, **more):
-    """Nets, and a Batch that they have sampled."""
-    nets = nets_of(cfg, **more)
-    return nets, grpo.collect(nets, nets.prompts, cfg, seed)
+    """Setup, and a Batch that they have sampled."""
+    setup = nets_of(cfg, **more)
+    return setup, grpo.collect(setup, setup.prompts, cfg, seed)
 
 
 def whole_step(batch):
@@ -261,18 +261,18 @@ def gradient(loss, parameters):
     return torch.cat([g.flatten() for g in parts])
 
 
-def steps_of(nets, batch, cfg, target=None, check=False, seed=3):
+def steps_of(setup, batch, cfg, target=None, check=False, seed=3):
     """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
     seen = []
-    plain = nets.optimizer.step
+    plain = setup.optimizer.step
 
     def spy():
-        seen.append(torch.cat([p.grad.flatten().clone() for p in nets.trained]))
+        seen.append(torch.cat([p.grad.flatten().clone() for p in setup.trained]))
         plain()
 
-    nets.optimizer.step = spy
-    metrics = grpo.update(nets, batch, target, cfg, seed, check=check)
-    nets.optimizer.step = plain
+    setup.optimizer.step = spy
+    metrics = grpo.update(setup, batch, target, cfg, seed, check=check)
+    setup.optimizer.step = plain
     return seen, metrics
 
 

@@ -43,7 +43,7 @@ THREADS = torch.get_num_threads()
 
 
 def make_nets(cfg):
-    """grpo's Nets, as fast as the settings ask for and as holds here."""
+    """grpo's Setup, as fast as the settings ask for and as holds here."""
     given = grpo.read_inputs(cfg)
     torch.manual_seed(0)
     given.base = given.base or new_policy(cfg)
@@ -95,17 +95,17 @@ def now(device):
     return time.perf_counter()
 
 
-def iteration(nets, cfg, it):
+def iteration(setup, cfg, it):
     """Iteration `it` of grpo.train -> Round."""
     torch.set_num_threads(cfg.threads or THREADS)   # another variant may have had others
-    if nets.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(nets.device)
-    clock = Clock(nets.device)
-    _, batch, held_out = grpo.sample_iteration(nets, it, cfg, clock)
+    if setup.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(setup.device)
+    clock = Clock(setup.device)
+    _, batch, held_out = grpo.sample_iteration(setup, it, cfg, clock)
     clock.lap("reference, advantage, target")
-    grpo.update(nets, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), clock)
+    grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), clock)
     clock.lap("influence, step")
-    return Round(clock.phases, int(batch.rollout.sampled_mask.sum()), peak_memory(nets.device))
+    return Round(clock.phases, int(batch.rollout.sampled_mask.sum()), peak_memory(setup.device))
 
 
 def peak_memory(device):
@@ -116,11 +116,11 @@ def peak_memory(device):
 
 
 def in_turns(variants, repeat):
-    """{name: [Round]} of {name: (nets, cfg)}. The first round of each is not kept."""
+    """{name: [Round]} of {name: (setup, cfg)}. The first round of each is not kept."""
     rounds = {name: [] for name in variants}
     for it in range(repeat + 1):
-        for name, (nets, cfg) in variants.items():
-            rounds[name].append(iteration(nets, cfg, it))
+        for name, (setup, cfg) in variants.items():
+            rounds[name].append(iteration(setup, cfg, it))
     return {name: found[1:] for name, found in rounds.items()}
 
 
@@ -140,7 +140,7 @@ def print_rounds(rounds):
 
 
 def variants_of(argv):
-    """{flags as typed: (nets, cfg)} of the settings and, after each `vs`, of these with more."""
+    """{flags as typed: (setup, cfg)} of the settings and, after each `vs`, of these with more."""
     if "vs" in argv[:1] + argv[-1:]:
         raise BadInput("vs: must stand between settings and what differs")
     first, *more = [list(flags) for is_vs, flags in
@@ -150,9 +150,9 @@ def variants_of(argv):
     variants = {}
     for name, flags in flags_of.items():
         cfg = replace(load_settings(flags), eval_judge=None)
-        nets = make_nets(cfg)
-        compiled = ", compiled" * (nets.policy_fn is not nets.policy)
-        variants[f"{name} ({nets.dtype}{compiled})"] = (nets, cfg)      # what really runs
+        setup = make_nets(cfg)
+        compiled = ", compiled" * (setup.policy_fn is not setup.policy)
+        variants[f"{name} ({setup.dtype}{compiled})"] = (setup, cfg)      # what really runs
     return variants
 
 
@@ -181,15 +181,15 @@ def beside_trl(argv, repeat):
     cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
                   reward_weights=(1.0,), judge=None, eval_judge=None)
-    nets = make_nets(cfg)
+    setup = make_nets(cfg)
     with tempfile.TemporaryDirectory() as folder:
-        export(copy.deepcopy(nets.base), os.path.join(folder, "policy"), nets.tokenizer)
-        theirs = rounds_of_trl(trl, nets, cfg, folder, repeat)
-    ours = in_turns({"here": (nets, cfg)}, repeat)
+        export(copy.deepcopy(setup.base), os.path.join(folder, "policy"), setup.tokenizer)
+        theirs = rounds_of_trl(trl, setup, cfg, folder, repeat)
+    ours = in_turns({"here": (setup, cfg)}, repeat)
     print_rounds({f"TRL {trl.__version__}": theirs} | ours)
 
 
-def rounds_of_trl(trl, nets, cfg, folder, repeat):
+def rounds_of_trl(trl, setup, cfg, folder, repeat):
     """[Round] of TRL's trainer on the policy that is in the folder. The first one is not kept."""
     import datasets
     import transformers
@@ -204,10 +204,10 @@ def rounds_of_trl(trl, nets, cfg, folder, repeat):
 
     class Times(transformers.TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
-            times.append(-now(nets.device))
+            times.append(-now(setup.device))
 
         def on_step_end(self, *args, **kwargs):
-            times[-1] += now(nets.device)
+            times[-1] += now(setup.device)
 
     args = trl.GRPOConfig(
         output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=micro,
@@ -216,11 +216,11 @@ def rounds_of_trl(trl, nets, cfg, folder, repeat):
         temperature=cfg.temperature, gradient_checkpointing=False, beta=0.0,
         learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2,
         logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
-        use_cpu=nets.device.type == "cpu", bf16=nets.dtype == torch.bfloat16)
-    prompts = datasets.Dataset.from_dict({"prompt": [prompt.text for prompt in nets.prompts]})
+        use_cpu=setup.device.type == "cpu", bf16=setup.dtype == torch.bfloat16)
+    prompts = datasets.Dataset.from_dict({"prompt": [prompt.text for prompt in setup.prompts]})
     policy = os.path.join(folder, "policy")
     trl.GRPOTrainer(policy, reward, args, prompts, callbacks=[Times()]).train()
-    return [Round({"all": seconds}, count, peak_memory(nets.device))
+    return [Round({"all": seconds}, count, peak_memory(setup.device))
             for seconds, count in zip(times[1:], tokens[1:])]
 
 

@@ -18,12 +18,12 @@ from rollout import generate
 BUCKET = 64     # S is a multiple of it, so that few shapes are compiled
 
 
-def compile_nets(nets):
-    """Compile what nets compute with. Sampling stays as it is if the policy is not a GPT."""
-    nets.policy_fn = torch.compile(nets.policy, dynamic=True)
-    nets.reference_fn = torch.compile(nets.reference, dynamic=True)
-    if isinstance(nets.policy, GPT):
-        nets.generate = compiled_generate(nets.device)
+def compile_nets(setup):
+    """Compile what setup compute with. Sampling stays as it is if the policy is not a GPT."""
+    setup.policy_fn = torch.compile(setup.policy, dynamic=True)
+    setup.reference_fn = torch.compile(setup.reference, dynamic=True)
+    if isinstance(setup.policy, GPT):
+        setup.generate = compiled_generate(setup.device)
 
 
 def compiled_generate(device):

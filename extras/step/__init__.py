@@ -11,33 +11,33 @@ from run.report import problems
 from common.script import seed_for
 
 
-def debug_step(nets, cfg, sample_iteration, update):
+def debug_step(setup, cfg, sample_iteration, update):
     """The first iteration of a run, phase by phase, by these two functions of grpo.py."""
     count = itertools.count(1)
 
     def phase(title):
         print(f"\n--- {next(count)}. {title}")
 
-    phase(f"evaluation before: {len(nets.eval_prompts)} prompts x {cfg.num_eval_generations}")
-    before, _ = evaluate(nets, nets.policy, cfg)
+    phase(f"evaluation before: {len(setup.eval_prompts)} prompts x {cfg.num_eval_generations}")
+    before, _ = evaluate(setup, setup.policy, cfg)
     print("  " + ", ".join(f"{k} {v:.4f}" for k, v in before.items()))
 
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
           "token of the best and of the worst completion")
-    prompts, batch, held_out = sample_iteration(nets, 0, cfg)
-    print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), nets, prompts, batch)
-    print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), nets, prompts, batch)
+    prompts, batch, held_out = sample_iteration(setup, 0, cfg)
+    print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), setup, prompts, batch)
+    print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), setup, prompts, batch)
 
     source = "by token, of a critic" if cfg.critic else "(reward - mean) / std"
     phase(f"rewards, by group; advantage = {source}")
     print_rewards(batch, cfg)
 
     phase("loss")
-    m, norms = step(nets, cfg, batch, held_out, update)
+    m, norms = step(setup, cfg, batch, held_out, update)
     print_loss(m)
     if cfg.tracin != "off":
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
-        print_influence(m, nets, prompts, batch)
+        print_influence(m, setup, prompts, batch)
 
     phase("gradient norms after clipping, before a step at the full learning_rate")
     for name, norm in norms.items():
@@ -45,22 +45,22 @@ def debug_step(nets, cfg, sample_iteration, update):
     print(f"  all {m['grad_norm']:.3e} before clipping to max_grad_norm = {cfg.max_grad_norm:g}")
 
     phase("evaluation after")
-    after, _ = evaluate(nets, nets.policy, cfg)
+    after, _ = evaluate(setup, setup.policy, cfg)
     print("  " + ", ".join(f"{k} {v:.4f} (change: {v - before[k]:+.4f})" for k, v in after.items()))
 
     phase("red flags")
-    flags = [text for _, text in problems(m | {"iteration": 1}, cfg, nets.dtype)]
+    flags = [text for _, text in problems(m | {"iteration": 1}, cfg, setup.dtype)]
     for flag in flags or ["none"]:
         print("  " + flag)
 
 
-def print_completion(what, row, nets, prompts, batch):
+def print_completion(what, row, setup, prompts, batch):
     """Tokens of a row, each with its log-prob."""
     i = int(row)
     rollout = batch.rollout[i]
     T = int(rollout.completion_mask.sum())
     ids = rollout.tokens[-len(rollout.completion_mask):][:T].tolist()
-    words = [f"{nets.tokenizer.decode([token])!r} {logp:.2f}"
+    words = [f"{setup.tokenizer.decode([token])!r} {logp:.2f}"
              for token, logp in zip(ids, rollout.logp.tolist())]
     prompt = prompts[i * len(prompts) // len(batch.lengths)].text
     print(f"  {what}: row {i}, reward {batch.rewards[i]:.4f}, advantage "
@@ -80,18 +80,18 @@ def print_rewards(batch, cfg):
               f"(advantages): {pairs}")
 
 
-def step(nets, cfg, batch, held_out, update):
+def step(setup, cfg, batch, held_out, update):
     """What the run does with the batch -> its metrics, {parameter: gradient norm of the last
     step}."""
     norms = {}
 
     def before_step(*args):
-        for name, p in nets.policy.named_parameters():
+        for name, p in setup.policy.named_parameters():
             if p.grad is not None:
                 norms[name] = p.grad.norm()
 
-    nets.optimizer.register_step_pre_hook(before_step)
-    m = update(nets, batch, held_out, cfg, seed_for(cfg.seed, "rows", 0), check=True)
+    setup.optimizer.register_step_pre_hook(before_step)
+    m = update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", 0), check=True)
     return m | batch_metrics(batch, cfg), norms
 
 
@@ -108,10 +108,10 @@ def print_loss(m):
           f"difference of log-probs is {difference:.1e}")
 
 
-def print_influence(m, nets, prompts, batch):
+def print_influence(m, setup, prompts, batch):
     """How many rows help, and the one that helps most and the one that harms most."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/selected_ratio']:.0f} % are kept")
     print("  check: their sum, the highest and the lowest are those of plain backwards")
     for what, i in (("helps", batch.influence.argmax()), ("harms", batch.influence.argmin())):
-        print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, nets, prompts, batch)
+        print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, setup, prompts, batch)

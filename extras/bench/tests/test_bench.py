@@ -37,13 +37,13 @@ def test_an_iteration_is_that_of_a_run_and_its_phases_are_all_of_it(monkeypatch)
 def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
     order = []
 
-    def iteration(nets, cfg, it):
-        order.append((nets, it))
+    def iteration(setup, cfg, it):
+        order.append((setup, it))
         return bench.Round({"all": 100.0 if it == 0 else float(it)}, 10, 0.5)
 
     monkeypatch.setattr(bench, "iteration", iteration)
     rounds = bench.in_turns({"a": ("A", None), "b": ("B", None)}, 3)
-    assert order == [(nets, it) for it in range(4) for nets in "AB"]
+    assert order == [(setup, it) for it in range(4) for setup in "AB"]
     text = printed(bench.print_rounds, rounds)
     assert "a\n  2.000 s an iteration (1.000 to 3.000), 5 tokens/s, 1.00 x the first" in text
 

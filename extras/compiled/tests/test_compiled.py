@@ -111,16 +111,16 @@ def raising(*args):
 def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
     monkeypatch.setattr(torch, "compile", compiled())
     for dtype in (torch.float32, torch.bfloat16):
-        nets, cfg = word_nets()
-        nets.dtype = dtype
+        setup, cfg = word_nets()
+        setup.dtype = dtype
         before = torch.get_rng_state()
-        assert printed(prove, nets, cfg) == ""
-        assert nets.policy_fn is not nets.policy
-        assert nets.reference_fn is not nets.reference
-        assert nets.generate is not generate
-        assert nets.dtype == dtype
+        assert printed(prove, setup, cfg) == ""
+        assert setup.policy_fn is not setup.policy
+        assert setup.reference_fn is not setup.reference
+        assert setup.generate is not generate
+        assert setup.dtype == dtype
         assert torch.equal(torch.get_rng_state(), before)
-        assert all(p.grad is None for p in nets.policy.parameters())
+        assert all(p.grad is None for p in setup.policy.parameters())
 
 
 @pytest.mark.parametrize("change, says", [
@@ -130,18 +130,18 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
     (raising, "note: compile off: no compiler here\n")])
 def test_compile_that_does_not_hold_is_turned_off(monkeypatch, change, says):
     monkeypatch.setattr(torch, "compile", compiled(change))
-    nets, cfg = word_nets()
-    out = printed(prove, nets, cfg)
+    setup, cfg = word_nets()
+    out = printed(prove, setup, cfg)
     assert out.startswith(says) and out.count("\n") == 1, out
-    assert nets.policy_fn is nets.policy
-    assert nets.reference_fn is nets.reference
-    assert nets.generate is generate
+    assert setup.policy_fn is setup.policy
+    assert setup.reference_fn is setup.reference
+    assert setup.generate is generate
 
 
 def test_sampling_from_a_policy_that_is_no_gpt_is_not_compiled():
-    nets = SimpleNamespace(policy=nn.Linear(2, 3), reference=nn.Linear(2, 3), generate=generate)
-    compile_nets(nets)
-    assert nets.policy_fn is not nets.policy and nets.generate is generate
+    setup = SimpleNamespace(policy=nn.Linear(2, 3), reference=nn.Linear(2, 3), generate=generate)
+    compile_nets(setup)
+    assert setup.policy_fn is not setup.policy and setup.generate is generate
 
 
 def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):

@@ -35,22 +35,22 @@ def as_rollout(values, sampled):
     return SimpleNamespace(values=values, sampled_mask=sampled)
 
 
-def speaking(nets):
-    """The nets with a value head that says something."""
-    shaken(nets.policy.value_head, .3, seed=3)
-    return nets
+def speaking(setup):
+    """The setup with a value head that says something."""
+    shaken(setup.policy.value_head, .3, seed=3)
+    return setup
 
 
 def critic_world(seed=1, **knobs):
-    """Nets with a critic that says something, and a Batch that they have sampled."""
+    """Setup with a critic that says something, and a Batch that they have sampled."""
     cfg = settings(**CRITIC | knobs)
-    nets = speaking(nets_of(cfg))
-    return cfg, nets, grpo.collect(nets, nets.prompts, cfg, seed)
+    setup = speaking(nets_of(cfg))
+    return cfg, setup, grpo.collect(setup, setup.prompts, cfg, seed)
 
 
-def loss_of(cfg, nets, batch, rows=slice(None)):
+def loss_of(cfg, setup, batch, rows=slice(None)):
     step = whole_step(batch)
-    return grpo.loss_of(nets, nets.policy, batch, step.rows[rows], step, cfg)
+    return grpo.loss_of(setup, setup.policy, batch, step.rows[rows], step, cfg)
 
 
 def plain_gae(rewards, values, gamma, lam):
@@ -140,11 +140,11 @@ def test_recorded_values_are_those_of_a_forward_pass():
 
 def test_the_loss_is_that_of_the_policy_plus_that_of_the_values():
     for loss_type in ("dapo", "grpo", "dr_grpo"):
-        cfg, nets, batch = critic_world(loss_type=loss_type, value_clip=.1)
-        shaken(nets.policy, .02, seed=9)
-        out = loss_of(cfg, nets, batch)
-        values = values_by_forward(nets.policy, batch.rollout)
-        logp = completion_logprobs(nets.policy, batch.rollout).detach()
+        cfg, setup, batch = critic_world(loss_type=loss_type, value_clip=.1)
+        shaken(setup.policy, .02, seed=9)
+        out = loss_of(cfg, setup, batch)
+        values = values_by_forward(setup.policy, batch.rollout)
+        logp = completion_logprobs(setup.policy, batch.rollout).detach()
         policy_part = critic_part = 0.0
         N = len(batch.loss_mask)
         for i, row in enumerate(batch.loss_mask):
@@ -161,18 +161,18 @@ def test_the_loss_is_that_of_the_policy_plus_that_of_the_values():
         assert float(out.critic.detach()) == pytest.approx(critic_part, rel=1e-4)
         assert float(out.total.detach()) == pytest.approx(policy_part + critic_part, rel=1e-4)
         N = len(batch.loss_mask)
-        parts = [gradient(loss_of(cfg, nets, batch, rows).total, nets.trained)
+        parts = [gradient(loss_of(cfg, setup, batch, rows).total, setup.trained)
                  for rows in (slice(5), slice(5, N))]
-        whole = gradient(loss_of(cfg, nets, batch).total, nets.trained)
+        whole = gradient(loss_of(cfg, setup, batch).total, setup.trained)
         assert torch.allclose(sum(parts), whole, atol=1e-5), "micro-batches add up"
 
 
 def test_the_kl_in_the_reward_is_taken_off_token_by_token():
     cfg = settings(**CRITIC, kl_in="reward", kl_estimator="k1", beta=.3, gae_lambda=1.0,
                    whiten_advantages=False)
-    nets = speaking(nets_of(cfg))
-    shaken(nets.policy, .1, seed=9)
-    batch = grpo.collect(nets, nets.prompts, cfg, 1)
+    setup = speaking(nets_of(cfg))
+    shaken(setup.policy, .1, seed=9)
+    batch = grpo.collect(setup, setup.prompts, cfg, 1)
     sampled = batch.rollout.sampled_mask
     gap = (batch.rollout.logp - batch.ref_logp) * sampled
     assert gap.abs().max() > .01 and torch.allclose(batch.kl * sampled, gap)
@@ -189,13 +189,13 @@ def test_values_are_learned_and_one_completion_of_each_prompt_is_enough():
         return [float(len(prompt)) for prompt in prompts]
 
     cfg = settings(by_prompt, critic=True, value_coef=1.0, num_generations=1)
-    nets = nets_of(cfg)
-    nets.optimizer = torch.optim.Adam(nets.trained, lr=.01)
+    setup = nets_of(cfg)
+    setup.optimizer = torch.optim.Adam(setup.trained, lr=.01)
     for it in range(25):
-        batch = grpo.collect(nets, nets.prompts, cfg, it)
+        batch = grpo.collect(setup, setup.prompts, cfg, it)
         if it == 0:
             assert not batch.rollout.values.any(), "the head is zero at first"
-        metrics = grpo.update(nets, batch, None, cfg, it, check=it == 0)
+        metrics = grpo.update(setup, batch, None, cfg, it, check=it == 0)
         assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
     values = batch.rollout.values.sum(1) / batch.rollout.sampled_mask.sum(1)
     spread = float(batch.rewards[1] - batch.rewards[0])
@@ -207,44 +207,44 @@ def test_a_completion_that_nobody_scored_teaches_nothing():
         return [None if i % 3 == 0 else float(i) for i in range(len(completions))]
 
     cfg = settings(some, **CRITIC)
-    nets, batch = world(cfg)
+    setup, batch = world(cfg)
     unknown = batch.rewards.isnan()
     assert unknown.any() and not batch.advantages[unknown].any()
-    out = loss_of(cfg, nets, batch, unknown)
-    assert float(out.total.detach()) == 0 and not gradient(out.total, nets.trained).any()
+    out = loss_of(cfg, setup, batch, unknown)
+    assert float(out.total.detach()) == 0 and not gradient(out.total, setup.trained).any()
 
 
 def test_influence_against_one_backward_per_row():
     """tracin = "advantage" with a critic: the target's coefficients are by token, and the values'
     loss is learned from all rows."""
-    cfg, nets, batch = critic_world(tracin="advantage", micro_batch_size=5)
+    cfg, setup, batch = critic_world(tracin="advantage", micro_batch_size=5)
     plain = replace(cfg, tracin="off")
-    rows = [gradient(loss_of(plain, nets, batch, slice(i, i + 1)).policy, nets.trained)
+    rows = [gradient(loss_of(plain, setup, batch, slice(i, i + 1)).policy, setup.trained)
             for i in range(len(batch.loss_mask))]
-    rest = gradient(loss_of(plain, nets, batch).critic, nets.trained)
+    rest = gradient(loss_of(plain, setup, batch).critic, setup.trained)
     g = torch.stack(rows)
-    logp = completion_logprobs(nets.policy, batch.rollout)
+    logp = completion_logprobs(setup.policy, batch.rollout)
     coef = -batch.advantages / len(batch.loss_mask)
-    G = gradient((coef * logp).sum(), nets.trained)
-    before = torch.cat([p.detach().flatten() for p in nets.trained])
-    grpo.update(nets, batch, None, cfg, 3, check=True)
+    G = gradient((coef * logp).sum(), setup.trained)
+    before = torch.cat([p.detach().flatten() for p in setup.trained])
+    grpo.update(setup, batch, None, cfg, 3, check=True)
     torch.testing.assert_close(batch.influence, g @ G, rtol=1e-4, atol=1e-5)
     kept = (batch.influence > 0).float() @ g + rest
-    after = torch.cat([p.detach().flatten() for p in nets.trained])
+    after = torch.cat([p.detach().flatten() for p in setup.trained])
     torch.testing.assert_close((before - after) / .01, kept, rtol=1e-3, atol=1e-4)
 
 
 def test_metrics_clip_by_the_token_and_say_what_the_critic_knows():
-    cfg, nets, batch = critic_world(epsilon=.05)
-    shaken(nets.policy, .02, seed=9)
-    loss = loss_of(cfg, nets, batch)
+    cfg, setup, batch = critic_world(epsilon=.05)
+    shaken(setup.policy, .02, seed=9)
+    loss = loss_of(cfg, setup, batch)
     low = high = 0
     mask = batch.loss_mask
     for ratio, A in zip(loss.ratio[mask].tolist(), batch.advantages[mask].tolist()):
         low += ratio < .95 and A < 0
         high += ratio > 1.05 and A > 0
     assert low and high, "nothing is clipped here"
-    metrics = grpo.update(nets, batch, None, cfg, 3)
+    metrics = grpo.update(setup, batch, None, cfg, 3)
     assert metrics["clip_ratio/low_mean"] == pytest.approx(low / int(mask.sum()))
     assert metrics["clip_ratio/high_mean"] == pytest.approx(high / int(mask.sum()))
     assert metrics["critic_loss"] > 0

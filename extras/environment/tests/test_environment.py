@@ -196,23 +196,23 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
     prompts = [Prompt(text, ids, {"text": text, "number": i})
                for i, (text, ids, _) in enumerate(WORD_PROMPTS)]
     cfg = with_game(tell, num_eval_generations=3, num_generations=2)
-    nets = nets_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
+    setup = nets_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
     try_environment(cfg, prompts)
-    for sampled in (sample_groups(nets, prompts, cfg, 3),
-                    sample_evaluation(nets, nets.policy, cfg)):
+    for sampled in (sample_groups(setup, prompts, cfg, 3),
+                    sample_evaluation(setup, setup.policy, cfg)):
         assert (sampled.completion_mask & ~sampled.sampled_mask).any()
     assert {(text, i) for text, i, _ in seen} == {(p.text, p.row["number"]) for p in prompts}
     lengths = sampled.sampled_mask.sum(1).double()
-    measured = evaluate(nets, nets.policy, cfg)[0]["mean_length"]
+    measured = evaluate(setup, setup.policy, cfg)[0]["mean_length"]
     assert measured == pytest.approx(float(lengths.mean()))
     with pytest.raises(ValueError, match="asks for the column 'number'"):
-        sample.speak(nets, nets.policy, cfg, "you are", 3)
+        sample.speak(setup, setup.policy, cfg, "you are", 3)
 
 
 def test_metrics_count_what_the_policy_drew():
     cfg = with_game()
-    nets = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
-    batch = collect(nets, WORD_PROMPTS, cfg, 7)
+    setup = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
+    batch = collect(setup, WORD_PROMPTS, cfg, 7)
     r = batch.rollout
     m = batch_metrics(batch, cfg)
     assert m["forced"] == pytest.approx(1 - float(r.sampled_mask.sum() / r.completion_mask.sum()))
@@ -256,7 +256,8 @@ def test_a_run_with_turns_is_explained(grpo, tmp_path):
                 "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
     assert "% environment" in text, "the environment has said nothing"
     explain = importlib.import_module("explain.__main__")
-    assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "run"), str(tmp_path / "config.py")])
+    argv = [str(tmp_path / "run"), str(tmp_path / "config.py")]
+    assert "the tape agrees with" in printed(explain.main, argv)
 
 
 # ------------------------------------------------------------------------------------------------

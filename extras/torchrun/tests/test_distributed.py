@@ -72,16 +72,17 @@ def run_all(runs):
     save = run.loop.save_checkpoint
 
     def prepared(cfg, *more):
-        nets = prepare(cfg, *more)
+        setup = prepare(cfg, *more)
         if plain:
             betas = (cfg.adam_beta1, cfg.adam_beta2)
-            group = dict(params=nets.trained, betas=betas, eps=.1)
-            nets.optimizer = torch.optim.SGD([group], lr=cfg.learning_rate)
-        return nets
+            group = dict(params=setup.trained, betas=betas, eps=.1)
+            setup.optimizer = torch.optim.SGD([group], lr=cfg.learning_rate)
+        return setup
 
-    def checked(folder, nets, *more):
-        assert len(set(all_gather([hash_of(nets.policy)]))) == 1, "processes hold different weights"
-        save(folder, nets, *more)
+    def checked(folder, setup, *more):
+        hashes = set(all_gather([hash_of(setup.policy)]))
+        assert len(hashes) == 1, "processes hold different weights"
+        save(folder, setup, *more)
 
     trainer.prepare = prepared
     run.loop.save_checkpoint = checked

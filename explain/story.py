@@ -1,0 +1,258 @@
+"""
+The story of a sentence: how its log-prob went along a run, which rollouts did that, and what it
+would be without them. explain/account.py has the arithmetic.
+"""
+import glob
+import math
+import os
+from dataclasses import replace
+
+import torch
+from torch.nn.utils import vector_to_parameters
+
+import grpo
+from common.files import read_rows, replacing, undamaged
+from common.processes import rank_and_size
+from common.script import BadInput, hash_of
+from config import load_settings
+from data.prompts import draw_prompts, encode_prompt
+from data.tokenizer import end_tokens, texts_of
+from evaluate import sample_evaluation
+from explain.account import account, by_parameter, replay, row_of, walk_back
+from explain.page import page
+from explain.sentences import best_and_worst
+from explain.words import pieces_of, row_alone, token_influences
+from rollout import completion_states, truncate
+from run.checkpoint import load_checkpoint, read_checkpoint, read_newest, set_random_state
+from run.folder import FREE, same_settings
+
+SHOWN = 5           # rollouts in each direction
+WORST = 3           # completions of the evaluation
+TOO_FAR = 0.05      # the sum from the true change
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def tell(folder, flags, own):
+    """Print the account of the sentences that are asked for and write RUN/account.html."""
+    cfg = load_settings([folder, *flags])
+    path, last = read_newest(folder, mmap=True)
+    end = last["iteration"]
+    since = number(own, "since", 0, end - 1)
+    parts = number(own, "parts", 1, 1000)
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
+    check_run(setup, cfg, folder, path, last)
+    rollouts = rollouts_asked(setup, cfg, own)
+
+    start = go_to(setup, cfg, folder, since)
+    states, taken = replay(setup, cfg, start, since, end, folder)
+    if not taken:
+        raise BadInput(f"{path}: no optimizer step was taken since iteration {since}")
+    differing = [name for name, x in setup.policy.state_dict().items()
+                 if not torch.equal(x.cpu(), last["policy"][name])]
+    if differing:
+        print(f"warning: the replay ends at other weights than {path} ({differing[0]} and others): "
+              "made on a GPU, by another machine or version, or with settings that changed on the "
+              "way, or a reward draws random numbers")
+    found = account(setup, cfg, states, taken, rollouts, own["hessian"], parts)
+
+    curved = "with" if own["hessian"] else "without"
+    about = (f"{folder}, iterations {since + 1} to {end}. The target is a sentence's log-prob. "
+             "`without it` is what it would be at the end had the rollout been left out: by the "
+             f"derivative through AdamW, damped, {curved} the Hessian.")
+    print(about)
+    stories = []
+    shown = {}
+    for i, rollout in enumerate(rollouts):
+        cards = cards_of(setup, cfg, states, taken, rollout, found, i)
+        lines = lines_of(taken, found, i, cards)
+        print("", *lines, sep="\n")
+        stories += lines
+        shown |= {f"{i + 1}. {heading}": some for heading, some in cards.items()}
+    path = os.path.join(folder, "account.html")
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+        f.write(page(f"Account: {folder}", about, stories, shown))
+    print(f"\n{path}: open it in a browser to see the words")
+
+
+# ------------------------------------------------------------------------------------------------
+# which run
+
+
+def number(own, name, least, most):
+    text = own[name]
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise BadInput(f"--{name}={text}: must be a whole number from {least} to {most}")
+    return int(text)
+
+
+def check_run(setup, cfg, folder, path, last):
+    """Refuse a run that is not the one that was made."""
+    if rank_and_size()[1] > 1:
+        raise BadInput("one process makes an account: start it without torchrun")
+    if last["base_hash"] != hash_of(setup.base):
+        raise BadInput(f"{path}: this run began from another policy than the settings name now; "
+                       "the policy must be the one that it began from")
+    for name, x in cfg.public().items():
+        was = last["settings"].get(name, x)
+        if was != x and name not in FREE:
+            raise BadInput(f"{name} = {x!r}: must be {was!r} as in {path}, whose run is repeated")
+    if not same_settings(folder, cfg):
+        raise BadInput(f"{folder}: the config file has changed since the run, which is repeated; "
+                       f"name the run's own copy, {folder}/config.py")
+
+
+def go_to(setup, cfg, folder, since):
+    """Load the last checkpoint up to iteration `since`, if there is one -> its iteration, or 0."""
+    start = 0
+    for path in glob.glob(os.path.join(glob.escape(folder), "ckpt*.pt")):
+        content = read_checkpoint(path, mmap=True)
+        if start < content["iteration"] <= since:
+            with undamaged(path):
+                load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
+            set_random_state(content["random"])
+            start = content["iteration"]
+    return start
+
+
+# ------------------------------------------------------------------------------------------------
+# which sentences
+
+
+def rollouts_asked(setup, cfg, own):
+    """A Rollout of one row for each sentence."""
+    asked = []
+    if own["completion"]:
+        asked = [own]
+    elif own["prompts"]:
+        asked = read_rows(own["prompts"])
+    found = [read_sentence(setup.policy, setup.tokenizer, row.get("prompt"), row.get("completion"))
+             for row in asked]
+    for row, rollout in zip(asked, found):
+        if not can_draw(setup, cfg, rollout):
+            raise BadInput(f"completion {row['completion']!r}: the run never draws one of its "
+                           f"tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = "
+                           f"{cfg.min_p}")
+    return found or worst(setup, cfg)
+
+
+def read_sentence(policy, tokenizer, prompt, completion):
+    """A Rollout of one row."""
+    _, before = encode_prompt(tokenizer, prompt or "", "the prompt")
+    said = tokenizer.encode_ordinary(completion or "")
+    most = policy.block_size
+    if not before or not said or len(before) + len(said) > most:
+        raise BadInput(f"prompt {prompt!r}, completion {completion!r}: {len(before)} and "
+                       f"{len(said)} tokens; must be at least 1 each, together {most} at most")
+    return row_of(before, said, policy.lm_head.weight.device)
+
+
+@torch.no_grad()
+def can_draw(setup, cfg, rollout):
+    """Did truncated sampling allow the tokens before training?"""
+    states = completion_states(setup.policy, rollout)
+    logits = setup.policy.lm_head(states.h).float() / cfg.temperature
+    allowed = truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p) > -math.inf
+    return allowed.gather(1, states.targets[:, None]).all()
+
+
+def worst(setup, cfg):
+    """The evaluation's completions of lowest reward before training."""
+    k = cfg.num_eval_generations
+    rollout = sample_evaluation(setup, setup.policy, cfg)
+    completions = texts_of(setup.tokenizer, rollout)
+    scores = grpo.score_rows(
+        setup.reward_funcs, setup.eval_prompts, completions, replace(cfg, num_generations=k))
+    rewards = grpo.total_reward(scores, cfg.reward_weights, k)
+    return [rollout[[i]] for i in rewards.argsort()[:WORST].tolist()]
+
+
+# ------------------------------------------------------------------------------------------------
+# what is told
+
+
+def cards_of(setup, cfg, states, taken, rollout, found, i):
+    """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
+    ends = end_tokens(setup.tokenizer)
+    first = taken[0].it
+    batches = {k.it - first: k.batch for k in taken}
+    shares = found.shares[i]                                                        # (I, N)
+    lists = [[divmod(x, shares.shape[1]) for x in some]
+             for some in best_and_worst(shares.flatten(), SHOWN).values()]
+    words = token_shares(setup, cfg, states, taken, rollout, sum(lists, []))
+    logp = found.logp[i]
+
+    def card(since, j):
+        batch = batches[since]
+        prompts = draw_prompts(setup.prompts, first + since, cfg.num_prompts, cfg.seed)
+        without = logp[-1].sum() - found.effects[i, since, j]
+        facts = (f"{shares[since, j]:+.3f}, iteration {first + since + 1}, reward "
+                 f"{batch.rewards[j]:.3f}, advantage {batch.row_advantages[j]:+.2f}, without it "
+                 f"{without:.2f}")
+        row = row_alone(batch.rollout, j, cfg.temperature)
+        return (facts, prompts[j // cfg.num_generations].text,
+                pieces_of(row, words[since, j], setup.tokenizer, ends))
+
+    itself = row_alone(rollout, 0, cfg.temperature)
+    said = setup.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
+    change = pieces_of(itself, logp[-1] - logp[0], setup.tokenizer, ends)
+    cards = {"The sentence": [(f"{found.change[i]:+.3f}", said, change)]}
+    for heading, places in zip(("Made it likelier", "Made it less likely"), lists):
+        cards[heading] = [card(*place) for place in places]
+    return cards
+
+
+def token_shares(setup, cfg, states, taken, rollout, places):
+    """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration since the first,
+    number in the batch)."""
+    names = {p: name for name, p in setup.policy.named_parameters()}
+    shares = dict.fromkeys(places, 0.0)
+    for k, before, _, _, U in walk_back(setup, cfg, states, taken, [rollout]):
+        vector_to_parameters(before[0], setup.trained)
+        G = (1 - k.b1) * k.clip * U[0]
+        D = {names[p]: g for p, g in by_parameter(setup, G).items()}
+        for since, j in places:
+            i = k.step.rows[k.step.rows == j]
+            if taken[0].it + since == k.it and len(i):
+                loss = grpo.loss_of(setup, setup.policy, k.batch, i, k.step, cfg)
+                row = row_alone(k.batch.rollout, j, cfg.temperature)
+                shares[since, j] += token_influences(setup.policy, loss, D, row)
+    return shares
+
+
+def lines_of(taken, found, i, cards):
+    """The story of sentence i."""
+    lines = []
+    for heading, some in cards.items():
+        lines.append(heading)
+        for facts, prompt, pieces in some:
+            text = "".join(piece.text for piece in pieces)
+            lines.append(f"  {facts}: {prompt[:48]!r} -> {text[:72]!r}")
+    shares = found.shares[i].sum(1)                                                 # (I,)
+    lines[2:2] = [course(found.logp[i].sum(1)), *bars(shares.tolist(), taken[0].it + 1)]
+    together = float(found.together[i])
+    change = float(found.change[i])
+    error = abs(together - change) / max(abs(change), 1e-30)
+    if error > TOO_FAR:
+        lines.append("warning: the steps are too large for a straight line; --parts=4 looks at "
+                     "four parts of each step")
+    others = [f"{name} {x[i]:+.3f}, " for name, x in found.others.items() if x[i] or name == "rest"]
+    lines.append(f"account: rollouts {shares.sum():+.3f}, {''.join(others)}together "
+                 f"{together:+.3f} nats; true change {change:+.3f} ({100 * error:.1f} % off)")
+    return lines
+
+
+def course(logp):
+    """The line of log-probs (S + 1,) along the run."""
+    height = (logp - logp.min()) / (logp.max() - logp.min()).clamp(min=1e-30)
+    curve = "".join(BLOCKS[round(7 * x)] for x in height.tolist())
+    change = float(logp[-1] - logp[0])
+    word = "likelier" if change > 0 else "less likely"
+    return (f"  log p {logp[0]:.2f} {curve} {logp[-1]:.2f}: training made it "
+            f"{math.exp(min(700, abs(change))):.3g} times {word}")
+
+
+def bars(shares, first):
+    """A line for each iteration, numbered from `first`."""
+    longest = max(map(abs, shares)) or 1.0
+    return [f"  iteration {it:3} {x:+9.3f} {round(20 * abs(x) / longest) * '█'}"
+            for it, x in enumerate(shares, first)]

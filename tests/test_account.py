@@ -1,0 +1,231 @@
+"""`python tracin.py RUN --prompt --completion`: its shares add up to what happened and are those of
+brute force, its predictions are those of training again, and what it replays is the run."""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.utils import vector_to_parameters
+
+import grpo
+from explain.account import account, flat, replay, row_of
+from rollout import completion_logprobs
+from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken
+
+ITERATIONS = 3
+FUNCTIONS = {"weigh": lambda influence, batch: [0.3 * (i % 3) for i in range(len(influence))]}
+CURVED = {"kl_in": "loss", "beta": 0.2}
+# every kind of run: settings that differ
+KINDS = {
+    "plain": {},
+    "mini-batches and passes": dict(mini_batch_size=4, num_iterations=2, micro_batch_size=2),
+    "positive": dict(tracin="advantage", num_iterations=2, **CURVED),
+    "norm": dict(tracin="self", tracin_normalizer="norm", mini_batch_size=6),
+    "weigh": dict(tracin="reward", tracin_select="weigh"),
+    "lora": dict(lora_rank=2, **CURVED),
+    "critic": dict(critic=True, num_iterations=2),
+    "kl in reward": dict(beta=0.2, kl_in="reward", kl_estimator="k1"),
+    "kl and entropy": dict(entropy_coef=0.1, top_entropy_quantile=0.5, **CURVED),
+    "clipped": dict(max_grad_norm=0.3, num_iterations=2),
+    "rates": dict(warmup_iters=2, lr_decay="cosine", weight_decay=0.5),
+    "reference": dict(ref_model_sync_steps=1, **CURVED),
+    "truncated": dict(mask_truncated_completions=True, top_k=6, temperature=0.7),
+    "bnpo": dict(loss_type="bnpo", micro_batch_size=4),
+    "sequence": dict(loss_type="grpo", importance_sampling_level="sequence", num_iterations=2),
+    "sapo, dropped groups": dict(loss_type="sapo", zero_std_groups="drop", num_iterations=2),
+    "cispo": dict(loss_type="cispo", epsilon_high=2.0, num_iterations=2),
+    "environment": dict(environment=True)}
+
+
+def odd_reward(prompts, completions):
+    return [sum(map(ord, text)) % 7 for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch):
+    """Everything in float64, what grpo computes in float32 too."""
+    to_default = torch.set_default_dtype
+    to_default(torch.float64)
+    monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: None)     # rewards set float32
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    yield
+    to_default(torch.float32)
+
+
+def nets_for(cfg, answers=False):
+    """A random policy with AdamW, whose eps is large enough to be smooth."""
+    policy = number_gpt().double()
+    setup = nets_of(cfg, policy, reference=shaken(number_gpt(), 0.05).double())
+    if cfg.lora_rank or cfg.critic:
+        shaken(setup.policy, 0.05)
+    setup.optimizer = torch.optim.AdamW(
+        setup.trained, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=1e-2,
+        weight_decay=cfg.weight_decay, fused=True)
+    if answers:     # tokens 2 to 4 of every row are given
+        given = torch.tensor([-1, 3, 4, -1, -1]).expand(12, 5)
+        setup.answering = lambda prompts, num_generations: forcing(given)
+    return setup
+
+
+def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
+    """A run and a sentence that it says."""
+    knobs = dict(max_iters=iterations, learning_rate=0.02) | knobs | more
+    answers = knobs.pop("environment", False)
+    select = knobs.pop("tracin_select", "positive")     # its function is not there yet
+    cfg = settings(odd_reward, **knobs)
+    cfg = replace(cfg, functions=cfg.functions | FUNCTIONS, tracin_select=select)
+    setup = nets_for(cfg, answers)
+    states, taken = replay(setup, cfg, 0, 0, iterations, str(tmp_path))
+    sentence = row_of([2, 3], [4, 1, 0], setup.device)
+    return setup, cfg, states, taken, sentence
+
+
+# ------------------------------------------------------------------------------------------------
+# by brute force
+
+
+def slope_by_hand(setup, cfg, weights, sentence):
+    vector_to_parameters(weights, setup.trained)
+    logp = completion_logprobs(setup.policy, sentence, cfg.temperature).sum()
+    return flat(torch.autograd.grad(logp, setup.trained, materialize_grads=True))
+
+
+def whole(setup, cfg, k):
+    """The gradient of step k."""
+    return flat(grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step).values())
+
+
+def part(setup, cfg, k, i, name="policy"):
+    """Rollout i's part of the gradient of step k, by a backward of its own."""
+    factors = torch.zeros_like(k.batch.row_weights)
+    factors[i] = k.batch.row_weights[i]
+    batch = replace(k.batch, row_weights=factors)
+    return flat(grpo.gradient_of(setup, cfg, batch, k.step.rows, k.step, name).values())
+
+
+def by_hand(setup, cfg, states, taken, sentence, mistake=""):
+    """{iteration: shares (N,)} with AdamW's moments unrolled for each rollout alone."""
+    b1, b2 = cfg.adam_beta1, cfg.adam_beta2
+    eps = setup.optimizer.param_groups[0]["eps"]
+    weights = [x[0] for x in states]
+    slopes = [slope_by_hand(setup, cfg, x, sentence) for x in weights]
+    v = torch.zeros_like(weights[0])
+    per_unit = []       # what a unit of m does to the sentence in each step
+    clips = []
+    for t, k in enumerate(taken):
+        vector_to_parameters(weights[t], setup.trained)
+        g = whole(setup, cfg, k)
+        limit = cfg.max_grad_norm or float("inf")
+        clips.append(1.0 if mistake == "clip" else min(1.0, limit / (float(g.norm()) + 1e-6)))
+        v = b2 * v + (1 - b2) * (clips[-1] * g) ** 2
+        c1, c2 = 1 - b1 ** (t + 1), 1 - b2 ** (t + 1)
+        if mistake == "correction":
+            c1 = c2 = 1.0
+        slope = (slopes[t] + slopes[t + 1]) / 2
+        rate = grpo.learning_rate(k.it, cfg)
+        per_unit.append(-rate / c1 / ((v / c2).sqrt() + eps) * slope)
+    shares = torch.zeros(taken[-1].it + 1, len(taken[0].batch.row_weights))
+    for s, k in enumerate(taken):
+        vector_to_parameters(weights[s], setup.trained)
+        for i in k.step.rows.tolist():
+            m = (1 - b1) * clips[s] * part(setup, cfg, k, i)
+            for t in range(s + (mistake == "a step late"), len(taken)):
+                shares[k.it, i] += per_unit[t] @ m
+                m = (0.0 if mistake == "momentum" else b1) * m
+    return shares
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
+    setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
+    found = account(setup, cfg, states, taken, [sentence], hessian=False)
+    weights = [x[0] for x in states]
+    slopes = [slope_by_hand(setup, cfg, x, sentence) for x in weights]
+    along = sum(float((a + b) / 2 @ (y - x))
+                for a, b, x, y in zip(slopes, slopes[1:], weights, weights[1:]))
+    shares = found.shares[0]
+    size = float(shares.abs().max())
+    assert abs(found.together - along) < 1e-9 * size, "shares do not add up to the steps"
+    assert (found.others["rest"] != 0) == cfg.has_rest
+    assert (found.others["decay"] != 0) == (cfg.weight_decay > 0)
+    error = (shares - by_hand(setup, cfg, states, taken, sentence)).abs().max()
+    assert error < 1e-9 * size, "a share is not its rollout's own"
+    if cfg.tracin != "off" and not cfg.mini_batch_size:
+        dropped = torch.stack([k.batch.row_weights == 0 for k in taken if k.step.epoch == 0])
+        assert dropped.any() and not shares[dropped].any(), "a dropped rollout has a share"
+
+
+@pytest.mark.parametrize("mistake", ["momentum", "clip", "correction", "a step late"])
+def test_a_planted_mistake_is_seen(mistake, tmp_path):
+    setup, cfg, states, taken, sentence = run_of(KINDS["clipped"], tmp_path)
+    right = by_hand(setup, cfg, states, taken, sentence)
+    wrong = by_hand(setup, cfg, states, taken, sentence, mistake)
+    off = (right - wrong).abs().max()
+    assert off > 1e-3 * right.abs().max(), (
+        f"forgetting {mistake} changes no share: the test above is blind")
+
+
+def error_of(found):
+    return abs(float(found.together / found.change) - 1)
+
+
+def test_small_steps_are_a_straight_line(tmp_path):
+    """The sum is the true change but for the curve within a step, which falls with its square."""
+    setup, cfg, states, taken, sentence = run_of({}, tmp_path, learning_rate=2e-4)
+    found = account(setup, cfg, states, taken, [sentence], hessian=False)
+    assert error_of(found) < 1e-4, f"small steps: off by {error_of(found):.1e}"
+    errors = []
+    for rate in (0.008, 0.004):     # one iteration: the rollouts are the same
+        setup, cfg, states, taken, sentence = run_of(
+            dict(mini_batch_size=4), tmp_path, 1, learning_rate=rate)
+        found = account(setup, cfg, states, taken, [sentence], hessian=False)
+        errors.append(error_of(found))
+    assert 3 < errors[0] / errors[1] < 5, f"half the step: errors {errors}, not a quarter"
+    finer = account(setup, cfg, states, taken, [sentence], hessian=False, parts=4)
+    assert 12 < error_of(found) / error_of(finer) < 20, "four pieces: not a sixteenth of the error"
+
+
+# ------------------------------------------------------------------------------------------------
+# by training again
+
+
+def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
+    """f at the end of the run on its own rollouts, with a factor on the loss of one."""
+    b1, b2 = cfg.adam_beta1, cfg.adam_beta2
+    group = setup.optimizer.param_groups[0]
+    theta = states[0][0].clone()
+    m = v = torch.zeros_like(theta)
+    for t, k in enumerate(taken):
+        factors = k.batch.row_weights.clone()
+        if k.it == it:
+            factors[i] *= factor
+        batch = replace(k.batch, row_weights=factors)
+        vector_to_parameters(theta, setup.trained)
+        g = flat(grpo.gradient_of(setup, cfg, batch, k.step.rows, k.step).values())
+        if cfg.max_grad_norm:
+            g = g * min(1.0, cfg.max_grad_norm / (float(g.norm()) + 1e-6))
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g ** 2
+        rate = grpo.learning_rate(k.it, cfg)
+        step = m / (1 - b1 ** (t + 1)) / ((v / (1 - b2 ** (t + 1))).sqrt() + group["eps"])
+        theta = (1 - rate * cfg.weight_decay) * theta - rate * step
+    vector_to_parameters(theta, setup.trained)
+    with torch.no_grad():
+        logp = completion_logprobs(setup.policy, sentence, cfg.temperature)
+    return float(logp.sum()), theta
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_derivative_is_that_of_training_again(kind, tmp_path):
+    setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
+    found = account(setup, cfg, states, taken, [sentence], damping=0.0)
+    _, theta = trained_again(setup, cfg, states, taken, sentence, 0, 0, 1.0)
+    assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
+    effects = found.effects[0]
+    size = float(effects.abs().max())
+    assert size > 0
+    for it in (taken[0].it, taken[-1].it):
+        for i in effects[it].abs().topk(2).indices.tolist():
+            more, less = (trained_again(setup, cfg, states, taken, sentence, it, i, 1 + e)[0]
+                          for e in (1e-4, -1e-4))
+            error = abs((more - less) / 2e-4 - float(effects[it, i]))
+            assert error < 1e-5 * size, f"iteration {it}, rollout {i}: off by {error / size:.1e}"
