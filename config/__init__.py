@@ -83,7 +83,7 @@ class Settings:
     temperature: float = 1.0            # of sampling; log-probs are those at this temperature
     top_k: int = 0                      # sample from the k likeliest tokens; 0: off
     top_p: float = 1.0                  # sample from the likeliest tokens with this share; 1: off
-    min_p: float = 0.0                  # sample from tokens this likely beside the likeliest; 0: off
+    min_p: float = 0.0                  # from tokens this likely beside the likeliest; 0: off
     decode_batch_size: int = 0          # rows decoded at once, in whole groups; 0: all. Memory only
     # most answers of the config file's environment to a completion (extras/environment); 0: none
     max_turns: int = 8
@@ -122,9 +122,9 @@ class Settings:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     # a term of the loss, or subtracted from each completion's reward
     kl_in: Literal["loss", "reward"] = "loss"
-    # multiply k1 or k3 in the loss by the ratio, as DeepSeek-V3.2. None: where the KL is in the loss
+    # multiply k1 or k3 in the loss by the ratio (DeepSeek-V3.2). None: where the KL is in the loss
     use_bias_correction_kl: bool | None = None
-    entropy_coef: float = 0.0           # weight of the tokens' mean entropy, subtracted from the loss
+    entropy_coef: float = 0.0           # weight of the mean entropy, subtracted from the loss
     top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
     mask_truncated_completions: bool = False   # completions cut at the limit carry no loss
     ref_model_sync_steps: int = 0       # update the reference every N iterations; 0: never
