@@ -260,7 +260,7 @@ def load_settings(argv):
     for folder, run in runs.items():
         for name, value in run["settings"].items():
             assign(cfg, name, value,
-                   f"{folder}/config.json, perhaps of another version (mend it there)")
+                   f"{folder}/config.json (written by another version? edit it there)")
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
