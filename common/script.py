@@ -17,7 +17,7 @@ from common.processes import join, leaving, rank_and_size
 
 
 class BadInput(ValueError):
-    """Something the user can mend. The message is one line: the name, the value and the fix. A note
+    """An error that the user can fix. The message is one line: name, value and fix. A note
     (add_note) is printed below it, such as the traceback of a user's own function."""
 
     def __init__(self, message):

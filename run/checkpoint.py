@@ -110,7 +110,7 @@ def read_newest(folder, mmap=False):
         return path, read_checkpoint(path, mmap)
     except BadInput as e:
         raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
-                       "ckpt.pt to go on from there") from e
+                       "ckpt.pt to continue from there") from e
 
 
 def read_checkpoint(path, mmap=False):

@@ -85,7 +85,7 @@ def print_table(rows):
     """Print the measures of the first and the last evaluation side by side."""
     before = rows[0]
     after = rows[-1]
-    title = f"iteration 0 and {after['iteration']}"
+    title = f"iterations 0 and {after['iteration']}"
     print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
     for name in before:
         old = before[name]
@@ -94,7 +94,7 @@ def print_table(rows):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
         print(f"{name:24}{old:10.4f}{new:10.4f}{ratio:>14}")
-    print("\nthe same prompts and noise, before and after:")
+    print("\nthe same prompts and random numbers, before and after:")
     for old, new in zip(before["samples"], after["samples"]):
         print(f"  {old['prompt']!r}")
         print(f"    before: {old['completion']!r}")

@@ -470,7 +470,7 @@ def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
     assert "RUN CONFIG.py" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
     text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
-    assert "rewards/noise" in columns(text) and "iteration 0 and 4" in text
+    assert "rewards/noise" in columns(text) and "iterations 0 and 4" in text
     os.remove(copy_of_six / "ckpt_prev.pt")
     assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), noise])
 

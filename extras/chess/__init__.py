@@ -194,7 +194,7 @@ def a_exact(text, answer):
 
 @by("answer")
 def a_distance(text, answer):
-    """A: characters to mend in the FEN, at most as many as it has. The weight is negative."""
+    """A: characters to correct in the FEN, at most as many as it has. The weight is negative."""
     right = fen_of(answer)
     return min(edit_distance(fen_of(text), right), len(right))
 

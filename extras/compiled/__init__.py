@@ -19,7 +19,7 @@ BUCKET = 64     # S is a multiple of it, so that few shapes are compiled
 
 
 def compile_nets(setup):
-    """Compile what setup compute with. Sampling stays as it is if the policy is not a GPT."""
+    """Compile policy and reference. Sampling stays as it is if the policy is not a GPT."""
     setup.policy_fn = torch.compile(setup.policy, dynamic=True)
     setup.reference_fn = torch.compile(setup.reference, dynamic=True)
     if isinstance(setup.policy, GPT):

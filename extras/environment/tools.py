@@ -54,7 +54,7 @@ def reply(transcript, tools):
         return one_line(ERROR, f"no tool {name!r}; there is {', '.join(tools)}")
     try:
         return one_line(ANSWER, tools[name](transcript[start:end - 1]))
-    except (Exception, SystemExit) as e:    # the policy sees its mistake and may mend it
+    except (Exception, SystemExit) as e:    # the policy sees its mistake and may correct it
         return one_line(ERROR, str(e) or type(e).__name__)
 
 
@@ -102,7 +102,7 @@ def check_prompts_name(tools, prompts):
         for call in find_calls(text):
             if call.name not in tools:
                 raise BadInput(f"the prompt {shown(text)} shows a tool {call.name!r}, and tools "
-                               f"has {', '.join(map(repr, tools))}: mend the name")
+                               f"has {', '.join(map(repr, tools))}: correct the name")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -227,8 +227,8 @@ def as_markdown(study, found):
         table.append(cells)
     return "\n".join([
         f"# {study.name}", "",
-        f"{len(found['seeds'])} of {len(study.seeds)} seeds are complete. Mean ± standard error at "
-        f"the end, then {study.measure} {where} and its differences to the controls, paired by "
+        f"{len(found['seeds'])} of {len(study.seeds)} seeds are complete. Mean ± standard error "
+        f"at the end, then {study.measure} {where} and its differences to the controls, paired by "
         "seed. Below 0 % is better. p: two-sided sign flips, after Holm over this table.", "",
         *("| " + " | ".join(cells) + " |" for cells in table), ""])
 

@@ -2,7 +2,7 @@
 # hate-speech classifier, and the judge that training never sees is another toxicity classifier.
 #     pip install -r extras/hub/requirements.txt
 #     python grpo.py extras/hub/config/toxicity_gpt2.py
-# The first start downloads 1.5 GB. A run takes about 7 GB of GPU memory, reckoned, not measured.
+# The first start downloads 1.5 GB. A run takes about 7 GB of GPU memory (an estimate).
 # extras/hub/README.md says what has been tried.
 import json
 

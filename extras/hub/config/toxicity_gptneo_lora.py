@@ -1,5 +1,5 @@
 # The setting of the papers on influence in RLHF: GPT-Neo with LoRA of rank 16 and alpha 32,
-# 256 rollouts of 30 tokens, learning rate 1e-5, KL 0.04. Memory: about 9.5 GB, reckoned.
+# 256 rollouts of 30 tokens, learning rate 1e-5, KL 0.04. Memory: about 9.5 GB (an estimate).
 #     pip install -r extras/hub/requirements.txt
 #     python grpo.py extras/hub/config/toxicity_gptneo_lora.py [--policy=EleutherAI/gpt-neo-2.7B]
 from extras.hub.config.toxicity_gpt2 import *
