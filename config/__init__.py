@@ -272,14 +272,11 @@ def load_settings(argv):
 def use_functions(cfg):
     """Refuses a function that nothing uses, and drops one that is imported; errors of the others
     become one line."""
-    tools = cfg.functions.get("tools", {})
-    if not isinstance(tools, dict):
-        raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
     known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
         if name in GIVEN:
             cfg.functions[name] = in_one_line(name, function)
-        elif name not in known and function not in tools.values():
+        elif name not in known and function not in cfg.tools.values():
             if getattr(function, "__module__", None) == DEFINED_HERE:
                 raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, "
                                "call it reward, or start its name with _")

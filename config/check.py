@@ -174,6 +174,9 @@ def check_rewards(cfg):
 
 
 def check_environment(cfg):
+    tools = cfg.functions.get("tools", {})
+    if not isinstance(tools, dict):
+        raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
     are_text = all(type(text) is str and text for text in cfg.stop_strings)
     answered = "environment" in cfg.functions or cfg.tools
     if not are_text or cfg.stop_strings and not answered:
