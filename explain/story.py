@@ -13,7 +13,7 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.files import read_rows, replacing, undamaged
 from common.processes import rank_and_size
-from common.script import BadInput, hash_of
+from common.script import BadInput, hash_of, shown
 from config import load_settings
 from data.prompts import draw_prompts, encode_prompt
 from data.tokenizer import end_tokens, texts_of
@@ -35,7 +35,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 def tell(folder, flags, own):
     """Print the account of the sentences that are asked for and write RUN/account.html."""
     cfg = load_settings([folder, *flags])
-    path, last = read_newest(folder, mmap=True)
+    path, last = read_newest(folder)
     end = last["iteration"]
     since = number(own, "since", 0, end - 1)
     parts = number(own, "parts", 1, 1000)
@@ -63,7 +63,7 @@ def tell(folder, flags, own):
     stories = []
     shown = {}
     for i, rollout in enumerate(rollouts):
-        cards = cards_of(setup, cfg, states, taken, rollout, found, i)
+        cards = cards_of(setup, cfg, states, taken, rollout, found, i, parts)
         lines = lines_of(taken, found, i, cards)
         print("", *lines, sep="\n")
         stories += lines
@@ -105,7 +105,7 @@ def go_to(setup, cfg, folder, since):
     """Load the last checkpoint up to iteration `since`, if there is one -> its iteration, or 0."""
     start = 0
     for path in glob.glob(os.path.join(glob.escape(folder), "ckpt*.pt")):
-        content = read_checkpoint(path, mmap=True)
+        content = read_checkpoint(path)
         if start < content["iteration"] <= since:
             with undamaged(path):
                 load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
@@ -137,8 +137,10 @@ def rollouts_asked(setup, cfg, own):
 
 def read_sentence(policy, tokenizer, prompt, completion):
     """A Rollout of one row."""
+    if type(completion) is not str:
+        raise BadInput(f"completion {shown(completion)}: must be text")
     _, before = encode_prompt(tokenizer, prompt or "", "the prompt")
-    said = tokenizer.encode_ordinary(completion or "")
+    said = tokenizer.encode_ordinary(completion)
     most = policy.block_size
     if not before or not said or len(before) + len(said) > most:
         raise BadInput(f"prompt {prompt!r}, completion {completion!r}: {len(before)} and "
@@ -170,7 +172,7 @@ def worst(setup, cfg):
 # what is told
 
 
-def cards_of(setup, cfg, states, taken, rollout, found, i):
+def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
     """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
     ends = end_tokens(setup.tokenizer)
     first = taken[0].it
@@ -178,7 +180,7 @@ def cards_of(setup, cfg, states, taken, rollout, found, i):
     shares = found.shares[i]                                                        # (I, N)
     lists = [[divmod(x, shares.shape[1]) for x in some]
              for some in best_and_worst(shares.flatten(), SHOWN).values()]
-    words = token_shares(setup, cfg, states, taken, rollout, sum(lists, []))
+    words = token_shares(setup, cfg, states, taken, rollout, sum(lists, []), parts)
     logp = found.logp[i]
 
     def card(since, j):
@@ -201,12 +203,12 @@ def cards_of(setup, cfg, states, taken, rollout, found, i):
     return cards
 
 
-def token_shares(setup, cfg, states, taken, rollout, places):
+def token_shares(setup, cfg, states, taken, rollout, places, parts):
     """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration since the first,
     number in the batch)."""
     names = {p: name for name, p in setup.policy.named_parameters()}
     shares = dict.fromkeys(places, 0.0)
-    for k, before, _, _, U in walk_back(setup, cfg, states, taken, [rollout]):
+    for k, before, _, _, U in walk_back(setup, cfg, states, taken, [rollout], parts):
         vector_to_parameters(before[0], setup.trained)
         G = (1 - k.b1) * k.clip * U[0]
         D = {names[p]: g for p, g in by_parameter(setup, G).items()}

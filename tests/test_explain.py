@@ -261,15 +261,17 @@ def test_several_sentences_share_a_replay(run, tmp_path):
     assert alone[0].splitlines()[-3] in together and together.count("'the' -> ' cat'") == 1
 
 
-def test_words_of_a_rollout_add_up_to_its_share(run):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_words_of_a_rollout_add_up_to_its_share(run, parts):
     folder = run("held out")
     cfg = load_settings([folder, text_of(folder)])
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
     asked = [account.row_of([5, 6], [7, 8, 9], setup.device)]
     states, taken = account.replay(setup, cfg, 0, 0, 4, folder)
-    shares = account.account(setup, cfg, states, taken, asked, hessian=False).shares[0]
+    shares = account.account(setup, cfg, states, taken, asked, False, parts).shares[0]
     places = [divmod(x, shares.shape[1]) for x in shares.flatten().abs().topk(6).indices.tolist()]
-    for place, words in story.token_shares(setup, cfg, states, taken, asked[0], places).items():
+    found = story.token_shares(setup, cfg, states, taken, asked[0], places, parts)
+    for place, words in found.items():
         assert float(words.sum()) == pytest.approx(float(shares[place]), rel=1e-3)
 
 
@@ -282,6 +284,9 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
         return refusal(explain.main, [folder, text_of(folder), *(flags or asked)])
 
     assert "together 32 at most" in refused("--prompt=the", "--completion=" + "long " * 40)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "the", "completion": ["a"]}')
+    assert "must be text" in refused(f"--prompts={rows}")
     with_top_k = run("one backward")
     never = [with_top_k, text_of(with_top_k), "--prompt=the", "--completion=\u20ac\u20ac"]
     assert "never draws" in refusal(explain.main, never)
@@ -295,6 +300,12 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     monkeypatch.setattr(story, "rank_and_size", lambda: (0, 1))
     path = os.path.join(folder, "ckpt.pt")
     content = torch.load(path)
+    with open(path, "r+b") as f:        # one bit of a weight
+        f.seek(os.path.getsize(path) // 2)
+        byte, = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte ^ 1]))
+    assert "damaged" in refused()
     content["policy"]["h.0.ln_1.weight"] += 1e-3
     torch.save(content, path)
     assert "ends at other weights" in told(folder, *asked, "--hessian=False")[0]
