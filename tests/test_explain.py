@@ -225,7 +225,7 @@ def test_the_account_repeats_the_run_and_adds_up(run, name):
     text, whole = told(folder, *asked, "--hessian=False")
     assert "ends at other weights" not in text and "without the Hessian" in text
     size = max(map(abs, whole.values()))
-    assert abs(whole["together"] - whole["change"]) < 0.02 * size
+    assert abs(whole["together"] - whole["change"]) < story.TOO_FAR * size
     shown = open(os.path.join(folder, "account.html"), encoding="utf-8").read()
     assert shown.count("<article>") == text.count(", without it ") + story.WORST
     for since in (2, 3):        # there is a checkpoint at 2
@@ -233,7 +233,7 @@ def test_the_account_repeats_the_run_and_adds_up(run, name):
         assert "ends at other weights" not in text and "with the Hessian" in text
         assert f"iterations {since + 1} to 4" in text
         assert later["momentum"], "a step since has none of the momentum from before"
-        assert abs(later["together"] - later["change"]) < 0.02 * size
+        assert abs(later["together"] - later["change"]) < story.TOO_FAR * size
     assert contents(folder) == before
 
 
