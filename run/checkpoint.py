@@ -19,14 +19,9 @@ import numpy as np
 import torch
 
 from common.files import (
-    flush, load_file, load_gpt, load_optimizer, load_weights, replacing, save_file, undamaged,
-    write_json)
+    flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
 from common.script import BadInput
-from config import Settings
-from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig
-from pretrain import is_published, trainable
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
@@ -200,21 +195,3 @@ def set_random_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-
-
-def load_run(path):
-    """Load the policy of a run's folder or of a .pt file -> (policy, its tokenizer, or the folder
-    or file of the published model that has it)."""
-    if not os.path.isdir(path):
-        policy = load_gpt(path)
-        return policy, load_tokenizer(policy.config.vocab_size)
-    path, content = read_newest(path)
-    with undamaged(path):
-        known = vars(Settings())
-        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
-        policy = trainable(GPT(GPTConfig(**content["shape"])), cfg)
-        load_weights(path, policy, content["policy"])
-    if is_published(cfg):
-        from extras.hub.policy import locate
-        return policy, locate(cfg.policy)
-    return policy, load_tokenizer(cfg.vocab_size)

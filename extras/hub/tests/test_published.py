@@ -22,7 +22,6 @@ from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
 from model import GPTConfig
-from run.checkpoint import load_run
 from extras.hub.tests.published import (
     CHAT, chat_core, gguf_of_core, logits, make_chat, make_gpt2, make_prompts, make_roberta,
     put, write_gguf)
