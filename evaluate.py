@@ -34,8 +34,8 @@ AT_ONCE = 64    # completions that are sampled or scored together; limits memory
 
 @torch.no_grad()
 def evaluate(setup, policy, cfg):
-    """Sample num_eval_generations completions of each prompt at temperature 1, always with the same
-    noise, and measure them -> ({measure: number}, the first completions with their prompts)."""
+    """Sample num_eval_generations completions of each prompt, always with the same noise, and
+    measure them -> ({measure: number}, the first completions with their prompts)."""
     k = cfg.num_eval_generations
     rollout = sample_evaluation(setup, policy, cfg)
     ids = rollout.completions(end_tokens(setup.tokenizer))
@@ -56,7 +56,7 @@ def evaluate(setup, policy, cfg):
     measures |= call_metrics(completions, cfg)
     for name in setup.judges:
         measures |= toxicity_measures(name, torch.sigmoid(logits[name]).view(-1, k))
-    measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, k)
+    measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, cfg)
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
@@ -74,7 +74,7 @@ def sample_evaluation(setup, policy, cfg):
         rollout = setup.generate(
             policy, [prompt.ids for prompt in prompts], cfg.num_eval_generations,
             cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
-            part=shard(len(prompts)),
+            part=shard(len(prompts)), temperature=cfg.eval_temperature,
             respond=setup.answering(prompts, cfg.num_eval_generations))
     return concatenate(all_gather_rollout(rollout))
 
@@ -85,15 +85,15 @@ def judge_rewards(logits, completions, cfg):
     return as_reward(logits, cfg.judge_score).masked_fill(silent, math.nan)
 
 
-def perplexity_under(base, rollout, k):
+def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
-    token (k3) of the policy that wrote them to it."""
-    mine = shard(len(rollout.ended), k)
+    token (k3) of the policy that wrote them to it, both at the evaluation's temperature."""
+    mine = shard(len(rollout.ended), cfg.num_eval_generations)
     logp = []
     kl = []
     for i in range(mine.start, mine.stop, AT_ONCE):
         part = rollout[i:min(i + AT_ONCE, mine.stop)]
-        base_logp = completion_logprobs(base, part).double()                        # (n, T)
+        base_logp = completion_logprobs(base, part, cfg.eval_temperature).double()  # (n, T)
         d = base_logp - part.logp
         logp.append(float(base_logp.sum()))
         kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))

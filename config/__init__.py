@@ -164,7 +164,8 @@ class Settings:
     # all: the kept gradient as it is; norm: made as long as the gradient of all rollouts
     tracin_normalizer: Literal["all", "norm"] = "all"
 
-    # evaluation: same prompts and seed each time, temperature 1, without top-k, top-p and min-p
+    # evaluation: same prompts and seed each time, without top-k, top-p and min-p
+    eval_temperature: float = 1.0       # of its sampling, whatever that of training is
     eval_interval: int = 50             # iterations; 0: only before and after
     num_eval_prompts: int = 64          # held-out prompts, the same each time
     num_eval_generations: int = 25      # completions of each; 25 as in RealToxicityPrompts

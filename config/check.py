@@ -11,7 +11,7 @@ AT_LEAST = {
     "block_size": 2, "n_layer": 1, "n_head": 1, "n_embd": 1, "pretrain_tokens": 1,
     "lora_rank": 0, "lora_alpha": 0, "judge_tokens": 1,
     "num_prompts": 1, "num_generations": 1, "max_completion_length": 1, "temperature": 1e-6,
-    "top_k": 0, "min_p": 0, "decode_batch_size": 0, "max_turns": 0,
+    "eval_temperature": 1e-6,     "top_k": 0, "min_p": 0, "decode_batch_size": 0, "max_turns": 0,
     "gae_gamma": 0, "gae_lambda": 0, "value_coef": 0,
     "epsilon": 0, "epsilon_high": 0, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,
     "beta": 0, "entropy_coef": 0, "ref_model_sync_steps": 0, "ref_model_mixup_alpha": 0,
