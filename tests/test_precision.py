@@ -1,4 +1,4 @@
-"""run/precision.py: bfloat16 that does not hold is turned off, and a run stops where nothing holds."""
+"""run/precision.py: bfloat16 that does not hold is turned off; a run stops where nothing holds."""
 import torch
 
 from rollout import completion_logprobs
