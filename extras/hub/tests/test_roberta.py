@@ -1,5 +1,4 @@
 """Published RoBERTa classifiers as judges, against a network by hand."""
-import os
 import shutil
 from types import SimpleNamespace
 
