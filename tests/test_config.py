@@ -17,7 +17,7 @@ from worlds import refusal
 NAMES = list(HINTS)
 CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
            if typing.get_origin(hint) is typing.Literal}
-CONFIGS = sorted(path for path in glob.glob(os.path.join(ROOT, "config", "*.py"))
+CONFIGS = sorted(path for path in glob.glob(f"{ROOT}/config/*.py")
                  if os.path.basename(path) not in ("__init__.py", "check.py"))
 
 
@@ -246,7 +246,7 @@ def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, mo
 def test_torchrun_without_its_folder_is_one_line(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setitem(sys.modules, "extras.torchrun", None)
-    message = refusal(runpy.run_path, os.path.join(ROOT, "common", "processes.py"))
+    message = refusal(runpy.run_path, f"{ROOT}/common/processes.py")
     assert message == "torchrun needs extras/torchrun, which is not here"
 
 
@@ -323,7 +323,7 @@ def test_a_config_json_that_is_none(tmp_path):
 
 def test_help():
     for argv, code in ((["--help"], 0), ([], 2)):
-        done = subprocess.run([sys.executable, os.path.join(ROOT, "grpo.py"), *argv],
+        done = subprocess.run([sys.executable, f"{ROOT}/grpo.py", *argv],
                               capture_output=True, text=True)
         assert done.returncode == code and "usage: python grpo.py" in done.stdout, done.stderr
         assert all((f"\n{name}: " in done.stdout) == (code == 0) for name in NAMES)
