@@ -251,8 +251,8 @@ def load_settings(argv):
     for folder in folders:
         run = read_run(folder)
         if run.get("functions") and not files:
-            raise BadInput(f"{folder}: needs {shown(run['functions'])}: name the config file that "
-                           f"defines them, RUN CONFIG.py ({folder}/config.py is a copy of it)")
+            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
+                           f"{shown(run['functions'])} ({folder}/config.py is a copy)")
         for name, value in run["settings"].items():
             assign(cfg, name, value, f"{folder}/config.json (of another version? edit it there)")
         cfg.out_dir = folder                # a run that was copied or moved is its own
