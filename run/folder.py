@@ -9,11 +9,13 @@ import os
 from filelock import FileLock, Timeout
 
 from config import read_run
-from run.checkpoint import LOGS, SHAPE, changed_settings, newest_checkpoint, read_newest
+from run.checkpoint import (
+    LOGS, SHAPE, changed_settings, check_fits_run, in_words, newest_checkpoint, read_newest)
 from common.files import is_plain, read_text, remove
-from common.script import BadInput, shown
+from common.script import BadInput
 
 LOCK = ".lock"
+FIXED = ("policy", *SHAPE)      # settings that no --resume can change
 
 
 @contextlib.contextmanager
@@ -60,16 +62,13 @@ def check_folder(folder, cfg):
     if not has_checkpoint and os.path.exists(metrics) and os.path.getsize(metrics) > 0:
         raise BadInput(f"{holds} a run without a checkpoint: choose another --out_dir")
     path, content = read_newest(folder, mmap=True) if has_checkpoint else ("", read_run(folder))
-    changed = changed_settings(content["settings"], cfg)
-    misfits = {name: values for name, values in changed.items() if name in SHAPE}
     if has_checkpoint and cfg.resume:
-        if misfits:
-            raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; set it so, "
-                           "or choose another --out_dir")
+        check_fits_run(path, content, cfg, FIXED)
         return
+    changed = changed_settings(content["settings"], cfg)
     if changed or not same_text(folder, cfg):
         about = in_words(changed) or "its config file has another text"
-        may_resume = has_checkpoint and not misfits
+        may_resume = has_checkpoint and not changed.keys() & set(FIXED)
         resume = ", or continue that run with --resume=True" if may_resume else ""
         raise BadInput(f"{holds} a run of other settings ({about}): choose another --out_dir"
                        f"{resume}")
@@ -83,14 +82,6 @@ def same_text(folder, cfg):
     config = f"{folder}/config.py"
     source = read_text(config) if os.path.exists(config) else None
     return source == cfg.source
-
-
-def in_words(changed):
-    """The first few settings that changed, with their values."""
-    words = [f"{name} was {shown(old, 30)}, not {shown(new, 30)}"
-             for name, (old, new) in changed.items()]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return ", ".join(words[:3]) + more
 
 
 def is_free(folder, cfg):

@@ -80,7 +80,7 @@ TYPED = [   # flags, and parts of the one line
     ("--source=x", "no setting 'source'"), ("--speed=head", "no setting 'speed'"),
     ("--beta", "--beta=VALUE"), ("--beta 0.1", "--beta=VALUE"),
     ("-beta=1", "--name=value"), ("-1", "--name"), ("--", "--name"), ("--=3", "--name"),
-    ("nowhere.py", "nowhere.py"), ("out/nowhere", "nowhere"), ("pytest.ini", "ends in .py"),
+    ("nowhere.py", "nowhere.py"), ("out/nowhere", "nowhere"), ("pytest.ini", "(.py)"),
     # types
     ("--max_iters=1.5", "max_iters", "must be a whole number"),
     ("--max_iters=ten", "'ten'", "the default is max_iters = 100"),
