@@ -45,6 +45,8 @@ from tape import inner
 from tracin import Recording
 
 DAMPING = 0.3
+NEAR = 1e-5     # of the weights: how far off the gradients are whose difference is H d. In float32
+                # it is right to three digits, from nearer ones to fewer
 
 # ------------------------------------------------------------------------------------------------
 # the run, once more
@@ -204,8 +206,7 @@ def hessian_times(setup, cfg, k, weights, directions):
     cfg, batch = unclipped(exact, cfg, k)
     products = []
     for d in directions:
-        # in float32 this one is right to three digits, smaller ones to fewer
-        h = 1e-5 * weights.norm() / d.norm().clamp(min=1e-30)
+        h = NEAR * weights.norm() / d.norm().clamp(min=1e-30)
         found = []
         for there in (weights + h * d, weights - h * d):
             vector_to_parameters(there, setup.trained)
