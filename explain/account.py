@@ -40,7 +40,7 @@ import grpo
 from common.device import free_memory
 from common.script import BadInput, seed_for
 from rollout import completion_logprobs, empty_rollout
-from common.fit import Progress
+from common.supervised import Progress
 from tape import inner
 from tracin import Recording
 
