@@ -11,7 +11,7 @@ AT_LEAST = {
     "block_size": 2, "n_layer": 1, "n_head": 1, "n_embd": 1, "pretrain_tokens": 1,
     "lora_rank": 0, "lora_alpha": 0, "judge_tokens": 1,
     "num_prompts": 1, "num_generations": 1, "max_completion_length": 1, "temperature": 1e-6,
-    "top_k": 0, "min_p": 0, "decode_batch_size": 0, "max_turns": 0,
+    "top_k": 0, "min_p": 0, "decode_batch_size": 0, "max_turns": 0, "max_resamples": 1,
     "gae_gamma": 0, "gae_lambda": 0, "value_coef": 0,
     "epsilon": 0, "epsilon_high": 0, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,
     "beta": 0, "entropy_coef": 0, "ref_model_sync_steps": 0, "ref_model_mixup_alpha": 0,
@@ -111,7 +111,7 @@ def check_loss(cfg):
     if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
         raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
-    if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups == "drop"):
+    if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups != "keep"):
         raise BadInput("multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
                        "zero_std_groups = 'keep'")
 
@@ -120,7 +120,7 @@ def check_critic(cfg):
     if not cfg.critic and cfg.num_generations == 1:
         raise BadInput("num_generations = 1: must be at least 2, since the group is the baseline; "
                        "or set critic = True")
-    by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups == "drop"
+    by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups != "keep"
                 or cfg.multi_objective_aggregation == "normalize_then_sum")
     if cfg.critic and by_group:
         raise BadInput("critic = True: advantages are by token; leave importance_sampling_level, "
