@@ -44,9 +44,10 @@ def test_the_numbered_lines_to_the_letter(clock, capsys):
 [Micro 0] 1. Iteration start: mem=812 MB, time=0.000s
 [Micro 0] 2. Samples generated (4 rows for all micro-batches): mem=812 MB, time=1.500s
 [Micro 0] 3. Samples scored: mem=812 MB, time=0.250s, rewards=0.5000±0.3536
-[Micro 0] 4. Loss computed: mem=812 MB, time=0.125s, pg_loss=-0.012345, kl=0.001234, total=-0.011111
+[Micro 0] 4. Loss computed: mem=812 MB, time=0.125s, pg_loss=-0.012345, \
+beta*kl=0.001234, total=-0.011111
 [Micro 1] 4. Loss computed: mem=812 MB, time=0.000s, pg_loss=0.250000, critic=2.000000, \
-kl=0.001000, total=2.251000
+beta*kl=0.001000, total=2.251000
 5. Optimizer step finished: mem=812 MB, step=1.000s, time=2.875s total
 """
     StepLog(CPU, micro_batch_size=4, on=True).generated(4)
@@ -69,11 +70,11 @@ def line(cfg=Settings(), **changes):
 
 def test_the_line_of_an_iteration_to_the_letter():
     assert line() == (
-        "iter 12/100: loss -0.0111 (main -0.0123, kl 0.0012), reward 0.5700, grad_norm 0.830, "
+        "iter 12/100: loss -0.0111 (main -0.0123, beta*kl 0.0012), reward 0.5700, grad_norm 0.830, "
         "1240 tok/s, time 2.00s, eta 1m40s\n")
-    assert "kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
-    assert "(main -0.0123, critic 0.3000, kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
-    assert "(main -0.0133, kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
+    assert "beta*kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
+    assert "(main -0.0123, critic 0.3000, beta*kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
+    assert "(main -0.0133, beta*kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
     assert "0.830, 12.5 % environment, 1240" in line(Settings(functions={"environment": None}))
     assert "0.830, 1.50 calls, 1240" in line(**{"tools/call_frequency": 1.5})
     for seconds, expected in ((0.0435, "43.5ms"), (0.4349, "435ms"), (4.351, "4.35s"),
