@@ -248,7 +248,7 @@ def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch)
     in_memory = told(folder, *said_by(folder), "--hessian=False")
     monkeypatch.setattr(account, "free_memory", lambda device: 0)
     assert told(folder, *said_by(folder), "--hessian=False") == in_memory
-    monkeypatch.setattr(story, "account", lambda *rest: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(story, "account", lambda *rest: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         explain.main([folder, text_of(folder), *said_by(folder)])
     assert contents(folder) == before
