@@ -18,7 +18,8 @@ from extras.hub.files import fetch, load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from model import GPT, GPTConfig
 from extras.hub.tests.published import (
-    GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, TEMPLATE, V, chat_core, gguf_of_core, load, logits, logits_by_hand, make_tensors, put, write, write_gguf)
+    GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, TEMPLATE, V, chat_core, gguf_of_core, load, logits,
+    logits_by_hand, make_tensors, put, write, write_gguf)
 from rollout import pad_left
 from worlds import assert_near, random_ids, refusal, with_lora
 
