@@ -93,7 +93,7 @@ def replay(setup, cfg, start, since, end, folder):
 
 def step_of(setup, cfg, it, batch, step, norm):
     """A step that the run is about to take."""
-    group = setup.optimizer.param_groups[0]
+    group, = setup.optimizer.param_groups       # one for all weights
     count = 1 + int(setup.optimizer.state[setup.trained[0]].get("step", 0))
     b1, b2 = group["betas"]
     clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
