@@ -23,8 +23,9 @@ from explain.page import page
 from explain.sentences import best_and_worst
 from explain.words import pieces_of, row_alone, token_influences
 from rollout import completion_states, truncate
-from run.checkpoint import load_checkpoint, read_checkpoint, read_newest, set_random_state
-from run.folder import FREE, same_settings
+from run.checkpoint import (
+    changed_settings, load_checkpoint, read_checkpoint, read_newest, set_random_state)
+from run.folder import same_text
 
 SHOWN = 5           # rollouts in each direction
 WORST = 3           # completions of the evaluation
@@ -92,11 +93,9 @@ def check_run(setup, cfg, folder, path, last):
     if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
-    for name, x in cfg.public().items():
-        was = last["settings"].get(name, x)
-        if was != x and name not in FREE:
-            raise BadInput(f"{name} = {x!r}: must be {was!r} as in {path}, whose run is repeated")
-    if not same_settings(folder, cfg):
+    for name, (was, now) in changed_settings(last["settings"], cfg).items():
+        raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
+    if not same_text(folder, cfg):
         raise BadInput(f"{folder}: the config file has changed since the run, which is repeated; "
                        f"name the run's own copy, {folder}/config.py")
 

@@ -252,7 +252,7 @@ def test_windows_begin_where_a_text_does_or_anywhere():
 def test_the_weights_of_the_project(tmp_path, monkeypatch):
     """They are found from anywhere, give their shape, and judge."""
     monkeypatch.chdir(tmp_path)
-    cfg = load_settings([os.path.join(ROOT, "config", "toxicity.py")])
+    cfg = load_settings([f"{ROOT}/config/toxicity.py"])
     assert sum(p.numel() for p in load_policy(cfg).parameters()) < 3e6
     assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
     for judge in named_judges(cfg, CPU).values():

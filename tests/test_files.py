@@ -22,7 +22,7 @@ from pretrain import optimizers
 from common.device import free_memory, pick_device, pick_dtype
 from common.files import (load_file, load_gpt, read_json, read_rows, read_text, replacing,
                        save_file, save_gpt, write_json)
-from common.fit import fit, trapezoid
+from common.supervised import fit, trapezoid
 from common.script import BadInput, hash_of, interrupts, run_script, seed_for
 from worlds import random_gpt, random_ids, refusal
 
@@ -186,7 +186,7 @@ def train(partial, steps=8, until=None, crash=False):
 
     stop = (lambda: made[-1:] == [until - 1]) if until and not crash else lambda: False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.fit.SAVE_SECONDS", -1 if crash else 1e9)
+        patch.setattr("common.supervised.SAVE_SECONDS", -1 if crash else 1e9)
         try:
             fit(model, optimizers(model), loss_at, steps, partial, "test", stop)
         except (KeyboardInterrupt, RuntimeError) as e:

@@ -18,7 +18,7 @@ from judge.scorer import Scorer, encode, logits_of, pad_right
 from judge.train import auc, even_lengths, length_batches, train_judge, trained_judges
 from model import GPTConfig
 from common.files import load_file, save_gpt
-from worlds import printed, refusal, seed_of, sentence, write_comments
+from worlds import refusal, seed_of, sentence, write_comments
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from config import Settings
 from grpo import Loss
 from run import report
-from common.fit import Progress
+from common.supervised import Progress
 from run.report import StepLog, duration, print_iteration, print_warnings, problems
 from worlds import printed
 
