@@ -111,8 +111,7 @@ def scores_of(setup, cfg, states, taken, sentences, hessian):
         for d in hessian:
             L, (d_theta, *moments) = taken_back(k, before, after, curved[d], d)
             found[f"derivative with the Hessian {d}"].append(L @ P.T)
-            H = [hessian_times(setup, cfg, k, before[0], x) for x in L]
-            curved[d] = d_theta + torch.stack(H), *moments
+            curved[d] = d_theta + hessian_times(setup, cfg, k, before[0], L), *moments
     scores = {name: torch.stack(steps[::-1], 1) for name, steps in found.items()}
     last = torch.arange(len(taken)) == len(taken) - 1
     scores["last iteration alone"] = scores["derivative 0.3"] * last[:, None]
