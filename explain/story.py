@@ -248,9 +248,12 @@ def lines_of(taken, found, i, cards):
     if error > TOO_FAR:
         lines.append("warning: the steps are too large for a straight line; --parts=4 looks at "
                      "four parts of each step")
-    others = [f"{name} {x[i]:+.3f}, " for name, x in found.others.items() if x[i] or name == "rest"]
-    lines.append(f"account: rollouts {shares.sum():+.3f}, {''.join(others)}together "
-                 f"{together:+.3f} nats; true change {change:+.3f} ({100 * error:.1f} % off)")
+    lines += [f"  {part} in the loss {x[i]:+.3f}" for part, x in found.rest.items()]
+    rest = sum(float(x[i]) for x in found.rest.values())
+    others = [f"{name} {x[i]:+.3f}, " for name, x in found.others.items() if x[i]]
+    lines.append(f"account: rollouts {shares.sum():+.3f}, rest {rest:+.3f}, {''.join(others)}"
+                 f"together {together:+.3f} nats; true change {change:+.3f} "
+                 f"({100 * error:.1f} % off)")
     return lines
 
 
