@@ -98,7 +98,10 @@ class Settings:
         "sum_then_normalize")
     # the std that divides r - mean: of the group or of the batch; none: do not divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
+    # groups whose rewards are all equal. resample: replaced by groups of further prompts (DAPO), in
+    # at most max_resamples rounds; what is equal then is dropped
+    zero_std_groups: Literal["keep", "drop", "resample"] = "keep"
+    max_resamples: int = 3
 
     # critic (extras/critic)
     critic: bool = False                # a value head is the baseline, not the group, as in PPO
