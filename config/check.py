@@ -154,7 +154,9 @@ def check_rewards(cfg):
             raise BadInput(f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor "
                            f"a function of the config file: {sorted(cfg.functions) or 'none'}")
         if name == "judge" and cfg.judge is None:
-            raise BadInput("judge = None: set it to 'train' or a file, or define a reward")
+            raise BadInput("judge = None leaves no reward: set judge = 'train' or a file, define "
+                           "a function reward, or name yours in reward_funcs; the config file "
+                           f"defines {sorted(cfg.functions) or 'none'}")
     if cfg.reward_weights is None:
         cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
     for weight in cfg.reward_weights:
@@ -173,7 +175,7 @@ def check_environment(cfg):
     answered = "environment" in cfg.functions or cfg.tools
     if not are_text or cfg.stop_strings and not answered:
         raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text, and needs a "
-                       "function environment")
+                       "function environment, or tools, in the config file")
     if cfg.tools and "environment" in cfg.functions:
         raise BadInput("tools and a function environment: both would answer; leave one out")
     if cfg.answers:
