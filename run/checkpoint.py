@@ -21,10 +21,11 @@ import torch
 from common.files import (
     flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
-from common.script import BadInput
+from common.script import BadInput, shown
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
+FREE = ("out_dir", "log_micro", "wandb_project", "threads")     # may differ in the same run
+SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
 def append_rows(folder, name, rows):
@@ -53,8 +54,8 @@ def write_run_config(folder, cfg, device):
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
     write_json(f"{folder}/config.json", dict(
-        settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
-        device=str(device), torch=torch.__version__, python=platform.python_version(),
+        settings=cfg.public(), functions=sorted(cfg.functions), device=str(device),
+        torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git))
 
 
@@ -100,12 +101,14 @@ def newest_checkpoint(folder):
 
 def read_newest(folder, mmap=False):
     """(path, content) of the newest checkpoint."""
-    path = newest_checkpoint(folder) or f"{folder}/ckpt.pt"
+    path = newest_checkpoint(folder)
+    if path is None:
+        raise BadInput(f"{folder}: has no checkpoint, ckpt.pt")
     try:
         return path, read_checkpoint(path, mmap)
     except BadInput as e:
-        raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
-                       "ckpt.pt to continue from there") from e
+        raise BadInput(f"{e}; if there is a ckpt_prev.pt, rename it to ckpt.pt to continue from "
+                       "there") from e
 
 
 def read_checkpoint(path, mmap=False):
@@ -120,18 +123,26 @@ def read_checkpoint(path, mmap=False):
     return content
 
 
-def iterations_in(folder):
-    return read_newest(folder, mmap=True)[1]["iteration"]
+def changed_settings(before, cfg):
+    """{name: (value before, value now)} of the settings that make it another run."""
+    now = cfg.public()
+    return {name: (before.get(name), now[name]) for name in now
+            if name not in FREE and json.dumps(before.get(name)) != json.dumps(now[name])}
 
 
-def check_continues(folder, cfg):
-    """What is wrong with the checkpoint is said before anything is trained."""
-    path, content = read_newest(folder, mmap=True)
-    for name in SHAPE:
-        old, now = content["settings"].get(name), getattr(cfg, name)
-        if old != now:
-            raise BadInput(f"{path}: does not fit these settings: {name} was {old!r}, not {now!r}; "
-                           "set it so, or choose another out_dir")
+def check_fits_run(path, content, cfg, names=SHAPE):
+    """BadInput where a checkpoint has other weights than these settings ask for."""
+    changed = changed_settings(content["settings"], cfg)
+    misfits = {name: changed[name] for name in names if name in changed}
+    if misfits:
+        raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; set it so")
+
+
+def in_words(changed):
+    """What the first few settings that changed were before."""
+    words = [f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items()]
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    return ", ".join(words[:3]) + more
 
 
 def begin_logs(folder, cfg):
@@ -156,9 +167,8 @@ def resume(folder, setup, cfg, base_hash):
             if not os.path.exists(log) or os.path.getsize(log) < size:
                 raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on "
                                "without gaps")
-        for name, new in cfg.public().items():
-            old = content["settings"].get(name, new)
-            if old != new and name != "max_iters":
+        for name, (old, new) in changed_settings(content["settings"], cfg).items():
+            if name != "max_iters":
                 print(f"resumed with another {name}: {old!r} -> {new!r}")
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():
@@ -169,6 +179,7 @@ def resume(folder, setup, cfg, base_hash):
 
 def load_checkpoint(content, path, setup, cfg, base_hash):
     """Loads the content of a checkpoint into policy, optimizer, reference and influence."""
+    check_fits_run(path, content, cfg)
     if content["base_hash"] != base_hash:
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")

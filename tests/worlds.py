@@ -371,6 +371,11 @@ def write_rows(path, rows):
         f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def untimed_metrics(folder):
+    """Rows of a run's metrics.jsonl, without the times."""
+    return [row | {"step_time": 0} for row in read_rows(f"{folder}/metrics.jsonl")]
+
+
 def assert_near(found, expected, atol=1e-5):
     """Equal but for rounding."""
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
