@@ -125,9 +125,8 @@ def scores_of(setup, cfg, states, taken, trusted):
     for k, before, after in reversed(list(zip(taken, states, states[1:]))):
         L, (d_theta, *moments) = taken_back(k, before, after, derivative, DAMPING)
         step = -k.lr * slope(setup, cfg, before[0], trusted)
-        products, _ = multiplied(setup, cfg, k, before[0], torch.cat([L, step]))
-        found.append(products)
-        derivative = d_theta + hessian_times(setup, cfg, k, before[0], L[0]), *moments
+        found.append(multiplied(setup, cfg, k, before[0], torch.cat([L, step])))
+        derivative = d_theta + hessian_times(setup, cfg, k, before[0], L), *moments
     return torch.stack(found[::-1], 1)
 
 
