@@ -11,7 +11,7 @@ import torch
 
 from config import Settings
 from grpo import all_equal, decoupled_advantages, group_advantages, kl_estimate, total_reward
-from worlds import gradient, loss_of_rows, seed_of
+from worlds import generator_of, gradient, loss_of_rows
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 LEVELS = ("token", "sequence")
@@ -96,7 +96,7 @@ def test_advantages_against_plain_python(scale):
 def test_equal_rewards_give_exactly_zero(scale):
     """Also where a function says nothing about some rows: what is filled in is the equal number to
     the last bit, so that the group counts as one without spread."""
-    generator = torch.Generator().manual_seed(seed_of(0))
+    generator = generator_of(0)
     for G in (1, 3, 5, 6, 7, 8):
         values = torch.rand(300, generator=generator) * 1000 - 500
         rewards = values.repeat_interleave(G)
@@ -167,7 +167,7 @@ def plain_loss(logp, old, advantages, mask, ref, policy_mask, cfg, num_rows, num
 def random_rows():
     """Eight rows of unequal length, one of them empty, in which every branch of the clip occurs at
     both levels: logp, old, advantages, mask, ref, policy_mask."""
-    g = torch.Generator().manual_seed(seed_of(3))
+    g = generator_of(3)
 
     def noise(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64)

@@ -13,8 +13,8 @@ from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics, tensors_differing
 from rollout import generate
 from worlds import (
-    WORD_PROMPTS, WORDS, forcing, forward, gradient, letters, nets_of, plain_logps, refusal,
-    seed_of, shaken, steps_of, with_lora, word_gpt, words)
+    WORD_PROMPTS, WORDS, forcing, forward, generator_of, gradient, letters, nets_of, plain_logps,
+    refusal, shaken, steps_of, with_lora, word_gpt, words)
 
 NAN, INF = math.nan, math.inf
 
@@ -222,7 +222,7 @@ def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():
 
 def forced_batch(cfg, policy, reference, **sampling):
     """A Batch with forced tokens. Row 1 is forced from its second token on."""
-    generator = torch.Generator().manual_seed(seed_of(2))
+    generator = generator_of(2)
     ids = torch.randint(3, 100, (16, 8), generator=generator)
     forced = ids.where(torch.rand(16, 8, generator=generator) < .3, -1)
     forced[1] = ids[1]
