@@ -73,10 +73,8 @@ def spied(monkeypatch):
 
 
 def test_passes_mini_batches_and_micro_batches(monkeypatch):
-    cfg = words(num_iterations=2, mini_batch_size=4, micro_batch_size=2,
-                mask_truncated_completions=True)
+    cfg = words(num_iterations=2, mini_batch_size=4, micro_batch_size=2)
     setup, batch = nets_and_batch(cfg)
-    assert (batch.loss_mask != batch.rollout.completion_mask).any()
     calls = spied(monkeypatch)
 
     def order_of(seed):
@@ -202,11 +200,14 @@ def test_all_groups_dropped_is_no_step():
 
 
 def test_truncated_completions_carry_no_loss():
-    _, batch = nets_and_batch(words(mask_truncated_completions=True))
+    cfg = words(mask_truncated_completions=True)
+    _, batch = nets_and_batch(cfg)
     ended = batch.rollout.ended
     assert 0 < ended.sum() < 16
     expected = batch.rollout.completion_mask & ended[:, None]
     assert torch.equal(batch.loss_mask, expected), "all tokens of those that ended carry loss"
+    step, = grpo.optimizer_steps(batch, cfg, seed=3)
+    assert step.num_tokens == int(expected.sum()), "the others count in the divisor"
 
 
 def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():
