@@ -22,7 +22,7 @@ from rollout import generate
 def speak(setup, policy, cfg, prompt, num, chat=False):
     """[(completion, {name: score})] for a prompt, always the same ones."""
     content = [{"role": "user", "content": prompt}] if chat else prompt
-    _, ids = encode_prompt(setup.tokenizer, content, "--chat=True")
+    _, ids = encode_prompt(setup.tokenizer, content, "the prompt of --chat=True")
     asked = [Prompt(prompt, ids, {"text": prompt})] * num
     try:
         with autocast(setup.device, setup.dtype):
@@ -47,12 +47,12 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(prompt="", num=5, before=False, chat=False))
+    own, argv = own_flags(argv, dict(prompt="", num=5, before=False, chat=False))
     prompt = own["prompt"]
     if not argv or not prompt:
-        raise BadInput('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] '
-                       "[--chat=True] [--setting=value ...]")
-    cfg, setup, iteration = open_run(argv[0], flags)
+        raise BadInput('usage: python sample.py RUN [CONFIG.py] --prompt="You are" [--num=5] '
+                       "[--before=True] [--chat=True] [--setting=value ...]")
+    cfg, setup, iteration = open_run(argv[0], argv[1:])
     policies = {f"after {iteration} iterations": setup.policy}
     if own["before"]:
         policies = {"before training": setup.base} | policies

@@ -156,6 +156,13 @@ def test_a_policy_comes_back_in_float32(tmp_path):
     assert back.lm_head.weight is back.wte.weight
 
 
+def test_what_was_saved_on_the_way_goes_when_the_policy_is_there(tmp_path):
+    for name in ("a.pt.partial", "a.pt.partial.123.tmp", "b.pt.partial"):   # 123 was killed
+        (tmp_path / name).write_text("half")
+    save_gpt(str(tmp_path / "a.pt"), random_gpt())
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt.partial"]
+
+
 def test_text_json_and_rows(tmp_path):
     path = str(tmp_path / "a.json")
     write_json(path, {"grüß": [1, None]})

@@ -30,6 +30,7 @@ CASES = {
               "--micro_batch_size=3"),
     "entropy": ("--top_entropy_quantile=0.5", "--top_k=20", "--zero_std_groups=drop",
                 "--loss_type=grpo", "--temperature=0.7"),
+    "resample": ("--zero_std_groups=resample", "--max_resamples=4"),
     "reward": ("--tracin=reward", "--tracin_leave_one_out=True", "--tracin_normalizer=norm",
                "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1"),
     "held_out": ("--tracin=advantage", "--tracin_val_prompts=5", "--tracin_val_size=7",
@@ -61,6 +62,12 @@ max_turns = 0   # but in the case that sets it
 
 def environment(prompts, transcripts):
     return [None if len(text) % 4 == 0 else f" {len(text)}" for text in transcripts]
+"""
+
+COARSE = """
+def reward(prompts, completions):
+    return [0.5 if len(prompt) % 2 else sum(map(ord, text)) % 101 / 101
+            for prompt, text in zip(prompts, completions)]
 """
 
 
@@ -113,13 +120,15 @@ def world(tiny, tmp_path_factory):
     torchrun with two and with three processes."""
     where = tmp_path_factory.mktemp("distributed")
     (where / "rule.py").write_text(RULE)
+    (where / "coarse.py").write_text(COARSE)
 
     def at(name, processes):
         return where / f"{name}-{processes}"
 
     def flags(name, processes, *more):
         return [
-            str(where / "rule.py"), *tiny.flags, "--max_iters=2", "--eval_interval=2",
+            str(where / ("coarse.py" if name == "resample" else "rule.py")), *tiny.flags,
+            "--max_iters=2", "--eval_interval=2",
             "--learning_rate=0.3", "--judge=None", "--eval_judge=None",
             "--reward_funcs=('reward',)", "--log_micro=False", f"--out_dir={at(name, processes)}",
             *CASES.get(name, LONG), *more]
