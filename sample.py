@@ -1,11 +1,11 @@
 """
-Lets a trained policy speak: completions of a prompt, each with its scores by judges and rewards.
+Print completions of a prompt by a trained policy, each with its scores by judges and rewards.
 
     python sample.py out/toxicity --prompt="You are" [--num=5] [--before=True] [--setting=value ...]
 
 With --chat=True the prompt is what a user says to a chat model, in the model's chat template.
---before=True lets the policy from before training speak first, with the same noise. Settings are
-those of the run unless changed here, such as --temperature=0.7 or --max_completion_length=20.
+--before=True prints those of the policy before training first, with the same noise. Settings are
+the run's unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
 import torch
 
@@ -20,7 +20,7 @@ from rollout import generate
 
 @torch.no_grad()
 def speak(setup, policy, cfg, prompt, num, chat=False):
-    """[(completion, {name: score})] for a prompt, always the same ones."""
+    """Sample completions of a prompt, always the same ones -> [(completion, {name: score})]."""
     content = [{"role": "user", "content": prompt}] if chat else prompt
     _, ids = encode_prompt(setup.tokenizer, content, "the prompt of --chat=True")
     asked = [Prompt(prompt, ids, {"text": prompt})] * num

@@ -29,8 +29,8 @@ SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank",
 
 
 def append_rows(folder, name, rows):
-    """Adds rows to a log. Numbers that JSON does not know become null. Other values that it does
-    not know, which a user's columns may have, become text."""
+    """Add rows to a log. NaN and infinity become null; other values that JSON does not know, which
+    a user's columns may have, become text."""
     path = f"{folder}/{name}" if rank_and_size()[0] == 0 else os.devnull
     with open(path, "a", encoding="utf-8", errors="backslashreplace") as f:
         for row in rows:
@@ -69,8 +69,8 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     if not torch.stack(finite).all():
         raise SystemExit(
             f"stopped: a weight or a moment of AdamW is not finite after iteration {iteration}, "
-            "which is not saved; the last checkpoint stands. Lower learning_rate or raise beta, "
-            "then --resume")
+            "which is not saved. Lower learning_rate or raise beta, and continue from the last "
+            "checkpoint with --resume=True")
     if rank_and_size()[0] > 0:
         return
     for name in LOGS:
@@ -165,8 +165,8 @@ def resume(folder, setup, cfg, base_hash):
         sizes = {f"{folder}/{name}": content["logs"][name] for name in LOGS}
         for log, size in sizes.items():
             if not os.path.exists(log) or os.path.getsize(log) < size:
-                raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on "
-                               "without gaps")
+                raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
+                               "continue: put the file back, or choose another --out_dir")
         for name, (old, new) in changed_settings(content["settings"], cfg).items():
             if name != "max_iters":
                 print(f"resumed with another {name}: {old!r} -> {new!r}")

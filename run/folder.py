@@ -97,8 +97,8 @@ def same_text(folder, cfg):
 
 
 def is_free(folder, cfg):
-    """True where nothing is lost: no folder, or at most a lock, halves of files, empty logs, and
-    this config file's text, which a run writes first."""
+    """True where nothing would be lost: no folder, or at most a lock, unfinished files, empty logs,
+    and this config file's text, which a run writes first."""
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
         path = f"{folder}/{name}"
         is_empty_log = name in LOGS and os.path.getsize(path) == 0

@@ -44,7 +44,7 @@ def with_game(function=game, **knobs):
 
 
 def rollout_of(cfg, **more):
-    respond = answering(cfg, WORDS)(WORD_PROMPTS, 8)
+    respond = answering(cfg, WORDS, WORD_PROMPTS, 8)
     return generate(word_gpt(), IDS, 8, T, seed=7, eos=END, respond=respond, **more)
 
 
@@ -158,7 +158,7 @@ def drawn(texts, room=8):
 def answer_last(cfg, r):
     """Let the environment answer the rows, as `generate` does after a token."""
     t = int(r.completion_mask.sum(1).max()) - 1
-    answering(cfg, WORDS)(WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
+    answering(cfg, WORDS, WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
 
 
 def test_a_stop_string_counts_once_and_where_it_is_complete():
@@ -243,7 +243,8 @@ WRONG = [   # function, words of the refusal
     (lambda transcripts: "yes", "returned 'yes': must be"),
     (lambda transcripts: transcripts[1:], "for each of 11 transcripts"),
     (lambda transcripts: [3] * len(transcripts), "returned [3, 3, "),
-    (lambda transcripts, answer: [], "asks for the column 'answer'; the prompt 'last'"),
+    (lambda transcripts, answer: [], "asks for the column 'answer': add it"),
+    (lambda transcripts, answer: [], "the prompt 'last' has ['text']"),
     (lambda transcripts: transcripts.clear() or [], "with a text, or None, for each of"),
     (lambda prompts, completions: [], "must take (prompts, transcripts), by these names"),
     (lambda: [], "environment takes (): must take")]
