@@ -146,7 +146,8 @@ def test_each_warning_fires_in_its_case_alone():
         shown = found(EVERYTHING | json.loads("{" + wrong + "}"))
         assert list(shown) == [kind], kind
         assert words in shown[kind], shown[kind]
-        assert "\n" not in shown[kind] and "nan" not in shown[kind]
+        assert "\n" not in shown[kind]
+        assert "nan" not in shown[kind]
 
 
 def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
