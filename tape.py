@@ -391,8 +391,8 @@ def norm(module, name, x, b):
     return vector(b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps))
 
 
-# To add a kind of layer, give a function: the rule, a and b of its parameter `name`, token by token,
-# from its input x and the gradient b of its output
+# To add a kind of layer, give a function: the rule, a and b of its parameter `name` by token, from
+# its input x and the gradient b of its output
 KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm}
 PLAIN = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}    # of an Embedding
 

@@ -202,10 +202,10 @@ def multiplied(setup, cfg, k, weights, directions):
     with Recording(setup.policy, batch, k.step, False, cfg) as recording:    # it sets them to 1
         batch.row_weights = k.batch.row_weights
         grpo.backward(setup, batch, k.step, cfg, lambda loss: None, recording)
-    rest = recording.tape.summed_gradient()
+    whole = recording.whole_gradient()
     found = [by_parameter(setup, d) for d in directions]
-    return (torch.stack([recording.tape.dot(G) for G in found]).cpu(),
-            torch.stack([inner(rest, G) for G in found]).cpu())
+    products = torch.stack([recording.tape.dot(G) for G in found]).cpu()
+    return products, torch.stack([inner(whole, G) for G in found]).cpu() - products.sum(1)
 
 
 def by_parameter(setup, d):
