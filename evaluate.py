@@ -7,7 +7,8 @@ This command measures the last checkpoint of a run, with other settings if you l
 import math
 import os
 
-from common.script import BadInput, hash_of, run_script, seed_for   # before torch: sets its threads
+from common.script import (     # before torch: sets how its threads wait
+    BadInput, hash_of, run_script, seed_for)
 
 import torch
 
@@ -16,15 +17,14 @@ from data.tokenizer import end_tokens, load_tokenizer
 from judge import as_reward
 from judge.rewards import score
 from judge.scorer import says_nothing
-from judge.train import trained_judges
 from model import GPT
-from pretrain import get_policy, is_published, trainable
-from run.build import build, read_inputs
-from run.checkpoint import read_newest
+from pretrain import is_published, trainable
+from run.build import prepare, read_inputs
+from run.checkpoint import load_checkpoint, read_newest
 from run.metrics import call_metrics
 from run.report import print_table
 from common.device import autocast
-from common.files import load_gpt, load_weights, rebuilt, undamaged
+from common.files import load_gpt, rebuilt, undamaged
 from common.processes import all_gather, all_gather_rollout, shard
 from rollout import completion_logprobs, concatenate
 
@@ -124,20 +124,16 @@ def distinct(completions, k, n):
 
 
 def open_run(folder, flags):
-    """Open a run's last checkpoint -> (cfg, Setup, trained policy, iterations). flags: settings
-    that differ, and the config file that has the run's functions."""
+    """Open a run's last checkpoint -> (cfg, Setup, iterations). flags: settings that differ, and
+    the config file that has the run's functions."""
     cfg = load_settings([folder, *flags])
+    cfg.compile = False     # compiling would take longer than what it saves here
     path, checkpoint = read_newest(folder)
     print(f"{path}: after {checkpoint['iteration']} iterations")
-    inputs = read_inputs(cfg)
-    base = inputs.base or get_policy(cfg, inputs.splits, inputs.device, may_train=False)
-    if hash_of(base) != checkpoint["base_hash"]:
-        raise BadInput(f"{path}: this run began from another policy than the settings name now; "
-                       "the policy must be the one that it began from")
-    trained = trained_judges(cfg, inputs.splits, inputs.device, may_train=False)
-    setup = build(cfg, inputs, base, inputs.judges | trained)
-    load_weights(path, setup.policy, checkpoint["policy"])
-    return cfg, setup, setup.policy, checkpoint["iteration"]
+    setup = prepare(cfg, read_inputs(cfg), may_train=False)
+    with undamaged(path):
+        load_checkpoint(checkpoint, path, setup, cfg, hash_of(setup.base))
+    return cfg, setup, checkpoint["iteration"]
 
 
 def load_run(path):
@@ -148,8 +144,7 @@ def load_run(path):
         return policy, load_tokenizer(policy.config.vocab_size)
     path, content = read_newest(path)
     with undamaged(path):
-        known = vars(Settings())
-        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
+        cfg = Settings(**content["settings"])
         policy = rebuilt(path, content["shape"], content["policy"],
                          lambda config: trainable(GPT(config), cfg))
     if is_published(cfg):
@@ -161,9 +156,9 @@ def load_run(path):
 def main(argv):
     if not argv or argv[0].startswith("--"):
         raise BadInput("which run? python evaluate.py out/toxicity [CONFIG.py] [--setting=value]")
-    cfg, setup, trained, iteration = open_run(argv[0], argv[1:])
+    cfg, setup, iteration = open_run(argv[0], argv[1:])
     rows = []
-    for done, policy in ((0, setup.base), (iteration, trained)):
+    for done, policy in ((0, setup.base), (iteration, setup.policy)):
         measures, samples = evaluate(setup, policy, cfg)
         rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)

@@ -24,7 +24,7 @@ from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
 from common.device import autocast, fast_dtype, pick_device
 from common.files import load_gpt, save_gpt
-from common.fit import fit
+from common.supervised import fit
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")

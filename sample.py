@@ -52,8 +52,8 @@ def main(argv):
     if not argv or not prompt:
         raise BadInput('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] '
                        "[--chat=True] [--setting=value ...]")
-    cfg, setup, policy, iteration = open_run(argv[0], flags)
-    policies = {f"after {iteration} iterations": policy}
+    cfg, setup, iteration = open_run(argv[0], flags)
+    policies = {f"after {iteration} iterations": setup.policy}
     if own["before"]:
         policies = {"before training": setup.base} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")

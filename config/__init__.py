@@ -18,6 +18,7 @@ import os
 import runpy
 import sys
 import textwrap
+import types
 import typing
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -172,8 +173,7 @@ class Settings:
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
-    source: str | None = field(default=None, repr=False)    # its text,
-    files: tuple = ()                                       # and where it is
+    source: str | None = field(default=None, repr=False)    # its text
 
     @property
     def answers(self):
@@ -230,7 +230,7 @@ class Settings:
 
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
-         if name not in ("functions", "source", "files")}
+         if name not in ("functions", "source")}
 DEFINED_HERE = "config file"    # the module of its functions
 GIVEN = ("target", "weigh", "texts", "questions")   # functions that are used by their name alone
 
@@ -243,27 +243,24 @@ def load_settings(argv):
     paths = [arg for arg in argv if not arg.startswith("-")]
     folders = [path.rstrip("/") for path in paths if os.path.isdir(path)]
     files = [path for path in paths if not os.path.isdir(path)]
-    runs = {folder: read_run(folder) for folder in folders}
-    for folder, run in runs.items():
-        if run.get("functions") and not files:
-            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
-                           f"{shown(run['functions'])}, and no file runs that you did not name "
-                           f"(the run noted {shown(run.get('files'))})")
-    kept = [f"{folder}/config.py" for folder in folders]
-    cfg.source = joined(files or filter(os.path.exists, kept))
-    cfg.files = tuple(map(os.path.realpath, files))
     for path in files:
         values, functions = read_config(path)
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, path)
-    for folder, run in runs.items():
+    for folder in folders:
+        run = read_run(folder)
+        if run.get("functions") and not files:
+            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
+                           f"{shown(run['functions'])} ({folder}/config.py is a copy)")
         for name, value in run["settings"].items():
-            assign(cfg, name, value,
-                   f"{folder}/config.json (written by another version? edit it there)")
+            assign(cfg, name, value, f"{folder}/config.json (of another version? edit it there)")
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
+    kept = [f"{folder}/config.py" for folder in folders]
+    texts = map(read_text, files or filter(os.path.exists, kept))
+    cfg.source = "\n".join(texts) or None
     check(cfg)
     use_functions(cfg)
     return cfg
@@ -274,6 +271,8 @@ def use_functions(cfg):
     become one line."""
     known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
+        if inspect.iscoroutinefunction(function):
+            raise BadInput(f"config: function {name!r} is async: write def, without async")
         if name in GIVEN:
             cfg.functions[name] = in_one_line(name, function)
         elif name not in known and function not in cfg.tools.values():
@@ -312,15 +311,15 @@ def read_flag(flag):
     name, equals, text = flag[2:].partition("=")
     if not flag.startswith("--") or not name:
         raise BadInput(f"{flag}: a setting is written --name=value")
-    types = types_of(name, flag)
-    if not equals and bool not in types:
+    known = types_of(name, flag)
+    if not equals and bool not in known:
         raise BadInput(f"{flag}: write {flag}=VALUE")
     literal = text.title() if text.lower() in ("true", "false") else text
     try:
         value = ast.literal_eval(literal if equals else "True")
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return name, text
-    if str in types and value is not None and type(value) is not str:
+    if str in known and value is not None and type(value) is not str:
         return name, text       # --out_dir=7 is the folder "7"
     return name, value
 
@@ -329,24 +328,29 @@ def types_of(name, source=""):
     """The types that a setting may have. source, for the message, is where its name stood."""
     if name not in HINTS:
         near = difflib.get_close_matches(name, HINTS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "; --help lists the settings"
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
     parts = typing.get_args(HINTS[name]) or (HINTS[name],)
-    types = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
-    return tuple(dict.fromkeys(types))
+    found = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
+    return tuple(dict.fromkeys(found))
+
+
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text",
+         tuple: "a tuple", types.NoneType: "None"}
 
 
 def assign(cfg, name, value, source):
     """Sets cfg.name, with an int for a float and a list or one text for a tuple."""
-    types = types_of(name, source)
-    if float in types and type(value) is int and abs(value) < 2 ** 63:
+    known = types_of(name, source)
+    if float in known and type(value) is int and abs(value) < 2 ** 63:
         value = float(value)
-    if tuple in types and type(value) in (list, str):
+    if tuple in known and type(value) in (list, str):
         value = tuple(value) if type(value) is list else (value,)     # --reward_funcs=judge
-    if type(value) not in types:
-        wanted = " or ".join(t.__name__.removesuffix("Type") for t in types)
-        raise BadInput(f"{source}: {name} = {shown(value)} must be {wanted}, not "
-                       f"{type(value).__name__}")
+    if type(value) not in known:
+        wanted = " or ".join(WORDS[t] for t in known)
+        default = getattr(Settings, name)
+        raise BadInput(f"{source}: {name} = {shown(value)}: must be {wanted}; the default is "
+                       f"{name} = {default!r}")
     setattr(cfg, name, value)
 
 
@@ -368,11 +372,6 @@ def read_config(path):
     if not names:
         raise BadInput(f"{path}: sets nothing; a setting is written name = value")
     return values, functions
-
-
-def joined(files):
-    """The text of config files. None: there are none."""
-    return "\n".join(map(read_text, files)) or None
 
 
 def read_run(folder):

@@ -41,6 +41,8 @@ from rollout import completion_logprobs
 from tracin import Recording, keep_helpful, score_error
 
 SHOWN = 5       # rollouts in a list
+FLAGS = dict(before=False, prompt="", completion="", next=False, account=False, prompts="",
+             since=0, parts=1, hessian=True)
 
 
 class Scored(NamedTuple):
@@ -167,15 +169,18 @@ def settings_of(folder, flags, prompt, completion):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(
-        before=False, prompt="", completion="", next=False, account=False, prompts="", since="0",
-        parts="1", hessian=True))
+    own, flags = own_flags(argv[1:], FLAGS)
     prompt = own["prompt"]
     asked = own["completion"]
     if not argv or bool(prompt) != bool(asked):
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--prompt=TEXT "
                        "--completion=TEXT [--next=True]] [--account=True] [--setting=value ...]")
-    if own["account"] or own["prompts"] or asked and not own["next"]:
+    is_account = own["account"] or own["prompts"] or asked and not own["next"]
+    for name in ("before", "next") if is_account else ("since", "parts", "hessian"):
+        if own[name] != FLAGS[name]:
+            question = "the next iteration" if is_account else "the account of a sentence"
+            raise BadInput(f"--{name}={own[name]}: is for {question}, which is not asked for here")
+    if is_account:
         return tell(argv[0], flags, own)
     folder = argv[0]
     cfg = settings_of(folder, flags, prompt, asked)

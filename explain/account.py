@@ -40,11 +40,13 @@ import grpo
 from common.device import free_memory
 from common.script import BadInput, seed_for
 from rollout import completion_logprobs, empty_rollout
-from common.fit import Progress
+from common.supervised import Progress
 from tape import inner
 from tracin import Recording
 
 DAMPING = 0.3
+NEAR = 1e-5     # of the weights: how far off the gradients are whose difference is H d. In float32
+                # it is right to three digits, from nearer ones to fewer
 
 # ------------------------------------------------------------------------------------------------
 # the run, once more
@@ -91,7 +93,7 @@ def replay(setup, cfg, start, since, end, folder):
 
 def step_of(setup, cfg, it, batch, step, norm):
     """A step that the run is about to take."""
-    group = setup.optimizer.param_groups[0]
+    group, = setup.optimizer.param_groups       # one for all weights
     count = 1 + int(setup.optimizer.state[setup.trained[0]].get("step", 0))
     b1, b2 = group["betas"]
     clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
@@ -182,16 +184,35 @@ def taken_back(k, before, after, derivative, damping):
     return L, ((1 - k.lr * k.decay) * d_theta, k.b1 * u_m, k.b2 * u_v)
 
 
-def hessian_times(setup, cfg, k, weights, d):
-    """H d (W,) of the loss of step k, as the difference of two gradients in full precision."""
-    # larger ones leave the clip range of the ratio; in float32 this one is right to three digits
-    h = 1e-5 * weights.norm() / d.norm().clamp(min=1e-30)
-    exact = replace(setup, dtype=d.dtype)
-    found = []
-    for there in (weights + h * d, weights - h * d):
-        vector_to_parameters(there, setup.trained)
-        found.append(flat(grpo.gradient_of(exact, cfg, k.batch, k.step.rows, k.step).values()))
-    return (found[0] - found[1]) / (2 * h)
+def unclipped(setup, cfg, k):
+    """Settings and a Batch with which the loss of step k has the same gradient and no kinks: the
+    tokens whose ratio is clipped now are left out, the others are never clipped."""
+    if cfg.loss_type == "cispo":    # it has none: its clipped ratio is a constant
+        return cfg, k.batch
+    mask = torch.zeros_like(k.batch.loss_mask)
+    for rows in grpo.micro_batches(k.batch.lengths, k.step.rows, cfg):
+        loss = grpo.loss_of(setup, setup.policy, k.batch, rows, k.step, cfg)
+        slope, = torch.autograd.grad(loss.policy, loss.logp)                        # (n, T)
+        mask[rows] = slope != 0
+    return (replace(cfg, epsilon=1e9, epsilon_high=None, delta=None),
+            replace(k.batch, policy_mask=mask))
+
+
+def hessian_times(setup, cfg, k, weights, directions):
+    """H d (K, W) of the loss of step k, each as the difference of two gradients in full precision.
+    """
+    exact = replace(setup, dtype=weights.dtype)
+    vector_to_parameters(weights, setup.trained)
+    cfg, batch = unclipped(exact, cfg, k)
+    products = []
+    for d in directions:
+        h = NEAR * weights.norm() / d.norm().clamp(min=1e-30)
+        found = []
+        for there in (weights + h * d, weights - h * d):
+            vector_to_parameters(there, setup.trained)
+            found.append(flat(grpo.gradient_of(exact, cfg, batch, k.step.rows, k.step).values()))
+        products.append((found[0] - found[1]) / (2 * h))
+    return torch.stack(products)
 
 
 def multiplied(setup, cfg, k, weights, directions):
@@ -255,9 +276,8 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
         rest += rests[:K]
         decay -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:
-            curved = [hessian_times(setup, cfg, k, before[0], d) for d in L]
             d_theta, *moments = derivative
-            derivative = d_theta + torch.stack(curved), *moments
+            derivative = d_theta + hessian_times(setup, cfg, k, before[0], L), *moments
         if progress.is_due():
             progress.show(done)
     momentum = k.b1 * (U @ before[1]).cpu()     # what m held before the first step

@@ -23,8 +23,9 @@ from explain.page import page
 from explain.sentences import best_and_worst
 from explain.words import pieces_of, row_alone, token_influences
 from rollout import completion_states, truncate
-from run.checkpoint import load_checkpoint, read_checkpoint, read_newest, set_random_state
-from run.folder import FREE, same_settings
+from run.checkpoint import (
+    changed_settings, load_checkpoint, read_checkpoint, read_newest, set_random_state)
+from run.folder import same_text
 
 SHOWN = 5           # rollouts in each direction
 WORST = 3           # completions of the evaluation
@@ -37,8 +38,10 @@ def tell(folder, flags, own):
     cfg = load_settings([folder, *flags])
     path, last = read_newest(folder)
     end = last["iteration"]
-    since = number(own, "since", 0, end - 1)
-    parts = number(own, "parts", 1, 1000)
+    since = own["since"]
+    parts = own["parts"]
+    if since >= end:
+        raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     check_run(setup, cfg, folder, path, last)
     rollouts = rollouts_asked(setup, cfg, own)
@@ -59,6 +62,9 @@ def tell(folder, flags, own):
     about = (f"{folder}, iterations {since + 1} to {end}. The target is a sentence's log-prob. "
              "`without it` is what it would be at the end had the rollout been left out: by the "
              f"derivative through AdamW, damped, {curved} the Hessian.")
+    if cfg.loss_type == "bnpo":
+        about += (" With loss_type = 'bnpo' a rollout alone has another loss: its words add up to "
+                  "a multiple of its share.")
     print(about)
     stories = []
     shown = {}
@@ -78,13 +84,6 @@ def tell(folder, flags, own):
 # which run
 
 
-def number(own, name, least, most):
-    text = own[name]
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise BadInput(f"--{name}={text}: must be a whole number from {least} to {most}")
-    return int(text)
-
-
 def check_run(setup, cfg, folder, path, last):
     """Refuse a run that is not the one that was made."""
     if rank_and_size()[1] > 1:
@@ -92,13 +91,23 @@ def check_run(setup, cfg, folder, path, last):
     if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
-    for name, x in cfg.public().items():
-        was = last["settings"].get(name, x)
-        if was != x and name not in FREE:
-            raise BadInput(f"{name} = {x!r}: must be {was!r} as in {path}, whose run is repeated")
-    if not same_settings(folder, cfg):
+    for name, (was, now) in changed_settings(last["settings"], cfg).items():
+        if name not in harmless(cfg):
+            raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
+    if not same_text(folder, cfg):
         raise BadInput(f"{folder}: the config file has changed since the run, which is repeated; "
                        f"name the run's own copy, {folder}/config.py")
+
+
+def harmless(cfg):
+    """Settings that change no training."""
+    names = ["cache_dir", "device", "decode_batch_size", "activation_checkpointing",
+             "save_interval", "eval_interval", "num_eval_generations", "expect_rise"]
+    if cfg.loss_type != "bnpo":
+        names.append("micro_batch_size")
+    if not cfg.tracin_val_prompts:      # those come after the evaluation's
+        names.append("num_eval_prompts")
+    return names
 
 
 def go_to(setup, cfg, folder, since):
@@ -125,6 +134,8 @@ def rollouts_asked(setup, cfg, own):
         asked = [own]
     elif own["prompts"]:
         asked = read_rows(own["prompts"])
+        if not asked:
+            raise BadInput(f"--prompts={own['prompts']}: holds no sentence")
     found = [read_sentence(setup.policy, setup.tokenizer, row.get("prompt"), row.get("completion"))
              for row in asked]
     for row, rollout in zip(asked, found):

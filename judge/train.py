@@ -19,7 +19,7 @@ from judge.scorer import Scorer, encode, logits_of, pad_right
 from model import GPTConfig
 from common.device import autocast, fast_dtype, pick_device
 from common.files import save_gpt
-from common.fit import fit
+from common.supervised import fit
 from common.script import BadInput, interrupts, run_script
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)

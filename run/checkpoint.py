@@ -24,6 +24,7 @@ from common.processes import rank_and_size
 from common.script import BadInput
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
+FREE = ("out_dir", "log_micro", "wandb_project", "threads")     # may differ in the same run
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
@@ -53,8 +54,8 @@ def write_run_config(folder, cfg, device):
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
     write_json(f"{folder}/config.json", dict(
-        settings=cfg.public(), functions=sorted(cfg.functions), files=list(cfg.files),
-        device=str(device), torch=torch.__version__, python=platform.python_version(),
+        settings=cfg.public(), functions=sorted(cfg.functions), device=str(device),
+        torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git))
 
 
@@ -120,18 +121,11 @@ def read_checkpoint(path, mmap=False):
     return content
 
 
-def iterations_in(folder):
-    return read_newest(folder, mmap=True)[1]["iteration"]
-
-
-def check_continues(folder, cfg):
-    """What is wrong with the checkpoint is said before anything is trained."""
-    path, content = read_newest(folder, mmap=True)
-    for name in SHAPE:
-        old, now = content["settings"].get(name), getattr(cfg, name)
-        if old != now:
-            raise BadInput(f"{path}: does not fit these settings: {name} was {old!r}, not {now!r}; "
-                           "set it so, or choose another out_dir")
+def changed_settings(before, cfg):
+    """{name: (value before, value now)} of the settings that make it another run."""
+    now = cfg.public()
+    return {name: (before.get(name), now[name]) for name in now
+            if name not in FREE and json.dumps(before.get(name)) != json.dumps(now[name])}
 
 
 def begin_logs(folder, cfg):
@@ -156,9 +150,8 @@ def resume(folder, setup, cfg, base_hash):
             if not os.path.exists(log) or os.path.getsize(log) < size:
                 raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on "
                                "without gaps")
-        for name, new in cfg.public().items():
-            old = content["settings"].get(name, new)
-            if old != new and name != "max_iters":
+        for name, (old, new) in changed_settings(content["settings"], cfg).items():
+            if name != "max_iters":
                 print(f"resumed with another {name}: {old!r} -> {new!r}")
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():

@@ -184,6 +184,11 @@ def test_refusals(run):
     folder = run("self")
     for argv in ([], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
+    for flag in ("--since=1", "--parts=2", "--hessian=False"):
+        line = refusal(explain.main, [folder, flag])
+        assert line.startswith(flag) and "the account of a sentence" in line
+    line = refusal(explain.main, [folder, "--account=True", "--before"])
+    assert line.startswith("--before") and "the next iteration" in line
     long = "--completion=" + "long " * 40
     asked = [folder, text_of(folder), "--prompt=the", long]
     assert "together 32 at most" in refusal(explain.main, [*asked, "--next=True"])
@@ -287,11 +292,15 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "the", "completion": ["a"]}')
     assert "must be text" in refused(f"--prompts={rows}")
+    rows.write_text("")
+    assert "no sentence" in refused(f"--prompts={rows}")
     with_top_k = run("one backward")
     never = [with_top_k, text_of(with_top_k), "--prompt=the", "--completion=\u20ac\u20ac"]
     assert "never draws" in refusal(explain.main, never)
     assert "learning_rate = 1.0: must be 0.003" in refused(*asked, "--learning_rate=1.0")
-    assert "--since=4: must be a whole number from 0 to 3" in refused(*asked, "--since=4")
+    harmless = ["--micro_batch_size=3", "--num_eval_prompts=3", "--since=3", "--hessian=False"]
+    assert "account: rollouts" in told(folder, *asked, *harmless)[0]
+    assert "--since=4: must be below 4" in refused(*asked, "--since=4")
     changed = tmp_path / "changed.py"
     changed.write_text(CONFIG.replace("0.1 * len(text)", "0.2 * len(text)"))
     assert "has changed" in refusal(explain.main, [folder, str(changed), *asked])

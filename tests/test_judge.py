@@ -18,7 +18,7 @@ from judge.scorer import Scorer, encode, logits_of, pad_right
 from judge.train import auc, even_lengths, length_batches, train_judge, trained_judges
 from model import GPTConfig
 from common.files import load_file, save_gpt
-from worlds import printed, refusal, seed_of, sentence, write_comments
+from worlds import assert_near, refusal, seed_of, sentence, write_comments
 
 CPU = torch.device("cpu")
 
@@ -33,20 +33,18 @@ def scorer():
     return Scorer(config).double().eval()
 
 
-ROWS = [[299] + [(7 * i + j) % 256 for j in range(1 + 5 * i % 23)] for i in range(12)]
+ROWS = [[299, *range(7 * i, 7 * i + 1 + 5 * i % 23)] for i in range(12)]
 
 
 @torch.no_grad()
 def test_padding_batch_and_order_change_no_score(scorer):
     alone = torch.cat([scorer(*pad_right([row])) for row in ROWS])
+    assert alone.std() > 1e-3
     idx, real = pad_right(ROWS)
-    together = scorer(idx, real)
-    assert together.std() > 1e-3
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
-    torch.testing.assert_close(scorer(idx.masked_fill(~real, 17), real), alone, rtol=0, atol=1e-12)
+    assert_near(scorer(idx, real), alone, 1e-12)
+    assert_near(scorer(idx.masked_fill(~real, 17), real), alone, 1e-12)
     for size in (1, 5, 100):
-        found = logits_of(scorer, ROWS, CPU, batch_size=size)
-        torch.testing.assert_close(found, alone.float(), rtol=0, atol=1e-6)
+        assert_near(logits_of(scorer, ROWS, CPU, batch_size=size), alone.float(), 1e-6)
 
 
 def test_encode_puts_the_class_token_first_cleans_and_cuts():
@@ -56,9 +54,8 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
 
 
 def test_auc_is_its_definition():
-    generator = torch.Generator().manual_seed(seed_of(0))
-    scores = torch.randint(6, (60,), generator=generator) / 3 - 1
-    labels = torch.randint(2, (60,), generator=generator).bool()
+    scores = torch.randint(6, (60,)) / 3 - 1
+    labels = torch.randint(2, (60,)).bool()
     wins = [float(a > b) + float(a == b) / 2 for a in scores[labels] for b in scores[~labels]]
     assert auc(scores, labels) == pytest.approx(sum(wins) / len(wins))
 
@@ -81,14 +78,16 @@ def test_length_batches_cover_every_row_once_and_pad_little():
     assert sorted(i for batch in batches for i in batch) == list(range(1000))
     assert max(map(len, batches)) <= 8
     assert batches == length_batches(rows, 8, seed=1) != length_batches(rows, 8, seed=2)
-    padded = sum(len(batch) * max(len(rows[i]) for i in batch) for batch in batches)
+    padded = 0
+    for batch in batches:
+        padded += len(batch) * max(len(rows[i]) for i in batch)
     assert padded < 1.1 * sum(map(len, rows))
 
 
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     judge = load_judge(tiny.judge)
-    clean, toxic, again = judge(["x", "grumble grumble", "x"], ["a warm cat", "grumble you grumble",
-                                                               " a warm\ncat "])
+    prompts = ["x", "grumble grumble", "x"]
+    clean, toxic, again = judge(prompts, ["a warm cat", "grumble you grumble", " a warm\ncat "])
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
     cfg = SimpleNamespace(judge_score="logit", reward_funcs=("judge",), functions={},
@@ -104,7 +103,7 @@ def test_reward_falls_with_toxicity():
     x = torch.linspace(-8, 8, 33, dtype=torch.double)
     p = torch.sigmoid(x)
     for kind, expected in (("probability", 1 - p), ("logit", -x)):
-        torch.testing.assert_close(as_reward(x, kind), expected, rtol=0, atol=1e-9)
+        assert_near(as_reward(x, kind), expected, 1e-9)
 
 
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
@@ -117,23 +116,24 @@ def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
 
 def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
     rng = random.Random(seed_of(0))
-    comments = [(sentence(rng, i % 3 == 0), float(i % 3 == 0)) for i in range(200)]
-    held_out = comments[:60]
+    labels = [float(i % 3 == 0) for i in range(200)]
+    comments = [(sentence(rng, label == 1), label) for label in labels]
 
-    def train(name, stop):
-        path = str(tmp_path / f"{name}.pt")
-        train_judge(path, "judge_a", comments, held_out, 8_000, CPU, stop)
+    def train(name, stop=lambda: False):
+        path = str(tmp_path / name)
+        train_judge(path, "judge_a", comments, comments[:60], 8_000, CPU, stop)
         return load_file(path, "judge")
 
-    whole = train("whole", lambda: False)
-    steps = iter([False] * 4 + [True] * 9)
+    whole = train("whole.pt")
+    asked = itertools.count()
     with pytest.raises((SystemExit, KeyboardInterrupt)):
-        train("cut", lambda: next(steps))
-    assert os.path.exists(tmp_path / "cut.pt.partial")
-    again = train("cut", lambda: False)
-    assert not os.path.exists(tmp_path / "cut.pt.partial")
+        train("cut.pt", lambda: next(asked) == 4)
+    assert set(os.listdir(tmp_path)) == {"whole.pt", "cut.pt.partial"}
+    again = train("cut.pt")
+    assert set(os.listdir(tmp_path)) == {"whole.pt", "cut.pt"}
     assert again["auc"] == whole["auc"] > 0.5
-    assert all(torch.equal(x, again["model"][name]) for name, x in whole["model"].items())
+    for name, x in whole["model"].items():
+        assert torch.equal(x, again["model"][name]), name
 
 
 def test_comments_that_cannot_teach_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""What a run prints: lines to the letter, and each warning in its case alone."""
+"""What a run prints: numbers in its lines, and each warning in its case alone."""
 import math
 import re
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from config import Settings
 from grpo import Loss
 from run import report
-from common.fit import Progress
+from common.supervised import Progress
 from run.report import StepLog, duration, print_iteration, print_warnings, problems
 from worlds import printed
 
@@ -29,7 +29,18 @@ def a_loss(**parts):
     return Loss(**{name: torch.tensor(x, requires_grad=True) for name, x in parts.items()})
 
 
-def test_the_numbered_lines_to_the_letter(clock, capsys):
+# what each line must hold, whatever its words
+NUMBERED = """
+[Micro 0] 1. | mem=812 MB | time=0.000s
+[Micro 0] 2. | 4 rows | mem=812 MB | time=1.500s
+[Micro 0] 3. | mem=812 MB | time=0.250s | rewards=0.5000±0.3536
+[Micro 0] 4. | mem=812 MB | time=0.125s | pg_loss=-0.012345 | kl=0.001234 | total=-0.011111
+[Micro 1] 4. | time=0.000s | pg_loss=0.250000 | critic=2.000000 | kl=0.001000 | total=2.251000
+5. | mem=812 MB | step=1.000s | time=2.875s
+"""
+
+
+def test_the_numbered_lines_have_times_scores_and_losses(clock, capsys):
     log = StepLog(CPU, micro_batch_size=2, on=True)
     clock.time += 1.5
     log.generated(4)
@@ -40,22 +51,21 @@ def test_the_numbered_lines_to_the_letter(clock, capsys):
     log.loss(a_loss(policy=0.5, entropy=-0.25, kl=0.001, critic=2.0))
     clock.time += 1.0
     log.stepped()
-    assert capsys.readouterr().out == """\
-[Micro 0] 1. Iteration start: mem=812 MB, time=0.000s
-[Micro 0] 2. Samples generated (4 rows for all micro-batches): mem=812 MB, time=1.500s
-[Micro 0] 3. Samples scored: mem=812 MB, time=0.250s, rewards=0.5000±0.3536
-[Micro 0] 4. Loss computed: mem=812 MB, time=0.125s, pg_loss=-0.012345, kl=0.001234, total=-0.011111
-[Micro 1] 4. Loss computed: mem=812 MB, time=0.000s, pg_loss=0.250000, critic=2.000000, \
-kl=0.001000, total=2.251000
-5. Optimizer step finished: mem=812 MB, step=1.000s, time=2.875s total
-"""
+    lines = capsys.readouterr().out.splitlines()
+    for line, parts in zip(lines, NUMBERED.strip().splitlines(), strict=True):
+        number, *rest = parts.split(" | ")
+        assert line.startswith(number)
+        assert all(part in line for part in rest), line
     StepLog(CPU, micro_batch_size=4, on=True).generated(4)
-    assert "2. Samples generated: mem" in capsys.readouterr().out
-    silent = StepLog(None, micro_batch_size=4, on=False)
-    silent.generated(4)
-    silent.scored(None)
-    silent.loss(None)
-    silent.stepped()
+    assert "4 rows" not in capsys.readouterr().out, "one micro-batch has them all"
+
+
+def test_a_log_that_is_off_says_nothing(capsys):
+    log = StepLog(None, micro_batch_size=4, on=False)
+    log.generated(4)
+    log.scored(None)
+    log.loss(None)
+    log.stepped()
     assert capsys.readouterr().out == ""
 
 
@@ -67,15 +77,17 @@ def line(cfg=Settings(), **changes):
     return printed(print_iteration, METRICS | changes, cfg, 2480, 100.9)
 
 
-def test_the_line_of_an_iteration_to_the_letter():
-    assert line() == (
-        "iter 12/100: loss -0.0111 (main -0.0123, kl 0.0012), reward 0.5700, grad_norm 0.830, "
-        "1240 tok/s, time 2.00s, eta 1m40s\n")
+def test_the_line_of_an_iteration():
+    found = line()
+    assert found.count("\n") == 1
+    for part in ("iter 12/100: ", "loss -0.0111 (main -0.0123, kl 0.0012)", "reward 0.5700",
+                 "grad_norm 0.830", "1240 tok/s", "time 2.00s", "eta 1m40s"):
+        assert part in found
     assert "kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
     assert "(main -0.0123, critic 0.3000, kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
     assert "(main -0.0133, kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
-    assert "0.830, 12.5 % environment, 1240" in line(Settings(functions={"environment": None}))
-    assert "0.830, 1.50 calls, 1240" in line(**{"tools/call_frequency": 1.5})
+    assert " 12.5 % environment" in line(Settings(functions={"environment": None}))
+    assert " 1.50 calls" in line(**{"tools/call_frequency": 1.5})
     for seconds, expected in ((0.0435, "43.5ms"), (0.4349, "435ms"), (4.351, "4.35s"),
                               (43.51, "43.5s"), (0.9996, "1.00s"), (435.1, "435s")):
         assert duration(seconds) == expected

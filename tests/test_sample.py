@@ -35,8 +35,8 @@ def test_completions_have_the_scores_of_the_judges(run):
     assert lines[0] == "'a green river'"
     assert lines[1].split()[:2] == ["judge", "eval_judge"] and "after 3 iterations" in lines[1]
     assert len(spoken(lines)) == 3 and len(spoken(say(run, "--prompt=a green river"))) == 5
-    cfg, setup, policy, _ = open_run(run, [])
-    said = speak.speak(setup, policy, cfg, "my grumble", 4)
+    cfg, setup, _ = open_run(run, [])
+    said = speak.speak(setup, setup.policy, cfg, "my grumble", 4)
     for name, judge in setup.judges.items():
         with torch.no_grad():
             expected = torch.sigmoid(judge(["my grumble"] * 4, [text for text, _ in said]))

@@ -10,7 +10,7 @@ from torch import nn
 
 from extras.compiled import BUCKET, Decoder, compile_nets
 from rollout import completion_logprobs, generate
-from run.prove import prove
+from run.precision import check_precision
 from worlds import (
     SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, same_rollout, settings, shaken,
     skip_without, word_gpt)
@@ -114,7 +114,7 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
         setup, cfg = word_nets()
         setup.dtype = dtype
         before = torch.get_rng_state()
-        assert printed(prove, setup, cfg) == ""
+        assert printed(check_precision, setup, cfg) == ""
         assert setup.policy_fn is not setup.policy
         assert setup.reference_fn is not setup.reference
         assert setup.generate is not generate
@@ -131,7 +131,7 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
 def test_compile_that_does_not_hold_is_turned_off(monkeypatch, change, says):
     monkeypatch.setattr(torch, "compile", compiled(change))
     setup, cfg = word_nets()
-    out = printed(prove, setup, cfg)
+    out = printed(check_precision, setup, cfg)
     assert out.startswith(says) and out.count("\n") == 1, out
     assert setup.policy_fn is setup.policy
     assert setup.reference_fn is setup.reference

@@ -1,12 +1,11 @@
 """Published RoBERTa classifiers as judges, against a network by hand."""
-import json
-import os
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from common.files import read_json
 from extras.hub.files import load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from judge import load_judge
@@ -36,8 +35,7 @@ def make(tmp_path):
 
 def by_hand(folder):
     """Logits (N, labels) of TEXTS, cut to the 26 - 1 - 1 positions of the model."""
-    with open(os.path.join(folder, "config.json")) as f:
-        config = json.load(f)
+    config = read_json(f"{folder}/config.json")
     tokenizer = from_folder(folder)
     tensors = load_tensors(folder)
     return torch.stack([
@@ -70,8 +68,7 @@ def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(make):
 def test_what_is_no_classifier_is_one_line(make):
     folder = make()
     tensors = load_tensors(folder)
-    with open(os.path.join(folder, "config.json")) as f:
-        config = json.load(f)
+    config = read_json(f"{folder}/config.json")
     for changes, says in (
             (dict(id2label={"0": "a", "1": "b"}), "out of a, b"),
             (dict(id2label=None), "out of LABEL_0, LABEL_1"),
@@ -89,7 +86,7 @@ def test_what_is_no_classifier_is_one_line(make):
     put(folder, config=config)
     assert "toxic label 'toxic'" in refusal(load_judge, folder + ":toxic")
     base = {name: x for name, x in tensors.items() if not name.startswith("classifier.")}
-    save_tensors(os.path.join(folder, "model.safetensors"), base)
+    save_tensors(f"{folder}/model.safetensors", base)
     assert "classifier" in refusal(load_judge, folder)
 
 

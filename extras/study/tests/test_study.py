@@ -169,7 +169,7 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
              if not studies.evaluations_of(run, study.measure)]
     assert left.arm == "half", "an arm that was changed runs anew, and no other"
     os.mkdir(left.folder)
-    with FileLock(os.path.join(left.folder, ".lock")):      # another study is at work there
+    with FileLock(f"{left.folder}/.lock"):      # another study is at work there
         assert "not done" in printed(studies.make, left)
     assert os.listdir(left.folder) == [".lock"] and not os.path.exists(f"{left.folder}-2")
 
