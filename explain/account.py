@@ -41,7 +41,6 @@ from common.device import free_memory
 from common.script import BadInput, seed_for
 from rollout import completion_logprobs, empty_rollout
 from common.supervised import Progress
-from tape import inner
 from tracin import Recording
 
 DAMPING = 0.3
@@ -76,7 +75,7 @@ def replay(setup, cfg, start, since, end, folder):
     progress = Progress("replay", "iteration", end, start)
     for it in range(start, end):
         setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(it, cfg)
-        _, batch, held_out = grpo.sample_iteration(setup, it, cfg)
+        batch, held_out = grpo.sample_iteration(setup, it, cfg)
 
         def watch(step, norm):
             if it >= since:
@@ -216,17 +215,20 @@ def hessian_times(setup, cfg, k, weights, directions):
 
 
 def multiplied(setup, cfg, k, weights, directions):
-    """Products of directions (n, W) with the rollouts' parts of the gradient of step k, (n, N), and
-    with that of the rest of the loss, (n,)."""
+    """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k."""
     vector_to_parameters(weights, setup.trained)
+    alone = replace(cfg, beta=0.0, entropy_coef=0.0, critic=False)      # without the rest
     batch = replace(k.batch, row_weights=k.batch.row_weights.clone())
-    with Recording(setup.policy, batch, k.step, False, cfg) as recording:    # it sets them to 1
+    with Recording(setup.policy, batch, k.step, False, alone) as recording:  # it sets them to 1
         batch.row_weights = k.batch.row_weights
-        grpo.backward(setup, batch, k.step, cfg, lambda loss: None, recording)
-    whole = recording.whole_gradient()
-    found = [by_parameter(setup, d) for d in directions]
-    products = torch.stack([recording.tape.dot(G) for G in found]).cpu()
-    return products, torch.stack([inner(whole, G) for G in found]).cpu() - products.sum(1)
+        grpo.backward(setup, batch, k.step, alone, lambda loss: None, recording)
+    return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
+
+
+def rest_of(cfg):
+    """{part of the loss that no rollout has alone: 0.0}."""
+    is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
+    return {part: 0.0 for part in is_on if is_on[part]}
 
 
 def by_parameter(setup, d):
@@ -244,11 +246,12 @@ class Account(NamedTuple):
     logp: list          # (S + 1, T) of each one's tokens, along the run
     shares: Tensor      # (K, I, N) of the rollouts: where the change came from
     effects: Tensor     # (K, I, N): the derivatives by their weights
-    others: dict        # {name: shares (K,)} of what is no rollout
+    rest: dict          # {name: shares (K,)} of the other parts of the loss
+    others: dict        # likewise, of what is no loss
 
     @property
     def together(self):     # (K,)
-        return self.shares.sum((1, 2)) + sum(self.others.values())
+        return self.shares.sum((1, 2)) + sum([*self.rest.values(), *self.others.values()])
 
     @property
     def change(self):       # (K,)
@@ -264,16 +267,19 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
     K = len(rollouts)
     size = taken[-1].it + 1 - taken[0].it
     found = torch.zeros(2, K, size, len(taken[0].batch.row_weights), dtype=torch.float64)
-    rest = decay = 0.0
+    rest = rest_of(cfg)
+    decay = 0.0
     derivative = slopes(setup, states[-1][0], rollouts, cfg), 0.0, 0.0
     progress = Progress("account", "step", len(taken))
     steps = walk_back(setup, cfg, states, taken, rollouts, parts)
     for done, (k, before, after, slope, U) in enumerate(steps, 1):
         L, derivative = taken_back(k, before, after, derivative, damping)
-        both = torch.cat([(1 - k.b1) * k.clip * U, L])
-        products, rests = multiplied(setup, cfg, k, before[0], both)
+        G = (1 - k.b1) * k.clip * U
+        products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))
         found[:, :, k.it - taken[0].it] += products.view(2, K, -1)
-        rest += rests[:K]
+        for part in rest:
+            g = grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step, part).values()
+            rest[part] += (G @ flat(g)).cpu()
         decay -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:
             d_theta, *moments = derivative
@@ -281,7 +287,7 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
         if progress.is_due():
             progress.show(done)
     momentum = k.b1 * (U @ before[1]).cpu()     # what m held before the first step
-    return Account(logp, *found, dict(rest=rest, decay=decay, momentum=momentum))
+    return Account(logp, *found, rest, dict(decay=decay, momentum=momentum))
 
 
 def walk_back(setup, cfg, states, taken, rollouts, parts=1):

@@ -150,7 +150,7 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     shares = found.shares[0]
     size = float(shares.abs().max())
     assert abs(found.together - along) < 1e-9 * size, "shares do not add up to the steps"
-    assert (found.others["rest"] != 0) == cfg.has_rest
+    assert bool(found.rest) == cfg.has_rest and all(found.rest.values()), "a part is missing"
     assert (found.others["decay"] != 0) == (cfg.weight_decay > 0)
     error = (shares - by_hand(setup, cfg, states, taken, sentence)).abs().max()
     assert error < 1e-9 * size, "a share is not its rollout's own"
