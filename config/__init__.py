@@ -43,6 +43,7 @@ class Settings:
     compile: bool = False             # torch.compile of policy, reference and sampling
     resume: bool = False              # continue from out_dir's checkpoint, even with other settings
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
+    keep_checkpoints: int = 2         # the newest ones, two at least; 0: all
     log_micro: bool = True            # numbered lines with memory and time (waits for a GPU)
     wandb_project: str | None = None  # also send the metrics to this project (pip install wandb)
     debug_step: bool = False          # take one GRPO step apart, print every number, stop

@@ -4,8 +4,10 @@ What a run leaves in its folder. Only rank 0 writes.
     config.json    settings and versions: is itself a config
     config.py      the text of its config file, which nothing runs by itself
     *.jsonl        metrics of every iteration, its samples, the evaluations
-    ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
+    ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before, and
+                   ckpt_000001.pt, ... are older ones, if keep_checkpoints asks for them
 """
+import glob
 import json
 import math
 import os
@@ -24,7 +26,8 @@ from common.processes import rank_and_size
 from common.script import BadInput
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-FREE = ("out_dir", "log_micro", "wandb_project", "threads")     # may differ in the same run
+# settings that may differ in the same run
+FREE = ("out_dir", "log_micro", "wandb_project", "threads", "keep_checkpoints")
 SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
@@ -84,10 +87,25 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         influence=setup.target_average.state(),
         settings=cfg.public(), random=random_state(),
         logs={name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
+    before = f"{folder}/ckpt_prev.pt"
+    if not 0 < cfg.keep_checkpoints < 3 and os.path.exists(before):
+        set_aside(folder, before, cfg.keep_checkpoints)
     if os.path.exists(path):
-        os.replace(path, f"{folder}/ckpt_prev.pt")
+        os.replace(path, before)
     os.replace(new, path)
     flush(folder)
+
+
+def set_aside(folder, path, keep):
+    """Give a checkpoint the next of the names ckpt_000001.pt, ckpt_000002.pt, ... The newest
+    keep - 2 of these stay; 0: all."""
+    older = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
+    number = int(older[-1][-9:-3]) + 1 if older else 1
+    older.append(f"{folder}/ckpt_{number:06}.pt")
+    os.replace(path, older[-1])
+    if keep:
+        for gone in older[:2 - keep]:
+            os.remove(gone)
 
 
 def newest_checkpoint(folder):

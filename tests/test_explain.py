@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import signal
 
 import pytest
 import torch
@@ -58,12 +57,12 @@ def run(tmp_path_factory, comments):
     (there / "config.py").write_text(CONFIG)
     made = {}
 
-    def make(name):
+    def make(name, *more):
         if name not in made:
             made[name] = str(there / name)
             printed(grpo.main, [str(there / "config.py"), f"--comments={comments}",
                                 f"--cache_dir={there}/prepared", f"--out_dir={made[name]}",
-                                *SETTINGS[name]])
+                                *SETTINGS.get(name, more)])
         return made[name]
 
     return make
@@ -242,13 +241,34 @@ def test_the_account_repeats_the_run_and_adds_up(run, name):
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize("keep, kept", [(0, [0, 1, 2, 3, 4]), (1, [3, 4]), (3, [2, 3, 4])])
+def test_it_starts_from_the_last_checkpoint_that_was_kept(run, monkeypatch, keep, kept):
+    folder = run(f"keeps {keep}", "--tracin=off", "--save_interval=1", f"--keep_checkpoints={keep}")
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pt")]
+    assert sorted(torch.load(path)["iteration"] for path in paths) == kept
+    replay = story.replay
+    starts = []
+
+    def watched(setup, cfg, start, *rest):
+        starts.append(start)
+        return replay(setup, cfg, start, *rest)
+
+    monkeypatch.setattr(story, "replay", watched)
+    text, _ = told(folder, *said_by(folder), "--since=2", "--hessian=False")
+    assert starts == [2 if 2 in kept else 0] and "ends at other weights" not in text
+
+
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
     folder = run("off")
     before = contents(folder)
     in_memory = told(folder, *said_by(folder), "--hessian=False")
     monkeypatch.setattr(account, "free_memory", lambda device: 0)
     assert told(folder, *said_by(folder), "--hessian=False") == in_memory
-    monkeypatch.setattr(story, "account", lambda *rest: signal.raise_signal(signal.SIGINT))
+
+    def interrupted(*rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(story, "account", interrupted)
     with pytest.raises(KeyboardInterrupt):
         explain.main([folder, text_of(folder), *said_by(folder)])
     assert contents(folder) == before
