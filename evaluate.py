@@ -14,9 +14,9 @@ import torch
 
 from config import Settings, load_settings
 from data.tokenizer import end_tokens, load_tokenizer
-from judge import as_reward
+from judge import judge_rewards
 from judge.rewards import score
-from judge.scorer import says_nothing
+from judge.scorer import silent
 from model import GPT
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
@@ -49,7 +49,7 @@ def evaluate(setup, policy, cfg):
     measures = {}
     for name, function in setup.reward_funcs.items():
         if name == "judge":
-            rewards = judge_rewards(logits["judge"], completions, cfg)
+            rewards = judge_rewards(logits["judge"], completions, cfg.judge_score)
         else:
             rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
@@ -61,7 +61,7 @@ def evaluate(setup, policy, cfg):
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
-    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
+    measures["says_nothing"] = float(silent(completions).double().mean())
     samples = [dict(prompt=texts[i], completion=completions[i])
                for i in range(0, len(texts), k)[:NUM_SHOWN]]
     return measures, samples
@@ -77,12 +77,6 @@ def sample_evaluation(setup, policy, cfg):
             part=shard(len(prompts)),
             respond=setup.answering(prompts, cfg.num_eval_generations))
     return concatenate(all_gather_rollout(rollout))
-
-
-def judge_rewards(logits, completions, cfg):
-    """Rewards (N,) of logits (N,) that the judge gave, NaN where a completion says nothing."""
-    silent = torch.tensor([says_nothing(text) for text in completions])
-    return as_reward(logits, cfg.judge_score).masked_fill(silent, math.nan)
 
 
 def perplexity_under(base, rollout, k):
@@ -126,6 +120,8 @@ def distinct(completions, k, n):
 def open_run(folder, flags):
     """Open a run's last checkpoint -> (cfg, Setup, iterations). flags: settings that differ, and
     the config file that has the run's functions."""
+    if not os.path.isdir(folder):
+        raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py]")
     cfg = load_settings([folder, *flags])
     cfg.compile = False     # compiling would take longer than what it saves here
     path, checkpoint = read_newest(folder)

@@ -99,7 +99,10 @@ class Settings:
         "sum_then_normalize")
     # the std that divides r - mean: of the group or of the batch; none: do not divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
+    # groups whose rewards are all equal. resample: replaced by groups of further prompts (DAPO), in
+    # at most max_resamples rounds; what is equal then is dropped
+    zero_std_groups: Literal["keep", "drop", "resample"] = "keep"
+    max_resamples: int = 3
 
     # critic (extras/critic)
     critic: bool = False                # a value head is the baseline, not the group, as in PPO
@@ -357,8 +360,9 @@ def assign(cfg, name, value, source):
 
 def read_config(path):
     """({setting: value}, {name: function}) of a config file."""
-    if not path.endswith(".py"):
-        raise BadInput(f"{path}: must be a config file, which ends in .py, or a run's folder")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise BadInput(f"{path}: is neither a config file (.py) nor the folder of a run; a setting "
+                       "is written --name=value")
     try:
         names = runpy.run_path(path, run_name=DEFINED_HERE)
     except BadInput:
@@ -378,7 +382,7 @@ def read_config(path):
 def read_run(folder):
     """What a run's config.json holds."""
     path = f"{folder}/config.json"
-    content = read_json(path)
+    content = read_json(path, missing={})
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
-        raise BadInput(f"{path}: has no settings, as the config.json of a run has")
+        raise BadInput(f"{folder}: is not the folder of a run: its config.json has no settings")
     return content

@@ -63,7 +63,7 @@ def next_iteration(setup, path, cfg):
         load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
     set_random_state(content["random"])
     it = content["iteration"]
-    prompts, batch, held_out = grpo.sample_iteration(setup, it, cfg)
+    batch, held_out = grpo.sample_iteration(setup, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
@@ -74,7 +74,7 @@ def next_iteration(setup, path, cfg):
     gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
     found = keep_helpful(recording, held_out, setup, cfg, generator, gradient_of)
     setup.policy.zero_grad(set_to_none=True)     # no step is taken
-    rows = sample_rows(it, prompts, batch, cfg)
+    rows = sample_rows(it, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
     return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()])
 

@@ -15,7 +15,7 @@ from common.files import read_rows, replacing, undamaged
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of, shown
 from config import load_settings
-from data.prompts import draw_prompts, encode_prompt
+from data.prompts import encode_prompt
 from data.tokenizer import end_tokens, texts_of
 from evaluate import sample_evaluation
 from explain.account import account, by_parameter, replay, row_of, walk_back
@@ -196,13 +196,12 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
 
     def card(since, j):
         batch = batches[since]
-        prompts = draw_prompts(setup.prompts, first + since, cfg.num_prompts, cfg.seed)
         without = logp[-1].sum() - found.effects[i, since, j]
         facts = (f"{shares[since, j]:+.3f}, iteration {first + since + 1}, reward "
                  f"{batch.rewards[j]:.3f}, advantage {batch.row_advantages[j]:+.2f}, without it "
                  f"{without:.2f}")
         row = row_alone(batch.rollout, j, cfg.temperature)
-        return (facts, prompts[j // cfg.num_generations].text,
+        return (facts, batch.prompts[j].text,
                 pieces_of(row, words[since, j], setup.tokenizer, ends))
 
     itself = row_alone(rollout, 0, cfg.temperature)

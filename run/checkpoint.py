@@ -23,17 +23,17 @@ import torch
 from common.files import (
     flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
-from common.script import BadInput
+from common.script import BadInput, shown
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 # settings that may differ in the same run
 FREE = ("out_dir", "log_micro", "wandb_project", "threads", "keep_checkpoints")
-SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
+SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
 def append_rows(folder, name, rows):
-    """Adds rows to a log. Numbers that JSON does not know become null. Other values that it does
-    not know, which a user's columns may have, become text."""
+    """Add rows to a log. NaN and infinity become null; other values that JSON does not know, which
+    a user's columns may have, become text."""
     path = f"{folder}/{name}" if rank_and_size()[0] == 0 else os.devnull
     with open(path, "a", encoding="utf-8", errors="backslashreplace") as f:
         for row in rows:
@@ -72,8 +72,8 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     if not torch.stack(finite).all():
         raise SystemExit(
             f"stopped: a weight or a moment of AdamW is not finite after iteration {iteration}, "
-            "which is not saved; the last checkpoint stands. Lower learning_rate or raise beta, "
-            "then --resume")
+            "which is not saved. Lower learning_rate or raise beta, and continue from the last "
+            "checkpoint with --resume=True")
     if rank_and_size()[0] > 0:
         return
     for name in LOGS:
@@ -119,12 +119,14 @@ def newest_checkpoint(folder):
 
 def read_newest(folder, mmap=False):
     """(path, content) of the newest checkpoint."""
-    path = newest_checkpoint(folder) or f"{folder}/ckpt.pt"
+    path = newest_checkpoint(folder)
+    if path is None:
+        raise BadInput(f"{folder}: has no checkpoint, ckpt.pt")
     try:
         return path, read_checkpoint(path, mmap)
     except BadInput as e:
-        raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
-                       "ckpt.pt to continue from there") from e
+        raise BadInput(f"{e}; if there is a ckpt_prev.pt, rename it to ckpt.pt to continue from "
+                       "there") from e
 
 
 def read_checkpoint(path, mmap=False):
@@ -144,6 +146,21 @@ def changed_settings(before, cfg):
     now = cfg.public()
     return {name: (before.get(name), now[name]) for name in now
             if name not in FREE and json.dumps(before.get(name)) != json.dumps(now[name])}
+
+
+def check_fits_run(path, content, cfg, names=SHAPE):
+    """BadInput where a checkpoint has other weights than these settings ask for."""
+    changed = changed_settings(content["settings"], cfg)
+    misfits = {name: changed[name] for name in names if name in changed}
+    if misfits:
+        raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; set it so")
+
+
+def in_words(changed):
+    """What the first few settings that changed were before."""
+    words = [f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items()]
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    return ", ".join(words[:3]) + more
 
 
 def begin_logs(folder, cfg):
@@ -166,8 +183,8 @@ def resume(folder, setup, cfg, base_hash):
         sizes = {f"{folder}/{name}": content["logs"][name] for name in LOGS}
         for log, size in sizes.items():
             if not os.path.exists(log) or os.path.getsize(log) < size:
-                raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on "
-                               "without gaps")
+                raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
+                               "continue: put the file back, or choose another --out_dir")
         for name, (old, new) in changed_settings(content["settings"], cfg).items():
             if name != "max_iters":
                 print(f"resumed with another {name}: {old!r} -> {new!r}")
@@ -180,6 +197,7 @@ def resume(folder, setup, cfg, base_hash):
 
 def load_checkpoint(content, path, setup, cfg, base_hash):
     """Loads the content of a checkpoint into policy, optimizer, reference and influence."""
+    check_fits_run(path, content, cfg)
     if content["base_hash"] != base_hash:
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")

@@ -252,16 +252,14 @@ def std(x):
 
 
 @torch.no_grad()
-def rollout_toxicity(prompts, batch, setup):
+def rollout_toxicity(batch, setup):
     """Mean toxicity of the rollouts by the eval judge, which training never sees; {} without it."""
     judge = setup.judges.get("eval_judge")
     if judge is None:
         return {}
-    N = len(batch.completions)
-    group = N // len(prompts)
-    texts = [prompts[i // group].text for i in range(N)]
-    mine = shard(N)
-    logits = all_gather(judge(texts[mine], batch.completions[mine]))
+    mine = shard(len(batch.prompts))
+    texts = [prompt.text for prompt in batch.prompts[mine]]
+    logits = all_gather(judge(texts, batch.completions[mine]))
     return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
 
 
@@ -280,7 +278,7 @@ def batch_metrics(batch, cfg):
         "reward_min": float(known.min()),
         "reward_max": float(known.max()),
         "advantage_max": float(batch.advantages.abs().max()),
-        "frac_reward_zero_std": float(batch.equal_groups(cfg.num_generations).float().mean()),
+        "frac_reward_zero_std": float(batch.equal_rows(cfg.num_generations).float().mean()),
         "entropy": float(rollout.entropy[batch.loss_mask].mean()),
         "num_completion_tokens": int(batch.loss_mask.sum()),
         "forced": 1 - int(sampled.sum()) / int(rollout.completion_mask.sum()),
@@ -290,6 +288,10 @@ def batch_metrics(batch, cfg):
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
+    if cfg.zero_std_groups == "resample":
+        used = (1 - metrics["frac_reward_zero_std"]) * cfg.num_prompts
+        metrics["resample/rounds"] = len(batch.rounds) - 1
+        metrics["resample/used"] = used / sum(groups for groups, _ in batch.rounds)
     metrics |= call_metrics(batch.completions, cfg)
     if cfg.critic:      # what it expected while sampling
         from extras.critic import explained_variance

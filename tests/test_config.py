@@ -80,7 +80,7 @@ TYPED = """
 --=3 | --name
 nowhere.py | nowhere.py
 out/nowhere | nowhere
-pytest.ini | ends in .py
+pytest.ini | (.py)
 --max_iters=1.5 | max_iters | must be a whole number
 --max_iters=ten | 'ten' | the default is max_iters = 100
 --max_iters=None | a whole number

@@ -22,7 +22,7 @@ from pretrain import optimizers
 from common.device import free_memory, pick_device, pick_dtype
 from common.files import (load_file, load_gpt, read_json, read_rows, read_text, replacing,
                        save_file, save_gpt, write_json)
-from common.supervised import fit, trapezoid
+from common.supervised import fit
 from common.script import BadInput, hash_of, interrupts, run_script, seed_for
 from worlds import random_gpt, random_ids, refusal
 
@@ -58,23 +58,32 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_broken_checkpoint_is_one_line(tmp_path):
-    path = str(tmp_path / "cut.pt")
-    assert "no such file" in refusal(load_file, path, "policy")
-    save_gpt(path, random_gpt())
-    data = open(path, "rb").read()
+    path = tmp_path / "cut.pt"
+    assert "no such file" in refusal(load_file, str(path), "policy")
+    save_gpt(str(path), random_gpt())
+    data = path.read_bytes()
     ends = (0, 10, 1000, len(data) // 2, len(data) - 1)
-    for content in [*(data[:n] for n in ends), b"not a checkpoint"]:
-        open(path, "wb").write(content)
-        assert "cut.pt: not a readable checkpoint" in refusal(load_gpt, path)
+    for content in (*(data[:n] for n in ends), b"not a checkpoint"):
+        path.write_bytes(content)
+        assert "cut.pt: not a readable checkpoint" in refusal(load_gpt, str(path))
+
+
+def test_a_checkpoint_of_another_kind_is_one_line(tmp_path):
+    path = str(tmp_path / "other.pt")
     for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind="judge")):
         torch.save(content, path)
         assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, path)
-    for shape in (dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
-                  dict(n_embd=10 ** 6), dict(n_head=-1), dict(norm_eps="x"), dict(n_layer="2"),
-                  dict(vocab_size=10 ** 12), dict(local_layers=1)):
-        config = vars(random_gpt().config) | shape
-        save_file(path, "policy", config=config, model=random_gpt().state_dict())
-        assert "cut.pt: damaged" in refusal(load_gpt, path), shape
+
+
+@pytest.mark.parametrize("shape", [
+    dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
+    dict(n_embd=10 ** 6), dict(n_head=-1), dict(norm_eps="x"), dict(n_layer="2"),
+    dict(vocab_size=10 ** 12), dict(local_layers=1)], ids=str)
+def test_a_shape_that_does_not_fit_the_weights_is_one_line(shape, tmp_path):
+    model = random_gpt()
+    path = str(tmp_path / "odd.pt")
+    save_file(path, "policy", config=vars(model.config) | shape, model=model.state_dict())
+    assert "odd.pt: damaged" in refusal(load_gpt, path)
 
 
 def test_a_small_file_that_claims_to_be_large_is_not_built(tmp_path):
@@ -145,6 +154,13 @@ def test_a_policy_comes_back_in_float32(tmp_path):
         assert x.dtype == torch.float32
         assert torch.equal(x, model.state_dict()[name].float()), name
     assert back.lm_head.weight is back.wte.weight
+
+
+def test_what_was_saved_on_the_way_goes_when_the_policy_is_there(tmp_path):
+    for name in ("a.pt.partial", "a.pt.partial.123.tmp", "b.pt.partial"):   # 123 was killed
+        (tmp_path / name).write_text("half")
+    save_gpt(str(tmp_path / "a.pt"), random_gpt())
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt.partial"]
 
 
 def test_text_json_and_rows(tmp_path):
@@ -228,23 +244,26 @@ def test_a_partial_file_of_other_content_is_refused(tmp_path):
 
 def test_the_rates_of_a_fit(tmp_path):
     model = nn.Linear(2, 1)
-    groups = [dict(params=[model.weight], lr=0.1), dict(params=[model.bias], lr=0.02)]
-    optimizer = torch.optim.SGD(groups)
+    optimizer = torch.optim.SGD([
+        dict(params=[model.weight], lr=0.1), dict(params=[model.bias], lr=0.02)])
     rates = []
 
     def loss_at(step):
         rates.append([group["lr"] for group in optimizer.param_groups])
-        return (model(torch.tensor([1.0, -2.0])) - 3).square().sum()
+        return model(torch.ones(2)).square().sum()
 
-    partial = str(tmp_path / "p")
-    fit(model, [optimizer], loss_at, 100, partial, "test")
-    scales = [trapezoid(i, 100) for i in range(100)]
-    assert scales == [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
-    torch.testing.assert_close(torch.tensor(rates), torch.outer(
-        torch.tensor(scales), torch.tensor([0.1, 0.02])))
-    assert loss_at(0) < 1e-6
+    fit(model, [optimizer], loss_at, 100, str(tmp_path / "p"), "test")
+    scales = [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
+    expected = torch.outer(torch.tensor(scales), torch.tensor([0.1, 0.02]))
+    torch.testing.assert_close(torch.tensor(rates), expected)
+
+
+def test_a_loss_that_is_not_finite_ends_a_fit(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SystemExit, match="the loss of test became nan"):
-        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, partial, "test")
+        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, str(tmp_path / "p"),
+            "test")
 
 
 def test_devices_and_precisions(monkeypatch):

@@ -305,21 +305,13 @@ def test_a_function_of_the_config_file_as_target(knobs):
     ("target", torch.tensor(math.nan, requires_grad=True), "one finite number"),
     ("weigh", [1.0] * 15, "each of 8 influences"), ("weigh", [math.nan] * 4, "one finite number"),
     ("weigh", None, "one finite number"), ("weigh", torch.zeros(99, 99), "one finite number")])
-def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
-        name, returned, said, monkeypatch):
+def test_a_function_that_returns_something_else_is_told_before_the_run_begins(
+        name, returned, said):
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")
     cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
-    monkeypatch.setattr("run.build.get_policy", lambda *given: pytest.fail("it was trained"))
-    text = refusal(try_functions, cfg, given_of(), collect)
+    text = refusal(try_functions, cfg, nets_for(cfg), collect)
     assert text.startswith(f"stopped: {name} returned") and said in text and len(text) < 260
-
-
-def given_of():
-    """What run.build.read_inputs finds, of a policy that is still to be trained."""
-    return SimpleNamespace(
-        device=torch.device("cpu"), dtype=torch.float32, base=None, tokenizer=WORDS, splits={},
-        prompts=WORD_PROMPTS, eval_prompts=WORD_PROMPTS, val_prompts=WORD_PROMPTS)
 
 
 def chosen(influence, how, *more, **others):

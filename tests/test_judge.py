@@ -95,7 +95,7 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     reward = reward_functions(cfg, {"judge": judge})["judge"]
     a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
     assert a > b
-    assert silent is None
+    assert silent.isnan()
     assert "kind 'judge'" in refusal(load_judge, tiny.policy)
 
 
@@ -204,8 +204,8 @@ def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
     for reward, says in ((lambda prompts: [], "must take (prompts, completions), by these names"),
                          (lambda p, c: [], "must take (prompts, completions), by these names"),
                          (lambda completions, colour: [], "asks for the column 'colour'"),
-                         (lambda completions, *rest: [], "it is called by names"),
-                         (lambda completions, /: [], "it is called by names"),
+                         (lambda *texts: [], "must take (prompts, completions), by these names"),
+                         (lambda completions, /: [], "positional-only"),
                          (lambda completions, colour: [], "'answer', 'level', 'text'")):
         assert says in refusal(score, {"r": reward}, ASKED, ANSWERS)
     cfg = SimpleNamespace(reward_funcs=("r", "judge"), tracin_val_reward=None,

@@ -34,8 +34,8 @@ NUMBERED = """
 [Micro 0] 1. | mem=812 MB | time=0.000s
 [Micro 0] 2. | 4 rows | mem=812 MB | time=1.500s
 [Micro 0] 3. | mem=812 MB | time=0.250s | rewards=0.5000±0.3536
-[Micro 0] 4. | mem=812 MB | time=0.125s | pg_loss=-0.012345 | kl=0.001234 | total=-0.011111
-[Micro 1] 4. | time=0.000s | pg_loss=0.250000 | critic=2.000000 | kl=0.001000 | total=2.251000
+[Micro 0] 4. | mem=812 MB | time=0.125s | pg_loss=-0.012345 | beta*kl=0.001234 | total=-0.011111
+[Micro 1] 4. | time=0.000s | pg_loss=0.250000 | critic=2.000000 | beta*kl=0.001000 | total=2.251000
 5. | mem=812 MB | step=1.000s | time=2.875s
 """
 
@@ -80,12 +80,12 @@ def line(cfg=Settings(), **changes):
 def test_the_line_of_an_iteration():
     found = line()
     assert found.count("\n") == 1
-    for part in ("iter 12/100: ", "loss -0.0111 (main -0.0123, kl 0.0012)", "reward 0.5700",
+    for part in ("iter 12/100: ", "loss -0.0111 (main -0.0123, beta*kl 0.0012)", "reward 0.5700",
                  "grad_norm 0.830", "1240 tok/s", "time 2.00s", "eta 1m40s"):
         assert part in found
-    assert "kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
-    assert "(main -0.0123, critic 0.3000, kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
-    assert "(main -0.0133, kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
+    assert "beta*kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
+    assert "(main -0.0123, critic 0.3000, beta*kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
+    assert "(main -0.0133, beta*kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
     assert " 12.5 % environment" in line(Settings(functions={"environment": None}))
     assert " 1.50 calls" in line(**{"tools/call_frequency": 1.5})
     for seconds, expected in ((0.0435, "43.5ms"), (0.4349, "435ms"), (4.351, "4.35s"),

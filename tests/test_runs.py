@@ -459,18 +459,28 @@ def fresh(tiny, tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("flag, part", [
-    ("--comments=nowhere.csv", "nowhere.csv"),
-    ("--device=quantum", "'auto'"),
-    ("--policy=nowhere.pt", "nowhere.pt"), ("--judge=nowhere.pt", "nowhere.pt"),
-    ("--judge={policy}", "kind 'judge' is needed"), ("--policy={judge}", "kind 'policy' is needed"),
-    ("--max_completion_length=32", "block_size"), ("--prompt_words=(30, 40)", "prompts"),
-    ("--num_prompts=1000000000", "GB of memory"), ("--out_dir={policy}/run", "out_dir = "),
-    ("--wandb_project=x", "pip install wandb")])
-def test_bad_settings_are_found_before_anything_is_trained(flag, part, fresh, tiny, monkeypatch):
+# a flag | what the refusal says
+REFUSALS = """
+--comments=nowhere.csv | nowhere.csv
+--device=quantum | 'auto'
+--policy=nowhere.pt | nowhere.pt
+--judge=nowhere.pt | nowhere.pt
+--judge={policy} | kind 'judge' is needed
+--policy={judge} | kind 'policy' is needed
+--max_completion_length=32 | block_size
+--prompt_words=(30, 40) | prompts
+--num_prompts=1000000000 | GB of memory
+--out_dir={policy}/run | out_dir =
+--wandb_project=x | pip install wandb
+"""
+
+
+def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before = snapshot(tiny.cache)
-    assert part in refusal(fresh, flag.format(policy=tiny.policy, judge=tiny.judge))
+    for line in REFUSALS.strip().splitlines():
+        flag, says = line.format(policy=tiny.policy, judge=tiny.judge).split(" | ")
+        assert says in refusal(fresh, flag), line
     assert snapshot(tiny.cache) == before
 
 

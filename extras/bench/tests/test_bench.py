@@ -24,7 +24,7 @@ def test_an_iteration_is_that_of_a_run_and_its_phases_are_all_of_it(monkeypatch)
     ticks = iter(range(100))
     monkeypatch.setattr(bench, "now", lambda device: float(next(ticks)))
     found = bench.iteration(here, cfg, 3)
-    _, batch, _ = grpo.sample_iteration(there, 3, cfg)
+    batch, _ = grpo.sample_iteration(there, 3, cfg)
     grpo.update(there, batch, None, cfg, bench.seed_for(cfg.seed, "rows", 3))
     for a, b in zip(here.trained, there.trained):
         assert torch.equal(a, b)

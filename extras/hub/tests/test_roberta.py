@@ -1,4 +1,5 @@
 """Published RoBERTa classifiers as judges, against a network by hand."""
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -65,26 +66,35 @@ def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(make):
         assert want[~silent].std() > 2e-3, "texts must differ by more than what is allowed above"
 
 
+# what config.json says instead | what the refusal says
+REFUSALS = """
+"id2label": {"0": "a", "1": "b"} | out of a, b
+"id2label": null | out of LABEL_0, LABEL_1
+"id2label": {"0": "a"} | out_proj
+"model_type": "bert" | model_type = 'bert'
+"is_decoder": true | is_decoder
+"hidden_act": "relu" | hidden_act
+"num_attention_heads": 5 | must be a RoBERTa classifier's
+"pad_token_id": -1 | must be a RoBERTa classifier's
+"layer_norm_eps": "x" | must be a RoBERTa classifier's
+"position_embedding_type": "relative_key" | position_embedding_type
+"pad_token_id": 2 | pad_token_id
+"num_hidden_layers": 1000000000 | layers
+"num_hidden_layers": 1 | layer.1
+"vocab_size": 100 | word_embeddings
+"""
+
+
 def test_what_is_no_classifier_is_one_line(make):
     folder = make()
-    tensors = load_tensors(folder)
     config = read_json(f"{folder}/config.json")
-    for changes, says in (
-            (dict(id2label={"0": "a", "1": "b"}), "out of a, b"),
-            (dict(id2label=None), "out of LABEL_0, LABEL_1"),
-            (dict(model_type="bert"), "model_type = 'bert'"), (dict(is_decoder=True), "is_decoder"),
-            (dict(hidden_act="relu"), "hidden_act"),
-            (dict(num_attention_heads=5), "must be a RoBERTa classifier's"),
-            (dict(pad_token_id=-1), "must be a RoBERTa classifier's"),
-            (dict(layer_norm_eps="x"), "must be a RoBERTa classifier's"),
-            (dict(position_embedding_type="relative_key"), "position_embedding_type"),
-            (dict(pad_token_id=2), "pad_token_id"),
-            (dict(num_hidden_layers=10 ** 9), "layers"), (dict(num_hidden_layers=1), "layer.1"),
-            (dict(vocab_size=100), "word_embeddings"), (dict(id2label={"0": "a"}), "out_proj")):
-        put(folder, config=config | changes)
-        assert says in refusal(load_judge, folder), changes
+    for line in REFUSALS.strip().splitlines():
+        changes, says = line.split(" | ")
+        put(folder, config=config | json.loads("{" + changes + "}"))
+        assert says in refusal(load_judge, folder), line
     put(folder, config=config)
     assert "toxic label 'toxic'" in refusal(load_judge, folder + ":toxic")
+    tensors = load_tensors(folder)
     base = {name: x for name, x in tensors.items() if not name.startswith("classifier.")}
     save_tensors(f"{folder}/model.safetensors", base)
     assert "classifier" in refusal(load_judge, folder)
