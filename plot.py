@@ -35,8 +35,7 @@ PANELS = [  # title, log, metric of the solid line, metric of the dashed line
      "tracin/positive_ratio"),
     ("cosine of the target's two halves", "metrics", "tracin/target_cosine")]
 LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3,
-        "axes.titlesize": 9, "svg.fonttype": "none", "font.family": "sans-serif",
-        "font.sans-serif": ["Arial", "DejaVu Sans"]}
+        "axes.titlesize": 9, "svg.fonttype": "none"}
 
 
 def read_logs(folder):
@@ -82,9 +81,8 @@ def draw_runs(groups, panels=len(PANELS)):
         if log == "eval":
             ax.set_ylim(bottom=0)
     figure.supxlabel("iteration", fontsize=9)
-    if len(groups) > 1 or len(runs) > 1:
-        lines, names = figure.axes[0].get_legend_handles_labels()       # the solid ones
-        figure.legend(lines, names, loc="outside upper left", ncols=3, frameon=False)
+    lines, names = figure.axes[0].get_legend_handles_labels()       # the solid ones
+    figure.legend(lines, names, loc="outside upper left", ncols=3, frameon=False)
     return figure
 
 

@@ -80,11 +80,6 @@ class Rollout:
         rollout.attention_mask[:, P:] = True    # it is False on the prompt's padding alone
         return rollout
 
-    def num_tokens(self):
-        """Return the number of tokens of all prompts and completions."""
-        prompts = self.attention_mask[:, :-self.logp.shape[1]]
-        return int(prompts.sum() + self.completion_mask.sum())
-
     def longest(self):
         """Return the number of tokens of the longest completion."""
         return int(self.completion_mask.any(0).sum())

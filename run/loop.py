@@ -1,5 +1,6 @@
 """
-A run around its loop: folder, logs, checkpoints, evaluations, signals. The loop is grpo.train.
+A run around its loop: folder, logs, checkpoints, evaluations, signals, the learning rate. The loop
+is grpo.train.
 """
 import contextlib
 import math
@@ -124,6 +125,23 @@ class Run:
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
         if self.cfg.expect_rise:
             print_verdict(rows, self.cfg)
+
+
+def is_due(done, interval):
+    """True after every `interval` iterations; 0: never."""
+    return interval > 0 and done % interval == 0
+
+
+def learning_rate(it, cfg):
+    """Rate of iteration it: linear warm-up, then constant, or linear or cosine decay to 0."""
+    if it < cfg.warmup_iters:
+        return cfg.learning_rate * (it + 1) / cfg.warmup_iters
+    done = (it - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)
+    if cfg.lr_decay == "linear":
+        return cfg.learning_rate * (1 - done)
+    if cfg.lr_decay == "cosine":
+        return cfg.learning_rate * (0.5 + 0.5 * math.cos(math.pi * done))
+    return cfg.learning_rate
 
 
 def print_verdict(rows, cfg):

@@ -230,21 +230,24 @@ def test_a_named_function_that_raises_is_one_line(write):
     assert "target raised KeyError" in refusal(cfg.functions["target"], 1, 2, 3)
 
 
-ANSWERED = "def environment(prompts, transcripts): pass\n"
-MISSING = [     # flags, text of a config file, who asks, for which folder
-    ("--critic=True", "", "critic = True", "critic"),
-    ("--compile=True", "", "compile = True", "compiled"),
-    ("--debug_step=True", "", "debug_step = True", "step"),
-    ("--policy=gpt2", "", "policy = 'gpt2': is no .pt file", "hub"),
-    ("--judge=a/b:toxic", "", "judge = 'a/b:toxic': is no .pt file", "hub"),
-    ("", ANSWERED, "a function environment", "environment"),
-    ("", "tools = {'twice': lambda text: 2 * text}", "tools", "environment")]
+ANSWERED = "def environment(prompts, transcripts): pass"
+# a flag or the text of a config file | who asks | for which folder
+MISSING = f"""
+--critic=True | critic = True | critic
+--compile=True | compile = True | compiled
+--debug_step=True | debug_step = True | step
+--policy=gpt2 | policy = 'gpt2': is no .pt file | hub
+--judge=a/b:toxic | judge = 'a/b:toxic': is no .pt file | hub
+{ANSWERED} | a function environment | environment
+tools = {{'twice': lambda text: 2 * text}} | tools | environment
+"""
 
 
 def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(tmp_path))
-    for flags, text, asked_by, folder in MISSING:
-        message = refused(write(text or "beta = 0.1"), *flags.split())
+    for line in MISSING.strip().splitlines():
+        asks, asked_by, folder = line.split(" | ")
+        message = refused(asks if asks.startswith("--") else write(asks))
         assert message.startswith(asked_by), message
         assert message.endswith(f"needs extras/{folder}, which is not here")
     load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
@@ -288,7 +291,8 @@ def test_a_run_is_a_config(noting, write):
         assert cfg.out_dir == str(folder), "it would write to another run's folder"
     (folder / "config.py").write_text("raise SystemExit('a run that is looked at ran its code')")
     cfg = load_settings([str(folder)])      # needs no function; its text is still the run's
-    assert cfg.functions == {} and cfg.source.startswith("raise")
+    assert cfg.functions == {}
+    assert cfg.source.startswith("raise")
     os.remove(folder / "config.py")
     os.mkfifo(folder / "config.py")
     assert "config.py: no such file" in refused(folder)
@@ -300,10 +304,11 @@ def test_functions_come_from_a_named_file_alone(noting, write):
     (folder / "config.py").write_text(open(mine).read())    # unchanged, and still not run
     message = refused(folder)
     assert "RUN CONFIG.py" in message and "'reward'" in message
-    for place in (mine, write(CONSTANT.format(2), "other.py")):
+    for place, reward in ((mine, 1), (write(CONSTANT.format(2), "other.py"), 2)):
         cfg = load_settings([str(folder), place])
-        assert cfg.beta == 0.3 and cfg.source == open(place).read()
-        assert cfg.functions["reward"]([], [""]) == [1 if place == mine else 2]
+        assert cfg.beta == 0.3
+        assert cfg.source == open(place).read()
+        assert cfg.functions["reward"]([], [""]) == [reward]
 
 
 def test_a_strangers_run_runs_nothing(noting, write, tmp_path):

@@ -19,7 +19,7 @@ from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
 from judge.train import named_judges
 from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
-from common.files import load_file, load_gpt, save_file, save_gpt
+from common.files import load_file
 from worlds import WORDS, printed, read_rows, refusal
 
 gpt2 = functools.lru_cache(load_tokenizer)
@@ -260,14 +260,15 @@ def test_the_key_of_a_prepared_policy_stays():
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():
-    eot = 9
-    stream = torch.tensor([1, 5, 5, eot, 2, 5, eot, 3, 5, 5, 5, eot, 4, 5, eot])
-    starts = text_starts(stream, 4, eot)
+    stream = torch.tensor([int(token) for token in "155925935559459"])      # 9 ends a text
+    starts = text_starts(stream, 4, 9)
     assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
     found = windows(stream, starts, 0, 4, seed=1)
-    assert found.shape == (BATCH_SIZE, 5) and set(found[:, 0].tolist()) == {1, 2, 3}
+    assert found.shape == (BATCH_SIZE, 5)
+    assert set(found[:, 0].tolist()) == {1, 2, 3}
     half = windows(stream, starts, 24, 4, seed=1)
-    assert 5 in half[:24, 0] and torch.equal(half[24:], found[24:])
+    assert 5 in half[:24, 0], "these may begin anywhere"
+    assert torch.equal(half[24:], found[24:])
 
 
 def test_the_weights_of_the_project(tmp_path, monkeypatch):
@@ -281,19 +282,12 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
         assert clean < -3 and toxic > 3
 
 
-def test_a_policy_file_brings_its_shape(tiny, tmp_path):
-    path = str(tmp_path / "policy.pt")
-    save_gpt(path, load_gpt(tiny.policy).to(torch.bfloat16))
-    cfg = load_settings([f"--policy={path}", "--max_completion_length=8", "--n_layer=3"])
-    said = []
-    text = printed(lambda: said.append(load_policy(cfg)))
-    assert f"note: n_layer = 3 is ignored: {path} has 1" in text
-    assert next(said[0].parameters()).dtype == torch.float32
+def test_a_policy_file_brings_its_shape(tiny):
+    cfg = load_settings([f"--policy={tiny.policy}", "--max_completion_length=8", "--n_layer=3"])
+    said = printed(load_policy, cfg)
+    assert f"note: n_layer = 3 is ignored: {tiny.policy} has 1" in said
     assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
     assert get_tokenizer(cfg).n_vocab == 300
-    content = load_file(tiny.policy, "policy")
-    save_file(path, **(content | {"kind": "judge"}))
-    assert "kind 'policy' is needed" in refusal(load_policy, cfg)
 
 
 def test_a_run_of_made_up_data_from_a_policy_file(made_up, tiny, tmp_path):

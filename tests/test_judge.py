@@ -96,7 +96,6 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
     assert a > b
     assert silent.isnan()
-    assert "kind 'judge'" in refusal(load_judge, tiny.policy)
 
 
 def test_reward_falls_with_toxicity():

@@ -174,6 +174,7 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainer, "update", meanwhile)
     grpo(where, *FINISHED)
+    assert len(said) == 6, "twice in each iteration"
     assert all("another run is at work there" in text for text in said)
     assert_same_run(finished.dir, where)
 

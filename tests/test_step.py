@@ -13,8 +13,8 @@ from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics, tensors_differing
 from rollout import generate
 from worlds import (
-    WORD_PROMPTS, WORDS, forcing, forward, gradient, letters, nets_of, plain_logps, refusal,
-    seed_of, shaken, steps_of, with_lora, word_gpt, words)
+    WORD_PROMPTS, WORDS, forcing, forward, generator_of, gradient, letters, nets_of, plain_logps,
+    refusal, shaken, steps_of, with_lora, word_gpt, words)
 
 NAN, INF = math.nan, math.inf
 
@@ -73,10 +73,8 @@ def spied(monkeypatch):
 
 
 def test_passes_mini_batches_and_micro_batches(monkeypatch):
-    cfg = words(num_iterations=2, mini_batch_size=4, micro_batch_size=2,
-                mask_truncated_completions=True)
+    cfg = words(num_iterations=2, mini_batch_size=4, micro_batch_size=2)
     setup, batch = nets_and_batch(cfg)
-    assert (batch.loss_mask != batch.rollout.completion_mask).any()
     calls = spied(monkeypatch)
 
     def order_of(seed):
@@ -202,11 +200,14 @@ def test_all_groups_dropped_is_no_step():
 
 
 def test_truncated_completions_carry_no_loss():
-    _, batch = nets_and_batch(words(mask_truncated_completions=True))
+    cfg = words(mask_truncated_completions=True)
+    _, batch = nets_and_batch(cfg)
     ended = batch.rollout.ended
     assert 0 < ended.sum() < 16
     expected = batch.rollout.completion_mask & ended[:, None]
     assert torch.equal(batch.loss_mask, expected), "all tokens of those that ended carry loss"
+    step, = grpo.optimizer_steps(batch, cfg, seed=3)
+    assert step.num_tokens == int(expected.sum()), "the others count in the divisor"
 
 
 def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():
@@ -222,7 +223,7 @@ def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():
 
 def forced_batch(cfg, policy, reference, **sampling):
     """A Batch with forced tokens. Row 1 is forced from its second token on."""
-    generator = torch.Generator().manual_seed(seed_of(2))
+    generator = generator_of(2)
     ids = torch.randint(3, 100, (16, 8), generator=generator)
     forced = ids.where(torch.rand(16, 8, generator=generator) < .3, -1)
     forced[1] = ids[1]

@@ -27,10 +27,10 @@ def read_table(name):
     return found
 
 
-def comparison(found, control):
-    """Compare held-out with a control at equal KL: (what, differences by seed, if it decides)."""
-    differences = np.subtract(found["compared"]["held-out"], found["compared"][control])
-    decides = all(reached(found["points"][arm], found["x"]) for arm in ("held-out", control))
+def comparison(found, control, arm="held-out"):
+    """Compare an arm with a control at equal KL: (what, differences by seed, if it decides)."""
+    differences = np.subtract(found["compared"][arm], found["compared"][control])
+    decides = all(reached(found["points"][x], found["x"]) for x in (arm, control))
     return f"log toxicity less that of {control}", differences.tolist(), decides
 
 

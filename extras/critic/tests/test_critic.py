@@ -14,7 +14,7 @@ from extras.critic import explained_variance, gae, token_advantages, value_loss,
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, completion_states, generate
 from worlds import (
-    END, PROMPTS, assert_near, forcing, forward, gradient, nets_of, printed, seed_of, settings,
+    END, PROMPTS, assert_near, forcing, forward, generator_of, gradient, nets_of, printed, settings,
     shaken, steps_of, untimed_metrics, world)
 
 PLAIN = Settings(whiten_advantages=False)
@@ -23,7 +23,7 @@ CRITIC = dict(critic=True, value_coef=.5)
 
 def cases(seed=0, N=40, T=9):
     """Random rewards, values and sampled tokens; some rows have gaps, one has no sampled token."""
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = generator_of(seed)
     rewards, values = torch.randn(2, N, T, generator=generator)
     sampled = torch.rand(N, T, generator=generator) < .7
     sampled[0] = False

@@ -295,10 +295,10 @@ def test_a_template_in_a_file_of_its_own_wins(tmp_path):
 def test_generation_config_alone_says_what_ends_a_completion_where_it_names_some(tmp_path):
     folder = write_chat(tmp_path)
     for model, generation, expected in (
-            ({}, {}, (2,)), (dict(eos_token_id=0), {}, (2, 0)),
-            (dict(eos_token_id=0), dict(eos_token_id=1), (1,)),
-            ({}, dict(eos_token_id=[0, 2]), (2, 0)), ({}, dict(eos_token_id=[0, 9999]), (0,))):
-        put(folder, config=model, generation_config=generation)
+            (None, None, (2,)), (0, None, (2, 0)), (0, 1, (1,)), (None, [0, 2], (2, 0)),
+            (None, [0, 9999], (0,))):
+        put(folder, config=dict(eos_token_id=model),
+            generation_config=dict(eos_token_id=generation))
         tokenizer = from_folder(folder)
         assert tokenizer.end_tokens == expected
         assert tokenizer.eot_token == expected[0]

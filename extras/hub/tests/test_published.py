@@ -25,7 +25,7 @@ from extras.hub.tests.published import (
     put, write_gguf)
 from common.files import read_json
 from common.script import seed_for
-from worlds import assert_near, printed, read_rows, refusal, seed_of, write_rows
+from worlds import assert_near, generator_of, printed, read_rows, refusal, write_rows
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
 CONFIGS = ("toxicity_gpt2", "toxicity_gptneo_lora", "toxicity_smollm2")
@@ -189,7 +189,7 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
     transformers = pytest.importorskip("transformers")
     start(export_run, finished(kind), tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(seed_of(0)))
+    idx = torch.randint(300, (2, 20), generator=generator_of(0))
     found = logits(evaluate.load_run(finished(kind))[0], idx)
     assert_near(theirs(idx).logits.detach(), found, 1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -47,23 +47,27 @@ def by_hand(folder):
 SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
 
 
-def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(make):
-    for labels, label, problem, expected in (
-            (("nothate", "hate"), "", SOFTMAX, lambda z: z[:, 1] - z[:, 0]),
-            (("Toxic", "neutral"), "", None, lambda z: z[:, 0] - z[:, 1]),
-            (("ok", "hate", "spam"), "", None, lambda z: z[:, 1] - z[:, [0, 2]].logsumexp(1)),
-            (("LABEL_0", "LABEL_1"), ":LABEL_1", None, lambda z: z[:, 1] - z[:, 0]),
-            (("toxicity",), "", None, lambda z: z[:, 0]),
-            (("toxicity", "threat"), "", SIGMOID, lambda z: z[:, 0]),
-            (("toxicity", "insult"), ":insult", SIGMOID, lambda z: z[:, 1])):
-        folder = make(labels, problem_type=problem, type_vocab_size=2)
-        z = by_hand(folder)
-        assert len(from_folder(folder).encode_ordinary(TEXTS[2])) > 22      # this one is cut
-        found = load_judge(folder + label)(["p"] * len(TEXTS), TEXTS)
-        silent = torch.tensor(SILENT)
-        want = expected(z).float().masked_fill(silent, SAYS_NOTHING)
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
-        assert want[~silent].std() > 2e-3, "texts must differ by more than what is allowed above"
+@pytest.mark.parametrize("labels, label, problem, toxic, others", [
+    (("nothate", "hate"), "", SOFTMAX, 1, [0]),
+    (("Toxic", "neutral"), "", None, 0, [1]),
+    (("ok", "hate", "spam"), "", None, 1, [0, 2]),
+    (("LABEL_0", "LABEL_1"), ":LABEL_1", None, 1, [0]),
+    (("toxicity",), "", None, 0, []),
+    (("toxicity", "threat"), "", SIGMOID, 0, []),
+    (("toxicity", "insult"), ":insult", SIGMOID, 1, [])])
+def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
+        labels, label, problem, toxic, others, make):
+    folder = make(labels, problem_type=problem, type_vocab_size=2)
+    assert len(from_folder(folder).encode_ordinary(TEXTS[2])) > 22, "none is cut"
+    z = by_hand(folder)
+    expected = z[:, toxic]
+    if others:
+        expected = expected - z[:, others].logsumexp(1)
+    silent = torch.tensor(SILENT)
+    assert expected[~silent].std() > 2e-3, "texts must differ by more than what is allowed below"
+    found = load_judge(folder + label)(["p"] * len(TEXTS), TEXTS)
+    assert (found[silent] == SAYS_NOTHING).all()
+    torch.testing.assert_close(found[~silent], expected[~silent].float(), rtol=1e-4, atol=1e-4)
 
 
 # what config.json says instead | what the refusal says
