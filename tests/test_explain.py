@@ -356,7 +356,7 @@ def test_tokens_that_share_a_character_are_one_piece():
     ids = [*tokenizer.encode_ordinary(" a"), *euro, euro[1], *face, *euro[:2], 299]
     n = len(ids)
     row = Row(torch.tensor([5, *ids]), torch.ones(n, dtype=torch.bool), None, 1.0)
-    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer, (299,))
+    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer)
     assert [piece.text for piece in found][-5:] == ["€", "\ufffd", "🙂", "\ufffd", ""]
     assert "".join(piece.text for piece in found) == tokenizer.decode(ids[:-1])
     assert sum(piece.influence for piece in found) == sum(range(1, n + 1))
