@@ -92,6 +92,11 @@ def recorded(folder, iteration):
             if row["iteration"] == iteration and row.get("influence", 0.0) is not None]
 
 
+def best_of(rows):
+    """The one of highest advantage that says something."""
+    return max((row for row in rows if row["completion"]), key=lambda row: row["advantage"])
+
+
 def listed(rows):
     """How many are among the five that help most and the five that harm most."""
     z = own_units(rows)
@@ -171,7 +176,7 @@ def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
 def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
-    best = max(recorded(folder, 3), key=lambda row: row["advantage"])
+    best = best_of(recorded(folder, 3))
     argv = [folder, text_of(folder), "--before", "--next=True", f"--prompt={best['prompt']}",
             f"--completion={best['completion']}"]
     helpful, harmful = printed(explain.main, argv).split("Most harmful")
@@ -211,7 +216,7 @@ def told(folder, *flags):
 
 def said_by(folder):
     """Flags that ask for a completion of the run."""
-    row = max(read_rows(os.path.join(folder, "samples.jsonl")), key=lambda row: row["advantage"])
+    row = best_of(read_rows(os.path.join(folder, "samples.jsonl")))
     return [f"--prompt={row['prompt']}", f"--completion={row['completion']}"]
 
 
