@@ -92,6 +92,11 @@ def recorded(folder, iteration):
             if row["iteration"] == iteration and row.get("influence", 0.0) is not None]
 
 
+def best_of(rows):
+    """The one of highest advantage that says something."""
+    return max((row for row in rows if row["completion"]), key=lambda row: row["advantage"])
+
+
 def listed(rows):
     """How many are among the five that help most and the five that harm most."""
     z = own_units(rows)
@@ -171,7 +176,7 @@ def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
 def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
-    best = max(recorded(folder, 3), key=lambda row: row["advantage"])
+    best = best_of(recorded(folder, 3))
     argv = [folder, text_of(folder), "--before", "--next=True", f"--prompt={best['prompt']}",
             f"--completion={best['completion']}"]
     helpful, harmful = printed(explain.main, argv).split("Most harmful")
@@ -211,7 +216,7 @@ def told(folder, *flags):
 
 def said_by(folder):
     """Flags that ask for a completion of the run."""
-    row = max(read_rows(os.path.join(folder, "samples.jsonl")), key=lambda row: row["advantage"])
+    row = best_of(read_rows(os.path.join(folder, "samples.jsonl")))
     return [f"--prompt={row['prompt']}", f"--completion={row['completion']}"]
 
 
@@ -356,7 +361,7 @@ def test_tokens_that_share_a_character_are_one_piece():
     ids = [*tokenizer.encode_ordinary(" a"), *euro, euro[1], *face, *euro[:2], 299]
     n = len(ids)
     row = Row(torch.tensor([5, *ids]), torch.ones(n, dtype=torch.bool), None, 1.0)
-    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer, (299,))
+    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer)
     assert [piece.text for piece in found][-5:] == ["€", "\ufffd", "🙂", "\ufffd", ""]
     assert "".join(piece.text for piece in found) == tokenizer.decode(ids[:-1])
     assert sum(piece.influence for piece in found) == sum(range(1, n + 1))
