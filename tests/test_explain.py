@@ -93,8 +93,9 @@ def recorded(folder, iteration):
 
 
 def best_of(rows):
-    """The one of highest advantage that says something."""
-    return max((row for row in rows if row["completion"]), key=lambda row: row["advantage"])
+    """The one of highest advantage whose text can be asked for."""
+    said = [row for row in rows if row["completion"] and row["completion"].isascii()]
+    return max(said, key=lambda row: row["advantage"])
 
 
 def listed(rows):
