@@ -94,8 +94,10 @@ def recorded(folder, iteration):
 
 def best_of(rows):
     """The one of highest advantage whose text can be asked for."""
-    said = [row for row in rows if row["completion"] and row["completion"].isascii()]
-    return max(said, key=lambda row: row["advantage"])
+    encode = load_tokenizer(300).encode_ordinary
+    there_is_room = [row for row in rows if row["completion"]
+                     and len(encode(row["prompt"])) + len(encode(row["completion"])) <= 32]
+    return max(there_is_room, key=lambda row: row["advantage"])
 
 
 def listed(rows):
