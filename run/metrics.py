@@ -11,7 +11,6 @@ import torch
 
 from common.processes import all_gather, shard
 from tape import inner
-from tracin import invariant_error
 
 
 class Meter:
@@ -193,7 +192,7 @@ def influence_metrics(found):
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
         "tracin/selected_ratio": (found.row_weights != 0).float().mean()}
-    if found.batch_grad is not None:        # it would cost another gradient
+    if found.batch_grad is not None:        # else it would cost another gradient
         tensors["tracin/invariant_error"] = invariant_error(
             found.raw_scores, found.batch_grad, found.G)
     metrics = {name: float(x) for name, x in on_cpu(tensors).items()}
@@ -202,6 +201,14 @@ def influence_metrics(found):
     if found.target_age:
         metrics["tracin/target_age"] = float(found.target_age)
     return metrics | target_metrics(found)
+
+
+def invariant_error(scores, batch_grad, G):
+    """How far sum_i I_i = <sum_i grad P_i, G> is violated: (). Relative to sum_i |I_i|, or to a
+    tenth of the longest product, if that is more: all advantages may be 0."""
+    longest = (inner(batch_grad, batch_grad) * inner(G, G)).sqrt()
+    size = torch.maximum(scores.double().abs().sum(), 0.1 * longest)
+    return (scores.double().sum() - inner(batch_grad, G)).abs() / size.clamp(min=1e-30)
 
 
 def target_metrics(found):

@@ -173,7 +173,8 @@ def test_every_number_is_finite(write):
 def test_choices(write, tmp_path):
     for name, choices in CHOICES.items():
         message = refused(f"--{name}=nonsense")
-        assert f"{name} = 'nonsense'" in message and all(choice in message for choice in choices)
+        assert f"{name} = 'nonsense'" in message
+        assert all(choice in message for choice in choices)
         for choice in choices:
             more = ["--epsilon_high=5"] if choice == "cispo" else []
             if name == "tracin_val_select":
@@ -303,7 +304,8 @@ def test_functions_come_from_a_named_file_alone(noting, write):
     folder = noting(["reward"], [mine])
     (folder / "config.py").write_text(open(mine).read())    # unchanged, and still not run
     message = refused(folder)
-    assert "RUN CONFIG.py" in message and "'reward'" in message
+    assert "RUN CONFIG.py" in message
+    assert "'reward'" in message
     for place, reward in ((mine, 1), (write(CONSTANT.format(2), "other.py"), 2)):
         cfg = load_settings([str(folder), place])
         assert cfg.beta == 0.3
@@ -328,7 +330,8 @@ def test_a_config_json_that_is_none(tmp_path):
                        ('[' * 10 ** 6, "cannot be read as JSON"),
                        ('{"settings": {"seed": "x"}}', "a whole number")):
         (tmp_path / "config.json").write_text(text)
-        assert part in refused(tmp_path) and str(tmp_path) in refused(tmp_path)
+        assert part in refused(tmp_path)
+        assert str(tmp_path) in refused(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -372,7 +375,8 @@ def test_a_run_may_choose_the_judge_and_a_misspelt_reward_is_named(write):
     mine = write(CONSTANT.format(1))
     assert load_settings([mine, "--reward_funcs=judge"]).reward_funcs == ("judge",)
     message = refused(mine, "--reward_funcs=rewrd")
-    assert "'rewrd'" in message and "'reward'" in message
+    assert "'rewrd'" in message
+    assert "'reward'" in message
 
 
 def test_no_error_line_is_long(write):

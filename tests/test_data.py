@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 
 import pytest
 import regex  # comes with tiktoken
@@ -55,7 +54,8 @@ def test_bad_comments_name_file_and_row(tmp_path):
             ("a.csv", "text,is_offensive\n", "holds no comments"), ("a.txt", "x", "must end in")):
         (tmp_path / name).write_text(text)
         message = refusal(load_comments, str(tmp_path / name))
-        assert part in message and name in message
+        assert part in message
+        assert name in message
 
 
 def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(monkeypatch):
@@ -82,7 +82,8 @@ def test_prompts_alone_are_read_once_and_kept(comments, tiny, tmp_path, monkeypa
     monkeypatch.setattr(data.comments, "read_rows", lambda path: pytest.fail("read once more"))
     again = get_splits(cfg)
     assert load_prompts(cfg, WORDS, again) == first == load_prompts(cfg, WORDS, whole)
-    assert again["judge_a"] == [] and len(whole["judge_a"]) > 100
+    assert again["judge_a"] == []
+    assert len(whole["judge_a"]) > 100
     os.utime(comments, (1, 1))      # another version of the file
     with pytest.raises(pytest.fail.Exception):
         get_splits(cfg)
@@ -148,7 +149,8 @@ def test_bad_prompts_name_file_and_row(tmp_path):
             ("a.txt", "word " * 500, "of 1 to 24 tokens")):
         (tmp_path / name).write_text(content)
         message = refusal(prompts_of, tmp_path, f"--prompts={tmp_path}/{name}")
-        assert part in message and name in message
+        assert part in message
+        assert name in message
 
 
 def test_questions_are_the_prompts(tmp_path):
@@ -203,7 +205,8 @@ def test_tokens_are_merged_as_in_gpt2_and_round_trip(vocab_size):
                 i = ranks.index(min(ranks))
                 parts[i:i + 2] = [parts[i] + parts[i + 1]]
             ids += [rank[part] for part in parts]
-        assert t.encode_ordinary(text) == ids and t.decode(ids) == text
+        assert t.encode_ordinary(text) == ids
+        assert t.decode(ids) == text
     assert t.eot_token == t.n_vocab - 1 == vocab_size - 1
 
 
@@ -256,7 +259,8 @@ def test_the_key_of_a_prepared_policy_stays():
     """Files that were prepared for the same settings and comments go on being found."""
     cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
     message = refusal(get_policy, cfg, dict.fromkeys(SPLITS, []), CPU, may_train=False)
-    assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is missing" in message
+    assert "/nowhere/policy-4x256-e5affc42.pt" in message
+    assert "is missing" in message
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():
@@ -279,7 +283,8 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
     assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
     for judge in named_judges(cfg, CPU).values():
         clean, toxic = judge(["", ""], ["Thank you for your help.", "You are a stupid idiot."])
-        assert clean < -3 and toxic > 3
+        assert clean < -3
+        assert toxic > 3
 
 
 def test_a_policy_file_brings_its_shape(tiny):
@@ -298,7 +303,7 @@ def test_a_run_of_made_up_data_from_a_policy_file(made_up, tiny, tmp_path):
     assert "rewards/reward" in text
     rows = read_rows(out / "samples.jsonl")
     assert all(row["row"]["answer"] == str(int(row["prompt"].split()[0]) % 3) for row in rows)
-    assert random.Random(0).random() < 1 and load_file(str(out / "ckpt.pt"), "run")["shape"]
+    assert load_file(str(out / "ckpt.pt"), "run")["shape"]
 
 
 def test_a_damaged_cache_of_prompts_is_one_line(comments, tmp_path):

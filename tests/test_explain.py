@@ -322,7 +322,7 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     assert "another policy" in refused()
     os.remove(path)
     os.remove(os.path.join(folder, "ckpt_prev.pt"))
-    assert "no such file" in refused()
+    assert "has no checkpoint" in refused()
     assert "name its config file too" in refusal(explain.main, [folder, *asked])
 
 

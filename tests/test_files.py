@@ -38,7 +38,8 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(error, seen, folder, t
     with pytest.raises(seen), replacing(path) as tmp:
         os.makedirs(f"{tmp}/sub") if folder else open(tmp, "w").close()
         raise error
-    assert open(path).read() == "old" and os.listdir(tmp_path / "new") == ["x"]
+    assert open(path).read() == "old"
+    assert os.listdir(tmp_path / "new") == ["x"]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
@@ -131,7 +132,8 @@ def test_a_planted_link_is_not_written_through(tmp_path):
     (tmp_path / "notes").write_text("years of work")
     os.symlink(tmp_path / "notes", f"{path}.{os.getpid()}.tmp")     # the name to be renamed
     write_json(str(path), {})
-    assert (tmp_path / "notes").read_text() == "years of work" and not path.is_symlink()
+    assert (tmp_path / "notes").read_text() == "years of work"
+    assert not path.is_symlink()
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
@@ -166,7 +168,8 @@ def test_what_was_saved_on_the_way_goes_when_the_policy_is_there(tmp_path):
 def test_text_json_and_rows(tmp_path):
     path = str(tmp_path / "a.json")
     write_json(path, {"grüß": [1, None]})
-    assert read_json(path) == {"grüß": [1, None]} and read_json("nowhere", missing=3) == 3
+    assert read_json(path) == {"grüß": [1, None]}
+    assert read_json("nowhere", missing=3) == 3
     rows = tmp_path / "rows.jsonl"
     rows.write_text("[" * 10 ** 6)
     for read in (read_json, read_rows):
@@ -295,7 +298,8 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
                           n_layer=12, n_embd=768, max_completion_length=128)
     with monkeypatch.context() as m:
         m.setattr(common.device, "read_proc", lambda name: "")
-        assert common.device.memory(cpu) is None and free_memory(cpu) == math.inf
+        assert common.device.memory(cpu) is None
+        assert free_memory(cpu) == math.inf
     monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
     common.device.check_fits(cfg, cpu)
     cfg.num_prompts = 32000

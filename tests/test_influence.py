@@ -389,6 +389,39 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
         assert close(gradient, (share * factor) @ g)
 
 
+@pytest.mark.parametrize("beta", (0.0, .1))
+def test_a_dropped_rollout_of_any_size_leaves_nothing_behind(beta):
+    """It is subtracted from the gradient of all rollouts, of which it is nearly everything."""
+    def all_but_one(influence, batch):
+        return (torch.arange(16) != 5).float()
+
+    cfg = words(tracin="self", beta=beta, micro_batch_size=5)
+    cfg = with_functions(cfg, {"weigh": all_but_one}, tracin_select="weigh")
+    batch = batch_of(cfg)
+    batch.advantages[5] = 1e7
+    setup = nets_for(cfg)
+    g = row_gradients(setup, batch, cfg)
+    rest = rest_gradient(setup, batch, cfg)
+    (found,), _ = steps_of(setup, batch, cfg, check=True)
+    assert g[5].norm() > 1e5 * found.norm()
+    assert close(found, batch.row_weights @ g + rest)
+
+
+@pytest.mark.parametrize("mistake", ["another rollout's", "of another sign", "a little less"])
+def test_a_wrong_score_is_seen_in_the_first_step(mistake, monkeypatch):
+    scores_of = tracin.Recording.scores
+
+    def wrong(recording, G):
+        scores = scores_of(recording, G)
+        return {"another rollout's": scores.roll(1), "of another sign": -scores,
+                "a little less": .99 * scores}[mistake]
+
+    monkeypatch.setattr(tracin.Recording, "scores", wrong)
+    cfg = words(tracin="reward", beta=.1)
+    said = refusal(steps_of, nets_for(cfg), batch_of(cfg), cfg, check=True)
+    assert "the influences do not add up" in said
+
+
 def test_nothing_selected_is_no_step():
     cfg = words(tracin="self", tracin_select="top", tracin_fraction=0.0, num_iterations=2)
     setup = nets_for(cfg)

@@ -110,7 +110,9 @@ def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     torch.nn.init.constant_(broken.score.weight, math.nan)
     save_gpt(str(tmp_path / "judge.pt"), broken, "judge")
     message = refusal(load_judge(str(tmp_path / "judge.pt")), [""], ["hello you"])
-    assert "judge.pt" in message and "'hello you'" in message and "nan" in message
+    assert "judge.pt" in message
+    assert "'hello you'" in message
+    assert "nan" in message
 
 
 def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
@@ -151,7 +153,9 @@ ANSWERS = ["4", "8"]
 
 
 def by_column(prompts, completions, answer, level=None, *, other=5):
-    assert prompts == ["2 + 2 =", "3 + 4 ="] and level == [1, 2] and other == 5
+    assert prompts == ["2 + 2 =", "3 + 4 ="]
+    assert level == [1, 2]
+    assert other == 5
     return [float(a == text) for a, text in zip(answer, completions)]
 
 
@@ -222,7 +226,8 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
     assert "raised ZeroDivisionError" in str(caught.value)
     assert "for the prompt '2 + 2 =' and completion 'x'" in str(caught.value)
     note = caught.value.__notes__[0]
-    assert "len(text) - 1" in note and "judge/rewards.py" not in note
+    assert "len(text) - 1" in note
+    assert "judge/rewards.py" not in note
     assert "SystemExit" in refusal(score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)
 
 
@@ -234,6 +239,7 @@ def test_a_reward_may_do_as_it_likes_with_torch():
 
     prompts = [Prompt("a", [1], {})]
     assert score({"r": careless}, prompts, ["x"]).dtype == torch.float32
-    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
     endless = {"r": lambda completions: itertools.repeat(1.0)}
     assert "returned 2 numbers for 1" in refusal(score, endless, prompts, ["x"])

@@ -148,8 +148,10 @@ def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
     before = snapshot(copy_of_six)
     message = refusal(grpo, f"{copy_of_six}/", "--max_iters=0")     # a slash changes nothing
     assert f"{str(copy_of_six)!r}: holds a run of other settings" in message
-    assert "--resume" in message and "--out_dir" in message
-    assert snapshot(copy_of_six) == before and os.listdir(tmp_path) == [copy_of_six.name]
+    assert "--resume" in message
+    assert "--out_dir" in message
+    assert snapshot(copy_of_six) == before
+    assert os.listdir(tmp_path) == [copy_of_six.name]
 
 
 def test_a_foreign_folder_is_left_alone(grpo, tmp_path):
@@ -302,7 +304,8 @@ def test_signals(number, tiny, noise, six, grpo, tmp_path):
         assert iteration == len(read_rows(where / "metrics.jsonl"))
         assert f"interrupted: saved after iteration {iteration}; the same command continues" in end
     text = grpo(where, noise, *SIX)
-    assert f"resumed {where}/ckpt.pt after" in text and "iter 1/" not in text
+    assert f"resumed {where}/ckpt.pt after" in text
+    assert "iter 1/" not in text
     assert_same_run(six, where)
     assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
 
@@ -515,7 +518,8 @@ def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
     assert "RUN CONFIG.py" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
     text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
-    assert "rewards/noise" in columns(text) and "iterations 0 and 4" in text
+    assert "rewards/noise" in columns(text)
+    assert "iterations 0 and 4" in text
     os.remove(copy_of_six / "ckpt_prev.pt")
     assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), noise])
 
@@ -526,7 +530,8 @@ def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
                         ("--pretrain_tokens=1000000000000", "pretrain.py")):
         for main in (evaluate.main, explain.main):
             message = refusal(main, [str(copy_of_six), noise, flag])
-            assert "is missing" in message and again in message
+            assert "is missing" in message
+            assert again in message
     for argv in ([], ["--seed=1"]):
         assert "which run" in refusal(evaluate.main, argv)
 

@@ -146,7 +146,8 @@ def test_the_reference_follows_the_policy(lora, capsys):
     assert tensors_differing(setup) > 0
     sync_reference(setup, 1.0)
     assert torch.equal(weights_of(setup.reference), weights_of(setup.policy))
-    assert tensors_differing(setup) == 0 and "0 tensors differ" in capsys.readouterr().out
+    assert tensors_differing(setup) == 0
+    assert "0 tensors differ" in capsys.readouterr().out
 
 
 def test_lora_moves_the_adapters_only():
@@ -176,7 +177,8 @@ def test_dropped_groups_leave_the_divisor(loss_type):
     functions = {"sometimes": sometimes, "half": lambda completions: [.5] * len(completions)}
     cfg = words(functions, loss_type=loss_type)
     batch = nets_and_batch(cfg)[1]
-    assert (batch.advantages[:8] == 0).all() and (batch.advantages[8:] != 0).any()
+    assert (batch.advantages[:8] == 0).all()
+    assert (batch.advantages[8:] != 0).any()
     assert batch_metrics(batch, cfg)["frac_reward_zero_std"] == .5
     (kept,), _ = steps_of(*nets_and_batch(cfg), cfg)
     drop = replace(cfg, zero_std_groups="drop")
@@ -195,7 +197,8 @@ def test_all_groups_dropped_is_no_step():
         decaying = torch.optim.AdamW(policy.parameters(), lr=.1, weight_decay=.5)
         setup, batch = nets_and_batch(cfg, policy, optimizer=decaying)
         m = update(setup, batch, None, replace(cfg, zero_std_groups=how), 3)
-        assert m["num_steps"] == steps and m["loss"] == m["grad_norm"] == 0
+        assert m["num_steps"] == steps
+        assert m["loss"] == m["grad_norm"] == 0
         assert torch.equal(weights_of(policy), weights_of(word_gpt())) == (steps == 0)
 
 
@@ -237,7 +240,8 @@ def test_forced_tokens_are_seen_and_carry_no_loss():
     cfg = words(beta=.1)
     setup, batch = forced_batch(cfg, word_gpt(), moved())
     sampled = batch.rollout.sampled_mask
-    assert torch.equal(batch.loss_mask, sampled) and sampled[1].sum() == 1
+    assert torch.equal(batch.loss_mask, sampled)
+    assert sampled[1].sum() == 1
     assert 10 < sampled.sum() < batch.rollout.completion_mask.sum() - 10
     for i, expected in enumerate(plain_logps(setup.policy, batch.rollout)):
         own = sampled[i, :len(expected)]
@@ -258,10 +262,13 @@ def test_a_forced_token_that_sampling_would_not_draw_gives_no_nan(knobs):
     forced = batch.rollout.completion_mask & ~batch.rollout.sampled_mask
     tokens = batch.rollout.tokens[:, -8:]
     drawable = batch.rollout.allowed.gather(2, tokens[:, :, None])[:, :, 0]
-    assert (forced & ~drawable).any() and batch.ref_logp.isfinite().all()
-    assert batch.advantages.isfinite().all() and batch.kl.isfinite().all()
+    assert (forced & ~drawable).any()
+    assert batch.ref_logp.isfinite().all()
+    assert batch.advantages.isfinite().all()
+    assert batch.kl.isfinite().all()
     (step,), m = steps_of(setup, batch, cfg)
-    assert step.isfinite().all() and math.isfinite(m["loss"])
+    assert step.isfinite().all()
+    assert math.isfinite(m["loss"])
 
 
 def spoil_weight(setup, batch):

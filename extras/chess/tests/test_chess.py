@@ -68,7 +68,8 @@ def test_texts_are_perfect_completions():
             assert material[text.split()[-1]] == max(material.values())
         else:
             fen, move, history, answer = line.removeprefix("A: ").split("+", 3)
-            assert history.split()[-1] == move and answer == chess.rules_answer(fen, move)
+            assert history.split()[-1] == move
+            assert answer == chess.rules_answer(fen, move)
             assert scores("a_format a_exact a_outcome", answer, answer=answer) == [1] * 3, line
     for fen, move, pawns in [("4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20", "d4e3", 1),
                              ("1n2k3/P7/8/8/8/8/8/4K3 w - - 0 1", "a7b8q", 9)]:
@@ -122,7 +123,8 @@ def test_scores_of_completions():
         found = scores(PLAY, text, legal=LEGAL, evaluations=VALUES)
         assert found == pytest.approx(expected), text
     assert scores(f"{RULES} {PLAY}", "", answer=None, legal=None, evaluations=None) == [None] * 10
-    assert chess.edit_distance("flaw", "lawn") == 2 and chess.edit_distance("", "abc") == 3
+    assert chess.edit_distance("flaw", "lawn") == 2
+    assert chess.edit_distance("", "abc") == 3
 
 
 def test_no_text_makes_a_reward_raise():
@@ -166,6 +168,7 @@ def test_stockfish_sees_a_mate_or_one_line_says_that_it_is_missing(monkeypatch):
     rows = [{"fen": MATE, "legal": chess.legal(MATE)}, {"fen": START, "legal": None}]
     if shutil.which("stockfish"):
         first, second = chess.add_evaluations(rows, nodes=500)
-        assert chess.top_moves(first["evaluations"])[0] == "d8h4" and not second["evaluations"]
+        assert chess.top_moves(first["evaluations"])[0] == "d8h4"
+        assert not second["evaluations"]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "apt-get install stockfish" in refusal(chess.add_evaluations, rows)

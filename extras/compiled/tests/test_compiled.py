@@ -139,7 +139,8 @@ def test_compile_that_does_not_hold_is_turned_off(monkeypatch, change, says):
 def test_sampling_from_a_policy_that_is_no_gpt_is_not_compiled():
     setup = SimpleNamespace(policy=nn.Linear(2, 3), reference=nn.Linear(2, 3), generate=generate)
     compile_nets(setup)
-    assert setup.policy_fn is not setup.policy and setup.generate is generate
+    assert setup.policy_fn is not setup.policy
+    assert setup.generate is generate
 
 
 def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):

@@ -82,8 +82,9 @@ def test_rewards_are_centered_and_stand_at_the_last_sampled_token():
     assert not A[2].any(), "nobody scored it"
     assert returns[2][sampled[2]][-1].isnan(), "nobody scored it"
     known = sampled & scored[:, None]
-    white, _ = token_advantages(rollout, rewards, penalty, Settings())
+    white, same = token_advantages(rollout, rewards, penalty, Settings())
     assert_near(white[known], whiten(A, known)[known])
+    assert_near(same[known], returns[known])
 
 
 def test_whitening_is_that_of_trl():

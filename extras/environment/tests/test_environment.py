@@ -295,7 +295,8 @@ def test_a_call_is_answered_with_its_result_or_its_error():
         assert reply(text, TABLE) == added, text
         assert tool_environment(TABLE)(["?", "?"], ["no call", text]) == ["", added]
     table = {"long": lambda text: "ab \n" * 9999, "find": lambda text: "(as f(x) = 3)\nin g(h(2))"}
-    assert len(reply("long(1)", table)) < 250 and "\n" not in reply("long(1)", table)
+    assert len(reply("long(1)", table)) < 250
+    assert "\n" not in reply("long(1)", table)
     answer = reply("find(x)", table)
     assert answer == " = (as f (x) = 3) in g (h (2))", "what an answer says is no call"
     assert reply("find(x)" + answer, table) == ""
@@ -307,7 +308,8 @@ def test_the_parser_takes_any_text():
     for _ in range(2000):
         text = "".join(rng.choices(pieces, k=rng.randrange(12)))
         for call in find_calls(text):
-            assert text[:call.start].endswith(f"{call.name}(") and text[call.end - 1] == ")"
+            assert text[:call.start].endswith(f"{call.name}(")
+            assert text[call.end - 1] == ")"
         added = reply(text, TABLE)
         assert added.startswith((" = ", " error: ")) or not added, f"{text!r} got {added!r}"
     for text in ("(" * 50_000 + ")" * 50_000, "a" * 100_000 + ")", "f(" * 50_000 + ")" * 50_000):
@@ -325,7 +327,8 @@ def test_prompts_and_table_name_the_same_tools():
     table = {"calc": calc, "send_slack_message": str}
     check_prompts_name(table, ["calc(2*2), send_slack_message(text)", "What is (2*2)?"])
     line = refusal(check_prompts_name, table, ["You have slack_send_message(text). Hello"])
-    assert "'slack_send_message'" in line and "'send_slack_message'" in line
+    assert "'slack_send_message'" in line
+    assert "'send_slack_message'" in line
 
     async def waits(text):
         return text
@@ -338,5 +341,6 @@ def test_prompts_and_table_name_the_same_tools():
 def test_the_config_file_loads_and_its_questions_name_its_tool():
     cfg = load_settings([f"{ROOT}/extras/environment/config/calculator.py"])
     prompts = [Prompt(row["text"], [1], row) for row in cfg.functions["questions"](50, 1)]
-    assert cfg.answers and cfg.tools == {"calc": calc}
+    assert cfg.answers
+    assert cfg.tools == {"calc": calc}
     try_environment(cfg, prompts)

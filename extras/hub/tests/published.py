@@ -284,7 +284,7 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
 
 
 def roberta_by_hand(c, tensors, ids):
-    """Logits (labels,) of one text in float64, a head and a query at a time."""
+    """Logits (labels,) of one text in float64, a head at a time."""
     w = {name.replace("roberta.", "").replace("encoder.layer.", ""): x.double()
          for name, x in tensors.items()}
     hs = c["hidden_size"] // c["num_attention_heads"]
@@ -303,10 +303,10 @@ def roberta_by_hand(c, tensors, ids):
     for i in range(c["num_hidden_layers"]):
         q, k, v = (linear(x, f"{i}.attention.self.{name}") for name in ("query", "key", "value"))
         mixed = torch.zeros_like(x)
-        for t in range(len(ids)):
-            for j in range(0, c["hidden_size"], hs):
-                weight = (k[:, j:j + hs] @ q[t, j:j + hs] / math.sqrt(hs)).softmax(0)
-                mixed[t, j:j + hs] = weight @ v[:, j:j + hs]
+        for first in range(0, c["hidden_size"], hs):
+            head = slice(first, first + hs)
+            weights = (q[:, head] @ k[:, head].T / math.sqrt(hs)).softmax(-1)
+            mixed[:, head] = weights @ v[:, head]
         y = linear(mixed, f"{i}.attention.output.dense")
         x = norm(x + y, f"{i}.attention.output.LayerNorm")
         y = linear(x, f"{i}.intermediate.dense")

@@ -66,13 +66,15 @@ def test_permutation_p_by_hand_and_by_brute_force():
 
 def test_holm_line_and_error_by_hand():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []
+    assert holm([0.9, 0.8]) == [1, 1]
+    assert holm([]) == []
     points = [(0, 1), (1, 3), (2, 5)]
     assert value_on_line(points, 0.5) == pytest.approx(2)
     assert value_on_line(points, 4) == pytest.approx(9)
     assert value_on_line([(0, 0), (1, 3), (2, 0)], 5) == pytest.approx(1), "least squares: slope 0"
     assert value_on_line([(1, 2), (1, 4)], 7) == 3, "without a slope: the mean"
-    assert mean_and_error([1, 3]) == (2, 1) and math.isnan(mean_and_error([1])[1])
+    assert mean_and_error([1, 3]) == (2, 1)
+    assert math.isnan(mean_and_error([1])[1])
 
 
 def test_arms_are_compared_by_seed_and_corrected_together():
@@ -162,7 +164,8 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     assert f"| all | {end['eval_judge/toxicity']:.4g} ± nan |" in text
     assert (tmp_path / "out/study/halves/table.json").exists()
     again = printed(studies.main, [made.path])
-    assert "2 runs, 0 to make" in again and again.split("# halves")[1] == text.split("# halves")[1]
+    assert "2 runs, 0 to make" in again
+    assert again.split("# halves")[1] == text.split("# halves")[1]
     made.write("toxicity", "toxic")
     assert "measure = 'eval_judge/toxic': is not in" in refusal(studies.main, [made.path])
     made.write("toxic", "toxicity")
@@ -174,7 +177,8 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     os.mkdir(left.folder)
     with FileLock(f"{left.folder}/.lock"):      # another study is at work there
         assert "not done" in printed(studies.make, left)
-    assert os.listdir(left.folder) == [".lock"] and not os.path.exists(f"{left.folder}-2")
+    assert os.listdir(left.folder) == [".lock"]
+    assert not os.path.exists(f"{left.folder}-2")
 
 
 def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
@@ -183,7 +187,8 @@ def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
                                                      (2, "half")]
     assert len({run.folder for run in runs}) == 4
     study = read_study(made.path)
-    assert study.controls == ("all",) and study.tested == ("half",)
+    assert study.controls == ("all",)
+    assert study.tested == ("half",)
 
 
 # what is in the study | what is there instead | what the refusal says
