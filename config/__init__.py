@@ -205,12 +205,6 @@ class Settings:
         return self.use_bias_correction_kl
 
     @property
-    def multiple_of_logp(self):
-        """True if what influence scores in the first pass is a multiple of a row's log-prob."""
-        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        return one_step and self.top_entropy_quantile == 1 and not self.critic
-
-    @property
     def has_rest(self):
         """True if the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)

@@ -124,10 +124,14 @@ def read_checkpoint(path, mmap=False):
 
 
 def changed_settings(before, cfg):
-    """{name: (value before, value now)} of the settings that make it another run."""
-    now = cfg.public()
-    return {name: (before.get(name), now[name]) for name in now
-            if name not in FREE and json.dumps(before.get(name)) != json.dumps(now[name])}
+    """{name: (value before, value now)} of the settings that make it another run. One that was not
+    there before had its default."""
+    changed = {}
+    for name, now in cfg.public().items():
+        was = before.get(name, getattr(type(cfg), name))
+        if name not in FREE and json.dumps(was, default=str) != json.dumps(now):
+            changed[name] = was, now
+    return changed
 
 
 def check_fits_run(path, content, cfg, names=SHAPE):
@@ -135,7 +139,7 @@ def check_fits_run(path, content, cfg, names=SHAPE):
     changed = changed_settings(content["settings"], cfg)
     misfits = {name: changed[name] for name in names if name in changed}
     if misfits:
-        raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; set it so")
+        raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; keep that")
 
 
 def in_words(changed):
