@@ -43,6 +43,7 @@ class Settings:
     compile: bool = False             # torch.compile of policy, reference and sampling
     resume: bool = False              # continue from out_dir's checkpoint, even with other settings
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
+    keep_checkpoints: int = 2         # the newest ones, two at least; 0: all
     log_micro: bool = True            # numbered lines with memory and time (waits for a GPU)
     wandb_project: str | None = None  # also send the metrics to this project (pip install wandb)
     debug_step: bool = False          # take one GRPO step apart, print every number, stop
@@ -203,12 +204,6 @@ class Settings:
         if self.use_bias_correction_kl is None:
             return self.kl_in == "loss" and self.kl_estimator != "k2"
         return self.use_bias_correction_kl
-
-    @property
-    def multiple_of_logp(self):
-        """True if what influence scores in the first pass is a multiple of a row's log-prob."""
-        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        return one_step and self.top_entropy_quantile == 1 and not self.critic
 
     @property
     def has_rest(self):

@@ -6,7 +6,7 @@ from common.files import ROOT
 from common.script import BadInput, shown
 
 AT_LEAST = {        # all other numbers: 0
-    "save_interval": 1, "vocab_size": 257,      # the bytes and the end token
+    "save_interval": 1, "keep_checkpoints": 0, "vocab_size": 257,      # the bytes and the end token
     "block_size": 2, "n_layer": 1, "n_head": 1, "n_embd": 1, "pretrain_tokens": 1,
     "judge_tokens": 1, "num_prompts": 1, "num_generations": 1, "max_completion_length": 1,
     "temperature": 1e-6, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,
@@ -129,7 +129,10 @@ def check_influence(cfg):
         raise BadInput("tracin = 'target': unset tracin_val_prompts and tracin_leave_one_out")
     if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
         raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
-    knows_part = cfg.tracin in ("off", "self") or cfg.multiple_of_logp
+    one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
+    # what is scored is then a multiple of the rollout's log-prob
+    is_multiple = one_step and cfg.top_entropy_quantile == 1 and not cfg.critic
+    knows_part = cfg.tracin in ("off", "self") or is_multiple
     if cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part):
         raise BadInput("tracin_leave_one_out = True: self-influence is known only with "
                        "tracin_val_prompts = 0 and with tracin = 'self', or mini_batch_size = 0, "

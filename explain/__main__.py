@@ -27,13 +27,12 @@ import torch
 
 import grpo
 from config import load_settings, read_run
-from data.tokenizer import end_tokens
-from explain.page import facts_of, page
+from explain.page import facts_of, write_page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.story import read_sentence, tell
 from explain.words import pieces_of, row_alone, token_influences
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
-from common.files import read_rows, replacing, undamaged
+from common.files import read_rows, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
@@ -115,16 +114,13 @@ def words_of(scored, cfg, chosen):
     batch = recording.batch
     step = recording.step
     unit = float(found.scores.std(correction=0)) or 1.0
-    names = {p: name for name, p in setup.policy.named_parameters()}
-    ends = end_tokens(setup.tokenizer)
     words = {}
     for j in chosen:
         i = step.rows[[j]]
-        loss = grpo.loss_of(setup, setup.policy, batch, i, step, cfg)
+        G = scored_against(scored, cfg, j)
+        influence = token_influences(setup, cfg, batch, i, step, G) / unit
         row = row_alone(batch.rollout, int(i), cfg.temperature)
-        D = {names[p]: g for p, g in scored_against(scored, cfg, j).items()}
-        influence = token_influences(setup.policy, loss, D, row) / unit
-        words[j] = pieces_of(row, influence, setup.tokenizer, ends)
+        words[j] = pieces_of(row, influence, setup.tokenizer)
     return words
 
 
@@ -139,7 +135,8 @@ def print_rollouts(rows):
                   f"{row['prompt'][:48]!r} -> {row['completion'][:48]!r}")
 
 
-def write_page(folder, about, sentences, scored, cfg):
+def cards_of(scored, cfg):
+    """{heading: [(facts, prompt, Pieces)]} of the rollouts that help and harm most."""
     z = own_units(scored.rows)
     lists = best_and_worst(z, SHOWN)
     words = words_of(scored, cfg, sum(lists.values(), []))
@@ -147,10 +144,7 @@ def write_page(folder, about, sentences, scored, cfg):
     cards = {}
     for heading, places in lists.items():
         cards[heading] = [(facts_of(rows[j]), rows[j]["prompt"], words[j]) for j in places]
-    path = os.path.join(folder, "influence.html")
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(page(f"Influence: {folder}", about, sentences, cards))
-    print(f"\n{path}: open it in a browser to see the words")
+    return cards
 
 
 def settings_of(folder, flags, prompt, completion):
@@ -203,7 +197,7 @@ def main(argv):
         sentences.append(check(scored, cfg))
         print(about, *sentences, sep="\n- ")
         print_rollouts(rows)
-    write_page(folder, about, sentences, scored, cfg)
+    write_page(folder, "influence", about, sentences, cards_of(scored, cfg))
 
 
 if __name__ == "__main__":

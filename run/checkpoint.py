@@ -4,8 +4,10 @@ What a run leaves in its folder. Only rank 0 writes.
     config.json    settings and versions: is itself a config
     config.py      the text of its config file, which nothing runs by itself
     *.jsonl        metrics of every iteration, its samples, the evaluations
-    ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
+    ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before, and
+                   ckpt_000001.pt, ... are older ones, if keep_checkpoints asks for them
 """
+import glob
 import json
 import math
 import os
@@ -24,7 +26,8 @@ from common.processes import rank_and_size
 from common.script import BadInput, shown
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-FREE = ("out_dir", "log_micro", "wandb_project", "threads")     # may differ in the same run
+# settings that may differ in the same run
+FREE = ("out_dir", "log_micro", "wandb_project", "threads", "keep_checkpoints")
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
@@ -84,10 +87,25 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         influence=setup.target_average.state(),
         settings=cfg.public(), random=random_state(),
         logs={name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
+    before = f"{folder}/ckpt_prev.pt"
+    if not 0 < cfg.keep_checkpoints < 3 and os.path.exists(before):
+        set_aside(folder, before, cfg.keep_checkpoints)
     if os.path.exists(path):
-        os.replace(path, f"{folder}/ckpt_prev.pt")
+        os.replace(path, before)
     os.replace(new, path)
     flush(folder)
+
+
+def set_aside(folder, path, keep):
+    """Give a checkpoint the next of the names ckpt_000001.pt, ckpt_000002.pt, ... The newest
+    keep - 2 of these stay; 0: all."""
+    older = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
+    number = int(older[-1][-9:-3]) + 1 if older else 1
+    older.append(f"{folder}/ckpt_{number:06}.pt")
+    os.replace(path, older[-1])
+    if keep:
+        for gone in older[:2 - keep]:
+            os.remove(gone)
 
 
 def newest_checkpoint(folder):
@@ -124,10 +142,14 @@ def read_checkpoint(path, mmap=False):
 
 
 def changed_settings(before, cfg):
-    """{name: (value before, value now)} of the settings that make it another run."""
-    now = cfg.public()
-    return {name: (before.get(name), now[name]) for name in now
-            if name not in FREE and json.dumps(before.get(name)) != json.dumps(now[name])}
+    """{name: (value before, value now)} of the settings that make it another run. One that was not
+    there before had its default."""
+    changed = {}
+    for name, now in cfg.public().items():
+        was = before.get(name, getattr(type(cfg), name))
+        if name not in FREE and json.dumps(was, default=str) != json.dumps(now):
+            changed[name] = was, now
+    return changed
 
 
 def check_fits_run(path, content, cfg, names=SHAPE):
@@ -135,7 +157,7 @@ def check_fits_run(path, content, cfg, names=SHAPE):
     changed = changed_settings(content["settings"], cfg)
     misfits = {name: changed[name] for name in names if name in changed}
     if misfits:
-        raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; set it so")
+        raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; keep that")
 
 
 def in_words(changed):

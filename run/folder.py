@@ -25,7 +25,7 @@ def claimed_folder(cfg):
     folder = cfg.out_dir.rstrip("/") or "/"
     try:
         os.makedirs(cfg.cache_dir, exist_ok=True)
-        check_folder(folder, cfg)       # before even a lock is made there
+        check_files(folder, cfg)        # before even a lock is made there
         os.makedirs(folder, exist_ok=True)
         lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
     except Timeout:
@@ -35,7 +35,7 @@ def claimed_folder(cfg):
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
                        f"written ({getattr(e, 'strerror', e)})") from e
     with lock:      # until the block ends, or the process
-        check_folder(folder, cfg)       # another run may have ended there meanwhile
+        check_run(folder, cfg)
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):
             remove(path)        # of a process that was killed while it wrote
         is_continued = newest_checkpoint(folder) is not None
@@ -46,19 +46,24 @@ def claimed_folder(cfg):
         yield folder, is_continued
 
 
-def check_folder(folder, cfg):
-    """BadInput where a run with these settings may not have the folder."""
+def check_files(folder, cfg):
+    """BadInput for a folder that is not a run's, or has links where a run would write."""
     for name in (LOCK, *LOGS):
         if not is_plain(f"{folder}/{name}"):
             raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
                            "would write there")
+    has_run = newest_checkpoint(folder) or os.path.exists(f"{folder}/config.json")
+    if not has_run and not is_free(folder, cfg):
+        raise BadInput(f"out_dir = {folder!r}: holds other files; choose another --out_dir")
+
+
+def check_run(folder, cfg):
+    """BadInput for a folder with a run that is not continued with these settings."""
     if is_free(folder, cfg):
         return
     metrics = f"{folder}/metrics.jsonl"
     if newest_checkpoint(folder):
         reason = why_not_continued(folder, cfg)
-    elif not os.path.exists(f"{folder}/config.json"):
-        reason = "other files"
     elif os.path.exists(metrics) and os.path.getsize(metrics) > 0:
         reason = "a run without a checkpoint"
     else:

@@ -191,8 +191,18 @@ def test_a_run_and_its_account(grpo, rule, tmp_path, monkeypatch):
     flags = (rule, "--judge=None", "--eval_judge=None", "--zero_std_groups=resample",
              "--max_iters=4", "--log_micro=False")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    grpo(whole, *flags)
     update = trainer.update
+    sample_groups = trainer.sample_groups
+    lengths = []
+
+    def counted(*args):
+        rollout = sample_groups(*args)
+        lengths.extend(len(ids) for ids, _ in rows_of(rollout))
+        return rollout
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo.sample_groups", counted)
+        grpo(whole, *flags)
 
     def dies(setup, batch, *more, **names):
         if os.path.exists(parts / "ckpt_prev.pt"):      # in iteration 3
@@ -213,6 +223,7 @@ def test_a_run_and_its_account(grpo, rule, tmp_path, monkeypatch):
         expected = .25 if len(row["prompt"]) % 2 else sum(map(ord, row["completion"])) % 101 / 101
         assert row["reward"] == pytest.approx(expected), "a completion is under another's prompt"
     metrics = read_rows(whole / "metrics.jsonl")
+    assert metrics[-1]["num_tokens"] == sum(lengths), "not the tokens of all rounds"
     assert [m["num_tokens"] for m in metrics] == [
         m["num_tokens"] for m in read_rows(parts / "metrics.jsonl")]
     assert max(m["resample/rounds"] for m in metrics) > 0
@@ -226,15 +237,6 @@ def test_a_run_and_its_account(grpo, rule, tmp_path, monkeypatch):
         said = line[line.index(": ") + 2:]
         assert any(said == f"{p[:48]!r} -> {c[:72]!r}" for p, c in ends), (
             f"the account puts a completion under another's prompt: {line}")
-
-
-def test_num_tokens_counts_all_rounds():
-    setup, cfg = setup_and_cfg()
-    batch, _ = trainer.sample_iteration(setup, 1, cfg)
-    first = draw_prompts(setup.prompts, 1, cfg.num_prompts, cfg.seed)
-    count = sum(len(row[3]) for rows in groups_by_hand(
-        setup, cfg, first, seed_for(cfg.seed, "rollout", 1)) for row in rows)
-    assert batch.rounds[0] == (cfg.num_prompts, count)
 
 
 @pytest.mark.parametrize("flags", ["--critic=True", "--max_resamples=0",
