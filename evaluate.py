@@ -7,24 +7,24 @@ This command measures the last checkpoint of a run, with other settings if you l
 import math
 import os
 
-from common.script import BadInput, hash_of, run_script, seed_for   # before torch: sets its threads
+from common.script import (     # before torch: sets how its threads wait
+    BadInput, hash_of, run_script, seed_for)
 
 import torch
 
 from config import Settings, load_settings
 from data.tokenizer import end_tokens, load_tokenizer
-from judge import as_reward
+from judge import judge_rewards
 from judge.rewards import score
-from judge.scorer import says_nothing
-from judge.train import trained_judges
+from judge.scorer import silent
 from model import GPT
-from pretrain import get_policy, is_published, trainable
-from run.build import build, read_inputs
-from run.checkpoint import read_newest
+from pretrain import is_published, trainable
+from run.build import prepare, read_inputs
+from run.checkpoint import load_checkpoint, read_newest
 from run.metrics import call_metrics
 from run.report import print_table
 from common.device import autocast
-from common.files import load_gpt, load_weights, rebuilt, undamaged
+from common.files import load_gpt, rebuilt, undamaged
 from common.processes import all_gather, all_gather_rollout, shard
 from rollout import completion_logprobs, concatenate
 
@@ -49,7 +49,7 @@ def evaluate(setup, policy, cfg):
     measures = {}
     for name, function in setup.reward_funcs.items():
         if name == "judge":
-            rewards = judge_rewards(logits["judge"], completions, cfg)
+            rewards = judge_rewards(logits["judge"], completions, cfg.judge_score)
         else:
             rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
@@ -61,7 +61,7 @@ def evaluate(setup, policy, cfg):
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
-    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
+    measures["says_nothing"] = float(silent(completions).double().mean())
     samples = [dict(prompt=texts[i], completion=completions[i])
                for i in range(0, len(texts), k)[:NUM_SHOWN]]
     return measures, samples
@@ -79,15 +79,9 @@ def sample_evaluation(setup, policy, cfg):
     return concatenate(all_gather_rollout(rollout))
 
 
-def judge_rewards(logits, completions, cfg):
-    """Rewards (N,) of logits (N,) that the judge gave, NaN where a completion says nothing."""
-    silent = torch.tensor([says_nothing(text) for text in completions])
-    return as_reward(logits, cfg.judge_score).masked_fill(silent, math.nan)
-
-
 def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
-    token (k3) of the policy that wrote them to it, both at the evaluation's temperature."""
+    token (k3) of the policy that wrote them to it, both at the temperature they were sampled at."""
     mine = shard(len(rollout.ended), cfg.num_eval_generations)
     logp = []
     kl = []
@@ -124,20 +118,18 @@ def distinct(completions, k, n):
 
 
 def open_run(folder, flags):
-    """Open a run's last checkpoint -> (cfg, Setup, trained policy, iterations). flags: settings
-    that differ, and the config file that has the run's functions."""
+    """Open a run's last checkpoint -> (cfg, Setup, iterations). flags: settings that differ, and
+    the config file that has the run's functions."""
+    if not os.path.isdir(folder):
+        raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py]")
     cfg = load_settings([folder, *flags])
+    cfg.compile = False     # compiling would take longer than what it saves here
     path, checkpoint = read_newest(folder)
     print(f"{path}: after {checkpoint['iteration']} iterations")
-    inputs = read_inputs(cfg)
-    base = inputs.base or get_policy(cfg, inputs.splits, inputs.device, may_train=False)
-    if hash_of(base) != checkpoint["base_hash"]:
-        raise BadInput(f"{path}: this run began from another policy than the settings name now; "
-                       "the policy must be the one that it began from")
-    trained = trained_judges(cfg, inputs.splits, inputs.device, may_train=False)
-    setup = build(cfg, inputs, base, inputs.judges | trained)
-    load_weights(path, setup.policy, checkpoint["policy"])
-    return cfg, setup, setup.policy, checkpoint["iteration"]
+    setup = prepare(cfg, read_inputs(cfg), may_train=False)
+    with undamaged(path):
+        load_checkpoint(checkpoint, path, setup, cfg, hash_of(setup.base))
+    return cfg, setup, checkpoint["iteration"]
 
 
 def load_run(path):
@@ -148,8 +140,7 @@ def load_run(path):
         return policy, load_tokenizer(policy.config.vocab_size)
     path, content = read_newest(path)
     with undamaged(path):
-        known = vars(Settings())
-        cfg = Settings(**{name: x for name, x in content["settings"].items() if name in known})
+        cfg = Settings(**content["settings"])
         policy = rebuilt(path, content["shape"], content["policy"],
                          lambda config: trainable(GPT(config), cfg))
     if is_published(cfg):
@@ -161,9 +152,9 @@ def load_run(path):
 def main(argv):
     if not argv or argv[0].startswith("--"):
         raise BadInput("which run? python evaluate.py out/toxicity [CONFIG.py] [--setting=value]")
-    cfg, setup, trained, iteration = open_run(argv[0], argv[1:])
+    cfg, setup, iteration = open_run(argv[0], argv[1:])
     rows = []
-    for done, policy in ((0, setup.base), (iteration, trained)):
+    for done, policy in ((0, setup.base), (iteration, setup.policy)):
         measures, samples = evaluate(setup, policy, cfg)
         rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)

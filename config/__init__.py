@@ -18,6 +18,7 @@ import os
 import runpy
 import sys
 import textwrap
+import types
 import typing
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -42,6 +43,7 @@ class Settings:
     compile: bool = False             # torch.compile of policy, reference and sampling
     resume: bool = False              # continue from out_dir's checkpoint, even with other settings
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
+    keep_checkpoints: int = 2         # the newest ones, two at least; 0: all
     log_micro: bool = True            # numbered lines with memory and time (waits for a GPU)
     wandb_project: str | None = None  # also send the metrics to this project (pip install wandb)
     debug_step: bool = False          # take one GRPO step apart, print every number, stop
@@ -97,7 +99,10 @@ class Settings:
         "sum_then_normalize")
     # the std that divides r - mean: of the group or of the batch; none: do not divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
+    # groups whose rewards are all equal. resample: replaced by groups of further prompts (DAPO), in
+    # at most max_resamples rounds; what is equal then is dropped
+    zero_std_groups: Literal["keep", "drop", "resample"] = "keep"
+    max_resamples: int = 3
 
     # critic (extras/critic)
     critic: bool = False                # a value head is the baseline, not the group, as in PPO
@@ -173,8 +178,7 @@ class Settings:
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
-    source: str | None = field(default=None, repr=False)    # its text,
-    files: tuple = ()                                       # and where it is
+    source: str | None = field(default=None, repr=False)    # its text
 
     @property
     def answers(self):
@@ -203,12 +207,6 @@ class Settings:
         return self.use_bias_correction_kl
 
     @property
-    def multiple_of_logp(self):
-        """True if what influence scores in the first pass is a multiple of a row's log-prob."""
-        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        return one_step and self.top_entropy_quantile == 1 and not self.critic
-
-    @property
     def has_rest(self):
         """True if the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
@@ -231,7 +229,7 @@ class Settings:
 
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
-         if name not in ("functions", "source", "files")}
+         if name not in ("functions", "source")}
 DEFINED_HERE = "config file"    # the module of its functions
 GIVEN = ("target", "weigh", "texts", "questions")   # functions that are used by their name alone
 
@@ -244,27 +242,24 @@ def load_settings(argv):
     paths = [arg for arg in argv if not arg.startswith("-")]
     folders = [path.rstrip("/") for path in paths if os.path.isdir(path)]
     files = [path for path in paths if not os.path.isdir(path)]
-    runs = {folder: read_run(folder) for folder in folders}
-    for folder, run in runs.items():
-        if run.get("functions") and not files:
-            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
-                           f"{shown(run['functions'])}, and no file runs that you did not name "
-                           f"(the run noted {shown(run.get('files'))})")
-    kept = [f"{folder}/config.py" for folder in folders]
-    cfg.source = joined(files or filter(os.path.exists, kept))
-    cfg.files = tuple(map(os.path.realpath, files))
     for path in files:
         values, functions = read_config(path)
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, path)
-    for folder, run in runs.items():
+    for folder in folders:
+        run = read_run(folder)
+        if run.get("functions") and not files:
+            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
+                           f"{shown(run['functions'])} ({folder}/config.py is a copy)")
         for name, value in run["settings"].items():
-            assign(cfg, name, value,
-                   f"{folder}/config.json (written by another version? edit it there)")
+            assign(cfg, name, value, f"{folder}/config.json (of another version? edit it there)")
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
+    kept = [f"{folder}/config.py" for folder in folders]
+    texts = map(read_text, files or filter(os.path.exists, kept))
+    cfg.source = "\n".join(texts) or None
     check(cfg)
     use_functions(cfg)
     return cfg
@@ -275,6 +270,8 @@ def use_functions(cfg):
     become one line."""
     known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
+        if inspect.iscoroutinefunction(function):
+            raise BadInput(f"config: function {name!r} is async: write def, without async")
         if name in GIVEN:
             cfg.functions[name] = in_one_line(name, function)
         elif name not in known and function not in cfg.tools.values():
@@ -313,15 +310,15 @@ def read_flag(flag):
     name, equals, text = flag[2:].partition("=")
     if not flag.startswith("--") or not name:
         raise BadInput(f"{flag}: a setting is written --name=value")
-    types = types_of(name, flag)
-    if not equals and bool not in types:
+    known = types_of(name, flag)
+    if not equals and bool not in known:
         raise BadInput(f"{flag}: write {flag}=VALUE")
     literal = text.title() if text.lower() in ("true", "false") else text
     try:
         value = ast.literal_eval(literal if equals else "True")
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return name, text
-    if str in types and value is not None and type(value) is not str:
+    if str in known and value is not None and type(value) is not str:
         return name, text       # --out_dir=7 is the folder "7"
     return name, value
 
@@ -330,31 +327,37 @@ def types_of(name, source=""):
     """The types that a setting may have. source, for the message, is where its name stood."""
     if name not in HINTS:
         near = difflib.get_close_matches(name, HINTS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "; --help lists the settings"
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
     parts = typing.get_args(HINTS[name]) or (HINTS[name],)
-    types = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
-    return tuple(dict.fromkeys(types))
+    found = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
+    return tuple(dict.fromkeys(found))
+
+
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text",
+         tuple: "a tuple", types.NoneType: "None"}
 
 
 def assign(cfg, name, value, source):
     """Sets cfg.name, with an int for a float and a list or one text for a tuple."""
-    types = types_of(name, source)
-    if float in types and type(value) is int and abs(value) < 2 ** 63:
+    known = types_of(name, source)
+    if float in known and type(value) is int and abs(value) < 2 ** 63:
         value = float(value)
-    if tuple in types and type(value) in (list, str):
+    if tuple in known and type(value) in (list, str):
         value = tuple(value) if type(value) is list else (value,)     # --reward_funcs=judge
-    if type(value) not in types:
-        wanted = " or ".join(t.__name__.removesuffix("Type") for t in types)
-        raise BadInput(f"{source}: {name} = {shown(value)} must be {wanted}, not "
-                       f"{type(value).__name__}")
+    if type(value) not in known:
+        wanted = " or ".join(WORDS[t] for t in known)
+        default = getattr(Settings, name)
+        raise BadInput(f"{source}: {name} = {shown(value)}: must be {wanted}; the default is "
+                       f"{name} = {default!r}")
     setattr(cfg, name, value)
 
 
 def read_config(path):
     """({setting: value}, {name: function}) of a config file."""
-    if not path.endswith(".py"):
-        raise BadInput(f"{path}: must be a config file, which ends in .py, or a run's folder")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise BadInput(f"{path}: is neither a config file (.py) nor the folder of a run; a setting "
+                       "is written --name=value")
     try:
         names = runpy.run_path(path, run_name=DEFINED_HERE)
     except BadInput:
@@ -371,15 +374,10 @@ def read_config(path):
     return values, functions
 
 
-def joined(files):
-    """The text of config files. None: there are none."""
-    return "\n".join(map(read_text, files)) or None
-
-
 def read_run(folder):
     """What a run's config.json holds."""
     path = f"{folder}/config.json"
-    content = read_json(path)
+    content = read_json(path, missing={})
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
-        raise BadInput(f"{path}: has no settings, as the config.json of a run has")
+        raise BadInput(f"{folder}: is not the folder of a run: its config.json has no settings")
     return content

@@ -5,42 +5,29 @@ import typing
 from common.files import ROOT
 from common.script import BadInput, shown
 
-AT_LEAST = {
-    "max_iters": 0, "threads": 0, "seed": 0, "save_interval": 1,
-    "vocab_size": 257,      # the bytes and the end token
+AT_LEAST = {        # all other numbers: 0
+    "save_interval": 1, "keep_checkpoints": 0, "vocab_size": 257,      # the bytes and the end token
     "block_size": 2, "n_layer": 1, "n_head": 1, "n_embd": 1, "pretrain_tokens": 1,
-    "lora_rank": 0, "lora_alpha": 0, "judge_tokens": 1,
-    "num_prompts": 1, "num_generations": 1, "max_completion_length": 1, "temperature": 1e-6,
-    "eval_temperature": 1e-6,     "top_k": 0, "min_p": 0, "decode_batch_size": 0, "max_turns": 0,
-    "gae_gamma": 0, "gae_lambda": 0, "value_coef": 0,
-    "epsilon": 0, "epsilon_high": 0, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,
-    "beta": 0, "entropy_coef": 0, "ref_model_sync_steps": 0, "ref_model_mixup_alpha": 0,
-    "num_iterations": 1, "mini_batch_size": 0, "micro_batch_size": 1, "warmup_iters": 0,
-    "adam_beta1": 0, "adam_beta2": 0, "weight_decay": 0, "max_grad_norm": 0,
-    "tracin_val_prompts": 0, "tracin_val_size": 0, "tracin_target_ema": 0, "tracin_fraction": 0,
-    "eval_interval": 0, "num_eval_prompts": 1, "num_eval_generations": 1, "expect_rise": 0,
+    "judge_tokens": 1, "num_prompts": 1, "num_generations": 1, "max_completion_length": 1,
+    "temperature": 1e-6, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,
+    "max_resamples": 1, "num_iterations": 1, "micro_batch_size": 1, "eval_temperature": 1e-6,
+    "num_eval_prompts": 1, "num_eval_generations": 1,
 }
 AT_MOST = {
     "threads": max(64, os.cpu_count()), "top_p": 1, "min_p": 1, "gae_gamma": 1, "gae_lambda": 1,
     "top_entropy_quantile": 1, "ref_model_mixup_alpha": 1, "tracin_fraction": 1,
     "lora_rank": 4096, "num_eval_generations": 4096,    # far beyond use: memory would end first
 }
-ABOVE = {"learning_rate": 0, "top_p": 0, "top_entropy_quantile": 0, "value_clip": 0}
-BELOW = {"adam_beta1": 1, "adam_beta2": 1, "tracin_target_ema": 1}      # an average must forget
+ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile", "value_clip")
+BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")     # an average must forget
 
 
 def check(cfg):
     """Raise BadInput for the first setting that cannot work. Fill in None. Return cfg."""
     hints = typing.get_type_hints(type(cfg))
     for name, value in cfg.public().items():
-        choices = typing.get_args(hints[name])
-        if typing.get_origin(hints[name]) is typing.Literal and value not in choices:
-            raise BadInput(f"{name} = {shown(value)}: must be one of {', '.join(choices)}")
-        if type(value) in (int, float) and not abs(value) < 2 ** 63:    # or NaN
-            raise BadInput(f"{name} = {shown(value)}: must be a number below 2 ** 63")
-        if value == "":
-            raise BadInput(f"{name} = '': must not be empty")
-    check_ranges(cfg)
+        if wanted := what_it_must_be(name, value, hints[name]):
+            raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
     check_models(cfg)
     check_rows(cfg)
     check_loss(cfg)
@@ -55,30 +42,32 @@ def check(cfg):
     return cfg
 
 
+def what_it_must_be(name, value, hint):
+    """What this value of a setting must be and is not; "" if it is good by itself."""
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal and value not in choices:
+        return f"one of {', '.join(choices)}"
+    if value == "":
+        return "text that is not empty"
+    if type(value) not in (int, float):
+        return ""
+    if not abs(value) < 2 ** 63:    # or NaN
+        return "a number below 2 ** 63"
+    if name in ABOVE_0 and value <= 0:
+        return "above 0"
+    if value < AT_LEAST.get(name, 0):
+        return f"at least {AT_LEAST.get(name, 0)}"
+    if name in BELOW_1 and value >= 1:
+        return "below 1"
+    if name in AT_MOST and value > AT_MOST[name]:
+        return f"at most {AT_MOST[name]}"
+    return ""
+
+
 def need(folder, asked_by):
     """Refuse a setting that needs a folder of extras/ that somebody has deleted."""
     if not os.path.isdir(os.path.join(ROOT, "extras", folder)):
         raise BadInput(f"{asked_by} needs extras/{folder}, which is not here")
-
-
-def check_ranges(cfg):
-    for name, value in cfg.public().items():
-        if type(value) not in (int, float):
-            continue
-        wanted = ""
-        if name in AT_LEAST and value < AT_LEAST[name]:
-            wanted = f"at least {AT_LEAST[name]}"
-        elif name in AT_MOST and value > AT_MOST[name]:
-            wanted = f"at most {AT_MOST[name]}"
-        elif name in ABOVE and value <= ABOVE[name]:
-            wanted = f"above {ABOVE[name]}"
-        elif name in BELOW and value >= BELOW[name]:
-            wanted = f"below {BELOW[name]}"
-        if wanted:
-            raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
-    words = cfg.prompt_words
-    if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
-        raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers")
 
 
 def check_models(cfg):
@@ -89,6 +78,9 @@ def check_models(cfg):
 
 
 def check_rows(cfg):
+    words = cfg.prompt_words
+    if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
+        raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers")
     N = cfg.num_prompts * cfg.num_generations
     if N % (cfg.mini_batch_size or N):
         raise BadInput(f"mini_batch_size = {cfg.mini_batch_size}: must divide num_prompts * "
@@ -111,7 +103,7 @@ def check_loss(cfg):
     if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
         raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
-    if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups == "drop"):
+    if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups != "keep"):
         raise BadInput("multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
                        "zero_std_groups = 'keep'")
 
@@ -120,7 +112,7 @@ def check_critic(cfg):
     if not cfg.critic and cfg.num_generations == 1:
         raise BadInput("num_generations = 1: must be at least 2, since the group is the baseline; "
                        "or set critic = True")
-    by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups == "drop"
+    by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups != "keep"
                 or cfg.multi_objective_aggregation == "normalize_then_sum")
     if cfg.critic and by_group:
         raise BadInput("critic = True: advantages are by token; leave importance_sampling_level, "
@@ -137,7 +129,10 @@ def check_influence(cfg):
         raise BadInput("tracin = 'target': unset tracin_val_prompts and tracin_leave_one_out")
     if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
         raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
-    knows_part = cfg.tracin in ("off", "self") or cfg.multiple_of_logp
+    one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
+    # what is scored is then a multiple of the rollout's log-prob
+    is_multiple = one_step and cfg.top_entropy_quantile == 1 and not cfg.critic
+    knows_part = cfg.tracin in ("off", "self") or is_multiple
     if cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part):
         raise BadInput("tracin_leave_one_out = True: self-influence is known only with "
                        "tracin_val_prompts = 0 and with tracin = 'self', or mini_batch_size = 0, "
@@ -162,7 +157,9 @@ def check_rewards(cfg):
             raise BadInput(f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor "
                            f"a function of the config file: {sorted(cfg.functions) or 'none'}")
         if name == "judge" and cfg.judge is None:
-            raise BadInput("judge = None: set it to 'train' or a file, or define a reward")
+            raise BadInput("judge = None leaves no reward: set judge = 'train' or a file, define "
+                           "a function reward, or name yours in reward_funcs; the config file "
+                           f"defines {sorted(cfg.functions) or 'none'}")
     if cfg.reward_weights is None:
         cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
     for weight in cfg.reward_weights:
@@ -181,7 +178,7 @@ def check_environment(cfg):
     answered = "environment" in cfg.functions or cfg.tools
     if not are_text or cfg.stop_strings and not answered:
         raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text, and needs a "
-                       "function environment")
+                       "function environment, or tools, in the config file")
     if cfg.tools and "environment" in cfg.functions:
         raise BadInput("tools and a function environment: both would answer; leave one out")
     if cfg.answers:

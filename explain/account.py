@@ -40,11 +40,12 @@ import grpo
 from common.device import free_memory
 from common.script import BadInput, seed_for
 from rollout import completion_logprobs, empty_rollout
-from common.fit import Progress
-from tape import inner
+from common.supervised import Progress
 from tracin import Recording
 
 DAMPING = 0.3
+NEAR = 1e-5     # of the weights: how far off the gradients are whose difference is H d. In float32
+                # it is right to three digits, from nearer ones to fewer
 
 # ------------------------------------------------------------------------------------------------
 # the run, once more
@@ -74,7 +75,7 @@ def replay(setup, cfg, start, since, end, folder):
     progress = Progress("replay", "iteration", end, start)
     for it in range(start, end):
         setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(it, cfg)
-        _, batch, held_out = grpo.sample_iteration(setup, it, cfg)
+        batch, held_out = grpo.sample_iteration(setup, it, cfg)
 
         def watch(step, norm):
             if it >= since:
@@ -91,7 +92,7 @@ def replay(setup, cfg, start, since, end, folder):
 
 def step_of(setup, cfg, it, batch, step, norm):
     """A step that the run is about to take."""
-    group = setup.optimizer.param_groups[0]
+    group, = setup.optimizer.param_groups       # one for all weights
     count = 1 + int(setup.optimizer.state[setup.trained[0]].get("step", 0))
     b1, b2 = group["betas"]
     clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
@@ -182,30 +183,52 @@ def taken_back(k, before, after, derivative, damping):
     return L, ((1 - k.lr * k.decay) * d_theta, k.b1 * u_m, k.b2 * u_v)
 
 
-def hessian_times(setup, cfg, k, weights, d):
-    """H d (W,) of the loss of step k, as the difference of two gradients in full precision."""
-    # larger ones leave the clip range of the ratio; in float32 this one is right to three digits
-    h = 1e-5 * weights.norm() / d.norm().clamp(min=1e-30)
-    exact = replace(setup, dtype=d.dtype)
-    found = []
-    for there in (weights + h * d, weights - h * d):
-        vector_to_parameters(there, setup.trained)
-        found.append(flat(grpo.gradient_of(exact, cfg, k.batch, k.step.rows, k.step).values()))
-    return (found[0] - found[1]) / (2 * h)
+def unclipped(setup, cfg, k):
+    """Settings and a Batch with which the loss of step k has the same gradient and no kinks: the
+    tokens whose ratio is clipped now are left out, the others are never clipped."""
+    if cfg.loss_type == "cispo":    # it has none: its clipped ratio is a constant
+        return cfg, k.batch
+    mask = torch.zeros_like(k.batch.loss_mask)
+    for rows in grpo.micro_batches(k.batch.lengths, k.step.rows, cfg):
+        loss = grpo.loss_of(setup, setup.policy, k.batch, rows, k.step, cfg)
+        slope, = torch.autograd.grad(loss.policy, loss.logp)                        # (n, T)
+        mask[rows] = slope != 0
+    return (replace(cfg, epsilon=1e9, epsilon_high=None, delta=None),
+            replace(k.batch, policy_mask=mask))
+
+
+def hessian_times(setup, cfg, k, weights, directions):
+    """H d (K, W) of the loss of step k, each as the difference of two gradients in full precision.
+    """
+    exact = replace(setup, dtype=weights.dtype)
+    vector_to_parameters(weights, setup.trained)
+    cfg, batch = unclipped(exact, cfg, k)
+    products = []
+    for d in directions:
+        h = NEAR * weights.norm() / d.norm().clamp(min=1e-30)
+        found = []
+        for there in (weights + h * d, weights - h * d):
+            vector_to_parameters(there, setup.trained)
+            found.append(flat(grpo.gradient_of(exact, cfg, batch, k.step.rows, k.step).values()))
+        products.append((found[0] - found[1]) / (2 * h))
+    return torch.stack(products)
 
 
 def multiplied(setup, cfg, k, weights, directions):
-    """Products of directions (n, W) with the rollouts' parts of the gradient of step k, (n, N), and
-    with that of the rest of the loss, (n,)."""
+    """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k."""
     vector_to_parameters(weights, setup.trained)
+    alone = replace(cfg, beta=0.0, entropy_coef=0.0, critic=False)      # without the rest
     batch = replace(k.batch, row_weights=k.batch.row_weights.clone())
-    with Recording(setup.policy, batch, k.step, False, cfg) as recording:    # it sets them to 1
+    with Recording(setup.policy, batch, k.step, False, alone) as recording:  # it sets them to 1
         batch.row_weights = k.batch.row_weights
-        grpo.backward(setup, batch, k.step, cfg, lambda loss: None, recording)
-    rest = recording.tape.rest_gradient()
-    found = [by_parameter(setup, d) for d in directions]
-    return (torch.stack([recording.tape.dot(G) for G in found]).cpu(),
-            torch.stack([inner(rest, G) for G in found]).cpu())
+        grpo.backward(setup, batch, k.step, alone, lambda loss: None, recording)
+    return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
+
+
+def rest_of(cfg):
+    """{part of the loss that no rollout has alone: 0.0}."""
+    is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
+    return {part: 0.0 for part in is_on if is_on[part]}
 
 
 def by_parameter(setup, d):
@@ -223,11 +246,12 @@ class Account(NamedTuple):
     logp: list          # (S + 1, T) of each one's tokens, along the run
     shares: Tensor      # (K, I, N) of the rollouts: where the change came from
     effects: Tensor     # (K, I, N): the derivatives by their weights
-    others: dict        # {name: shares (K,)} of what is no rollout
+    rest: dict          # {name: shares (K,)} of the other parts of the loss
+    others: dict        # likewise, of what is no loss
 
     @property
     def together(self):     # (K,)
-        return self.shares.sum((1, 2)) + sum(self.others.values())
+        return self.shares.sum((1, 2)) + sum([*self.rest.values(), *self.others.values()])
 
     @property
     def change(self):       # (K,)
@@ -243,25 +267,27 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
     K = len(rollouts)
     size = taken[-1].it + 1 - taken[0].it
     found = torch.zeros(2, K, size, len(taken[0].batch.row_weights), dtype=torch.float64)
-    rest = decay = 0.0
+    rest = rest_of(cfg)
+    decay = 0.0
     derivative = slopes(setup, states[-1][0], rollouts, cfg), 0.0, 0.0
     progress = Progress("account", "step", len(taken))
     steps = walk_back(setup, cfg, states, taken, rollouts, parts)
     for done, (k, before, after, slope, U) in enumerate(steps, 1):
         L, derivative = taken_back(k, before, after, derivative, damping)
-        both = torch.cat([(1 - k.b1) * k.clip * U, L])
-        products, rests = multiplied(setup, cfg, k, before[0], both)
+        G = (1 - k.b1) * k.clip * U
+        products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))
         found[:, :, k.it - taken[0].it] += products.view(2, K, -1)
-        rest += rests[:K]
+        for part in rest:
+            g = grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step, part).values()
+            rest[part] += (G @ flat(g)).cpu()
         decay -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:
-            curved = [hessian_times(setup, cfg, k, before[0], d) for d in L]
             d_theta, *moments = derivative
-            derivative = d_theta + torch.stack(curved), *moments
+            derivative = d_theta + hessian_times(setup, cfg, k, before[0], L), *moments
         if progress.is_due():
             progress.show(done)
     momentum = k.b1 * (U @ before[1]).cpu()     # what m held before the first step
-    return Account(logp, *found, dict(rest=rest, decay=decay, momentum=momentum))
+    return Account(logp, *found, rest, dict(decay=decay, momentum=momentum))
 
 
 def walk_back(setup, cfg, states, taken, rollouts, parts=1):

@@ -11,20 +11,21 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from common.files import read_rows, replacing, undamaged
+from common.files import read_rows, undamaged
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of, shown
 from config import load_settings
-from data.prompts import draw_prompts, encode_prompt
-from data.tokenizer import end_tokens, texts_of
+from data.prompts import encode_prompt
+from data.tokenizer import texts_of
 from evaluate import sample_evaluation
 from explain.account import account, by_parameter, replay, row_of, walk_back
-from explain.page import page
+from explain.page import write_page
 from explain.sentences import best_and_worst
 from explain.words import pieces_of, row_alone, token_influences
 from rollout import completion_states, truncate
-from run.checkpoint import load_checkpoint, read_checkpoint, read_newest, set_random_state
-from run.folder import FREE, same_settings
+from run.checkpoint import (
+    changed_settings, load_checkpoint, read_checkpoint, read_newest, set_random_state)
+from run.folder import same_text
 
 SHOWN = 5           # rollouts in each direction
 WORST = 3           # completions of the evaluation
@@ -37,8 +38,10 @@ def tell(folder, flags, own):
     cfg = load_settings([folder, *flags])
     path, last = read_newest(folder)
     end = last["iteration"]
-    since = number(own, "since", 0, end - 1)
-    parts = number(own, "parts", 1, 1000)
+    since = own["since"]
+    parts = own["parts"]
+    if since >= end:
+        raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     check_run(setup, cfg, folder, path, last)
     rollouts = rollouts_asked(setup, cfg, own)
@@ -59,6 +62,9 @@ def tell(folder, flags, own):
     about = (f"{folder}, iterations {since + 1} to {end}. The target is a sentence's log-prob. "
              "`without it` is what it would be at the end had the rollout been left out: by the "
              f"derivative through AdamW, damped, {curved} the Hessian.")
+    if cfg.loss_type == "bnpo":
+        about += (" With loss_type = 'bnpo' a rollout alone has another loss: its words add up to "
+                  "a multiple of its share.")
     print(about)
     stories = []
     shown = {}
@@ -68,21 +74,11 @@ def tell(folder, flags, own):
         print("", *lines, sep="\n")
         stories += lines
         shown |= {f"{i + 1}. {heading}": some for heading, some in cards.items()}
-    path = os.path.join(folder, "account.html")
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(page(f"Account: {folder}", about, stories, shown))
-    print(f"\n{path}: open it in a browser to see the words")
+    write_page(folder, "account", about, stories, shown)
 
 
 # ------------------------------------------------------------------------------------------------
 # which run
-
-
-def number(own, name, least, most):
-    text = own[name]
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise BadInput(f"--{name}={text}: must be a whole number from {least} to {most}")
-    return int(text)
 
 
 def check_run(setup, cfg, folder, path, last):
@@ -92,13 +88,23 @@ def check_run(setup, cfg, folder, path, last):
     if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
-    for name, x in cfg.public().items():
-        was = last["settings"].get(name, x)
-        if was != x and name not in FREE:
-            raise BadInput(f"{name} = {x!r}: must be {was!r} as in {path}, whose run is repeated")
-    if not same_settings(folder, cfg):
+    for name, (was, now) in changed_settings(last["settings"], cfg).items():
+        if name not in harmless(cfg):
+            raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
+    if not same_text(folder, cfg):
         raise BadInput(f"{folder}: the config file has changed since the run, which is repeated; "
                        f"name the run's own copy, {folder}/config.py")
+
+
+def harmless(cfg):
+    """Settings that change no training."""
+    names = ["cache_dir", "device", "decode_batch_size", "activation_checkpointing",
+             "save_interval", "eval_interval", "num_eval_generations", "expect_rise"]
+    if cfg.loss_type != "bnpo":
+        names.append("micro_batch_size")
+    if not cfg.tracin_val_prompts:      # those come after the evaluation's
+        names.append("num_eval_prompts")
+    return names
 
 
 def go_to(setup, cfg, folder, since):
@@ -125,6 +131,8 @@ def rollouts_asked(setup, cfg, own):
         asked = [own]
     elif own["prompts"]:
         asked = read_rows(own["prompts"])
+        if not asked:
+            raise BadInput(f"--prompts={own['prompts']}: holds no sentence")
     found = [read_sentence(setup.policy, setup.tokenizer, row.get("prompt"), row.get("completion"))
              for row in asked]
     for row, rollout in zip(asked, found):
@@ -174,7 +182,6 @@ def worst(setup, cfg):
 
 def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
     """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
-    ends = end_tokens(setup.tokenizer)
     first = taken[0].it
     batches = {k.it - first: k.batch for k in taken}
     shares = found.shares[i]                                                        # (I, N)
@@ -185,18 +192,17 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
 
     def card(since, j):
         batch = batches[since]
-        prompts = draw_prompts(setup.prompts, first + since, cfg.num_prompts, cfg.seed)
         without = logp[-1].sum() - found.effects[i, since, j]
         facts = (f"{shares[since, j]:+.3f}, iteration {first + since + 1}, reward "
                  f"{batch.rewards[j]:.3f}, advantage {batch.row_advantages[j]:+.2f}, without it "
                  f"{without:.2f}")
         row = row_alone(batch.rollout, j, cfg.temperature)
-        return (facts, prompts[j // cfg.num_generations].text,
-                pieces_of(row, words[since, j], setup.tokenizer, ends))
+        return (facts, batch.prompts[j].text,
+                pieces_of(row, words[since, j], setup.tokenizer))
 
     itself = row_alone(rollout, 0, cfg.temperature)
     said = setup.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
-    change = pieces_of(itself, logp[-1] - logp[0], setup.tokenizer, ends)
+    change = pieces_of(itself, logp[-1] - logp[0], setup.tokenizer)
     cards = {"The sentence": [(f"{found.change[i]:+.3f}", said, change)]}
     for heading, places in zip(("Made it likelier", "Made it less likely"), lists):
         cards[heading] = [card(*place) for place in places]
@@ -206,18 +212,14 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
 def token_shares(setup, cfg, states, taken, rollout, places, parts):
     """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration since the first,
     number in the batch)."""
-    names = {p: name for name, p in setup.policy.named_parameters()}
     shares = dict.fromkeys(places, 0.0)
     for k, before, _, _, U in walk_back(setup, cfg, states, taken, [rollout], parts):
         vector_to_parameters(before[0], setup.trained)
-        G = (1 - k.b1) * k.clip * U[0]
-        D = {names[p]: g for p, g in by_parameter(setup, G).items()}
+        G = by_parameter(setup, (1 - k.b1) * k.clip * U[0])
         for since, j in places:
             i = k.step.rows[k.step.rows == j]
             if taken[0].it + since == k.it and len(i):
-                loss = grpo.loss_of(setup, setup.policy, k.batch, i, k.step, cfg)
-                row = row_alone(k.batch.rollout, j, cfg.temperature)
-                shares[since, j] += token_influences(setup.policy, loss, D, row)
+                shares[since, j] += token_influences(setup, cfg, k.batch, i, k.step, G)
     return shares
 
 
@@ -237,9 +239,12 @@ def lines_of(taken, found, i, cards):
     if error > TOO_FAR:
         lines.append("warning: the steps are too large for a straight line; --parts=4 looks at "
                      "four parts of each step")
-    others = [f"{name} {x[i]:+.3f}, " for name, x in found.others.items() if x[i] or name == "rest"]
-    lines.append(f"account: rollouts {shares.sum():+.3f}, {''.join(others)}together "
-                 f"{together:+.3f} nats; true change {change:+.3f} ({100 * error:.1f} % off)")
+    lines += [f"  {part} in the loss {x[i]:+.3f}" for part, x in found.rest.items()]
+    rest = sum(float(x[i]) for x in found.rest.values())
+    others = [f"{name} {x[i]:+.3f}, " for name, x in found.others.items() if x[i]]
+    lines.append(f"account: rollouts {shares.sum():+.3f}, rest {rest:+.3f}, {''.join(others)}"
+                 f"together {together:+.3f} nats; true change {change:+.3f} "
+                 f"({100 * error:.1f} % off)")
     return lines
 
 

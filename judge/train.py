@@ -19,7 +19,7 @@ from judge.scorer import Scorer, encode, logits_of, pad_right
 from model import GPTConfig
 from common.device import autocast, fast_dtype, pick_device
 from common.files import save_gpt
-from common.fit import fit
+from common.supervised import fit
 from common.script import BadInput, interrupts, run_script
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
@@ -153,6 +153,9 @@ def auc(scores, toxic):
 
 def main(argv):
     cfg = load_settings(argv)
+    if "train" not in (cfg.judge, cfg.eval_judge):
+        raise BadInput(f"judge = {cfg.judge!r}, eval_judge = {cfg.eval_judge!r}: nothing to train; "
+                       "--judge=train trains a new one")
     with interrupts() as stop:
         device = pick_device(cfg.device, cfg.threads)
         trained_judges(cfg, get_splits(cfg), device, stop)

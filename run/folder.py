@@ -4,19 +4,18 @@ command continues a run that was interrupted, and any other needs a folder of it
 """
 import contextlib
 import glob
-import json
 import os
 
 from filelock import FileLock, Timeout
 
 from config import read_run
-from run.checkpoint import LOGS, check_continues, iterations_in, newest_checkpoint
+from run.checkpoint import (
+    LOGS, SHAPE, changed_settings, check_fits_run, in_words, newest_checkpoint, read_newest)
 from common.files import is_plain, read_text, remove
 from common.script import BadInput
 
 LOCK = ".lock"
-# settings that may differ in the same run
-FREE = ("out_dir", "log_micro", "wandb_project", "threads")
+FIXED = ("policy", *SHAPE)      # settings that no --resume can change
 
 
 @contextlib.contextmanager
@@ -26,59 +25,85 @@ def claimed_folder(cfg):
     folder = cfg.out_dir.rstrip("/") or "/"
     try:
         os.makedirs(cfg.cache_dir, exist_ok=True)
-        lock = claim(folder, cfg)
+        check_files(folder, cfg)        # before even a lock is made there
+        os.makedirs(folder, exist_ok=True)
+        lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
+    except Timeout:
+        raise BadInput(f"out_dir = {folder!r}: another run is at work there: wait for it, or "
+                       "choose another --out_dir") from None
     except (OSError, UnicodeError) as e:
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
                        f"written ({getattr(e, 'strerror', e)})") from e
-    with lock:
+    with lock:      # until the block ends, or the process
+        check_run(folder, cfg)
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):
             remove(path)        # of a process that was killed while it wrote
         is_continued = newest_checkpoint(folder) is not None
-        if is_continued:
-            check_continues(folder, cfg)
-            if not cfg.resume:
-                print(f"{folder}: continues the interrupted run of these settings")
-        elif cfg.resume:
+        if is_continued and not cfg.resume:
+            print(f"{folder}: continues the interrupted run of these settings")
+        if cfg.resume and not is_continued:
             print(f"{folder}: has no checkpoint, so the run starts from the beginning")
         yield folder, is_continued
 
 
-def claim(folder, cfg):
-    """The held lock of a folder. BadInput where the run may not have it."""
+def check_files(folder, cfg):
+    """BadInput for a folder that is not a run's, or has links where a run would write."""
     for name in (LOCK, *LOGS):
         if not is_plain(f"{folder}/{name}"):
             raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
                            "would write there")
     has_run = newest_checkpoint(folder) or os.path.exists(f"{folder}/config.json")
-    if not is_free(folder, cfg) and not has_run:    # not even a lock is made there
-        raise BadInput(f"out_dir = {folder!r}: holds other files: choose another --out_dir")
-    os.makedirs(folder, exist_ok=True)
-    lock = FileLock(f"{folder}/{LOCK}", timeout=0)
-    try:
-        held = lock.acquire()       # until the block ends, or the process
-    except Timeout:
-        raise BadInput(f"out_dir = {folder!r}: another run is at work there: wait for it, or "
-                       "choose another --out_dir") from None
-    is_resumed = cfg.resume and newest_checkpoint(folder)
-    if is_resumed or is_free(folder, cfg) or is_unfinished(folder, cfg):
-        return held
-    lock.release()
-    raise BadInput(f"out_dir = {folder!r}: holds {what_is_in(folder, cfg)}: choose another "
-                   "--out_dir, or continue it with --resume=True")
+    if not has_run and not is_free(folder, cfg):
+        raise BadInput(f"out_dir = {folder!r}: holds other files; choose another --out_dir")
 
 
-def what_is_in(folder, cfg):
-    """In words, what kind of run keeps a folder from another one."""
-    if not newest_checkpoint(folder):
-        return "a run without a checkpoint"
-    if not same_settings(folder, cfg):
-        return "a run of other settings"
-    return "a run that is complete"
+def check_run(folder, cfg):
+    """BadInput for a folder with a run that is not continued with these settings."""
+    if is_free(folder, cfg):
+        return
+    metrics = f"{folder}/metrics.jsonl"
+    if newest_checkpoint(folder):
+        reason = why_not_continued(folder, cfg)
+    elif os.path.exists(metrics) and os.path.getsize(metrics) > 0:
+        reason = "a run without a checkpoint"
+    else:
+        reason = other_settings(read_run(folder), folder, cfg)
+    if reason:
+        raise BadInput(f"out_dir = {folder!r}: holds {reason}; choose another --out_dir")
+
+
+def why_not_continued(folder, cfg):
+    """Why a run that has a checkpoint is not continued; "" if it is."""
+    path, content = read_newest(folder, mmap=True)
+    if cfg.resume:
+        check_fits_run(path, content, cfg, FIXED)
+        return ""
+    reason = other_settings(content, folder, cfg)
+    if reason and not changed_settings(content["settings"], cfg).keys() & set(FIXED):
+        return f"{reason}, which --resume=True would continue"
+    if not reason and content["iteration"] >= cfg.max_iters:
+        return "a run that is complete, which --resume=True with more --max_iters would continue"
+    return reason
+
+
+def other_settings(run, folder, cfg):
+    """What differs in the settings of a run; "" if nothing does."""
+    about = in_words(changed_settings(run["settings"], cfg))
+    if not about and not same_text(folder, cfg):
+        about = "its config file had another text"
+    return f"a run of other settings ({about})" if about else ""
+
+
+def same_text(folder, cfg):
+    """True if the config files have the text that they had for the run in this folder."""
+    config = f"{folder}/config.py"
+    source = read_text(config) if os.path.exists(config) else None
+    return source == cfg.source
 
 
 def is_free(folder, cfg):
-    """True where nothing is lost: no folder, or at most a lock, halves of files, empty logs, and
-    this config file's text, which a run writes first."""
+    """True where nothing would be lost: no folder, or at most a lock, unfinished files, empty logs,
+    and this config file's text, which a run writes first."""
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
         path = f"{folder}/{name}"
         is_empty_log = name in LOGS and os.path.getsize(path) == 0
@@ -86,26 +111,3 @@ def is_free(folder, cfg):
         if not (name == LOCK or name.endswith(".tmp") or is_empty_log or is_same_text):
             return False
     return True
-
-
-def is_unfinished(folder, cfg):
-    """True for a run of these settings and this config file that is not complete."""
-    if not same_settings(folder, cfg):
-        return False
-    if newest_checkpoint(folder):
-        return iterations_in(folder) < cfg.max_iters
-    metrics = f"{folder}/metrics.jsonl"     # killed before its first checkpoint
-    return not os.path.exists(metrics) or os.path.getsize(metrics) == 0
-
-
-def same_settings(folder, cfg):
-    """True if config.json and config.py are those of these settings."""
-    try:
-        before = read_run(folder)["settings"]
-    except BadInput:
-        return False
-    config = f"{folder}/config.py"
-    source = read_text(config) if os.path.exists(config) else None
-    now = json.loads(json.dumps(cfg.public()))
-    names = [name for name in now if name not in FREE]
-    return source == cfg.source and all(before.get(name) == now[name] for name in names)

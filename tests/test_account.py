@@ -25,7 +25,7 @@ KINDS = {
     "critic": dict(critic=True, num_iterations=2),
     "kl in reward": dict(beta=0.2, kl_in="reward", kl_estimator="k1"),
     "kl and entropy": dict(entropy_coef=0.1, top_entropy_quantile=0.5, **CURVED),
-    "clipped": dict(max_grad_norm=0.3, num_iterations=2),
+    "clipped": dict(max_grad_norm=0.1, num_iterations=2),
     "rates": dict(warmup_iters=2, lr_decay="cosine", weight_decay=0.5),
     "reference": dict(ref_model_sync_steps=1, **CURVED),
     "truncated": dict(mask_truncated_completions=True, top_k=6, temperature=0.7),
@@ -47,6 +47,7 @@ def in_float64(monkeypatch):
     to_default(torch.float64)
     monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: None)     # rewards set float32
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr("explain.account.NEAR", 1e-7)       # which kinks seldom lie within
     yield
     to_default(torch.float32)
 
@@ -54,6 +55,9 @@ def in_float64(monkeypatch):
 def nets_for(cfg, answers=False):
     """A random policy with AdamW, whose eps is large enough to be smooth."""
     policy = number_gpt().double()
+    if cfg.mask_truncated_completions:      # some end, so that there is something to learn from
+        towards = policy.wte.weight[TOKENIZER.eot_token].detach()
+        policy.ln_f.bias.data += 2 * towards / towards.norm()
     setup = nets_of(cfg, policy, reference=shaken(number_gpt(), 0.05).double())
     if cfg.lora_rank or cfg.critic:
         shaken(setup.policy, 0.05)
@@ -75,6 +79,7 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     cfg = replace(cfg, functions=cfg.functions | FUNCTIONS, tracin_select=select)
     setup = nets_for(cfg, answers)
     states, taken = replay(setup, cfg, 0, 0, iterations, str(tmp_path))
+    assert taken[0].it == 0, "the first iteration took no step"
     sentence = row_of([2, 3], [4, 1, 0], setup.device)
     return setup, cfg, states, taken, sentence
 
@@ -145,7 +150,7 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     shares = found.shares[0]
     size = float(shares.abs().max())
     assert abs(found.together - along) < 1e-9 * size, "shares do not add up to the steps"
-    assert (found.others["rest"] != 0) == cfg.has_rest
+    assert bool(found.rest) == cfg.has_rest and all(found.rest.values()), "a part is missing"
     assert (found.others["decay"] != 0) == (cfg.weight_decay > 0)
     error = (shares - by_hand(setup, cfg, states, taken, sentence)).abs().max()
     assert error < 1e-9 * size, "a share is not its rollout's own"
@@ -164,24 +169,24 @@ def test_a_planted_mistake_is_seen(mistake, tmp_path):
         f"forgetting {mistake} changes no share: the test above is blind")
 
 
-def error_of(found):
-    return abs(float(found.together / found.change) - 1)
+def straight_error(tmp_path, rate, parts=1):
+    """How far the sums are from the true changes of some sentences, relative to their shares. One
+    iteration: the rollouts are the same at any rate."""
+    setup, cfg, states, taken, _ = run_of(
+        dict(mini_batch_size=4), tmp_path, 1, learning_rate=rate)
+    sentences = [row_of([2, 3], [4, i, 0], setup.device) for i in range(1, 6)]
+    found = account(setup, cfg, states, taken, sentences, hessian=False, parts=parts)
+    return float((found.together - found.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
 
 def test_small_steps_are_a_straight_line(tmp_path):
     """The sum is the true change but for the curve within a step, which falls with its square."""
-    setup, cfg, states, taken, sentence = run_of({}, tmp_path, learning_rate=2e-4)
-    found = account(setup, cfg, states, taken, [sentence], hessian=False)
-    assert error_of(found) < 1e-4, f"small steps: off by {error_of(found):.1e}"
-    errors = []
-    for rate in (0.002, 0.001):     # one iteration: the rollouts are the same
-        setup, cfg, states, taken, sentence = run_of(
-            dict(mini_batch_size=4), tmp_path, 1, learning_rate=rate)
-        found = account(setup, cfg, states, taken, [sentence], hessian=False)
-        errors.append(error_of(found))
-    assert 3 < errors[0] / errors[1] < 5, f"half the step: errors {errors}, not a quarter"
-    finer = account(setup, cfg, states, taken, [sentence], hessian=False, parts=4)
-    assert 12 < error_of(found) / error_of(finer) < 20, "four pieces: not a sixteenth of the error"
+    error = straight_error(tmp_path, 2e-4)
+    assert error < 1e-4, f"steps of a hundredth: off by {error:.1e} of the shares"
+    half = straight_error(tmp_path, 1e-4)
+    assert 3.5 < error / half < 4.5, f"half the step: errors {error:.1e}, {half:.1e}: no quarter"
+    finer = straight_error(tmp_path, 1e-4, parts=4)
+    assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -218,14 +223,19 @@ def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
 def test_the_derivative_is_that_of_training_again(kind, tmp_path):
     setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
     found = account(setup, cfg, states, taken, [sentence], damping=0.0)
-    _, theta = trained_again(setup, cfg, states, taken, sentence, 0, 0, 1.0)
+    f, theta = trained_again(setup, cfg, states, taken, sentence, 0, 0, 1.0)
     assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
     effects = found.effects[0]
     size = float(effects.abs().max())
     assert size > 0
+    compared = 0
     for it in (taken[0].it, taken[-1].it):
         for i in effects[it].abs().topk(2).indices.tolist():
             more, less = (trained_again(setup, cfg, states, taken, sentence, it, i, 1 + e)[0]
-                          for e in (1e-5, -1e-5))
-            error = abs((more - less) / 2e-5 - float(effects[it, i]))
+                          for e in (1e-6, -1e-6))
+            if abs(more - 2 * f + less) > 1e-4 * 1e-6 * size:
+                continue        # a token is at the edge of the clip range: there is no derivative
+            error = abs((more - less) / 2e-6 - float(effects[it, i]))
             assert error < 1e-5 * size, f"iteration {it}, rollout {i}: off by {error / size:.1e}"
+            compared += 1
+    assert compared > 1

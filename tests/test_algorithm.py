@@ -8,41 +8,16 @@ same code in depth. The world (worlds.py): a GPT with 12 tokens and random weigh
 completion. A text is its tokens in words, "3 1 4".
 """
 import itertools
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from config import Settings
-from grpo import (
-    Batch, collect, group_advantages, grpo_loss, kl_estimate, loss_masks, loss_of, update)
-from rollout import Rollout, completion_logprobs, truncate
-from worlds import END, PROMPTS, TOKENIZER, mean_token, settings, shaken, whole_step, world
-
-
-def forward(setup, batch, cfg):
-    """loss_of the whole batch as one step."""
-    step = whole_step(batch)
-    return loss_of(setup, setup.policy, batch, step.rows, step, cfg)
-
-
-def loss_by_hand(logp, old_logp, advantages, mask, rows=slice(None), **knobs):
-    """grpo_loss of small lists -> the loss and its gradient with respect to logp. rows: those of
-    the step that are in this micro-batch."""
-    logp, old_logp, advantages = (torch.tensor(x) for x in (logp, old_logp, advantages))
-    mask = torch.tensor(mask, dtype=torch.bool)
-    step = SimpleNamespace(num_rows=len(mask), num_tokens=int(mask.sum()))
-    logp = logp[rows].requires_grad_()
-    ended = torch.ones(len(logp), dtype=torch.bool)
-    rollout = Rollout(mask[rows], mask[rows], mask[rows], mask[rows], old_logp[rows],
-                      old_logp[rows], ended)
-    loss = grpo_loss(logp, Batch(rollout, advantages[rows], mask[rows]), step,
-                     replace(Settings(), **knobs)).total
-    loss.backward()
-    return float(loss.detach()), logp.grad
-
+from grpo import collect, group_advantages, kl_estimate, loss_masks, update
+from rollout import completion_logprobs, truncate
+from worlds import (
+    END, PROMPTS, TOKENIZER, forward, gradient, loss_of_rows, mean_token, plain_logps, settings,
+    shaken, world)
 
 # ------------------------------------------------------------------------------------------------
 # the advantage and its sign
@@ -92,7 +67,8 @@ def test_each_completion_is_compared_with_those_of_its_own_prompt():
         found = TOKENIZER.decode(batch.rollout.tokens[i, :P][present].tolist())
         assert found == text, (
             f"row {i} was sampled after the prompt {found!r} but judged as an answer to {text!r}")
-    rewards, advantages = batch.rewards.tolist(), batch.advantages.tolist()
+    rewards = batch.rewards.tolist()
+    advantages = batch.advantages.tolist()
     for i, text in enumerate(asked):
         own = [r for r, other in zip(rewards, asked) if other == text]
         expected = rewards[i] - sum(own) / len(own)
@@ -109,21 +85,17 @@ def test_each_completion_is_compared_with_those_of_its_own_prompt():
 def test_each_log_prob_is_of_its_token_given_the_tokens_before_it(temperature):
     cfg = settings(temperature=temperature)
     setup, batch = world(cfg)
-    r, T = batch.rollout, batch.loss_mask.shape[1]
+    r = batch.rollout
     trainer = completion_logprobs(setup.policy, r, temperature).detach()
-    for i, ids in enumerate(r.tokens):
-        prompt = ids[:-T][r.attention_mask[i, :-T]].tolist()
-        completion = ids[-T:][r.completion_mask[i]].tolist()
-        for t, token in enumerate(completion):
-            before = prompt + completion[:t]        # one row: no padding, no cache
-            logits = setup.policy.lm_head(setup.policy(torch.tensor([before])))[0, -1] / temperature
-            expected = float(logits.log_softmax(-1)[token].detach())
-            for name, logp in (("sampler", r.logp), ("trainer", trainer)):
+    for i, row in enumerate(plain_logps(setup.policy, r, temperature)):
+        for name, logp in (("sampler", r.logp), ("trainer", trainer)):
+            for t, expected in enumerate(row.tolist()):
                 found = float(logp[i, t])
                 assert found == pytest.approx(expected, abs=1e-4), (
-                    f"the {name}'s log-prob at position {t} of row {i} is {found:.4f}; that of "
-                    f"token {token} after {before} at temperature {temperature} is {expected:.4f}. "
-                    "Is it of another position, is padding read, or is the temperature another?")
+                    f"the {name}'s log-prob at position {t} of row {i} is {found:.4f}; that of its "
+                    f"token after those before it, at temperature {temperature}, is "
+                    f"{expected:.4f}. Is it of another position, is padding read, or is the "
+                    "temperature another?")
 
 
 def test_the_reference_scores_at_the_sampling_temperature():
@@ -157,9 +129,10 @@ def test_exactly_the_tokens_of_a_completion_carry_gradient():
     cfg = settings()
     setup, batch = world(cfg)
     out = forward(setup, batch, cfg)
-    gradient, = torch.autograd.grad(out.total, out.logp)                             # (N, T)
+    slope = gradient(out.total, [out.logp]).view_as(out.logp)        # (N, T)
     for i, length in enumerate(batch.rollout.completion_mask.sum(1).tolist()):
-        own, later = gradient[i, :length].tolist(), gradient[i, length:].tolist()
+        own = slope[i, :length].tolist()
+        later = slope[i, length:].tolist()
         assert all(own), (
             f"row {i} has {length} tokens and the gradients {own}: before the first step none may "
             "be 0, that of the end token neither")
@@ -172,21 +145,19 @@ def test_padding_is_not_read():
     cfg = settings()
     setup, batch = world(cfg)
 
-    def loss_and_gradient():
-        setup.policy.zero_grad()
-        out = forward(setup, batch, cfg)
-        out.total.backward()
-        return float(out.total.detach()), torch.cat([p.grad.flatten() for p in setup.trained])
+    def loss_and_slope():
+        loss = forward(setup, batch, cfg).total
+        return float(loss.detach()), gradient(loss, setup.trained)
 
-    loss, gradient = loss_and_gradient()
+    loss, slope = loss_and_slope()
     P = batch.rollout.tokens.shape[1] - batch.loss_mask.shape[1]
     after_the_end = F.pad(~batch.loss_mask, (P, 0), value=False)
     for where, padding in (("before the prompts", ~batch.rollout.attention_mask),
                            ("after the completions", after_the_end)):
         assert padding.any(), f"choose another seed: there is no padding {where}"
         batch.rollout.tokens[padding] = 7
-        new_loss, new_gradient = loss_and_gradient()
-        gap = float((new_gradient - gradient).abs().max())
+        new_loss, new_slope = loss_and_slope()
+        gap = float((new_slope - slope).abs().max())
         assert abs(new_loss - loss) < 1e-6 and gap < 1e-6, (
             f"other ids in the padding {where} changed the loss by {new_loss - loss:.2e} and the "
             f"gradient by up to {gap:.2e}: nothing may read them")
@@ -222,7 +193,8 @@ def test_the_entropy_quantile_keeps_the_least_certain_tokens():
     r = batch.rollout
     mask, policy_mask = loss_masks(r, settings(top_entropy_quantile=0.3))
     assert torch.equal(mask, batch.loss_mask), "the quantile is of the policy gradient alone"
-    kept, dropped = r.entropy[mask & policy_mask], r.entropy[mask & ~policy_mask]
+    kept = r.entropy[mask & policy_mask]
+    dropped = r.entropy[mask & ~policy_mask]
     assert float(kept.min()) >= float(dropped.max()), (
         "top_entropy_quantile keeps tokens of less entropy than some that it drops: it must keep "
         "the least certain ones")
@@ -240,7 +212,8 @@ def test_the_kl_by_hand(estimator, value, slope):
     logp = torch.tensor(-1.0, requires_grad=True)
     kl = kl_estimate(logp, torch.tensor(-2.0), estimator)
     kl.backward()
-    found, found_slope = float(kl.detach()), float(logp.grad)
+    found = float(kl.detach())
+    found_slope = float(logp.grad)
     assert found == pytest.approx(value, abs=1e-4), (
         f"{estimator} of a token with log-prob -1 under the policy and -2 under the reference is "
         f"{found:.4f}, by hand {value}. Are policy and reference exchanged?")
@@ -314,7 +287,8 @@ def test_the_ratio_compares_with_the_policy_that_sampled():
     out = forward(setup, batch, cfg)
     expected = (out.logp.detach() - batch.rollout.logp)[batch.loss_mask].exp()
     found = out.ratio[batch.loss_mask]
-    gap, moved = float((found - expected).abs().max()), float((expected - 1).abs().max())
+    gap = float((found - expected).abs().max())
+    moved = float((expected - 1).abs().max())
     assert moved > 0.01 and gap < 1e-5, (
         f"after a step a sampled token's probability has changed by up to {100 * moved:.1f} %, and "
         f"the ratio in the loss is up to {gap:.4f} off that: it must compare the policy with the "
@@ -328,10 +302,10 @@ def test_the_ratio_compares_with_the_policy_that_sampled():
     (1.25, 1, True), (0.75, -1, False)])    # the bounds are 1 - 0.2 and 1 + 0.3
 @pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo"))
 def test_the_clip_acts_on_the_right_side(loss_type, ratio, advantage, moves):
-    logp = float(torch.tensor(ratio).log())
-    _, gradient = loss_by_hand([[logp]], [[0.0]], [float(advantage)], [[1]], loss_type=loss_type,
-                               epsilon=0.2, epsilon_high=0.3)
-    push = 0.0 - float(gradient)
+    logp = torch.tensor([[ratio]]).log().requires_grad_()
+    loss = loss_of_rows(logp, torch.zeros(1, 1), torch.tensor([float(advantage)]), logp > -9,
+                        loss_type=loss_type, epsilon=0.2, epsilon_high=0.3).total
+    push = 0.0 - float(gradient(loss, [logp]))
     wanted = "not move it"
     if moves:
         wanted = "raise it" if advantage > 0 else "lower it"
@@ -350,15 +324,21 @@ def test_the_clip_acts_on_the_right_side(loss_type, ratio, advantage, moves):
     ("dr_grpo", -0.5)])     # (2 + 3) / (2 * 5): rows times max_completion_length
 def test_divisors_by_hand(loss_type, expected):
     example = "a row of 1 token with advantage 2 and a row of 3 tokens with advantage 1"
-    logp = [[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
-    arguments = (logp, logp, [2.0, 1.0], [[1, 0, 0], [1, 1, 1]])    # ratio 1: a loss of -advantage
-    knobs = dict(loss_type=loss_type, max_completion_length=5)
-    loss, _ = loss_by_hand(*arguments, **knobs)
+    logp = torch.full((2, 3), -1.0)     # new and old: the ratio is 1, the loss -advantage
+    advantages = torch.tensor([2.0, 1.0])
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+
+    def loss_of(rows):
+        return float(loss_of_rows(
+            logp[rows], logp[rows], advantages[rows], mask[rows], num_rows=2, num_tokens=4,
+            loss_type=loss_type, max_completion_length=5).total)
+
+    loss = loss_of([0, 1])
     assert loss == pytest.approx(expected), (
         f"the {loss_type} loss of {example} is {loss:.4f}, by hand {expected}. Is it divided by "
         "something else?")
     if loss_type != "bnpo":     # which depends on micro-batches
-        parts = [loss_by_hand(*arguments, rows=[i], **knobs)[0] for i in (0, 1)]
+        parts = [loss_of([0]), loss_of([1])]
         assert sum(parts) == pytest.approx(expected), (
             f"the {loss_type} losses of {example}, each row in a micro-batch of its own, are "
             f"{parts}: they must add up to {expected}")

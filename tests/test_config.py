@@ -3,21 +3,20 @@ import glob
 import json
 import os
 import runpy
-import subprocess
 import sys
 import typing
 
 import pytest
 
 from config import HINTS, load_settings, types_of
-from config.check import ABOVE, AT_LEAST, AT_MOST, BELOW
+from config.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1
 from conftest import ROOT
-from worlds import refusal
+from worlds import command, refusal
 
 NAMES = list(HINTS)
 CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
            if typing.get_origin(hint) is typing.Literal}
-CONFIGS = sorted(path for path in glob.glob(os.path.join(ROOT, "config", "*.py"))
+CONFIGS = sorted(path for path in glob.glob(f"{ROOT}/config/*.py")
                  if os.path.basename(path) not in ("__init__.py", "check.py"))
 
 
@@ -35,10 +34,6 @@ def refused(*argv):
     return refusal(load_settings, [str(a) for a in argv])
 
 
-def test_there_are_at_most_a_hundred():
-    assert len(NAMES) <= 100
-
-
 def test_every_setting_can_be_given_as_a_flag(monkeypatch):
     monkeypatch.setattr(sys.modules["config.check"], "need", lambda *folder: None)
     for name in NAMES:
@@ -53,78 +48,99 @@ def test_every_setting_can_be_given_as_a_flag(monkeypatch):
 # flags as people type them
 
 FLAGS = [
-    ("--lora_alpha=1e-3", dict(lora_alpha=1e-3)), ("--beta=1", dict(beta=1.0)),
-    ("--reward_weights=[-0.5]", dict(reward_weights=(-0.5,))),
-    ("--reward_funcs=judge", dict(reward_funcs=("judge",))),
-    ("--prompt_words=[2, 3]", dict(prompt_words=(2, 3))), ("--out_dir=-x", dict(out_dir="-x")),
-    ("--out_dir=a=b", dict(out_dir="a=b")), ("--out_dir=7", dict(out_dir="7")),
-    ("--out_dir=True", dict(out_dir="True")), ("--comments=None", dict(comments=None)),
-    ("--comments=a b.csv", dict(comments="a b.csv")), ("--delta=None", dict(delta=None)),
-    ("--policy='a.pt'", dict(policy="a.pt")), ("--tracin_adam", dict(tracin_adam=True)),
-    ("--log_micro=FALSE", dict(log_micro=False))]
+    ("--lora_alpha=1e-3", 1e-3), ("--beta=1", 1.0), ("--reward_weights=[-0.5]", (-0.5,)),
+    ("--reward_funcs=judge", ("judge",)), ("--prompt_words=[2, 3]", (2, 3)),
+    ("--out_dir=-x", "-x"), ("--out_dir=a=b", "a=b"), ("--out_dir=7", "7"),
+    ("--out_dir=True", "True"), ("--comments=None", None), ("--comments=a b.csv", "a b.csv"),
+    ("--delta=None", None), ("--policy='a.pt'", "a.pt"), ("--tracin_adam", True),
+    ("--log_micro=FALSE", False)]
 
 
 def test_flags(write):
     for flag, expected in FLAGS:
-        cfg = load_settings([flag])
-        for name, value in expected.items():
-            found = getattr(cfg, name)
-            assert found == value and type(found) is type(value), flag
+        name = flag.removeprefix("--").split("=")[0]
+        found = getattr(load_settings([flag]), name)
+        assert found == expected and type(found) is type(expected), flag
     cfg = load_settings(["--resume", write("seed = 7\nbeta = 1.0"), "--beta=0.1", "--beta=0.2"])
     assert (cfg.resume, cfg.seed, cfg.beta) == (True, 7, 0.2)
 
 
-TYPED = [   # flags, and parts of the one line
-    ("--bata=1", "--bata=1", "did you mean 'beta'"),
-    ("--qqqq=1", "no setting 'qqqq'"), ("--functions=1", "no setting 'functions'"),
-    ("--source=x", "no setting 'source'"), ("--speed=head", "no setting 'speed'"),
-    ("--beta", "--beta=VALUE"), ("--beta 0.1", "--beta=VALUE"),
-    ("-beta=1", "--name=value"), ("-1", "--name"), ("--", "--name"), ("--=3", "--name"),
-    ("nowhere.py", "nowhere.py"), ("out/nowhere", "nowhere"), ("pytest.ini", "ends in .py"),
-    # types
-    ("--max_iters=1.5", "max_iters", "must be int"), ("--max_iters=ten", "'ten'", "int"),
-    ("--max_iters=None", "int"), ("--max_iters=", "int"), ("--seed=True", "int"),
-    ("--beta=high", "must be float"), ("--delta=x", "float or None"), ("--log_micro=None", "bool"),
-    ("--compile=update", "bool"), ("--prompt_words=3", "tuple"), ("--out_dir=None", "str"),
-    ("--reward_funcs=[['x']]", "reward_funcs", "['x']"), ("--reward_funcs=()", "reward_funcs"),
-    # numbers and text
-    ("--beta=1e400", "beta = inf"), ("--beta=-1e400", "beta"), ("--beta=1" + "0" * 320, "beta"),
-    ("--seed=9223372036854775808", "seed", "2 ** 63"), ("--learning_rate=0", "above 0"),
-    ("--threads=100000", "threads = 100000", "at most"), ("--out_dir=", "out_dir", "empty"),
-    ("--adam_beta2=1", "below 1"),
-    ("--prompt_words=('a','b')", "prompt_words"), ("--prompt_words=(5,3)", "prompt_words"),
-    ("--reward_weights=('a',)", "reward_weights"), ("--vocab_size=100", "257"),
-    # two settings
-    ("--num_generations=1", "at least 2"), ("--n_head=5", "n_head = 5"),
-    ("--num_prompts=6 --num_generations=4 --mini_batch_size=7", "6 * 4 = 24", "= 7"),
-    ("--num_generations=4 --decode_batch_size=3", "decode_batch_size = 3", "= 4"),
-    ("--delta=1.2", "delta = 1.2"), ("--delta=1.2 --epsilon_high=0.3", "1.3"),
-    ("--loss_type=cispo", "epsilon_high", "5.0"),
-    ("--loss_type=cispo --epsilon_high=0.28", "epsilon_high", "5.0"),
-    ("--use_bias_correction_kl=True --kl_in=reward", "k1"),
-    ("--ref_model_sync_steps=2", "ref_model_sync_steps", "beta"),
-    ("--lora_rank=100000", "lora_rank = 100000", "at most"),
-    ("--num_eval_generations=1000000000", "num_eval_generations", "at most"),
-    ("--multi_objective_aggregation=normalize_then_sum --kl_in=reward", "kl_in = 'loss'"),
-    ("--multi_objective_aggregation=normalize_then_sum --zero_std_groups=drop", "'keep'"),
-    ("--critic=True --zero_std_groups=drop", "advantages are by token"),
-    ("--critic=True --importance_sampling_level=sequence", "advantages are by token"),
-    ("--reward_weights=(1,2)", "(1, 2)"), ("--judge=None", "judge = None", "'train'"),
-    ("--reward_funcs=('judge','judge') --reward_weights=(1,2)", "twice"),
-    ("--reward_funcs=nobody", "'nobody'"),
-    ("--tracin_val_reward=nobody --tracin_val_prompts=1", "'nobody'"),
-    ("--tracin=target", "no function target"), ("--tracin_select=weigh", "no function weigh"),
-    ("--tracin=self --loss_type=bnpo --num_iterations=2", "bnpo"),
-    ("--tracin=reward --tracin_leave_one_out=True --critic=True", "critic = False"),
-    ("--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2", "self-influence"),
-    ("--tracin_val_size=3", "tracin_val_size"), ("--tracin_val_reward=judge", "which is 0"),
-    ("--tracin=reward --tracin_val_prompts=2 --tracin_val_size=1", "at least 2"),
-    ("--stop_strings=('x',)", "environment"), ("--stop_strings=(1,)", "must be text")]
+# flags | what the one line says
+TYPED = """
+--bata=1 | --bata=1 | did you mean 'beta'
+--qqqq=1 | no setting 'qqqq'
+--functions=1 | no setting 'functions'
+--source=x | no setting 'source'
+--speed=head | no setting 'speed'
+--beta | --beta=VALUE
+--beta 0.1 | --beta=VALUE
+-beta=1 | --name=value
+-1 | --name
+-- | --name
+--=3 | --name
+nowhere.py | nowhere.py
+out/nowhere | nowhere
+pytest.ini | (.py)
+--max_iters=1.5 | max_iters | must be a whole number
+--max_iters=ten | 'ten' | the default is max_iters = 100
+--max_iters=None | a whole number
+--max_iters= | a whole number
+--seed=True | a whole number
+--beta=high | must be a number
+--delta=x | a number or None
+--log_micro=None | True or False
+--compile=update | True or False
+--prompt_words=3 | a tuple | (4, 9)
+--out_dir=None | text
+--reward_funcs=[['x']] | reward_funcs | ['x']
+--reward_funcs=() | reward_funcs
+--beta=1e400 | beta = inf
+--beta=-1e400 | beta
+--seed=9223372036854775808 | seed | 2 ** 63
+--threads=100000 | threads = 100000 | at most
+--out_dir= | out_dir | empty
+--prompt_words=('a','b') | prompt_words
+--prompt_words=(5,3) | prompt_words
+--reward_weights=('a',) | reward_weights
+--vocab_size=100 | 257
+--num_generations=1 | at least 2
+--n_head=5 | n_head = 5
+--num_prompts=6 --num_generations=4 --mini_batch_size=7 | 6 * 4 = 24 | = 7
+--num_generations=4 --decode_batch_size=3 | decode_batch_size = 3 | = 4
+--delta=1.2 | delta = 1.2
+--delta=1.2 --epsilon_high=0.3 | 1.3
+--loss_type=cispo | epsilon_high | 5.0
+--loss_type=cispo --epsilon_high=0.28 | epsilon_high | 5.0
+--use_bias_correction_kl=True --kl_in=reward | k1
+--ref_model_sync_steps=2 | ref_model_sync_steps | beta
+--lora_rank=100000 | lora_rank = 100000 | at most
+--num_eval_generations=1000000000 | num_eval_generations | at most
+--multi_objective_aggregation=normalize_then_sum --kl_in=reward | kl_in = 'loss'
+--multi_objective_aggregation=normalize_then_sum --zero_std_groups=drop | 'keep'
+--critic=True --zero_std_groups=drop | advantages are by token
+--critic=True --importance_sampling_level=sequence | advantages are by token
+--reward_weights=(1,2) | (1, 2)
+--judge=None | judge = None | 'train'
+--reward_funcs=('judge','judge') --reward_weights=(1,2) | twice
+--reward_funcs=nobody | 'nobody'
+--tracin_val_reward=nobody --tracin_val_prompts=1 | 'nobody'
+--tracin=target | no function target
+--tracin_select=weigh | no function weigh
+--tracin=self --loss_type=bnpo --num_iterations=2 | bnpo
+--tracin=reward --tracin_leave_one_out=True --critic=True | critic = False
+--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | self-influence
+--tracin_val_size=3 | tracin_val_size
+--tracin_val_reward=judge | which is 0
+--tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | at least 2
+--stop_strings=('x',) | environment
+--stop_strings=(1,) | must be text
+"""
 
 
 def test_what_is_typed_wrongly_is_one_line():
-    for line, *parts in TYPED:
-        message = refused(*line.split(" "))
+    for line in TYPED.strip().splitlines():
+        flags, *parts = line.split(" | ")
+        message = refused(*flags.split(" "))
         assert all(part in message for part in parts), message
         assert len(message) <= 300
 
@@ -135,14 +151,17 @@ def test_every_range_is_checked():
         value = kind(bound + step)
         assert f"{name} = {value}: must be {wanted}" in refused(f"--{name}={value}")
 
+    for name in NAMES:
+        if {int, float} & set(types_of(name)):
+            refused(f"--{name}=-1")
     for name, bound in AT_LEAST.items():
         check_refuses(name, bound, -1, "at least")
     for name, bound in AT_MOST.items():
         check_refuses(name, bound, 1, "at most")
-    for name, bound in ABOVE.items():
-        check_refuses(name, bound, 0, "above")
-    for name, bound in BELOW.items():
-        check_refuses(name, bound, 0, "below")
+    for name in ABOVE_0:
+        check_refuses(name, 0, 0, "above")
+    for name in BELOW_1:
+        check_refuses(name, 1, 0, "below")
 
 
 def test_every_number_is_finite(write):
@@ -154,7 +173,8 @@ def test_every_number_is_finite(write):
 def test_choices(write, tmp_path):
     for name, choices in CHOICES.items():
         message = refused(f"--{name}=nonsense")
-        assert f"{name} = 'nonsense'" in message and all(choice in message for choice in choices)
+        assert f"{name} = 'nonsense'" in message
+        assert all(choice in message for choice in choices)
         for choice in choices:
             more = ["--epsilon_high=5"] if choice == "cispo" else []
             if name == "tracin_val_select":
@@ -175,20 +195,16 @@ def test_every_config_of_the_project_loads():
         load_settings([path])
 
 
-def test_private_names_and_modules(write):
-    cfg = load_settings([write("import math\nfrom os import path\n_n = 2\nbeta = math.sqrt(_n)")])
-    assert cfg.beta == 2 ** 0.5
-
-
 FAILING = [
     ("beta = 1 / 0", "ZeroDivisionError"), ("raise ValueError('first\\nsecond')", "first second"),
     ("beta: 0.1", "sets nothing"), ("import math", "sets nothing"),
     ("beta = = 1", "SyntaxError"), ("import no_such_module", "no_such_module"),
     ("import sys; sys.exit(3)", "SystemExit"), ("def f():\n    f()\nf()", "Recursion"),
-    ("num_generation = 4", "'num_generations'"), ("max_iters = 'ten'", "int, not str"),
-    ("beta = 0.1j", "complex"), ("seed = 10 ** 30", "2 ** 63"),
+    ("num_generation = 4", "'num_generations'"), ("max_iters = 'ten'", "a whole number"),
+    ("beta = 0.1j", "0.1j"), ("seed = 10 ** 30", "2 ** 63"),
     ("reward_weights = (10 ** 400,)", "reward_weights"),
     (CONSTANT.replace("reward", "rewrd").format(1), "'rewrd' is not used"),
+    ("async " + CONSTANT.format(1), "'reward' is async"),
     ("stop_strings = ('',)\ndef environment(prompts, transcripts): pass", "stop_strings")]
 
 
@@ -215,21 +231,24 @@ def test_a_named_function_that_raises_is_one_line(write):
     assert "target raised KeyError" in refusal(cfg.functions["target"], 1, 2, 3)
 
 
-ANSWERED = "def environment(prompts, transcripts): pass\n"
-MISSING = [     # flags, text of a config file, who asks, for which folder
-    ("--critic=True", "", "critic = True", "critic"),
-    ("--compile=True", "", "compile = True", "compiled"),
-    ("--debug_step=True", "", "debug_step = True", "step"),
-    ("--policy=gpt2", "", "policy = 'gpt2': is no .pt file", "hub"),
-    ("--judge=a/b:toxic", "", "judge = 'a/b:toxic': is no .pt file", "hub"),
-    ("", ANSWERED, "a function environment", "environment"),
-    ("", "tools = {'twice': lambda text: 2 * text}", "tools", "environment")]
+ANSWERED = "def environment(prompts, transcripts): pass"
+# a flag or the text of a config file | who asks | for which folder
+MISSING = f"""
+--critic=True | critic = True | critic
+--compile=True | compile = True | compiled
+--debug_step=True | debug_step = True | step
+--policy=gpt2 | policy = 'gpt2': is no .pt file | hub
+--judge=a/b:toxic | judge = 'a/b:toxic': is no .pt file | hub
+{ANSWERED} | a function environment | environment
+tools = {{'twice': lambda text: 2 * text}} | tools | environment
+"""
 
 
 def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(tmp_path))
-    for flags, text, asked_by, folder in MISSING:
-        message = refused(write(text or "beta = 0.1"), *flags.split())
+    for line in MISSING.strip().splitlines():
+        asks, asked_by, folder = line.split(" | ")
+        message = refused(asks if asks.startswith("--") else write(asks))
         assert message.startswith(asked_by), message
         assert message.endswith(f"needs extras/{folder}, which is not here")
     load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
@@ -238,12 +257,13 @@ def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, mo
 def test_torchrun_without_its_folder_is_one_line(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setitem(sys.modules, "extras.torchrun", None)
-    message = refusal(runpy.run_path, os.path.join(ROOT, "common", "processes.py"))
+    message = refusal(runpy.run_path, f"{ROOT}/common/processes.py")
     assert message == "torchrun needs extras/torchrun, which is not here"
 
 
 def test_tools_are_a_table_and_the_only_ones_who_answer(write):
-    assert "a dict" in refused(write("tools = ['twice']"))
+    for table in ("None", "[]", "['twice']"):
+        assert f"tools = {table}: must be a dict" in refused(write(f"tools = {table}"))
     both = "tools = {'twice': lambda text: 2 * text}\ndef environment(prompts, transcripts): pass"
     assert "both would answer" in refused(write(both))
 
@@ -272,7 +292,8 @@ def test_a_run_is_a_config(noting, write):
         assert cfg.out_dir == str(folder), "it would write to another run's folder"
     (folder / "config.py").write_text("raise SystemExit('a run that is looked at ran its code')")
     cfg = load_settings([str(folder)])      # needs no function; its text is still the run's
-    assert cfg.functions == {} and cfg.source.startswith("raise")
+    assert cfg.functions == {}
+    assert cfg.source.startswith("raise")
     os.remove(folder / "config.py")
     os.mkfifo(folder / "config.py")
     assert "config.py: no such file" in refused(folder)
@@ -283,11 +304,13 @@ def test_functions_come_from_a_named_file_alone(noting, write):
     folder = noting(["reward"], [mine])
     (folder / "config.py").write_text(open(mine).read())    # unchanged, and still not run
     message = refused(folder)
-    assert "RUN CONFIG.py" in message and "'reward'" in message
-    for place in (mine, write(CONSTANT.format(2), "other.py")):
+    assert "RUN CONFIG.py" in message
+    assert "'reward'" in message
+    for place, reward in ((mine, 1), (write(CONSTANT.format(2), "other.py"), 2)):
         cfg = load_settings([str(folder), place])
-        assert cfg.beta == 0.3 and cfg.source == open(place).read()
-        assert cfg.functions["reward"]([], [""]) == [1 if place == mine else 2]
+        assert cfg.beta == 0.3
+        assert cfg.source == open(place).read()
+        assert cfg.functions["reward"]([], [""]) == [reward]
 
 
 def test_a_strangers_run_runs_nothing(noting, write, tmp_path):
@@ -305,30 +328,39 @@ def test_a_config_json_that_is_none(tmp_path):
                        ('{"settings": {"speed": []}}', "another version"),
                        ('{"settings": {}, "functions": [5]}', "needs [5]"),
                        ('[' * 10 ** 6, "cannot be read as JSON"),
-                       ('{"settings": {"seed": "x"}}', "must be int")):
+                       ('{"settings": {"seed": "x"}}', "a whole number")):
         (tmp_path / "config.json").write_text(text)
-        assert part in refused(tmp_path) and str(tmp_path) in refused(tmp_path)
+        assert part in refused(tmp_path)
+        assert str(tmp_path) in refused(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------
 # help
 
-def test_help():
-    for argv, code in ((["--help"], 0), ([], 2)):
-        done = subprocess.run([sys.executable, os.path.join(ROOT, "grpo.py"), *argv],
-                              capture_output=True, text=True)
-        assert done.returncode == code and "usage: python grpo.py" in done.stdout, done.stderr
-        assert all((f"\n{name}: " in done.stdout) == (code == 0) for name in NAMES)
+def test_help_names_every_setting():
+    out = command("grpo.py", "--help")
+    assert "usage: python grpo.py" in out
+    for name in NAMES:
+        assert f"\n{name}: " in out, f"{name} is not in the help"
+
+
+def test_without_a_config_file_the_usage_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["grpo.py"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(f"{ROOT}/grpo.py", run_name="__main__")
+    out = capsys.readouterr().out
+    assert "usage: python grpo.py" in out
+    assert "\nbeta: " not in out, "that is the long help"
 
 
 # ------------------------------------------------------------------------------------------------
 # what a config file defines, and what it imports
 
 def test_what_a_config_file_imports_is_its_own_business(write):
-    text = "from math import sqrt\nfrom random import *\nimport torch\nbeta = sqrt(0.25)\n"
-    cfg = load_settings([write("_n = 1\n" + text + CONSTANT.format(1))])
-    assert cfg.beta == 0.5 and list(cfg.functions) == ["reward"]
-    assert "'helper' is not used" in refused(write("beta = 1\ndef helper(): pass"))
+    text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
+    cfg = load_settings([write(text + CONSTANT.format(1))])
+    assert cfg.beta == 0.5
+    assert list(cfg.functions) == ["reward"]
 
 
 def test_a_config_file_hands_on_the_functions_of_another(write, monkeypatch, tmp_path):
@@ -342,15 +374,12 @@ def test_a_config_file_hands_on_the_functions_of_another(write, monkeypatch, tmp
 def test_a_run_may_choose_the_judge_and_a_misspelt_reward_is_named(write):
     mine = write(CONSTANT.format(1))
     assert load_settings([mine, "--reward_funcs=judge"]).reward_funcs == ("judge",)
-    assert "'rewrd'" in refused(mine, "--reward_funcs=rewrd")
-    assert "'reward'" in refused(mine, "--reward_funcs=rewrd")
-
-
-def test_tools_that_are_no_table(write):
-    for table in ("None", "[]"):
-        assert f"tools = {table}" in refused(write(f"tools = {table}\n" + CONSTANT.format(1)))
+    message = refused(mine, "--reward_funcs=rewrd")
+    assert "'rewrd'" in message
+    assert "'reward'" in message
 
 
 def test_no_error_line_is_long(write):
     assert len(refused(write(f"raise ValueError('x' * {10 ** 6})"))) <= 300
-    assert len(refused("--beta=" + "9" * 10 ** 5)) <= 300
+    for digits in (320, 10 ** 5):
+        assert len(refused("--beta=" + "9" * digits)) <= 300

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 
 import pytest
 import regex  # comes with tiktoken
@@ -19,7 +18,7 @@ from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
 from judge.train import named_judges
 from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
-from common.files import load_file, load_gpt, save_file, save_gpt
+from common.files import load_file
 from worlds import WORDS, printed, read_rows, refusal
 
 gpt2 = functools.lru_cache(load_tokenizer)
@@ -38,6 +37,12 @@ def test_comments_are_cleaned_and_labelled(name, text, tmp_path):
     assert load_comments(str(tmp_path / name)) == [('a "b', 1.0), ("c", 0.0), ("d", 1.0)]
 
 
+def test_half_a_character_in_a_comment_is_replaced(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "half \\ud800 here", "is_offensive": 0}')
+    assert load_comments(str(path)) == [("half ? here", 0.0)]
+
+
 def test_bad_comments_name_file_and_row(tmp_path):
     for name, text, part in (
             ("a.csv", "words,is_offensive\nx,1\n", "row 1 has no field 'text'"),
@@ -45,10 +50,12 @@ def test_bad_comments_name_file_and_row(tmp_path):
             ("a.csv", "text,is_offensive\nx,1.5\n", "'1.5'"),
             ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
             ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "must be text"),
+            ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 400 + "}", "row 1 has is_off"),
             ("a.csv", "text,is_offensive\n", "holds no comments"), ("a.txt", "x", "must end in")):
         (tmp_path / name).write_text(text)
         message = refusal(load_comments, str(tmp_path / name))
-        assert part in message and name in message
+        assert part in message
+        assert name in message
 
 
 def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(monkeypatch):
@@ -60,10 +67,10 @@ def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(mon
 
 def test_splits_depend_on_the_text_alone():
     texts = [f"comment {i}" for i in range(5000)]
-    shares = {name: sum(split_of(text) == name for text in texts) / 5000 for name in SPLITS}
+    found = [split_of(text) for text in texts]
+    assert found == [split_of(text.upper()) for text in texts]
     for name, (low, high) in SPLITS.items():
-        assert abs(shares[name] - (high - low) / 100) < 0.02
-    assert all(split_of(text) == split_of(text.upper()) for text in texts[:100])
+        assert found.count(name) / 5000 == pytest.approx((high - low) / 100, abs=0.02), name
 
 
 def test_prompts_alone_are_read_once_and_kept(comments, tiny, tmp_path, monkeypatch):
@@ -75,7 +82,8 @@ def test_prompts_alone_are_read_once_and_kept(comments, tiny, tmp_path, monkeypa
     monkeypatch.setattr(data.comments, "read_rows", lambda path: pytest.fail("read once more"))
     again = get_splits(cfg)
     assert load_prompts(cfg, WORDS, again) == first == load_prompts(cfg, WORDS, whole)
-    assert again["judge_a"] == [] and len(whole["judge_a"]) > 100
+    assert again["judge_a"] == []
+    assert len(whole["judge_a"]) > 100
     os.utime(comments, (1, 1))      # another version of the file
     with pytest.raises(pytest.fail.Exception):
         get_splits(cfg)
@@ -90,7 +98,7 @@ def prompts_of(folder, *flags, **files):
     for name, content in files.items():
         (folder / name.replace("_", ".")).write_text(content)
     cfg = load_settings([*TINY, "--comments=/nowhere", *flags, "--policy=x.pt", "--judge=None",
-                         "--eval_judge=None", f"--cache_dir={folder}", str(folder / "config.py")])
+                         "--eval_judge=None", f"--cache_dir={folder}", f"{folder}/config.py"])
     return load_prompts(cfg, WORDS, get_splits(cfg))
 
 
@@ -103,21 +111,30 @@ def texts(prompts):
 
 def test_prompts_from_a_file(tmp_path):
     lines = [f"line {i}" for i in range(40)]
-    rows = "".join(json.dumps(dict(text=line, deep={"q": line}, n=3)) + "\n" for line in lines)
-    table = "n,text\n" + "".join(f"3,{line}\n" for line in lines)
-    files = dict(config_py=CONFIG, a_txt="\n".join(lines), a_csv=table, a_jsonl=rows,
+    rows = [dict(text=line, deep={"q": line}, n=3) for line in lines]
+    files = dict(config_py=CONFIG, a_txt="\n".join(lines), a_csv="\n3,".join(["n,text", *lines]),
+                 a_jsonl="\n".join(map(json.dumps, rows)))
+    found = prompts_of(tmp_path, f"--prompts={tmp_path}/a.jsonl", **files)
+    train, evaluation, others = found
+    assert sorted(texts(train + evaluation + others)) == sorted(lines)
+    assert len(evaluation) == 4
+    assert train[0].row["n"] == 3
+    assert train[0].ids == WORDS.encode_ordinary(train[0].text)
+    for name, field in (("a.txt", "text"), ("a.csv", "text"), ("a.jsonl", "deep.q")):
+        same = prompts_of(tmp_path, f"--prompts={tmp_path}/{name}", f"--prompt_field={field}")
+        assert list(map(texts, same)) == list(map(texts, found)), f"{name} gives other prompts"
+
+
+def test_prompts_of_the_evaluation_from_a_file_of_their_own(tmp_path):
+    lines = [f"line {i}" for i in range(40)]
+    flags = (f"--prompts={tmp_path}/a.txt", f"--eval_prompts={tmp_path}/b.txt")
+    files = dict(config_py=CONFIG, a_txt="\n".join(lines),
                  b_txt="other\n" + "x" * 99 + "\n\nanother")
-    found = [prompts_of(tmp_path, f"--prompts={tmp_path}/a.{kind}", *more, **files)
-             for kind, *more in (("txt",), ("csv",), ("jsonl",),
-                                 ("jsonl", "--prompt_field=deep.q"))]
-    assert len({tuple(map(tuple, map(texts, parts))) for parts in found}) == 1
-    train, evaluation, others = found[2]
-    assert sorted(texts(train + evaluation + others)) == sorted(lines) and len(evaluation) == 4
-    assert train[0].row["n"] == 3 and train[0].ids == WORDS.encode_ordinary(train[0].text)
-    both = (f"--prompts={tmp_path}/a.txt", f"--eval_prompts={tmp_path}/b.txt")
-    train, evaluation, others = prompts_of(tmp_path, *both)
-    assert texts(train) == lines and texts(evaluation) == ["other", "another"] and not others
-    said = printed(prompts_of, tmp_path, *both)
+    train, evaluation, others = prompts_of(tmp_path, *flags, **files)
+    assert texts(train) == lines
+    assert texts(evaluation) == ["other", "another"]
+    assert not others
+    said = printed(prompts_of, tmp_path, *flags)
     assert "b.txt: 2 of 4 prompts are empty or longer than 24 tokens" in said
 
 
@@ -128,10 +145,12 @@ def test_bad_prompts_name_file_and_row(tmp_path):
             ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
             ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
             ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "no chat template"),
-            ("a.pdf", "x", "must end in"), ("a.txt", "one", "no")):
+            ("a.pdf", "x", "must end in"), ("a.txt", "one", "no"),
+            ("a.txt", "word " * 500, "of 1 to 24 tokens")):
         (tmp_path / name).write_text(content)
         message = refusal(prompts_of, tmp_path, f"--prompts={tmp_path}/{name}")
-        assert part in message and name in message
+        assert part in message
+        assert name in message
 
 
 def test_questions_are_the_prompts(tmp_path):
@@ -148,11 +167,15 @@ def test_questions_are_the_prompts(tmp_path):
 
 
 def test_each_prompt_once_per_epoch():
-    drawn = sum([draw_prompts(list("abcde"), it, 3, seed=1) for it in range(10)], [])
-    orders = ["".join(drawn[i:i + 5]) for i in range(0, 30, 5)]
-    assert all(sorted(order) == list("abcde") for order in orders) and len(set(orders)) > 1
-    assert draw_prompts(list("abcde"), 4, 3, seed=1) == drawn[12:15]
-    assert drawn != sum([draw_prompts(list("abcde"), it, 3, seed=2) for it in range(10)], [])
+    def drawn(seed):
+        """Those of ten iterations, one after the other."""
+        return "".join(x for it in range(10) for x in draw_prompts(list("abcde"), it, 3, seed))
+
+    found = drawn(1)
+    epochs = [found[i:i + 5] for i in range(0, 30, 5)]
+    assert all(sorted(epoch) == list("abcde") for epoch in epochs)
+    assert len(set(epochs)) > 1, "each epoch has the same order"
+    assert found == drawn(1) != drawn(2)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -182,7 +205,8 @@ def test_tokens_are_merged_as_in_gpt2_and_round_trip(vocab_size):
                 i = ranks.index(min(ranks))
                 parts[i:i + 2] = [parts[i] + parts[i + 1]]
             ids += [rank[part] for part in parts]
-        assert t.encode_ordinary(text) == ids and t.decode(ids) == text
+        assert t.encode_ordinary(text) == ids
+        assert t.decode(ids) == text
     assert t.eot_token == t.n_vocab - 1 == vocab_size - 1
 
 
@@ -211,19 +235,19 @@ def made_up(tmp_path):
     def load(old="", new="", *flags):
         (tmp_path / "config.py").write_text(MADE_UP.replace(old, new))
         return load_settings([
-            str(tmp_path / "config.py"), *TINY, "--pretrain_tokens=4000", "--comments=/nowhere",
+            f"{tmp_path}/config.py", *TINY, "--pretrain_tokens=4000", "--comments=/nowhere",
             f"--cache_dir={tmp_path}/prepared", *flags])
     return load
 
 
 def test_a_policy_is_made_of_texts_and_anew_when_they_change(made_up):
-    files = []
-    for change in ((), (), (" and ", " or ")):
+    for change, policies in (((), 1), ((), 1), ((" and ", " or "), 2)):
         cfg = made_up(*change)
         get_policy(cfg, get_splits(cfg), CPU)
-        files.append(sorted(os.listdir(cfg.cache_dir)))
-    assert files[0] == files[1], "the same texts made another policy"
-    assert len(files[2]) == 2, "a policy of other texts was used"
+        assert len(os.listdir(cfg.cache_dir)) == policies, "a policy for each choice of texts"
+
+
+def test_texts_that_are_none_are_one_line(made_up):
     for old, new, part in (("return [f", "return 3, [f", "returned (3,"),
                            ("in range(n)]", "in range(3)]", "must be a list of 1000 texts"),
                            ("randrange(10)", "randrange(0)", "texts raised ValueError")):
@@ -235,55 +259,51 @@ def test_the_key_of_a_prepared_policy_stays():
     """Files that were prepared for the same settings and comments go on being found."""
     cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
     message = refusal(get_policy, cfg, dict.fromkeys(SPLITS, []), CPU, may_train=False)
-    assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is missing" in message
+    assert "/nowhere/policy-4x256-e5affc42.pt" in message
+    assert "is missing" in message
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():
-    eot = 9
-    stream = torch.tensor([1, 5, 5, eot, 2, 5, eot, 3, 5, 5, 5, eot, 4, 5, eot])
-    starts = text_starts(stream, 4, eot)
+    stream = torch.tensor([int(token) for token in "155925935559459"])      # 9 ends a text
+    starts = text_starts(stream, 4, 9)
     assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
     found = windows(stream, starts, 0, 4, seed=1)
-    assert found.shape == (BATCH_SIZE, 5) and set(found[:, 0].tolist()) == {1, 2, 3}
+    assert found.shape == (BATCH_SIZE, 5)
+    assert set(found[:, 0].tolist()) == {1, 2, 3}
     half = windows(stream, starts, 24, 4, seed=1)
-    assert 5 in half[:24, 0] and torch.equal(half[24:], found[24:])
+    assert 5 in half[:24, 0], "these may begin anywhere"
+    assert torch.equal(half[24:], found[24:])
 
 
 def test_the_weights_of_the_project(tmp_path, monkeypatch):
     """They are found from anywhere, give their shape, and judge."""
     monkeypatch.chdir(tmp_path)
-    cfg = load_settings([os.path.join(ROOT, "config", "toxicity.py")])
+    cfg = load_settings([f"{ROOT}/config/toxicity.py"])
     assert sum(p.numel() for p in load_policy(cfg).parameters()) < 3e6
     assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
     for judge in named_judges(cfg, CPU).values():
         clean, toxic = judge(["", ""], ["Thank you for your help.", "You are a stupid idiot."])
-        assert clean < -3 and toxic > 3
+        assert clean < -3
+        assert toxic > 3
 
 
-def test_a_policy_file_brings_its_shape(tiny, tmp_path):
-    path = str(tmp_path / "policy.pt")
-    save_gpt(path, load_gpt(tiny.policy).to(torch.bfloat16))
-    cfg = load_settings([f"--policy={path}", "--max_completion_length=8", "--n_layer=3"])
-    said = []
-    text = printed(lambda: said.append(load_policy(cfg)))
-    assert f"note: n_layer = 3 is ignored: {path} has 1" in text
-    assert next(said[0].parameters()).dtype == torch.float32
+def test_a_policy_file_brings_its_shape(tiny):
+    cfg = load_settings([f"--policy={tiny.policy}", "--max_completion_length=8", "--n_layer=3"])
+    said = printed(load_policy, cfg)
+    assert f"note: n_layer = 3 is ignored: {tiny.policy} has 1" in said
     assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
     assert get_tokenizer(cfg).n_vocab == 300
-    content = load_file(tiny.policy, "policy")
-    save_file(path, **(content | {"kind": "judge"}))
-    assert "kind 'policy' is needed" in refusal(load_policy, cfg)
 
 
 def test_a_run_of_made_up_data_from_a_policy_file(made_up, tiny, tmp_path):
     made_up()
     out = tmp_path / "run"
     flags = [*TINY, f"--out_dir={out}", f"--cache_dir={tmp_path}/none", f"--policy={tiny.policy}"]
-    text = printed(grpo.main, [str(tmp_path / "config.py"), *flags, "--max_iters=1"])
+    text = printed(grpo.main, [f"{tmp_path}/config.py", *flags, "--max_iters=1"])
     assert "rewards/reward" in text
-    rows = read_rows(out / "samples.jsonl")
+    rows = read_rows(f"{out}/samples.jsonl")
     assert all(row["row"]["answer"] == str(int(row["prompt"].split()[0]) % 3) for row in rows)
-    assert random.Random(0).random() < 1 and load_file(str(out / "ckpt.pt"), "run")["shape"]
+    assert load_file(f"{out}/ckpt.pt", "run")["shape"]
 
 
 def test_a_damaged_cache_of_prompts_is_one_line(comments, tmp_path):
@@ -296,20 +316,3 @@ def test_a_damaged_cache_of_prompts_is_one_line(comments, tmp_path):
                  '{"train_prompts": [["a"]], "eval_prompts": []}'):
         kept.write_text(text)
         assert kept.name in refusal(get_splits, cfg)
-
-
-def test_odd_comments(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text('{"text": "half \\ud800 here", "is_offensive": 0}')
-    assert load_comments(str(path)) == [("half ? here", 0.0)]
-    path.write_text('{"text": "a", "is_offensive": 1' + "0" * 400 + "}")
-    assert "row 1 has is_offensive" in refusal(load_comments, str(path))
-
-
-def test_prompts_that_are_all_too_long_say_so(tmp_path):
-    path = tmp_path / "long.txt"
-    path.write_text("word " * 500 + "\n" + "text " * 500)
-    cfg = load_settings([f"--prompts={path}", "--policy=x.pt", "--judge=y.pt"])
-    said = refusal(load_prompts, cfg, WORDS, get_splits(load_settings([
-        f"--prompts={path}", "--policy=x.pt", "--judge=y.pt", "--eval_judge=None"])))
-    assert "of 1 to 32 tokens" in said

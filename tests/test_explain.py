@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import signal
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ pretrain_tokens, prompt_words = 40_000, (2, 4)
 num_prompts, num_generations, micro_batch_size = 4, 4, 8
 judge = eval_judge = None
 num_eval_prompts, num_eval_generations, eval_interval, save_interval, max_iters = 2, 2, 0, 2, 4
-learning_rate, log_micro, tracin = 3e-3, False, "self"
+learning_rate, log_micro, tracin = 1e-3, False, "self"
 
 
 def reward(prompts, completions):
@@ -58,12 +57,12 @@ def run(tmp_path_factory, comments):
     (there / "config.py").write_text(CONFIG)
     made = {}
 
-    def make(name):
+    def make(name, *more):
         if name not in made:
             made[name] = str(there / name)
             printed(grpo.main, [str(there / "config.py"), f"--comments={comments}",
                                 f"--cache_dir={there}/prepared", f"--out_dir={made[name]}",
-                                *SETTINGS[name]])
+                                *SETTINGS.get(name, more)])
         return made[name]
 
     return make
@@ -91,6 +90,14 @@ def recorded(folder, iteration):
     """Rows of samples.jsonl that were scored."""
     return [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
             if row["iteration"] == iteration and row.get("influence", 0.0) is not None]
+
+
+def best_of(rows):
+    """The one of highest advantage whose text can be asked for."""
+    encode = load_tokenizer(300).encode_ordinary
+    there_is_room = [row for row in rows if row["completion"]
+                     and len(encode(row["prompt"])) + len(encode(row["completion"])) <= 32]
+    return max(there_is_room, key=lambda row: row["advantage"])
 
 
 def listed(rows):
@@ -172,7 +179,7 @@ def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
 def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
-    best = max(recorded(folder, 3), key=lambda row: row["advantage"])
+    best = best_of(recorded(folder, 3))
     argv = [folder, text_of(folder), "--before", "--next=True", f"--prompt={best['prompt']}",
             f"--completion={best['completion']}"]
     helpful, harmful = printed(explain.main, argv).split("Most harmful")
@@ -184,6 +191,11 @@ def test_refusals(run):
     folder = run("self")
     for argv in ([], [folder, "--prompt=the"]):
         assert "usage" in refusal(explain.main, argv)
+    for flag in ("--since=1", "--parts=2", "--hessian=False"):
+        line = refusal(explain.main, [folder, flag])
+        assert line.startswith(flag) and "the account of a sentence" in line
+    line = refusal(explain.main, [folder, "--account=True", "--before"])
+    assert line.startswith("--before") and "the next iteration" in line
     long = "--completion=" + "long " * 40
     asked = [folder, text_of(folder), "--prompt=the", long]
     assert "together 32 at most" in refusal(explain.main, [*asked, "--next=True"])
@@ -207,7 +219,7 @@ def told(folder, *flags):
 
 def said_by(folder):
     """Flags that ask for a completion of the run."""
-    row = max(read_rows(os.path.join(folder, "samples.jsonl")), key=lambda row: row["advantage"])
+    row = best_of(read_rows(os.path.join(folder, "samples.jsonl")))
     return [f"--prompt={row['prompt']}", f"--completion={row['completion']}"]
 
 
@@ -221,7 +233,7 @@ def test_the_account_repeats_the_run_and_adds_up(run, name):
     """To the same bits, from its start and from a checkpoint, and nothing else is left behind."""
     folder = run(name)
     before = contents(folder)
-    asked = ["--account=True", "--parts=4"]
+    asked = ["--account=True", "--parts=8"]
     text, whole = told(folder, *asked, "--hessian=False")
     assert "ends at other weights" not in text and "without the Hessian" in text
     size = max(map(abs, whole.values()))
@@ -237,13 +249,34 @@ def test_the_account_repeats_the_run_and_adds_up(run, name):
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize("keep, kept", [(0, [0, 1, 2, 3, 4]), (1, [3, 4]), (3, [2, 3, 4])])
+def test_it_starts_from_the_last_checkpoint_that_was_kept(run, monkeypatch, keep, kept):
+    folder = run(f"keeps {keep}", "--tracin=off", "--save_interval=1", f"--keep_checkpoints={keep}")
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pt")]
+    assert sorted(torch.load(path)["iteration"] for path in paths) == kept
+    replay = story.replay
+    starts = []
+
+    def watched(setup, cfg, start, *rest):
+        starts.append(start)
+        return replay(setup, cfg, start, *rest)
+
+    monkeypatch.setattr(story, "replay", watched)
+    text, _ = told(folder, *said_by(folder), "--since=2", "--hessian=False")
+    assert starts == [2 if 2 in kept else 0] and "ends at other weights" not in text
+
+
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
     folder = run("off")
     before = contents(folder)
     in_memory = told(folder, *said_by(folder), "--hessian=False")
     monkeypatch.setattr(account, "free_memory", lambda device: 0)
     assert told(folder, *said_by(folder), "--hessian=False") == in_memory
-    monkeypatch.setattr(story, "account", lambda *rest: os.kill(os.getpid(), signal.SIGINT))
+
+    def interrupted(*rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(story, "account", interrupted)
     with pytest.raises(KeyboardInterrupt):
         explain.main([folder, text_of(folder), *said_by(folder)])
     assert contents(folder) == before
@@ -287,11 +320,15 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "the", "completion": ["a"]}')
     assert "must be text" in refused(f"--prompts={rows}")
+    rows.write_text("")
+    assert "no sentence" in refused(f"--prompts={rows}")
     with_top_k = run("one backward")
     never = [with_top_k, text_of(with_top_k), "--prompt=the", "--completion=\u20ac\u20ac"]
     assert "never draws" in refusal(explain.main, never)
-    assert "learning_rate = 1.0: must be 0.003" in refused(*asked, "--learning_rate=1.0")
-    assert "--since=4: must be a whole number from 0 to 3" in refused(*asked, "--since=4")
+    assert "learning_rate = 1.0: must be 0.001" in refused(*asked, "--learning_rate=1.0")
+    harmless = ["--micro_batch_size=3", "--num_eval_prompts=3", "--since=3", "--hessian=False"]
+    assert "account: rollouts" in told(folder, *asked, *harmless)[0]
+    assert "--since=4: must be below 4" in refused(*asked, "--since=4")
     changed = tmp_path / "changed.py"
     changed.write_text(CONFIG.replace("0.1 * len(text)", "0.2 * len(text)"))
     assert "has changed" in refusal(explain.main, [folder, str(changed), *asked])
@@ -313,7 +350,7 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     assert "another policy" in refused()
     os.remove(path)
     os.remove(os.path.join(folder, "ckpt_prev.pt"))
-    assert "no such file" in refused()
+    assert "has no checkpoint" in refused()
     assert "name its config file too" in refusal(explain.main, [folder, *asked])
 
 
@@ -327,7 +364,7 @@ def test_tokens_that_share_a_character_are_one_piece():
     ids = [*tokenizer.encode_ordinary(" a"), *euro, euro[1], *face, *euro[:2], 299]
     n = len(ids)
     row = Row(torch.tensor([5, *ids]), torch.ones(n, dtype=torch.bool), None, 1.0)
-    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer, (299,))
+    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer)
     assert [piece.text for piece in found][-5:] == ["€", "\ufffd", "🙂", "\ufffd", ""]
     assert "".join(piece.text for piece in found) == tokenizer.decode(ids[:-1])
     assert sum(piece.influence for piece in found) == sum(range(1, n + 1))

@@ -18,7 +18,7 @@ from judge.scorer import Scorer, encode, logits_of, pad_right
 from judge.train import auc, even_lengths, length_batches, train_judge, trained_judges
 from model import GPTConfig
 from common.files import load_file, save_gpt
-from worlds import printed, refusal, seed_of, sentence, write_comments
+from worlds import assert_near, refusal, seed_of, sentence, write_comments
 
 CPU = torch.device("cpu")
 
@@ -33,20 +33,18 @@ def scorer():
     return Scorer(config).double().eval()
 
 
-ROWS = [[299] + [(7 * i + j) % 256 for j in range(1 + 5 * i % 23)] for i in range(12)]
+ROWS = [[299, *range(7 * i, 7 * i + 1 + 5 * i % 23)] for i in range(12)]
 
 
 @torch.no_grad()
 def test_padding_batch_and_order_change_no_score(scorer):
     alone = torch.cat([scorer(*pad_right([row])) for row in ROWS])
+    assert alone.std() > 1e-3
     idx, real = pad_right(ROWS)
-    together = scorer(idx, real)
-    assert together.std() > 1e-3
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
-    torch.testing.assert_close(scorer(idx.masked_fill(~real, 17), real), alone, rtol=0, atol=1e-12)
+    assert_near(scorer(idx, real), alone, 1e-12)
+    assert_near(scorer(idx.masked_fill(~real, 17), real), alone, 1e-12)
     for size in (1, 5, 100):
-        found = logits_of(scorer, ROWS, CPU, batch_size=size)
-        torch.testing.assert_close(found, alone.float(), rtol=0, atol=1e-6)
+        assert_near(logits_of(scorer, ROWS, CPU, batch_size=size), alone.float(), 1e-6)
 
 
 def test_encode_puts_the_class_token_first_cleans_and_cuts():
@@ -56,9 +54,8 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
 
 
 def test_auc_is_its_definition():
-    generator = torch.Generator().manual_seed(seed_of(0))
-    scores = torch.randint(6, (60,), generator=generator) / 3 - 1
-    labels = torch.randint(2, (60,), generator=generator).bool()
+    scores = torch.randint(6, (60,)) / 3 - 1
+    labels = torch.randint(2, (60,)).bool()
     wins = [float(a > b) + float(a == b) / 2 for a in scores[labels] for b in scores[~labels]]
     assert auc(scores, labels) == pytest.approx(sum(wins) / len(wins))
 
@@ -81,14 +78,16 @@ def test_length_batches_cover_every_row_once_and_pad_little():
     assert sorted(i for batch in batches for i in batch) == list(range(1000))
     assert max(map(len, batches)) <= 8
     assert batches == length_batches(rows, 8, seed=1) != length_batches(rows, 8, seed=2)
-    padded = sum(len(batch) * max(len(rows[i]) for i in batch) for batch in batches)
+    padded = 0
+    for batch in batches:
+        padded += len(batch) * max(len(rows[i]) for i in batch)
     assert padded < 1.1 * sum(map(len, rows))
 
 
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     judge = load_judge(tiny.judge)
-    clean, toxic, again = judge(["x", "grumble grumble", "x"], ["a warm cat", "grumble you grumble",
-                                                               " a warm\ncat "])
+    prompts = ["x", "grumble grumble", "x"]
+    clean, toxic, again = judge(prompts, ["a warm cat", "grumble you grumble", " a warm\ncat "])
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
     cfg = SimpleNamespace(judge_score="logit", reward_funcs=("judge",), functions={},
@@ -96,48 +95,50 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     reward = reward_functions(cfg, {"judge": judge})["judge"]
     a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
     assert a > b
-    assert silent is None
-    assert "kind 'judge'" in refusal(load_judge, tiny.policy)
+    assert silent.isnan()
 
 
 def test_reward_falls_with_toxicity():
     x = torch.linspace(-8, 8, 33, dtype=torch.double)
     p = torch.sigmoid(x)
     for kind, expected in (("probability", 1 - p), ("logit", -x)):
-        torch.testing.assert_close(as_reward(x, kind), expected, rtol=0, atol=1e-9)
+        assert_near(as_reward(x, kind), expected, 1e-9)
 
 
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     broken = Scorer(scorer.config)
     torch.nn.init.constant_(broken.score.weight, math.nan)
-    save_gpt(str(tmp_path / "judge.pt"), broken, "judge")
-    message = refusal(load_judge(str(tmp_path / "judge.pt")), [""], ["hello you"])
-    assert "judge.pt" in message and "'hello you'" in message and "nan" in message
+    save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
+    message = refusal(load_judge(f"{tmp_path}/judge.pt"), [""], ["hello you"])
+    assert "judge.pt" in message
+    assert "'hello you'" in message
+    assert "nan" in message
 
 
 def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
     rng = random.Random(seed_of(0))
-    comments = [(sentence(rng, i % 3 == 0), float(i % 3 == 0)) for i in range(200)]
-    held_out = comments[:60]
+    labels = [float(i % 3 == 0) for i in range(200)]
+    comments = [(sentence(rng, label == 1), label) for label in labels]
 
-    def train(name, stop):
-        path = str(tmp_path / f"{name}.pt")
-        train_judge(path, "judge_a", comments, held_out, 8_000, CPU, stop)
+    def train(name, stop=lambda: False):
+        path = str(tmp_path / name)
+        train_judge(path, "judge_a", comments, comments[:60], 8_000, CPU, stop)
         return load_file(path, "judge")
 
-    whole = train("whole", lambda: False)
-    steps = iter([False] * 4 + [True] * 9)
+    whole = train("whole.pt")
+    asked = itertools.count()
     with pytest.raises((SystemExit, KeyboardInterrupt)):
-        train("cut", lambda: next(steps))
-    assert os.path.exists(tmp_path / "cut.pt.partial")
-    again = train("cut", lambda: False)
-    assert not os.path.exists(tmp_path / "cut.pt.partial")
+        train("cut.pt", lambda: next(asked) == 4)
+    assert set(os.listdir(tmp_path)) == {"whole.pt", "cut.pt.partial"}
+    again = train("cut.pt")
+    assert set(os.listdir(tmp_path)) == {"whole.pt", "cut.pt"}
     assert again["auc"] == whole["auc"] > 0.5
-    assert all(torch.equal(x, again["model"][name]) for name, x in whole["model"].items())
+    for name, x in whole["model"].items():
+        assert torch.equal(x, again["model"][name]), name
 
 
 def test_comments_that_cannot_teach_are_refused(tmp_path):
-    path = write_comments(tmp_path / "a.csv", 60, label=lambda i: 0)
+    path = write_comments(f"{tmp_path}/a.csv", 60, label=lambda i: 0)
     cfg = load_settings([f"--comments={path}", f"--cache_dir={tmp_path}"])
     from data.comments import get_splits
     assert "needs both labels" in refusal(trained_judges, cfg, get_splits(cfg), CPU)
@@ -152,7 +153,9 @@ ANSWERS = ["4", "8"]
 
 
 def by_column(prompts, completions, answer, level=None, *, other=5):
-    assert prompts == ["2 + 2 =", "3 + 4 ="] and level == [1, 2] and other == 5
+    assert prompts == ["2 + 2 =", "3 + 4 ="]
+    assert level == [1, 2]
+    assert other == 5
     return [float(a == text) for a, text in zip(answer, completions)]
 
 
@@ -204,8 +207,8 @@ def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
     for reward, says in ((lambda prompts: [], "must take (prompts, completions), by these names"),
                          (lambda p, c: [], "must take (prompts, completions), by these names"),
                          (lambda completions, colour: [], "asks for the column 'colour'"),
-                         (lambda completions, *rest: [], "it is called by names"),
-                         (lambda completions, /: [], "it is called by names"),
+                         (lambda *texts: [], "must take (prompts, completions), by these names"),
+                         (lambda completions, /: [], "positional-only"),
                          (lambda completions, colour: [], "'answer', 'level', 'text'")):
         assert says in refusal(score, {"r": reward}, ASKED, ANSWERS)
     cfg = SimpleNamespace(reward_funcs=("r", "judge"), tracin_val_reward=None,
@@ -223,7 +226,8 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
     assert "raised ZeroDivisionError" in str(caught.value)
     assert "for the prompt '2 + 2 =' and completion 'x'" in str(caught.value)
     note = caught.value.__notes__[0]
-    assert "len(text) - 1" in note and "judge/rewards.py" not in note
+    assert "len(text) - 1" in note
+    assert "judge/rewards.py" not in note
     assert "SystemExit" in refusal(score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)
 
 
@@ -235,6 +239,7 @@ def test_a_reward_may_do_as_it_likes_with_torch():
 
     prompts = [Prompt("a", [1], {})]
     assert score({"r": careless}, prompts, ["x"]).dtype == torch.float32
-    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
     endless = {"r": lambda completions: itertools.repeat(1.0)}
     assert "returned 2 numbers for 1" in refusal(score, endless, prompts, ["x"])

@@ -1,7 +1,7 @@
 """Whole runs on a tiny model: what they print and leave behind, how they go on after an
 interruption, what they refuse."""
 import importlib
-import json
+import itertools
 import math
 import os
 import re
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,9 +18,8 @@ import torch
 
 import evaluate
 import grpo as trainer
-import run.loop
-from common.files import load_file, save_file
-from worlds import printed, read_rows, refusal
+from common.files import load_file, read_json, save_file
+from worlds import printed, read_rows, refusal, untimed_metrics
 
 explain = importlib.import_module("explain.__main__")
 NOISE = """
@@ -69,8 +69,7 @@ def copy_of_six(six, tmp_path):
 
 def snapshot(folder):
     """{path: bytes} of all files below a folder."""
-    paths = [os.path.join(d, name) for d, _, names in os.walk(folder) for name in names]
-    return {path: open(path, "rb").read() for path in paths}
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def same(a, b):
@@ -84,59 +83,75 @@ def same(a, b):
     return a == b
 
 
+def checkpoint_of(folder):
+    return load_file(f"{folder}/ckpt.pt", "run")
+
+
+def rewrite_checkpoint(folder, **changes):
+    content = checkpoint_of(folder) | changes
+    del content["kind"]
+    save_file(f"{folder}/ckpt.pt", "run", **content)
+
+
 def assert_same_run(one, other):
     """All but times, bit for bit."""
-    a, b = (load_file(os.path.join(d, "ckpt.pt"), "run") for d in (one, other))
+    a = checkpoint_of(one)
+    b = checkpoint_of(other)
     for key in ("iteration", "policy", "reference", "optimizer", "influence", "num_tokens",
                 "base_hash", "random"):
-        assert same(a[key], b[key]), key
-    a, b = ([row | {"step_time": 0} for row in read_rows(os.path.join(d, "metrics.jsonl"))]
-            for d in (one, other))
-    assert a == b
+        assert same(a[key], b[key]), f"the checkpoints differ in {key}"
+    assert untimed_metrics(one) == untimed_metrics(other)
     for name in ("samples.jsonl", "eval.jsonl"):
-        a, b = (open(os.path.join(d, name), "rb").read() for d in (one, other))
-        assert a == b and a, name
+        written = Path(one, name).read_bytes()
+        assert written and written == Path(other, name).read_bytes(), f"{name} differs"
 
 
 def test_a_run_leaves_its_files(finished, six):
     files = {".lock", "ckpt.pt", "ckpt_prev.pt", "config.json", *LOGS}
     assert set(os.listdir(finished.dir)) == files
     assert set(os.listdir(six)) == files | {"config.py"}
-    assert open(os.path.join(six, "config.py")).read() == NOISE
-    about = json.load(open(os.path.join(six, "config.json")))
-    assert about["functions"] == ["noise"] and about["torch"] == torch.__version__
+    assert Path(six, "config.py").read_text() == NOISE
+    about = read_json(f"{six}/config.json")
+    assert about["functions"] == ["noise"]
+    assert about["torch"] == torch.__version__
 
 
 def test_metrics_samples_and_evaluations(finished):
-    metrics, samples, evals = (read_rows(os.path.join(finished.dir, name)) for name in LOGS)
+    metrics = read_rows(f"{finished.dir}/metrics.jsonl")
+    samples = read_rows(f"{finished.dir}/samples.jsonl")
+    evals = read_rows(f"{finished.dir}/eval.jsonl")
     assert [row["iteration"] for row in metrics] == [1, 2, 3]
+    assert [row["iteration"] for row in samples] == [1] * 16 + [2] * 16 + [3] * 16
+    assert [row["iteration"] for row in evals] == [0, 2, 3]
+    assert {"rewards/judge", "eval_judge/toxicity", "perplexity"} <= evals[0].keys()
     for row in metrics:
         assert {"loss", "kl", "grad_norm", "reward", "entropy", "num_tokens"} <= row.keys()
         assert all(math.isfinite(x) for x in row.values() if x is not None)
         rewards = [x["reward"] for x in samples if x["iteration"] == row["iteration"]]
         known = [r for r in rewards if r is not None]   # None: the judge abstained
-        assert abs(sum(known) / len(known) - row["reward"]) < 1e-5
-    assert [row["iteration"] for row in samples] == [i for i in (1, 2, 3) for _ in range(16)]
+        assert row["reward"] == pytest.approx(sum(known) / len(known), abs=1e-5)
     for start in range(0, len(samples), 4):
         group = samples[start:start + 4]
         assert len({row["prompt"] for row in group}) == 1
         assert abs(sum(row["advantage"] for row in group)) < 1e-4
-    assert [row["iteration"] for row in evals] == [0, 2, 3]
-    assert {"rewards/judge", "eval_judge/toxicity", "perplexity"} <= evals[0].keys()
 
 
 def test_log_micro_off_changes_the_lines_alone(grpo, finished, tmp_path):
-    text = grpo(tmp_path / "run", *FINISHED, "--log_micro=False")
-    assert "[Micro" not in text and "5. Optimizer" not in text and text.count("\niter ") == 3
-    assert_same_run(finished.dir, tmp_path / "run")
+    text = grpo(f"{tmp_path}/run", *FINISHED, "--log_micro=False")
+    assert "[Micro" not in text
+    assert "5. Optimizer" not in text
+    assert text.count("\niter ") == 3
+    assert_same_run(finished.dir, f"{tmp_path}/run")
 
 
 def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
     before = snapshot(copy_of_six)
     message = refusal(grpo, f"{copy_of_six}/", "--max_iters=0")     # a slash changes nothing
     assert f"{str(copy_of_six)!r}: holds a run of other settings" in message
-    assert "--resume" in message and "--out_dir" in message
-    assert snapshot(copy_of_six) == before and os.listdir(tmp_path) == [copy_of_six.name]
+    assert "--resume" in message
+    assert "--out_dir" in message
+    assert snapshot(copy_of_six) == before
+    assert os.listdir(tmp_path) == [copy_of_six.name]
 
 
 def test_a_foreign_folder_is_left_alone(grpo, tmp_path):
@@ -149,36 +164,42 @@ def test_a_foreign_folder_is_left_alone(grpo, tmp_path):
     assert (where / "samples.jsonl").read_text() == "years of work"
 
 
-def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path):
+def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
     where = tmp_path / "run"
-    text = []
+    prepare = trainer.prepare
+    said = []
 
     def meanwhile(*args):
-        text.append(refusal(grpo, where, "--max_iters=0"))
-        text.append(refusal(grpo, where, "--resume=True"))
-        return judges(*args)
+        for flag in ("--max_iters=0", "--resume=True"):
+            said.append(refusal(grpo, where, flag))
+        return prepare(*args)
 
-    judges = trainer.prepare
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(trainer, "prepare", lambda *a: (m.undo(), meanwhile(*a))[1])
-        grpo(where, *FINISHED)
-    assert all("another run is at work there" in part for part in text)
+    monkeypatch.setattr(trainer, "prepare", meanwhile)
+    grpo(where, *FINISHED)
+    assert len(said) == 2
+    assert all("another run is at work there" in text for text in said)
     assert_same_run(finished.dir, where)
 
 
 @pytest.mark.parametrize("name", [".lock", *LOGS])
-@pytest.mark.parametrize("lead", [os.symlink, os.link, lambda notes, path: os.mkfifo(path),
-                                  lambda notes, path: os.mkdir(path)],
-                         ids=["link", "hard link", "pipe", "folder"])
-def test_a_run_writes_through_no_link(name, lead, copy_of_six, noise, grpo, tmp_path):
+@pytest.mark.parametrize("kind", ("link", "hard link", "pipe", "folder"))
+def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, grpo, tmp_path):
     notes = tmp_path / "notes"
     if name in LOGS:
         shutil.copy(copy_of_six / name, notes)      # long enough to go on with
     else:
         notes.write_text("years of work")
     before = notes.read_bytes()
-    os.remove(copy_of_six / name)
-    lead(notes, copy_of_six / name)
+    path = copy_of_six / name
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(notes)
+    elif kind == "hard link":
+        path.hardlink_to(notes)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
     for flags in (["--resume=True", "--max_iters=7"], ["--max_iters=0"]):
         message = refusal(grpo, copy_of_six, noise, *SIX, *flags)
         assert f"{name}: is a link or no plain file" in message
@@ -196,23 +217,26 @@ class Crash(Exception):
     pass
 
 
+def dies(*args, **more):
+    raise Crash
+
+
 @pytest.fixture
 def crash(monkeypatch, grpo):
     """crash(iteration, out_dir, ...) runs grpo and dies in that iteration, as the machine might."""
     def start(iteration, *argv):
         update = trainer.update
-        calls = []
 
-        def dies(*args, **more):
-            calls.append(1)
-            if len(calls) == iteration:
+        calls = itertools.count(1)
+
+        def counted(*args, **more):
+            if next(calls) == iteration:
                 raise Crash
             return update(*args, **more)
 
-        with monkeypatch.context() as m:
-            m.setattr(trainer, "update", dies)
-            with pytest.raises(Crash):
-                grpo(*argv)
+        with monkeypatch.context() as m, pytest.raises(Crash):
+            m.setattr(trainer, "update", counted)
+            grpo(*argv)
 
     return start
 
@@ -226,26 +250,22 @@ def crash(monkeypatch, grpo):
     ids=["lora-sync", "steps", "tracin"])
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_path):
     argv = (*flags, "--max_iters=5")
-    grpo(tmp_path / "whole", *argv)
-    crash(4, tmp_path / "parts", *argv)
-    assert len(read_rows(tmp_path / "parts" / "metrics.jsonl")) == 3
-    assert load_file(str(tmp_path / "parts" / "ckpt.pt"), "run")["iteration"] == 2
-    assert "continues the interrupted run" in grpo(tmp_path / "parts", *argv)
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    grpo(f"{tmp_path}/whole", *argv)
+    crash(4, f"{tmp_path}/parts", *argv)
+    assert len(read_rows(f"{tmp_path}/parts/metrics.jsonl")) == 3
+    assert checkpoint_of(f"{tmp_path}/parts")["iteration"] == 2
+    assert "continues the interrupted run" in grpo(f"{tmp_path}/parts", *argv)
+    assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/parts")
 
 
-@pytest.mark.parametrize("module, part", [
-    (trainer, "prepare"), (trainer, "evaluate"), (trainer, "update")])
-def test_killed_before_the_second_checkpoint(module, part, finished, grpo, tmp_path, monkeypatch):
-    def dies(*args, **more):
-        raise Crash
-
+@pytest.mark.parametrize("part", ("prepare", "evaluate", "update"))
+def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, monkeypatch):
     argv = (tmp_path / "run", *FINISHED)
     with monkeypatch.context() as m, pytest.raises(Crash):
-        m.setattr(module, part, dies)
+        m.setattr(trainer, part, dies)
         grpo(*argv)
     grpo(*argv)     # the same command
-    assert_same_run(finished.dir, tmp_path / "run")
+    assert_same_run(finished.dir, f"{tmp_path}/run")
 
 
 def signalled(flags, where, number):
@@ -255,30 +275,37 @@ def signalled(flags, where, number):
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                text=True, env=dict(os.environ, SLOW="0.1"))
     deadline = time.time() + 60
-    log = os.path.join(where, "metrics.jsonl")
-    while not (os.path.exists(log) and open(log).read().count("\n") >= 3):
+    log = where / "metrics.jsonl"
+
+    def iterations():
+        return log.read_text().count("\n") if log.exists() else 0
+
+    while iterations() < 3:
         assert process.poll() is None and time.time() < deadline, process.communicate()[1]
         time.sleep(0.01)
     process.send_signal(number)
     err = process.communicate(timeout=60)[1]
-    assert open(log).read().count("\n") < 6  # it was not simply done
-    return process, err
+    assert iterations() < 6, "it was done before the signal"
+    return process.returncode, err
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_signals(number, tiny, noise, six, grpo, tmp_path):
     where = tmp_path / "run"
-    process, err = signalled([*tiny.flags, noise], where, number)
-    iteration = load_file(str(where / "ckpt.pt"), "run")["iteration"]
+    code, err = signalled([*tiny.flags, noise], where, number)
+    iteration = checkpoint_of(where)["iteration"]
     if number == signal.SIGKILL:
-        assert process.returncode == -number and iteration in (2, 4)
+        assert code == -number
+        assert iteration in (2, 4)
     else:
         heard, end = err.splitlines()
-        assert process.returncode == 130 and heard.startswith("signal heard: ")
-        assert iteration == len(read_rows(where / "metrics.jsonl"))
+        assert code == 130
+        assert heard.startswith("signal heard: ")
+        assert iteration == len(read_rows(f"{where}/metrics.jsonl"))
         assert f"interrupted: saved after iteration {iteration}; the same command continues" in end
     text = grpo(where, noise, *SIX)
-    assert f"resumed {where}/ckpt.pt after" in text and "iter 1/" not in text
+    assert f"resumed {where}/ckpt.pt after" in text
+    assert "iter 1/" not in text
     assert_same_run(six, where)
     assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
 
@@ -295,40 +322,53 @@ def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, noise, 
 def test_a_finished_run_is_printed_again_or_made_longer(copy_of_six, noise, six, grpo, tmp_path):
     before = snapshot(copy_of_six)
     text = grpo(copy_of_six, noise, *SIX, "--resume")
-    assert "after/before" in text and not re.search(r"^(iter|eval) \d|^\[Micro", text, re.M)
-    changed = {os.path.basename(k) for k, v in snapshot(copy_of_six).items() if before.get(k) != v}
-    assert changed <= {"config.json"}
-    grpo(tmp_path / "longer", noise, *SIX, "--max_iters=3")
-    text = grpo(tmp_path / "longer", noise, *SIX, "--learning_rate=1e-4", "--resume")
-    assert_same_run(six, tmp_path / "longer")
+    assert "after/before" in text
+    assert not re.search(r"^(iter|eval) \d|^\[Micro", text, re.M), "it did an iteration"
+    after = snapshot(copy_of_six)
+    del before[f"{copy_of_six}/config.json"], after[f"{copy_of_six}/config.json"]
+    assert after == before
+    grpo(f"{tmp_path}/longer", noise, *SIX, "--max_iters=3")
+    grpo(f"{tmp_path}/longer", noise, *SIX, "--resume")
+    assert_same_run(six, f"{tmp_path}/longer")
 
 
 def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"the green cat {i}" for i in range(20)))
     flags = (f"--prompts={prompts}", "--resume=True")
-    assert "has no checkpoint" in grpo(tmp_path / "run", *flags, "--max_iters=1")
-    text = grpo(tmp_path / "run", *flags, "--max_iters=2", "--learning_rate=1e-3")
+    assert "has no checkpoint" in grpo(f"{tmp_path}/run", *flags, "--max_iters=1")
+    text = grpo(f"{tmp_path}/run", *flags, "--max_iters=2", "--learning_rate=1e-3")
     assert "learning_rate: 0.0001 -> 0.001" in text
 
 
-def flip(path):
-    """Flips a bit in the middle of a file."""
-    with open(path, "r+b") as f:
-        f.seek(os.path.getsize(path) // 2)
-        byte, = f.read(1)
-        f.seek(-1, os.SEEK_CUR)
-        f.write(bytes([byte ^ 1]))
+def cut_short(folder):
+    os.truncate(folder / "ckpt.pt", 1000)
+
+
+def flip_a_bit(folder):
+    content = bytearray((folder / "ckpt.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "ckpt.pt").write_bytes(content)
+
+
+def another_kind(folder):
+    torch.save({"kind": "policy"}, folder / "ckpt.pt")
+
+
+def lose_samples(folder):
+    (folder / "samples.jsonl").unlink()
+
+
+def lose_both(folder):
+    (folder / "ckpt.pt").unlink()
+    (folder / "ckpt_prev.pt").unlink()
 
 
 @pytest.mark.parametrize("damage, part", [
-    (lambda path: os.truncate(path, os.path.getsize(path) // 2), "cut short"),
-    (lambda path: flip(path), "damaged"),
-    (lambda path: torch.save({"kind": "policy"}, path), "'policy'"),
-    (lambda path: os.remove(path.replace("ckpt.pt", "samples.jsonl")), "samples.jsonl: shorter"),
-    (lambda path: (os.remove(path), os.remove(path.replace("ckpt", "ckpt_prev"))), "checkpoint")])
+    (cut_short, "cut short"), (flip_a_bit, "damaged"), (another_kind, "'policy'"),
+    (lose_samples, "samples.jsonl: shorter"), (lose_both, "checkpoint")])
 def test_a_damaged_run_is_refused_and_kept(damage, part, copy_of_six, noise, grpo):
-    damage(str(copy_of_six / "ckpt.pt"))
+    damage(copy_of_six)
     before = snapshot(copy_of_six)
     assert part in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
     assert snapshot(copy_of_six) == before
@@ -339,32 +379,27 @@ def test_a_damaged_run_is_refused_and_kept(damage, part, copy_of_six, noise, grp
     dict(logs=dict.fromkeys(LOGS, -1)), dict(logs=dict.fromkeys(LOGS, 0.5)), dict(policy=None),
     dict(shape=None), dict(optimizer=None)], ids=str)
 def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, grpo):
-    path = str(copy_of_six / "ckpt.pt")
-    content = load_file(path, "run")
-    del content["kind"]
-    save_file(path, "run", **content | change)
+    rewrite_checkpoint(copy_of_six, **change)
     before = snapshot(copy_of_six)
-    for start in (lambda: grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7"),
-                  lambda: printed(explain.main, [str(copy_of_six), noise])):
-        assert "ckpt.pt: damaged" in refusal(start)
+    said = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+    assert "ckpt.pt: damaged" in said
+    assert "ckpt.pt: damaged" in refusal(explain.main, [str(copy_of_six), noise])
     assert snapshot(copy_of_six) == before
 
 
-@pytest.mark.parametrize("change", [
-    lambda s: s["average"].pop(), lambda s: s.update(age=0), lambda s: s.update(age="1"),
-    lambda s: s["average"].__setitem__(0, torch.zeros(3))])
-def test_an_average_of_other_targets_is_refused(change, grpo, tmp_path):
+def test_an_average_of_other_targets_is_refused(grpo, tmp_path):
     flags = ("--tracin=reward", "--tracin_target_ema=0.5", "--save_interval=1")
-    grpo(tmp_path / "run", *flags, "--max_iters=1")
-    path = str(tmp_path / "run" / "ckpt.pt")
-    content = load_file(path, "run")
-    change(content["influence"])
-    del content["kind"]
-    save_file(path, "run", **content)
-    assert "damaged" in refusal(grpo, tmp_path / "run", *flags, "--max_iters=2", "--resume=True")
+    run = tmp_path / "run"
+    grpo(run, *flags, "--max_iters=1")
+    known = checkpoint_of(run)["influence"]
+    average = known["average"]
+    for change in (dict(average=average[1:]), dict(average=[torch.zeros(3), *average[1:]]),
+                   dict(age=0), dict(age="1")):
+        rewrite_checkpoint(run, influence=known | change)
+        assert "damaged" in refusal(grpo, run, *flags, "--max_iters=2", "--resume=True"), change
 
 
-def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six, tmp_path):
+def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
     for name in os.listdir(copy_of_six):
         if name != "config.py":
             os.remove(copy_of_six / name)
@@ -372,32 +407,32 @@ def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six, tmp_p
     grpo(copy_of_six, noise, *SIX, "--resume=True")
     assert_same_run(six, copy_of_six)
     assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
+
+
+def test_a_config_py_alone_is_no_run(grpo, noise, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.py").write_text("years of work")
-    refusal(grpo, tmp_path / "mine", noise, *SIX, "--max_iters=0")
+    refusal(grpo, f"{tmp_path}/mine", noise, *SIX, "--max_iters=0")
     assert os.listdir(tmp_path / "mine") == ["config.py"], "a user's config.py is no run's"
 
 
 def test_config_py_is_written_before_config_json(grpo, noise, tmp_path, monkeypatch):
-    def dies(path, content):
-        raise Crash
-
     monkeypatch.setattr("run.checkpoint.write_json", dies)
     with pytest.raises(Crash):
-        grpo(tmp_path / "run", noise, "--max_iters=0")
+        grpo(f"{tmp_path}/run", noise, "--max_iters=0")
     assert (tmp_path / "run" / "config.py").read_text() == NOISE
 
 
 def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo, tmp_path):
     content = load_file(tiny.policy, "policy")
     content["model"]["ln_f.bias"] += 1
-    save_file(str(tmp_path / "other.pt"), **content)
+    save_file(f"{tmp_path}/other.pt", **content)
     before = snapshot(copy_of_six)
-    for flag, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
-                       ("--lora_rank=2", "lora_rank"),
-                       (("--beta=0.1", "--ref_model_sync_steps=1"), "ckpt.pt")):
-        flags = [flag] if isinstance(flag, str) else flag
-        assert part in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", *flags)
+    for flags, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
+                        ("--lora_rank=2", "lora_rank"),
+                        ("--beta=0.1 --ref_model_sync_steps=1", "ckpt.pt")):
+        said = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", *flags.split(" "))
+        assert part in said
     assert snapshot(copy_of_six) == before
 
 
@@ -410,8 +445,8 @@ def test_a_checkpoint_never_holds_what_is_not_finite(grpo, tmp_path, monkeypatch
         return metrics
 
     monkeypatch.setattr(trainer, "update", poisoned)
-    assert "not finite after iteration 1" in refusal(grpo, tmp_path / "run", "--save_interval=1")
-    assert load_file(str(tmp_path / "run" / "ckpt.pt"), "run")["iteration"] == 0
+    assert "not finite after iteration 1" in refusal(grpo, f"{tmp_path}/run", "--save_interval=1")
+    assert checkpoint_of(f"{tmp_path}/run")["iteration"] == 0
 
 
 @pytest.fixture
@@ -422,24 +457,34 @@ def fresh(tiny, tmp_path, monkeypatch):
                             lambda *args, **more: pytest.fail("trained before it looked"))
 
     def start(*argv):
-        printed(trainer.main, [*tiny.flags, f"--cache_dir={tmp_path / 'cache'}",
-                               f"--out_dir={tmp_path / 'run'}", *argv])
+        printed(trainer.main, [*tiny.flags, f"--cache_dir={tmp_path}/cache",
+                               f"--out_dir={tmp_path}/run", *argv])
 
     return start
 
 
-@pytest.mark.parametrize("flag, part", [
-    ("--comments=nowhere.csv", "nowhere.csv"),
-    ("--device=quantum", "'auto'"),
-    ("--policy=nowhere.pt", "nowhere.pt"), ("--judge=nowhere.pt", "nowhere.pt"),
-    ("--judge={policy}", "kind 'judge' is needed"), ("--policy={judge}", "kind 'policy' is needed"),
-    ("--max_completion_length=32", "block_size"), ("--prompt_words=(30, 40)", "prompts"),
-    ("--num_prompts=1000000000", "GB of memory"), ("--out_dir={policy}/run", "out_dir = "),
-    ("--wandb_project=x", "pip install wandb")])
-def test_bad_settings_are_found_before_anything_is_trained(flag, part, fresh, tiny, monkeypatch):
+# a flag | what the refusal says
+REFUSALS = """
+--comments=nowhere.csv | nowhere.csv
+--device=quantum | 'auto'
+--policy=nowhere.pt | nowhere.pt
+--judge=nowhere.pt | nowhere.pt
+--judge={policy} | kind 'judge' is needed
+--policy={judge} | kind 'policy' is needed
+--max_completion_length=32 | block_size
+--prompt_words=(30, 40) | prompts
+--num_prompts=1000000000 | GB of memory
+--out_dir={policy}/run | out_dir =
+--wandb_project=x | pip install wandb
+"""
+
+
+def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before = snapshot(tiny.cache)
-    assert part in refusal(fresh, flag.format(policy=tiny.policy, judge=tiny.judge))
+    for line in REFUSALS.strip().splitlines():
+        flag, says = line.format(policy=tiny.policy, judge=tiny.judge).split(" | ")
+        assert says in refusal(fresh, flag), line
     assert snapshot(tiny.cache) == before
 
 
@@ -458,10 +503,13 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
         shutil.copytree(finished.dir, where)
     before = snapshot(where)
     text = printed(evaluate.main, [str(where)])
-    first, *_, last = read_rows(where / "eval.jsonl")
-    numbers = [k for k in last if isinstance(last[k], float)]
-    assert columns(text) == {k: (round(first[k], 4), round(last[k], 4)) for k in numbers}
-    assert len(numbers) > 10 and snapshot(where) == before
+    assert snapshot(where) == before
+    first, *_, last = read_rows(f"{where}/eval.jsonl")
+    table = columns(text)
+    assert len(table) > 10
+    for name, x in last.items():
+        if isinstance(x, float):
+            assert table[name] == (round(first[name], 4), round(x, 4)), name
     for row in last["samples"]:
         assert f"after:  {row['completion']!r}" in text
 
@@ -470,18 +518,29 @@ def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
     assert "RUN CONFIG.py" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
     text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
-    assert "rewards/noise" in columns(text) and "iterations 0 and 4" in text
+    assert "rewards/noise" in columns(text)
+    assert "iterations 0 and 4" in text
     os.remove(copy_of_six / "ckpt_prev.pt")
     assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), noise])
 
 
+def test_the_evaluation_has_a_temperature_of_its_own(copy_of_six, noise):
+    cold = ["--eval_temperature=1e-4", "--temperature=2.0"]
+    found = columns(printed(evaluate.main, [str(copy_of_six), noise, *cold]))
+    assert found["eval_judge/expected_max"] == found["eval_judge/toxicity"], (
+        "near temperature 0 all completions of a prompt are the likeliest one")
+    assert found["perplexity"][0] == 1 and found["kl"][0] == 0, (
+        "perplexity and KL are of the distribution that is sampled from")
+
+
 def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
-    for flag, again in ((f"--cache_dir={tmp_path / 'none'}", "pretrain.py"),
+    for flag, again in ((f"--cache_dir={tmp_path}/none", "pretrain.py"),
                         ("--judge_tokens=64000", "judge.train"),
                         ("--pretrain_tokens=1000000000000", "pretrain.py")):
         for main in (evaluate.main, explain.main):
             message = refusal(main, [str(copy_of_six), noise, flag])
-            assert "is missing" in message and again in message
+            assert "is missing" in message
+            assert again in message
     for argv in ([], ["--seed=1"]):
         assert "which run" in refusal(evaluate.main, argv)
 
@@ -493,11 +552,11 @@ def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
     fake.init = lambda **k: begun.append(k)
     fake.log = lambda row, step: logged.append((step, row))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    grpo(tmp_path / "run", "--wandb_project=toys", "--max_iters=2")
-    assert begun[0]["project"] == "toys" and begun[0]["config"]["num_prompts"] == 4
-    metrics = [row for _, row in logged if "loss" in row]
-    written = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert [m["reward"] for m in metrics] == [row["reward"] for row in written]
+    grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
+    assert begun[0]["project"] == "toys"
+    assert begun[0]["config"]["num_prompts"] == 4
+    rewards = [row["reward"] for _, row in logged if "loss" in row]
+    assert rewards == [row["reward"] for row in read_rows(f"{tmp_path}/run/metrics.jsonl")]
     assert [step for step, row in logged if "eval/perplexity" in row] == [0, 2]
 
 
@@ -505,5 +564,5 @@ def test_the_verdict(grpo, tmp_path):
     rises = tmp_path / "rises.py"
     rises.write_text("def reward(prompts, completions): return list(map(len, completions))")
     flags = (rises, "--judge=None", "--eval_judge=None", "--max_iters=4", "--learning_rate=1e-2")
-    assert "verdict: works" in grpo(tmp_path / "a", *flags, "--expect_rise=0.1")
-    assert "does not work" in refusal(grpo, tmp_path / "b", *flags, "--expect_rise=1000")
+    assert "verdict: works" in grpo(f"{tmp_path}/a", *flags, "--expect_rise=0.1")
+    assert "does not work" in refusal(grpo, f"{tmp_path}/b", *flags, "--expect_rise=1000")

@@ -23,11 +23,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import grpo
-from config import load_settings
+from config import Settings, load_settings
 from config.check import check
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig, add_lora
+from rollout import Rollout
 from run.build import build
 
 WORLD_SEED = int(os.environ.get("WORLD_SEED", 0))   # other numbers, the same tests: see conftest.py
@@ -49,9 +50,13 @@ SHAPES = {
     "neo": dict(window=4, local_layers=(1,), attn_scale=1.0, qkv_bias=False, exact_gelu=True)}
 
 
+def generator_of(seed):
+    return torch.Generator().manual_seed(seed_of(seed))
+
+
 def shaken(model, size=0.2, seed=5):
     """The model with noise on every weight, so that none has its first value."""
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = generator_of(seed)
     with torch.no_grad():
         for p in model.parameters():
             p += size * torch.randn(p.shape, generator=generator)
@@ -80,8 +85,7 @@ def forcing(forced):
 
 
 def random_ids(B, T, vocab_size=50, seed=1):
-    generator = torch.Generator().manual_seed(seed_of(seed))
-    return torch.randint(vocab_size, (B, T), generator=generator)
+    return torch.randint(vocab_size, (B, T), generator=generator_of(seed))
 
 
 def with_lora(model, rank=3, alpha=6.0, seed=5):
@@ -178,7 +182,7 @@ def same_rollout(found, expected):
         if x is None or not x.is_floating_point():
             assert x is y or torch.equal(x, y), f"rollouts differ in {name}"
         else:
-            torch.testing.assert_close(y, x, rtol=0, atol=1e-5)
+            assert_near(y, x)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -253,6 +257,36 @@ def whole_step(batch):
     """The step that learns from all rows at once."""
     N = len(batch.loss_mask)
     return grpo.Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
+
+
+def forward(setup, batch, cfg, rows=slice(None)):
+    """grpo.loss_of some rows of a batch that is one step."""
+    step = whole_step(batch)
+    return grpo.loss_of(setup, setup.policy, batch, step.rows[rows], step, cfg)
+
+
+def loss_of_rows(logp, old_logp, advantages, mask, ref_logp=None, policy_mask=None, num_rows=None,
+                 num_tokens=None, **knobs):
+    """grpo.grpo_loss of rows that are a whole step, unless num_rows and num_tokens say otherwise.
+    knobs: settings of the loss."""
+    step = SimpleNamespace(num_rows=num_rows or len(logp), num_tokens=num_tokens or int(mask.sum()))
+    rollout = Rollout(mask, mask, mask, mask, old_logp, old_logp, mask.any(1))
+    batch = grpo.Batch(rollout, advantages, mask, policy_mask, ref_logp)
+    return grpo.grpo_loss(logp, batch, step, Settings(**knobs))
+
+
+def plain_logps(policy, rollout, temperature=1.0):
+    """Log-probs of each completion's tokens, one row at a time, without padding, mask or cache:
+    [(tokens of the row,)]."""
+    T = rollout.completion_mask.shape[1]
+    rows = []
+    for i, ids in enumerate(rollout.tokens):
+        prompt = ids[:-T][rollout.attention_mask[i, :-T]]
+        completion = ids[-T:][rollout.completion_mask[i]]
+        h = policy(torch.cat([prompt, completion])[None, :-1])[0, len(prompt) - 1:]
+        logp = (policy.lm_head(h) / temperature).log_softmax(-1)
+        rows.append(logp.gather(1, completion[:, None])[:, 0])
+    return rows
 
 
 def gradient(loss, parameters):
@@ -332,6 +366,22 @@ def read_rows(path):
     """Rows of a .jsonl file."""
     with open(path, encoding="utf-8") as f:
         return [json.loads(line) for line in f]
+
+
+def write_rows(path, rows):
+    """Make a .jsonl file."""
+    with open(path, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def untimed_metrics(folder):
+    """Rows of a run's metrics.jsonl, without the times."""
+    return [row | {"step_time": 0} for row in read_rows(f"{folder}/metrics.jsonl")]
+
+
+def assert_near(found, expected, atol=1e-5):
+    """Equal but for rounding."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def refusal(function, *args, **kwargs):

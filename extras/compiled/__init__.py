@@ -1,6 +1,6 @@
 """
 torch.compile of the policy, the reference and sampling (compile = True). Before a run uses it,
-run/prove.py compares it with plain float32.
+run/precision.py compares it with plain float32.
 
 To read one token, a model launches some two hundred small kernels, and on a GPU launching them
 takes longer than running them. A CUDA graph launches all of them at once, but it can only repeat

@@ -14,8 +14,8 @@ from extras.critic import explained_variance, gae, token_advantages, value_loss,
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, completion_states, generate
 from worlds import (
-    END, PROMPTS, forcing, gradient, nets_of, printed, read_rows, seed_of, settings, shaken,
-    whole_step, world)
+    END, PROMPTS, assert_near, forcing, forward, generator_of, gradient, nets_of, printed, settings,
+    shaken, steps_of, untimed_metrics, world)
 
 PLAIN = Settings(whiten_advantages=False)
 CRITIC = dict(critic=True, value_coef=.5)
@@ -23,16 +23,12 @@ CRITIC = dict(critic=True, value_coef=.5)
 
 def cases(seed=0, N=40, T=9):
     """Random rewards, values and sampled tokens; some rows have gaps, one has no sampled token."""
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = generator_of(seed)
     rewards, values = torch.randn(2, N, T, generator=generator)
     sampled = torch.rand(N, T, generator=generator) < .7
     sampled[0] = False
     sampled[1] = True
     return rewards * sampled, values * sampled, sampled
-
-
-def as_rollout(values, sampled):
-    return SimpleNamespace(values=values, sampled_mask=sampled)
 
 
 def speaking(setup):
@@ -46,11 +42,6 @@ def critic_world(seed=1, **knobs):
     cfg = settings(**CRITIC | knobs)
     setup = speaking(nets_of(cfg))
     return cfg, setup, grpo.collect(setup, setup.prompts, cfg, seed)
-
-
-def loss_of(cfg, setup, batch, rows=slice(None)):
-    step = whole_step(batch)
-    return grpo.loss_of(setup, setup.policy, batch, step.rows[rows], step, cfg)
 
 
 def plain_gae(rewards, values, gamma, lam):
@@ -75,39 +66,41 @@ def test_gae_against_plain_python():
 
 def test_rewards_are_centered_and_stand_at_the_last_sampled_token():
     _, values, sampled = cases()
-    rewards = torch.randn(len(sampled), generator=torch.Generator().manual_seed(seed_of(1)))
+    rollout = SimpleNamespace(values=values, sampled_mask=sampled)
+    rewards = torch.randn(len(sampled))
     rewards[2] = math.nan
     penalty = torch.rand(values.shape) * sampled
-    A, returns = token_advantages(as_rollout(values, sampled), rewards, penalty, PLAIN)
-    mean = float(rewards[~rewards.isnan()].mean())
+    by_token = -penalty
     for i, here in enumerate(sampled):
-        if i == 2:
-            assert not A[i].any() and returns[i][here][-1].isnan(), "nobody scored it"
-            continue
-        r = [-float(x) for x in penalty[i][here]]
-        if r:
-            r[-1] += float(rewards[i]) - mean
-        expected = plain_gae(r, values[i][here].tolist(), 1.0, .95)
-        assert A[i][here].tolist() == pytest.approx(expected, abs=1e-5)
-        assert torch.allclose(returns[i][here], (A + values)[i][here])
-    white, _ = token_advantages(as_rollout(values, sampled), rewards, penalty, Settings())
-    known = sampled & ~rewards.isnan()[:, None]
-    assert white[known].mean().abs() < 1e-5 and white[known].std() == pytest.approx(1, abs=1e-3)
+        if here.any():
+            by_token[i, here.nonzero()[-1]] += rewards[i] - rewards.nanmean()
+    scored = ~rewards.isnan()
+    expected = gae(by_token, values, sampled, 1.0, .95)
+    A, returns = token_advantages(rollout, rewards, penalty, PLAIN)
+    assert_near(A[scored], expected[scored])
+    assert_near(returns[scored], (A + values)[scored])
+    assert not A[2].any(), "nobody scored it"
+    assert returns[2][sampled[2]][-1].isnan(), "nobody scored it"
+    known = sampled & scored[:, None]
+    white, same = token_advantages(rollout, rewards, penalty, Settings())
+    assert_near(white[known], whiten(A, known)[known])
+    assert_near(same[known], returns[known])
 
 
-def test_whitening_and_value_loss_are_those_of_trl():
-    """Of its PPOTrainer, which TRL had up to 1.12: (x - mean) / sqrt(var + 1e-8) with n - 1 over
-    the tokens, and half the larger of two squared errors."""
+def test_whitening_is_that_of_trl():
+    """Of its PPOTrainer, which TRL had up to 1.12."""
     _, x, sampled = cases()
-    some = x[sampled].double()
-    expected = (some - some.mean()) / (some.var() + 1e-8).sqrt()
-    assert torch.allclose(whiten(x, sampled)[sampled].double(), expected, atol=1e-5)
+    some = x[sampled]
+    assert_near(whiten(x, sampled)[sampled], (some - some.mean()) / (some.var() + 1e-8).sqrt())
+
+
+def test_the_loss_of_values_is_that_of_trl():
+    """Of its PPOTrainer: half the larger of two squared errors."""
     values, old, returns = torch.randn(3, 200)
-    found = value_loss(values, old, returns, .2)
-    for v, o, r, loss in zip(values.tolist(), old.tolist(), returns.tolist(), found.tolist()):
-        near = min(max(v, o - .2), o + .2)
-        assert loss == pytest.approx(max((v - r) ** 2, (near - r) ** 2) / 2, abs=1e-5)
-    assert torch.allclose(value_loss(values, old, returns), (values - returns).square() / 2)
+    near = torch.max(torch.min(values, old + .2), old - .2)
+    larger = torch.max((values - returns) ** 2, (near - returns) ** 2)
+    assert_near(value_loss(values, old, returns, .2), larger / 2)
+    assert_near(value_loss(values, old, returns), (values - returns) ** 2 / 2)
 
 
 def test_explained_variance():
@@ -132,39 +125,33 @@ def test_recorded_values_are_those_of_a_forward_pass():
     forced[1:4, 2] = 5
     for more in ({}, dict(batch_size=4), dict(top_k=9), dict(respond=forcing(forced))):
         r = generate(policy, ids, 4, 6, seed=7, eos=END, **more)
-        assert r.values.std() > .05 and (r.values[~r.sampled_mask] == 0).all()
-        assert (r.values - values_by_forward(policy, r)).abs().max() < 1e-5
+        assert r.values.std() > .05
+        assert (r.values[~r.sampled_mask] == 0).all()
+        assert_near(r.values, values_by_forward(policy, r))
     with torch.autocast("cpu", torch.bfloat16):
         assert policy.value_head(torch.randn(5, 16)).dtype == torch.float32
 
 
-def test_the_loss_is_that_of_the_policy_plus_that_of_the_values():
-    for loss_type in ("dapo", "grpo", "dr_grpo"):
-        cfg, setup, batch = critic_world(loss_type=loss_type, value_clip=.1)
-        shaken(setup.policy, .02, seed=9)
-        out = loss_of(cfg, setup, batch)
-        values = values_by_forward(setup.policy, batch.rollout)
-        logp = completion_logprobs(setup.policy, batch.rollout).detach()
-        policy_part = critic_part = 0.0
-        N = len(batch.loss_mask)
-        for i, row in enumerate(batch.loss_mask):
-            for t in row.nonzero()[:, 0].tolist():
-                divisor = {"dapo": int(batch.loss_mask.sum()), "grpo": N * int(row.sum()),
-                           "dr_grpo": N * cfg.max_completion_length}[loss_type]
-                A, R = float(batch.advantages[i, t]), float(batch.returns[i, t])
-                ratio = math.exp(logp[i, t] - batch.rollout.logp[i, t])
-                policy_part -= min(ratio * A, min(max(ratio, .8), 1.2) * A) / divisor
-                old, v = float(batch.rollout.values[i, t]), float(values[i, t])
-                near = min(max(v, old - .1), old + .1)
-                critic_part += .5 * max((v - R) ** 2, (near - R) ** 2) / 2 / divisor
-        assert float(out.policy.detach()) == pytest.approx(policy_part, abs=1e-5)
-        assert float(out.critic.detach()) == pytest.approx(critic_part, rel=1e-4)
-        assert float(out.total.detach()) == pytest.approx(policy_part + critic_part, rel=1e-4)
-        N = len(batch.loss_mask)
-        parts = [gradient(loss_of(cfg, setup, batch, rows).total, setup.trained)
-                 for rows in (slice(5), slice(5, N))]
-        whole = gradient(loss_of(cfg, setup, batch).total, setup.trained)
-        assert torch.allclose(sum(parts), whole, atol=1e-5), "micro-batches add up"
+@pytest.mark.parametrize("loss_type", ("dapo", "grpo", "dr_grpo"))
+def test_the_loss_is_that_of_the_policy_plus_that_of_the_values(loss_type):
+    cfg, setup, batch = critic_world(loss_type=loss_type, value_clip=.1)
+    shaken(setup.policy, .02, seed=9)
+    out = forward(setup, batch, cfg)
+    mask = batch.loss_mask
+    N = len(mask)
+    divisor = {"dapo": mask.sum(), "grpo": N * mask.sum(1, keepdim=True),
+               "dr_grpo": torch.tensor(N * cfg.max_completion_length)}[loss_type]
+    ratio = (completion_logprobs(setup.policy, batch.rollout) - batch.rollout.logp).exp()
+    A = batch.advantages
+    policy = -torch.min(ratio * A, ratio.clamp(.8, 1.2) * A) / divisor
+    values = values_by_forward(setup.policy, batch.rollout)
+    critic = cfg.value_coef * value_loss(values, batch.rollout.values, batch.returns, .1) / divisor
+    assert_near(out.policy, policy[mask].sum())
+    assert_near(out.critic, critic[mask].sum(), 1e-4)
+    assert_near(out.total, out.policy + out.critic)
+    first = gradient(forward(setup, batch, cfg, slice(5)).total, setup.trained)
+    others = gradient(forward(setup, batch, cfg, slice(5, N)).total, setup.trained)
+    assert_near(first + others, gradient(out.total, setup.trained))
 
 
 def test_the_kl_in_the_reward_is_taken_off_token_by_token():
@@ -174,13 +161,13 @@ def test_the_kl_in_the_reward_is_taken_off_token_by_token():
     shaken(setup.policy, .1, seed=9)
     batch = grpo.collect(setup, setup.prompts, cfg, 1)
     sampled = batch.rollout.sampled_mask
-    gap = (batch.rollout.logp - batch.ref_logp) * sampled
-    assert gap.abs().max() > .01 and torch.allclose(batch.kl * sampled, gap)
+    kl = (batch.rollout.logp - batch.ref_logp) * sampled
+    assert kl.abs().max() > .01
+    assert_near(batch.kl * sampled, kl)
+    later = kl.flip(1).cumsum(1).flip(1)        # of a token and those after it
     rewards = batch.rewards - batch.rewards.mean()
-    for i, row in enumerate(sampled):
-        for t in row.nonzero()[:, 0].tolist():
-            expected = float(rewards[i] - .3 * gap[i, t:].sum() - batch.rollout.values[i, t])
-            assert float(batch.advantages[i, t]) == pytest.approx(expected, abs=1e-4)
+    expected = rewards[:, None] - .3 * later - batch.rollout.values
+    assert_near(batch.advantages[sampled], expected[sampled], 1e-4)
 
 
 def test_values_are_learned_and_one_completion_of_each_prompt_is_enough():
@@ -209,9 +196,11 @@ def test_a_completion_that_nobody_scored_teaches_nothing():
     cfg = settings(some, **CRITIC)
     setup, batch = world(cfg)
     unknown = batch.rewards.isnan()
-    assert unknown.any() and not batch.advantages[unknown].any()
-    out = loss_of(cfg, setup, batch, unknown)
-    assert float(out.total.detach()) == 0 and not gradient(out.total, setup.trained).any()
+    assert unknown.any()
+    assert not batch.advantages[unknown].any()
+    loss = forward(setup, batch, cfg, unknown).total
+    assert float(loss.detach()) == 0
+    assert not gradient(loss, setup.trained).any()
 
 
 def test_influence_against_one_backward_per_row():
@@ -219,48 +208,43 @@ def test_influence_against_one_backward_per_row():
     loss is learned from all rows."""
     cfg, setup, batch = critic_world(tracin="advantage", micro_batch_size=5)
     plain = replace(cfg, tracin="off")
-    rows = [gradient(loss_of(plain, setup, batch, slice(i, i + 1)).policy, setup.trained)
-            for i in range(len(batch.loss_mask))]
-    rest = gradient(loss_of(plain, setup, batch).critic, setup.trained)
-    g = torch.stack(rows)
+    N = len(batch.loss_mask)
+    rows = torch.stack([
+        gradient(forward(setup, batch, plain, slice(i, i + 1)).policy, setup.trained)
+        for i in range(N)])
+    rest = gradient(forward(setup, batch, plain).critic, setup.trained)
     logp = completion_logprobs(setup.policy, batch.rollout)
-    coef = -batch.advantages / len(batch.loss_mask)
-    G = gradient((coef * logp).sum(), setup.trained)
-    before = torch.cat([p.detach().flatten() for p in setup.trained])
-    grpo.update(setup, batch, None, cfg, 3, check=True)
-    torch.testing.assert_close(batch.influence, g @ G, rtol=1e-4, atol=1e-5)
-    kept = (batch.influence > 0).float() @ g + rest
-    after = torch.cat([p.detach().flatten() for p in setup.trained])
-    torch.testing.assert_close((before - after) / .01, kept, rtol=1e-3, atol=1e-4)
+    target = gradient((-batch.advantages * logp).sum() / N, setup.trained)
+    (step,), _ = steps_of(setup, batch, cfg, check=True)
+    torch.testing.assert_close(batch.influence, rows @ target, rtol=1e-4, atol=1e-5)
+    kept = rows[batch.influence > 0].sum(0) + rest
+    torch.testing.assert_close(step, kept, rtol=1e-3, atol=1e-4)
 
 
 def test_metrics_clip_by_the_token_and_say_what_the_critic_knows():
     cfg, setup, batch = critic_world(epsilon=.05)
     shaken(setup.policy, .02, seed=9)
-    loss = loss_of(cfg, setup, batch)
-    low = high = 0
-    mask = batch.loss_mask
-    for ratio, A in zip(loss.ratio[mask].tolist(), batch.advantages[mask].tolist()):
-        low += ratio < .95 and A < 0
-        high += ratio > 1.05 and A > 0
-    assert low and high, "nothing is clipped here"
+    ratio = forward(setup, batch, cfg).ratio[batch.loss_mask]
+    A = batch.advantages[batch.loss_mask]
+    low = float(((ratio < .95) & (A < 0)).float().mean())
+    high = float(((ratio > 1.05) & (A > 0)).float().mean())
+    assert low > 0 and high > 0, "nothing is clipped here"
     metrics = grpo.update(setup, batch, None, cfg, 3)
-    assert metrics["clip_ratio/low_mean"] == pytest.approx(low / int(mask.sum()))
-    assert metrics["clip_ratio/high_mean"] == pytest.approx(high / int(mask.sum()))
+    assert metrics["clip_ratio/low_mean"] == pytest.approx(low)
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(high)
     assert metrics["critic_loss"] > 0
     assert batch_metrics(batch, cfg)["val/var_explained"] < 1
 
 
 def test_a_run_goes_on_where_it_stopped_and_is_explained(grpo, tmp_path):
     flags = ("--critic=True", "--beta=0.1", "--ref_model_sync_steps=2", "--tracin=reward")
-    grpo(tmp_path / "whole", *flags, "--max_iters=4")
-    grpo(tmp_path / "parts", *flags, "--max_iters=2")
-    grpo(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
-    whole, parts = ([row | {"step_time": 0} for row in read_rows(folder / "metrics.jsonl")]
-                    for folder in (tmp_path / "whole", tmp_path / "parts"))
-    assert whole == parts, "a resumed run has other numbers"
+    grpo(f"{tmp_path}/whole", *flags, "--max_iters=4")
+    grpo(f"{tmp_path}/parts", *flags, "--max_iters=2")
+    grpo(f"{tmp_path}/parts", *flags, "--max_iters=4", "--resume=True")
+    whole = untimed_metrics(f"{tmp_path}/whole")
+    assert whole == untimed_metrics(f"{tmp_path}/parts"), "a resumed run has other numbers"
     explain = importlib.import_module("explain.__main__")
-    assert "the tape agrees with" in printed(explain.main, [str(tmp_path / "whole")])
+    assert "the tape agrees with" in printed(explain.main, [f"{tmp_path}/whole"])
 
 
 def test_the_config_file_loads():

@@ -1,5 +1,6 @@
 """Tiny models in exactly the layouts that they are published in, and what they compute by hand from
 the published tensors: GPT-2, GPT-Neo, Llama, Qwen2, Qwen3, RoBERTa; folders and GGUF files."""
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
+import extras.hub.policy
+import worlds
+from common.files import read_json, write_json
 from data.tokenizer import GPT2_PATTERN, load_tokenizer
 from extras.hub.export import core_of, export, merged_tensors
 from extras.hub.families import config_from_json
@@ -16,7 +20,7 @@ from extras.hub.files import save_tensors
 from extras.hub.tokenizer import bpe_core
 from extras.hub.roberta import Roberta
 from model import GPT, GPTConfig
-from worlds import seed_of, turned
+from worlds import generator_of, seed_of
 
 V, C, H = 23, 12, 4     # tokens, channels, heads
 GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, n_positions=32,
@@ -66,7 +70,7 @@ def make_tensors(c, seed=0):
     family, config = config_from_json(c, "a test")
     with torch.device("meta"):
         model = GPT(config)
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = generator_of(seed)
     return {name: 0.4 * torch.randn(x.shape, generator=generator)
             + ("norm" in name or "ln_" in name and name.endswith("weight"))
             for name, x in merged_tensors(model, family).items()}
@@ -76,7 +80,7 @@ def write(folder, c, tensors=None):
     """The folder as it would be published -> its path."""
     os.makedirs(folder, exist_ok=True)
     tensors = make_tensors(c) if tensors is None else tensors
-    save_tensors(os.path.join(folder, "model.safetensors"), tensors)
+    save_tensors(f"{folder}/model.safetensors", tensors)
     put(folder, config=c)
     return str(folder)
 
@@ -84,8 +88,7 @@ def write(folder, c, tensors=None):
 def put(folder, **contents):
     """Write JSON files by their names without the ending."""
     for name, content in contents.items():
-        with open(os.path.join(folder, name + ".json"), "w", encoding="utf-8") as f:
-            json.dump(content, f)
+        write_json(f"{folder}/{name}.json", content)
 
 
 GGUF_NAMES = {
@@ -112,10 +115,8 @@ def write_gguf(path, c, tensors, kind, **changes):
         "attention.layer_norm_rms_epsilon": c["rms_norm_eps"]}
     writer = gguf.GGUFWriter(path, kind)
     metadata = {f"{kind}.{key}": x for key, x in metadata.items()} | changes
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-           str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
-        add[type(value)](key, value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, x in tensors.items():
         module, leaf = name.rsplit(".", 1)
         block = ""
@@ -123,9 +124,7 @@ def write_gguf(path, c, tensors, kind, **changes):
             _, _, i, module = module.split(".", 3)
             block = f"blk.{i}."
         if kind == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
-            order = [head * hs + i + half for head in range(len(x) // hs) for i in range(hs // 2)
-                     for half in (0, hs // 2)]
-            x = x[order]
+            x = x.view(-1, 2, hs // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
         writer.add_tensor(f"{block}{GGUF_NAMES.get(module, module)}.{leaf}",
                           numpy.ascontiguousarray(x.numpy()))
     writer.write_header_to_file()
@@ -150,83 +149,57 @@ def gguf_of_core(core, pre, **ids):
 # logits, by the model and by hand
 
 
+def load(path):
+    """The GPT of a published folder or file."""
+    return extras.hub.policy.load(path)[0]
+
+
 @torch.no_grad()
 def logits(model, idx, real=None):
     return model.lm_head(model(idx, real))
 
 
+NAMES = {   # there: here, to be replaced one after the other
+    "transformer.": "", "model.layers.": "h.", "model.embed_tokens": "wte", "model.norm": "ln_f",
+    "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "attn.attention.": "attn.",
+    "self_attn.": "attn.", "attn.out_proj": "attn.c_proj", "attn.o_proj": "attn.c_proj",
+    "mlp.down_proj": "mlp.c_proj"}
+STACKED = {"attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+           "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj")}
+
+
 def logits_by_hand(c, tensors, ids):
-    """Logits (T, V) in float64 of one text, from a config.json and the published tensors, a head
-    and a position at a time."""
-    w = {name: x.double() for name, x in tensors.items()}
+    """Logits (T, V) of one text, from a config.json and the published tensors: put into the words
+    of worlds.py, which then computes them a head and a position at a time."""
     kind = c["model_type"]
     gpt = kind.startswith("gpt")
-    nh = c.get("n_head") or c.get("num_heads") or c["num_attention_heads"]
-    nkv = c.get("num_key_value_heads", nh)
-    T = len(ids)
-
-    def linear(x, name):
-        weight = w[name + ".weight"].T if kind == "gpt2" else w[name + ".weight"]
-        return x @ weight.T + w.get(name + ".bias", 0)
-
-    def norm(x, name):
-        epsilon = c["layer_norm_epsilon"] if gpt else c["rms_norm_eps"]
-        x = x - x.mean(-1, keepdim=True) if gpt else x
-        x = x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
-        return x * w[name + ".weight"] + w.get(name + ".bias", 0)
-
-    def attention(x, i):
-        at = f"model.layers.{i}.self_attn."
-        if kind == "gpt2":
-            q, k, v = linear(x, f"transformer.h.{i}.attn.c_attn").chunk(3, -1)
-        else:
-            at = f"transformer.h.{i}.attn.attention." if gpt else at
-            q, k, v = (linear(x, f"{at}{name}_proj") for name in "qkv")
-        q, k, v = (y.view(T, n, -1) for y, n in ((q, nh), (k, nkv), (v, nkv)))
-        if kind == "qwen3":
-            q = norm(q, at + "q_norm")
-            k = norm(k, at + "k_norm")
-        if not gpt:
-            rope = rope_of(c)
-            q, k = (torch.stack([torch.stack([turned(head, t, rope) for head in y[t]])
-                                 for t in range(T)]) for y in (q, k))
-        out = torch.zeros_like(q)
-        for t in range(T):
-            first = max(0, t + 1 - c["window_size"]) if i in local_layers(c) else 0
-            for j in range(nh):
-                head = j * nkv // nh
-                score = k[first:t + 1, head] @ q[t, j]
-                score = score if kind == "gpt_neo" else score / math.sqrt(q.shape[-1])
-                out[t, j] = score.softmax(0) @ v[first:t + 1, head]
-        name = {"gpt2": f"transformer.h.{i}.attn.c_proj", "gpt_neo": at + "out_proj"}
-        return linear(out.flatten(1), name.get(kind, at + "o_proj"))
-
-    def mlp(x, i):
-        if not gpt:
-            at = f"model.layers.{i}.mlp."
-            gate = linear(x, at + "gate_proj")
-            return linear(gate * gate.sigmoid() * linear(x, at + "up_proj"), at + "down_proj")
-        at = f"transformer.h.{i}.mlp."
-        x = linear(x, at + "c_fc")
-        if c["activation_function"] == "gelu":
-            return linear(x * (1 + torch.erf(x / math.sqrt(2))) / 2, at + "c_proj")
-        return linear(x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))) / 2,
-                      at + "c_proj")
-
-    embedding = w["transformer.wte.weight" if gpt else "model.embed_tokens.weight"]
-    x = embedding[torch.tensor(ids)]
-    if gpt:
-        x = x + w["transformer.wpe.weight"][:T]
-    for i in range(c.get("n_layer") or c.get("num_layers") or c["num_hidden_layers"]):
-        at = f"transformer.h.{i}." if gpt else f"model.layers.{i}."
-        x = x + attention(norm(x, at + ("ln_1" if gpt else "input_layernorm")), i)
-        x = x + mlp(norm(x, at + ("ln_2" if gpt else "post_attention_layernorm")), i)
-    x = norm(x, "transformer.ln_f" if gpt else "model.norm")
-    return x @ w.get("lm_head.weight", embedding).T
+    n_layer = c.get("n_layer") or c.get("num_layers") or c["num_hidden_layers"]
+    w = {}
+    for name, x in tensors.items():
+        for there, here in NAMES.items():
+            name = name.replace(there, here)
+        is_turned = kind == "gpt2" and name.startswith("h.") and x.dim() == 2
+        w[name] = x.T if is_turned else x
+    for i, leaf in itertools.product(range(n_layer), ("weight", "bias")):
+        for whole, parts in STACKED.items():
+            names = [f"h.{i}.{part}.{leaf}" for part in parts]
+            if names[0] in w:
+                w[f"h.{i}.{whole}.{leaf}"] = torch.cat([w[name] for name in names])
+    config = SimpleNamespace(
+        **rope_of(c), n_layer=n_layer, n_embd=w["wte.weight"].shape[1], causal=True,
+        n_head=c.get("n_head") or c.get("num_heads") or c["num_attention_heads"],
+        n_kv_head=c.get("num_key_value_heads"), head_dim=c.get("head_dim"),
+        rms=not gpt, swiglu=not gpt, qk_norm=kind == "qwen3",
+        norm_eps=c["layer_norm_epsilon"] if gpt else c["rms_norm_eps"],
+        attn_scale=1.0 if kind == "gpt_neo" else None, window=c.get("window_size"),
+        local_layers=local_layers(c), exact_gelu=c.get("activation_function") == "gelu")
+    return worlds.logits_by_hand(SimpleNamespace(config=config, state_dict=lambda: w), ids)
 
 
 def local_layers(c):
-    kinds = [kind for kinds, n in c.get("attention_types", []) for _ in range(n) for kind in kinds]
+    kinds = []
+    for some, times in c.get("attention_types", []):
+        kinds += some * times
     return [i for i, kind in enumerate(kinds) if kind == "local"]
 
 
@@ -235,8 +208,8 @@ def rope_of(c):
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     scaling = [rope[name] for name in names] if rope.get("rope_type") == "llama3" else ()
-    base = (c.get("rope_parameters") or c)["rope_theta"]
-    return SimpleNamespace(rope_base=base, rope_scaling=scaling)
+    base = rope.get("rope_theta") or c.get("rope_theta")
+    return dict(rope_base=base, rope_scaling=scaling)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -249,7 +222,7 @@ def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), seed=0):
     torch.manual_seed(seed_of(seed))
     export(GPT(config), folder, load_tokenizer(300))
     for name in ("tokenizer.json", "generation_config.json"):
-        os.remove(os.path.join(folder, name))
+        os.remove(f"{folder}/{name}")
     put(folder, tokenizer_config=dict(model_max_length=config.block_size))
     return folder
 
@@ -278,19 +251,19 @@ def make_chat(folder, config=CHAT, seed=0):
     vocabulary padded beyond the tokenizer's."""
     torch.manual_seed(seed_of(seed))
     export(GPT(config), folder, load_tokenizer(300))
-    chat_core().save(os.path.join(folder, "tokenizer.json"))
+    chat_core().save(f"{folder}/tokenizer.json")
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE),
         generation_config=dict(eos_token_id=[0, 2]))
     for name in ("vocab.json", "merges.txt"):
-        os.remove(os.path.join(folder, name))
+        os.remove(f"{folder}/{name}")
     return folder
 
 
 def make_roberta(folder, gpt2, labels, seed, **changes):
     """As facebook/roberta-hate-speech-dynabench-r4-target: its own numbers for the tokens that the
     folder gpt2 has."""
-    with open(os.path.join(gpt2, "vocab.json"), encoding="utf-8") as f:
-        tokens = sorted(json.load(f).keys() - {"<|endoftext|>"})
+    vocabulary = read_json(f"{gpt2}/vocab.json")
+    tokens = sorted(vocabulary.keys() - {"<|endoftext|>"})
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *tokens, "<mask>"]
     c = dict(architectures=["RobertaForSequenceClassification"], model_type="roberta",
              vocab_size=len(tokens), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -298,20 +271,20 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
              layer_norm_eps=1e-5, hidden_act="gelu", bos_token_id=0, pad_token_id=1, eos_token_id=2,
              id2label={str(i): label for i, label in enumerate(labels)}) | changes
     os.makedirs(folder)
-    shutil.copy(os.path.join(gpt2, "merges.txt"), folder)
+    shutil.copy(f"{gpt2}/merges.txt", folder)
     put(folder, config=c, vocab={token: i for i, token in enumerate(tokens)},
         special_tokens_map=dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>"))
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = generator_of(seed)
     with torch.device("meta"):
         model = Roberta(SimpleNamespace(**c), len(labels))
     tensors = {name: 0.5 * torch.randn(x.shape, generator=generator) + ("LayerNorm.weight" in name)
                for name, x in model.state_dict().items()}
-    save_tensors(os.path.join(folder, "model.safetensors"), tensors)
+    save_tensors(f"{folder}/model.safetensors", tensors)
     return folder
 
 
 def roberta_by_hand(c, tensors, ids):
-    """Logits (labels,) of one text in float64, a head and a query at a time."""
+    """Logits (labels,) of one text in float64, a head at a time."""
     w = {name.replace("roberta.", "").replace("encoder.layer.", ""): x.double()
          for name, x in tensors.items()}
     hs = c["hidden_size"] // c["num_attention_heads"]
@@ -330,10 +303,10 @@ def roberta_by_hand(c, tensors, ids):
     for i in range(c["num_hidden_layers"]):
         q, k, v = (linear(x, f"{i}.attention.self.{name}") for name in ("query", "key", "value"))
         mixed = torch.zeros_like(x)
-        for t in range(len(ids)):
-            for j in range(0, c["hidden_size"], hs):
-                weight = (k[:, j:j + hs] @ q[t, j:j + hs] / math.sqrt(hs)).softmax(0)
-                mixed[t, j:j + hs] = weight @ v[:, j:j + hs]
+        for first in range(0, c["hidden_size"], hs):
+            head = slice(first, first + hs)
+            weights = (q[:, head] @ k[:, head].T / math.sqrt(hs)).softmax(-1)
+            mixed[:, head] = weights @ v[:, head]
         y = linear(mixed, f"{i}.attention.output.dense")
         x = norm(x + y, f"{i}.attention.output.LayerNorm")
         y = linear(x, f"{i}.intermediate.dense")
@@ -347,11 +320,11 @@ def make_prompts(path, count=60, seed=0):
     scores, now and then null."""
     rng = random.Random(seed_of(seed))
     words = "the a cat river runs sees it's old and, we \u201cnever\u201d".split()
-    with open(path, "w", encoding="utf-8") as f:
-        for i in range(count):
-            score = None if i % 7 == 0 else round(rng.random(), 3)
-            text = f"{i} " + " ".join(rng.choices(words, k=rng.randint(1, 7)))
-            row = {"filename": f"{i}.txt", "prompt": {"text": text, "toxicity": score},
-                   "continuation": {"text": " and so on.", "toxicity": 0.5}}
-            f.write(json.dumps(row) + "\n")
+    rows = []
+    for i in range(count):
+        score = None if i % 7 == 0 else round(rng.random(), 3)
+        text = f"{i} " + " ".join(rng.choices(words, k=rng.randint(1, 7)))
+        rows.append({"filename": f"{i}.txt", "prompt": {"text": text, "toxicity": score},
+                     "continuation": {"text": " and so on.", "toxicity": 0.5}})
+    worlds.write_rows(path, rows)
     return str(path)

@@ -1,8 +1,8 @@
-"""run/prove.py: bfloat16 that does not hold is turned off, and a run stops where nothing holds."""
+"""run/precision.py: bfloat16 that does not hold is turned off; a run stops where nothing holds."""
 import torch
 
 from rollout import completion_logprobs
-from run import prove
+from run import precision
 from worlds import WORD_PROMPTS, WORDS, nets_of, printed, refusal, settings, word_gpt
 
 
@@ -16,7 +16,7 @@ def word_nets(dtype=torch.bfloat16):
 def test_bfloat16_that_holds_is_used_and_nothing_is_said():
     setup, cfg = word_nets()
     before = torch.get_rng_state()
-    assert printed(prove.prove, setup, cfg) == ""
+    assert printed(precision.check_precision, setup, cfg) == ""
     assert setup.dtype == torch.bfloat16
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in setup.policy.parameters())
@@ -33,8 +33,8 @@ def off_under_autocast(wrong):
 def test_bfloat16_that_does_not_hold_is_turned_off(monkeypatch):
     setup, cfg = word_nets()
     never = iter(lambda: False, True)
-    monkeypatch.setattr(prove, "completion_logprobs", off_under_autocast(never))
-    out = printed(prove.prove, setup, cfg)
+    monkeypatch.setattr(precision, "completion_logprobs", off_under_autocast(never))
+    out = printed(precision.check_precision, setup, cfg)
     assert out.startswith("note: bfloat16 off: log-probs are off by 0.5")
     assert setup.dtype == torch.float32
 
@@ -42,6 +42,7 @@ def test_bfloat16_that_does_not_hold_is_turned_off(monkeypatch):
 def test_a_run_stops_where_nothing_holds(monkeypatch):
     setup, cfg = word_nets()
     all_but_the_first = iter([False] + [True] * 20)
-    monkeypatch.setattr(prove, "completion_logprobs", off_under_autocast(all_but_the_first))
-    text = refusal(prove.prove, setup, cfg)
-    assert "device = 'cpu'" in text and "log-probs are off by 0.5" in text
+    monkeypatch.setattr(precision, "completion_logprobs", off_under_autocast(all_but_the_first))
+    text = refusal(precision.check_precision, setup, cfg)
+    assert "device = 'cpu'" in text
+    assert "log-probs are off by 0.5" in text

@@ -1,5 +1,5 @@
 """
-The proof that fast computation gives the right numbers.
+The check that fast computation gives the right numbers.
 
 Before a run uses bfloat16 or torch.compile, it computes a few completions with them and in plain
 float32: log-probs, their gradient, and the log-probs recorded while sampling. If they differ too
@@ -15,11 +15,11 @@ from rollout import completion_logprobs, generate
 from run.metrics import logp_error, tolerance_of
 
 
-def prove(setup, cfg):
-    """Make setup compute as fast as the settings ask for and the proof allows. BadInput if even
+def check_precision(setup, cfg):
+    """Make setup compute as fast as the settings ask for and the check allows. BadInput if even
     plain float32 fails."""
     if setup.device.type == "cpu" and setup.dtype == torch.float32 and not cfg.compile:
-        return          # this is what the proof would compare with
+        return          # this is what the check would compare with
     wanted = setup.dtype
     compute_in(setup, torch.float32, compiled=False)
     rollout = few_rows(setup, cfg)
@@ -74,7 +74,7 @@ def logp_and_gradient(setup, cfg, rollout):
 
 
 def find_problem(setup, cfg, rollout, expected):
-    """Say what is wrong with the way setup compute, in any process; "" if nothing is."""
+    """Say what is wrong with the way setup computes, in any process; "" if nothing is."""
     try:
         problem = compare(setup, cfg, rollout, *expected)
     except Exception as e:      # a driver or a compiler may raise anything
