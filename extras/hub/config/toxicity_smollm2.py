@@ -13,11 +13,10 @@ learning_rate = 1e-3
 beta = 0.05
 temperature = 0.7           # at 1 this model rambles
 eval_temperature = 0.7
-max_iters = 20
+max_iters = 12
 num_prompts = 8
-micro_batch_size = 16
-max_completion_length = 24
-num_eval_prompts = 32
+micro_batch_size = 16       # larger ones are slower on a CPU, and need 6 GB
+max_completion_length = 32
 num_eval_generations = 8
 
 
