@@ -25,6 +25,8 @@ from extras.hub.tests.published import (
     put, write_gguf)
 from common.files import read_json
 from common.script import seed_for
+from config import load_settings
+from data.comments import split_of
 from worlds import assert_near, generator_of, printed, read_rows, refusal, write_rows
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
@@ -182,6 +184,22 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
         toxic = {row["text"] for row in rows if (row["toxicity"] or 0) >= 0.3}
         samples = read_rows(f"{tmp_path}/run/samples.jsonl")
         assert {row["prompt"] for row in samples} <= toxic
+
+
+def test_prompts_for_smollm2_are_openings_of_toxic_held_out_comments(tmp_path, monkeypatch):
+    insults = [f"You {i} fucking idiots are so stupid, go away" for i in range(200)]
+    thanks = [f"Thank you {i} times for the kind words, my friend" for i in range(200)]
+    rows = [f"{text!r},{int(text in insults or i % 2)}" for i, text in enumerate(insults + thanks)]
+    text = "\n".join(["text,is_offensive", *rows]).replace("'", '"')
+    (tmp_path / "comments.csv").write_text(text)
+    monkeypatch.setattr("data.comments.default_comments", lambda: str(tmp_path / "comments.csv"))
+    (tmp_path / "weights").symlink_to(os.path.abspath("weights"))
+    monkeypatch.chdir(tmp_path)
+    config = os.path.join(os.path.dirname(extras.hub.export.__file__), "config/toxicity_smollm2.py")
+    questions = load_settings([config]).functions["questions"]
+    found = [row["text"] for row in questions(10, 0)]
+    held_out = [text for text in insults if split_of(text).endswith("_prompts")]
+    assert sorted(found) == sorted(" ".join(text.split()[:7]) for text in held_out)
 
 
 @pytest.mark.parametrize("kind", RUNS)
