@@ -43,7 +43,7 @@ class Record(NamedTuple):
     """What is known of a parameter's gradient from one call of its layer: by token, of a vector by
     row."""
     rule: Any       # Matrix, Lookup or Vector
-    rows: Tensor    # (m,) whose each entry is
+    rows: Tensor    # (m,) the row of each entry
     a: Tensor       # (m, ..) as the rule reads it
     b: Tensor       # (m, ..) likewise
 
@@ -149,7 +149,7 @@ class Tape:
         for record in self.records[p]:
             here = entries[record.rows]
             w = weights[record.rows[here]]
-            b = record.b[here].mul_(w[:, None])     # in place: a weight keeps its precision
+            b = record.b[here].mul_(w[:, None])     # w is not rounded to b's dtype
             record.rule.add(total, record.a[here], b)
         return total
 
@@ -161,6 +161,7 @@ class Tape:
         self.summing = False
 
     def summed_gradient(self):
+        """Of what went through backward_summed. To be called once: it sums over processes."""
         return self.over_processes(self.sum or self.zeros())
 
     def zeros(self):

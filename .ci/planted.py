@@ -149,8 +149,9 @@ INFLUENCE = of(
     "tracin.py", "test_influence.py",
     ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
     ("own part left in", "found.scores - own.to(found.scores)", "found.scores"),
-    ("rest of the loss dropped", "for p, g in add(found.rest_grad, gradient).items():",
-     "for p, g in gradient.items():"))
+    ("rest of the loss dropped", "self.tape.backward_summed(loss.total)",
+     "self.tape.backward_summed(loss.policy)"),
+    ("what was subtracted leaves rounding", "if inner(kept, kept) < 0.01 *", "if 0 * "))
 INFLUENCE += of(
     "tracin.py", "test_influence.py",
     ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))

@@ -98,7 +98,7 @@ def prompts_of(folder, *flags, **files):
     for name, content in files.items():
         (folder / name.replace("_", ".")).write_text(content)
     cfg = load_settings([*TINY, "--comments=/nowhere", *flags, "--policy=x.pt", "--judge=None",
-                         "--eval_judge=None", f"--cache_dir={folder}", str(folder / "config.py")])
+                         "--eval_judge=None", f"--cache_dir={folder}", f"{folder}/config.py"])
     return load_prompts(cfg, WORDS, get_splits(cfg))
 
 
@@ -235,7 +235,7 @@ def made_up(tmp_path):
     def load(old="", new="", *flags):
         (tmp_path / "config.py").write_text(MADE_UP.replace(old, new))
         return load_settings([
-            str(tmp_path / "config.py"), *TINY, "--pretrain_tokens=4000", "--comments=/nowhere",
+            f"{tmp_path}/config.py", *TINY, "--pretrain_tokens=4000", "--comments=/nowhere",
             f"--cache_dir={tmp_path}/prepared", *flags])
     return load
 
@@ -299,11 +299,11 @@ def test_a_run_of_made_up_data_from_a_policy_file(made_up, tiny, tmp_path):
     made_up()
     out = tmp_path / "run"
     flags = [*TINY, f"--out_dir={out}", f"--cache_dir={tmp_path}/none", f"--policy={tiny.policy}"]
-    text = printed(grpo.main, [str(tmp_path / "config.py"), *flags, "--max_iters=1"])
+    text = printed(grpo.main, [f"{tmp_path}/config.py", *flags, "--max_iters=1"])
     assert "rewards/reward" in text
-    rows = read_rows(out / "samples.jsonl")
+    rows = read_rows(f"{out}/samples.jsonl")
     assert all(row["row"]["answer"] == str(int(row["prompt"].split()[0]) % 3) for row in rows)
-    assert load_file(str(out / "ckpt.pt"), "run")["shape"]
+    assert load_file(f"{out}/ckpt.pt", "run")["shape"]
 
 
 def test_a_damaged_cache_of_prompts_is_one_line(comments, tmp_path):

@@ -31,7 +31,7 @@ from worlds import random_gpt, random_ids, refusal
     (OSError(28, "No space left on device"), BadInput), (KeyboardInterrupt(), KeyboardInterrupt)])
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_failure_leaves_what_was_there_and_nothing_else(error, seen, folder, tmp_path):
-    path = str(tmp_path / "new" / "x")
+    path = f"{tmp_path}/new/x"
     with replacing(path) as tmp, open(tmp, "w") as f:
         f.write("old")
         assert not os.path.exists(path)
@@ -43,7 +43,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(error, seen, folder, t
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    path = str(tmp_path / "a.pt")
+    path = f"{tmp_path}/a.pt"
     save_file(path, "run", x=torch.arange(3), nested=dict(y=[1.5, None, "z"]))
 
     def full(content, path):
@@ -70,7 +70,7 @@ def test_a_broken_checkpoint_is_one_line(tmp_path):
 
 
 def test_a_checkpoint_of_another_kind_is_one_line(tmp_path):
-    path = str(tmp_path / "other.pt")
+    path = f"{tmp_path}/other.pt"
     for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind="judge")):
         torch.save(content, path)
         assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, path)
@@ -82,13 +82,13 @@ def test_a_checkpoint_of_another_kind_is_one_line(tmp_path):
     dict(vocab_size=10 ** 12), dict(local_layers=1)], ids=str)
 def test_a_shape_that_does_not_fit_the_weights_is_one_line(shape, tmp_path):
     model = random_gpt()
-    path = str(tmp_path / "odd.pt")
+    path = f"{tmp_path}/odd.pt"
     save_file(path, "policy", config=vars(model.config) | shape, model=model.state_dict())
     assert "odd.pt: damaged" in refusal(load_gpt, path)
 
 
 def test_a_small_file_that_claims_to_be_large_is_not_built(tmp_path):
-    path = str(tmp_path / "a.pt")
+    path = f"{tmp_path}/a.pt"
     model = random_gpt()
     config = vars(model.config) | dict(block_size=10 ** 13)
     four_bytes = torch.zeros(1, 1).expand(10 ** 13, 32)
@@ -98,7 +98,7 @@ def test_a_small_file_that_claims_to_be_large_is_not_built(tmp_path):
 
 
 def test_a_flipped_bit_is_found(tmp_path):
-    path = str(tmp_path / "a.pt")
+    path = f"{tmp_path}/a.pt"
     weights = torch.randn(300)
     save_file(path, "run", x=weights)
     data = bytearray(open(path, "rb").read())
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 
 def test_a_compressed_file_is_refused(tmp_path):
-    path = str(tmp_path / "a.pt")
+    path = f"{tmp_path}/a.pt"
     save_file(path, "run", x=torch.zeros(1000))
     with zipfile.ZipFile(path) as f:
         parts = {name: f.read(name) for name in f.namelist()}
@@ -137,7 +137,7 @@ def test_a_planted_link_is_not_written_through(tmp_path):
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
-    path = str(tmp_path / "evil.pt")
+    path = f"{tmp_path}/evil.pt"
     proof = tmp_path / "proof"
     pickle = b"cos\nmkdir\n(V" + str(proof).encode() + b"\ntR."     # calls os.mkdir(proof)
     (tmp_path / "evil.pt").write_bytes(pickle)
@@ -147,7 +147,7 @@ def test_code_in_a_file_is_not_run(tmp_path):
 
 def test_a_policy_comes_back_in_float32(tmp_path):
     model = random_gpt().to(torch.bfloat16)
-    path = str(tmp_path / "policy.pt")
+    path = f"{tmp_path}/policy.pt"
     save_gpt(path, model, loss=1.25)
     back = load_gpt(path)
     assert back.config == model.config
@@ -161,12 +161,12 @@ def test_a_policy_comes_back_in_float32(tmp_path):
 def test_what_was_saved_on_the_way_goes_when_the_policy_is_there(tmp_path):
     for name in ("a.pt.partial", "a.pt.partial.123.tmp", "b.pt.partial"):   # 123 was killed
         (tmp_path / name).write_text("half")
-    save_gpt(str(tmp_path / "a.pt"), random_gpt())
+    save_gpt(f"{tmp_path}/a.pt", random_gpt())
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt.partial"]
 
 
 def test_text_json_and_rows(tmp_path):
-    path = str(tmp_path / "a.json")
+    path = f"{tmp_path}/a.json"
     write_json(path, {"grüß": [1, None]})
     assert read_json(path) == {"grüß": [1, None]}
     assert read_json("nowhere", missing=3) == 3
@@ -215,11 +215,11 @@ def train(partial, stop_before=None, crash_in=None):
 @pytest.mark.parametrize("how, error, said", [
     ("crash_in", RuntimeError, "power cut"), ("stop_before", KeyboardInterrupt, "test is saved")])
 def test_interrupted_fit_goes_on_as_if_it_had_not_been(how, error, said, tmp_path, monkeypatch):
-    whole, made = train(str(tmp_path / "whole.pt"))
+    whole, made = train(f"{tmp_path}/whole.pt")
     assert made == list(range(8))
     assert not (tmp_path / "whole.pt").exists()
     monkeypatch.setattr("common.supervised.SAVE_SECONDS", -1 if how == "crash_in" else 1e9)
-    partial = str(tmp_path / "partial.pt")
+    partial = f"{tmp_path}/partial.pt"
     for step in (1, 6):     # 6: while the learning rate goes down
         with pytest.raises(error, match=said):
             train(partial, **{how: step})
@@ -231,7 +231,7 @@ def test_interrupted_fit_goes_on_as_if_it_had_not_been(how, error, said, tmp_pat
 def test_a_partial_file_of_other_content_is_refused(tmp_path):
     model = random_gpt()
     muon, adam = (optimizer.state_dict() for optimizer in optimizers(model))
-    partial = str(tmp_path / "partial.pt")
+    partial = f"{tmp_path}/partial.pt"
 
     def refused(step, state):
         states = [muon, adam | {"state": state}]
@@ -255,7 +255,7 @@ def test_the_rates_of_a_fit(tmp_path):
         rates.append([group["lr"] for group in optimizer.param_groups])
         return model(torch.ones(2)).square().sum()
 
-    fit(model, [optimizer], loss_at, 100, str(tmp_path / "p"), "test")
+    fit(model, [optimizer], loss_at, 100, f"{tmp_path}/p", "test")
     scales = [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
     expected = torch.outer(torch.tensor(scales), torch.tensor([0.1, 0.02]))
     torch.testing.assert_close(torch.tensor(rates), expected)
@@ -265,7 +265,7 @@ def test_a_loss_that_is_not_finite_ends_a_fit(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SystemExit, match="the loss of test became nan"):
-        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, str(tmp_path / "p"),
+        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, f"{tmp_path}/p",
             "test")
 
 
@@ -402,7 +402,7 @@ def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
         os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
     rename = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append("rename"), rename(a, b)))
-    save_file(str(tmp_path / "a.pt"), "run", x=1)
+    save_file(f"{tmp_path}/a.pt", "run", x=1)
     tmp = str(tmp_path / f"a.pt.{os.getpid()}.tmp")
     assert done == [tmp, "rename", str(tmp_path)]
 

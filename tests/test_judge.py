@@ -108,8 +108,8 @@ def test_reward_falls_with_toxicity():
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     broken = Scorer(scorer.config)
     torch.nn.init.constant_(broken.score.weight, math.nan)
-    save_gpt(str(tmp_path / "judge.pt"), broken, "judge")
-    message = refusal(load_judge(str(tmp_path / "judge.pt")), [""], ["hello you"])
+    save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
+    message = refusal(load_judge(f"{tmp_path}/judge.pt"), [""], ["hello you"])
     assert "judge.pt" in message
     assert "'hello you'" in message
     assert "nan" in message
@@ -138,7 +138,7 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
 
 
 def test_comments_that_cannot_teach_are_refused(tmp_path):
-    path = write_comments(tmp_path / "a.csv", 60, label=lambda i: 0)
+    path = write_comments(f"{tmp_path}/a.csv", 60, label=lambda i: 0)
     cfg = load_settings([f"--comments={path}", f"--cache_dir={tmp_path}"])
     from data.comments import get_splits
     assert "needs both labels" in refusal(trained_judges, cfg, get_splits(cfg), CPU)

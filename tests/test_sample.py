@@ -64,9 +64,9 @@ def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
                       "    return [a == c for a, c in zip(answer, completions)]\n")
     (tmp_path / "sums.csv").write_text(
         "text,answer\n" + "".join(f"{i} + 1 =,{i + 1}\n" for i in range(20)))
-    grpo(tmp_path / "run", str(config), f"--prompts={tmp_path / 'sums.csv'}", "--max_iters=0",
+    grpo(f"{tmp_path}/run", str(config), f"--prompts={tmp_path}/sums.csv", "--max_iters=0",
          "--eval_judge=None")
-    lines = say(str(tmp_path / "run"), str(config), "--prompt=7 + 1 =", "--num=2")
+    lines = say(f"{tmp_path}/run", str(config), "--prompt=7 + 1 =", "--num=2")
     assert [line for line in lines if "no column for 'right'" in line], "it went without a word"
     lines = [line for line in lines if not line.startswith("note: ")]
     assert lines[1].split()[:3] == ["judge", "length", "after"]

@@ -269,11 +269,11 @@ def environment(prompts, transcripts):
 
 def test_a_run_with_turns_is_explained(grpo, tmp_path):
     (tmp_path / "config.py").write_text(EXPLAINED)
-    text = grpo(tmp_path / "run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
+    text = grpo(f"{tmp_path}/run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
                 "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
     assert "% environment" in text, "the environment has said nothing"
     explain = importlib.import_module("explain.__main__")
-    argv = [str(tmp_path / "run"), str(tmp_path / "config.py")]
+    argv = [f"{tmp_path}/run", f"{tmp_path}/config.py"]
     assert "the tape agrees with" in printed(explain.main, argv)
 
 

@@ -34,7 +34,7 @@ IDS = random_ids(3, 9, V)
 def test_published_layout_gives_the_logits_of_a_forward_by_hand_padded_or_not(layout, tmp_path):
     c = LAYOUTS[layout]
     model, where = extras.hub.policy.load(write(tmp_path / "m", c))
-    assert where == str(tmp_path / "m")
+    assert where == f"{tmp_path}/m"
     for p in model.parameters():
         assert p.dtype == torch.float32
         assert p.requires_grad
@@ -250,7 +250,7 @@ TEXTS = ["", " ", "don't I'll WE'VE 'S", "a    b   c  ", "\n\n\t \r\n x\r\n\r\ny
 
 
 def write_chat(folder, **config):
-    chat_core(2000).save(str(folder / "tokenizer.json"))
+    chat_core(2000).save(f"{folder}/tokenizer.json")
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE) | config)
     return str(folder)
 
@@ -258,9 +258,9 @@ def write_chat(folder, **config):
 def test_gpt2s_two_files_and_its_one_file_give_the_ids_of_tiktoken(tmp_path):
     ours = load_tokenizer(2000)
     core = core_of(ours)
-    core.save(str(tmp_path / "tokenizer.json"))
+    core.save(f"{tmp_path}/tokenizer.json")
     os.makedirs(tmp_path / "two")
-    core.model.save(str(tmp_path / "two"))
+    core.model.save(f"{tmp_path}/two")
     for folder in (tmp_path, tmp_path / "two"):
         put(folder, config=dict(bos_token_id=1999, eos_token_id=1999))
         tokenizer = from_folder(str(folder))
@@ -311,7 +311,7 @@ def test_ids_that_the_models_own_tokenizer_puts_before_a_text(tmp_path):
     core.post_processor = TemplateProcessing(
         single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), (MARKS[2], 2)])
     write_chat(tmp_path)
-    core.save(str(tmp_path / "tokenizer.json"))
+    core.save(f"{tmp_path}/tokenizer.json")
     assert from_folder(str(tmp_path)).before_text == [0]
 
 
@@ -354,8 +354,8 @@ def test_the_tokenizer_of_a_gguf_and_its_export_give_the_same_ids(pre, tmp_path)
     metadata["tokenizer.ggml.tokens"].append("\u0120zqxjk")     # no merges lead to this one
     path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), "llama", **metadata)
     tokenizer = extras.hub.policy.tokenizer_of(path)
-    export(load(path), str(tmp_path / "out"), path)
-    exported = from_folder(str(tmp_path / "out"))
+    export(load(path), f"{tmp_path}/out", path)
+    exported = from_folder(f"{tmp_path}/out")
     assert exported.end_tokens == tokenizer.end_tokens == (2, 0)
     assert exported.before_text == tokenizer.before_text == [1] * is_llama
     assert exported.chat_template == TEMPLATE
@@ -373,7 +373,7 @@ def test_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
 
     folder = write_chat(tmp_path, eos_token=None)
     assert "no end token" in refusal(extras.hub.policy.tokenizer_of, folder)
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(f"{tmp_path}/tokenizer.json")
     assert "byte-level" in refusal(extras.hub.policy.tokenizer_of, folder)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert folder in refusal(extras.hub.policy.tokenizer_of, folder)
@@ -403,7 +403,7 @@ def test_export_gives_back_what_came_in(layout, tmp_path):
     assert tensors.keys() == expected.keys()
     for name, x in tensors.items():
         assert torch.equal(x, expected[name]), name
-    assert read_json(out / "config.json")["eos_token_id"] == 3
+    assert read_json(f"{out}/config.json")["eos_token_id"] == 3
     assert sorted(os.listdir(out)) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert torch.equal(logits(load(out), IDS), logits(model, IDS))
@@ -415,8 +415,8 @@ def test_lora_leaves_merged(layout, tmp_path):
     base = load(source)
     model = with_lora(base)
     assert (logits(model, IDS) - logits(base, IDS)).abs().max() > 0.05
-    export(model, str(tmp_path / "merged"), source)
-    assert_near(logits(load(tmp_path / "merged"), IDS), logits(model, IDS), 1e-4)
+    export(model, f"{tmp_path}/merged", source)
+    assert_near(logits(load(f"{tmp_path}/merged"), IDS), logits(model, IDS), 1e-4)
 
 
 def small_gpt(vocab_size=300, **shape):
@@ -432,7 +432,7 @@ def test_exported_gpt2_has_its_tokenizer_and_no_dropout(tmp_path):
     for text in TEXTS:
         assert back.encode_ordinary(text) == ours.encode_ordinary(text)
     assert {"vocab.json", "merges.txt", "tokenizer.json"} <= set(os.listdir(out))
-    config = read_json(out / "config.json")
+    config = read_json(f"{out}/config.json")
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         assert config.get(name) == 0, f"{name} is not 0, and transformers' default is 0.1"
 
@@ -456,7 +456,7 @@ def test_shape_that_nobody_publishes_is_refused(tmp_path):
     qwen3 = dict(rms=True, swiglu=True, bias=False, qkv_bias=False, qk_norm=True)   # no rope_base
     for shape in (dict(bias=False), dict(causal=False), dict(rope_base=100.0), rotary,
                   qwen3, dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
-        out = str(tmp_path / "out")
+        out = f"{tmp_path}/out"
         message = refusal(export, small_gpt(**shape), out, load_tokenizer(300))
         assert re.search("no published architecture|(window_size|rope_theta) is missing", message)
     assert not os.listdir(tmp_path)

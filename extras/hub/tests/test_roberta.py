@@ -24,10 +24,10 @@ SILENT = [False, True, False, True, False, False, False]
 @pytest.fixture
 def make(tmp_path):
     """make(labels, **config) -> folder of a random classifier in the published layout."""
-    gpt2 = make_gpt2(str(tmp_path / "gpt2"))
+    gpt2 = make_gpt2(f"{tmp_path}/gpt2")
 
     def folder(labels=("nothate", "hate"), **changes):
-        path = str(tmp_path / "roberta")
+        path = f"{tmp_path}/roberta"
         shutil.rmtree(path, ignore_errors=True)
         return make_roberta(path, gpt2, labels, 1, **changes)
 

@@ -14,11 +14,11 @@ def phases_of(out):
 def test_an_iteration_is_taken_apart(grpo, tmp_path, rows):
     flags = ["--beta=0.1", "--max_iters=1", "--max_grad_norm=0", "--learning_rate=1e-3",
              "--mini_batch_size=4", "--num_iterations=2"]
-    out = grpo(tmp_path / "none", "--debug_step=True", *flags)
+    out = grpo(f"{tmp_path}/none", "--debug_step=True", *flags)
     assert phases_of(out) == PHASES, out
     assert not (tmp_path / "none").exists(), "nothing is written"
 
-    grpo(tmp_path / "run", *flags)      # the same iteration
+    grpo(f"{tmp_path}/run", *flags)      # the same iteration
     m, = rows(tmp_path / "run" / "metrics.jsonl")
     assert f"= loss {m['loss']:.6f}" in out
     assert f"  all {m['grad_norm']:.3e} before" in out

@@ -204,8 +204,8 @@ def test_the_numbers_of_one_process(name, processes, world, tiny):
     assert_same_numbers(one, several, 2e-6, last=1)
     assert_same_numbers(one, several, 1e-5)     # after a step that was rounded in another way
     start = load_file(tiny.policy, "policy")["model"]
-    weights = load_file(str(one / "ckpt.pt"), "run")["policy"]
-    others = load_file(str(several / "ckpt.pt"), "run")["policy"]
+    weights = load_file(f"{one}/ckpt.pt", "run")["policy"]
+    others = load_file(f"{several}/ckpt.pt", "run")["policy"]
     moved = 0
     for k, x in weights.items():
         assert_near(others[k], x, 1e-6 * max(float(x.abs().max()), 1))
