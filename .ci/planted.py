@@ -45,8 +45,8 @@ BATCH = of(
     ("std with n", "(squares / (n - 1).clamp(min=1)).sqrt()", "(squares / n.clamp(min=1)).sqrt()"),
     ("std over the prompts", "(nanstd(r) + 1e-4)\n    elif", "(r.std(0) + 1e-4)\n    elif"),
     ("std of the batch", "(nanstd(r) + 1e-4)\n    elif", "(nanstd(rewards) + 1e-4)\n    elif"),
-    ("scored for another prompt", "asked = [prompt for prompt in prompts for _ in range(G)]",
-     "asked = list(prompts) * G"),
+    ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
+     "prompt_of_row = list(prompts) * G"),
     ("sampling temperature forgotten", "temperature=cfg.temperature, ", "temperature=1.0, "))
 
 LOSS = of(
