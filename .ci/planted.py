@@ -122,7 +122,8 @@ SAMPLER = of(
 
 TAPE = of(
     "tape.py", "test_tape.py",
-    ("tokens of other rows in the product", "total.addmm_(b.T, a)", "total.addmm_(b.T, a.roll(1, 0))"),
+    ("tokens of other rows in the product", "total.addmm_(b.T, a)",
+     "total.addmm_(b.T, a.roll(1, 0))"),
     ("tokens of other rows in the score", "sum_entries(F.linear(a, G).mul_(b))",
      "sum_entries(F.linear(a, G).mul_(b.roll(1, 0)))"),
     ("embeddings forgotten", "return sum_entries(F.embedding(a, G).mul_(b))",
@@ -149,9 +150,8 @@ INFLUENCE = of(
     "tracin.py", "test_influence.py",
     ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
     ("own part left in", "found.scores - own.to(found.scores)", "found.scores"),
-    ("rest of the loss dropped", "self.tape.backward_summed(loss.total)",
-     "self.tape.backward_summed(loss.policy)"),
-    ("what was subtracted leaves rounding", "if inner(kept, kept) < 0.01 *", "if 0 * "))
+    ("rest of the loss dropped", "self.tape.backward_summed(loss.rest)",
+     "self.tape.backward_summed(0 * loss.rest)"))
 INFLUENCE += of(
     "tracin.py", "test_influence.py",
     ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))
