@@ -45,8 +45,8 @@ BATCH = of(
     ("std with n", "(squares / (n - 1).clamp(min=1)).sqrt()", "(squares / n.clamp(min=1)).sqrt()"),
     ("std over the prompts", "(nanstd(r) + 1e-4)\n    elif", "(r.std(0) + 1e-4)\n    elif"),
     ("std of the batch", "(nanstd(r) + 1e-4)\n    elif", "(nanstd(rewards) + 1e-4)\n    elif"),
-    ("scored for another prompt", "asked = [prompt for prompt in prompts for _ in range(G)]",
-     "asked = list(prompts) * G"),
+    ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
+     "prompt_of_row = list(prompts) * G"),
     ("sampling temperature forgotten", "temperature=cfg.temperature, ", "temperature=1.0, "))
 
 LOSS = of(
@@ -122,7 +122,8 @@ SAMPLER = of(
 
 TAPE = of(
     "tape.py", "test_tape.py",
-    ("tokens of other rows in the product", "total.addmm_(b.T, a)", "total.addmm_(b.T, a.roll(1, 0))"),
+    ("tokens of other rows in the product", "total.addmm_(b.T, a)",
+     "total.addmm_(b.T, a.roll(1, 0))"),
     ("tokens of other rows in the score", "sum_entries(F.linear(a, G).mul_(b))",
      "sum_entries(F.linear(a, G).mul_(b.roll(1, 0)))"),
     ("embeddings forgotten", "return sum_entries(F.embedding(a, G).mul_(b))",
@@ -149,9 +150,8 @@ INFLUENCE = of(
     "tracin.py", "test_influence.py",
     ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
     ("own part left in", "found.scores - own.to(found.scores)", "found.scores"),
-    ("rest of the loss dropped", "self.tape.backward_summed(loss.total)",
-     "self.tape.backward_summed(loss.policy)"),
-    ("what was subtracted leaves rounding", "if inner(kept, kept) < 0.01 *", "if 0 * "))
+    ("rest of the loss dropped", "self.tape.backward_summed(loss.rest)",
+     "self.tape.backward_summed(0 * loss.rest)"))
 INFLUENCE += of(
     "tracin.py", "test_influence.py",
     ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))

@@ -391,7 +391,7 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
 
 @pytest.mark.parametrize("beta", (0.0, .1))
 def test_a_dropped_rollout_of_any_size_leaves_nothing_behind(beta):
-    """It is subtracted from the gradient of all rollouts, of which it is nearly everything."""
+    """Were it subtracted from the gradient of all rollouts, its rounding would be left."""
     def all_but_one(influence, batch):
         return (torch.arange(16) != 5).float()
 
