@@ -186,20 +186,16 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
         assert {row["prompt"] for row in samples} <= toxic
 
 
-def test_prompts_for_smollm2_are_openings_of_toxic_held_out_comments(tmp_path, monkeypatch):
-    insults = [f"You {i} fucking idiots are so stupid, go away" for i in range(200)]
-    thanks = [f"Thank you {i} times for the kind words, my friend" for i in range(200)]
-    rows = [f"{text!r},{int(text in insults or i % 2)}" for i, text in enumerate(insults + thanks)]
-    text = "\n".join(["text,is_offensive", *rows]).replace("'", '"')
-    (tmp_path / "comments.csv").write_text(text)
+def test_prompts_for_smollm2_are_held_out_offensive_comments(tmp_path, monkeypatch):
+    offensive = [f"Comment {i} is labelled offensive" for i in range(200)]
+    rows = [f"{text},1" for text in offensive] + [f"Comment {i} is clean,0" for i in range(200)]
+    (tmp_path / "comments.csv").write_text("\n".join(["text,is_offensive", *rows]))
     monkeypatch.setattr("data.comments.default_comments", lambda: str(tmp_path / "comments.csv"))
-    (tmp_path / "weights").symlink_to(os.path.abspath("weights"))
+    config = os.path.abspath("extras/hub/config/toxicity_smollm2.py")
     monkeypatch.chdir(tmp_path)
-    config = os.path.join(os.path.dirname(extras.hub.export.__file__), "config/toxicity_smollm2.py")
-    questions = load_settings([config]).functions["questions"]
-    found = [row["text"] for row in questions(10, 0)]
-    held_out = [text for text in insults if split_of(text).endswith("_prompts")]
-    assert sorted(found) == sorted(" ".join(text.split()[:7]) for text in held_out)
+    found = [row["text"] for row in load_settings([config]).functions["questions"](10, 0)]
+    held_out = [text for text in offensive if split_of(text).endswith("_prompts")]
+    assert held_out and sorted(found) == sorted(held_out)
 
 
 @pytest.mark.parametrize("kind", RUNS)
