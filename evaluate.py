@@ -14,9 +14,9 @@ import torch
 
 from config import Settings, load_settings
 from data.tokenizer import end_tokens, load_tokenizer
-from judge import as_reward
+from judge import judge_rewards
 from judge.rewards import score
-from judge.scorer import says_nothing
+from judge.scorer import silent
 from model import GPT
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
@@ -34,8 +34,8 @@ AT_ONCE = 64    # completions that are sampled or scored together; limits memory
 
 @torch.no_grad()
 def evaluate(setup, policy, cfg):
-    """Sample num_eval_generations completions of each prompt at temperature 1, always with the same
-    noise, and measure them -> ({measure: number}, the first completions with their prompts)."""
+    """Sample num_eval_generations completions of each prompt, always with the same noise, and
+    measure them -> ({measure: number}, the first completions with their prompts)."""
     k = cfg.num_eval_generations
     rollout = sample_evaluation(setup, policy, cfg)
     ids = rollout.completions(end_tokens(setup.tokenizer))
@@ -49,19 +49,19 @@ def evaluate(setup, policy, cfg):
     measures = {}
     for name, function in setup.reward_funcs.items():
         if name == "judge":
-            rewards = judge_rewards(logits["judge"], completions, cfg)
+            rewards = judge_rewards(logits["judge"], completions, cfg.judge_score)
         else:
             rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
         measures[f"rewards/{name}"] = float(rewards.nanmean())
     measures |= call_metrics(completions, cfg)
     for name in setup.judges:
         measures |= toxicity_measures(name, torch.sigmoid(logits[name]).view(-1, k))
-    measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, k)
+    measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, cfg)
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
-    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
+    measures["says_nothing"] = float(silent(completions).double().mean())
     samples = [dict(prompt=texts[i], completion=completions[i])
                for i in range(0, len(texts), k)[:NUM_SHOWN]]
     return measures, samples
@@ -74,26 +74,20 @@ def sample_evaluation(setup, policy, cfg):
         rollout = setup.generate(
             policy, [prompt.ids for prompt in prompts], cfg.num_eval_generations,
             cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
-            part=shard(len(prompts)),
+            part=shard(len(prompts)), temperature=cfg.eval_temperature,
             respond=setup.answering(prompts, cfg.num_eval_generations))
     return concatenate(all_gather_rollout(rollout))
 
 
-def judge_rewards(logits, completions, cfg):
-    """Rewards (N,) of logits (N,) that the judge gave, NaN where a completion says nothing."""
-    silent = torch.tensor([says_nothing(text) for text in completions])
-    return as_reward(logits, cfg.judge_score).masked_fill(silent, math.nan)
-
-
-def perplexity_under(base, rollout, k):
+def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
-    token (k3) of the policy that wrote them to it."""
-    mine = shard(len(rollout.ended), k)
+    token (k3) of the policy that wrote them to it, both at the temperature they were sampled at."""
+    mine = shard(len(rollout.ended), cfg.num_eval_generations)
     logp = []
     kl = []
     for i in range(mine.start, mine.stop, AT_ONCE):
         part = rollout[i:min(i + AT_ONCE, mine.stop)]
-        base_logp = completion_logprobs(base, part).double()                        # (n, T)
+        base_logp = completion_logprobs(base, part, cfg.eval_temperature).double()  # (n, T)
         d = base_logp - part.logp
         logp.append(float(base_logp.sum()))
         kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))
@@ -126,6 +120,8 @@ def distinct(completions, k, n):
 def open_run(folder, flags):
     """Open a run's last checkpoint -> (cfg, Setup, iterations). flags: settings that differ, and
     the config file that has the run's functions."""
+    if not os.path.isdir(folder):
+        raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py]")
     cfg = load_settings([folder, *flags])
     cfg.compile = False     # compiling would take longer than what it saves here
     path, checkpoint = read_newest(folder)

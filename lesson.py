@@ -30,6 +30,7 @@ from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
 from explain.words import logprob_changes, pieces_of, row_alone
+from rollout import completion_logprobs
 from tape import Tape, cosine, inner
 
 
@@ -205,12 +206,17 @@ print(f"largest difference from section 6: {float(error):.0e} of the largest inf
 # by how much the target's loss went down.
 
 # %%
+def move(size, direction):
+    with torch.no_grad():
+        for p in setup.trained:
+            p += size * direction[p]
+
+
 SIZE = 0.002
 what_it_did = []
 for gradient in alone:
+    move(-SIZE, gradient)
     with torch.no_grad():
-        for p in setup.trained:
-            p -= SIZE * gradient[p]
         after = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
     what_it_did.append(float(loss.policy.detach() - after.policy) / SIZE)
     setup.policy.load_state_dict(start)
@@ -234,7 +240,7 @@ asks = torch.autograd.grad(loss.policy, loss.logp)[0][best]                     
 row = row_alone(batch.rollout, best, cfg.temperature)
 direction = {name: target[p] for name, p in setup.policy.named_parameters()}
 push = logprob_changes(setup.policy, direction, row)                             # (T,)
-pieces = pieces_of(row, asks[:len(push)] * push, setup.tokenizer, (setup.tokenizer.eot_token,))
+pieces = pieces_of(row, asks[:len(push)] * push, setup.tokenizer)
 print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
       f"rollout {best} is {float(influence[best]):.5f}")
 print(f"asks {asks[0]:+.3f} of each, push", [f"{x:+.3f}" for x in push])
@@ -264,3 +270,73 @@ print(f"{int(keep.sum())} of {N} rollouts kept: cosine with all {cosine(kept, wh
 # **Try:** `python grpo.py config/lesson.py`, and again with `--tracin=self --out_dir=out/by_self`.
 # Compare the rewards. Are the last completions still sentences? A rule of letters is easily served
 # without (reward hacking). `python tracin.py out/by_self` says what it learned from.
+#
+# ## 11. Where did it learn that?
+# Looking back is an **account**. A plain step moves the weights by a sum over rollouts, so it moves
+# the log-prob $f$ of any sentence by a sum of **shares**, `-SIZE`
+# $\langle \nabla L_i, \nabla f \rangle$. With the mean of $\nabla f$ before and after, the sum is
+# nearly exact. Here are two steps on our batch. The sentence is the first completion.
+
+# %%
+SIZE = 0.01
+
+
+def log_prob():
+    return completion_logprobs(setup.policy, rollout[[0]], cfg.temperature).sum()
+
+
+def slope():
+    return dict(zip(setup.trained, torch.autograd.grad(log_prob(), setup.trained)))
+
+
+before = log_prob().item()
+shares = torch.zeros(N)
+steps = []
+for _ in range(2):
+    alone = [gradient_of(row[None]) for row in step.rows]
+    whole = gradient_of(step.rows)
+    first = slope()
+    move(-SIZE, whole)
+    mean = {p: (g + first[p]) / 2 for p, g in slope().items()}
+    shares -= SIZE * torch.stack([inner(gradient, mean) for gradient in alone])
+    steps.append((alone, whole))
+after = log_prob().item()
+print(f"the shares add up to {shares.sum():+.5f}, the log-prob changed by {after - before:+.5f}")
+
+# %% [markdown]
+# **Try:** `SIZE` 0.1, then 1. Why does the sum no longer come out?
+#
+# ## 12. What if it had not?
+# Without rollout $i$ the second step would have begun elsewhere. The derivative of the last $f$ by
+# the rollout's weight knows that. `back` is the derivative by the weights, taken back through a
+# step: less `SIZE` $H$ times itself, where $H$, the Hessian of the loss, is what a small move does
+# to the gradient. Then we leave out each rollout, train again and look.
+
+# %%
+NEAR = 0.05
+effects = torch.zeros(N)
+back = slope()
+for alone, whole in reversed(steps):
+    effects -= SIZE * torch.stack([inner(gradient, back) for gradient in alone])
+    move(SIZE, whole)                               # to the weights before the step
+    here = gradient_of(step.rows)
+    move(NEAR, back)
+    there = gradient_of(step.rows)
+    move(-NEAR, back)
+    back = {p: g - SIZE * (there[p] - here[p]) / NEAR for p, g in back.items()}
+
+truth = torch.zeros(N)
+for i in range(N):
+    setup.policy.load_state_dict(start)
+    for _ in range(2):
+        move(-SIZE, gradient_of(step.rows[step.rows != i]))
+    truth[i] = after - log_prob().item()
+print(f"the derivatives are off by {(effects - truth).norm() / truth.norm():.1%}")
+plt.figure(figsize=(5, 3.5))
+plt.scatter(effects, truth, color=colors)
+plt.axline((0, 0), slope=1, color="grey", label="prediction kept")
+picture("12_left_out", "derivative", "log-prob with it less without it")
+
+# %% [markdown]
+# `python tracin.py out/lesson_run --account=True` does both for a whole run, through AdamW, where
+# shares predict badly: docs/influence.md says why.

@@ -1,76 +1,114 @@
 """Draw the curves of one run, or of several together, as PNG or SVG (pip install matplotlib).
 
-    python plot.py out/toxicity                            # writes out/toxicity/curves.png
-    python plot.py out/seed1 out/seed2 --out=curves.svg    # a colour for each run
+    python plot.py out/toxicity                             # writes out/toxicity/curves.png
+    python plot.py out/beta0.1 out/beta0.2                  # a colour for each
+    python plot.py out/seed1 out/seed2 --out=curves.svg     # seeds of one run: mean and range
+    python plot.py out/seed1 out/seed2 --panels=3           # only the first three panels
 
+Runs that differ by their seed alone share a colour: the line is their mean, the band their range.
 A row of metrics.jsonl describes rollouts sampled before the step of its iteration. An evaluation at
 iteration t comes after t steps. A missing value leaves a gap in the line.
 """
+import json
 import math
 import os
 
-from common.files import read_rows, replacing, undamaged
+import config
+from common.files import read_rows, read_text, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
 
 with optional("matplotlib"):
     import matplotlib
+    import numpy as np
     from matplotlib.figure import Figure
 
 PANELS = [  # title, log, metric of the solid line, metric of the dashed line
+    ("toxicity, eval judge", "eval", "eval_judge/toxicity"),
+    ("perplexity under the policy before", "eval", "perplexity"),
+    ("share that ends by itself", "eval", "ended"),
     ("reward, mean", "metrics", "reward"),
-    ("toxicity, eval judge (dashed: judge)", "eval", "eval_judge/toxicity", "judge/toxicity"),
     ("KL to reference, nats per token", "metrics", "kl"),
     ("entropy, nats per token", "metrics", "entropy"),
     ("mean length, tokens", "metrics", "completions/mean_length"),
-    ("share of completions truncated", "metrics", "completions/clipped_ratio"),
     ("gradient norm before clipping", "metrics", "grad_norm"),
     ("share of rollouts kept (dashed: influence > 0)", "metrics", "tracin/selected_ratio",
      "tracin/positive_ratio"),
     ("cosine of the target's two halves", "metrics", "tracin/target_cosine")]
-LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3}
+LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3,
+        "axes.titlesize": 9, "svg.fonttype": "none"}
 
 
-def read_run(folder):
+def read_logs(folder):
     """Read the logs of a run -> {"metrics": rows, "eval": rows}."""
     return {log: read_rows(os.path.join(folder, f"{log}.jsonl")) for log in ("metrics", "eval")}
 
 
-def draw_runs(runs):
-    """Draw every panel that has data -> Figure. runs: {name: what read_run returns}."""
-    panels = [panel for panel in PANELS if has_data(panel, runs)]
+def groups_of(folders):
+    """{name: the logs of runs that differ by their seed alone}."""
+    groups = {}
+    for folder in folders:
+        settings = config.read_run(folder)["settings"] | {"seed": 0, "out_dir": ""}
+        text = f"{folder}/config.py"        # of its functions
+        if os.path.exists(text):
+            settings["functions"] = read_text(text)
+        groups.setdefault(json.dumps(settings), []).append(folder)
+    return {name_of(some): [read_logs(folder) for folder in some] for some in groups.values()}
+
+
+def name_of(folders):
+    if len(folders) == 1:
+        return folders[0]
+    return f"{folders[0]}: mean and range of {len(folders)} seeds"
+
+
+def draw_runs(groups, panels=len(PANELS)):
+    """Draw the first `panels` that have data -> Figure. groups: what groups_of returns."""
+    panels = [panel for panel in PANELS if has_data(panel, groups)][:panels]
     if not panels:
-        raise BadInput(f"{', '.join(runs)}: nothing to draw yet; wait for the first iteration")
+        raise BadInput(f"{', '.join(groups)}: nothing to draw yet; wait for the first iteration")
     columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(8.6, 0.3 + 2.2 * rows), layout="constrained")
+    figure = Figure(figsize=(8.6, 0.5 + 2.1 * rows), layout="constrained")
     for place, (title, log, *metrics) in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, place, title=title)
-        for i, (name, run) in enumerate(runs.items()):
-            x = [row["iteration"] for row in run[log]]
+        for i, (name, runs) in enumerate(groups.items()):
             for metric, style in zip(metrics, ("-", "--")):
-                y = [math.nan if row.get(metric) is None else row[metric] for row in run[log]]
-                ax.plot(x, y, style, color=f"C{i}", marker="o" if log == "eval" else None,
+                x, y = curves_of(runs, log, metric)
+                ax.plot(x, y.mean(0), style, color=f"C{i}", marker="o" if log == "eval" else None,
                         label=name if style == "-" else None)
-    if len(runs) > 1:
-        lines, names = figure.axes[0].get_legend_handles_labels()       # the solid ones
-        figure.legend(lines, names, loc="outside upper left", ncols=3)
+                if len(runs) > 1:
+                    ax.fill_between(x, y.min(0), y.max(0), color=f"C{i}", alpha=0.2, linewidth=0)
+        if log == "eval":
+            ax.set_ylim(bottom=0)
+    figure.supxlabel("iteration", fontsize=9)
+    lines, names = figure.axes[0].get_legend_handles_labels()       # the solid ones
+    figure.legend(lines, names, loc="outside upper left", ncols=3, frameon=False)
     return figure
 
 
-def has_data(panel, runs):
+def curves_of(runs, log, metric):
+    """The iterations that all of the runs have, and their values (runs, iterations)."""
+    curves = [{row["iteration"]: row.get(metric) for row in run[log]} for run in runs]
+    x = [it for it in curves[0] if all(it in curve for curve in curves)]
+    return x, np.array([[curve[it] for it in x] for curve in curves], float)    # None: NaN
+
+
+def has_data(panel, groups):
     _, log, metric, *_ = panel
-    return any(row.get(metric) is not None for run in runs.values() for row in run[log])
+    return any(row.get(metric) is not None
+               for runs in groups.values() for run in runs for row in run[log])
 
 
 def main(argv):
-    own, folders = own_flags(argv, {"out": ""})
+    own, folders = own_flags(argv, {"out": "", "panels": len(PANELS)})
     if not folders or any(arg.startswith("--") for arg in folders):
-        raise BadInput("usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg]")
+        raise BadInput(
+            "usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] [--panels=N]")
     path = own["out"] or os.path.join(folders[0], "curves.png")
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")
     with matplotlib.rc_context(LOOK), undamaged(", ".join(folders)):
-        figure = draw_runs({folder: read_run(folder) for folder in folders})
+        figure = draw_runs(groups_of(folders), own["panels"])
         with replacing(path) as tmp:
             figure.savefig(tmp, format=path[-3:], dpi=192)
     print(path)

@@ -38,8 +38,10 @@ def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
     makes_up = "texts" in cfg.functions
     if makes_up:
         texts = made_up_texts(cfg, 1000, SEED)      # enough to tell them from others
+        held_out = made_up_texts(cfg, 1000, SEED + 1)
     else:
         texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
+        held_out = [text for text, _ in splits["eval_prompts"]]
     path = path_of(cfg, texts)
     if os.path.exists(path):
         print(f"policy: {path}")
@@ -49,9 +51,6 @@ def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
                        f"python pretrain.py {cfg.out_dir}")
     if makes_up:
         texts = made_up_tokens(cfg, texts)
-        held_out = made_up_texts(cfg, 1000, SEED + 1)
-    else:
-        held_out = [text for text, _ in splits["eval_prompts"]]
     return pretrain(cfg, path, texts, held_out, device, stop)
 
 

@@ -63,10 +63,22 @@ class Rollout:
         columns = {name: function(x) for name, x in vars(self).items() if x is not None}
         return Rollout(**columns)
 
-    def first_tokens(self, T):
-        """Return the rollout with only the first T tokens of each completion."""
-        unused = self.logp.shape[1] - T
-        return self.map(lambda x: x if x.dim() == 1 else x[:, :x.shape[1] - unused])
+    def resized(self, P, T):
+        """Return the rollout with P columns for prompts, no fewer than it has, and T for
+        completions: the first ones, or padding after the last."""
+        old_T = self.logp.shape[1]
+        old_P = self.tokens.shape[1] - old_T
+
+        def resize(x):
+            if x.dim() == 1:
+                return x
+            left = P - old_P if x.shape[1] > old_T else 0
+            channels = [0, 0] * (x.dim() - 2)
+            return F.pad(x, (*channels, left, T - old_T))
+
+        rollout = self.map(resize)
+        rollout.attention_mask[:, P:] = True    # it is False on the prompt's padding alone
+        return rollout
 
     def longest(self):
         """Return the number of tokens of the longest completion."""
@@ -114,10 +126,10 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos):
 
 
 def concatenate(rollouts):
-    """Join rollouts of parts of the same prompts, as `generate` makes them -> Rollout of all their
-    rows, as wide as the longest completion."""
+    """Join rollouts -> Rollout of all their rows, as wide as the longest prompt and completion."""
+    P = max(r.tokens.shape[1] - r.logp.shape[1] for r in rollouts)
     T = max(r.longest() for r in rollouts)
-    rollouts = [r.first_tokens(T) for r in rollouts]
+    rollouts = [r.resized(P, T) for r in rollouts]
     columns = {}
     for name, x in vars(rollouts[0]).items():
         if x is not None:
@@ -314,7 +326,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     # an environment may have written tokens after the end
     r.sampled_mask &= r.completion_mask
     r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.ends[0])
-    return r if part else r.first_tokens(r.longest())
+    return r if part else concatenate([r])
 
 
 def pad_left(sequences, device="cpu"):

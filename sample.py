@@ -1,11 +1,11 @@
 """
-Lets a trained policy speak: completions of a prompt, each with its scores by judges and rewards.
+Print completions of a prompt by a trained policy, each with its scores by judges and rewards.
 
     python sample.py out/toxicity --prompt="You are" [--num=5] [--before=True] [--setting=value ...]
 
 With --chat=True the prompt is what a user says to a chat model, in the model's chat template.
---before=True lets the policy from before training speak first, with the same noise. Settings are
-those of the run unless changed here, such as --temperature=0.7 or --max_completion_length=20.
+--before=True prints those of the policy before training first, with the same noise. Settings are
+the run's unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
 import torch
 
@@ -20,9 +20,9 @@ from rollout import generate
 
 @torch.no_grad()
 def speak(setup, policy, cfg, prompt, num, chat=False):
-    """[(completion, {name: score})] for a prompt, always the same ones."""
+    """Sample completions of a prompt, always the same ones -> [(completion, {name: score})]."""
     content = [{"role": "user", "content": prompt}] if chat else prompt
-    _, ids = encode_prompt(setup.tokenizer, content, "--chat=True")
+    _, ids = encode_prompt(setup.tokenizer, content, "the prompt of --chat=True")
     asked = [Prompt(prompt, ids, {"text": prompt})] * num
     try:
         with autocast(setup.device, setup.dtype):
@@ -47,12 +47,12 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], dict(prompt="", num=5, before=False, chat=False))
+    own, argv = own_flags(argv, dict(prompt="", num=5, before=False, chat=False))
     prompt = own["prompt"]
     if not argv or not prompt:
-        raise BadInput('usage: python sample.py RUN --prompt="You are" [--num=5] [--before=True] '
-                       "[--chat=True] [--setting=value ...]")
-    cfg, setup, iteration = open_run(argv[0], flags)
+        raise BadInput('usage: python sample.py RUN [CONFIG.py] --prompt="You are" [--num=5] '
+                       "[--before=True] [--chat=True] [--setting=value ...]")
+    cfg, setup, iteration = open_run(argv[0], argv[1:])
     policies = {f"after {iteration} iterations": setup.policy}
     if own["before"]:
         policies = {"before training": setup.base} | policies

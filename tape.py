@@ -40,13 +40,12 @@ class Layer(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is known of a parameter's gradient from one call of its layer."""
-    layer: Layer
-    part: int       # index into Tape.parts: the rows of the k entries
+    """What is known of a parameter's gradient from one call of its layer: by token, of a vector by
+    row."""
     rule: Any       # Matrix, Lookup or Vector
-    a: Tensor       # (k, ...) as the rule reads it
-    b: Tensor       # (k, ...) likewise
-    versions: list  # of a and b when recorded: a later change in place is refused
+    rows: Tensor    # (m,) the row of each entry
+    a: Tensor       # (m, ..) as the rule reads it
+    b: Tensor       # (m, ..) likewise
 
 
 class Tape:
@@ -78,14 +77,12 @@ class Tape:
         self.names = trained_parameters(model)
         self.layers = trained_layers(model)         # {module: Layer}
         self.device = next(model.parameters()).device
-        self.numbers = torch.zeros(0, dtype=torch.long, device=self.device)
-        self.flat = {}
-        self.seen = {}          # {module in flat: tokens that it has been given}
-        self.parts = [self.numbers]     # [(k,) numbers of rows]; the first is empty
-        self.parts_on_cpu = []
+        self.numbers = torch.zeros(0, dtype=torch.long, device=self.device)     # see rows()
+        self.flat = {}          # {module: numbers (M,) of its tokens' rows}
+        self.given = {}         # {module in flat: tokens that it has been given}
         self.records = {p: [] for p in self.names}
         self.summing = False    # in backward_summed
-        self.rest = {}          # its gradient
+        self.sum = {}           # its gradient
 
     def rows(self, numbers, flat={}):
         """The next forward and backward are of the rows of these numbers (n,).
@@ -98,85 +95,74 @@ class Tape:
         self.flat = {}
         for module, owners in flat.items():
             self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.to(self.device)])
-        self.seen = {}
+        self.given = dict.fromkeys(self.flat, 0)
 
     def gradient(self, weights):
         """sum_i weights_i g_i, of weights (num_rows,)."""
-        choice, = self.choose(weights[None])
-        return self.over_processes({p: self.summed(p, choice) for p in self.names})
+        return self.gradients(weights[None])[0]
+
+    def gradients(self, weights):
+        """The same for each of weights (k, num_rows) -> [gradient]."""
+        weights = weights.to(self.device)
+        found = []
+        for w, entries in zip(weights, self.choose(weights)):
+            G = {p: self.summed(p, w, entries) for p in self.names}
+            found.append(self.over_processes(G))
+        return found
 
     def dot(self, G):
         """<g_i, G> for every row (num_rows,), in float64."""
         scores = torch.zeros(self.num_rows, dtype=torch.float64, device=self.device)
         for p, records in self.records.items():
             for record in records:
-                check_unchanged(record)
-                products = record.rule.dot(record.a, record.b, G[p].to(record.b.dtype))     # (k,)
-                scores.index_add_(0, self.parts[record.part], products.double())
+                products = record.rule.dot(record.a, record.b, G[p].to(record.b.dtype))     # (m,)
+                scores.index_add_(0, record.rows, products.double())
         self.all_reduce([scores])
         return scores
 
     def squared_norms(self, rows, scale={}):
         """sum of scale * g_i^2 (k,) of some rows, in float64."""
         found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        everyone = torch.arange(self.num_rows, device=self.device)
-        is_row = rows.to(self.device)[:, None] == everyone              # (k, num_rows)
-        for k, choice in enumerate(self.choose(is_row)):
+        is_row = F.one_hot(rows.to(self.device), self.num_rows)         # (k, num_rows)
+        for k, entries in enumerate(self.choose(is_row)):
             for p in self.names:        # one parameter at a time stays in the cache
-                g = self.summed(p, choice)
-                scaled = g * scale[p] if scale else g
-                found[k] += inner({p: g}, {p: scaled})
+                g = self.summed(p, is_row[k], entries)
+                found[k] += inner({p: g}, {p: g * scale.get(p, 1)})
         self.all_reduce([found])
         return found
 
     def choose(self, weights):
-        """For each of weights (k, num_rows) and each of parts: the entries whose row has a weight,
-        and these weights. Rows of weight 0 cost nothing, and may hold NaN. None: all of them;
-        weights that are all the same. A GPU is waited for once or twice, however large k is."""
-        if len(self.parts_on_cpu) < len(self.parts):
-            self.parts_on_cpu = copied(self.parts, "cpu")
-        on_cpu = weights.cpu().double()
-        entries = [w[rows].nonzero()[:, 0] for w in on_cpu for rows in self.parts_on_cpu]
-        entries = iter(copied(entries, self.device))
-        choices = []
-        for w, on_device in zip(on_cpu, weights.to(self.device)):
-            distinct = w[w != 0].unique()
-            factor = float(distinct[0]) if len(distinct) == 1 else 1.0
-            choice = []
-            for rows in self.parts:
-                here = next(entries)
-                own = on_device[rows[here]] if len(distinct) > 1 else None
-                here = here if len(here) < len(rows) else None
-                choice.append((here, own, factor))
-            choices.append(choice)
-        return choices
+        """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight}.
+        Rows of weight 0 cost nothing, and may hold NaN. A GPU is waited for three times, however
+        large k is."""
+        rows = list(dict.fromkeys(r.rows for records in self.records.values() for r in records))
+        rows_on_cpu = copied(rows, "cpu")
+        weights = weights.cpu()
+        entries = [w[part].nonzero()[:, 0] for part in rows_on_cpu for w in weights]
+        entries = copied(entries, self.device)
+        k = len(weights)
+        return [dict(zip(rows, entries[i::k])) for i in range(k)]
 
-    def summed(self, p, choice):
-        """The weighted sum of one parameter's gradients."""
+    def summed(self, p, weights, entries):
+        """One parameter's part of a gradient. entries: from choose, for these weights."""
         total = torch.zeros_like(p)
         for record in self.records[p]:
-            check_unchanged(record)
-            here, w, factor = choice[record.part]
-            a = record.a
-            b = record.b
-            if here is not None:
-                a = a[here]
-                b = b[here]
-            if w is not None:
-                w = w.to(wide(b.dtype)).view(-1, *[1] * (b.dim() - 1))
-                b = (b * w).to(b.dtype)
-            record.rule.add(total, a, b, factor)
+            here = entries[record.rows]
+            w = weights[record.rows[here]]
+            b = record.b[here].mul_(w[:, None])     # w is not rounded to b's dtype
+            record.rule.add(total, record.a[here], b)
         return total
 
     def backward_summed(self, loss):
-        """Backward of a further loss of these rows: its sum over rows goes to rest_gradient."""
-        self.rest = self.rest or self.zeros()
+        """Backward of a further loss of these rows, of which only the sum over rows is kept."""
+        self.sum = self.sum or self.zeros()
         self.summing = True
         loss.backward()
         self.summing = False
 
-    def rest_gradient(self):
-        return self.over_processes(self.rest or self.zeros())
+    def summed_gradient(self):
+        """Of what went through backward_summed. To be called once: it sums over processes."""
+        return self.over_processes(self.sum or self.zeros())
 
     def zeros(self):
         return {p: torch.zeros_like(p) for p in self.names}
@@ -188,7 +174,6 @@ class Tape:
     # The hooks. You may skip to the kinds of layers
 
     def __enter__(self):
-        self.check_trained()
         self.handles = []
         for module in self.layers:
             self.handles.append(module.register_forward_pre_hook(self.before_forward))
@@ -204,11 +189,8 @@ class Tape:
             p.requires_grad_(True)
         if error[0] is None:
             self.check_flat()
-            self.check_trained()
-
-    def check_trained(self):
-        for p, name in (trained_parameters(self.model).items() ^ self.names.items()):
-            refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
+            for p, name in trained_parameters(self.model).items() ^ self.names.items():
+                refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
 
     def before_forward(self, module, inputs):
         """Freezes the weights: no .grad is to be made."""
@@ -238,54 +220,68 @@ class Tape:
 
     def recorder(self, layer, module, x):
         """A function of b, the gradient of the output, that records this call of a layer."""
-        x = x.detach().clone() if x.is_leaf else x.detach()     # a user may overwrite a leaf
-        part = self.part_of(layer, module, x)
+        rows = self.rows_of(layer, module, x)
+        x = x.detach()
         version = x._version
         is_recorded = False
 
         def record(b):
             nonlocal is_recorded
             if x._version != version:
-                refuse(layer.name, CHANGED)
+                refuse(layer.name, "its input was changed in place before the backward")
             if is_recorded and not self.summing:
                 refuse(layer.name, "a second backward of the same forward would count twice: add "
                                    "the losses up, or see backward_summed")
             for name, p in layer.trained.items():
                 rule, a, g = layer.kind(module, name, x, b)
+                needed = copy_of_needed(rows, a, g)
                 if self.summing:
-                    rule.add(self.rest[p], a, g, 1.0)
+                    rule.add(self.sum[p], *needed[1:])
                 else:
-                    versions = [a._version, g._version]
-                    self.records[p].append(Record(layer, part, rule, a, g, versions))
+                    self.records[p].append(Record(rule, *needed))
             is_recorded = is_recorded or not self.summing
 
         return record
 
-    def part_of(self, layer, module, x):
-        """Which of parts tells whose the entries of x's first dimension are."""
+    def rows_of(self, layer, module, x):
+        """Whose the entries of x's first dimension are: (k,)."""
         rows = self.numbers
         if module in self.flat:
             owners = self.flat[module]
-            start = self.seen.get(module, 0)
-            if start == len(owners):        # the layer is used again
-                start = 0
+            start = self.given[module] % max(1, len(owners))    # 0 where the layer is used again
             rows = owners[start:start + len(x)]
-            self.seen[module] = start + len(x)
+            self.given[module] += len(x)
         is_lookup = isinstance(module, nn.Embedding)
         if len(x) != len(rows) or is_lookup and x.dim() == 1 and module not in self.flat:
             refuse(layer.name,
                    f"its input {tuple(x.shape)} does not tell which of {len(self.numbers)} rows is "
                    "whose. Look positions up for each row, wpe(arange(T).expand(B, T)); for "
                    "flattened tokens see Tape.rows")
-        if rows is not self.parts[-1]:
-            self.parts.append(rows)
-        return len(self.parts) - 1
+        return rows
 
     def check_flat(self):
-        for module, count in self.seen.items():
-            if count != len(self.flat[module]):
+        for module, count in self.given.items():
+            owners = self.flat[module]
+            if count % max(1, len(owners)):
                 refuse(self.layers[module].name,
-                       f"{count} tokens, where rows() was told of {len(self.flat[module])}")
+                       f"{count} tokens, where rows() was told of {len(owners)}")
+
+
+def copy_of_needed(rows, a, b):
+    """The row of each token, a and b, of those tokens whose b is not 0. The others add nothing:
+    padding and, in the last block, most of the prompt. On a GPU all are kept, as to count them is
+    to wait for it. Copies, since the model may change its own tensors in place."""
+    of_tokens = repeated(rows, len(b) // max(1, len(rows)))
+    if b.device.type != "cpu":
+        return of_tokens, a.clone(), b.clone()
+    here = b.abs().sum(1).nonzero()[:, 0]
+    return of_tokens[here], a[here], b[here]
+
+
+@functools.lru_cache(maxsize=2)
+def repeated(rows, times):
+    """Cached, so that layers share a tensor, which choose() then sees once."""
+    return rows.repeat_interleave(times)
 
 
 def copied(tensors, device):
@@ -295,9 +291,6 @@ def copied(tensors, device):
     return torch.cat(tensors).to(device).split([len(x) for x in tensors])
 
 
-CHANGED = "its input or its output's gradient was changed in place: the tape has lost it"
-
-
 def refuse(name, why):
     """Ends a forward or a backward that would give wrong numbers."""
     raise ValueError(f"{name}: {why}")
@@ -305,11 +298,6 @@ def refuse(name, why):
 
 def outside(name, grad):
     refuse(name, "used outside its layer, or in a compiled model, where the tape cannot see it")
-
-
-def check_unchanged(record):
-    if record.versions != [record.a._version, record.b._version]:
-        refuse(record.layer.name, CHANGED)
 
 
 def observe_gradient(out, callback):
@@ -331,18 +319,16 @@ class Matrix:
     """g_i = b_i^T a_i, summed over tokens."""
 
     @staticmethod
-    def add(total, a, b, factor):
-        """total += factor * the sum of all g_i."""
-        a = a.flatten(0, -2)
-        b = b.flatten(0, -2)
+    def add(total, a, b):
+        """total += the sum of all g_i."""
         if total.dtype == b.dtype:
-            total.addmm_(b.T, a, alpha=factor)
+            total.addmm_(b.T, a)
         else:
-            total.add_(b.T @ a, alpha=factor)
+            total += b.T @ a
 
     @staticmethod
     def dot(a, b, G):
-        """<g_i, G> (k,)."""
+        """What each token adds to <g_i, G> (m,)."""
         if len(G) > G.shape[1]:     # the other way round is smaller: the vocabulary head
             return sum_entries((b @ G).mul_(a))
         return sum_entries(F.linear(a, G).mul_(b))
@@ -352,8 +338,8 @@ class Lookup:
     """g_i adds b_i to the rows a_i of the matrix."""
 
     @staticmethod
-    def add(total, a, b, factor):
-        total.index_add_(0, a.flatten(), b.flatten(0, -2).to(total.dtype), alpha=factor)
+    def add(total, a, b):
+        total.index_add_(0, a, b.to(total.dtype))
 
     @staticmethod
     def dot(a, b, G):
@@ -364,8 +350,8 @@ class Vector:
     """g_i = b_i. a is not used."""
 
     @staticmethod
-    def add(total, a, b, factor):
-        total.add_(b.sum(0), alpha=factor)
+    def add(total, a, b):
+        total += b.sum(0)
 
     @staticmethod
     def dot(a, b, G):
@@ -378,8 +364,8 @@ def wide(dtype):
 
 
 def sum_entries(x):
-    """(k, ..) -> (k,)."""
-    return x.flatten(1).sum(1, dtype=wide(x.dtype))
+    """(m, C) -> (m,)."""
+    return x.sum(1, dtype=wide(x.dtype))
 
 
 def vector(b):
@@ -391,11 +377,12 @@ def vector(b):
 def linear(module, name, x, b):
     if name == "bias":
         return vector(b)
-    return Matrix, x.to(b.dtype), b     # under autocast it computes in its output's dtype
+    x = x.to(b.dtype)       # under autocast it computes in its output's dtype
+    return Matrix, x.flatten(0, -2), b.flatten(0, -2)
 
 
 def embedding(module, name, x, b):
-    return Lookup, x, b
+    return Lookup, x.flatten(), b.flatten(0, -2)
 
 
 def norm(module, name, x, b):
@@ -405,8 +392,8 @@ def norm(module, name, x, b):
     return vector(b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps))
 
 
-# To add a kind of layer, give a function: the rule, a and b of its parameter `name`, from its input
-# x and the gradient b of its output
+# To add a kind of layer, give a function: the rule, a and b of its parameter `name` by token, from
+# its input x and the gradient b of its output
 KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm}
 PLAIN = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}    # of an Embedding
 

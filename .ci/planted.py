@@ -45,8 +45,8 @@ BATCH = of(
     ("std with n", "(squares / (n - 1).clamp(min=1)).sqrt()", "(squares / n.clamp(min=1)).sqrt()"),
     ("std over the prompts", "(nanstd(r) + 1e-4)\n    elif", "(r.std(0) + 1e-4)\n    elif"),
     ("std of the batch", "(nanstd(r) + 1e-4)\n    elif", "(nanstd(rewards) + 1e-4)\n    elif"),
-    ("scored for another prompt", "asked = [prompt for prompt in prompts for _ in range(G)]",
-     "asked = list(prompts) * G"),
+    ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
+     "prompt_of_row = list(prompts) * G"),
     ("sampling temperature forgotten", "temperature=cfg.temperature, ", "temperature=1.0, "))
 
 LOSS = of(
@@ -122,34 +122,36 @@ SAMPLER = of(
 
 TAPE = of(
     "tape.py", "test_tape.py",
-    ("tokens summed before the product", "        a = a.flatten(0, -2)\n        b = b.flatten(0, -2)",
-     "        a = a.flatten(1, -2).sum(1)\n        b = b.flatten(1, -2).sum(1)"),
-    ("rows summed before the product", "        a = a.flatten(0, -2)\n        b = b.flatten(0, -2)",
-     "        a = a.sum(0).flatten(0, -2)\n        b = b.sum(0).flatten(0, -2)"),
-    ("tokens summed before the score", "sum_entries(F.linear(a, G).mul_(b))",
-     "sum_entries(F.linear(a.flatten(1, -2).sum(1), G) * b.flatten(1, -2).sum(1))"),
+    ("tokens of other rows in the product", "total.addmm_(b.T, a)",
+     "total.addmm_(b.T, a.roll(1, 0))"),
+    ("tokens of other rows in the score", "sum_entries(F.linear(a, G).mul_(b))",
+     "sum_entries(F.linear(a, G).mul_(b.roll(1, 0)))"),
     ("embeddings forgotten", "return sum_entries(F.embedding(a, G).mul_(b))",
      "return 0 * sum_entries(b)"),
-    ("last use of a layer", "self.records[p].append(", "self.records[p][:] = [r for r in "
-     "self.records[p] if r.part != part]\n                    self.records[p].append("),
-    ("last micro-batch", "self.records[p].append(", "self.records[p][:] = [r for r in "
-     "self.records[p] if r.rule is not rule]\n                    self.records[p].append("),
+    ("tokens that are needed are left out", "b.abs().sum(1)", "b.sum(1).relu()"),
+    ("last use of a layer", "self.records[p].append(Record(rule, *needed))",
+     "self.records[p][:] = [r for r in self.records[p] if r.rule is not rule or "
+     "r.rows.max() < needed[0].min()] + [Record(rule, *needed)]"),
+    ("last micro-batch", "self.records[p].append(Record(rule, *needed))",
+     "self.records[p][:] = [r for r in self.records[p] if r.rule is not rule] + "
+     "[Record(rule, *needed)]"),
     ("no bias in the score", "return b @ G", "return 0 * (b @ G)"),
     ("b of another row", "layer.kind(module, name, x, b)",
      "layer.kind(module, name, x, b.roll(1, 0))"),
-    ("a not normalised", "b * normalise(x, module.normalized_shape, eps=module.eps)", "b * x"),
-    ("own part not scaled", "g * scale[p] if scale", "g if scale"),
-    ("rows are not weighed", "                b = (b * w).to(b.dtype)\n", ""),
-    ("one weight for all is forgotten", "float(distinct[0])", "1.0"),
-    ("flattened tokens begin anew with every piece", "start + len(x)\n", "0\n"),
+    ("a not normalised",
+     "b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps)", "b * x"),
+    ("own part not scaled", "g * scale.get(p, 1)", "g"),
+    ("rows are not weighed", "record.b[here].mul_(w[:, None])", "record.b[here]"),
+    ("a weight is rounded to bfloat16", "w[:, None])", "w[:, None].to(record.b.dtype))"),
+    ("flattened tokens begin anew with every piece", "self.given[module] += len(x)", "pass"),
     ("a second backward counts twice", "if is_recorded and", "if False and"))
 
 INFLUENCE = of(
     "tracin.py", "test_influence.py",
     ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
     ("own part left in", "found.scores - own.to(found.scores)", "found.scores"),
-    ("rest of the loss dropped", "for p, g in add(found.rest_grad, gradient).items():",
-     "for p, g in gradient.items():"))
+    ("rest of the loss dropped", "self.tape.backward_summed(loss.rest)",
+     "self.tape.backward_summed(0 * loss.rest)"))
 INFLUENCE += of(
     "tracin.py", "test_influence.py",
     ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from common.processes import rank_and_size
-from common.script import BadInput
+from common.script import BadInput, shown
 
 
 def pick_device(name, threads=0):
@@ -23,9 +23,8 @@ def pick_device(name, threads=0):
     try:
         torch.zeros(1, device=name).item()      # "meta" holds no numbers
     except (RuntimeError, AssertionError) as e:
-        reason = str(e).splitlines()[0]
-        raise BadInput(
-            f"device = {name!r}: not on this machine ({reason}); try device = 'auto'") from e
+        raise BadInput(f"device = {name!r}: not on this machine: must be 'auto', 'cpu', 'cuda' or "
+                       f"'cuda:1', ... (torch says {shown(str(e))})") from e
     device = torch.device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -161,7 +161,7 @@ def undamaged(path):
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
             ValueError) as e:
-        raise BadInput(f"{path}: damaged, or not made here ({shown(e, 200)})") from e
+        raise BadInput(f"{path}: damaged, or not a file of this project ({shown(e, 200)})") from e
 
 
 def load_weights(path, module, weights):
@@ -186,10 +186,11 @@ def load_optimizer(optimizer, state):
 
 
 def save_gpt(path, model, kind="policy", **extra):
-    """Write weights and shape. What was saved on the way is no longer needed."""
+    """Write weights and shape. What was saved on the way is no longer needed, nor what a killed
+    process left unfinished."""
     save_file(path, kind, config=asdict(model.config), model=model.state_dict(), **extra)
-    if os.path.exists(f"{path}.partial"):
-        os.remove(f"{path}.partial")
+    for partial in glob.glob(f"{glob.escape(path)}.partial*"):
+        os.remove(partial)
 
 
 def load_gpt(path, kind="policy", make=GPT):

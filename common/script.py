@@ -11,7 +11,6 @@ import sys
 import traceback
 
 import torch
-import torch.distributed as dist
 
 from common.processes import join, leaving, rank_and_size
 
@@ -69,8 +68,7 @@ def run_script(main, usage=None):
     --help prints usage(True), or the text at the top of main's file. A command that has a usage and
     is called without arguments prints usage(False) and starts nothing.
     """
-    if dist.is_torchelastic_launched():
-        join()
+    join()
     if rank_and_size()[0] > 0:
         sys.stdout = open(os.devnull, "w")
     with exit_codes(), leaving():
@@ -151,11 +149,11 @@ def interrupts():
 
     def handler(number, frame):
         if seen:
-            raise KeyboardInterrupt("at once; what was saved last stands")
+            raise KeyboardInterrupt("at once; what was saved last is kept")
         seen.append(number)
         if rank_and_size()[0] == 0:     # os.write: print could be in the middle of another line
-            os.write(2, b"signal heard: what is being done is finished and saved; a second one "
-                        b"ends at once\n")
+            os.write(2, b"signal heard: finishing and saving what is in progress; a second one "
+                        b"quits at once\n")
 
     previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -43,6 +43,7 @@ class Settings:
     compile: bool = False             # torch.compile of policy, reference and sampling
     resume: bool = False              # continue from out_dir's checkpoint, even with other settings
     save_interval: int = 10           # iterations between checkpoints; the last one is always saved
+    keep_checkpoints: int = 2         # the newest ones, two at least; 0: all
     log_micro: bool = True            # numbered lines with memory and time (waits for a GPU)
     wandb_project: str | None = None  # also send the metrics to this project (pip install wandb)
     debug_step: bool = False          # take one GRPO step apart, print every number, stop
@@ -98,7 +99,10 @@ class Settings:
         "sum_then_normalize")
     # the std that divides r - mean: of the group or of the batch; none: do not divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    zero_std_groups: Literal["keep", "drop"] = "keep"   # groups whose rewards are all equal
+    # groups whose rewards are all equal. resample: replaced by groups of further prompts (DAPO), in
+    # at most max_resamples rounds; what is equal then is dropped
+    zero_std_groups: Literal["keep", "drop", "resample"] = "keep"
+    max_resamples: int = 3
 
     # critic (extras/critic)
     critic: bool = False                # a value head is the baseline, not the group, as in PPO
@@ -165,7 +169,8 @@ class Settings:
     # all: the kept gradient as it is; norm: made as long as the gradient of all rollouts
     tracin_normalizer: Literal["all", "norm"] = "all"
 
-    # evaluation: same prompts and seed each time, temperature 1, without top-k, top-p and min-p
+    # evaluation: same prompts and seed each time, without top-k, top-p and min-p
+    eval_temperature: float = 1.0       # of its sampling, whatever that of training is
     eval_interval: int = 50             # iterations; 0: only before and after
     num_eval_prompts: int = 64          # held-out prompts, the same each time
     num_eval_generations: int = 25      # completions of each; 25 as in RealToxicityPrompts
@@ -200,12 +205,6 @@ class Settings:
         if self.use_bias_correction_kl is None:
             return self.kl_in == "loss" and self.kl_estimator != "k2"
         return self.use_bias_correction_kl
-
-    @property
-    def multiple_of_logp(self):
-        """True if what influence scores in the first pass is a multiple of a row's log-prob."""
-        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        return one_step and self.top_entropy_quantile == 1 and not self.critic
 
     @property
     def has_rest(self):
@@ -356,8 +355,9 @@ def assign(cfg, name, value, source):
 
 def read_config(path):
     """({setting: value}, {name: function}) of a config file."""
-    if not path.endswith(".py"):
-        raise BadInput(f"{path}: must be a config file, which ends in .py, or a run's folder")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise BadInput(f"{path}: is neither a config file (.py) nor the folder of a run; a setting "
+                       "is written --name=value")
     try:
         names = runpy.run_path(path, run_name=DEFINED_HERE)
     except BadInput:
@@ -377,7 +377,7 @@ def read_config(path):
 def read_run(folder):
     """What a run's config.json holds."""
     path = f"{folder}/config.json"
-    content = read_json(path)
+    content = read_json(path, missing={})
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
-        raise BadInput(f"{path}: has no settings, as the config.json of a run has")
+        raise BadInput(f"{folder}: is not the folder of a run: its config.json has no settings")
     return content

@@ -6,11 +6,12 @@ from common.files import ROOT
 from common.script import BadInput, shown
 
 AT_LEAST = {        # all other numbers: 0
-    "save_interval": 1, "vocab_size": 257,      # the bytes and the end token
+    "save_interval": 1, "keep_checkpoints": 0, "vocab_size": 257,      # the bytes and the end token
     "block_size": 2, "n_layer": 1, "n_head": 1, "n_embd": 1, "pretrain_tokens": 1,
     "judge_tokens": 1, "num_prompts": 1, "num_generations": 1, "max_completion_length": 1,
     "temperature": 1e-6, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,
-    "num_iterations": 1, "micro_batch_size": 1, "num_eval_prompts": 1, "num_eval_generations": 1,
+    "max_resamples": 1, "num_iterations": 1, "micro_batch_size": 1, "eval_temperature": 1e-6,
+    "num_eval_prompts": 1, "num_eval_generations": 1,
 }
 AT_MOST = {
     "threads": max(64, os.cpu_count()), "top_p": 1, "min_p": 1, "gae_gamma": 1, "gae_lambda": 1,
@@ -102,7 +103,7 @@ def check_loss(cfg):
     if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
         raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
-    if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups == "drop"):
+    if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups != "keep"):
         raise BadInput("multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
                        "zero_std_groups = 'keep'")
 
@@ -111,7 +112,7 @@ def check_critic(cfg):
     if not cfg.critic and cfg.num_generations == 1:
         raise BadInput("num_generations = 1: must be at least 2, since the group is the baseline; "
                        "or set critic = True")
-    by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups == "drop"
+    by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups != "keep"
                 or cfg.multi_objective_aggregation == "normalize_then_sum")
     if cfg.critic and by_group:
         raise BadInput("critic = True: advantages are by token; leave importance_sampling_level, "
@@ -128,7 +129,10 @@ def check_influence(cfg):
         raise BadInput("tracin = 'target': unset tracin_val_prompts and tracin_leave_one_out")
     if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
         raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
-    knows_part = cfg.tracin in ("off", "self") or cfg.multiple_of_logp
+    one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
+    # what is scored is then a multiple of the rollout's log-prob
+    is_multiple = one_step and cfg.top_entropy_quantile == 1 and not cfg.critic
+    knows_part = cfg.tracin in ("off", "self") or is_multiple
     if cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part):
         raise BadInput("tracin_leave_one_out = True: self-influence is known only with "
                        "tracin_val_prompts = 0 and with tracin = 'self', or mini_batch_size = 0, "
@@ -153,7 +157,9 @@ def check_rewards(cfg):
             raise BadInput(f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor "
                            f"a function of the config file: {sorted(cfg.functions) or 'none'}")
         if name == "judge" and cfg.judge is None:
-            raise BadInput("judge = None: set it to 'train' or a file, or define a reward")
+            raise BadInput("judge = None leaves no reward: set judge = 'train' or a file, define "
+                           "a function reward, or name yours in reward_funcs; the config file "
+                           f"defines {sorted(cfg.functions) or 'none'}")
     if cfg.reward_weights is None:
         cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
     for weight in cfg.reward_weights:
@@ -172,7 +178,7 @@ def check_environment(cfg):
     answered = "environment" in cfg.functions or cfg.tools
     if not are_text or cfg.stop_strings and not answered:
         raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text, and needs a "
-                       "function environment")
+                       "function environment, or tools, in the config file")
     if cfg.tools and "environment" in cfg.functions:
         raise BadInput("tools and a function environment: both would answer; leave one out")
     if cfg.answers:

@@ -1,4 +1,5 @@
-# toxicity.py, but learning only from the rollouts that lower the target's loss.
+# toxicity.py, but learning only from the rollouts that lower the target's loss. To see influence at
+# work: no setting of it was better than all rollouts (docs/results.md).
 #     python grpo.py config/toxicity_tracin.py
 from config.toxicity import *
 

@@ -27,20 +27,18 @@ import torch
 
 import grpo
 from config import load_settings, read_run
-from data.tokenizer import end_tokens
-from explain.page import facts_of, page
+from explain.page import facts_of, write_page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.story import read_sentence, tell
 from explain.words import pieces_of, row_alone, token_influences
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
-from common.files import read_rows, replacing, undamaged
+from common.files import read_rows, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
 from rollout import completion_logprobs
-from tracin import Recording, keep_helpful, rollout_error
+from tracin import Recording, keep_helpful, score_error
 
-CHECKED = 8     # rollouts whose influence is computed by a plain backward, too
 SHOWN = 5       # rollouts in a list
 FLAGS = dict(before=False, prompt="", completion="", next=False, account=False, prompts="",
              since=0, parts=1, hessian=True)
@@ -63,7 +61,7 @@ def next_iteration(setup, path, cfg):
         load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
     set_random_state(content["random"])
     it = content["iteration"]
-    prompts, batch, held_out = grpo.sample_iteration(setup, it, cfg)
+    batch, held_out = grpo.sample_iteration(setup, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
@@ -74,7 +72,7 @@ def next_iteration(setup, path, cfg):
     gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
     found = keep_helpful(recording, held_out, setup, cfg, generator, gradient_of)
     setup.policy.zero_grad(set_to_none=True)     # no step is taken
-    rows = sample_rows(it, prompts, batch, cfg)
+    rows = sample_rows(it, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
     return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()])
 
@@ -101,18 +99,13 @@ def scored_against(scored, cfg, j):
 
 
 def check(scored, cfg):
-    """A sentence: the tape's influences beside those by a plain backward for each rollout."""
-    if cfg.loss_type == "bnpo":
-        return ("With loss_type = 'bnpo' a rollout alone has another loss: nothing is checked, and "
-                "its words add up to a multiple of its influence.")
+    """A sentence: the tape's influences beside a plain backward."""
     setup, recording, found, rows = scored
-    order = found.raw_scores.argsort()
-    chosen = order[::max(1, len(order) // CHECKED)].tolist()
     gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
-    error = float(rollout_error(recording, found, chosen, gradient_of))
+    error = float(score_error(recording, found, gradient_of))
     verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
-    return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward for each of "
-            f"{len(chosen)} rollouts (error {error:.0e} of the largest influence).")
+    return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward pass (relative "
+            f"error {error:.0e}).")
 
 
 def words_of(scored, cfg, chosen):
@@ -121,16 +114,13 @@ def words_of(scored, cfg, chosen):
     batch = recording.batch
     step = recording.step
     unit = float(found.scores.std(correction=0)) or 1.0
-    names = {p: name for name, p in setup.policy.named_parameters()}
-    ends = end_tokens(setup.tokenizer)
     words = {}
     for j in chosen:
         i = step.rows[[j]]
-        loss = grpo.loss_of(setup, setup.policy, batch, i, step, cfg)
+        G = scored_against(scored, cfg, j)
+        influence = token_influences(setup, cfg, batch, i, step, G) / unit
         row = row_alone(batch.rollout, int(i), cfg.temperature)
-        D = {names[p]: g for p, g in scored_against(scored, cfg, j).items()}
-        influence = token_influences(setup.policy, loss, D, row) / unit
-        words[j] = pieces_of(row, influence, setup.tokenizer, ends)
+        words[j] = pieces_of(row, influence, setup.tokenizer)
     return words
 
 
@@ -145,7 +135,8 @@ def print_rollouts(rows):
                   f"{row['prompt'][:48]!r} -> {row['completion'][:48]!r}")
 
 
-def write_page(folder, about, sentences, scored, cfg):
+def cards_of(scored, cfg):
+    """{heading: [(facts, prompt, Pieces)]} of the rollouts that help and harm most."""
     z = own_units(scored.rows)
     lists = best_and_worst(z, SHOWN)
     words = words_of(scored, cfg, sum(lists.values(), []))
@@ -153,10 +144,7 @@ def write_page(folder, about, sentences, scored, cfg):
     cards = {}
     for heading, places in lists.items():
         cards[heading] = [(facts_of(rows[j]), rows[j]["prompt"], words[j]) for j in places]
-    path = os.path.join(folder, "influence.html")
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(page(f"Influence: {folder}", about, sentences, cards))
-    print(f"\n{path}: open it in a browser to see the words")
+    return cards
 
 
 def settings_of(folder, flags, prompt, completion):
@@ -209,7 +197,7 @@ def main(argv):
         sentences.append(check(scored, cfg))
         print(about, *sentences, sep="\n- ")
         print_rollouts(rows)
-    write_page(folder, about, sentences, scored, cfg)
+    write_page(folder, "influence", about, sentences, cards_of(scored, cfg))
 
 
 if __name__ == "__main__":

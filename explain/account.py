@@ -75,7 +75,7 @@ def replay(setup, cfg, start, since, end, folder):
     progress = Progress("replay", "iteration", end, start)
     for it in range(start, end):
         setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(it, cfg)
-        _, batch, held_out = grpo.sample_iteration(setup, it, cfg)
+        batch, held_out = grpo.sample_iteration(setup, it, cfg)
 
         def watch(step, norm):
             if it >= since:

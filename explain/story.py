@@ -11,15 +11,15 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from common.files import read_rows, replacing, undamaged
+from common.files import read_rows, undamaged
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of, shown
 from config import load_settings
-from data.prompts import draw_prompts, encode_prompt
-from data.tokenizer import end_tokens, texts_of
+from data.prompts import encode_prompt
+from data.tokenizer import texts_of
 from evaluate import sample_evaluation
 from explain.account import account, by_parameter, replay, row_of, walk_back
-from explain.page import page
+from explain.page import write_page
 from explain.sentences import best_and_worst
 from explain.words import pieces_of, row_alone, token_influences
 from rollout import completion_states, truncate
@@ -74,10 +74,7 @@ def tell(folder, flags, own):
         print("", *lines, sep="\n")
         stories += lines
         shown |= {f"{i + 1}. {heading}": some for heading, some in cards.items()}
-    path = os.path.join(folder, "account.html")
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(page(f"Account: {folder}", about, stories, shown))
-    print(f"\n{path}: open it in a browser to see the words")
+    write_page(folder, "account", about, stories, shown)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -185,7 +182,6 @@ def worst(setup, cfg):
 
 def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
     """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
-    ends = end_tokens(setup.tokenizer)
     first = taken[0].it
     batches = {k.it - first: k.batch for k in taken}
     shares = found.shares[i]                                                        # (I, N)
@@ -196,18 +192,17 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
 
     def card(since, j):
         batch = batches[since]
-        prompts = draw_prompts(setup.prompts, first + since, cfg.num_prompts, cfg.seed)
         without = logp[-1].sum() - found.effects[i, since, j]
         facts = (f"{shares[since, j]:+.3f}, iteration {first + since + 1}, reward "
                  f"{batch.rewards[j]:.3f}, advantage {batch.row_advantages[j]:+.2f}, without it "
                  f"{without:.2f}")
         row = row_alone(batch.rollout, j, cfg.temperature)
-        return (facts, prompts[j // cfg.num_generations].text,
-                pieces_of(row, words[since, j], setup.tokenizer, ends))
+        return (facts, batch.prompts[j].text,
+                pieces_of(row, words[since, j], setup.tokenizer))
 
     itself = row_alone(rollout, 0, cfg.temperature)
     said = setup.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
-    change = pieces_of(itself, logp[-1] - logp[0], setup.tokenizer, ends)
+    change = pieces_of(itself, logp[-1] - logp[0], setup.tokenizer)
     cards = {"The sentence": [(f"{found.change[i]:+.3f}", said, change)]}
     for heading, places in zip(("Made it likelier", "Made it less likely"), lists):
         cards[heading] = [card(*place) for place in places]
@@ -217,18 +212,14 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
 def token_shares(setup, cfg, states, taken, rollout, places, parts):
     """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration since the first,
     number in the batch)."""
-    names = {p: name for name, p in setup.policy.named_parameters()}
     shares = dict.fromkeys(places, 0.0)
     for k, before, _, _, U in walk_back(setup, cfg, states, taken, [rollout], parts):
         vector_to_parameters(before[0], setup.trained)
-        G = (1 - k.b1) * k.clip * U[0]
-        D = {names[p]: g for p, g in by_parameter(setup, G).items()}
+        G = by_parameter(setup, (1 - k.b1) * k.clip * U[0])
         for since, j in places:
             i = k.step.rows[k.step.rows == j]
             if taken[0].it + since == k.it and len(i):
-                loss = grpo.loss_of(setup, setup.policy, k.batch, i, k.step, cfg)
-                row = row_alone(k.batch.rollout, j, cfg.temperature)
-                shares[since, j] += token_influences(setup.policy, loss, D, row)
+                shares[since, j] += token_influences(setup, cfg, k.batch, i, k.step, G)
     return shares
 
 

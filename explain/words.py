@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import grpo
+from data.tokenizer import end_tokens
+
 
 class Row(NamedTuple):
     """A prompt of P tokens and its completion of T tokens, without batch and padding."""
@@ -66,16 +69,20 @@ def logprob_changes(policy, D, row):
     return tangent.detach()
 
 
-def token_influences(policy, loss, D, row):
-    """d (policy's loss) / d e (T,) through each token of a Row, at weights + e D. loss: the
-    grpo.Loss of the row alone."""
+def token_influences(setup, cfg, batch, i, step, G):
+    """d (policy's loss) / d e (T,) of row i (1,) of a batch in a step, through each of its tokens,
+    at weights + e G. G: {parameter: tensor}."""
+    loss = grpo.loss_of(setup, setup.policy, batch, i, step, cfg)
     slope, = torch.autograd.grad(loss.policy, loss.logp)                            # (1, T)
-    return slope[0, :len(row.sampled)] * logprob_changes(policy, D, row)
+    row = row_alone(batch.rollout, int(i), cfg.temperature)
+    D = {name: G[p] for name, p in setup.policy.named_parameters() if p in G}
+    return slope[0, :len(row.sampled)] * logprob_changes(setup.policy, D, row)
 
 
-def pieces_of(row, influence, tokenizer, ends):
+def pieces_of(row, influence, tokenizer):
     """Split the completion of a Row into Pieces. They add up to its text, and to the influence (T,)
-    of its tokens. ends: the ids that end a completion."""
+    of its tokens."""
+    ends = end_tokens(tokenizer)
     T = len(row.sampled)
     ids = row.tokens[-T:].tolist()
     decode = tokenizer.decode

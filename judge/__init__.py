@@ -8,10 +8,11 @@ A judge reads the completion alone: the policy did not write the prompt. A text 
 so that the policy learns neither to fall silent nor to avoid it.
 """
 import contextlib
+import math
 
 import torch
 
-from judge.scorer import finished, load_scorer, logits_of, says_nothing
+from judge.scorer import finished, load_scorer, logits_of, silent
 
 
 def load_judge(name, device="cpu"):
@@ -35,6 +36,12 @@ def as_reward(logits, kind):
     return torch.sigmoid(-logits) if kind == "probability" else -logits
 
 
+def judge_rewards(logits, completions, kind):
+    """Rewards (N,) of the judge's logits (N,): NaN, an abstention, where a completion says
+    nothing."""
+    return as_reward(logits, kind).masked_fill(silent(completions), math.nan)
+
+
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):
     """Collect the reward functions that the settings name -> {name: function}.
 
@@ -44,8 +51,7 @@ def reward_functions(cfg, judges, precision=contextlib.nullcontext):
     def judge_reward(prompts, completions):
         with precision():
             logits = judges["judge"](prompts, completions)
-        rewards = as_reward(logits, cfg.judge_score).tolist()
-        return [None if says_nothing(text) else r for r, text in zip(rewards, completions)]
+        return judge_rewards(logits, completions, cfg.judge_score)
 
     functions = cfg.functions | {"judge": judge_reward}
     names = [*cfg.reward_funcs, cfg.tracin_val_reward]

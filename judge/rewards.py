@@ -41,10 +41,9 @@ def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
-    if name == "judge":     # its errors are not those of a user's function
-        values = function([prompt.text for prompt in prompts], completions)
-    else:
-        values = call(f"reward {name!r}", function, prompts, completions)
+    if name == "judge":     # not a user's function, and NaN where it abstains
+        return function([prompt.text for prompt in prompts], completions).tolist()
+    values = call(f"reward {name!r}", function, prompts, completions)
     try:
         values = list(itertools.islice(values, len(completions) + 1))   # it may have no end
         numbers = [math.nan if v is None else float(v) for v in values]
@@ -93,23 +92,19 @@ def arguments_of(what, function, prompts, texts, name="completions"):
     """
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
-    kinds = {p.kind for p in parameters}
-    if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:
-        raise BadInput(f"{what} takes {signature}: it is called by names; leave out / and *")
-    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if name not in signature.parameters and not takes_all:
         raise BadInput(f"{what} takes {signature}: must take (prompts, {name}), by these names; "
                        "columns of the prompts' file may follow")
-    known = {column: [prompt.row.get(column) for prompt in prompts]
-             for column in {column for prompt in prompts for column in prompt.row}}
+    columns = {column for prompt in prompts for column in prompt.row}
+    known = {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
     known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
-    for p in parameters:
-        if p.default is not p.empty or p.kind is p.VAR_KEYWORD or p.name in ("prompts", name):
-            continue
-        for prompt in prompts:
-            if p.name not in prompt.row:
-                raise BadInput(f"{what} asks for the column {p.name!r}; the prompt "
-                               f"{shown(prompt.text)} has {sorted(map(str, prompt.row))}")
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
+    for prompt in prompts:
+        for column in sorted(needed - {"prompts", name} - set(prompt.row)):
+            raise BadInput(f"{what} asks for the column {column!r}: add it to the prompts' file; "
+                           f"the prompt {shown(prompt.text)} has {sorted(map(str, prompt.row))}")
     if takes_all:
         return known
     return {p.name: known[p.name] for p in parameters if p.name in known}

@@ -80,6 +80,11 @@ def says_nothing(text):
     return len(text) < 2 or not re.search(r"[^\W_]", text)
 
 
+def silent(texts):
+    """Tell which of N texts say nothing -> bools (N,)."""
+    return torch.tensor([says_nothing(text) for text in texts], dtype=torch.bool)
+
+
 def finished(name, scores, completions):
     """Return the scores (N,), with SAYS_NOTHING where a text says nothing. BadInput names the first
     text whose score is not finite."""
@@ -88,5 +93,4 @@ def finished(name, scores, completions):
         i = int(bad[0])
         raise BadInput(f"judge {name}: the score of the completion {completions[i]!r} is "
                        f"{float(scores[i])}: must be finite")
-    silent = torch.tensor([says_nothing(text) for text in completions], dtype=torch.bool)
-    return scores.masked_fill(silent, SAYS_NOTHING)
+    return scores.masked_fill(silent(completions), SAYS_NOTHING)

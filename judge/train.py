@@ -153,6 +153,9 @@ def auc(scores, toxic):
 
 def main(argv):
     cfg = load_settings(argv)
+    if "train" not in (cfg.judge, cfg.eval_judge):
+        raise BadInput(f"judge = {cfg.judge!r}, eval_judge = {cfg.eval_judge!r}: nothing to train; "
+                       "--judge=train trains a new one")
     with interrupts() as stop:
         device = pick_device(cfg.device, cfg.threads)
         trained_judges(cfg, get_splits(cfg), device, stop)

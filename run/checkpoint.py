@@ -4,8 +4,10 @@ What a run leaves in its folder. Only rank 0 writes.
     config.json    settings and versions: is itself a config
     config.py      the text of its config file, which nothing runs by itself
     *.jsonl        metrics of every iteration, its samples, the evaluations
-    ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before
+    ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before, and
+                   ckpt_000001.pt, ... are older ones, if keep_checkpoints asks for them
 """
+import glob
 import json
 import math
 import os
@@ -21,16 +23,17 @@ import torch
 from common.files import (
     flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
-from common.script import BadInput
+from common.script import BadInput, shown
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-FREE = ("out_dir", "log_micro", "wandb_project", "threads")     # may differ in the same run
-SHAPE = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
+# settings that may differ in the same run
+FREE = ("out_dir", "log_micro", "wandb_project", "threads", "keep_checkpoints")
+SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
 def append_rows(folder, name, rows):
-    """Adds rows to a log. Numbers that JSON does not know become null. Other values that it does
-    not know, which a user's columns may have, become text."""
+    """Add rows to a log. NaN and infinity become null; other values that JSON does not know, which
+    a user's columns may have, become text."""
     path = f"{folder}/{name}" if rank_and_size()[0] == 0 else os.devnull
     with open(path, "a", encoding="utf-8", errors="backslashreplace") as f:
         for row in rows:
@@ -69,8 +72,8 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     if not torch.stack(finite).all():
         raise SystemExit(
             f"stopped: a weight or a moment of AdamW is not finite after iteration {iteration}, "
-            "which is not saved; the last checkpoint stands. Lower learning_rate or raise beta, "
-            "then --resume")
+            "which is not saved. Lower learning_rate or raise beta, and continue from the last "
+            "checkpoint with --resume=True")
     if rank_and_size()[0] > 0:
         return
     for name in LOGS:
@@ -84,10 +87,25 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         influence=setup.target_average.state(),
         settings=cfg.public(), random=random_state(),
         logs={name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
+    before = f"{folder}/ckpt_prev.pt"
+    if not 0 < cfg.keep_checkpoints < 3 and os.path.exists(before):
+        set_aside(folder, before, cfg.keep_checkpoints)
     if os.path.exists(path):
-        os.replace(path, f"{folder}/ckpt_prev.pt")
+        os.replace(path, before)
     os.replace(new, path)
     flush(folder)
+
+
+def set_aside(folder, path, keep):
+    """Give a checkpoint the next of the names ckpt_000001.pt, ckpt_000002.pt, ... The newest
+    keep - 2 of these stay; 0: all."""
+    older = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
+    number = int(older[-1][-9:-3]) + 1 if older else 1
+    older.append(f"{folder}/ckpt_{number:06}.pt")
+    os.replace(path, older[-1])
+    if keep:
+        for gone in older[:2 - keep]:
+            os.remove(gone)
 
 
 def newest_checkpoint(folder):
@@ -101,12 +119,14 @@ def newest_checkpoint(folder):
 
 def read_newest(folder, mmap=False):
     """(path, content) of the newest checkpoint."""
-    path = newest_checkpoint(folder) or f"{folder}/ckpt.pt"
+    path = newest_checkpoint(folder)
+    if path is None:
+        raise BadInput(f"{folder}: has no checkpoint, ckpt.pt")
     try:
         return path, read_checkpoint(path, mmap)
     except BadInput as e:
-        raise BadInput(f"{e}; ckpt_prev.pt, if it is there, is the one before: rename it to "
-                       "ckpt.pt to continue from there") from e
+        raise BadInput(f"{e}; if there is a ckpt_prev.pt, rename it to ckpt.pt to continue from "
+                       "there") from e
 
 
 def read_checkpoint(path, mmap=False):
@@ -122,10 +142,29 @@ def read_checkpoint(path, mmap=False):
 
 
 def changed_settings(before, cfg):
-    """{name: (value before, value now)} of the settings that make it another run."""
-    now = cfg.public()
-    return {name: (before.get(name), now[name]) for name in now
-            if name not in FREE and json.dumps(before.get(name)) != json.dumps(now[name])}
+    """{name: (value before, value now)} of the settings that make it another run. One that was not
+    there before had its default."""
+    changed = {}
+    for name, now in cfg.public().items():
+        was = before.get(name, getattr(type(cfg), name))
+        if name not in FREE and json.dumps(was, default=str) != json.dumps(now):
+            changed[name] = was, now
+    return changed
+
+
+def check_fits_run(path, content, cfg, names=SHAPE):
+    """BadInput where a checkpoint has other weights than these settings ask for."""
+    changed = changed_settings(content["settings"], cfg)
+    misfits = {name: changed[name] for name in names if name in changed}
+    if misfits:
+        raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; keep that")
+
+
+def in_words(changed):
+    """What the first few settings that changed were before."""
+    words = [f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items()]
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    return ", ".join(words[:3]) + more
 
 
 def begin_logs(folder, cfg):
@@ -148,8 +187,8 @@ def resume(folder, setup, cfg, base_hash):
         sizes = {f"{folder}/{name}": content["logs"][name] for name in LOGS}
         for log, size in sizes.items():
             if not os.path.exists(log) or os.path.getsize(log) < size:
-                raise BadInput(f"{log}: shorter than when {path} was written; the run cannot go on "
-                               "without gaps")
+                raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
+                               "continue: put the file back, or choose another --out_dir")
         for name, (old, new) in changed_settings(content["settings"], cfg).items():
             if name != "max_iters":
                 print(f"resumed with another {name}: {old!r} -> {new!r}")
@@ -162,6 +201,7 @@ def resume(folder, setup, cfg, base_hash):
 
 def load_checkpoint(content, path, setup, cfg, base_hash):
     """Loads the content of a checkpoint into policy, optimizer, reference and influence."""
+    check_fits_run(path, content, cfg)
     if content["base_hash"] != base_hash:
         raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")

@@ -9,11 +9,13 @@ import os
 from filelock import FileLock, Timeout
 
 from config import read_run
-from run.checkpoint import LOGS, SHAPE, changed_settings, newest_checkpoint, read_newest
+from run.checkpoint import (
+    LOGS, SHAPE, changed_settings, check_fits_run, in_words, newest_checkpoint, read_newest)
 from common.files import is_plain, read_text, remove
-from common.script import BadInput, shown
+from common.script import BadInput
 
 LOCK = ".lock"
+FIXED = ("policy", *SHAPE)      # settings that no --resume can change
 
 
 @contextlib.contextmanager
@@ -23,7 +25,7 @@ def claimed_folder(cfg):
     folder = cfg.out_dir.rstrip("/") or "/"
     try:
         os.makedirs(cfg.cache_dir, exist_ok=True)
-        check_folder(folder, cfg)       # before even a lock is made there
+        check_files(folder, cfg)        # before even a lock is made there
         os.makedirs(folder, exist_ok=True)
         lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
     except Timeout:
@@ -33,7 +35,7 @@ def claimed_folder(cfg):
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
                        f"written ({getattr(e, 'strerror', e)})") from e
     with lock:      # until the block ends, or the process
-        check_folder(folder, cfg)       # another run may have ended there meanwhile
+        check_run(folder, cfg)
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):
             remove(path)        # of a process that was killed while it wrote
         is_continued = newest_checkpoint(folder) is not None
@@ -44,38 +46,52 @@ def claimed_folder(cfg):
         yield folder, is_continued
 
 
-def check_folder(folder, cfg):
-    """BadInput where a run with these settings may not have the folder, and what works instead."""
+def check_files(folder, cfg):
+    """BadInput for a folder that is not a run's, or has links where a run would write."""
     for name in (LOCK, *LOGS):
         if not is_plain(f"{folder}/{name}"):
             raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
                            "would write there")
+    has_run = newest_checkpoint(folder) or os.path.exists(f"{folder}/config.json")
+    if not has_run and not is_free(folder, cfg):
+        raise BadInput(f"out_dir = {folder!r}: holds other files; choose another --out_dir")
+
+
+def check_run(folder, cfg):
+    """BadInput for a folder with a run that is not continued with these settings."""
     if is_free(folder, cfg):
         return
-    holds = f"out_dir = {folder!r}: holds"
-    has_checkpoint = newest_checkpoint(folder)
-    if not has_checkpoint and not os.path.exists(f"{folder}/config.json"):
-        raise BadInput(f"{holds} other files: choose another --out_dir")
     metrics = f"{folder}/metrics.jsonl"
-    if not has_checkpoint and os.path.exists(metrics) and os.path.getsize(metrics) > 0:
-        raise BadInput(f"{holds} a run without a checkpoint: choose another --out_dir")
-    path, content = read_newest(folder, mmap=True) if has_checkpoint else ("", read_run(folder))
-    changed = changed_settings(content["settings"], cfg)
-    misfits = {name: values for name, values in changed.items() if name in SHAPE}
-    if has_checkpoint and cfg.resume:
-        if misfits:
-            raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; set it so, "
-                           "or choose another --out_dir")
-        return
-    if changed or not same_text(folder, cfg):
-        about = in_words(changed) or "its config file has another text"
-        may_resume = has_checkpoint and not misfits
-        resume = ", or continue that run with --resume=True" if may_resume else ""
-        raise BadInput(f"{holds} a run of other settings ({about}): choose another --out_dir"
-                       f"{resume}")
-    if has_checkpoint and content["iteration"] >= cfg.max_iters:
-        raise BadInput(f"{holds} a run that is complete: choose another --out_dir, or make it "
-                       "longer by --resume=True and a larger --max_iters")
+    if newest_checkpoint(folder):
+        reason = why_not_continued(folder, cfg)
+    elif os.path.exists(metrics) and os.path.getsize(metrics) > 0:
+        reason = "a run without a checkpoint"
+    else:
+        reason = other_settings(read_run(folder), folder, cfg)
+    if reason:
+        raise BadInput(f"out_dir = {folder!r}: holds {reason}; choose another --out_dir")
+
+
+def why_not_continued(folder, cfg):
+    """Why a run that has a checkpoint is not continued; "" if it is."""
+    path, content = read_newest(folder, mmap=True)
+    if cfg.resume:
+        check_fits_run(path, content, cfg, FIXED)
+        return ""
+    reason = other_settings(content, folder, cfg)
+    if reason and not changed_settings(content["settings"], cfg).keys() & set(FIXED):
+        return f"{reason}, which --resume=True would continue"
+    if not reason and content["iteration"] >= cfg.max_iters:
+        return "a run that is complete, which --resume=True with more --max_iters would continue"
+    return reason
+
+
+def other_settings(run, folder, cfg):
+    """What differs in the settings of a run; "" if nothing does."""
+    about = in_words(changed_settings(run["settings"], cfg))
+    if not about and not same_text(folder, cfg):
+        about = "its config file had another text"
+    return f"a run of other settings ({about})" if about else ""
 
 
 def same_text(folder, cfg):
@@ -85,17 +101,9 @@ def same_text(folder, cfg):
     return source == cfg.source
 
 
-def in_words(changed):
-    """The first few settings that changed, with their values."""
-    words = [f"{name} was {shown(old, 30)}, not {shown(new, 30)}"
-             for name, (old, new) in changed.items()]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return ", ".join(words[:3]) + more
-
-
 def is_free(folder, cfg):
-    """True where nothing is lost: no folder, or at most a lock, halves of files, empty logs, and
-    this config file's text, which a run writes first."""
+    """True where nothing would be lost: no folder, or at most a lock, unfinished files, empty logs,
+    and this config file's text, which a run writes first."""
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
         path = f"{folder}/{name}"
         is_empty_log = name in LOGS and os.path.getsize(path) == 0

@@ -1,5 +1,6 @@
 """
-A run around its loop: folder, logs, checkpoints, evaluations, signals. The loop is grpo.train.
+A run around its loop: folder, logs, checkpoints, evaluations, signals, the learning rate. The loop
+is grpo.train.
 """
 import contextlib
 import math
@@ -82,25 +83,23 @@ class Run:
             self.began = time.time()
         return StepLog(self.setup.device, self.cfg.micro_batch_size, self.cfg.log_micro)
 
-    def record(self, it, prompts, batch, metrics, log):
+    def record(self, it, batch, metrics, log):
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
         seconds = time.time() - log.start
-        T = batch.loss_mask.shape[1]
-        prompt_tokens = batch.rollout.attention_mask[:, :-T].sum()
-        self.num_tokens += int(prompt_tokens + batch.rollout.completion_mask.sum())
+        self.num_tokens += sum(tokens for _, tokens in batch.rounds)
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              "epoch": (it + 1) * cfg.num_prompts / len(self.setup.prompts),
              "step_time": seconds,
-             **rollout_toxicity(prompts, batch, self.setup)}
+             **rollout_toxicity(batch, self.setup)}
         each = (time.time() - self.began) / (it + 1 - self.start)
         sampled = int(batch.rollout.sampled_mask.sum())
         print_iteration(m, cfg, sampled, each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.setup.dtype, self.warned)
         append_rows(self.folder, "metrics.jsonl", [m])
-        append_rows(self.folder, "samples.jsonl", sample_rows(it, prompts, batch, cfg))
+        append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         if self.wandb:
             self.wandb.log(m, step=it + 1)
 
@@ -128,6 +127,23 @@ class Run:
             print_verdict(rows, self.cfg)
 
 
+def is_due(done, interval):
+    """True after every `interval` iterations; 0: never."""
+    return interval > 0 and done % interval == 0
+
+
+def learning_rate(it, cfg):
+    """Rate of iteration it: linear warm-up, then constant, or linear or cosine decay to 0."""
+    if it < cfg.warmup_iters:
+        return cfg.learning_rate * (it + 1) / cfg.warmup_iters
+    done = (it - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)
+    if cfg.lr_decay == "linear":
+        return cfg.learning_rate * (1 - done)
+    if cfg.lr_decay == "cosine":
+        return cfg.learning_rate * (0.5 + 0.5 * math.cos(math.pi * done))
+    return cfg.learning_rate
+
+
 def print_verdict(rows, cfg):
     """Says whether the reward rose by cfg.expect_rise from the first evaluation to the last. Ends
     the run with exit code 1 if it did not."""
@@ -151,15 +167,14 @@ def reward_of(row, cfg):
     return sum(weight * x for weight, x in zip(cfg.reward_weights, found))
 
 
-def sample_rows(it, prompts, batch, cfg):
+def sample_rows(it, batch, cfg):
     """Rows of samples.jsonl: every completion with its reward and advantage."""
     rewards = batch.rewards.tolist()
     advantages = batch.row_advantages.tolist()
     influence = batch.influence.tolist()
     weights = batch.row_weights.tolist()
     rows = []
-    for i, completion in enumerate(batch.completions):
-        prompt = prompts[i // cfg.num_generations]
+    for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
         row = dict(iteration=it + 1, prompt=prompt.text, completion=completion, reward=rewards[i],
                    advantage=advantages[i])
         if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt

@@ -11,7 +11,6 @@ import torch
 
 from common.processes import all_gather, shard
 from tape import inner
-from tracin import invariant_error
 
 
 class Meter:
@@ -193,7 +192,7 @@ def influence_metrics(found):
         "tracin/min_ip": found.scores.min(),
         "tracin/max_ip": found.scores.max(),
         "tracin/selected_ratio": (found.row_weights != 0).float().mean()}
-    if found.batch_grad is not None:        # it would cost another gradient
+    if found.batch_grad is not None:        # else it would cost another gradient
         tensors["tracin/invariant_error"] = invariant_error(
             found.raw_scores, found.batch_grad, found.G)
     metrics = {name: float(x) for name, x in on_cpu(tensors).items()}
@@ -202,6 +201,14 @@ def influence_metrics(found):
     if found.target_age:
         metrics["tracin/target_age"] = float(found.target_age)
     return metrics | target_metrics(found)
+
+
+def invariant_error(scores, batch_grad, G):
+    """How far sum_i I_i = <sum_i grad P_i, G> is violated: (). Relative to sum_i |I_i|, or to a
+    tenth of the longest product, if that is more: all advantages may be 0."""
+    longest = (inner(batch_grad, batch_grad) * inner(G, G)).sqrt()
+    size = torch.maximum(scores.double().abs().sum(), 0.1 * longest)
+    return (scores.double().sum() - inner(batch_grad, G)).abs() / size.clamp(min=1e-30)
 
 
 def target_metrics(found):
@@ -252,16 +259,14 @@ def std(x):
 
 
 @torch.no_grad()
-def rollout_toxicity(prompts, batch, setup):
+def rollout_toxicity(batch, setup):
     """Mean toxicity of the rollouts by the eval judge, which training never sees; {} without it."""
     judge = setup.judges.get("eval_judge")
     if judge is None:
         return {}
-    N = len(batch.completions)
-    group = N // len(prompts)
-    texts = [prompts[i // group].text for i in range(N)]
-    mine = shard(N)
-    logits = all_gather(judge(texts[mine], batch.completions[mine]))
+    mine = shard(len(batch.prompts))
+    texts = [prompt.text for prompt in batch.prompts[mine]]
+    logits = all_gather(judge(texts, batch.completions[mine]))
     return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
 
 
@@ -280,7 +285,7 @@ def batch_metrics(batch, cfg):
         "reward_min": float(known.min()),
         "reward_max": float(known.max()),
         "advantage_max": float(batch.advantages.abs().max()),
-        "frac_reward_zero_std": float(batch.equal_groups(cfg.num_generations).float().mean()),
+        "frac_reward_zero_std": float(batch.equal_rows(cfg.num_generations).float().mean()),
         "entropy": float(rollout.entropy[batch.loss_mask].mean()),
         "num_completion_tokens": int(batch.loss_mask.sum()),
         "forced": 1 - int(sampled.sum()) / int(rollout.completion_mask.sum()),
@@ -290,6 +295,10 @@ def batch_metrics(batch, cfg):
     for name, scores in zip(cfg.reward_funcs, batch.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
+    if cfg.zero_std_groups == "resample":
+        used = (1 - metrics["frac_reward_zero_std"]) * cfg.num_prompts
+        metrics["resample/rounds"] = len(batch.rounds) - 1
+        metrics["resample/used"] = used / sum(groups for groups, _ in batch.rounds)
     metrics |= call_metrics(batch.completions, cfg)
     if cfg.critic:      # what it expected while sampling
         from extras.critic import explained_variance

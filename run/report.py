@@ -37,7 +37,7 @@ class StepLog:
             values = f", pg_loss={loss.policy + loss.entropy:.6f},"
             if loss.critic.requires_grad:
                 values += f" critic={loss.critic:.6f},"
-            values += f" kl={loss.kl:.6f}, total={loss.total:.6f}"
+            values += f" beta*kl={loss.kl:.6f}, total={loss.total:.6f}"
             self.line(f"[Micro {self.micro}] 4. Loss computed", values)
             self.micro += 1
 
@@ -75,7 +75,7 @@ def print_iteration(m, cfg, tokens, seconds_left):
         more += f"{m['tools/call_frequency']:.2f} calls, "
     critic = f"critic {m['critic_loss']:.4f}, " if "critic_loss" in m else ""
     print(f"iter {m['iteration']}/{cfg.max_iters}: loss {m['loss']:.4f} "
-          f"(main {main:.4f}, {critic}kl {round(kl, 4) + 0.0:.4f}), "     # no -0.0000
+          f"(main {main:.4f}, {critic}beta*kl {round(kl, 4) + 0.0:.4f}), "    # no -0.0000
           f"reward {m['reward']:.4f}, "
           f"grad_norm {m['grad_norm']:.3f}, {more}{tokens / seconds:.0f} tok/s, "
           f"time {duration(seconds)}, eta {left // 60}m{left % 60:02d}s", flush=True)

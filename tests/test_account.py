@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from explain.account import account, flat, replay, row_of
+from explain.account import account, flat, hessian_times, replay, row_of
 from rollout import completion_logprobs
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken
 
@@ -187,6 +187,20 @@ def test_small_steps_are_a_straight_line(tmp_path):
     assert 3.5 < error / half < 4.5, f"half the step: errors {error:.1e}, {half:.1e}: no quarter"
     finer = straight_error(tmp_path, 1e-4, parts=4)
     assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
+
+
+def test_the_hessian_has_no_kinks(tmp_path):
+    """It is the same whether a token is far from the edge of the clip range or just within."""
+    setup, cfg, states, taken, sentence = run_of(dict(num_iterations=2), tmp_path, 1)
+    k = taken[1]
+    weights = states[1][0]
+    d = slope_by_hand(setup, cfg, weights, sentence)[None]
+    vector_to_parameters(weights, setup.trained)
+    loss = grpo.loss_of(setup, setup.policy, k.batch, k.step.rows, k.step, cfg)
+    moved = (loss.ratio - 1) * loss.batch.advantages.sign()[:, None] * loss.batch.loss_mask
+    edge, far = (hessian_times(setup, replace(cfg, epsilon=epsilon), k, weights, d)
+                 for epsilon in (float(moved.max()) + 1e-10, 10.0))
+    assert (edge - far).norm() < 1e-6 * far.norm(), "the gradients are on two sides of an edge"
 
 
 # ------------------------------------------------------------------------------------------------

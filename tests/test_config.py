@@ -80,7 +80,7 @@ TYPED = """
 --=3 | --name
 nowhere.py | nowhere.py
 out/nowhere | nowhere
-pytest.ini | ends in .py
+pytest.ini | (.py)
 --max_iters=1.5 | max_iters | must be a whole number
 --max_iters=ten | 'ten' | the default is max_iters = 100
 --max_iters=None | a whole number
@@ -173,7 +173,8 @@ def test_every_number_is_finite(write):
 def test_choices(write, tmp_path):
     for name, choices in CHOICES.items():
         message = refused(f"--{name}=nonsense")
-        assert f"{name} = 'nonsense'" in message and all(choice in message for choice in choices)
+        assert f"{name} = 'nonsense'" in message
+        assert all(choice in message for choice in choices)
         for choice in choices:
             more = ["--epsilon_high=5"] if choice == "cispo" else []
             if name == "tracin_val_select":
@@ -230,21 +231,24 @@ def test_a_named_function_that_raises_is_one_line(write):
     assert "target raised KeyError" in refusal(cfg.functions["target"], 1, 2, 3)
 
 
-ANSWERED = "def environment(prompts, transcripts): pass\n"
-MISSING = [     # flags, text of a config file, who asks, for which folder
-    ("--critic=True", "", "critic = True", "critic"),
-    ("--compile=True", "", "compile = True", "compiled"),
-    ("--debug_step=True", "", "debug_step = True", "step"),
-    ("--policy=gpt2", "", "policy = 'gpt2': is no .pt file", "hub"),
-    ("--judge=a/b:toxic", "", "judge = 'a/b:toxic': is no .pt file", "hub"),
-    ("", ANSWERED, "a function environment", "environment"),
-    ("", "tools = {'twice': lambda text: 2 * text}", "tools", "environment")]
+ANSWERED = "def environment(prompts, transcripts): pass"
+# a flag or the text of a config file | who asks | for which folder
+MISSING = f"""
+--critic=True | critic = True | critic
+--compile=True | compile = True | compiled
+--debug_step=True | debug_step = True | step
+--policy=gpt2 | policy = 'gpt2': is no .pt file | hub
+--judge=a/b:toxic | judge = 'a/b:toxic': is no .pt file | hub
+{ANSWERED} | a function environment | environment
+tools = {{'twice': lambda text: 2 * text}} | tools | environment
+"""
 
 
 def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(tmp_path))
-    for flags, text, asked_by, folder in MISSING:
-        message = refused(write(text or "beta = 0.1"), *flags.split())
+    for line in MISSING.strip().splitlines():
+        asks, asked_by, folder = line.split(" | ")
+        message = refused(asks if asks.startswith("--") else write(asks))
         assert message.startswith(asked_by), message
         assert message.endswith(f"needs extras/{folder}, which is not here")
     load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
@@ -288,7 +292,8 @@ def test_a_run_is_a_config(noting, write):
         assert cfg.out_dir == str(folder), "it would write to another run's folder"
     (folder / "config.py").write_text("raise SystemExit('a run that is looked at ran its code')")
     cfg = load_settings([str(folder)])      # needs no function; its text is still the run's
-    assert cfg.functions == {} and cfg.source.startswith("raise")
+    assert cfg.functions == {}
+    assert cfg.source.startswith("raise")
     os.remove(folder / "config.py")
     os.mkfifo(folder / "config.py")
     assert "config.py: no such file" in refused(folder)
@@ -299,11 +304,13 @@ def test_functions_come_from_a_named_file_alone(noting, write):
     folder = noting(["reward"], [mine])
     (folder / "config.py").write_text(open(mine).read())    # unchanged, and still not run
     message = refused(folder)
-    assert "RUN CONFIG.py" in message and "'reward'" in message
-    for place in (mine, write(CONSTANT.format(2), "other.py")):
+    assert "RUN CONFIG.py" in message
+    assert "'reward'" in message
+    for place, reward in ((mine, 1), (write(CONSTANT.format(2), "other.py"), 2)):
         cfg = load_settings([str(folder), place])
-        assert cfg.beta == 0.3 and cfg.source == open(place).read()
-        assert cfg.functions["reward"]([], [""]) == [1 if place == mine else 2]
+        assert cfg.beta == 0.3
+        assert cfg.source == open(place).read()
+        assert cfg.functions["reward"]([], [""]) == [reward]
 
 
 def test_a_strangers_run_runs_nothing(noting, write, tmp_path):
@@ -323,7 +330,8 @@ def test_a_config_json_that_is_none(tmp_path):
                        ('[' * 10 ** 6, "cannot be read as JSON"),
                        ('{"settings": {"seed": "x"}}', "a whole number")):
         (tmp_path / "config.json").write_text(text)
-        assert part in refused(tmp_path) and str(tmp_path) in refused(tmp_path)
+        assert part in refused(tmp_path)
+        assert str(tmp_path) in refused(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -367,7 +375,8 @@ def test_a_run_may_choose_the_judge_and_a_misspelt_reward_is_named(write):
     mine = write(CONSTANT.format(1))
     assert load_settings([mine, "--reward_funcs=judge"]).reward_funcs == ("judge",)
     message = refused(mine, "--reward_funcs=rewrd")
-    assert "'rewrd'" in message and "'reward'" in message
+    assert "'rewrd'" in message
+    assert "'reward'" in message
 
 
 def test_no_error_line_is_long(write):

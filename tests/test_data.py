@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 
 import pytest
 import regex  # comes with tiktoken
@@ -19,7 +18,7 @@ from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
 from judge.train import named_judges
 from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
-from common.files import load_file, load_gpt, save_file, save_gpt
+from common.files import load_file
 from worlds import WORDS, printed, read_rows, refusal
 
 gpt2 = functools.lru_cache(load_tokenizer)
@@ -55,7 +54,8 @@ def test_bad_comments_name_file_and_row(tmp_path):
             ("a.csv", "text,is_offensive\n", "holds no comments"), ("a.txt", "x", "must end in")):
         (tmp_path / name).write_text(text)
         message = refusal(load_comments, str(tmp_path / name))
-        assert part in message and name in message
+        assert part in message
+        assert name in message
 
 
 def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(monkeypatch):
@@ -82,7 +82,8 @@ def test_prompts_alone_are_read_once_and_kept(comments, tiny, tmp_path, monkeypa
     monkeypatch.setattr(data.comments, "read_rows", lambda path: pytest.fail("read once more"))
     again = get_splits(cfg)
     assert load_prompts(cfg, WORDS, again) == first == load_prompts(cfg, WORDS, whole)
-    assert again["judge_a"] == [] and len(whole["judge_a"]) > 100
+    assert again["judge_a"] == []
+    assert len(whole["judge_a"]) > 100
     os.utime(comments, (1, 1))      # another version of the file
     with pytest.raises(pytest.fail.Exception):
         get_splits(cfg)
@@ -97,7 +98,7 @@ def prompts_of(folder, *flags, **files):
     for name, content in files.items():
         (folder / name.replace("_", ".")).write_text(content)
     cfg = load_settings([*TINY, "--comments=/nowhere", *flags, "--policy=x.pt", "--judge=None",
-                         "--eval_judge=None", f"--cache_dir={folder}", str(folder / "config.py")])
+                         "--eval_judge=None", f"--cache_dir={folder}", f"{folder}/config.py"])
     return load_prompts(cfg, WORDS, get_splits(cfg))
 
 
@@ -148,7 +149,8 @@ def test_bad_prompts_name_file_and_row(tmp_path):
             ("a.txt", "word " * 500, "of 1 to 24 tokens")):
         (tmp_path / name).write_text(content)
         message = refusal(prompts_of, tmp_path, f"--prompts={tmp_path}/{name}")
-        assert part in message and name in message
+        assert part in message
+        assert name in message
 
 
 def test_questions_are_the_prompts(tmp_path):
@@ -203,7 +205,8 @@ def test_tokens_are_merged_as_in_gpt2_and_round_trip(vocab_size):
                 i = ranks.index(min(ranks))
                 parts[i:i + 2] = [parts[i] + parts[i + 1]]
             ids += [rank[part] for part in parts]
-        assert t.encode_ordinary(text) == ids and t.decode(ids) == text
+        assert t.encode_ordinary(text) == ids
+        assert t.decode(ids) == text
     assert t.eot_token == t.n_vocab - 1 == vocab_size - 1
 
 
@@ -232,7 +235,7 @@ def made_up(tmp_path):
     def load(old="", new="", *flags):
         (tmp_path / "config.py").write_text(MADE_UP.replace(old, new))
         return load_settings([
-            str(tmp_path / "config.py"), *TINY, "--pretrain_tokens=4000", "--comments=/nowhere",
+            f"{tmp_path}/config.py", *TINY, "--pretrain_tokens=4000", "--comments=/nowhere",
             f"--cache_dir={tmp_path}/prepared", *flags])
     return load
 
@@ -256,18 +259,20 @@ def test_the_key_of_a_prepared_policy_stays():
     """Files that were prepared for the same settings and comments go on being found."""
     cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
     message = refusal(get_policy, cfg, dict.fromkeys(SPLITS, []), CPU, may_train=False)
-    assert "/nowhere/policy-4x256-e5affc42.pt" in message and "is missing" in message
+    assert "/nowhere/policy-4x256-e5affc42.pt" in message
+    assert "is missing" in message
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():
-    eot = 9
-    stream = torch.tensor([1, 5, 5, eot, 2, 5, eot, 3, 5, 5, 5, eot, 4, 5, eot])
-    starts = text_starts(stream, 4, eot)
+    stream = torch.tensor([int(token) for token in "155925935559459"])      # 9 ends a text
+    starts = text_starts(stream, 4, 9)
     assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
     found = windows(stream, starts, 0, 4, seed=1)
-    assert found.shape == (BATCH_SIZE, 5) and set(found[:, 0].tolist()) == {1, 2, 3}
+    assert found.shape == (BATCH_SIZE, 5)
+    assert set(found[:, 0].tolist()) == {1, 2, 3}
     half = windows(stream, starts, 24, 4, seed=1)
-    assert 5 in half[:24, 0] and torch.equal(half[24:], found[24:])
+    assert 5 in half[:24, 0], "these may begin anywhere"
+    assert torch.equal(half[24:], found[24:])
 
 
 def test_the_weights_of_the_project(tmp_path, monkeypatch):
@@ -278,33 +283,27 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
     assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
     for judge in named_judges(cfg, CPU).values():
         clean, toxic = judge(["", ""], ["Thank you for your help.", "You are a stupid idiot."])
-        assert clean < -3 and toxic > 3
+        assert clean < -3
+        assert toxic > 3
 
 
-def test_a_policy_file_brings_its_shape(tiny, tmp_path):
-    path = str(tmp_path / "policy.pt")
-    save_gpt(path, load_gpt(tiny.policy).to(torch.bfloat16))
-    cfg = load_settings([f"--policy={path}", "--max_completion_length=8", "--n_layer=3"])
-    said = []
-    text = printed(lambda: said.append(load_policy(cfg)))
-    assert f"note: n_layer = 3 is ignored: {path} has 1" in text
-    assert next(said[0].parameters()).dtype == torch.float32
+def test_a_policy_file_brings_its_shape(tiny):
+    cfg = load_settings([f"--policy={tiny.policy}", "--max_completion_length=8", "--n_layer=3"])
+    said = printed(load_policy, cfg)
+    assert f"note: n_layer = 3 is ignored: {tiny.policy} has 1" in said
     assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
     assert get_tokenizer(cfg).n_vocab == 300
-    content = load_file(tiny.policy, "policy")
-    save_file(path, **(content | {"kind": "judge"}))
-    assert "kind 'policy' is needed" in refusal(load_policy, cfg)
 
 
 def test_a_run_of_made_up_data_from_a_policy_file(made_up, tiny, tmp_path):
     made_up()
     out = tmp_path / "run"
     flags = [*TINY, f"--out_dir={out}", f"--cache_dir={tmp_path}/none", f"--policy={tiny.policy}"]
-    text = printed(grpo.main, [str(tmp_path / "config.py"), *flags, "--max_iters=1"])
+    text = printed(grpo.main, [f"{tmp_path}/config.py", *flags, "--max_iters=1"])
     assert "rewards/reward" in text
-    rows = read_rows(out / "samples.jsonl")
+    rows = read_rows(f"{out}/samples.jsonl")
     assert all(row["row"]["answer"] == str(int(row["prompt"].split()[0]) % 3) for row in rows)
-    assert random.Random(0).random() < 1 and load_file(str(out / "ckpt.pt"), "run")["shape"]
+    assert load_file(f"{out}/ckpt.pt", "run")["shape"]
 
 
 def test_a_damaged_cache_of_prompts_is_one_line(comments, tmp_path):

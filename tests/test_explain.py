@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import signal
 
 import pytest
 import torch
@@ -58,12 +57,12 @@ def run(tmp_path_factory, comments):
     (there / "config.py").write_text(CONFIG)
     made = {}
 
-    def make(name):
+    def make(name, *more):
         if name not in made:
             made[name] = str(there / name)
             printed(grpo.main, [str(there / "config.py"), f"--comments={comments}",
                                 f"--cache_dir={there}/prepared", f"--out_dir={made[name]}",
-                                *SETTINGS[name]])
+                                *SETTINGS.get(name, more)])
         return made[name]
 
     return make
@@ -91,6 +90,14 @@ def recorded(folder, iteration):
     """Rows of samples.jsonl that were scored."""
     return [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
             if row["iteration"] == iteration and row.get("influence", 0.0) is not None]
+
+
+def best_of(rows):
+    """The one of highest advantage whose text can be asked for."""
+    encode = load_tokenizer(300).encode_ordinary
+    there_is_room = [row for row in rows if row["completion"]
+                     and len(encode(row["prompt"])) + len(encode(row["completion"])) <= 32]
+    return max(there_is_room, key=lambda row: row["advantage"])
 
 
 def listed(rows):
@@ -172,7 +179,7 @@ def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, name, flags):
 def test_what_makes_the_model_say_this(run):
     """A rollout that says it, of positive advantage, is for it."""
     folder = run("off")
-    best = max(recorded(folder, 3), key=lambda row: row["advantage"])
+    best = best_of(recorded(folder, 3))
     argv = [folder, text_of(folder), "--before", "--next=True", f"--prompt={best['prompt']}",
             f"--completion={best['completion']}"]
     helpful, harmful = printed(explain.main, argv).split("Most harmful")
@@ -212,7 +219,7 @@ def told(folder, *flags):
 
 def said_by(folder):
     """Flags that ask for a completion of the run."""
-    row = max(read_rows(os.path.join(folder, "samples.jsonl")), key=lambda row: row["advantage"])
+    row = best_of(read_rows(os.path.join(folder, "samples.jsonl")))
     return [f"--prompt={row['prompt']}", f"--completion={row['completion']}"]
 
 
@@ -242,13 +249,34 @@ def test_the_account_repeats_the_run_and_adds_up(run, name):
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize("keep, kept", [(0, [0, 1, 2, 3, 4]), (1, [3, 4]), (3, [2, 3, 4])])
+def test_it_starts_from_the_last_checkpoint_that_was_kept(run, monkeypatch, keep, kept):
+    folder = run(f"keeps {keep}", "--tracin=off", "--save_interval=1", f"--keep_checkpoints={keep}")
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pt")]
+    assert sorted(torch.load(path)["iteration"] for path in paths) == kept
+    replay = story.replay
+    starts = []
+
+    def watched(setup, cfg, start, *rest):
+        starts.append(start)
+        return replay(setup, cfg, start, *rest)
+
+    monkeypatch.setattr(story, "replay", watched)
+    text, _ = told(folder, *said_by(folder), "--since=2", "--hessian=False")
+    assert starts == [2 if 2 in kept else 0] and "ends at other weights" not in text
+
+
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
     folder = run("off")
     before = contents(folder)
     in_memory = told(folder, *said_by(folder), "--hessian=False")
     monkeypatch.setattr(account, "free_memory", lambda device: 0)
     assert told(folder, *said_by(folder), "--hessian=False") == in_memory
-    monkeypatch.setattr(story, "account", lambda *rest: signal.raise_signal(signal.SIGINT))
+
+    def interrupted(*rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(story, "account", interrupted)
     with pytest.raises(KeyboardInterrupt):
         explain.main([folder, text_of(folder), *said_by(folder)])
     assert contents(folder) == before
@@ -322,7 +350,7 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     assert "another policy" in refused()
     os.remove(path)
     os.remove(os.path.join(folder, "ckpt_prev.pt"))
-    assert "no such file" in refused()
+    assert "has no checkpoint" in refused()
     assert "name its config file too" in refusal(explain.main, [folder, *asked])
 
 
@@ -336,7 +364,7 @@ def test_tokens_that_share_a_character_are_one_piece():
     ids = [*tokenizer.encode_ordinary(" a"), *euro, euro[1], *face, *euro[:2], 299]
     n = len(ids)
     row = Row(torch.tensor([5, *ids]), torch.ones(n, dtype=torch.bool), None, 1.0)
-    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer, (299,))
+    found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer)
     assert [piece.text for piece in found][-5:] == ["€", "\ufffd", "🙂", "\ufffd", ""]
     assert "".join(piece.text for piece in found) == tokenizer.decode(ids[:-1])
     assert sum(piece.influence for piece in found) == sum(range(1, n + 1))

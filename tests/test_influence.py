@@ -305,21 +305,13 @@ def test_a_function_of_the_config_file_as_target(knobs):
     ("target", torch.tensor(math.nan, requires_grad=True), "one finite number"),
     ("weigh", [1.0] * 15, "each of 8 influences"), ("weigh", [math.nan] * 4, "one finite number"),
     ("weigh", None, "one finite number"), ("weigh", torch.zeros(99, 99), "one finite number")])
-def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
-        name, returned, said, monkeypatch):
+def test_a_function_that_returns_something_else_is_told_before_the_run_begins(
+        name, returned, said):
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")
     cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
-    monkeypatch.setattr("run.build.get_policy", lambda *given: pytest.fail("it was trained"))
-    text = refusal(try_functions, cfg, given_of(), collect)
+    text = refusal(try_functions, cfg, nets_for(cfg), collect)
     assert text.startswith(f"stopped: {name} returned") and said in text and len(text) < 260
-
-
-def given_of():
-    """What run.build.read_inputs finds, of a policy that is still to be trained."""
-    return SimpleNamespace(
-        device=torch.device("cpu"), dtype=torch.float32, base=None, tokenizer=WORDS, splits={},
-        prompts=WORD_PROMPTS, eval_prompts=WORD_PROMPTS, val_prompts=WORD_PROMPTS)
 
 
 def chosen(influence, how, *more, **others):
@@ -395,6 +387,39 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     assert 0 < (share != 0).sum() < 16 and len(seen) == 3
     for gradient in seen:
         assert close(gradient, (share * factor) @ g)
+
+
+@pytest.mark.parametrize("beta", (0.0, .1))
+def test_a_dropped_rollout_of_any_size_leaves_nothing_behind(beta):
+    """Were it subtracted from the gradient of all rollouts, its rounding would be left."""
+    def all_but_one(influence, batch):
+        return (torch.arange(16) != 5).float()
+
+    cfg = words(tracin="self", beta=beta, micro_batch_size=5)
+    cfg = with_functions(cfg, {"weigh": all_but_one}, tracin_select="weigh")
+    batch = batch_of(cfg)
+    batch.advantages[5] = 1e7
+    setup = nets_for(cfg)
+    g = row_gradients(setup, batch, cfg)
+    rest = rest_gradient(setup, batch, cfg)
+    (found,), _ = steps_of(setup, batch, cfg, check=True)
+    assert g[5].norm() > 1e5 * found.norm()
+    assert close(found, batch.row_weights @ g + rest)
+
+
+@pytest.mark.parametrize("mistake", ["another rollout's", "of another sign", "a little less"])
+def test_a_wrong_score_is_seen_in_the_first_step(mistake, monkeypatch):
+    scores_of = tracin.Recording.scores
+
+    def wrong(recording, G):
+        scores = scores_of(recording, G)
+        return {"another rollout's": scores.roll(1), "of another sign": -scores,
+                "a little less": .99 * scores}[mistake]
+
+    monkeypatch.setattr(tracin.Recording, "scores", wrong)
+    cfg = words(tracin="reward", beta=.1)
+    said = refusal(steps_of, nets_for(cfg), batch_of(cfg), cfg, check=True)
+    assert "the influences do not add up" in said
 
 
 def test_nothing_selected_is_no_step():

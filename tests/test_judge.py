@@ -95,8 +95,7 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     reward = reward_functions(cfg, {"judge": judge})["judge"]
     a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
     assert a > b
-    assert silent is None
-    assert "kind 'judge'" in refusal(load_judge, tiny.policy)
+    assert silent.isnan()
 
 
 def test_reward_falls_with_toxicity():
@@ -109,9 +108,11 @@ def test_reward_falls_with_toxicity():
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     broken = Scorer(scorer.config)
     torch.nn.init.constant_(broken.score.weight, math.nan)
-    save_gpt(str(tmp_path / "judge.pt"), broken, "judge")
-    message = refusal(load_judge(str(tmp_path / "judge.pt")), [""], ["hello you"])
-    assert "judge.pt" in message and "'hello you'" in message and "nan" in message
+    save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
+    message = refusal(load_judge(f"{tmp_path}/judge.pt"), [""], ["hello you"])
+    assert "judge.pt" in message
+    assert "'hello you'" in message
+    assert "nan" in message
 
 
 def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
@@ -137,7 +138,7 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
 
 
 def test_comments_that_cannot_teach_are_refused(tmp_path):
-    path = write_comments(tmp_path / "a.csv", 60, label=lambda i: 0)
+    path = write_comments(f"{tmp_path}/a.csv", 60, label=lambda i: 0)
     cfg = load_settings([f"--comments={path}", f"--cache_dir={tmp_path}"])
     from data.comments import get_splits
     assert "needs both labels" in refusal(trained_judges, cfg, get_splits(cfg), CPU)
@@ -152,7 +153,9 @@ ANSWERS = ["4", "8"]
 
 
 def by_column(prompts, completions, answer, level=None, *, other=5):
-    assert prompts == ["2 + 2 =", "3 + 4 ="] and level == [1, 2] and other == 5
+    assert prompts == ["2 + 2 =", "3 + 4 ="]
+    assert level == [1, 2]
+    assert other == 5
     return [float(a == text) for a, text in zip(answer, completions)]
 
 
@@ -204,8 +207,8 @@ def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
     for reward, says in ((lambda prompts: [], "must take (prompts, completions), by these names"),
                          (lambda p, c: [], "must take (prompts, completions), by these names"),
                          (lambda completions, colour: [], "asks for the column 'colour'"),
-                         (lambda completions, *rest: [], "it is called by names"),
-                         (lambda completions, /: [], "it is called by names"),
+                         (lambda *texts: [], "must take (prompts, completions), by these names"),
+                         (lambda completions, /: [], "positional-only"),
                          (lambda completions, colour: [], "'answer', 'level', 'text'")):
         assert says in refusal(score, {"r": reward}, ASKED, ANSWERS)
     cfg = SimpleNamespace(reward_funcs=("r", "judge"), tracin_val_reward=None,
@@ -223,7 +226,8 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
     assert "raised ZeroDivisionError" in str(caught.value)
     assert "for the prompt '2 + 2 =' and completion 'x'" in str(caught.value)
     note = caught.value.__notes__[0]
-    assert "len(text) - 1" in note and "judge/rewards.py" not in note
+    assert "len(text) - 1" in note
+    assert "judge/rewards.py" not in note
     assert "SystemExit" in refusal(score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)
 
 
@@ -235,6 +239,7 @@ def test_a_reward_may_do_as_it_likes_with_torch():
 
     prompts = [Prompt("a", [1], {})]
     assert score({"r": careless}, prompts, ["x"]).dtype == torch.float32
-    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
     endless = {"r": lambda completions: itertools.repeat(1.0)}
     assert "returned 2 numbers for 1" in refusal(score, endless, prompts, ["x"])

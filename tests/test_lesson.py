@@ -20,7 +20,7 @@ def test_the_lesson_runs_and_its_numbers_agree(tmp_path, monkeypatch, capsys):
     runpy.run_path(os.path.join(ROOT, "lesson.py"))
     matplotlib.pyplot.close("all")
     printed = capsys.readouterr().out
-    assert len(os.listdir("out/lesson")) == 7
+    assert len(os.listdir("out/lesson")) == 8
 
     assert float(re.search(f"ratio {NUMBER}", printed)[1]) == pytest.approx(1, abs=1e-5)
     assert float(re.search(f"from section 6: {NUMBER}", printed)[1]) < 1e-5
@@ -28,6 +28,10 @@ def test_the_lesson_runs_and_its_numbers_agree(tmp_path, monkeypatch, capsys):
         rf"tokens add up to {NUMBER}, the influence of\s+rollout \d+ is {NUMBER}", printed).groups()
     assert float(words) == pytest.approx(float(influence), rel=1e-3)
     assert float(re.search(rf"two halves is {NUMBER}", printed)[1]) < 1
+    shares, change = re.search(
+        rf"shares add up to {NUMBER}, the log-prob changed by {NUMBER}", printed).groups()
+    assert float(shares) == pytest.approx(float(change), abs=1e-4)
+    assert float(re.search(f"derivatives are off by {NUMBER}%", printed)[1]) < 20
 
 
 def test_the_notebook_is_the_lesson():

@@ -240,11 +240,11 @@ def test_toxicity_is_of_all_rollouts_in_every_iteration():
         asked.append((prompts, completions))
         return torch.linspace(-2, 2, len(completions))
 
-    assert rollout_toxicity(setup.prompts, batch, setup) == {}
+    assert rollout_toxicity(batch, setup) == {}
     setup.judges = {"judge": judge}
-    assert rollout_toxicity(setup.prompts, batch, setup) == {}
+    assert rollout_toxicity(batch, setup) == {}
     setup.judges = {"eval_judge": judge}
-    found = rollout_toxicity(setup.prompts, batch, setup)
+    found = rollout_toxicity(batch, setup)
     texts = [prompt.text for prompt in setup.prompts for _ in range(6)]
     assert asked == [(texts, batch.completions)]
     expected = sum(1 / (1 + math.exp(-x)) for x in torch.linspace(-2, 2, 12).tolist()) / 12

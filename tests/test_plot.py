@@ -15,8 +15,10 @@ METRICS = [metric for _, log, *metrics in plot.PANELS if log == "metrics" for me
 TITLES = [title for title, *_ in plot.PANELS]
 
 
-def make_run(folder, rows, evaluations=()):
+def make_run(folder, rows, evaluations=(), **settings):
     os.makedirs(folder)
+    content = {"settings": {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings}
+    (folder / "config.json").write_text(json.dumps(content))
     for name, content in (("metrics.jsonl", rows), ("eval.jsonl", evaluations)):
         with open(os.path.join(folder, name), "w") as f:
             f.writelines(json.dumps(row) + "\n" for row in content)
@@ -29,14 +31,14 @@ def run(tmp_path):
     rows = [{"iteration": i} | {name: j + 0.1 / i for j, name in enumerate(METRICS)}
             for i in range(1, 6)]
     rows[2]["kl"] = None
-    evaluations = [{"iteration": i, "judge/toxicity": 0.2 / (i + 1), "kl": 7.0,
+    evaluations = [{"iteration": i, "perplexity": 20.0 + i, "ended": 0.5, "kl": 7.0,
                     "eval_judge/toxicity": 0.3 / (i + 1)} for i in (0, 3, 5)]
     return make_run(tmp_path / "run", rows, evaluations)
 
 
 def figure_of(*folders):
     """{title: its lines [(x, y, style, marker)]} as main draws them, and the Figure."""
-    figure = plot.draw_runs({folder: plot.read_run(folder) for folder in folders})
+    figure = plot.draw_runs(plot.groups_of(folders))
     lines = {ax.get_title(): [(list(line.get_xdata()), line.get_ydata(), line.get_linestyle(),
                                line.get_marker()) for line in ax.lines] for ax in figure.axes}
     return lines, figure
@@ -53,10 +55,33 @@ def test_lines_hold_what_the_rows_hold(run, tmp_path):
             expected = [math.nan if row[metric] is None else row[metric] for row in rows]
             assert np.array_equal(y, expected, equal_nan=True)
             assert (marker == "o") == (log == "eval"), "evaluations are marked"
-    other = make_run(tmp_path / "other", [{"iteration": 1, "reward": 0.5}])
+    other = make_run(tmp_path / "other", [{"iteration": 1, "reward": 0.5}], beta=0.2)
     drawn, figure = figure_of(run, other)
     assert len(drawn["reward, mean"]) == 2
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [run, other]
+
+
+def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
+    values = {1: [0.5, 0.7, None, 0.9], 2: [0.1, 0.2, 0.3, 0.4], 3: [0.6, 0.6, 0.6]}
+    runs = [make_run(tmp_path / f"seed{seed}", [{"iteration": i, "reward": x}
+                                                for i, x in enumerate(rewards, 1)], seed=seed)
+            for seed, rewards in values.items()]
+    other = make_run(tmp_path / "other", [{"iteration": 1, "reward": 0.8}], beta=0.5)
+    edited = make_run(tmp_path / "edited", [{"iteration": 1, "reward": 0.8}], seed=4)
+    with open(os.path.join(edited, "config.py"), "w") as f:
+        f.write("def reward(completions): ...")
+    drawn, figure = figure_of(*runs[:2], other, runs[2], edited)
+    lines = drawn["reward, mean"]
+    assert len(lines) == 3, "a colour for the three seeds, the other beta, the other reward"
+    x, y, *_ = lines[0]
+    assert x == [1, 2, 3], "iterations that not all seeds have reached make the mean jump"
+    assert np.allclose(y, [0.4, 0.5, math.nan], equal_nan=True)
+    ax, = figure.axes
+    (band, *more), = [path.to_polygons() for path in ax.collections[0].get_paths()[:1]]
+    assert band.max(0).tolist() == [2, 0.7] and band.min(0).tolist() == [1, 0.1], "not the range"
+    assert len(ax.collections) == 1, "a single run has no range"
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [f"{runs[0]}: mean and range of 3 seeds", other, edited]
 
 
 def test_grpo_writes_every_metric_that_is_drawn(grpo, tmp_path):
@@ -77,6 +102,8 @@ def test_files_and_refusals(run, tmp_path):
     os.symlink(elsewhere, os.path.join(run, "curves.png"))
     printed(plot.main, [run])
     assert elsewhere.read_text() == "somebody's", "a picture was written through a link"
+    printed(plot.main, [run, f"--out={path}", "--panels=1"])
+    assert TITLES[0] in path.read_text() and TITLES[1] not in path.read_text()
     for argv in ([], ["--out=x.png"], [run, "--colour=red"]):
         assert "usage" in refusal(plot.main, argv)
     assert "must end in .png" in refusal(plot.main, [run, "--out=x.pdf"])

@@ -44,4 +44,5 @@ def test_a_run_stops_where_nothing_holds(monkeypatch):
     all_but_the_first = iter([False] + [True] * 20)
     monkeypatch.setattr(precision, "completion_logprobs", off_under_autocast(all_but_the_first))
     text = refusal(precision.check_precision, setup, cfg)
-    assert "device = 'cpu'" in text and "log-probs are off by 0.5" in text
+    assert "device = 'cpu'" in text
+    assert "log-probs are off by 0.5" in text

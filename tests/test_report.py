@@ -1,4 +1,5 @@
 """What a run prints: numbers in its lines, and each warning in its case alone."""
+import json
 import math
 import re
 from types import SimpleNamespace
@@ -34,8 +35,8 @@ NUMBERED = """
 [Micro 0] 1. | mem=812 MB | time=0.000s
 [Micro 0] 2. | 4 rows | mem=812 MB | time=1.500s
 [Micro 0] 3. | mem=812 MB | time=0.250s | rewards=0.5000±0.3536
-[Micro 0] 4. | mem=812 MB | time=0.125s | pg_loss=-0.012345 | kl=0.001234 | total=-0.011111
-[Micro 1] 4. | time=0.000s | pg_loss=0.250000 | critic=2.000000 | kl=0.001000 | total=2.251000
+[Micro 0] 4. | mem=812 MB | time=0.125s | pg_loss=-0.012345 | beta*kl=0.001234 | total=-0.011111
+[Micro 1] 4. | time=0.000s | pg_loss=0.250000 | critic=2.000000 | beta*kl=0.001000 | total=2.251000
 5. | mem=812 MB | step=1.000s | time=2.875s
 """
 
@@ -80,12 +81,12 @@ def line(cfg=Settings(), **changes):
 def test_the_line_of_an_iteration():
     found = line()
     assert found.count("\n") == 1
-    for part in ("iter 12/100: ", "loss -0.0111 (main -0.0123, kl 0.0012)", "reward 0.5700",
+    for part in ("iter 12/100: ", "loss -0.0111 (main -0.0123, beta*kl 0.0012)", "reward 0.5700",
                  "grad_norm 0.830", "1240 tok/s", "time 2.00s", "eta 1m40s"):
         assert part in found
-    assert "kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
-    assert "(main -0.0123, critic 0.3000, kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
-    assert "(main -0.0133, kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
+    assert "beta*kl 0.0000)" in line(kl_loss=-1e-9), "no -0.0000"
+    assert "(main -0.0123, critic 0.3000, beta*kl 0.0012)" in line(critic_loss=0.3, loss=0.2889)
+    assert "(main -0.0133, beta*kl 0.0012)" in line(entropy_loss=-0.001), "main holds the bonus"
     assert " 12.5 % environment" in line(Settings(functions={"environment": None}))
     assert " 1.50 calls" in line(**{"tools/call_frequency": 1.5})
     for seconds, expected in ((0.0435, "43.5ms"), (0.4349, "435ms"), (4.351, "4.35s"),
@@ -111,25 +112,24 @@ INFLUENCE = {
     "tracin/positive_ratio": 0.6, "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9,
     "tracin/self_share": 0.1, "tracin/invariant_error": 1e-7}
 EVERYTHING = GOOD | INFLUENCE | {"kl": 0.1, "val/var_explained": 0.5, "tools/failure_frequency": 0}
-CASES = {   # kind: (what is wrong, words of its sentence)
-    "reward": (
-        {"reward": math.nan, "reward_min": math.nan, "reward_max": math.nan}, "returned None"),
-    "equal": (
-        {"reward_min": 0.5, "reward_max": 0.5, "advantage_max": 0.0}, "of the batch are 0.5:"),
-    "advantage": ({"advantage_max": 0.0}, "equal within each group; raise"),
-    "tokens": ({"num_completion_tokens": 0}, "no completion tokens carry loss"),
-    "ratio": ({"sampling/sampling_logp_difference/mean": 0.0512}, "disagree by 0.051 nats"),
-    "kl": ({"kl": 5.25}, "KL 5.2 nats per token is exploding"),
-    "length": ({"completions/clipped_ratio": 1.0}, "truncated at 32 tokens"),
-    "tools": ({"tools/failure_frequency": 1.0}, "every call was answered with an error"),
-    "critic": ({"val/var_explained": -0.2}, "explains -0.20 of the returns' variance"),
-    "empty": ({"tracin/empty_steps": 1}, "kept no rollout"),
-    "fallback": (
-        {"tracin/fallback": 1.0, "tracin/positive_ratio": 0.05}, "only 5% of the rollouts"),
-    "contrast": ({"tracin/target_contrast": 0.2}, "spread 0.20 times as wide"),
-    "noise": ({"tracin/target_cosine": 0.05}, "cosine 0.05; raise"),
-    "self": ({"tracin/self_share": 1.18}, "1.18 times all influence"),
-    "invariant": ({"tracin/invariant_error": 2e-3}, "relative error 2.0e-03")}
+# kind | what is wrong | words of its sentence
+CASES = """
+reward | "reward": NaN, "reward_min": NaN, "reward_max": NaN | returned None
+equal | "reward_min": 0.5, "reward_max": 0.5, "advantage_max": 0.0 | of the batch are 0.5:
+advantage | "advantage_max": 0.0 | equal within each group; raise
+tokens | "num_completion_tokens": 0 | no completion tokens carry loss
+ratio | "sampling/sampling_logp_difference/mean": 0.0512 | disagree by 0.051 nats
+kl | "kl": 5.25 | KL 5.2 nats per token is exploding
+length | "completions/clipped_ratio": 1.0 | truncated at 32 tokens
+tools | "tools/failure_frequency": 1.0 | every call was answered with an error
+critic | "val/var_explained": -0.2 | explains -0.20 of the returns' variance
+empty | "tracin/empty_steps": 1 | kept no rollout
+fallback | "tracin/fallback": 1.0, "tracin/positive_ratio": 0.05 | only 5% of the rollouts
+contrast | "tracin/target_contrast": 0.2 | spread 0.20 times as wide
+noise | "tracin/target_cosine": 0.05 | cosine 0.05; raise
+self | "tracin/self_share": 1.18 | 1.18 times all influence
+invariant | "tracin/invariant_error": 2e-3 | relative error 2.0e-03
+"""
 PLAIN = Settings()
 FULL = Settings(tracin="self", beta=0.1, critic=True,
                 functions={"tools": {"add": len}, "environment": None})
@@ -141,17 +141,20 @@ def found(m, cfg=FULL, dtype=torch.float32):
 
 def test_each_warning_fires_in_its_case_alone():
     assert found(GOOD, PLAIN) == {} == found(EVERYTHING)
-    for kind, (wrong, words) in CASES.items():
-        shown = found(EVERYTHING | wrong)
+    for line in CASES.strip().splitlines():
+        kind, wrong, words = line.split(" | ")
+        shown = found(EVERYTHING | json.loads("{" + wrong + "}"))
         assert list(shown) == [kind], kind
         assert words in shown[kind], shown[kind]
-        assert "\n" not in shown[kind] and "nan" not in shown[kind]
+        assert "\n" not in shown[kind]
+        assert "nan" not in shown[kind]
 
 
 def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
     """A misspelled name must not be a warning that never comes."""
-    for kind in CASES.keys() - {"invariant"}:       # not every step computes its metric
-        missing = next(iter(CASES[kind][0]))
+    for missing in re.findall(r'\w \| "(.+?)"', CASES):
+        if missing == "tracin/invariant_error":         # not every step computes it
+            continue
         some = {name: x for name, x in EVERYTHING.items() if name != missing}
         with pytest.raises(KeyError, match=missing):
             found(some)

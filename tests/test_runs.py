@@ -137,19 +137,21 @@ def test_metrics_samples_and_evaluations(finished):
 
 
 def test_log_micro_off_changes_the_lines_alone(grpo, finished, tmp_path):
-    text = grpo(tmp_path / "run", *FINISHED, "--log_micro=False")
+    text = grpo(f"{tmp_path}/run", *FINISHED, "--log_micro=False")
     assert "[Micro" not in text
     assert "5. Optimizer" not in text
     assert text.count("\niter ") == 3
-    assert_same_run(finished.dir, tmp_path / "run")
+    assert_same_run(finished.dir, f"{tmp_path}/run")
 
 
 def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
     before = snapshot(copy_of_six)
     message = refusal(grpo, f"{copy_of_six}/", "--max_iters=0")     # a slash changes nothing
     assert f"{str(copy_of_six)!r}: holds a run of other settings" in message
-    assert "--resume" in message and "--out_dir" in message
-    assert snapshot(copy_of_six) == before and os.listdir(tmp_path) == [copy_of_six.name]
+    assert "--resume" in message
+    assert "--out_dir" in message
+    assert snapshot(copy_of_six) == before
+    assert os.listdir(tmp_path) == [copy_of_six.name]
 
 
 def test_a_foreign_folder_is_left_alone(grpo, tmp_path):
@@ -164,16 +166,17 @@ def test_a_foreign_folder_is_left_alone(grpo, tmp_path):
 
 def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
     where = tmp_path / "run"
-    update = trainer.update
+    prepare = trainer.prepare
     said = []
 
-    def meanwhile(*args, **more):
+    def meanwhile(*args):
         for flag in ("--max_iters=0", "--resume=True"):
             said.append(refusal(grpo, where, flag))
-        return update(*args, **more)
+        return prepare(*args)
 
-    monkeypatch.setattr(trainer, "update", meanwhile)
+    monkeypatch.setattr(trainer, "prepare", meanwhile)
     grpo(where, *FINISHED)
+    assert len(said) == 2
     assert all("another run is at work there" in text for text in said)
     assert_same_run(finished.dir, where)
 
@@ -247,12 +250,12 @@ def crash(monkeypatch, grpo):
     ids=["lora-sync", "steps", "tracin"])
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_path):
     argv = (*flags, "--max_iters=5")
-    grpo(tmp_path / "whole", *argv)
-    crash(4, tmp_path / "parts", *argv)
-    assert len(read_rows(tmp_path / "parts" / "metrics.jsonl")) == 3
-    assert checkpoint_of(tmp_path / "parts")["iteration"] == 2
-    assert "continues the interrupted run" in grpo(tmp_path / "parts", *argv)
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    grpo(f"{tmp_path}/whole", *argv)
+    crash(4, f"{tmp_path}/parts", *argv)
+    assert len(read_rows(f"{tmp_path}/parts/metrics.jsonl")) == 3
+    assert checkpoint_of(f"{tmp_path}/parts")["iteration"] == 2
+    assert "continues the interrupted run" in grpo(f"{tmp_path}/parts", *argv)
+    assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/parts")
 
 
 @pytest.mark.parametrize("part", ("prepare", "evaluate", "update"))
@@ -262,7 +265,7 @@ def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, mon
         m.setattr(trainer, part, dies)
         grpo(*argv)
     grpo(*argv)     # the same command
-    assert_same_run(finished.dir, tmp_path / "run")
+    assert_same_run(finished.dir, f"{tmp_path}/run")
 
 
 def signalled(flags, where, number):
@@ -298,10 +301,11 @@ def test_signals(number, tiny, noise, six, grpo, tmp_path):
         heard, end = err.splitlines()
         assert code == 130
         assert heard.startswith("signal heard: ")
-        assert iteration == len(read_rows(where / "metrics.jsonl"))
+        assert iteration == len(read_rows(f"{where}/metrics.jsonl"))
         assert f"interrupted: saved after iteration {iteration}; the same command continues" in end
     text = grpo(where, noise, *SIX)
-    assert f"resumed {where}/ckpt.pt after" in text and "iter 1/" not in text
+    assert f"resumed {where}/ckpt.pt after" in text
+    assert "iter 1/" not in text
     assert_same_run(six, where)
     assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
 
@@ -323,17 +327,17 @@ def test_a_finished_run_is_printed_again_or_made_longer(copy_of_six, noise, six,
     after = snapshot(copy_of_six)
     del before[f"{copy_of_six}/config.json"], after[f"{copy_of_six}/config.json"]
     assert after == before
-    grpo(tmp_path / "longer", noise, *SIX, "--max_iters=3")
-    grpo(tmp_path / "longer", noise, *SIX, "--resume")
-    assert_same_run(six, tmp_path / "longer")
+    grpo(f"{tmp_path}/longer", noise, *SIX, "--max_iters=3")
+    grpo(f"{tmp_path}/longer", noise, *SIX, "--resume")
+    assert_same_run(six, f"{tmp_path}/longer")
 
 
 def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"the green cat {i}" for i in range(20)))
     flags = (f"--prompts={prompts}", "--resume=True")
-    assert "has no checkpoint" in grpo(tmp_path / "run", *flags, "--max_iters=1")
-    text = grpo(tmp_path / "run", *flags, "--max_iters=2", "--learning_rate=1e-3")
+    assert "has no checkpoint" in grpo(f"{tmp_path}/run", *flags, "--max_iters=1")
+    text = grpo(f"{tmp_path}/run", *flags, "--max_iters=2", "--learning_rate=1e-3")
     assert "learning_rate: 0.0001 -> 0.001" in text
 
 
@@ -408,21 +412,21 @@ def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
 def test_a_config_py_alone_is_no_run(grpo, noise, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.py").write_text("years of work")
-    refusal(grpo, tmp_path / "mine", noise, *SIX, "--max_iters=0")
+    refusal(grpo, f"{tmp_path}/mine", noise, *SIX, "--max_iters=0")
     assert os.listdir(tmp_path / "mine") == ["config.py"], "a user's config.py is no run's"
 
 
 def test_config_py_is_written_before_config_json(grpo, noise, tmp_path, monkeypatch):
     monkeypatch.setattr("run.checkpoint.write_json", dies)
     with pytest.raises(Crash):
-        grpo(tmp_path / "run", noise, "--max_iters=0")
+        grpo(f"{tmp_path}/run", noise, "--max_iters=0")
     assert (tmp_path / "run" / "config.py").read_text() == NOISE
 
 
 def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo, tmp_path):
     content = load_file(tiny.policy, "policy")
     content["model"]["ln_f.bias"] += 1
-    save_file(str(tmp_path / "other.pt"), **content)
+    save_file(f"{tmp_path}/other.pt", **content)
     before = snapshot(copy_of_six)
     for flags, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
                         ("--lora_rank=2", "lora_rank"),
@@ -441,8 +445,8 @@ def test_a_checkpoint_never_holds_what_is_not_finite(grpo, tmp_path, monkeypatch
         return metrics
 
     monkeypatch.setattr(trainer, "update", poisoned)
-    assert "not finite after iteration 1" in refusal(grpo, tmp_path / "run", "--save_interval=1")
-    assert checkpoint_of(tmp_path / "run")["iteration"] == 0
+    assert "not finite after iteration 1" in refusal(grpo, f"{tmp_path}/run", "--save_interval=1")
+    assert checkpoint_of(f"{tmp_path}/run")["iteration"] == 0
 
 
 @pytest.fixture
@@ -453,24 +457,34 @@ def fresh(tiny, tmp_path, monkeypatch):
                             lambda *args, **more: pytest.fail("trained before it looked"))
 
     def start(*argv):
-        printed(trainer.main, [*tiny.flags, f"--cache_dir={tmp_path / 'cache'}",
-                               f"--out_dir={tmp_path / 'run'}", *argv])
+        printed(trainer.main, [*tiny.flags, f"--cache_dir={tmp_path}/cache",
+                               f"--out_dir={tmp_path}/run", *argv])
 
     return start
 
 
-@pytest.mark.parametrize("flag, part", [
-    ("--comments=nowhere.csv", "nowhere.csv"),
-    ("--device=quantum", "'auto'"),
-    ("--policy=nowhere.pt", "nowhere.pt"), ("--judge=nowhere.pt", "nowhere.pt"),
-    ("--judge={policy}", "kind 'judge' is needed"), ("--policy={judge}", "kind 'policy' is needed"),
-    ("--max_completion_length=32", "block_size"), ("--prompt_words=(30, 40)", "prompts"),
-    ("--num_prompts=1000000000", "GB of memory"), ("--out_dir={policy}/run", "out_dir = "),
-    ("--wandb_project=x", "pip install wandb")])
-def test_bad_settings_are_found_before_anything_is_trained(flag, part, fresh, tiny, monkeypatch):
+# a flag | what the refusal says
+REFUSALS = """
+--comments=nowhere.csv | nowhere.csv
+--device=quantum | 'auto'
+--policy=nowhere.pt | nowhere.pt
+--judge=nowhere.pt | nowhere.pt
+--judge={policy} | kind 'judge' is needed
+--policy={judge} | kind 'policy' is needed
+--max_completion_length=32 | block_size
+--prompt_words=(30, 40) | prompts
+--num_prompts=1000000000 | GB of memory
+--out_dir={policy}/run | out_dir =
+--wandb_project=x | pip install wandb
+"""
+
+
+def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before = snapshot(tiny.cache)
-    assert part in refusal(fresh, flag.format(policy=tiny.policy, judge=tiny.judge))
+    for line in REFUSALS.strip().splitlines():
+        flag, says = line.format(policy=tiny.policy, judge=tiny.judge).split(" | ")
+        assert says in refusal(fresh, flag), line
     assert snapshot(tiny.cache) == before
 
 
@@ -490,7 +504,7 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
     before = snapshot(where)
     text = printed(evaluate.main, [str(where)])
     assert snapshot(where) == before
-    first, *_, last = read_rows(where / "eval.jsonl")
+    first, *_, last = read_rows(f"{where}/eval.jsonl")
     table = columns(text)
     assert len(table) > 10
     for name, x in last.items():
@@ -504,18 +518,29 @@ def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
     assert "RUN CONFIG.py" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
     text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
-    assert "rewards/noise" in columns(text) and "iterations 0 and 4" in text
+    assert "rewards/noise" in columns(text)
+    assert "iterations 0 and 4" in text
     os.remove(copy_of_six / "ckpt_prev.pt")
     assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), noise])
 
 
+def test_the_evaluation_has_a_temperature_of_its_own(copy_of_six, noise):
+    cold = ["--eval_temperature=1e-4", "--temperature=2.0"]
+    found = columns(printed(evaluate.main, [str(copy_of_six), noise, *cold]))
+    assert found["eval_judge/expected_max"] == found["eval_judge/toxicity"], (
+        "near temperature 0 all completions of a prompt are the likeliest one")
+    assert found["perplexity"][0] == 1 and found["kl"][0] == 0, (
+        "perplexity and KL are of the distribution that is sampled from")
+
+
 def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
-    for flag, again in ((f"--cache_dir={tmp_path / 'none'}", "pretrain.py"),
+    for flag, again in ((f"--cache_dir={tmp_path}/none", "pretrain.py"),
                         ("--judge_tokens=64000", "judge.train"),
                         ("--pretrain_tokens=1000000000000", "pretrain.py")):
         for main in (evaluate.main, explain.main):
             message = refusal(main, [str(copy_of_six), noise, flag])
-            assert "is missing" in message and again in message
+            assert "is missing" in message
+            assert again in message
     for argv in ([], ["--seed=1"]):
         assert "which run" in refusal(evaluate.main, argv)
 
@@ -527,11 +552,11 @@ def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
     fake.init = lambda **k: begun.append(k)
     fake.log = lambda row, step: logged.append((step, row))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    grpo(tmp_path / "run", "--wandb_project=toys", "--max_iters=2")
+    grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
     assert begun[0]["project"] == "toys"
     assert begun[0]["config"]["num_prompts"] == 4
     rewards = [row["reward"] for _, row in logged if "loss" in row]
-    assert rewards == [row["reward"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert rewards == [row["reward"] for row in read_rows(f"{tmp_path}/run/metrics.jsonl")]
     assert [step for step, row in logged if "eval/perplexity" in row] == [0, 2]
 
 
@@ -539,5 +564,5 @@ def test_the_verdict(grpo, tmp_path):
     rises = tmp_path / "rises.py"
     rises.write_text("def reward(prompts, completions): return list(map(len, completions))")
     flags = (rises, "--judge=None", "--eval_judge=None", "--max_iters=4", "--learning_rate=1e-2")
-    assert "verdict: works" in grpo(tmp_path / "a", *flags, "--expect_rise=0.1")
-    assert "does not work" in refusal(grpo, tmp_path / "b", *flags, "--expect_rise=1000")
+    assert "verdict: works" in grpo(f"{tmp_path}/a", *flags, "--expect_rise=0.1")
+    assert "does not work" in refusal(grpo, f"{tmp_path}/b", *flags, "--expect_rise=1000")

@@ -33,8 +33,10 @@ def spoken(lines):
 def test_completions_have_the_scores_of_the_judges(run):
     lines = say(run, "--prompt=a green river", "--num=3")
     assert lines[0] == "'a green river'"
-    assert lines[1].split()[:2] == ["judge", "eval_judge"] and "after 3 iterations" in lines[1]
-    assert len(spoken(lines)) == 3 and len(spoken(say(run, "--prompt=a green river"))) == 5
+    assert lines[1].split()[:2] == ["judge", "eval_judge"]
+    assert "after 3 iterations" in lines[1]
+    assert len(spoken(lines)) == 3
+    assert len(spoken(say(run, "--prompt=a green river"))) == 5
     cfg, setup, _ = open_run(run, [])
     said = speak.speak(setup, setup.policy, cfg, "my grumble", 4)
     for name, judge in setup.judges.items():
@@ -47,7 +49,8 @@ def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):
     lines = say(run, "--prompt=your quiet", "--before=True", "--num=4")
     titles = [i for i, line in enumerate(lines) if "eval_judge" in line]
     before, after = spoken(lines[:titles[1]]), spoken(lines[titles[1]:])
-    assert "before training" in lines[titles[0]] and len(before) == len(after) == 4
+    assert "before training" in lines[titles[0]]
+    assert len(before) == len(after) == 4
     assert spoken(say(run, "--prompt=your quiet", "--num=4")) == after != before
     assert len(set(spoken(say(run, "--prompt=the old", "--top_k=1")))) == 1, "settings are heard"
 
@@ -61,9 +64,9 @@ def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
                       "    return [a == c for a, c in zip(answer, completions)]\n")
     (tmp_path / "sums.csv").write_text(
         "text,answer\n" + "".join(f"{i} + 1 =,{i + 1}\n" for i in range(20)))
-    grpo(tmp_path / "run", str(config), f"--prompts={tmp_path / 'sums.csv'}", "--max_iters=0",
+    grpo(f"{tmp_path}/run", str(config), f"--prompts={tmp_path}/sums.csv", "--max_iters=0",
          "--eval_judge=None")
-    lines = say(str(tmp_path / "run"), str(config), "--prompt=7 + 1 =", "--num=2")
+    lines = say(f"{tmp_path}/run", str(config), "--prompt=7 + 1 =", "--num=2")
     assert [line for line in lines if "no column for 'right'" in line], "it went without a word"
     lines = [line for line in lines if not line.startswith("note: ")]
     assert lines[1].split()[:3] == ["judge", "length", "after"]

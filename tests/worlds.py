@@ -50,9 +50,13 @@ SHAPES = {
     "neo": dict(window=4, local_layers=(1,), attn_scale=1.0, qkv_bias=False, exact_gelu=True)}
 
 
+def generator_of(seed):
+    return torch.Generator().manual_seed(seed_of(seed))
+
+
 def shaken(model, size=0.2, seed=5):
     """The model with noise on every weight, so that none has its first value."""
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = generator_of(seed)
     with torch.no_grad():
         for p in model.parameters():
             p += size * torch.randn(p.shape, generator=generator)
@@ -81,8 +85,7 @@ def forcing(forced):
 
 
 def random_ids(B, T, vocab_size=50, seed=1):
-    generator = torch.Generator().manual_seed(seed_of(seed))
-    return torch.randint(vocab_size, (B, T), generator=generator)
+    return torch.randint(vocab_size, (B, T), generator=generator_of(seed))
 
 
 def with_lora(model, rank=3, alpha=6.0, seed=5):

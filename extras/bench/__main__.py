@@ -101,7 +101,7 @@ def iteration(setup, cfg, it):
     if setup.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(setup.device)
     clock = Clock(setup.device)
-    _, batch, held_out = grpo.sample_iteration(setup, it, cfg, clock)
+    batch, held_out = grpo.sample_iteration(setup, it, cfg, clock)
     clock.lap("reference, advantage, target")
     grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), clock)
     clock.lap("influence, step")

@@ -24,9 +24,9 @@ def debug_step(setup, cfg, sample_iteration, update):
 
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
           "token of the best and of the worst completion")
-    prompts, batch, held_out = sample_iteration(setup, 0, cfg)
-    print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), setup, prompts, batch)
-    print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), setup, prompts, batch)
+    batch, held_out = sample_iteration(setup, 0, cfg)
+    print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), setup, batch)
+    print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), setup, batch)
 
     source = "by token, of a critic" if cfg.critic else "(reward - mean) / std"
     phase(f"rewards, by group; advantage = {source}")
@@ -37,7 +37,7 @@ def debug_step(setup, cfg, sample_iteration, update):
     print_loss(m)
     if cfg.tracin != "off":
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
-        print_influence(m, setup, prompts, batch)
+        print_influence(m, setup, batch)
 
     phase("gradient norms after clipping, before a step at the full learning_rate")
     for name, norm in norms.items():
@@ -54,7 +54,7 @@ def debug_step(setup, cfg, sample_iteration, update):
         print("  " + flag)
 
 
-def print_completion(what, row, setup, prompts, batch):
+def print_completion(what, row, setup, batch):
     """Tokens of a row, each with its log-prob."""
     i = int(row)
     rollout = batch.rollout[i]
@@ -62,7 +62,7 @@ def print_completion(what, row, setup, prompts, batch):
     ids = rollout.tokens[-len(rollout.completion_mask):][:T].tolist()
     words = [f"{setup.tokenizer.decode([token])!r} {logp:.2f}"
              for token, logp in zip(ids, rollout.logp.tolist())]
-    prompt = prompts[i * len(prompts) // len(batch.lengths)].text
+    prompt = batch.prompts[i].text
     print(f"  {what}: row {i}, reward {batch.rewards[i]:.4f}, advantage "
           f"{batch.row_advantages[i]:+.4f}")
     print(f"    {prompt!r} -> " + " ".join(words))
@@ -108,10 +108,10 @@ def print_loss(m):
           f"difference of log-probs is {difference:.1e}")
 
 
-def print_influence(m, setup, prompts, batch):
+def print_influence(m, setup, batch):
     """How many rows help, and the one that helps most and the one that harms most."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/selected_ratio']:.0f} % are kept")
     print("  check: their sum, the highest and the lowest are those of plain backwards")
     for what, i in (("helps", batch.influence.argmax()), ("harms", batch.influence.argmin())):
-        print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, setup, prompts, batch)
+        print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, setup, batch)

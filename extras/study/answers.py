@@ -1,36 +1,19 @@
 """
-The answers to heldout.py and mirrored.py together, by the criteria that are written there.
-
-    python -m extras.study extras/study/heldout.py
-    python -m extras.study extras/study/mirrored.py
-    python -m extras.study.answers
+Questions that a study answers with yes or no, by criteria that it wrote down before its first run.
 """
 from statistics import fmean
 
 import numpy as np
 
-from common.files import read_json
-from common.script import BadInput, run_script
-from extras.study.__main__ import holm, mean_and_error, permutation_p, read_study
+from extras.study.__main__ import holm, mean_and_error, permutation_p
 
 SURE = 0.01     # a yes needs corrected p-values below this
-BETTER = {"all": ("all",), "random and top_advantage": ("random", "top_advantage"),
-          "trusted": ("trusted",), "drop lowest": ("drop lowest",)}
 
 
-def read_table(name):
-    """Read the table.json of a study; all of its seeds must be complete."""
-    found = read_json(f"out/study/{name}/table.json")
-    missing = set(read_study(f"extras/study/{name}.py").seeds) - set(found["seeds"])
-    if missing:
-        raise BadInput(f"{name}: {len(missing)} seeds are not complete; an answer needs all")
-    return found
-
-
-def comparison(found, control):
-    """Compare held-out with a control at equal KL: (what, differences by seed, if it decides)."""
-    differences = np.subtract(found["compared"]["held-out"], found["compared"][control])
-    decides = all(reached(found["points"][arm], found["x"]) for arm in ("held-out", control))
+def comparison(found, control, arm):
+    """Compare an arm with a control at equal KL: (what, differences by seed, if it decides)."""
+    differences = np.subtract(found["compared"][arm], found["compared"][control])
+    decides = all(reached(found["points"][x], found["x"]) for x in (arm, control))
     return f"log toxicity less that of {control}", differences.tolist(), decides
 
 
@@ -39,21 +22,6 @@ def reached(of_arm, x):
     least = fmean(min(points)[0] for points in of_arm)
     largest = fmean(max(points)[0] for points in of_arm)
     return 0.8 * least <= x <= 1.25 * largest
-
-
-def asked_of(founds):
-    """Collect the comparisons of each question. founds: {study: its table}. Below 0: yes."""
-    asked = {}
-    for name, found in founds.items():
-        for better, controls in BETTER.items():
-            question = f"{name}: is held-out better than {better}?"
-            asked[question] = [comparison(found, control) for control in controls]
-    ends = founds["mirrored"]["ends"]["held-out"]
-    asked["mirrored: does influence rank wrong rollouts below right ones?"] = [
-        ("0.5 less auc", [0.5 - end["auc"] for end in ends], True),
-        ("auc reward less auc", [end["auc reward"] - end["auc"] for end in ends], True),
-        ("auc |advantage| less auc", [end["auc |advantage|"] - end["auc"] for end in ends], True)]
-    return asked
 
 
 def as_text(asked):
@@ -74,11 +42,3 @@ def as_text(asked):
                 answer = "No"
         lines += [f"{question} {answer}", *shown]
     return "\n".join(lines)
-
-
-def main(argv):
-    print(as_text(asked_of({name: read_table(name) for name in ("heldout", "mirrored")})))
-
-
-if __name__ == "__main__":
-    run_script(main)

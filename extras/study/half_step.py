@@ -37,7 +37,7 @@ def study(setup, cfg):
     def target_loss():
         return coef @ completion_logprobs(setup.policy, held_out.rollout, cfg.temperature).sum(1)
 
-    _, batch, _ = grpo.sample_iteration(setup, BEFORE, cfg)
+    batch, _ = grpo.sample_iteration(setup, BEFORE, cfg)
     step = next(grpo.optimizer_steps(batch, cfg, 0))
     P = gradients_of_rows(setup, cfg, batch, step)                                  # (N, W)
     whole = grpo.gradient_of(setup, cfg, batch, step.rows, step)

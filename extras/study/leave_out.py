@@ -79,7 +79,7 @@ def train_again(setup, cfg, start, batches, kept, sampled):
     for it, batch in enumerate(batches):
         setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(it, cfg)
         if sampled:
-            _, batch, _ = grpo.sample_iteration(setup, it, cfg)
+            batch, _ = grpo.sample_iteration(setup, it, cfg)
         batch = replace(batch, row_weights=kept[it])
         grpo.update(setup, batch, None, cfg, seed_for(cfg.seed, "rows", it))
     return flat(setup.trained).detach()

@@ -4,6 +4,7 @@ import random
 import shutil
 
 import pytest
+import torch
 
 from config import load_settings
 from conftest import ROOT
@@ -21,29 +22,26 @@ AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
 MATE = "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2"
 ANSWER = f"{AFTER_E4}+0.001+0+0"
 
-MOVES = [   # position, move, what it leads to
-    (START, "e2e4", ANSWER),
-    ("4k3/8/8/8/8/8/8/R3K2R w KQ - 3 9", "e1g1",        # castling moves the rook
-     "4k3/8/8/8/8/8/8/R4RK1 b - - 4 9+0.001+0+0"),
-    ("4k3/8/8/8/8/8/8/R3K2R w KQ - 3 9", "a1b1",        # a rook that moves ends one right
-     "4k3/8/8/8/8/8/8/1R2K2R b K - 4 9+0.001+0+0"),
-    ("4k3/8/8/8/3p4/8/4P3/4K3 w - - 7 20", "e2e4",      # the square en passant is shown
-     "4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20+0.001+0+0"),
-    ("4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20", "d4e3",      # en passant takes a pawn elsewhere
-     "4k3/8/8/8/8/4p3/8/4K3 w - - 0 21+0.001+0+0"),
-    ("8/P6k/8/8/8/8/8/K7 w - - 5 60", "a7a8q",
-     "Q7/7k/8/8/8/8/8/K7 b - - 0 60+0.001+0+0"),
-    ("8/P6k/8/8/8/8/8/K7 w - - 5 60", "a7a8n",          # a lone knight mates nobody
-     "N7/7k/8/8/8/8/8/K7 b - - 0 60+0.5+1+0"),
-    (MATE, "d8h4", "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3+1.0+1+0"),
-    ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "f1f7",          # stalemate
-     "7k/5Q2/6K1/8/8/8/8/8 b - - 1 1+0.5+1+0"),
-    (START, "e2e5", f"{START}+-1.0+0+1"), (START, "", f"{START}+-1.0+0+1")]
+# position | move | what it leads to | why
+MOVES = f"""
+{START} | e2e4 | {ANSWER} | a move
+4k3/8/8/8/8/8/8/R3K2R w KQ - 3 9 | e1g1 | 4k3/8/8/8/8/8/8/R4RK1 b - - 4 9+0.001+0+0 | castling
+4k3/8/8/8/8/8/8/R3K2R w KQ - 3 9 | a1b1 | 4k3/8/8/8/8/8/8/1R2K2R b K - 4 9+0.001+0+0 | its right
+4k3/8/8/8/3p4/8/4P3/4K3 w - - 7 20 | e2e4 | 4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20+0.001+0+0 | shown
+4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20 | d4e3 | 4k3/8/8/8/8/4p3/8/4K3 w - - 0 21+0.001+0+0 | en passant
+8/P6k/8/8/8/8/8/K7 w - - 5 60 | a7a8q | Q7/7k/8/8/8/8/8/K7 b - - 0 60+0.001+0+0 | promotion
+8/P6k/8/8/8/8/8/K7 w - - 5 60 | a7a8n | N7/7k/8/8/8/8/8/K7 b - - 0 60+0.5+1+0 | one knight
+{MATE} | d8h4 | rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3+1.0+1+0 | mate
+7k/8/6K1/8/8/8/8/5Q2 w - - 0 1 | f1f7 | 7k/5Q2/6K1/8/8/8/8/8 b - - 1 1+0.5+1+0 | stalemate
+{START} | e2e5 | {START}+-1.0+0+1 | not legal
+{START} | | {START}+-1.0+0+1 | no move
+"""
 
 
 def test_what_a_move_leads_to():
-    for fen, move, answer in MOVES:
-        assert chess.rules_answer(fen, move) == answer, move
+    for line in MOVES.strip().splitlines():
+        fen, move, answer, why = (part.strip() for part in line.split("|"))
+        assert chess.rules_answer(fen, move) == answer, f"{move}: {why}"
 
 
 def test_prompts_have_the_published_form():
@@ -70,7 +68,8 @@ def test_texts_are_perfect_completions():
             assert material[text.split()[-1]] == max(material.values())
         else:
             fen, move, history, answer = line.removeprefix("A: ").split("+", 3)
-            assert history.split()[-1] == move and answer == chess.rules_answer(fen, move)
+            assert history.split()[-1] == move
+            assert answer == chess.rules_answer(fen, move)
             assert scores("a_format a_exact a_outcome", answer, answer=answer) == [1] * 3, line
     for fen, move, pawns in [("4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 20", "d4e3", 1),
                              ("1n2k3/P7/8/8/8/8/8/4K3 w - - 0 1", "a7b8q", 9)]:
@@ -124,7 +123,8 @@ def test_scores_of_completions():
         found = scores(PLAY, text, legal=LEGAL, evaluations=VALUES)
         assert found == pytest.approx(expected), text
     assert scores(f"{RULES} {PLAY}", "", answer=None, legal=None, evaluations=None) == [None] * 10
-    assert chess.edit_distance("flaw", "lawn") == 2 and chess.edit_distance("", "abc") == 3
+    assert chess.edit_distance("flaw", "lawn") == 2
+    assert chess.edit_distance("", "abc") == 3
 
 
 def test_no_text_makes_a_reward_raise():
@@ -137,7 +137,8 @@ def test_no_text_makes_a_reward_raise():
             text[at:at + rng.randint(0, 2)] = [rng.choice(pieces)]
         found = scores(f"{RULES} {PLAY}", "".join(text), answer=ANSWER, legal=LEGAL,
                        evaluations=VALUES)
-        assert all(isinstance(x, float) and abs(x) <= len(AFTER_E4) for x in found), text
+        for x in found:
+            assert isinstance(x, float) and abs(x) <= len(AFTER_E4), text
 
 
 @pytest.mark.parametrize("name", ["chess", "chess_stockfish", "chess_rookworld"])
@@ -157,15 +158,17 @@ def test_config_files(name, monkeypatch):
     prompts = [Prompt(row["text"], [1], row) for row in rows[:2]]
     functions = {name: cfg.functions[name] for name in cfg.reward_funcs}
     scores = score(functions, prompts, [rows[0]["answer"], "M: a1a1"])              # (2, K)
-    assert scores[0].tolist()[:4] == [1, 1, 0, 1] and scores[1].tolist()[4:7] == [0, 0, 0]
-    assert scores[0, 4:].isnan().all() and scores[1, :4].isnan().all()
     assert scores.shape[1] == len(cfg.reward_weights)
+    of_rules = torch.tensor([name.startswith("a_") for name in cfg.reward_funcs])
+    assert torch.equal(scores[0].isnan(), ~of_rules)
+    assert torch.equal(scores[1].isnan(), of_rules)
 
 
 def test_stockfish_sees_a_mate_or_one_line_says_that_it_is_missing(monkeypatch):
     rows = [{"fen": MATE, "legal": chess.legal(MATE)}, {"fen": START, "legal": None}]
     if shutil.which("stockfish"):
         first, second = chess.add_evaluations(rows, nodes=500)
-        assert chess.top_moves(first["evaluations"])[0] == "d8h4" and not second["evaluations"]
+        assert chess.top_moves(first["evaluations"])[0] == "d8h4"
+        assert not second["evaluations"]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "apt-get install stockfish" in refusal(chess.add_evaluations, rows)

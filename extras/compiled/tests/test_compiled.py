@@ -21,31 +21,33 @@ PROMPTS = [[5, 6, 7], [3, 4], [9]]
 # the decoder
 
 
-def test_a_decoder_samples_the_same_tokens():
-    for shape in SHAPES.values():
-        model = random_gpt(**shape)
-        decoder = Decoder(model)
-        for how in ({}, dict(top_k=5), dict(batch_size=2), dict(temperature=0.7, eos=(0, 3))):
-            how = dict(seed=3, eos=0) | how
-            expected = generate(model, PROMPTS, 2, 10, **how)
-            found = generate(decoder, PROMPTS, 2, 10, **how)
-            same_rollout(found, expected)
-            logp = completion_logprobs(model, found, how.get("temperature", 1.0))
-            torch.testing.assert_close(logp, found.logp, rtol=1e-4, atol=1e-4)
+def assert_same_tokens(decoder, prompts=PROMPTS, **how):
+    """A decoder samples what generate does without it -> the rollout."""
+    how = dict(seed=3, eos=0) | how
+    expected = generate(decoder.model, prompts, 2, 10, **how)
+    found = generate(decoder, prompts, 2, 10, **how)
+    same_rollout(found, expected)
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_decoder_samples_the_same_tokens(shape):
+    model = random_gpt(**SHAPES[shape])
+    for how in ({}, dict(top_k=5), dict(batch_size=2), dict(temperature=0.7, eos=(0, 3))):
+        found = assert_same_tokens(Decoder(model), **how)
+        logp = completion_logprobs(model, found, how.get("temperature", 1.0))
+        torch.testing.assert_close(logp, found.logp, rtol=1e-4, atol=1e-4)
 
 
 def test_a_decoder_samples_the_same_from_one_padded_or_unpadded_token():
-    decoder = Decoder(random_gpt())
     for prompts in ([[5], [3]], [[5, 6], [3, 4]], [[5], [3, 4]]):
-        expected = generate(decoder.model, prompts, 2, 10, seed=3, eos=0)
-        same_rollout(generate(decoder, prompts, 2, 10, seed=3, eos=0), expected)
+        assert_same_tokens(Decoder(random_gpt()), prompts)
 
 
 def test_memory_is_kept_between_calls_and_holds_nothing_of_the_last_one():
     decoder = Decoder(random_gpt())
     for prompts in (PROMPTS, [[1], [2, 8, 8, 8], [30, 4]], PROMPTS):
-        expected = generate(decoder.model, prompts, 2, 10, seed=1, eos=0)
-        same_rollout(generate(decoder, prompts, 2, 10, seed=1, eos=0), expected)
+        assert_same_tokens(decoder, prompts)
     (N, S, _), = decoder.kept
     assert (N, S) == (6, BUCKET)
 
@@ -66,10 +68,8 @@ def test_an_environment_is_heard():
             r.tokens[rows, column + 1] = 11
             r.sampled_mask[rows, t + 1] = False
 
-    how = dict(seed=3, eos=0, respond=respond)
-    expected = generate(model, PROMPTS, 2, 10, **how)
-    assert not expected.sampled_mask.all()
-    same_rollout(generate(Decoder(model), PROMPTS, 2, 10, **how), expected)
+    found = assert_same_tokens(Decoder(model), respond=respond)
+    assert not found.sampled_mask.all()
 
 
 def test_a_critic_is_asked():
@@ -77,9 +77,7 @@ def test_a_critic_is_asked():
     from extras.critic import ValueHead
     model = random_gpt()
     model.value_head = shaken(ValueHead(32), 0.3)
-    expected = generate(model, PROMPTS, 2, 10, seed=3, eos=0)
-    assert expected.values.std() > 0.05
-    same_rollout(generate(Decoder(model), PROMPTS, 2, 10, seed=3, eos=0), expected)
+    assert assert_same_tokens(Decoder(model)).values.std() > 0.05
 
 
 # ------------------------------------------------------------------------------------------------
@@ -141,7 +139,8 @@ def test_compile_that_does_not_hold_is_turned_off(monkeypatch, change, says):
 def test_sampling_from_a_policy_that_is_no_gpt_is_not_compiled():
     setup = SimpleNamespace(policy=nn.Linear(2, 3), reference=nn.Linear(2, 3), generate=generate)
     compile_nets(setup)
-    assert setup.policy_fn is not setup.policy and setup.generate is generate
+    assert setup.policy_fn is not setup.policy
+    assert setup.generate is generate
 
 
 def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):

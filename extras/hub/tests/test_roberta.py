@@ -1,4 +1,5 @@
 """Published RoBERTa classifiers as judges, against a network by hand."""
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -23,10 +24,10 @@ SILENT = [False, True, False, True, False, False, False]
 @pytest.fixture
 def make(tmp_path):
     """make(labels, **config) -> folder of a random classifier in the published layout."""
-    gpt2 = make_gpt2(str(tmp_path / "gpt2"))
+    gpt2 = make_gpt2(f"{tmp_path}/gpt2")
 
     def folder(labels=("nothate", "hate"), **changes):
-        path = str(tmp_path / "roberta")
+        path = f"{tmp_path}/roberta"
         shutil.rmtree(path, ignore_errors=True)
         return make_roberta(path, gpt2, labels, 1, **changes)
 
@@ -46,45 +47,58 @@ def by_hand(folder):
 SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
 
 
-def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(make):
-    for labels, label, problem, expected in (
-            (("nothate", "hate"), "", SOFTMAX, lambda z: z[:, 1] - z[:, 0]),
-            (("Toxic", "neutral"), "", None, lambda z: z[:, 0] - z[:, 1]),
-            (("ok", "hate", "spam"), "", None, lambda z: z[:, 1] - z[:, [0, 2]].logsumexp(1)),
-            (("LABEL_0", "LABEL_1"), ":LABEL_1", None, lambda z: z[:, 1] - z[:, 0]),
-            (("toxicity",), "", None, lambda z: z[:, 0]),
-            (("toxicity", "threat"), "", SIGMOID, lambda z: z[:, 0]),
-            (("toxicity", "insult"), ":insult", SIGMOID, lambda z: z[:, 1])):
-        folder = make(labels, problem_type=problem, type_vocab_size=2)
-        z = by_hand(folder)
-        assert len(from_folder(folder).encode_ordinary(TEXTS[2])) > 22      # this one is cut
-        found = load_judge(folder + label)(["p"] * len(TEXTS), TEXTS)
-        silent = torch.tensor(SILENT)
-        want = expected(z).float().masked_fill(silent, SAYS_NOTHING)
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
-        assert want[~silent].std() > 2e-3, "texts must differ by more than what is allowed above"
+@pytest.mark.parametrize("labels, label, problem, toxic, others", [
+    (("nothate", "hate"), "", SOFTMAX, 1, [0]),
+    (("Toxic", "neutral"), "", None, 0, [1]),
+    (("ok", "hate", "spam"), "", None, 1, [0, 2]),
+    (("LABEL_0", "LABEL_1"), ":LABEL_1", None, 1, [0]),
+    (("toxicity",), "", None, 0, []),
+    (("toxicity", "threat"), "", SIGMOID, 0, []),
+    (("toxicity", "insult"), ":insult", SIGMOID, 1, [])])
+def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
+        labels, label, problem, toxic, others, make):
+    folder = make(labels, problem_type=problem, type_vocab_size=2)
+    assert len(from_folder(folder).encode_ordinary(TEXTS[2])) > 22, "none is cut"
+    z = by_hand(folder)
+    expected = z[:, toxic]
+    if others:
+        expected = expected - z[:, others].logsumexp(1)
+    silent = torch.tensor(SILENT)
+    assert expected[~silent].std() > 2e-3, "texts must differ by more than what is allowed below"
+    found = load_judge(folder + label)(["p"] * len(TEXTS), TEXTS)
+    assert (found[silent] == SAYS_NOTHING).all()
+    torch.testing.assert_close(found[~silent], expected[~silent].float(), rtol=1e-4, atol=1e-4)
+
+
+# what config.json says instead | what the refusal says
+REFUSALS = """
+"id2label": {"0": "a", "1": "b"} | out of a, b
+"id2label": null | out of LABEL_0, LABEL_1
+"id2label": {"0": "a"} | out_proj
+"model_type": "bert" | model_type = 'bert'
+"is_decoder": true | is_decoder
+"hidden_act": "relu" | hidden_act
+"num_attention_heads": 5 | must be a RoBERTa classifier's
+"pad_token_id": -1 | must be a RoBERTa classifier's
+"layer_norm_eps": "x" | must be a RoBERTa classifier's
+"position_embedding_type": "relative_key" | position_embedding_type
+"pad_token_id": 2 | pad_token_id
+"num_hidden_layers": 1000000000 | layers
+"num_hidden_layers": 1 | layer.1
+"vocab_size": 100 | word_embeddings
+"""
 
 
 def test_what_is_no_classifier_is_one_line(make):
     folder = make()
-    tensors = load_tensors(folder)
     config = read_json(f"{folder}/config.json")
-    for changes, says in (
-            (dict(id2label={"0": "a", "1": "b"}), "out of a, b"),
-            (dict(id2label=None), "out of LABEL_0, LABEL_1"),
-            (dict(model_type="bert"), "model_type = 'bert'"), (dict(is_decoder=True), "is_decoder"),
-            (dict(hidden_act="relu"), "hidden_act"),
-            (dict(num_attention_heads=5), "must be a RoBERTa classifier's"),
-            (dict(pad_token_id=-1), "must be a RoBERTa classifier's"),
-            (dict(layer_norm_eps="x"), "must be a RoBERTa classifier's"),
-            (dict(position_embedding_type="relative_key"), "position_embedding_type"),
-            (dict(pad_token_id=2), "pad_token_id"),
-            (dict(num_hidden_layers=10 ** 9), "layers"), (dict(num_hidden_layers=1), "layer.1"),
-            (dict(vocab_size=100), "word_embeddings"), (dict(id2label={"0": "a"}), "out_proj")):
-        put(folder, config=config | changes)
-        assert says in refusal(load_judge, folder), changes
+    for line in REFUSALS.strip().splitlines():
+        changes, says = line.split(" | ")
+        put(folder, config=config | json.loads("{" + changes + "}"))
+        assert says in refusal(load_judge, folder), line
     put(folder, config=config)
     assert "toxic label 'toxic'" in refusal(load_judge, folder + ":toxic")
+    tensors = load_tensors(folder)
     base = {name: x for name, x in tensors.items() if not name.startswith("classifier.")}
     save_tensors(f"{folder}/model.safetensors", base)
     assert "classifier" in refusal(load_judge, folder)

@@ -1,8 +1,8 @@
-# One run of extras/study/mirrored.py: as study_wrong.py, but no reward gives itself away. A wrong
+# As study_wrong.py, but no reward gives itself away. A wrong
 # rollout has the reward of the mirrored place in its group: the best that of the worst, the second
 # that of the last but one. Mirrored at the group's mean, most would have one below it: these
 # rewards are near 1 but for a few.
-#     python -m extras.study extras/study/mirrored.py
+#     python grpo.py extras/study/config/study_mirrored.py
 from extras.study.config.study_wrong import *
 from extras.study.config.study_wrong import _rewards, _wrong_but_last
 

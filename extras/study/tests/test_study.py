@@ -1,12 +1,12 @@
 """Studies: the statistics by hand and by brute force, runs that are made once, what is refused."""
 import itertools
-import json
 import math
 import os
 import random
-import statistics
+import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from filelock import FileLock
 
@@ -16,9 +16,9 @@ from extras.study import wrong
 from extras.study.__main__ import (
     as_markdown, compare, holm, mean_and_error, permutation_p, read_study, runs_of, summarise,
     value_on_line)
-from extras.study.answers import as_text, asked_of
+from extras.study.answers import as_text, comparison
 from extras.study.config import study_mirrored
-from worlds import printed, read_rows, refusal, seed_of
+from worlds import printed, read_rows, refusal, seed_of, write_rows
 
 STUDY = """
 config = {config!r}
@@ -34,9 +34,10 @@ def made(tiny, tmp_path, monkeypatch):
     Tests run in a folder of their own."""
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "tiny.py"
-    flags = (flag.removeprefix("--").split("=", 1) for flag in tiny.flags)
-    lines = [name + " = " + (x if x[0] in "0123456789(" else repr(x)) for name, x in flags]
-    config.write_text("\n".join([*lines, ""]))
+    with open(config, "w") as f:
+        for flag in tiny.flags:
+            name, x = flag.removeprefix("--").split("=", 1)
+            f.write(f"{name} = {x if x[0] in '0123456789(' else repr(x)}\n")
     path = tmp_path / "halves.py"
     path.write_text(STUDY.format(config=str(config)))
 
@@ -56,21 +57,25 @@ def test_permutation_p_by_hand_and_by_brute_force():
     assert permutation_p([1, -1]) == permutation_p([0.1, 0.2, -0.3]) == 1, "a sum of 0"
     rng = random.Random(seed_of(0))
     d = [rng.gauss(0.4, 1) for _ in range(17)]      # the first that are too many to do all
-    sums = [abs(sum(s * x for s, x in zip(signs, d)))
-            for signs in itertools.product((-1, 1), repeat=17)]
-    all_flips = sum(s >= abs(sum(d)) - 1e-12 for s in sums) / 2 ** 17
+    sums = np.zeros(1)
+    for x in d:
+        sums = np.concatenate([sums + x, sums - x])     # of all signs
+    all_flips = (abs(sums) >= abs(sum(d)) - 1e-12).mean()
     assert permutation_p(d) == pytest.approx(all_flips, abs=.006)
     assert permutation_p([1.0] * 30) == 1 / 100_000, "p is never 0: the true signs are one of them"
 
 
 def test_holm_line_and_error_by_hand():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []
+    assert holm([0.9, 0.8]) == [1, 1]
+    assert holm([]) == []
     points = [(0, 1), (1, 3), (2, 5)]
-    assert [value_on_line(points, x) for x in (0.5, 4)] == pytest.approx([2, 9])
+    assert value_on_line(points, 0.5) == pytest.approx(2)
+    assert value_on_line(points, 4) == pytest.approx(9)
     assert value_on_line([(0, 0), (1, 3), (2, 0)], 5) == pytest.approx(1), "least squares: slope 0"
     assert value_on_line([(1, 2), (1, 4)], 7) == 3, "without a slope: the mean"
-    assert mean_and_error([1, 3]) == (2, 1) and math.isnan(mean_and_error([1])[1])
+    assert mean_and_error([1, 3]) == (2, 1)
+    assert math.isnan(mean_and_error([1])[1])
 
 
 def test_arms_are_compared_by_seed_and_corrected_together():
@@ -78,11 +83,13 @@ def test_arms_are_compared_by_seed_and_corrected_together():
     shifts = {"all": 0.0, "random": -0.6, "ours": -0.3, "best": -0.9}
     logs = {arm: [shift + rng.gauss(0, 0.02) for _ in range(12)] for arm, shift in shifts.items()}
     found = compare(logs, ("all", "random"), ("ours", "best"))
+    assert len(found) == 4
     d = [ours - other for ours, other in zip(logs["ours"], logs["all"])]
     assert found["ours", "all"] == (*mean_and_error(d), 4 * permutation_p(d))
     mean, error, p = found["ours", "random"]
-    assert mean == pytest.approx(0.3, abs=0.05) and 0 < error < 0.03 and p == 4 * 2 / 2 ** 12
-    assert len(found) == 4
+    assert mean == pytest.approx(0.3, abs=0.05)
+    assert 0 < error < 0.03
+    assert p == 4 * 2 / 2 ** 12
 
 
 def made_up(tmp_path):
@@ -100,7 +107,7 @@ def made_up(tmp_path):
             rows.append({"iteration": it, "kl": root ** 2, "m": math.exp(-1 - root - shift)})
         folder = tmp_path / f"{arm}{seed}"
         folder.mkdir()
-        (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / "eval.jsonl", rows)
         runs.append(SimpleNamespace(arm=arm, seed=seed, folder=str(folder), iterations=16))
     return study, runs
 
@@ -111,8 +118,7 @@ def test_the_table_of_made_up_runs(tmp_path):
     found = summarise(study, runs)
     assert found["seeds"] == [0, 1, 2, 3, 4]
     x = found["x"]
-    assert x == pytest.approx(statistics.median((it + seed) / 100 for seed in range(5)
-                                                for it in (8, 16)))
+    assert x == pytest.approx(0.14), "the median of .08 to .12 and .16 to .20"
     assert found["compared"]["all"] == pytest.approx([-1 - x] * 5)
     ours = [-1 - x - 0.3 * (1 + seed / 100) for seed in range(5)]
     assert found["compared"]["ours"] == pytest.approx(ours)
@@ -120,7 +126,7 @@ def test_the_table_of_made_up_runs(tmp_path):
     assert "5 of 6 seeds are complete" in text
     assert r" | \|name\| | " in text, "a | in a name is no border of the table"
     percent = 100 * math.expm1(-0.306)
-    row = next(line for line in text.splitlines() if line.startswith("| ours |"))
+    row, = re.findall(r"^\| ours \|.*", text, re.M)
     assert f"| {percent:.0f} % ± 0, p {2 / 32:.2g} |" in row, row
 
     study.at_end = True
@@ -138,10 +144,10 @@ def test_columns_rank_wrong_rollouts_among_those_of_their_iteration(tmp_path):
             row(8, 1, 1), row(8, 0, 2), row(8, 0, 0),               # lower than one of two
             row(9, 1, 11), row(9, 0, 12), row(9, 0, 5, advantage=0)]
     samples = tmp_path / "samples.jsonl"
-    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(samples, rows)
     found = wrong.columns(str(tmp_path))
     assert found == pytest.approx({"auc": 2 / 3, "auc reward": 0.5, "auc |advantage|": 0.5})
-    samples.write_text("".join(json.dumps(row | {"influence": None}) + "\n" for row in rows))
+    write_rows(samples, [row | {"influence": None} for row in rows])
     assert wrong.columns(str(tmp_path)) == {}, "a run without influence has no such columns"
 
 
@@ -159,7 +165,8 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     assert f"| all | {end['eval_judge/toxicity']:.4g} ± nan |" in text
     assert (tmp_path / "out/study/halves/table.json").exists()
     again = printed(studies.main, [made.path])
-    assert "2 runs, 0 to make" in again and again.split("# halves")[1] == text.split("# halves")[1]
+    assert "2 runs, 0 to make" in again
+    assert again.split("# halves")[1] == text.split("# halves")[1]
     made.write("toxicity", "toxic")
     assert "measure = 'eval_judge/toxic': is not in" in refusal(studies.main, [made.path])
     made.write("toxic", "toxicity")
@@ -171,7 +178,8 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     os.mkdir(left.folder)
     with FileLock(f"{left.folder}/.lock"):      # another study is at work there
         assert "not done" in printed(studies.make, left)
-    assert os.listdir(left.folder) == [".lock"] and not os.path.exists(f"{left.folder}-2")
+    assert os.listdir(left.folder) == [".lock"]
+    assert not os.path.exists(f"{left.folder}-2")
 
 
 def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
@@ -180,37 +188,39 @@ def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
                                                      (2, "half")]
     assert len({run.folder for run in runs}) == 4
     study = read_study(made.path)
-    assert study.controls == ("all",) and study.tested == ("half",)
+    assert study.controls == ("all",)
+    assert study.tested == ("half",)
 
 
-REFUSED = [     # old, new, words of the refusal
-    ("seeds = (1, 2)", "seeds = ()", "seeds is missing or empty"),
-    ("seeds = (1, 2)", "seeds = 24", "seeds = 24: must be"),
-    ('"tracin": "reward"', '"tracing": "reward"', "--tracing"),
-    ("measure =", "controls = ('al',)\nmeasure =", "'al' is no arm; there are all, half"),
-    ("arms = {", "arms = {'../x': {}, ", "'../x': must be"),
-    ("arms = {", "arms = {'x': 1, ", "'x': must be a dict"),
-    ("measure =", "few = 3\nmeasure =", "a study has no 'few'")]
+# what is in the study | what is there instead | what the refusal says
+REFUSED = """
+seeds = (1, 2) | seeds = () | seeds is missing or empty
+seeds = (1, 2) | seeds = 24 | seeds = 24: must be
+"tracin": "reward" | "tracing": "reward" | --tracing
+arms = { | controls = ('al',); arms = { | 'al' is no arm; there are all, half
+arms = { | arms = {'../x': {}, | '../x': must be
+arms = { | arms = {'x': 1, | 'x': must be a dict
+arms = { | few = 3; arms = { | a study has no 'few'
+"""
 
 
 def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
     text = open(made.path).read()
-    for old, new, words in REFUSED:
+    for line in REFUSED.strip().splitlines():
+        old, new, says = line.split(" | ")
         made.write(old, new)
-        assert words in refusal(studies.main, [made.path]), new
-        open(made.path, "w").write(text)
+        assert says in refusal(studies.main, [made.path]), line
+        made.write(open(made.path).read(), text)
     assert "usage" in refusal(studies.main, [made.path, "--out=x"])
     assert "no seed is complete" in refusal(studies.main, [made.path, "--table"])
     assert "--table=1: must be" in refusal(studies.main, [made.path, "--table=1"])
     assert not (tmp_path / "out").exists()
 
 
-def test_the_studies_of_the_repository_can_be_planned(monkeypatch):
+def test_the_study_of_the_repository_can_be_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in ("wrong", "confirm", "heldout", "mirrored"):
-        study = read_study(f"extras/study/{name}.py")
-        study.seeds = study.seeds[:1]
-        assert len(runs_of(study, "out")) == len(study.arms)
+    study = read_study("extras/study/wrong.py")
+    assert len(runs_of(study, "out")) == len(study.arms) * len(study.seeds)
 
 
 def test_the_wrong_ones_of_a_group_get_the_reward_of_the_mirrored_place(monkeypatch):
@@ -222,23 +232,19 @@ def test_the_wrong_ones_of_a_group_get_the_reward_of_the_mirrored_place(monkeypa
     assert found == [0.9, 0.9, None, 0.5, 0.5, 0.2, 0.2]
 
 
-def test_the_answers_take_all_comparisons_of_a_question_at_equal_kl():
-    def table(x=0.3, **worse):
-        controls = ("all", "random", "top_advantage", "trusted", "drop lowest")
-        differences = {"held-out": 0} | dict.fromkeys(controls, 1) | worse
-        compared = {arm: [d - 3 + seed / 99 * d for seed in range(24)]
-                    for arm, d in differences.items()}
-        points = {arm: [[(0.2, y), (0.4, y)] for y in ys] for arm, ys in compared.items()}
-        end = {"auc": 0.6, "auc reward": 0.5, "auc |advantage|": 0.5}
-        return dict(compared=compared, x=x, points=points, ends={"held-out": [end] * 24})
+def test_an_answer_takes_all_comparisons_of_a_question_at_equal_kl():
+    def answers(x=0.3, **differences):
+        """Of an arm that differs from two controls by this much: all above 0 is a yes."""
+        found = {"compared": {"ours": [0.0] * 24}, "points": {"ours": [[(0.2, 0), (0.4, 0)]] * 24},
+                 "x": x}
+        for control, d in differences.items():
+            found["compared"][control] = [d + seed / 99 * d for seed in range(24)]
+            found["points"][control] = found["points"]["ours"]
+        asked = {"is it better?": [comparison(found, control, "ours") for control in differences]}
+        return as_text(asked).splitlines()[0].split()[-1]
 
-    def answers(**founds):
-        found = {"heldout": table(), "mirrored": table()} | founds
-        lines = as_text(asked_of(found)).splitlines()
-        return [line.split()[-1] for line in lines if not line.startswith(" ")]
-
-    assert answers() == ["Yes"] * 9
-    assert answers(heldout=table(random=-1)) == ["Yes", "No"] + ["Yes"] * 7
-    assert answers(mirrored=table(trusted=0)) == ["Yes"] * 6 + ["No", "Yes", "Yes"]
-    assert answers(heldout=table(x=0.51)) == ["No"] * 4 + ["Yes"] * 5
-    assert answers(mirrored=table(x=0.15)) == ["Yes"] * 4 + ["No"] * 4 + ["Yes"]
+    assert answers(first=1, second=1) == "Yes"
+    assert answers(first=1, second=-1) == "No", "one comparison is on the other side"
+    assert answers(first=1, second=0) == "No", "one comparison sees no difference"
+    assert answers(x=0.51, first=1, second=1) == "No", "no arm was near this KL"
+    assert answers(x=0.15, first=1, second=1) == "No", "no arm was near this KL"

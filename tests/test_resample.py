@@ -1,0 +1,246 @@
+"""Dynamic sampling (zero_std_groups = "resample") beside a plain Python of it."""
+import os
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+import grpo as trainer
+import explain.__main__ as explain
+from common.files import load_file
+from common.script import seed_for
+from data.prompts import Prompt, draw_prompts
+from data.tokenizer import texts_of
+from run.metrics import batch_metrics
+from worlds import (
+    WORDS, gradient, letters, nets_of, printed, read_rows, refusal, settings, shaken, word_gpt)
+
+TEXTS = ("I am", "you are so", "what", "the end of it", "no", "why would you say that", "it is",
+         "a b c d", "and then", "o")
+PROMPTS = [Prompt(text, WORDS.encode_ordinary(text), {"text": text}) for text in TEXTS]
+DULL = TEXTS[::2]       # whatever is said after these has the same reward
+G = 4
+
+
+def some_dull(prompts, completions):
+    found = letters(prompts, completions)
+    return [.25 if prompt in DULL else x for prompt, x in zip(prompts, found)]
+
+
+def setup_and_cfg(function=some_dull, **knobs):
+    knobs = dict(num_prompts=5, num_generations=G, max_completion_length=8, max_resamples=2,
+                 zero_std_groups="resample") | knobs
+    cfg = settings(function, **knobs)
+    return nets_of(cfg, word_gpt(), PROMPTS, WORDS, shaken(word_gpt(), .02), .05), cfg
+
+
+def groups_by_hand(setup, cfg, prompts, seed):
+    """[(prompt, completion, reward, ids, log-probs) of each row] of each group, without padding."""
+    r = trainer.sample_groups(setup, prompts, cfg, seed)
+    texts = texts_of(setup.tokenizer, r)
+    told = [prompt for prompt in prompts for _ in range(G)]
+    rewards = cfg.functions["reward"]([prompt.text for prompt in told], texts)
+    rows = [(prompt.text, text, reward, *row)
+            for prompt, text, reward, row in zip(told, texts, rewards, rows_of(r))]
+    return [rows[i:i + G] for i in range(0, len(rows), G)]
+
+
+def rows_of(r):
+    """(ids of prompt and completion, log-probs) of each row."""
+    T = r.logp.shape[1]
+    known = torch.cat([r.attention_mask[:, :-T], r.completion_mask], 1)
+    return [(r.tokens[i][known[i]].tolist(), r.logp[i][r.completion_mask[i]].tolist())
+            for i in range(len(known))]
+
+
+def resampled_by_hand(setup, cfg, it):
+    """The groups of iteration `it`, and how many were sampled in each round."""
+    first = draw_prompts(setup.prompts, it, cfg.num_prompts, cfg.seed)
+    groups = groups_by_hand(setup, cfg, first, seed_for(cfg.seed, "rollout", it))
+    sizes = [len(groups)]
+    for number in range(cfg.max_resamples):
+        kept = [rows for rows in groups if len({row[2] for row in rows}) > 1]
+        missing = cfg.num_prompts - len(kept)
+        if missing == 0:
+            break
+        seed = seed_for(cfg.seed, "resample", number)
+        further = draw_prompts(setup.prompts, it, cfg.num_prompts, seed)[:missing]
+        groups = kept + groups_by_hand(setup, cfg, further, seed_for(seed, "rollout", it))
+        sizes.append(missing)
+    return groups, sizes
+
+
+def differing(groups):
+    return [len({row[2] for row in rows}) > 1 for rows in groups]
+
+
+@pytest.mark.parametrize("it", range(4))
+def test_groups_are_those_of_plain_python(it):
+    setup, cfg = setup_and_cfg()
+    groups, sizes = resampled_by_hand(setup, cfg, it)
+    assert len(sizes) > 1 and any(differing(groups)), "this world resamples nothing"
+    batch, _ = trainer.sample_iteration(setup, it, cfg)
+    found = [(prompt.text, *row) for prompt, *row in zip(
+        batch.prompts, batch.completions, batch.rewards.tolist(), *zip(*rows_of(batch.rollout)))]
+    for (*a, logp), (*b, expected) in zip(found, sum(groups, []), strict=True):
+        assert a[:2] == b[:2], "a row has another prompt or completion than in plain Python"
+        assert a[2] == pytest.approx(b[2]), "a row has another row's reward"
+        assert a[3] == b[3] and logp == expected, "rows of two rounds were joined wrongly"
+    for g, rows in enumerate(groups):
+        rewards = [row[2] for row in rows]
+        mean = statistics.mean(rewards)
+        expected = [(x - mean) / (statistics.stdev(rewards) + 1e-4) for x in rewards]
+        found = batch.advantages[g * G:(g + 1) * G].tolist()
+        assert found == pytest.approx(expected, abs=1e-4), f"advantages of group {g} are wrong"
+    steps = list(trainer.optimizer_steps(batch, cfg, 3))
+    learned = [g * G + i for g, on in enumerate(differing(groups)) for i in range(G) if on]
+    assert steps[0].rows.tolist() == learned, "the step must leave out what is still equal"
+
+    m = batch_metrics(batch, cfg)
+    assert m["resample/rounds"] == len(sizes) - 1 <= cfg.max_resamples
+    assert m["resample/used"] == pytest.approx(sum(differing(groups)) / sum(sizes))
+    assert [groups for groups, _ in batch.rounds] == sizes
+
+
+def test_what_is_of_the_batch_is_of_the_last_batch():
+    setup, cfg = setup_and_cfg(scale_rewards="batch", top_entropy_quantile=.4, beta=.1)
+    batch, _ = trainer.sample_iteration(setup, 1, cfg)
+    assert len(batch.rounds) > 1
+    spread = statistics.stdev(batch.rewards.tolist())
+    for rewards, found in zip(batch.rewards.split(G), batch.advantages.split(G)):
+        expected = ((rewards - rewards.mean()) / (spread + 1e-4)).tolist()
+        assert found.tolist() == pytest.approx(expected, abs=1e-4), "not by the std of this batch"
+    entropies = batch.rollout.entropy[batch.loss_mask]
+    share = float(batch.policy_mask[batch.loss_mask].float().mean())
+    assert share == pytest.approx(.4, abs=1.5 / len(entropies)), "not the quantile of this batch"
+    with torch.no_grad():
+        plain = trainer.reference_logprobs(setup, batch.rollout, cfg)
+    assert torch.equal(batch.ref_logp, plain)
+
+
+def test_the_step_is_that_of_its_rows_alone():
+    """Padding of several rounds changes nothing: the trainer agrees with the sampler, and the
+    gradient is that of rows read one at a time."""
+    setup, cfg = setup_and_cfg(loss_type="dapo")
+    batch, _ = trainer.sample_iteration(setup, 2, cfg)
+    assert len(batch.rounds) > 1
+    rows = next(trainer.optimizer_steps(batch, cfg, 3)).rows
+    total = 0.0
+    for i in rows.tolist():
+        ids, logp = rows_of(batch.rollout)[i]
+        n = len(logp)
+        h = setup.policy(torch.tensor([ids[:-1]]))[0, -n:]
+        found = setup.policy.lm_head(h).log_softmax(-1).gather(1, torch.tensor(ids[-n:])[:, None])
+        assert found[:, 0].tolist() == pytest.approx(logp, abs=1e-4)
+        total = total - batch.advantages[i] * found.sum()
+    expected = gradient(total / batch.loss_mask[rows].sum(), setup.trained)
+    seen = []
+
+    def watch(step, norm):
+        seen.append(torch.cat([p.grad.flatten() for p in setup.trained]))
+
+    trainer.update(setup, batch, None, cfg, 3, check=True, watch=watch)
+    torch.testing.assert_close(seen[0], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_without_equal_groups_nothing_changes():
+    setup, cfg = setup_and_cfg(letters)
+    batch, _ = trainer.sample_iteration(setup, 0, cfg)
+    assert len(batch.rounds) == 1, "groups were sampled that nobody needs"
+    plain, _ = trainer.sample_iteration(setup, 0, replace(cfg, zero_std_groups="keep"))
+    assert batch.completions == plain.completions
+    assert torch.equal(batch.advantages, plain.advantages)
+    assert torch.equal(batch.rollout.tokens, plain.rollout.tokens)
+
+
+def test_all_equal_in_all_rounds_is_no_step():
+    setup, cfg = setup_and_cfg(lambda completions: [.5] * len(completions), max_resamples=3)
+    before = [p.clone() for p in setup.trained]
+    batch, _ = trainer.sample_iteration(setup, 0, cfg)
+    assert [groups for groups, _ in batch.rounds] == [5] * 4, "not one more round than asked for"
+    m = trainer.update(setup, batch, None, cfg, 3, check=True) | batch_metrics(batch, cfg)
+    assert (m["num_steps"], m["resample/rounds"], m["resample/used"]) == (0, 3, 0)
+    assert all(map(torch.equal, before, setup.trained)), "a step was taken"
+
+
+def test_a_target_of_held_out_prompts_is_not_resampled():
+    setup, cfg = setup_and_cfg(tracin="reward", tracin_val_prompts=4)
+    _, held_out = trainer.sample_iteration(setup, 0, cfg)
+    prompts = draw_prompts(setup.val_prompts, 0, 4, cfg.seed)
+    assert held_out.batch.prompts[::G] == prompts and len(held_out.batch.rounds) == 1
+
+
+RULE = """
+def reward(prompts, completions):
+    return [0.25 if len(prompt) % 2 else sum(map(ord, text)) % 101 / 101
+            for prompt, text in zip(prompts, completions)]
+"""
+
+
+@pytest.fixture(scope="module")
+def rule(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rule") / "rule.py"
+    path.write_text(RULE)
+    return path
+
+
+def test_a_run_and_its_account(grpo, rule, tmp_path, monkeypatch):
+    """Killed and continued it is the same run. Its files name the prompts that were sampled, and
+    count the tokens of all rounds."""
+    flags = (rule, "--judge=None", "--eval_judge=None", "--zero_std_groups=resample",
+             "--max_iters=4", "--log_micro=False")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    update = trainer.update
+    sample_groups = trainer.sample_groups
+    lengths = []
+
+    def counted(*args):
+        rollout = sample_groups(*args)
+        lengths.extend(len(ids) for ids, _ in rows_of(rollout))
+        return rollout
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo.sample_groups", counted)
+        grpo(whole, *flags)
+
+    def dies(setup, batch, *more, **names):
+        if os.path.exists(parts / "ckpt_prev.pt"):      # in iteration 3
+            raise RuntimeError("killed")
+        return update(setup, batch, *more, **names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo.update", dies)
+        with pytest.raises(RuntimeError, match="killed"):
+            grpo(parts, *flags)
+    grpo(parts, *flags)
+    rows = read_rows(whole / "samples.jsonl")
+    assert rows == read_rows(parts / "samples.jsonl"), "the continued run sampled something else"
+    a, b = (load_file(str(folder / "ckpt.pt"), "run")["policy"] for folder in (whole, parts))
+    assert all(torch.equal(a[name], b[name]) for name in a), "the continued run has other weights"
+
+    for row in rows:
+        expected = .25 if len(row["prompt"]) % 2 else sum(map(ord, row["completion"])) % 101 / 101
+        assert row["reward"] == pytest.approx(expected), "a completion is under another's prompt"
+    metrics = read_rows(whole / "metrics.jsonl")
+    assert metrics[-1]["num_tokens"] == sum(lengths), "not the tokens of all rounds"
+    assert [m["num_tokens"] for m in metrics] == [
+        m["num_tokens"] for m in read_rows(parts / "metrics.jsonl")]
+    assert max(m["resample/rounds"] for m in metrics) > 0
+
+    ends = [(row["prompt"], row["completion"]) for row in rows]
+    text = printed(explain.main, [str(whole), str(rule), "--account=True", "--prompt=a the",
+                                  "--completion= green"])
+    cards = [line for line in text.splitlines() if ", iteration " in line and "->" in line]
+    assert cards, text
+    for line in cards:
+        said = line[line.index(": ") + 2:]
+        assert any(said == f"{p[:48]!r} -> {c[:72]!r}" for p, c in ends), (
+            f"the account puts a completion under another's prompt: {line}")
+
+
+@pytest.mark.parametrize("flags", ["--critic=True", "--max_resamples=0",
+                                   "--multi_objective_aggregation=normalize_then_sum"])
+def test_refusals(flags):
+    name = flags[2:].partition("=")[0]
+    assert name in refusal(settings, zero_std_groups="resample", **{name: flags.partition("=")[2]})
