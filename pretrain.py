@@ -209,7 +209,8 @@ def windows(stream, starts, num_anywhere, block_size, seed):
 def optimizers(model):
     """Return Muon (Jordan et al. 2024) for the matrices of the blocks, since it needs fewer tokens,
     and AdamW for all other weights."""
-    matrices = [p for p in model.h.parameters() if p.dim() == 2]
+    matrices = [m.weight for m in model.modules()
+                if isinstance(m, torch.nn.Linear) and m is not model.lm_head]
     chosen = set(matrices)
     others = [p for p in model.parameters() if p not in chosen]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0)

@@ -19,8 +19,10 @@ What it may offer:
     cache.keep(rows)              keeps only these sequences (n,), in this order
     policy.value_head(h)          a critic's values (...) of hidden states (..., C)
 
-Influence asks that all trained weights are in layers that tape.py knows. Sampling is compiled
-(extras/compiled) and policies are exported (extras/hub) only of a model.GPT.
+Influence asks that all trained weights are in layers that tape.py knows. A whole run also asks for
+policy.config, a dataclass like model.GPTConfig, which checkpoints keep: build the policy in
+pretrain.new_policy, and again in load_gpt (common/files.py) and load_run (evaluate.py). Sampling is
+compiled (extras/compiled) and policies are exported (extras/hub) only of a model.GPT.
 
 Shapes: B prompts of width P (left-padded), N = B * num_generations completions of at most T tokens,
 V = vocab_size, C channels, n completions that still run, M sampled tokens of all completions. A
@@ -153,6 +155,12 @@ class Sampling(NamedTuple):
     @property
     def ends(self):
         return self.eos if isinstance(self.eos, tuple) else (self.eos,)
+
+    @property
+    def truncates(self):
+        """True where a field below temperature is not its default: the trainer is then told which
+        tokens were allowed."""
+        return self._replace(eos=0, temperature=1.0) != Sampling(0)
 
 
 def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -310,7 +318,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     attention_mask = attention_mask[first:end]
 
     r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0])
-    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+    if sampling.truncates:
         r.allowed = torch.ones(*r.logp.shape, len(weight), dtype=bool, device=weight.device)
     if getattr(model, "value_head", None) is not None:
         r.values = torch.zeros_like(r.logp)

@@ -28,9 +28,8 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
         with autocast(setup.device, setup.dtype):
             rollout = generate(
                 policy, [ids], num, cfg.max_completion_length, eos=end_tokens(setup.tokenizer),
-                seed=seed_for(cfg.seed, "speak", prompt), temperature=cfg.temperature,
-                top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
-                respond=setup.answering(asked, 1))
+                seed=seed_for(cfg.seed, "speak", prompt), respond=setup.answering(asked, 1),
+                **cfg.sampling)
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
     completions = texts_of(setup.tokenizer, rollout)

@@ -218,6 +218,11 @@ class Settings:
         return replace(self, reward_funcs=(self.tracin_val_reward,), reward_weights=(1.0,))
 
     @property
+    def sampling(self):
+        """How tokens are sampled in training: arguments of rollout.generate."""
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+    @property
     def clip_range(self):
         """Bounds of the ratio. For cispo the upper one is epsilon_high itself."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high

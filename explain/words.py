@@ -53,7 +53,7 @@ def row_logprobs(policy, weights, row):
     with sdpa_kernel(SDPBackend.MATH):
         h = torch.func.functional_call(policy, weights, row.tokens[None, :-1])
     h = h[0, -T:]                                                                   # (T, C)
-    head = "wte.weight" if policy.config.tied else "lm_head.weight"
+    head = next(name for name, p in policy.named_parameters() if p is policy.lm_head.weight)
     logits = h @ weights.get(head, policy.get_parameter(head)).T / row.temperature  # (T, V)
     if row.allowed is not None:
         logits = logits.masked_fill(~row.allowed, -math.inf)

@@ -159,7 +159,7 @@ def loss_metrics(loss, cfg):
     metrics = {"ratio": ((ratio * unit).sum(), units)}
     if cfg.loss_type == "cispo":
         metrics["cispo_clip_ratio"] = (high.sum(), units)
-    elif cfg.loss_type != "sapo":
+    elif cfg.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
         metrics["clip_ratio/low_mean"] = (low.sum(), units)
         metrics["clip_ratio/high_mean"] = (high.sum(), units)
         metrics["clip_ratio/region_mean"] = ((low | high).sum(), units)

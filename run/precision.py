@@ -58,8 +58,7 @@ def few_rows(setup, cfg):
     T = min(cfg.max_completion_length, 8)
     with autocast(setup.device, setup.dtype):
         return setup.generate(
-            setup.policy, prompts, 5, T, seed=0, eos=-1, temperature=cfg.temperature,
-            top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
+            setup.policy, prompts, 5, T, seed=0, eos=-1, **cfg.sampling)
 
 
 def logp_and_gradient(setup, cfg, rollout):

@@ -393,6 +393,7 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
 def test_a_dropped_rollout_of_any_size_leaves_nothing_behind(beta):
     """Were it subtracted from the gradient of all rollouts, its rounding would be left."""
     def all_but_one(influence, batch):
+        assert len(batch.prompts) == len(batch.completions) == len(influence)
         return (torch.arange(16) != 5).float()
 
     cfg = words(tracin="self", beta=beta, micro_batch_size=5)

@@ -4,8 +4,10 @@ import torch
 from torch import nn
 
 import grpo
+from explain.words import token_influences
 from model import LoRA
 from rollout import completion_logprobs, generate
+from tape import inner
 from worlds import (
     END, PROMPTS, gradient, mean_token, nets_of, same_rollout, seed_of, settings, shaken, steps_of,
     whole_step, world)
@@ -149,6 +151,17 @@ def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(tar
     assert (batch.influence - expected).abs().max() < 1e-4 * expected.abs().max()
     kept = (batch.row_weights[:, None] * each).sum(0)
     assert (found - kept).norm() < 1e-4 * kept.norm()
+
+
+def test_the_words_of_a_completion_add_up_to_its_influence():
+    cfg = settings(mean_token)
+    setup, batch = world(cfg, policy=lstm())
+    step = whole_step(batch)
+    G = grpo.gradient_of(setup, cfg, batch, step.rows, step)
+    for i in step.rows[:3]:
+        own = grpo.gradient_of(setup, cfg, batch, i[None], step)
+        words = token_influences(setup, cfg, batch, i[None], step, G)
+        assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
 
 
 def test_lora_adapts_every_linear_but_the_head():

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rollout import (
-    LogProb, completion_entropies, completion_logprobs, concatenate, draw, generate, pad_left,
-    truncate)
+    LogProb, Sampling, completion_entropies, completion_logprobs, concatenate, draw, generate,
+    pad_left, truncate)
 from worlds import forcing, logits_by_hand, random_gpt, refusal, same_rollout, seed_of
 
 PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
@@ -279,3 +279,9 @@ def test_truncate_keeps_what_its_definition_keeps():
         assert (truncate(torch.zeros(1, 40), **truncation) > -math.inf).any()
         assert (truncate(barred, **truncation) > -math.inf).nonzero()[:, 1].tolist() == [5]
     assert torch.equal(truncate(logits), logits)
+
+
+def test_the_trainer_is_told_of_every_rule_that_leaves_tokens_out():
+    assert not Sampling(0, temperature=0.5).truncates
+    for name in set(Sampling._fields) - {"eos", "temperature"}:
+        assert Sampling(0)._replace(**{name: 0.5}).truncates, f"{name} would be ignored"
