@@ -112,7 +112,7 @@ def print_influence(m, setup, batch):
     """How many rows help, and the one that helps most and the one that harms most."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/selected_ratio']:.0f} % are kept")
-    print("  check: a weighted sum of the scores, and the gradients, agree with plain backward passes")
+    print("  check: a weighted sum of the scores, and the gradients, agree with plain backwards")
     helps = batch.influence.nan_to_num(-math.inf).argmax()      # NaN: left out of the step
     harms = batch.influence.nan_to_num(math.inf).argmin()
     for what, i in (("helps", helps), ("harms", harms)):
