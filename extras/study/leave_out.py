@@ -22,13 +22,16 @@ Jobs: `default`, config/toxicity.py with 8 prompts in place of 32; `letters`, co
 
     1   default, seed 1, a tenth left out, Hessian damped by 0.1, 0.3
     2   letters, seed 1, a tenth and a half, Hessian undamped, damped by 0.1, 0.3
-    3   default, seed 2, a tenth and a half, Hessian with the damping that 1 and 2 chose
-    4   letters, seeds 2, 3, 4, a tenth and a half, Hessian undamped and with that damping
-    5   letters 40, seeds 2, 3, a tenth, likewise
-    6   half_step.py: letters, seeds 1 to 5; default, seeds 1, 2
-    7   default, seed 3, a tenth
-    8   letters, seed 2, a tenth, --sampled=True
-    9   letters, seed 2, a tenth, learning_rate = 1e-3 and 3e-3; a hundredth at 3e-4
+    3   letters, seeds 2, 3, 4, a tenth and a half, undamped and with the damping that 1 and 2 chose
+    4   half_step.py: letters, seeds 1 to 5
+    5   letters 40, seed 2, a tenth, as 3
+    6   default, seed 2, a tenth and a half, Hessian with that damping
+    7   half_step.py: default, seeds 1, 2
+    8   letters 40, seed 3; default, seed 3, a tenth
+    9   letters, seed 2, a tenth, --sampled=True
+    10  letters, seed 2, a tenth, learning_rate = 1e-3 and 3e-3; a hundredth at 3e-4
+
+(The order was changed, the cheap job first, before any run had ended: there was less time yet.)
 
 Choice: the damping, 0.1 or 0.3, of the larger mean over 1 and 2 of the derivative with the Hessian,
 a tenth left out; 0.3, what explain.account has, if they differ by less than 0.02. `The prediction`
