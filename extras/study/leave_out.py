@@ -23,7 +23,7 @@ Jobs: `default`, config/toxicity.py with 8 prompts in place of 32; `letters`, co
     1   default, seed 1, a tenth left out, Hessian damped by 0.1, 0.3
     2   letters, seed 1, a tenth and a half, Hessian undamped, damped by 0.1, 0.3
     3   letters, seeds 2, 3, 4, a tenth and a half, undamped and with the damping that 1 and 2 chose
-    4   half_step.py: letters, seeds 1 to 5
+    4   half_step.py (commit 304a865): letters, seeds 1 to 5
     5   letters 40, seed 2, a tenth, as 3
     6   default, seed 2, a tenth and a half, Hessian with that damping
     7   half_step.py: default, seeds 1, 2

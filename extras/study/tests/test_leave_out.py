@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from explain.account import logprobs, replay
-from extras.study import half_step, leave_out
+from extras.study import leave_out
 from worlds import nets_of, number_gpt, refusal, settings
 
 PARAMETERS = dict(max_iters=3, learning_rate=0.005, kl_in="loss", beta=0.2)
@@ -62,9 +62,3 @@ def test_spearman_by_hand():
 
 def test_a_run_that_weighs_its_rollouts_is_refused(tiny):
     assert "tracin" in refusal(leave_out.main, [*tiny.flags, "--tracin=self"])
-
-
-def test_half_a_step_of_smooth_scale_is_predicted_by_every_arm(tmp_path):
-    setup, cfg = toy(out_dir=str(tmp_path))
-    for arm, rho in half_step.study(setup, cfg).items():
-        assert rho > 0.8, f"{arm}: {rho:.2f}"
