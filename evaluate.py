@@ -12,7 +12,7 @@ from common.script import (     # before torch: sets how its threads wait
 
 import torch
 
-from config import Settings, load_settings
+from config import HINTS, Settings, load_settings
 from data.tokenizer import end_tokens, load_tokenizer
 from judge import judge_rewards
 from judge.rewards import score
@@ -124,6 +124,7 @@ def open_run(folder, flags):
         raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py]")
     cfg = load_settings([folder, *flags])
     cfg.compile = False     # compiling would take longer than what it saves here
+    cfg.ref_model_sync_steps = 0    # no evaluation asks for a reference, which a run may lack
     path, checkpoint = read_newest(folder)
     print(f"{path}: after {checkpoint['iteration']} iterations")
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
@@ -140,7 +141,8 @@ def load_run(path):
         return policy, load_tokenizer(policy.config.vocab_size)
     path, content = read_newest(path)
     with undamaged(path):
-        cfg = Settings(**content["settings"])
+        kept = content["settings"].items()     # other versions may have other settings
+        cfg = Settings(**{name: value for name, value in kept if name in HINTS})
         policy = rebuilt(path, content["shape"], content["policy"],
                          lambda config: trainable(GPT(config), cfg))
     if is_published(cfg):

@@ -16,6 +16,7 @@ import os
 import config
 from common.files import read_rows, read_text, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
+from run.checkpoint import FREE
 
 with optional("matplotlib"):
     import matplotlib
@@ -46,13 +47,21 @@ def read_logs(folder):
 def groups_of(folders):
     """{name: the logs of runs that differ by their seed alone}."""
     groups = {}
-    for folder in folders:
-        settings = config.read_run(folder)["settings"] | {"seed": 0, "out_dir": ""}
+    for folder in {os.path.realpath(folder): folder for folder in folders}.values():
+        settings = settings_of(folder)
         text = f"{folder}/config.py"        # of its functions
         if os.path.exists(text):
             settings["functions"] = read_text(text)
         groups.setdefault(json.dumps(settings), []).append(folder)
     return {name_of(some): [read_logs(folder) for folder in some] for some in groups.values()}
+
+
+def settings_of(folder):
+    """The settings that make a run another one."""
+    if not os.path.exists(f"{folder}/config.json"):     # logs alone: a colour of its own
+        return {"out_dir": folder}
+    settings = config.read_run(folder)["settings"]
+    return {name: x for name, x in settings.items() if name not in (*FREE, "cache_dir", "seed")}
 
 
 def name_of(folders):
@@ -87,7 +96,9 @@ def draw_runs(groups, panels=len(PANELS)):
 
 
 def curves_of(runs, log, metric):
-    """The iterations that all of the runs have, and their values (runs, iterations)."""
+    """The iterations that all of the runs have, and their values (runs, iterations). Runs without
+    this log are left out."""
+    runs = [run for run in runs if run[log]] or runs
     curves = [{row["iteration"]: row.get(metric) for row in run[log]} for run in runs]
     x = [it for it in curves[0] if all(it in curve for curve in curves)]
     return x, np.array([[curve[it] for it in x] for curve in curves], float)    # None: NaN

@@ -147,7 +147,9 @@ def read_sentence(policy, tokenizer, prompt, completion):
     """A Rollout of one row."""
     if type(completion) is not str:
         raise BadInput(f"completion {shown(completion)}: must be text")
-    _, before = encode_prompt(tokenizer, prompt or "", "the prompt")
+    if not isinstance(prompt, (str, list)):     # a list of messages
+        raise BadInput(f"prompt {shown(prompt)}: must be text")
+    _, before = encode_prompt(tokenizer, prompt, "the prompt")
     said = tokenizer.encode_ordinary(completion)
     most = policy.block_size
     if not before or not said or len(before) + len(said) > most:

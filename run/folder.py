@@ -61,19 +61,21 @@ def check_run(folder, cfg):
     """BadInput for a folder with a run that is not continued with these settings."""
     if is_free(folder, cfg):
         return
-    metrics = f"{folder}/metrics.jsonl"
-    if newest_checkpoint(folder):
+    try:
         reason = why_not_continued(folder, cfg)
-    elif os.path.exists(metrics) and os.path.getsize(metrics) > 0:
-        reason = "a run without a checkpoint"
-    else:
-        reason = other_settings(read_run(folder), folder, cfg)
+    except BadInput as e:
+        raise BadInput(f"{e}; or choose another --out_dir") from e
     if reason:
         raise BadInput(f"out_dir = {folder!r}: holds {reason}; choose another --out_dir")
 
 
 def why_not_continued(folder, cfg):
-    """Why a run that has a checkpoint is not continued; "" if it is."""
+    """Why a run is not continued; "" if it is."""
+    if not newest_checkpoint(folder):
+        metrics = f"{folder}/metrics.jsonl"
+        if os.path.exists(metrics) and os.path.getsize(metrics) > 0:
+            return "a run without a checkpoint"
+        return other_settings(read_run(folder), folder, cfg)
     path, content = read_newest(folder, mmap=True)
     if cfg.resume:
         check_fits_run(path, content, cfg, FIXED)

@@ -87,7 +87,8 @@ class Run:
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
         seconds = time.time() - log.start
-        self.num_tokens += sum(tokens for _, tokens in batch.rounds)
+        _, tokens, sampled = map(sum, zip(*batch.rounds))
+        self.num_tokens += tokens
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
@@ -95,7 +96,6 @@ class Run:
              "step_time": seconds,
              **rollout_toxicity(batch, self.setup)}
         each = (time.time() - self.began) / (it + 1 - self.start)
-        sampled = int(batch.rollout.sampled_mask.sum())
         print_iteration(m, cfg, sampled, each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.setup.dtype, self.warned)
         append_rows(self.folder, "metrics.jsonl", [m])

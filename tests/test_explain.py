@@ -320,6 +320,9 @@ def test_what_the_account_refuses(run, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "the", "completion": ["a"]}')
     assert "must be text" in refused(f"--prompts={rows}")
+    for prompt in ("5", '{"a": 1}', "null"):
+        rows.write_text(f'{{"prompt": {prompt}, "completion": "a"}}')
+        assert refused(f"--prompts={rows}").startswith("prompt "), prompt
     rows.write_text("")
     assert "no sentence" in refused(f"--prompts={rows}")
     with_top_k = run("one backward")

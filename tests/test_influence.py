@@ -305,7 +305,7 @@ def test_a_function_of_the_config_file_as_target(knobs):
     ("target", torch.tensor(math.nan, requires_grad=True), "one finite number"),
     ("weigh", [1.0] * 15, "each of 8 influences"), ("weigh", [math.nan] * 4, "one finite number"),
     ("weigh", None, "one finite number"), ("weigh", torch.zeros(99, 99), "one finite number")])
-def test_a_function_that_returns_something_else_is_told_before_the_run_begins(
+def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
         name, returned, said):
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")

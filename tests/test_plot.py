@@ -84,6 +84,30 @@ def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
     assert names == [f"{runs[0]}: mean and range of 3 seeds", other, edited]
 
 
+def test_a_run_is_counted_once_and_threads_make_no_other_run(tmp_path):
+    a, b = (make_run(tmp_path / name, [], seed=i, threads=i, cache_dir=name)
+            for i, name in enumerate("ab"))
+    groups = plot.groups_of([a, b, f"{a}/", a])
+    assert [len(runs) for runs in groups.values()] == [2]
+
+
+def test_a_seed_without_evaluations_hides_no_other(tmp_path):
+    logs = [[], [{"iteration": 0, "perplexity": 20.0}], [{"iteration": 0, "perplexity": 22.0}]]
+    runs = [make_run(tmp_path / f"{i}", [{"iteration": 1, "reward": .5}], rows, seed=i)
+            for i, rows in enumerate(logs)]
+    (x, y, *_), = figure_of(*runs)[0]["perplexity under the policy before"]
+    assert (x, y.tolist()) == ([0], [21.0])
+
+
+def test_logs_alone_are_drawn(tmp_path):
+    folders = [make_run(tmp_path / name, [{"iteration": 1, "reward": .5}]) for name in "ab"]
+    for folder in folders:
+        os.remove(os.path.join(folder, "config.json"))
+    assert list(plot.groups_of(folders)) == folders, "logs without settings share no colour"
+    assert len(figure_of(*folders)[0]["reward, mean"]) == 2
+    assert "no such file" in refusal(plot.main, [str(tmp_path / "nothing")])
+
+
 def test_grpo_writes_every_metric_that_is_drawn(grpo, tmp_path):
     grpo(tmp_path / "run", "--tracin=reward", "--beta=0.1", "--max_iters=2")
     assert list(figure_of(str(tmp_path / "run"))[0]) == TITLES

@@ -1,5 +1,6 @@
 """Dynamic sampling (zero_std_groups = "resample") beside a plain Python of it."""
 import os
+import re
 import statistics
 from dataclasses import replace
 
@@ -59,14 +60,17 @@ def resampled_by_hand(setup, cfg, it):
     first = draw_prompts(setup.prompts, it, cfg.num_prompts, cfg.seed)
     groups = groups_by_hand(setup, cfg, first, seed_for(cfg.seed, "rollout", it))
     sizes = [len(groups)]
+    order = draw_prompts(setup.prompts, it, len(PROMPTS), seed_for(cfg.seed, "resample"))
+    queue = [p for p in order if p not in first] + [p for p in order if p in first]
     for number in range(cfg.max_resamples):
         kept = [rows for rows in groups if len({row[2] for row in rows}) > 1]
         missing = cfg.num_prompts - len(kept)
         if missing == 0:
             break
-        seed = seed_for(cfg.seed, "resample", number)
-        further = draw_prompts(setup.prompts, it, cfg.num_prompts, seed)[:missing]
-        groups = kept + groups_by_hand(setup, cfg, further, seed_for(seed, "rollout", it))
+        further = queue[:missing]
+        queue = queue[missing:] + further
+        seed = seed_for(cfg.seed, "resample", it, number)
+        groups = kept + groups_by_hand(setup, cfg, further, seed)
         sizes.append(missing)
     return groups, sizes
 
@@ -100,7 +104,7 @@ def test_groups_are_those_of_plain_python(it):
     m = batch_metrics(batch, cfg)
     assert m["resample/rounds"] == len(sizes) - 1 <= cfg.max_resamples
     assert m["resample/used"] == pytest.approx(sum(differing(groups)) / sum(sizes))
-    assert [groups for groups, _ in batch.rounds] == sizes
+    assert [groups for groups, *_ in batch.rounds] == sizes
 
 
 def test_what_is_of_the_batch_is_of_the_last_batch():
@@ -154,11 +158,28 @@ def test_without_equal_groups_nothing_changes():
     assert torch.equal(batch.rollout.tokens, plain.rollout.tokens)
 
 
+@pytest.mark.parametrize("it", range(3))
+def test_no_prompt_is_asked_again_while_others_are_left(it, monkeypatch):
+    setup, cfg = setup_and_cfg(lambda completions: [.5] * len(completions), num_prompts=2,
+                               max_resamples=5)
+    sample_groups = trainer.sample_groups
+    asked = []
+
+    def noted(setup, prompts, *more):
+        asked.extend(prompt.text for prompt in prompts)
+        return sample_groups(setup, prompts, *more)
+
+    monkeypatch.setattr("grpo.sample_groups", noted)
+    trainer.sample_iteration(setup, it, cfg)
+    assert sorted(asked[:10]) == sorted(TEXTS), "a prompt came twice before all had come"
+    assert asked[10:] == asked[:2] or asked[10:] == asked[1::-1], "not from the start again"
+
+
 def test_all_equal_in_all_rounds_is_no_step():
     setup, cfg = setup_and_cfg(lambda completions: [.5] * len(completions), max_resamples=3)
     before = [p.clone() for p in setup.trained]
     batch, _ = trainer.sample_iteration(setup, 0, cfg)
-    assert [groups for groups, _ in batch.rounds] == [5] * 4, "not one more round than asked for"
+    assert [groups for groups, *_ in batch.rounds] == [5] * 4, "not one more round than asked for"
     m = trainer.update(setup, batch, None, cfg, 3, check=True) | batch_metrics(batch, cfg)
     assert (m["num_steps"], m["resample/rounds"], m["resample/used"]) == (0, 3, 0)
     assert all(map(torch.equal, before, setup.trained)), "a step was taken"
@@ -194,15 +215,17 @@ def test_a_run_and_its_account(grpo, rule, tmp_path, monkeypatch):
     update = trainer.update
     sample_groups = trainer.sample_groups
     lengths = []
+    drawn = []
 
     def counted(*args):
         rollout = sample_groups(*args)
         lengths.extend(len(ids) for ids, _ in rows_of(rollout))
+        drawn.append(int(rollout.sampled_mask.sum()))
         return rollout
 
     with monkeypatch.context() as patch:
         patch.setattr("grpo.sample_groups", counted)
-        grpo(whole, *flags)
+        out = grpo(whole, *flags)
 
     def dies(setup, batch, *more, **names):
         if os.path.exists(parts / "ckpt_prev.pt"):      # in iteration 3
@@ -227,6 +250,9 @@ def test_a_run_and_its_account(grpo, rule, tmp_path, monkeypatch):
     assert [m["num_tokens"] for m in metrics] == [
         m["num_tokens"] for m in read_rows(parts / "metrics.jsonl")]
     assert max(m["resample/rounds"] for m in metrics) > 0
+    for m, speed in zip(metrics, re.findall(r"(\d+) tok/s", out), strict=True):
+        sampled = sum(drawn.pop(0) for _ in range(1 + m["resample/rounds"]))
+        assert abs(int(speed) - sampled / m["step_time"]) < .51, "tok/s is not of all rounds"
 
     ends = [(row["prompt"], row["completion"]) for row in rows]
     text = printed(explain.main, [str(whole), str(rule), "--account=True", "--prompt=a the",

@@ -416,6 +416,12 @@ def test_a_config_py_alone_is_no_run(grpo, noise, tmp_path):
     assert os.listdir(tmp_path / "mine") == ["config.py"], "a user's config.py is no run's"
 
 
+def test_a_bad_config_json_names_the_way_out(grpo, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    message = refusal(grpo, tmp_path)
+    assert "cannot be read as JSON" in message and "choose another --out_dir" in message
+
+
 def test_config_py_is_written_before_config_json(grpo, noise, tmp_path, monkeypatch):
     monkeypatch.setattr("run.checkpoint.write_json", dies)
     with pytest.raises(Crash):
@@ -488,6 +494,17 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
     assert snapshot(tiny.cache) == before
 
 
+@pytest.mark.parametrize("text, says", [
+    ("tracin = 'target'\ndef target(policy, tokenizer, batch): return 3.0", "target returned"),
+    ("tracin = 'target'\ndef target(policy, tokenizer, batch): batch.speed", "target raised"),
+    ("tracin = 'self'\ntracin_select = 'weigh'\ndef weigh(influence, batch): pass",
+     "weigh returned")], ids=["a number", "an error", "nothing"])
+def test_a_faulty_function_is_found_before_anything_is_trained(text, says, fresh, tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(text)
+    assert says in refusal(fresh, str(config))
+
+
 def columns(text):
     """{measure: (before, after)} of the printed table."""
     found = re.findall(r"^(\S+) +(-?\d+\.\d{4}) +(-?\d+\.\d{4}) ", text, re.M)
@@ -512,6 +529,19 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
             assert table[name] == (round(first[name], 4), round(x, 4)), name
     for row in last["samples"]:
         assert f"after:  {row['completion']!r}" in text
+
+
+def test_evaluate_needs_no_reference(finished):
+    after = columns(printed(evaluate.main, [finished.dir]))
+    follows = [finished.dir, "--ref_model_sync_steps=1", "--beta=0.2"]
+    assert columns(printed(evaluate.main, follows)) == after
+
+
+def test_a_run_of_another_version_has_a_policy(copy_of_six):
+    policy, _ = evaluate.load_run(str(copy_of_six))
+    rewrite_checkpoint(copy_of_six, settings=checkpoint_of(copy_of_six)["settings"] | {"speed": 1})
+    again, _ = evaluate.load_run(str(copy_of_six))
+    assert same(again.state_dict(), policy.state_dict())
 
 
 def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):

@@ -35,7 +35,7 @@ def debug_step(setup, cfg, sample_iteration, update):
     phase("loss")
     m, norms = step(setup, cfg, batch, held_out, update)
     print_loss(m)
-    if cfg.tracin != "off":
+    if "tracin/selected_ratio" in m:    # influence has scored a step
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
         print_influence(m, setup, batch)
 
@@ -112,6 +112,8 @@ def print_influence(m, setup, batch):
     """How many rows help, and the one that helps most and the one that harms most."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/selected_ratio']:.0f} % are kept")
-    print("  check: their sum, the highest and the lowest are those of plain backwards")
-    for what, i in (("helps", batch.influence.argmax()), ("harms", batch.influence.argmin())):
+    print("  check: a weighted sum of the scores, and the gradients, agree with plain backwards")
+    helps = batch.influence.nan_to_num(-math.inf).argmax()      # NaN: left out of the step
+    harms = batch.influence.nan_to_num(math.inf).argmin()
+    for what, i in (("helps", helps), ("harms", harms)):
         print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, setup, batch)

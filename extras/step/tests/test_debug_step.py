@@ -1,5 +1,8 @@
 """--debug_step: an iteration taken apart, with the numbers of the run."""
+import math
 import re
+
+import pytest
 
 from worlds import skip_without
 
@@ -35,7 +38,27 @@ def test_influence_is_taken_apart_too(grpo, tmp_path):
     out = grpo(tmp_path, "--debug_step=True", "--tracin=reward", "--tracin_val_prompts=2")
     assert phases_of(out) == PHASES[:4] + ["influence"] + PHASES[4:]
     assert "helps most" in out
-    assert "those of plain backwards" in out
+    assert "a weighted sum of the scores" in out, "the printed check is not the one that ran"
+
+
+FIRST_IS_EQUAL = """
+def reward(prompts, completions):
+    return [0.5 if prompt == prompts[0] else sum(map(ord, text)) % 101 / 101
+            for prompt, text in zip(prompts, completions)]
+"""
+
+
+ALL_ARE_EQUAL = "def reward(completions): return [0] * len(completions)"
+
+
+@pytest.mark.parametrize("rule", [FIRST_IS_EQUAL, ALL_ARE_EQUAL], ids=["first", "all"])
+def test_rows_without_influence_neither_help_nor_harm(rule, grpo, tmp_path):
+    (tmp_path / "rule.py").write_text(rule)
+    out = grpo(tmp_path / "run", tmp_path / "rule.py", "--judge=None", "--eval_judge=None",
+               "--debug_step=True", "--tracin=reward", "--zero_std_groups=drop")
+    found = [float(x) for x in re.findall(r"most \((\S+)\)", out)]
+    assert len(found) == (2 if rule == FIRST_IS_EQUAL else 0), "rows of no step have no influence"
+    assert found == sorted(found, reverse=True) and not math.isnan(sum(found)), out
 
 
 def test_a_critic_is_taken_apart_too(grpo, tmp_path):
