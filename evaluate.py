@@ -92,7 +92,8 @@ def perplexity_under(base, rollout, cfg):
         logp.append(float(base_logp.sum()))
         kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))
     tokens = int(rollout.sampled_mask.sum())
-    return math.exp(-sum(all_gather(logp)) / tokens), sum(all_gather(kl)) / tokens
+    nats = min(700.0, -sum(all_gather(logp)) / tokens)      # near temperature 0 exp overflows
+    return math.exp(nats), sum(all_gather(kl)) / tokens
 
 
 def toxicity_measures(name, toxicity):

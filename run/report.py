@@ -93,7 +93,7 @@ def print_table(rows):
         if not isinstance(old, float) or not isinstance(new, float):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
-        print(f"{name:24}{old:10.4f}{new:10.4f}{ratio:>14}")
+        print(f"{name:24}{old:10.4f} {new:9.4f}{ratio:>14}")
     print("\nthe same prompts and random numbers, before and after:")
     for old, new in zip(before["samples"], after["samples"]):
         print(f"  {old['prompt']!r}")
