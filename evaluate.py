@@ -4,7 +4,6 @@ This command measures the last checkpoint of a run, with other settings if you l
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
-import math
 import os
 
 from common.script import (     # before torch: sets how its threads wait
@@ -92,8 +91,9 @@ def perplexity_under(base, rollout, cfg):
         logp.append(float(base_logp.sum()))
         kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))
     tokens = int(rollout.sampled_mask.sum())
-    nats = min(700.0, -sum(all_gather(logp)) / tokens)      # near temperature 0 exp overflows
-    return math.exp(nats), sum(all_gather(kl)) / tokens
+    nats = torch.tensor(-sum(all_gather(logp)) / tokens, dtype=torch.float64)
+    # infinite near temperature 0, where math.exp raises; the log then has null
+    return float(nats.exp()), sum(all_gather(kl)) / tokens
 
 
 def toxicity_measures(name, toxicity):

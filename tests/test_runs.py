@@ -19,7 +19,8 @@ import torch
 import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
-from worlds import printed, read_rows, refusal, untimed_metrics
+from worlds import (
+    mean_token, nets_of, printed, read_rows, refusal, settings, untimed_metrics)
 
 explain = importlib.import_module("explain.__main__")
 NOISE = """
@@ -561,6 +562,14 @@ def test_the_evaluation_has_a_temperature_of_its_own(copy_of_six, noise):
         "near temperature 0 all completions of a prompt are the likeliest one")
     assert found["perplexity"][0] == 1 and found["kl"][0] == 0, (
         "perplexity and KL are of the distribution that is sampled from")
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite():
+    cfg = settings(mean_token, eval_temperature=1e-6)
+    setup = nets_of(cfg)
+    rollout = trainer.sample_groups(setup, setup.prompts, cfg, seed=1)
+    perplexity, _ = evaluate.perplexity_under(setup.policy.requires_grad_(False), rollout, cfg)
+    assert perplexity == math.inf, "tokens that are not the likeliest ones have probability 0"
 
 
 def test_evaluate_never_trains(copy_of_six, noise, tmp_path):

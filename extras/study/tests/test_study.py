@@ -245,6 +245,4 @@ def test_an_answer_takes_all_comparisons_of_a_question_at_equal_kl():
 
     assert answers(first=1, second=1) == "Yes"
     assert answers(first=1, second=-1) == "No", "one comparison is on the other side"
-    assert answers(first=1, second=0) == "No", "one comparison sees no difference"
     assert answers(x=0.51, first=1, second=1) == "No", "no arm was near this KL"
-    assert answers(x=0.15, first=1, second=1) == "No", "no arm was near this KL"
