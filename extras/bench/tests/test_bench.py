@@ -1,4 +1,4 @@
-"""The bench: an iteration is grpo's own, variants take turns, and what is typed wrong is refused."""
+"""The bench: an iteration is grpo's, variants take turns, and what is typed wrong is refused."""
 import importlib.util
 import sys
 
