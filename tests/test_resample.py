@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import grpo as trainer
-import explain.__main__ as explain
 from common.files import load_file
 from common.script import seed_for
 from data.prompts import Prompt, draw_prompts
 from data.tokenizer import texts_of
 from run.metrics import batch_metrics
 from worlds import (
-    WORDS, gradient, letters, nets_of, printed, read_rows, refusal, settings, shaken, word_gpt)
+    WORDS, gradient, letters, nets_of, read_rows, refusal, settings, shaken, word_gpt)
 
 TEXTS = ("I am", "you are so", "what", "the end of it", "no", "why would you say that", "it is",
          "a b c d", "and then", "o")
@@ -206,7 +205,7 @@ def rule(tmp_path_factory):
     return path
 
 
-def test_a_run_and_its_account(grpo, rule, tmp_path, monkeypatch):
+def test_a_run(grpo, rule, tmp_path, monkeypatch):
     """Killed and continued it is the same run. Its files name the prompts that were sampled, and
     count the tokens of all rounds."""
     flags = (rule, "--judge=None", "--eval_judge=None", "--zero_std_groups=resample",
@@ -253,16 +252,6 @@ def test_a_run_and_its_account(grpo, rule, tmp_path, monkeypatch):
     for m, speed in zip(metrics, re.findall(r"(\d+) tok/s", out), strict=True):
         sampled = sum(drawn.pop(0) for _ in range(1 + m["resample/rounds"]))
         assert abs(int(speed) - sampled / m["step_time"]) < .51, "tok/s is not of all rounds"
-
-    ends = [(row["prompt"], row["completion"]) for row in rows]
-    text = printed(explain.main, [str(whole), str(rule), "--account=True", "--prompt=a the",
-                                  "--completion= green"])
-    cards = [line for line in text.splitlines() if ", iteration " in line and "->" in line]
-    assert cards, text
-    for line in cards:
-        said = line[line.index(": ") + 2:]
-        assert any(said == f"{p[:48]!r} -> {c[:72]!r}" for p, c in ends), (
-            f"the account puts a completion under another's prompt: {line}")
 
 
 @pytest.mark.parametrize("flags", ["--critic=True", "--max_resamples=0",
