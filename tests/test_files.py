@@ -182,7 +182,7 @@ def test_text_json_and_rows(tmp_path):
     assert read_rows(rows) == [{"a": 1}, {"a": "\u2028"}]
     rows.write_text('{"a": 1}\n{"a":\n')
     assert "row 2 is no JSON object" in refusal(read_rows, rows)
-    assert "must end in .csv or .jsonl" in refusal(read_rows, "/dev/zero")
+    assert "must end in .txt, .csv or .jsonl" in refusal(read_rows, "/dev/zero")
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.symlink("/dev/zero", tmp_path / "endless.csv")
     for name in ("pipe.jsonl", "endless.csv"):
