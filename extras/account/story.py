@@ -124,9 +124,13 @@ def go_to(setup, cfg, folder, since):
 
 def rollouts_asked(setup, cfg, own):
     """A Rollout of one row for each sentence."""
-    asked = read_rows(own["prompts"]) if own["prompts"] else []
-    if own["prompts"] and not asked:
-        raise BadInput(f"--prompts={own['prompts']}: holds no sentence")
+    path = own["prompts"]
+    if path and not path.endswith((".csv", ".jsonl")):
+        raise BadInput(f"--prompts={path}: must end in .csv or .jsonl, with columns prompt and "
+                       "completion")
+    asked = read_rows(path) if path else []
+    if path and not asked:
+        raise BadInput(f"--prompts={path}: holds no sentence")
     if own["completion"]:
         asked.append(own)
     if not asked:

@@ -204,7 +204,7 @@ def test_refusals(run, tmp_path, monkeypatch):
         assert refused(f"--prompts={rows}").startswith("prompt "), prompt
     rows.write_text("")
     assert "no sentence" in refused(f"--prompts={rows}")
-    assert "must end in .csv or .jsonl" in refused(f"--prompts={folder}/config.py")
+    assert "must end in .csv or .jsonl" in refused("--prompts=sentences.txt")
     top_k = run("one backward")
     never = [top_k, f"{top_k}/config.py", "--prompt=the", "--completion=\u20ac\u20ac"]
     assert "never draws" in refusal(explain.main, never)
