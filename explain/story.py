@@ -2,7 +2,6 @@
 The story of a sentence: how its log-prob went along a run, which rollouts did that, and what it
 would be without them. explain/account.py has the arithmetic.
 """
-import glob
 import math
 import os
 from dataclasses import replace
@@ -24,7 +23,8 @@ from explain.sentences import best_and_worst
 from explain.words import pieces_of, row_alone, token_influences
 from rollout import completion_states, truncate
 from run.checkpoint import (
-    changed_settings, load_checkpoint, read_checkpoint, read_newest, set_random_state)
+    changed_settings, load_checkpoint, older_checkpoints, read_checkpoint, read_newest,
+    set_random_state)
 from run.folder import same_text
 
 SHOWN = 5           # rollouts in each direction
@@ -109,15 +109,15 @@ def harmless(cfg):
 
 def go_to(setup, cfg, folder, since):
     """Load the last checkpoint up to iteration `since`, if there is one -> its iteration, or 0."""
-    start = 0
-    for path in glob.glob(os.path.join(glob.escape(folder), "ckpt*.pt")):
-        content = read_checkpoint(path)
-        if start < content["iteration"] <= since:
+    newest = [f"{folder}/ckpt.pt", f"{folder}/ckpt_prev.pt"]
+    for path in filter(os.path.exists, newest + older_checkpoints(folder)[::-1]):
+        if read_checkpoint(path, mmap=True)["iteration"] <= since:
+            content = read_checkpoint(path)
             with undamaged(path):
                 load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
-            set_random_state(content["random"])
-            start = content["iteration"]
-    return start
+                set_random_state(content["random"])
+            return content["iteration"]
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------

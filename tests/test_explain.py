@@ -55,15 +55,16 @@ def run(tmp_path_factory, comments):
     """run(name of SETTINGS): the folder of such a run, made once."""
     there = tmp_path_factory.mktemp("explained")
     (there / "config.py").write_text(CONFIG)
-    made = {}
+    made = []
 
     def make(name, *more):
+        folder = str(there / name)
         if name not in made:
-            made[name] = str(there / name)
             printed(grpo.main, [str(there / "config.py"), f"--comments={comments}",
-                                f"--cache_dir={there}/prepared", f"--out_dir={made[name]}",
+                                f"--cache_dir={there}/prepared", f"--out_dir={folder}",
                                 *SETTINGS.get(name, more)])
-        return made[name]
+            made.append(name)
+        return folder
 
     return make
 
@@ -249,11 +250,43 @@ def test_the_account_repeats_the_run_and_adds_up(run, name):
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("keep, kept", [(0, [0, 1, 2, 3, 4]), (1, [3, 4]), (3, [2, 3, 4])])
-def test_it_starts_from_the_last_checkpoint_that_was_kept(run, monkeypatch, keep, kept):
-    folder = run(f"keeps {keep}", "--tracin=off", "--save_interval=1", f"--keep_checkpoints={keep}")
+def killed_after(name, links_to):
+    """os.replace of a run that is killed in its fourth save, after the rename to a name. Its folder
+    then has links with names of checkpoints."""
+    replace = os.replace
+
+    def until(source, path):
+        replace(source, path)
+        folder = os.path.dirname(path)
+        if path.endswith(name) and os.path.exists(f"{folder}/ckpt_000002.pt"):
+            for link in (f"{folder}/ckpt_000001.pt", f"{folder}/ckpt_000003.pt"):
+                if not os.path.exists(link):
+                    os.symlink(links_to, link)
+            raise RuntimeError("killed")
+
+    return until
+
+
+@pytest.mark.parametrize("keep, killed, kept, links", [
+    (0, "", [0, 1, 2, 3, 4], 0), (1, "", [3, 4], 0), (3, "", [2, 3, 4], 0),
+    (0, "ckpt_000002.pt", [0, 1, 2, 3, 4], 1), (0, "ckpt_prev.pt", [0, 1, 2, 3, 4], 1),
+    (3, "ckpt_prev.pt", [2, 3, 4], 2)])
+def test_it_starts_from_the_last_checkpoint_that_was_kept(
+        run, tmp_path, monkeypatch, keep, killed, kept, links):
+    """Also where the run was killed between two renames, and where links have such names."""
+    name = f"keeps {keep} {killed}"
+    flags = ["--tracin=off", "--save_interval=1", f"--keep_checkpoints={keep}"]
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    if killed:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+            patch.setattr(os, "replace", killed_after(killed, mine))
+            run(name, *flags)
+    folder = run(name, *flags)
     paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pt")]
-    assert sorted(torch.load(path)["iteration"] for path in paths) == kept
+    own = [path for path in paths if not os.path.islink(path)]
+    assert sorted(torch.load(path)["iteration"] for path in own) == kept
+    assert len(paths) - len(own) == links and mine.read_text() == "mine", "a user's link is gone"
     replay = story.replay
     starts = []
 

@@ -1,9 +1,8 @@
 """
 Measures what an iteration costs, and whether the fast paths hold on this machine.
 
-    python -m extras.bench config/toxicity.py          # seconds, tokens/s, memory, phases
+    python -m extras.bench config/toxicity.py          # seconds, tokens/s, memory
     python -m extras.bench config/toxicity.py vs --tracin=self vs --compile=True     # in turns
-    python -m extras.bench gpt2 vs --tracin=self       # GPT-2's shape with random weights
     python -m extras.bench trl config/toxicity.py      # beside TRL's GRPOTrainer
     python -m extras.bench tape                        # influence beside forward and backward alone
 
@@ -37,8 +36,6 @@ from extras.bench.shapes import compare_tape
 from pretrain import new_policy
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 
-GPT2 = ["config/lowercase.py", "--vocab_size=50257", "--block_size=1024", "--n_layer=12",
-        "--n_head=12", "--n_embd=768", "--num_prompts=16", "--max_completion_length=128"]
 THREADS = torch.get_num_threads()
 
 
@@ -56,36 +53,9 @@ def make_nets(cfg):
 
 class Round(NamedTuple):
     """An iteration."""
-    phases: dict        # {name: seconds}
+    seconds: float
     tokens: int         # sampled
     peak: float         # GB
-
-    @property
-    def seconds(self):
-        return sum(self.phases.values())
-
-
-class Clock:
-    """The log of an iteration: how long each phase took, by the calls that grpo.py makes anyway."""
-
-    def __init__(self, device):
-        self.device = device
-        self.phases = {}
-        self.last = now(device)
-
-    def lap(self, name):
-        then = self.last
-        self.last = now(self.device)
-        self.phases[name] = self.phases.get(name, 0.0) + self.last - then
-
-    def generated(self, num_rows):
-        self.lap("generate")
-
-    def scored(self, rewards):
-        self.lap("score")
-
-    def loss(self, values):
-        self.lap("loss")
 
 
 def now(device):
@@ -100,12 +70,11 @@ def iteration(setup, cfg, it):
     torch.set_num_threads(cfg.threads or THREADS)   # another variant may have had others
     if setup.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(setup.device)
-    clock = Clock(setup.device)
-    batch, held_out = grpo.sample_iteration(setup, it, cfg, clock)
-    clock.lap("reference, advantage, target")
-    grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), clock)
-    clock.lap("influence, step")
-    return Round(clock.phases, int(batch.rollout.sampled_mask.sum()), peak_memory(setup.device))
+    start = now(setup.device)
+    batch, held_out = grpo.sample_iteration(setup, it, cfg)
+    grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it))
+    seconds = now(setup.device) - start
+    return Round(seconds, int(batch.rollout.sampled_mask.sum()), peak_memory(setup.device))
 
 
 def peak_memory(device):
@@ -134,9 +103,6 @@ def print_rounds(rounds):
         print(f"{name}\n  {statistics.median(seconds):.3f} s an iteration ({min(seconds):.3f} to "
               f"{max(seconds):.3f}), {rates[name]:.0f} tokens/s, {rates[name] / first:.2f} x the "
               f"first, {found[-1].peak:.2f} GB")
-        phases = {phase: statistics.median(r.phases[phase] for r in found)
-                  for phase in found[0].phases}
-        print("  " + ", ".join(f"{phase} {spent:.3f}" for phase, spent in phases.items()))
 
 
 def variants_of(argv):
@@ -220,15 +186,13 @@ def rounds_of_trl(trl, setup, cfg, folder, repeat):
     prompts = datasets.Dataset.from_dict({"prompt": [prompt.text for prompt in setup.prompts]})
     policy = os.path.join(folder, "policy")
     trl.GRPOTrainer(policy, reward, args, prompts, callbacks=[Times()]).train()
-    return [Round({"all": seconds}, count, peak_memory(setup.device))
+    return [Round(seconds, count, peak_memory(setup.device))
             for seconds, count in zip(times[1:], tokens[1:])]
 
 
 def main(argv):
     own, flags = own_flags(argv, {"repeat": 5})
     repeat = own["repeat"]
-    if flags[:1] == ["gpt2"]:
-        flags[:1] = GPT2
     if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
     elif flags == ["tape"]:

@@ -1,16 +1,17 @@
-"""What the tape adds to a forward and backward: the case `tape` of this command."""
+"""What influence adds to a forward and backward, here and with dattri-LLM: the case `tape` of this
+command."""
+import importlib.util
 import statistics
 import time
 
 import torch
 
 from model import GPT, GPTConfig
-from rollout import Rollout, completion_logprobs
 from tape import Tape, add
 
 PROMPT = 4      # tokens
 SHAPES = ((3, 256, 2048, 64, 39), (6, 384, 512, 32, 128), (2, 256, 50257, 16, 64))
-PARTS = ("record", "target", "scores", "kept")
+DROPPED = 0.4   # of the rows: those of the lowest scores
 
 
 def random_loss(n_layer, C, V, N, T):
@@ -18,53 +19,56 @@ def random_loss(n_layer, C, V, N, T):
     torch.manual_seed(0)
     model = GPT(GPTConfig(V, block_size=PROMPT + T, n_layer=n_layer, n_head=4, n_embd=C))
     tokens = torch.randint(V, (N, PROMPT + T))
-    everywhere = torch.ones(N, T, dtype=torch.bool)
-    zeros = torch.zeros(N, T)
-    rollout = Rollout(tokens, torch.ones_like(tokens, dtype=torch.bool), everywhere, everywhere,
-                      zeros, zeros, everywhere[:, 0])
     advantages = torch.randn(N)
 
     def loss():
-        return (advantages * completion_logprobs(model, rollout).sum(1)).sum()
+        logits = model.lm_head(model(tokens[:, :-1])[:, -T:])                       # (N, T, V)
+        logp = logits.log_softmax(-1).gather(2, tokens[:, -T:, None])[..., 0]
+        return (advantages * logp.sum(1)).sum()
 
-    return model, rollout, loss
+    return model, loss
 
 
-def with_tape(model, rollout, loss):
-    """What a step with influence does, and the seconds of each of PARTS. Four of ten rows go."""
-    N = len(rollout.tokens)
-    half = (torch.arange(N) % 2).float()
-    times = [time.perf_counter()]
+def with_tape(model, N, loss):
+    """A step with influence on the sum of all rows -> scores (N,), the gradient of the kept."""
     with Tape(model, N) as tape:
-        owners = rollout.sampled_mask.nonzero()[:, 0]
-        tape.rows(torch.arange(N), flat={model.lm_head: owners})
+        tape.rows(torch.arange(N))
         loss().backward()
-    times.append(time.perf_counter())
-    G = add(tape.gradient(half), tape.gradient(1 - half))
-    times.append(time.perf_counter())
+    G = tape.gradient(torch.ones(N))
     scores = tape.dot(G)
-    times.append(time.perf_counter())
-    dropped = torch.zeros(N).index_fill(0, scores.argsort()[:int(0.4 * N)], 1.0)
-    add(G, tape.gradient(dropped), -1)
-    times.append(time.perf_counter())
-    return [after - before for before, after in zip(times, times[1:])]
+    dropped = torch.zeros(N).index_fill(0, scores.argsort()[:round(DROPPED * N)], 1.0)
+    return scores, add(G, tape.gradient(dropped), -1)
+
+
+def with_dattri(model, N, loss):
+    """The same by dattri-LLM 0.1.0. It scores a tied matrix as two matrices."""
+    from dattri_llm import REGISTER_ALL, DataSelectionCallback, HookManager, HookManagerConfig
+    selection = DataSelectionCallback(model, selection_kwargs={
+        "threshold": DROPPED, "threshold_mode": "bottom_fraction"})
+    manager = HookManager(model, HookManagerConfig(linear_io=REGISTER_ALL), [selection])
+    with manager.collect(deregister_on_exit=True):
+        loss().backward()
+    return selection.last_scores, {p: p.grad for p in model.parameters()}
 
 
 def compare_tape(repeat):
     """A line for each shape, in units of forward and backward alone, which take turns with it."""
+    ways = {"plain": lambda model, N, loss: loss().backward(), "tape": with_tape}
+    if importlib.util.find_spec("dattri_llm"):
+        ways["dattri-LLM"] = with_dattri
+    else:
+        print("note: dattri-LLM is left out: pip install dattri-llm==0.1.0")
     for shape in SHAPES:
-        model, rollout, loss = random_loss(*shape)
-        plain = []
-        taped = []
-        for _ in range(repeat + 1):
-            start = time.perf_counter()
-            loss().backward()
-            plain.append(time.perf_counter() - start)
-            model.zero_grad(set_to_none=True)
-            taped.append(with_tape(model, rollout, loss))
-        unit = statistics.median(plain[1:])
-        seconds = [statistics.median(part) for part in zip(*taped[1:])]
-        parts = ", ".join(f"{name} {x / unit:.2f}" for name, x in zip(PARTS, seconds))
         n_layer, C, V, N, T = shape
-        print(f"{n_layer} x {C}, V {V}, {N} x {T} tokens: {unit:.3f} s, with a tape "
-              f"{sum(seconds) / unit:.2f} of it ({parts})", flush=True)
+        model, loss = random_loss(*shape)
+        seconds = {name: [] for name in ways}
+        for _ in range(repeat + 1):
+            for name, step in ways.items():
+                start = time.perf_counter()
+                step(model, N, loss)
+                seconds[name].append(time.perf_counter() - start)
+                model.zero_grad(set_to_none=True)
+        medians = {name: statistics.median(found[1:]) for name, found in seconds.items()}
+        unit = medians.pop("plain")
+        ratios = ", ".join(f"with {name} {x / unit:.2f} of it" for name, x in medians.items())
+        print(f"{n_layer} x {C}, V {V}, {N} x {T} tokens: {unit:.3f} s, {ratios}", flush=True)

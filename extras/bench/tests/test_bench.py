@@ -1,4 +1,5 @@
-"""bench.py: an iteration is grpo's own, variants take turns, and what is typed wrong is refused."""
+"""The bench: an iteration is grpo's, variants take turns, and what is typed wrong is refused."""
+import importlib.util
 import sys
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 import extras.bench.__main__ as bench
 import grpo
 from conftest import ROOT
-from worlds import nets_of, printed, refusal, settings, skip_without
+from extras.bench import shapes
+from worlds import assert_near, nets_of, printed, refusal, settings, skip_without
 
 
 @pytest.fixture
@@ -18,20 +20,15 @@ def quick(comments):
             "--device=cpu"]
 
 
-def test_an_iteration_is_that_of_a_run_and_its_phases_are_all_of_it(monkeypatch):
+def test_an_iteration_is_that_of_a_run():
     cfg = settings(beta=0.1)
     here, there = nets_of(cfg), nets_of(cfg)
-    ticks = iter(range(100))
-    monkeypatch.setattr(bench, "now", lambda device: float(next(ticks)))
     found = bench.iteration(here, cfg, 3)
     batch, _ = grpo.sample_iteration(there, 3, cfg)
     grpo.update(there, batch, None, cfg, bench.seed_for(cfg.seed, "rows", 3))
     for a, b in zip(here.trained, there.trained):
         assert torch.equal(a, b)
     assert found.tokens == int(batch.rollout.sampled_mask.sum())
-    assert found.seconds == next(ticks) - 1, "a lap for each tick"
-    assert list(found.phases) == [
-        "generate", "score", "reference, advantage, target", "loss", "influence, step"]
 
 
 def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
@@ -39,7 +36,7 @@ def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
 
     def iteration(setup, cfg, it):
         order.append((setup, it))
-        return bench.Round({"all": 100.0 if it == 0 else float(it)}, 10, 0.5)
+        return bench.Round(100.0 if it == 0 else float(it), 10, 0.5)
 
     monkeypatch.setattr(bench, "iteration", iteration)
     rounds = bench.in_turns({"a": ("A", None), "b": ("B", None)}, 3)
@@ -58,7 +55,7 @@ def test_a_config_beside_a_variant(quick):
 def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
     skip_without("hub")
     monkeypatch.setitem(sys.modules, "trl", torch)
-    monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round({"all": 1.0}, 1, 0.0)])
+    monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round(1.0, 1, 0.0)])
     asked = ["--judge=train", "--reward_funcs=('reward','judge')", "--reward_weights=(1.0,1.0)"]
     text = printed(bench.main, ["trl", *quick, *asked])
     assert text.count(" s an iteration") == 2
@@ -71,10 +68,22 @@ def test_what_is_typed_wrong_is_one_line(quick):
 
 
 def test_the_tape_beside_a_forward_and_backward(monkeypatch):
-    monkeypatch.setattr("extras.bench.shapes.SHAPES", ((1, 8, 20, 4, 3),))
-    line, = printed(bench.main, ["tape", "--repeat=1"]).splitlines()
+    monkeypatch.setattr(shapes, "SHAPES", ((1, 8, 20, 4, 3),))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    note, line = printed(bench.main, ["tape", "--repeat=1"]).splitlines()
+    assert "pip install dattri-llm" in note
     assert line.startswith("1 x 8, V 20, 4 x 3 tokens: ")
-    assert "kept" in line
+    assert "with tape" in line
+
+
+def test_dattri_llm_does_the_same_work_as_the_tape():
+    pytest.importorskip("dattri_llm")
+    model, loss = shapes.random_loss(2, 64, 300, 8, 10)
+    scores, kept = shapes.with_tape(model, 8, loss)
+    others, gradient = shapes.with_dattri(model, 8, loss)
+    assert_near(others.double(), scores, 0.01 * float(scores.abs().max()))
+    for p, g in gradient.items():
+        assert_near(g, kept[p], 1e-4 * float(kept[p].abs().max()))
 
 
 def test_vs_stands_between(quick):
