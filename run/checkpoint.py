@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from common.files import (
-    flush, is_plain, load_file, load_optimizer, load_weights, replacing, save_file, undamaged,
-    write_json)
+    flush, is_plain, load_file, load_optimizer, load_weights, read_text, replacing, save_file,
+    undamaged, write_json)
 from common.processes import rank_and_size
 from common.script import BadInput, shown
 
@@ -61,6 +61,12 @@ def write_run_config(folder, cfg, device):
         settings=cfg.public(), functions=sorted(cfg.functions), device=str(device),
         torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git))
+
+
+def source_of(folder):
+    """The text of a run's config files; None without."""
+    path = f"{folder}/config.py"
+    return read_text(path) if os.path.exists(path) else None
 
 
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):

@@ -191,8 +191,6 @@ def influence_metrics(found):
     tensors = {
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
-        "tracin/min_ip": found.scores.min(),
-        "tracin/max_ip": found.scores.max(),
         "tracin/selected_ratio": (found.row_weights != 0).float().mean()}
     if found.batch_grad is not None:        # else it would cost another gradient
         tensors["tracin/invariant_error"] = invariant_error(
@@ -231,25 +229,12 @@ def target_metrics(found):
 
 
 def mean_influence(steps):
-    """Metrics of influence, from each step's to the update's: extremes of extremes, means of all
-    others."""
+    """Metrics of influence: means over the steps of an update."""
     if not steps:
         return {}
     metrics = {name: sum(m[name] for m in steps) / len(steps) for name in steps[0]}
     metrics["tracin/empty_steps"] = sum(m["tracin/selected_ratio"] == 0 for m in steps)
-    metrics["tracin/min_ip"] = min(m["tracin/min_ip"] for m in steps)
-    metrics["tracin/max_ip"] = max(m["tracin/max_ip"] for m in steps)
-    if "tracin/invariant_error" in metrics:
-        metrics["tracin/invariant_error"] = max(m["tracin/invariant_error"] for m in steps)
     return metrics
-
-
-def tensors_differing(setup):
-    """Count and print how many tensors of the reference differ from the policy's."""
-    pairs = zip(setup.reference.parameters(), setup.policy.parameters(), strict=True)
-    differing = sum(not torch.equal(r, p) for r, p in pairs)
-    print(f"reference synced: {differing} tensors differ from the policy's (0 right after a copy)")
-    return differing
 
 
 def std(x):
@@ -286,7 +271,6 @@ def batch_metrics(batch, cfg):
         "reward_std": std(known),
         "reward_min": float(known.min()),
         "reward_max": float(known.max()),
-        "advantage_max": float(batch.advantages.abs().max()),
         "frac_reward_zero_std": float(batch.equal_rows(cfg.num_generations).float().mean()),
         "entropy": float(rollout.entropy[batch.loss_mask].mean()),
         "num_completion_tokens": int(batch.loss_mask.sum()),

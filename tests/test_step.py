@@ -10,7 +10,7 @@ import torch
 
 import grpo
 from grpo import collect, learning_rate, sync_reference, update
-from run.metrics import batch_metrics, tensors_differing
+from run.metrics import batch_metrics
 from rollout import generate
 from worlds import (
     WORD_PROMPTS, WORDS, forcing, forward, generator_of, gradient, letters, nets_of, plain_logps,
@@ -131,7 +131,7 @@ def test_learning_rates(decay, warmup, expected):
     assert [learning_rate(it, cfg) for it in range(4)] == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_reference_follows_the_policy(capsys):
+def test_the_reference_follows_the_policy():
     cfg = words(beta=.1, ref_model_sync_steps=1)
     setup, _ = nets_and_batch(cfg)
     setup.policy, setup.reference = moved(), shaken(word_gpt(), .02, seed=6)
@@ -140,11 +140,8 @@ def test_the_reference_follows_the_policy(capsys):
     expected = .75 * before + .25 * weights_of(setup.policy)
     assert close(weights_of(setup.reference), expected, 1e-6), (
         "the reference is not 3/4 of itself and 1/4 of the policy")
-    assert tensors_differing(setup) > 0
     sync_reference(setup, 1.0)
     assert torch.equal(weights_of(setup.reference), weights_of(setup.policy))
-    assert tensors_differing(setup) == 0
-    assert "0 tensors differ" in capsys.readouterr().out
 
 
 def equal_at_first(prompts, completions):
