@@ -18,7 +18,7 @@ from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
 from explain.words import Piece, Row, pieces_of
-from worlds import command, printed, read_rows, refusal, seed_of
+from worlds import command, printed, read_rows, refusal, seed_of, skip_without
 
 explain = importlib.import_module("explain.__main__")
 RULE = """
@@ -52,6 +52,8 @@ def run(grpo, tmp_path_factory):
     @functools.cache
     def make(name):
         folder = str(there / name)
+        if "--lora_rank=2" in SETTINGS[name]:
+            skip_without("lora")
         grpo(folder, there / "rule.py", "--max_iters=4", *SETTINGS[name])
         return folder
 
