@@ -30,12 +30,7 @@ from common.files import read_rows, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
-<<<<<<< HEAD
-from tracin import Recording, keep_helpful, score_error
-=======
-from rollout import completion_logprobs
 from tracin import Recording, keep_helpful, true_error
->>>>>>> main
 
 SHOWN = 5       # rollouts in a list
 # flags of extras/account
