@@ -67,14 +67,17 @@ def evaluate(setup, policy, cfg):
 
 
 def sample_evaluation(setup, policy, cfg):
-    prompts = setup.eval_prompts
-    eos = end_tokens(setup.tokenizer)
+    return sample(setup, policy, cfg, setup.eval_prompts, cfg.num_eval_generations,
+                  seed_for("evaluation"), temperature=cfg.eval_temperature)
+
+
+def sample(setup, policy, cfg, prompts, k, seed, **sampling):
+    """k completions of each prompt, with these arguments of rollout.generate -> Rollout."""
     with autocast(setup.device, setup.dtype):
         rollout = setup.generate(
-            policy, [prompt.ids for prompt in prompts], cfg.num_eval_generations,
-            cfg.max_completion_length, seed=seed_for("evaluation"), batch_size=AT_ONCE, eos=eos,
-            part=shard(len(prompts)), temperature=cfg.eval_temperature,
-            respond=setup.answering(prompts, cfg.num_eval_generations))
+            policy, [prompt.ids for prompt in prompts], k, cfg.max_completion_length, seed=seed,
+            batch_size=AT_ONCE, eos=end_tokens(setup.tokenizer), part=shard(len(prompts)),
+            respond=setup.answering(prompts, k), **sampling)
     return concatenate(all_gather_rollout(rollout))
 
 

@@ -14,9 +14,9 @@ import math
 import os
 
 import config
-from common.files import read_rows, read_text, replacing, undamaged
+from common.files import read_rows, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
-from run.checkpoint import FREE
+from run.checkpoint import FREE, source_of
 
 with optional("matplotlib"):
     import matplotlib
@@ -48,26 +48,22 @@ def groups_of(folders):
     """{name: the logs of runs that differ by their seed alone}."""
     groups = {}
     for folder in {os.path.realpath(folder): folder for folder in folders}.values():
-        settings = settings_of(folder)
-        text = f"{folder}/config.py"        # of its functions
-        if os.path.exists(text):
-            settings["functions"] = read_text(text)
-        groups.setdefault(json.dumps(settings), []).append(folder)
-    return {name_of(some): [read_logs(folder) for folder in some] for some in groups.values()}
+        groups.setdefault(kind_of(folder), []).append(folder)
+    named = {}
+    for first, *others in groups.values():
+        name = f"{first}: mean and range of {1 + len(others)} seeds" if others else first
+        named[name] = [read_logs(folder) for folder in (first, *others)]
+    return named
 
 
-def settings_of(folder):
-    """The settings that make a run another one."""
+def kind_of(folder):
+    """What runs have in common that differ by their seed alone: settings, text of the config."""
     if not os.path.exists(f"{folder}/config.json"):     # logs alone: a colour of its own
-        return {"out_dir": folder}
+        return folder
     settings = config.read_run(folder)["settings"]
-    return {name: x for name, x in settings.items() if name not in (*FREE, "cache_dir", "seed")}
-
-
-def name_of(folders):
-    if len(folders) == 1:
-        return folders[0]
-    return f"{folders[0]}: mean and range of {len(folders)} seeds"
+    free = (*FREE, "cache_dir", "seed")
+    kept = {name: x for name, x in settings.items() if name not in free}
+    return json.dumps([kept, source_of(folder)])
 
 
 def draw_runs(groups, panels=len(PANELS)):

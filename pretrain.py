@@ -6,14 +6,13 @@ pretrains a small GPT from scratch, on the comments or on the texts that the con
 grpo.py does so at first use, too. The command prints the file's name, for --policy=FILE.pt
 """
 import copy
-import hashlib
 import math
 import os
 import random
 import time
 
 from common.script import (     # before torch: sets how its threads wait
-    BadInput, interrupts, run_script, seed_for, shown)
+    BadInput, interrupts, key_of, run_script, seed_for, shown)
 
 import torch
 from torch.nn import functional as F
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig, add_lora
+from model import GPT, GPTConfig
 from common.device import autocast, fast_dtype, pick_device
 from common.files import load_gpt, save_gpt
 from common.supervised import fit
@@ -58,8 +57,8 @@ def path_of(cfg, texts):
     """Name the file of the policy that is made of these texts, by a hash of all it depends on."""
     shape = [getattr(cfg, name) for name in SHAPE]
     made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
-    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
-    return os.path.join(cfg.cache_dir, f"policy-{cfg.n_layer}x{cfg.n_embd}-{key}.pt")
+    name = f"policy-{cfg.n_layer}x{cfg.n_embd}-{key_of(made_of)}.pt"
+    return os.path.join(cfg.cache_dir, name)
 
 
 def made_up_tokens(cfg, examples):
@@ -113,6 +112,7 @@ def trainable(base, cfg):
     adapters and shares all other weights, frozen, with the base. With cfg.critic it gets a value
     head, which is always trained."""
     if cfg.lora_rank:
+        from extras.lora import add_lora
         shared = {id(p): p for p in base.parameters()}
         policy = copy.deepcopy(base, shared)
         torch.manual_seed(seed_for(cfg.seed, "lora"))

@@ -10,39 +10,33 @@ the run's unless changed here, such as --temperature=0.7 or --max_completion_len
 import torch
 
 from data.prompts import Prompt, encode_prompt
-from data.tokenizer import end_tokens, texts_of
-from evaluate import open_run
+from data.tokenizer import texts_of
+from evaluate import open_run, sample
 from judge.rewards import score
-from common.device import autocast
 from common.script import BadInput, own_flags, run_script, seed_for
-from rollout import generate
 
 
 @torch.no_grad()
 def speak(setup, policy, cfg, prompt, num, chat=False):
-    """Sample completions of a prompt, always the same ones -> [(completion, {name: score})]."""
+    """Sample completions of a prompt, always the same ones -> (completions, {name: scores})."""
     content = [{"role": "user", "content": prompt}] if chat else prompt
     _, ids = encode_prompt(setup.tokenizer, content, "the prompt of --chat=True")
-    asked = [Prompt(prompt, ids, {"text": prompt})] * num
+    asked = Prompt(prompt, ids, {"text": prompt})
+    seed = seed_for(cfg.seed, "speak", prompt)
     try:
-        with autocast(setup.device, setup.dtype):
-            rollout = generate(
-                policy, [ids], num, cfg.max_completion_length, eos=end_tokens(setup.tokenizer),
-                seed=seed_for(cfg.seed, "speak", prompt), respond=setup.answering(asked, 1),
-                **cfg.sampling)
+        rollout = sample(setup, policy, cfg, [asked], num, seed, **cfg.sampling)
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
     completions = texts_of(setup.tokenizer, rollout)
-    columns = {name: torch.sigmoid(judge([prompt] * num, completions)).tolist()
-               for name, judge in setup.judges.items()}
+    scores = {name: torch.sigmoid(judge([prompt] * num, completions)).tolist()
+              for name, judge in setup.judges.items()}
     for name, function in setup.reward_funcs.items():
         try:
             if name != "judge":
-                columns[name] = score({name: function}, asked, completions)[:, 0].tolist()
+                scores[name] = score({name: function}, [asked] * num, completions)[:, 0].tolist()
         except BadInput as e:   # it may need more of a prompt than its text, such as an answer
             print(f"note: no column for {name!r}: {e}")
-    return [(completion, {name: column[i] for name, column in columns.items()})
-            for i, completion in enumerate(completions)]
+    return completions, scores
 
 
 def main(argv):
@@ -58,11 +52,10 @@ def main(argv):
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
     print(repr(prompt))
     for title, speaker in policies.items():
-        spoken = speak(setup, speaker, cfg, prompt, own["num"], own["chat"])
-        print("  " + "".join(f"{name:>12}" for name in spoken[0][1]) + f"  {title}")
-        for completion, scores in spoken:
-            numbers = "".join(f"{x:12.3f}" for x in scores.values())
-            print(f"  {numbers}  {completion!r}")
+        completions, scores = speak(setup, speaker, cfg, prompt, own["num"], own["chat"])
+        print("  " + "".join(f"{name:>12}" for name in scores) + f"  {title}")
+        for completion, *numbers in zip(completions, *scores.values()):
+            print("  " + "".join(f"{x:12.3f}" for x in numbers) + f"  {completion!r}")
 
 
 if __name__ == "__main__":

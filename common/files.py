@@ -101,11 +101,16 @@ def read_text(path):
 
 
 def read_rows(path):
-    """Rows of a .csv (with a header) or .jsonl file as dicts. BadInput names the row."""
-    if not str(path).endswith((".csv", ".jsonl")):
-        raise BadInput(f"{path}: must end in .csv or .jsonl")
-    lines = io.StringIO(read_text(path), newline="")
-    if str(path).endswith(".csv"):
+    """Rows of a .csv (with a header) or .jsonl file as dicts; of a .txt file {"text": line}.
+    BadInput names the row."""
+    ending = os.path.splitext(path)[1]
+    if ending not in (".txt", ".csv", ".jsonl"):
+        raise BadInput(f"{path}: must end in .txt, .csv or .jsonl")
+    text = read_text(path)
+    if ending == ".txt":
+        return [{"text": line} for line in text.splitlines()]
+    lines = io.StringIO(text, newline="")
+    if ending == ".csv":
         csv.field_size_limit(2 ** 30)
         return list(csv.DictReader(lines))
     rows = []

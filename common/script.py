@@ -170,6 +170,11 @@ def seed_for(*purpose):
     return int.from_bytes(digest[:7], "big")
 
 
+def key_of(made_of):
+    """The part of a file's name that says what it was made of."""
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
+
+
 def hash_of(model):
     """Short hash of all weights."""
     h = hashlib.sha256()

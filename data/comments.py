@@ -18,7 +18,7 @@ import math
 import os
 
 from common.files import file_of_package, read_json, read_rows, undamaged, write_json
-from common.script import BadInput, shown
+from common.script import BadInput, key_of, shown
 
 # percentiles of a hash of the text: the order of the file does not matter, and duplicates share a
 # split
@@ -110,8 +110,7 @@ def get_splits(cfg):
 def prompt_splits(path, cache_dir):
     """Load the two splits of prompts alone: a tenth of the file, which is cached."""
     written = os.path.getmtime(path) if os.path.exists(path) else None
-    key = hashlib.sha256(repr((path, written)).encode()).hexdigest()[:8]
-    cached = os.path.join(cache_dir, f"prompts-{key}.json")
+    cached = os.path.join(cache_dir, f"prompts-{key_of((path, written))}.json")
     names = ("train_prompts", "eval_prompts")
     if not os.path.exists(cached):
         splits = split_comments(load_comments(path))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from data.comments import as_text
-from common.files import read_rows, read_text
+from common.files import read_rows
 from common.script import BadInput, seed_for, shown
 
 SEED = 0                # of what a config file makes up
@@ -70,14 +70,6 @@ def check_text(content, where):
         raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
 
 
-def read_prompt(tokenizer, content, row, where):
-    """Make a Prompt of a text or a list of messages; `where` names it in a BadInput."""
-    text, ids = encode_prompt(tokenizer, content, where)
-    if isinstance(content, list):
-        row = row | {"messages": content}
-    return Prompt(text, ids, row)
-
-
 def draw_prompts(prompts, it, num_prompts, seed):
     """Return the prompts of iteration it: all come once in random order, then again in another."""
     n = len(prompts)
@@ -91,56 +83,55 @@ def draw_prompts(prompts, it, num_prompts, seed):
 
 
 def prompts_from(path, comments, cfg, tokenizer, limit):
-    """Return the prompts of a .txt file, one a line, or of the rows of a .csv or .jsonl file; else
-    those that questions(n, seed) of the config file makes up, about n dicts with the prompt's
-    "text" and what rewards ask for; else those of comments."""
-    if path and path.endswith(".txt"):
-        rows = [{"text": line} for line in read_text(path).splitlines()]
-        return prompts_of_rows(rows, "text", path, tokenizer, limit)
+    """Return the prompts of at most `limit` tokens of a file's rows; else of those that
+    questions(n, seed) of the config file makes up, about n dicts with the prompt's "text" and what
+    rewards ask for; else of comments."""
+    source = path
+    field = "text"
     if path:
-        return prompts_of_rows(read_rows(path), cfg.prompt_field, path, tokenizer, limit)
-    if "questions" not in cfg.functions:
-        return prompts_of_comments(comments, cfg, tokenizer, limit)
-    rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
-    if not isinstance(rows, list):
-        raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
-    return prompts_of_rows(rows, "text", "questions", tokenizer, limit)
+        rows = read_rows(path)
+        if not path.endswith(".txt"):
+            field = cfg.prompt_field
+    elif "questions" in cfg.functions:
+        source = "questions"
+        rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
+        if not isinstance(rows, list):
+            raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
+    else:
+        rows = starts_of(comments, cfg)
+    prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
+               for number, row in enumerate(rows, 1)]
+    fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
+    left_out = len(prompts) - len(fitting)
+    if left_out and source:     # of comments there are enough
+        print(f"{source}: {left_out} of {len(rows)} prompts are empty or longer than {limit} "
+              "tokens (block_size - max_completion_length) and are left out")
+    return fitting
 
 
-def prompts_of_comments(comments, cfg, tokenizer, limit):
+def starts_of(comments, cfg):
     """Take the first words of each comment, their number drawn from prompt_words; 0 takes them all.
-    Comments that leave nothing to complete, or are too long, are skipped."""
-    prompts = []
+    Comments that leave nothing to complete are skipped."""
+    rows = []
     for text, _ in comments:
         words = text.split(" ")
         count = random.Random(text).randint(*cfg.prompt_words)
-        if len(words) <= count:
-            continue
-        start = " ".join(words[:count]) if count else text
-        prompt = read_prompt(tokenizer, start, {"text": start}, "a comment")
-        if 1 <= len(prompt.ids) <= limit:
-            prompts.append(prompt)
-    return prompts
+        if len(words) > count:
+            rows.append({"text": " ".join(words[:count]) if count else text})
+    return rows
 
 
-def prompts_of_rows(rows, field, path, tokenizer, limit):
-    """Return the prompts in this field of the rows: a text each, or a list of messages."""
-    prompts = []
-    for number, row in enumerate(rows, 1):
-        where = f"{path}: row {number}"
-        content = field_of(row, field)
-        if content is None:
-            raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
-        if not isinstance(content, list):
-            content = as_text(content, field, where)
-        prompt = read_prompt(tokenizer, content, row, where)
-        if 1 <= len(prompt.ids) <= limit:
-            prompts.append(prompt)
-    left_out = len(rows) - len(prompts)
-    if left_out:
-        print(f"{path}: {left_out} of {len(rows)} prompts are empty or longer than {limit} tokens "
-              "(block_size - max_completion_length) and are left out")
-    return prompts
+def read_prompt(tokenizer, row, field, where):
+    """Make the Prompt of a row: a text, or a list of messages. `where` names it in a BadInput."""
+    content = field_of(row, field)
+    if content is None:
+        raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
+    if isinstance(content, list):
+        row = row | {"messages": content}
+    else:
+        content = as_text(content, field, where)
+    text, ids = encode_prompt(tokenizer, content, where)
+    return Prompt(text, ids, row)
 
 
 def field_of(row, name):

@@ -3,7 +3,6 @@ this command does it alone:
 
     python -m judge.train config/toxicity.py
 """
-import hashlib
 import os
 import random
 import time
@@ -20,7 +19,7 @@ from model import GPTConfig
 from common.device import autocast, fast_dtype, pick_device
 from common.files import save_gpt
 from common.supervised import fit
-from common.script import BadInput, interrupts, run_script
+from common.script import BadInput, interrupts, key_of, run_script
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 VOCAB_SIZE = 8192
@@ -31,13 +30,18 @@ HALVES = {"judge": "judge_a", "eval_judge": "judge_b"}  # the split that each on
 
 def named_judges(cfg, device):
     """Load the judges that the settings name by a file or a published name -> {role: judge}."""
-    named = {role: getattr(cfg, role) for role in HALVES}
-    named = {role: name for role, name in named.items() if name not in (None, "train")}
-    if len(named) > len(set(named.values())):
-        print(f"note: eval_judge is also the judge that gives the reward, {cfg.judge}: "
-              "it is not an independent check")
-    loaded = {name: load_judge(name, device) for name in sorted(set(named.values()))}
-    return {role: loaded[name] for role, name in named.items()}
+    judges = {}
+    for role in HALVES:
+        name = getattr(cfg, role)
+        if name in (None, "train"):
+            continue
+        if judges and name == cfg.judge:
+            print(f"note: eval_judge is also the judge that gives the reward, {name}: it is not an "
+                  "independent check")
+            judges[role] = judges["judge"]
+        else:
+            judges[role] = load_judge(name, device)
+    return judges
 
 
 def trained_judges(cfg, splits, device, stop=lambda: False, may_train=True):
@@ -55,8 +59,7 @@ def prepare_judge(name, cfg, splits, device, stop, may_train=True):
     """Train the judge `name` into cfg.cache_dir, unless it is there already -> path of its file."""
     comments = even_lengths(splits[name], SEED)
     made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
-    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
-    path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
+    path = os.path.join(cfg.cache_dir, f"{name}-{key_of(made_of)}.pt")
     if os.path.exists(path):
         print(f"{name}: {path}")
     elif not may_train:

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from common.files import (
-    flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
+    flush, is_plain, load_file, load_optimizer, load_weights, read_text, replacing, save_file,
+    undamaged, write_json)
 from common.processes import rank_and_size
 from common.script import BadInput, shown
 
@@ -62,6 +63,12 @@ def write_run_config(folder, cfg, device):
         threads=torch.get_num_threads(), git=git))
 
 
+def source_of(folder):
+    """The text of a run's config files; None without."""
+    path = f"{folder}/config.py"
+    return read_text(path) if os.path.exists(path) else None
+
+
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. Raises
     SystemExit, and writes nothing, if a weight is not finite."""
@@ -99,13 +106,21 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
 def set_aside(folder, path, keep):
     """Give a checkpoint the next of the names ckpt_000001.pt, ckpt_000002.pt, ... The newest
     keep - 2 of these stay; 0: all."""
-    older = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
+    older = older_checkpoints(folder)
     number = int(older[-1][-9:-3]) + 1 if older else 1
-    older.append(f"{folder}/ckpt_{number:06}.pt")
-    os.replace(path, older[-1])
+    while os.path.lexists(name := f"{folder}/ckpt_{number:06}.pt"):
+        number += 1
+    os.replace(path, name)
+    older.append(name)
     if keep:
         for gone in older[:2 - keep]:
             os.remove(gone)
+
+
+def older_checkpoints(folder):
+    """Paths of ckpt_000001.pt, ... A link or a folder of such a name is the user's."""
+    return [path for path in sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
+            if is_plain(path)]
 
 
 def newest_checkpoint(folder):

@@ -10,8 +10,9 @@ from filelock import FileLock, Timeout
 
 from config import read_run
 from run.checkpoint import (
-    LOGS, SHAPE, changed_settings, check_fits_run, in_words, newest_checkpoint, read_newest)
-from common.files import is_plain, read_text, remove
+    LOGS, SHAPE, changed_settings, check_fits_run, in_words, newest_checkpoint, read_newest,
+    source_of)
+from common.files import is_plain, remove
 from common.script import BadInput
 
 LOCK = ".lock"
@@ -98,9 +99,7 @@ def other_settings(run, folder, cfg):
 
 def same_text(folder, cfg):
     """True if the config files have the text that they had for the run in this folder."""
-    config = f"{folder}/config.py"
-    source = read_text(config) if os.path.exists(config) else None
-    return source == cfg.source
+    return source_of(folder) == cfg.source
 
 
 def is_free(folder, cfg):
@@ -109,7 +108,7 @@ def is_free(folder, cfg):
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
         path = f"{folder}/{name}"
         is_empty_log = name in LOGS and os.path.getsize(path) == 0
-        is_same_text = name == "config.py" and read_text(path) == cfg.source
+        is_same_text = name == "config.py" and same_text(folder, cfg)
         if not (name == LOCK or name.endswith(".tmp") or is_empty_log or is_same_text):
             return False
     return True

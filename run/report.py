@@ -116,13 +116,13 @@ def problems(m, cfg, dtype):
     Metrics that not every run has are read only under their setting: a misspelled name fails."""
     if math.isnan(m["reward"]):
         yield "reward", "no reward function scored any completion: all returned None"
-    if m["reward_min"] == m["reward_max"]:
+    elif m["reward_min"] == m["reward_max"]:
         yield "equal", (
             f"all rewards of the batch are {m['reward_min']:.4g}: nothing to learn from; read "
             "samples.jsonl, check the judge or the reward function")
-    if m["advantage_max"] == 0 and m["reward_min"] < m["reward_max"]:
-        yield "advantage", (
-            "all advantages are zero: rewards are equal within each group; raise temperature or "
+    elif m["frac_reward_zero_std"] == 1 and not cfg.critic:
+        yield "groups", (
+            "rewards are equal within each group: nothing to learn from; raise temperature or "
             "num_generations")
     if m["num_completion_tokens"] == 0:
         yield "tokens", (

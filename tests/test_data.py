@@ -51,7 +51,9 @@ def test_bad_comments_name_file_and_row(tmp_path):
             ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
             ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "must be text"),
             ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 400 + "}", "row 1 has is_off"),
-            ("a.csv", "text,is_offensive\n", "holds no comments"), ("a.txt", "x", "must end in")):
+            ("a.csv", "text,is_offensive\n", "holds no comments"),
+            ("a.txt", "x", "no field 'is_offensive'"),
+            ("a.pdf", "x", "must end in")):
         (tmp_path / name).write_text(text)
         message = refusal(load_comments, str(tmp_path / name))
         assert part in message

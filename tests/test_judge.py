@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from config import load_settings
+from data.comments import get_splits
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import as_reward, load_judge, reward_functions
@@ -86,14 +87,13 @@ def test_length_batches_cover_every_row_once_and_pad_little():
 
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     judge = load_judge(tiny.judge)
-    prompts = ["x", "grumble grumble", "x"]
-    clean, toxic, again = judge(prompts, ["a warm cat", "grumble you grumble", " a warm\ncat "])
+    texts = ["a warm cat", "grumble you grumble", " a warm\ncat "]
+    clean, toxic, again = judge(["x", "grumble grumble", "x"], texts)
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
-    cfg = SimpleNamespace(judge_score="logit", reward_funcs=("judge",), functions={},
-                          tracin_val_reward=None)
+    cfg = load_settings(["--judge_score=logit"])
     reward = reward_functions(cfg, {"judge": judge})["judge"]
-    a, b, silent = reward(["", "", ""], ["a warm cat", "grumble you grumble", " ?! "])
+    a, b, silent = reward([""] * 3, [*texts[:2], " ?! "])
     assert a > b
     assert silent.isnan()
 
@@ -110,9 +110,7 @@ def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     torch.nn.init.constant_(broken.score.weight, math.nan)
     save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
     message = refusal(load_judge(f"{tmp_path}/judge.pt"), [""], ["hello you"])
-    assert "judge.pt" in message
-    assert "'hello you'" in message
-    assert "nan" in message
+    assert all(part in message for part in ("judge.pt", "'hello you'", "nan"))
 
 
 def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
@@ -127,20 +125,17 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
 
     whole = train("whole.pt")
     asked = itertools.count()
-    with pytest.raises((SystemExit, KeyboardInterrupt)):
+    with pytest.raises(KeyboardInterrupt):
         train("cut.pt", lambda: next(asked) == 4)
-    assert set(os.listdir(tmp_path)) == {"whole.pt", "cut.pt.partial"}
     again = train("cut.pt")
-    assert set(os.listdir(tmp_path)) == {"whole.pt", "cut.pt"}
+    assert sorted(os.listdir(tmp_path)) == ["cut.pt", "whole.pt"]
     assert again["auc"] == whole["auc"] > 0.5
-    for name, x in whole["model"].items():
-        assert torch.equal(x, again["model"][name]), name
+    assert all(torch.equal(x, again["model"][name]) for name, x in whole["model"].items())
 
 
 def test_comments_that_cannot_teach_are_refused(tmp_path):
     path = write_comments(f"{tmp_path}/a.csv", 60, label=lambda i: 0)
     cfg = load_settings([f"--comments={path}", f"--cache_dir={tmp_path}"])
-    from data.comments import get_splits
     assert "needs both labels" in refusal(trained_judges, cfg, get_splits(cfg), CPU)
 
 
@@ -159,21 +154,13 @@ def by_column(prompts, completions, answer, level=None, *, other=5):
     return [float(a == text) for a, text in zip(answer, completions)]
 
 
-def completions_first(completions, answer, **kwargs):
-    assert set(kwargs) == {"prompts", "level", "text"}
-    return by_column(kwargs["prompts"], completions, answer, kwargs["level"])
-
-
-def all_by_name(**kwargs):
-    return completions_first(**kwargs)
-
-
-def completions_alone(completions):
-    return [float(text == "4") for text in completions]
+def by_other_names(completions, answer, **others):
+    assert set(others) == {"prompts", "level", "text"}
+    return by_column(others["prompts"], completions, answer, others["level"])
 
 
 def test_a_reward_gets_prompts_completions_and_columns_by_name():
-    for reward in (by_column, completions_first, all_by_name, completions_alone):
+    for reward in (by_column, by_other_names, lambda completions: [x == "4" for x in completions]):
         assert score({"r": reward}, ASKED, ANSWERS).tolist() == [[1.0], [0.0]]
 
 

@@ -7,9 +7,7 @@ import torch
 import grpo
 import tracin
 from run import metrics
-from run.metrics import (
-    Meter, batch_metrics, influence_metrics, logp_error, mean_influence,
-    rollout_toxicity)
+from run.metrics import Meter, batch_metrics, logp_error, mean_influence, rollout_toxicity
 from run.report import silent_log
 from worlds import letters, mean_token, seed_of, settings, whole_step, world
 
@@ -40,32 +38,26 @@ def by_hand(setup, batch, cfg):
     with torch.no_grad():
         loss = grpo.loss_of(setup, setup.policy, batch, slice(None), whole_step(batch), cfg)
     low, high = cfg.clip_range
-    ratios, below, above, kl = [], [], [], []
+    units = []      # (ratio, advantage) of each token, or of each row
+    kl = []
     for i, mask in enumerate(batch.loss_mask):
-        tokens = mask.nonzero()[:, 0].tolist()
-        units = tokens
-        if cfg.importance_sampling_level == "sequence":
-            units = tokens[:1]
-        for t in units:
-            ratio = math.exp(loss.logp[i, t] - batch.rollout.logp[i, t])
-            if units is not tokens:
-                gaps = [float(loss.logp[i, s] - batch.rollout.logp[i, s]) for s in tokens]
-                ratio = math.exp(sum(gaps) / len(gaps))
-            A = batch.advantages[i]
-            ratios.append(ratio)
-            below.append(bool(ratio < low and A < 0))
-            above.append(bool(ratio > high and A > 0))
+        log_ratios = (loss.logp[i] - batch.rollout.logp[i])[mask].tolist()
+        if cfg.importance_sampling_level == "sequence" and log_ratios:
+            log_ratios = [sum(log_ratios) / len(log_ratios)]
+        units += [(math.exp(x), float(batch.advantages[i])) for x in log_ratios]
         if cfg.beta:
-            d = batch.ref_logp[i] - loss.logp[i]
-            kl += [float(math.exp(d[t]) - d[t] - 1) for t in tokens]
-    n = len(ratios)
-    found = {"ratio": sum(ratios) / n}
+            d = (batch.ref_logp[i] - loss.logp[i])[mask].tolist()
+            kl += [math.exp(x) - x - 1 for x in d]
+    n = len(units)
+    below = sum(ratio < low and A < 0 for ratio, A in units) / n
+    above = sum(ratio > high and A > 0 for ratio, A in units) / n
+    found = {"ratio": sum(ratio for ratio, _ in units) / n}
     if cfg.loss_type == "cispo":
-        found["cispo_clip_ratio"] = sum(above) / n
+        found["cispo_clip_ratio"] = above
     elif cfg.loss_type != "sapo":
-        found["clip_ratio/high_mean"] = sum(above) / n
-        found["clip_ratio/low_mean"] = sum(below) / n
-        found["clip_ratio/region_mean"] = (sum(below) + sum(above)) / n
+        found["clip_ratio/low_mean"] = below
+        found["clip_ratio/high_mean"] = above
+        found["clip_ratio/region_mean"] = below + above
     if kl:
         found["kl"] = sum(kl) / len(kl)
     return found
@@ -93,25 +85,6 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
     assert some_clipped > 8
 
 
-def test_a_metric_that_a_reader_adds_is_logged(grpo, rows, tmp_path, monkeypatch):
-    """Whatever its name, and whatever the micro-batches: the mean over the tokens of the update."""
-    plain = metrics.loss_metrics
-
-    def more(loss, cfg):
-        mask = loss.batch.loss_mask
-        rank = torch.arange(mask.shape[1]) * mask       # a token's place in its completion
-        return plain(loss, cfg) | {"mean_place": (rank.sum(), mask.sum()),
-                                   "rows_per_loss": (len(mask), 1)}
-
-    monkeypatch.setattr(metrics, "loss_metrics", more)
-    for size in (16, 3):
-        grpo(tmp_path / str(size), f"--micro_batch_size={size}", "--max_iters=1")
-    whole, = rows(tmp_path / "16" / "metrics.jsonl")
-    parts, = rows(tmp_path / "3" / "metrics.jsonl")
-    assert whole["mean_place"] == pytest.approx(parts["mean_place"]) and whole["mean_place"] > 1
-    assert (whole["rows_per_loss"], parts["rows_per_loss"]) == (16, 16 / 6)
-
-
 def updated(cfg, check=True, **more):
     setup, batch = world(cfg, **more)
     metrics = grpo.update(setup, batch, None, cfg, seed=1, check=check)
@@ -123,7 +96,7 @@ def test_an_update_has_these_metrics():
         "ratio", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
         "loss", "policy_loss", "grad_norm", "num_steps",
         "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
-        "reward", "reward_std", "reward_min", "reward_max", "advantage_max",
+        "reward", "reward_std", "reward_min", "reward_max",
         "frac_reward_zero_std", "entropy", "num_completion_tokens", "forced",
         "completions/clipped_ratio", "completions/mean_length",
         "completions/mean_terminated_length", "rewards/reward/mean", "rewards/reward/std"}
@@ -133,8 +106,7 @@ def test_an_update_has_these_metrics():
     assert more.keys() - plain >= {"kl", "kl_loss", "entropy_loss"}
     more = updated(settings(tracin="reward"))
     assert more.keys() - plain >= {"tracin/" + name for name in (
-        "positive_ratio", "mean_ip", "min_ip", "max_ip",
-        "selected_ratio", "self_share", "fallback",
+        "positive_ratio", "mean_ip", "selected_ratio", "self_share", "fallback",
         "target_grad_norm", "target_cosine", "target_contrast", "empty_steps")}
     own_loss = updated(settings(tracin="self"))
     assert own_loss.keys() - more.keys() == {"tracin/invariant_error"}
@@ -148,6 +120,22 @@ def test_an_update_sums_over_its_micro_batches_and_steps():
     assert found[0]["num_steps"] == 6
     assert found[0]["ratio"] != 1.0
     assert found[0]["sampling/sampling_logp_difference/max"] < 1e-5, "of the first pass alone"
+
+
+def test_a_metric_that_a_reader_adds_is_logged(monkeypatch):
+    """Whatever its name, and whatever the micro-batches: the mean over the tokens of the update."""
+    plain = metrics.loss_metrics
+
+    def more(loss, cfg):
+        mask = loss.batch.loss_mask
+        rank = torch.arange(mask.shape[1]) * mask       # a token's place in its completion
+        return plain(loss, cfg) | {"mean_place": (rank.sum(), mask.sum()),
+                                   "rows_per_loss": (len(mask), 1)}
+
+    monkeypatch.setattr(metrics, "loss_metrics", more)
+    whole, parts = (updated(settings(micro_batch_size=size)) for size in (12, 5))
+    assert whole["mean_place"] == pytest.approx(parts["mean_place"]) and whole["mean_place"] > 1
+    assert (whole["rows_per_loss"], parts["rows_per_loss"]) == (12, 4)
 
 
 def test_losses_of_a_step_without_rows_count(monkeypatch):
@@ -197,32 +185,19 @@ def test_a_batch_without_rewards():
     assert m["frac_reward_zero_std"] == 1.0
 
 
-def test_metrics_of_influence(monkeypatch):
+def test_metrics_of_influence():
     cfg = settings(tracin="reward")
     setup, batch = world(cfg)
-    found = []
-    keep = grpo.keep_helpful
-
-    def keep_and_tell(*args, **more):
-        found.append(keep(*args, **more))
-        return found[-1]
-
-    monkeypatch.setattr(grpo, "keep_helpful", keep_and_tell)
-    grpo.update(setup, batch, None, cfg, seed=1)
-    m = influence_metrics(found[0])
+    m = grpo.update(setup, batch, None, cfg, seed=1)
     scores = batch.influence.tolist()
     assert m["tracin/positive_ratio"] == pytest.approx(sum(x > 0 for x in scores) / 12)
     kept = float((batch.row_weights != 0).float().mean())
     assert m["tracin/selected_ratio"] == pytest.approx(kept)
     assert m["tracin/mean_ip"] == pytest.approx(sum(scores) / 12)
-    assert (m["tracin/min_ip"], m["tracin/max_ip"]) == (min(scores), max(scores))
     assert m["tracin/target_contrast"] == pytest.approx(1.0)
-
-    steps = [{"tracin/selected_ratio": x, "tracin/invariant_error": x, "tracin/min_ip": x,
-              "tracin/max_ip": x} for x in (0.0, 1.0)]
+    steps = [{"tracin/selected_ratio": x, "tracin/mean_ip": 2 * x} for x in (0.0, 1.0)]
     assert mean_influence(steps) == {
-        "tracin/selected_ratio": 0.5, "tracin/invariant_error": 1.0, "tracin/min_ip": 0.0,
-        "tracin/max_ip": 1.0, "tracin/empty_steps": 1}
+        "tracin/selected_ratio": 0.5, "tracin/mean_ip": 1.0, "tracin/empty_steps": 1}
 
 
 def test_the_error_is_the_largest_in_float32_and_the_mean_in_bfloat16():
@@ -232,20 +207,15 @@ def test_the_error_is_the_largest_in_float32_and_the_mean_in_bfloat16():
 
 
 def test_toxicity_is_of_all_rollouts_in_every_iteration():
-    cfg = settings()
-    setup, batch = world(cfg)
-    asked = []
+    setup, batch = world(settings())
+    texts = [prompt.text for prompt in setup.prompts for _ in range(6)]
 
     def judge(prompts, completions):
-        asked.append((prompts, completions))
-        return torch.linspace(-2, 2, len(completions))
+        assert prompts == texts and completions == batch.completions
+        return torch.linspace(-2, 2, 12)
 
-    assert rollout_toxicity(batch, setup) == {}
     setup.judges = {"judge": judge}
-    assert rollout_toxicity(batch, setup) == {}
+    assert rollout_toxicity(batch, setup) == {}, "that is the judge of the reward"
     setup.judges = {"eval_judge": judge}
-    found = rollout_toxicity(batch, setup)
-    texts = [prompt.text for prompt in setup.prompts for _ in range(6)]
-    assert asked == [(texts, batch.completions)]
     expected = sum(1 / (1 + math.exp(-x)) for x in torch.linspace(-2, 2, 12).tolist()) / 12
-    assert found == {"eval_judge/toxicity": pytest.approx(expected, 1e-5)}
+    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": pytest.approx(expected, 1e-5)}

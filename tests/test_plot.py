@@ -9,19 +9,18 @@ import pytest
 
 pytest.importorskip("matplotlib")
 import plot  # noqa: E402
-from worlds import printed, read_rows, refusal  # noqa: E402
+from worlds import printed, read_rows, refusal, write_rows  # noqa: E402
 
 METRICS = [metric for _, log, *metrics in plot.PANELS if log == "metrics" for metric in metrics]
 TITLES = [title for title, *_ in plot.PANELS]
 
 
-def make_run(folder, rows, evaluations=(), **settings):
+def make_run(folder, rows=(), evaluations=(), **settings):
     os.makedirs(folder)
     content = {"settings": {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings}
     (folder / "config.json").write_text(json.dumps(content))
-    for name, content in (("metrics.jsonl", rows), ("eval.jsonl", evaluations)):
-        with open(os.path.join(folder, name), "w") as f:
-            f.writelines(json.dumps(row) + "\n" for row in content)
+    write_rows(folder / "metrics.jsonl", rows)
+    write_rows(folder / "eval.jsonl", evaluations)
     return str(folder)
 
 
@@ -55,10 +54,6 @@ def test_lines_hold_what_the_rows_hold(run, tmp_path):
             expected = [math.nan if row[metric] is None else row[metric] for row in rows]
             assert np.array_equal(y, expected, equal_nan=True)
             assert (marker == "o") == (log == "eval"), "evaluations are marked"
-    other = make_run(tmp_path / "other", [{"iteration": 1, "reward": 0.5}], beta=0.2)
-    drawn, figure = figure_of(run, other)
-    assert len(drawn["reward, mean"]) == 2
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [run, other]
 
 
 def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
@@ -66,10 +61,10 @@ def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
     runs = [make_run(tmp_path / f"seed{seed}", [{"iteration": i, "reward": x}
                                                 for i, x in enumerate(rewards, 1)], seed=seed)
             for seed, rewards in values.items()]
-    other = make_run(tmp_path / "other", [{"iteration": 1, "reward": 0.8}], beta=0.5)
-    edited = make_run(tmp_path / "edited", [{"iteration": 1, "reward": 0.8}], seed=4)
-    with open(os.path.join(edited, "config.py"), "w") as f:
-        f.write("def reward(completions): ...")
+    point = [{"iteration": 1, "reward": 0.8}]
+    other = make_run(tmp_path / "other", point, beta=0.5)
+    edited = make_run(tmp_path / "edited", point, seed=4)
+    (tmp_path / "edited" / "config.py").write_text("def reward(completions): ...")
     drawn, figure = figure_of(*runs[:2], other, runs[2], edited)
     lines = drawn["reward, mean"]
     assert len(lines) == 3, "a colour for the three seeds, the other beta, the other reward"
@@ -77,34 +72,33 @@ def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
     assert x == [1, 2, 3], "iterations that not all seeds have reached make the mean jump"
     assert np.allclose(y, [0.4, 0.5, math.nan], equal_nan=True)
     ax, = figure.axes
-    (band, *more), = [path.to_polygons() for path in ax.collections[0].get_paths()[:1]]
-    assert band.max(0).tolist() == [2, 0.7] and band.min(0).tolist() == [1, 0.1], "not the range"
-    assert len(ax.collections) == 1, "a single run has no range"
+    band, = ax.collections      # a single run has no range
+    corners = band.get_paths()[0].to_polygons()[0]
+    assert corners.max(0).tolist() == [2, 0.7] and corners.min(0).tolist() == [1, 0.1]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == [f"{runs[0]}: mean and range of 3 seeds", other, edited]
 
 
 def test_a_run_is_counted_once_and_threads_make_no_other_run(tmp_path):
-    a, b = (make_run(tmp_path / name, [], seed=i, threads=i, cache_dir=name)
+    a, b = (make_run(tmp_path / name, seed=i, threads=i, cache_dir=name)
             for i, name in enumerate("ab"))
     groups = plot.groups_of([a, b, f"{a}/", a])
     assert [len(runs) for runs in groups.values()] == [2]
 
 
 def test_a_seed_without_evaluations_hides_no_other(tmp_path):
-    logs = [[], [{"iteration": 0, "perplexity": 20.0}], [{"iteration": 0, "perplexity": 22.0}]]
-    runs = [make_run(tmp_path / f"{i}", [{"iteration": 1, "reward": .5}], rows, seed=i)
-            for i, rows in enumerate(logs)]
+    runs = [make_run(tmp_path / "0", [{"iteration": 1, "reward": .5}])]
+    runs += [make_run(tmp_path / f"{i}", [], [{"iteration": 0, "perplexity": 20.0 + i}], seed=i)
+             for i in (2, 4)]
     (x, y, *_), = figure_of(*runs)[0]["perplexity under the policy before"]
-    assert (x, y.tolist()) == ([0], [21.0])
+    assert (x, y.tolist()) == ([0], [23.0])
 
 
 def test_logs_alone_are_drawn(tmp_path):
     folders = [make_run(tmp_path / name, [{"iteration": 1, "reward": .5}]) for name in "ab"]
     for folder in folders:
         os.remove(os.path.join(folder, "config.json"))
-    assert list(plot.groups_of(folders)) == folders, "logs without settings share no colour"
-    assert len(figure_of(*folders)[0]["reward, mean"]) == 2
+    assert len(figure_of(*folders)[0]["reward, mean"]) == 2, "without settings each is itself"
     assert "no such file" in refusal(plot.main, [str(tmp_path / "nothing")])
 
 
@@ -115,24 +109,20 @@ def test_grpo_writes_every_metric_that_is_drawn(grpo, tmp_path):
 
 def test_files_and_refusals(run, tmp_path):
     path = tmp_path / "mine.svg"
-    assert printed(plot.main, [run, f"--out={path}"]) == f"{path}\n"
-    assert "</svg>" in path.read_text()
-    printed(plot.main, [run])
-    with open(os.path.join(run, "curves.png"), "rb") as f:
-        assert f.read(4) == b"\x89PNG"
+    assert printed(plot.main, [run, f"--out={path}", "--panels=1"]) == f"{path}\n"
+    svg = path.read_text()
+    assert "</svg>" in svg and TITLES[0] in svg and TITLES[1] not in svg
     elsewhere = tmp_path / "elsewhere.png"
     elsewhere.write_text("somebody's")
-    os.remove(os.path.join(run, "curves.png"))
-    os.symlink(elsewhere, os.path.join(run, "curves.png"))
+    curves = tmp_path / "run" / "curves.png"
+    os.symlink(elsewhere, curves)
     printed(plot.main, [run])
+    assert curves.read_bytes()[:4] == b"\x89PNG"
     assert elsewhere.read_text() == "somebody's", "a picture was written through a link"
-    printed(plot.main, [run, f"--out={path}", "--panels=1"])
-    assert TITLES[0] in path.read_text() and TITLES[1] not in path.read_text()
     for argv in ([], ["--out=x.png"], [run, "--colour=red"]):
         assert "usage" in refusal(plot.main, argv)
     assert "must end in .png" in refusal(plot.main, [run, "--out=x.pdf"])
-    empty = make_run(tmp_path / "empty", [])
-    assert "wait for the first iteration" in refusal(plot.main, [empty])
+    assert "wait for the first iteration" in refusal(plot.main, [make_run(tmp_path / "empty")])
 
 
 @pytest.mark.parametrize("name, text", [

@@ -104,9 +104,9 @@ def test_progress_is_a_line_every_ten_seconds(clock, capsys):
 
 
 GOOD = {
-    "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "advantage_max": 1.0,
-    "num_completion_tokens": 9, "num_steps": 1, "sampling/sampling_logp_difference/mean": 0.0,
-    "completions/clipped_ratio": 0.5}
+    "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0,
+    "frac_reward_zero_std": 0.5, "num_completion_tokens": 9, "num_steps": 1,
+    "sampling/sampling_logp_difference/mean": 0.0, "completions/clipped_ratio": 0.5}
 INFLUENCE = {
     "tracin/selected_ratio": 0.6, "tracin/empty_steps": 0, "tracin/fallback": 0.0,
     "tracin/positive_ratio": 0.6, "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9,
@@ -115,8 +115,7 @@ EVERYTHING = GOOD | INFLUENCE | {"kl": 0.1, "val/var_explained": 0.5, "tools/fai
 # kind | what is wrong | words of its sentence
 CASES = """
 reward | "reward": NaN, "reward_min": NaN, "reward_max": NaN | returned None
-equal | "reward_min": 0.5, "reward_max": 0.5, "advantage_max": 0.0 | of the batch are 0.5:
-advantage | "advantage_max": 0.0 | equal within each group; raise
+equal | "reward_min": 0.5, "reward_max": 0.5 | of the batch are 0.5:
 tokens | "num_completion_tokens": 0 | no completion tokens carry loss
 ratio | "sampling/sampling_logp_difference/mean": 0.0512 | disagree by 0.051 nats
 kl | "kl": 5.25 | KL 5.2 nats per token is exploding
@@ -145,9 +144,15 @@ def test_each_warning_fires_in_its_case_alone():
         kind, wrong, words = line.split(" | ")
         shown = found(EVERYTHING | json.loads("{" + wrong + "}"))
         assert list(shown) == [kind], kind
-        assert words in shown[kind], shown[kind]
-        assert "\n" not in shown[kind]
-        assert "nan" not in shown[kind]
+        assert words in shown[kind] and "nan" not in shown[kind], shown[kind]
+
+
+def test_groups_of_equal_rewards_teach_nothing_without_a_critic():
+    equal = GOOD | {"frac_reward_zero_std": 1.0}
+    assert list(found(equal, PLAIN)) == ["groups"]
+    assert list(found(equal | {"reward": math.nan}, PLAIN)) == ["reward"], "nothing was scored"
+    critic = Settings(critic=True)
+    assert found(equal | {"val/var_explained": 0.5}, critic) == {}, "its baseline is its own"
 
 
 def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
@@ -163,9 +168,10 @@ def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
 def test_a_run_lacks_the_metrics_that_its_settings_do_not_bring():
     no_step = GOOD | {"num_completion_tokens": 0, "num_steps": 0}
     assert list(found(no_step, Settings(tracin="self", beta=0.1))) == ["tokens"]
-    of_function = {name: x for name, x in INFLUENCE.items() if name != "tracin/target_contrast"}
     unknown = {"tracin/target_cosine": math.nan, "tracin/self_share": math.nan}
-    assert found(GOOD | of_function | unknown, Settings(tracin="target")) == {}
+    of_function = EVERYTHING | unknown
+    del of_function["tracin/target_contrast"]
+    assert found(of_function, Settings(tracin="target")) == {}
 
 
 def test_what_is_no_problem():
@@ -177,10 +183,7 @@ def test_what_is_no_problem():
 
 
 def test_a_warning_comes_back_after_ten_iterations():
-    cfg = Settings(beta=0.1)
     warned = {}
     said = [it for it in range(1, 24) if printed(
-        print_warnings, GOOD | {"iteration": it, "kl": 9.0}, cfg, torch.float32, warned)]
+        print_warnings, EVERYTHING | {"iteration": it, "kl": 9.0}, FULL, torch.float32, warned)]
     assert said == [1, 11, 21]
-    out = printed(print_warnings, GOOD | {"kl": 9.0}, cfg, torch.float32, {})
-    assert re.fullmatch(r"WARNING: KL 9.0 nats .*\n", out)

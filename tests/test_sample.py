@@ -38,11 +38,10 @@ def test_completions_have_the_scores_of_the_judges(run):
     assert len(spoken(lines)) == 3
     assert len(spoken(say(run, "--prompt=a green river"))) == 5
     cfg, setup, _ = open_run(run, [])
-    said = speak.speak(setup, setup.policy, cfg, "my grumble", 4)
+    said, scores = speak.speak(setup, setup.policy, cfg, "my grumble", 4)
     for name, judge in setup.judges.items():
-        with torch.no_grad():
-            expected = torch.sigmoid(judge(["my grumble"] * 4, [text for text, _ in said]))
-        torch.testing.assert_close(torch.tensor([scores[name] for _, scores in said]), expected)
+        expected = torch.sigmoid(judge(["my grumble"] * 4, said))
+        torch.testing.assert_close(torch.tensor(scores[name]), expected)
 
 
 def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):

@@ -7,8 +7,8 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from explain.account import account, flat, hessian_times, replay, row_of
-from rollout import completion_logprobs
+from extras.account import account, flat, hessian_times, replay, row_of
+from rollout import completion_logprobs, completion_states
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken
 
 ITERATIONS = 3
@@ -22,7 +22,7 @@ KINDS = {
     "norm": dict(tracin="self", tracin_normalizer="norm", mini_batch_size=6),
     "weigh": dict(tracin="reward", tracin_select="weigh"),
     "lora": dict(lora_rank=2, **CURVED),
-    "critic": dict(critic=True, num_iterations=2),
+    "critic": dict(critic=True, value_clip=0.03, num_iterations=2),
     "kl in reward": dict(beta=0.2, kl_in="reward", kl_estimator="k1"),
     "kl and entropy": dict(entropy_coef=0.1, top_entropy_quantile=0.5, **CURVED),
     "clipped": dict(max_grad_norm=0.1, num_iterations=2),
@@ -47,7 +47,7 @@ def in_float64(monkeypatch):
     to_default(torch.float64)
     monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: None)     # rewards set float32
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr("explain.account.NEAR", 1e-7)       # which kinks seldom lie within
+    monkeypatch.setattr("extras.account.NEAR", 1e-7)       # which kinks seldom lie within
     yield
     to_default(torch.float32)
 
@@ -189,17 +189,26 @@ def test_small_steps_are_a_straight_line(tmp_path):
     assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
 
 
-def test_the_hessian_has_no_kinks(tmp_path):
+@pytest.mark.parametrize("name", ["epsilon", "value_clip"])
+def test_the_hessian_has_no_kinks(name, tmp_path):
     """It is the same whether a token is far from the edge of the clip range or just within."""
-    setup, cfg, states, taken, sentence = run_of(dict(num_iterations=2), tmp_path, 1)
+    knobs = dict(num_iterations=2)
+    if name == "value_clip":        # and returns that no value reaches
+        knobs |= dict(critic=True, weights=(100.0,))
+    setup, cfg, states, taken, sentence = run_of(knobs, tmp_path, 1)
     k = taken[1]
     weights = states[1][0]
     d = slope_by_hand(setup, cfg, weights, sentence)[None]
     vector_to_parameters(weights, setup.trained)
     loss = grpo.loss_of(setup, setup.policy, k.batch, k.step.rows, k.step, cfg)
     moved = (loss.ratio - 1) * loss.batch.advantages.sign()[:, None] * loss.batch.loss_mask
-    edge, far = (hessian_times(setup, replace(cfg, epsilon=epsilon), k, weights, d)
-                 for epsilon in (float(moved.max()) + 1e-10, 10.0))
+    if name == "value_clip":
+        states = completion_states(setup.policy, k.batch.rollout)
+        old = k.batch.rollout.values[states.where]
+        towards = (k.batch.returns[states.where] - old).sign()
+        moved = ((setup.policy.value_head(states.h) - old) * towards).detach()
+    edge, far = (hessian_times(setup, replace(cfg, **{name: clip}), k, weights, d)
+                 for clip in (float(moved.max()) + 1e-10, 10.0))
     assert (edge - far).norm() < 1e-6 * far.norm(), "the gradients are on two sides of an edge"
 
 

@@ -27,6 +27,7 @@ is tiny a step is hardly more than a sign, and its derivative is huge and means 
 
 S steps, I iterations of N rollouts, W trained weights end to end, K sentences of T tokens.
 """
+import math
 import tempfile
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -184,17 +185,25 @@ def taken_back(k, before, after, derivative, damping):
 
 
 def unclipped(setup, cfg, k):
-    """Settings and a Batch with which the loss of step k has the same gradient and no kinks: the
-    tokens whose ratio is clipped now are left out, the others are never clipped."""
-    if cfg.loss_type == "cispo":    # it has none: its clipped ratio is a constant
-        return cfg, k.batch
+    """Settings and a Batch with which the loss of step k has the same gradient and no kinks: tokens
+    whose ratio or value is clipped now are left out, the others are never clipped."""
     mask = torch.zeros_like(k.batch.loss_mask)
-    for rows in grpo.micro_batches(k.batch.lengths, k.step.rows, cfg):
-        loss = grpo.loss_of(setup, setup.policy, k.batch, rows, k.step, cfg)
-        slope, = torch.autograd.grad(loss.policy, loss.logp)                        # (n, T)
+    batch = k.batch
+    if cfg.critic:
+        values = batch.rollout.values.clone().requires_grad_()
+        batch = replace(batch, rollout=replace(batch.rollout, values=values),
+                        returns=batch.returns.clone())
+    for rows in grpo.micro_batches(batch.lengths, k.step.rows, cfg):
+        loss = grpo.loss_of(setup, setup.policy, batch, rows, k.step, cfg)
+        slope, = torch.autograd.grad(loss.policy, loss.logp, retain_graph=cfg.critic)   # (n, T)
         mask[rows] = slope != 0
-    return (replace(cfg, epsilon=1e9, epsilon_high=None, delta=None),
-            replace(k.batch, policy_mask=mask))
+        if cfg.critic:      # a value is clipped where its loss depends on the recorded one
+            slope, = torch.autograd.grad(loss.critic, values, materialize_grads=True)   # (N, T)
+            batch.returns[slope != 0] = math.nan        # it then has no loss
+    cfg = replace(cfg, value_clip=None)
+    if cfg.loss_type != "cispo":    # it has no kinks: its clipped ratio is a constant
+        cfg = replace(cfg, epsilon=1e9, epsilon_high=None, delta=None)
+    return cfg, replace(batch, policy_mask=mask)
 
 
 def hessian_times(setup, cfg, k, weights, directions):
@@ -265,8 +274,8 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
         logp = [torch.stack([logprobs(setup, x[0], rollout, cfg) for x in states]).cpu()
                 for rollout in rollouts]
     K = len(rollouts)
-    size = taken[-1].it + 1 - taken[0].it
-    found = torch.zeros(2, K, size, len(taken[0].batch.row_weights), dtype=torch.float64)
+    N = len(taken[0].batch.row_weights)
+    found = torch.zeros(2, K, taken[-1].it + 1, N, dtype=torch.float64)
     rest = rest_of(cfg)
     decay = 0.0
     derivative = slopes(setup, states[-1][0], rollouts, cfg), 0.0, 0.0
@@ -276,7 +285,7 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
         L, derivative = taken_back(k, before, after, derivative, damping)
         G = (1 - k.b1) * k.clip * U
         products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))
-        found[:, :, k.it - taken[0].it] += products.view(2, K, -1)
+        found[:, :, k.it] += products.view(2, K, -1)
         for part in rest:
             g = grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step, part).values()
             rest[part] += (G @ flat(g)).cpu()
