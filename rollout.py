@@ -19,10 +19,10 @@ What it may offer:
     cache.keep(rows)              keeps only these sequences (n,), in this order
     policy.value_head(h)          a critic's values (...) of hidden states (..., C)
 
-Influence asks that all trained weights are in layers that tape.py knows. A whole run also asks for
-policy.config, a dataclass like model.GPTConfig, which checkpoints keep: build the policy in
-pretrain.new_policy, and again in load_gpt (common/files.py) and load_run (evaluate.py). Sampling is
-compiled (extras/compiled) and policies are exported (extras/hub) only of a model.GPT.
+Influence asks that all trained weights are in layers that tape.py knows. A whole run asks for a
+class, which model.Policy names: policy = Policy(config), from a model.GPTConfig, and policy.config
+is that again. Sampling is compiled (extras/compiled) and policies are exported (extras/hub) only of
+a model.GPT.
 
 Shapes: B prompts of width P (left-padded), N = B * num_generations completions of at most T tokens,
 V = vocab_size, C channels, n completions that still run, M sampled tokens of all completions. A
@@ -392,6 +392,8 @@ def completion_states(model, rollout):
     Columns are left out that are padding in all rows, or that follow all sampled tokens."""
     attention_mask = rollout.attention_mask
     sampled = rollout.sampled_mask
+    if len(sampled) == 0:
+        raise ValueError("the rollout has no rows")
     P = attention_mask.shape[1] - sampled.shape[1]
     first = attention_mask.any(0).long().argmax()
     T = sampled.any(0).cumsum(0).argmax() + 1

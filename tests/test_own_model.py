@@ -4,12 +4,13 @@ import torch
 from torch import nn
 
 import grpo
+from common.files import load_gpt, save_gpt
 from explain.words import token_influences
 from rollout import completion_logprobs, generate
 from tape import inner
 from worlds import (
-    END, PROMPTS, gradient, mean_token, nets_of, same_rollout, seed_of, settings, shaken, steps_of,
-    whole_step, world)
+    END, PROMPTS, gradient, mean_token, number_gpt, refusal, same_rollout, seed_of, settings, shaken,
+    steps_of, whole_step, world)
 
 
 class LSTM(nn.Module):
@@ -161,3 +162,9 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
         own = grpo.gradient_of(setup, cfg, batch, i[None], step)
         words = token_influences(setup, cfg, batch, i[None], step, G)
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
+
+
+def test_a_checkpoint_of_another_class_says_so(tmp_path):
+    save_gpt(f"{tmp_path}/a.pt", number_gpt())
+    said = refusal(load_gpt, f"{tmp_path}/a.pt", make=lambda config: lstm())
+    assert "a.pt: damaged, or a model of another class" in said and "from_state.weight" in said
