@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from conftest import ROOT
 from model import GPT, GPTConfig
 from common.device import autocast
-from rollout import LogProb, of_logits
+from rollout import LogProb, States, of_logits
 from tape import Tape, check_exact, inner
 from worlds import refusal, seed_of, with_lora
 
@@ -85,8 +85,8 @@ def text_loss(model, value, rows, left=0, right=0, line=True):
     def losses():
         h = model(tokens[:, :-1], attention_mask[:, :-1])[:, -T:]                       # (n, T, C)
         if line:
-            logp = of_logits(LogProb.apply, model.lm_head, h[i, t], targets[i, t], 0.7, None)
-            logp = logp.new_zeros(mask.shape).index_put((i, t), logp)
+            states = States(h[i, t], targets[i, t], None, (i, t))
+            logp = of_logits(LogProb.apply, model, SimpleNamespace(logp=mask), 0.7, states)
         else:
             logp = (model.lm_head(h) / 0.7).log_softmax(-1)
             logp = logp.gather(2, targets[:, :, None])[:, :, 0]
