@@ -490,7 +490,7 @@ class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
         self.wte = nn.Embedding(V, 6)
-        self.gates = nn.Linear(6 + 6, 3 * 6)
+        self.cell = nn.Linear(6 + 6, 6)
         self.norm = nn.LayerNorm(6)
         self.lm_head = nn.Linear(6, V)
 
@@ -499,8 +499,7 @@ class Recurrent(nn.Module):
         h = torch.zeros_like(x[:, 0])                                               # (B, 6)
         states = []
         for t in range(x.shape[1]):
-            forget, add, new = self.gates(torch.cat([x[:, t], h], 1)).chunk(3, 1)
-            h = self.norm(forget.sigmoid() * h + add.sigmoid() * new.tanh())
+            h = self.norm(self.cell(torch.cat([x[:, t], h], 1))).tanh()
             states.append(h)
         return torch.stack(states, 1)
 
