@@ -85,7 +85,7 @@ def close(a, b, tolerance=2e-4):
 
 
 ROWS = dict(kl=dict(beta=.1), unit=UNIT, entropy=dict(beta=.1, entropy_coef=.05),
-            lora=dict(beta=.1, lora_rank=2), forced_micro=dict(micro_batch_size=3))
+            small_micro=dict(micro_batch_size=3), lora=dict(beta=.1, lora_rank=2))
 TARGETS = ("self", "reward", "advantage", "contrastive")
 
 
