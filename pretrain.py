@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig, add_lora
+from model import GPT, GPTConfig
 from common.device import autocast, fast_dtype, pick_device
 from common.files import load_gpt, save_gpt
 from common.supervised import fit
@@ -112,6 +112,7 @@ def trainable(base, cfg):
     adapters and shares all other weights, frozen, with the base. With cfg.critic it gets a value
     head, which is always trained."""
     if cfg.lora_rank:
+        from extras.lora import add_lora
         shared = {id(p): p for p in base.parameters()}
         policy = copy.deepcopy(base, shared)
         torch.manual_seed(seed_for(cfg.seed, "lora"))

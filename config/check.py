@@ -39,6 +39,8 @@ def check(cfg):
         need("compiled", "compile = True")
     if cfg.debug_step:
         need("step", "debug_step = True")
+    if cfg.lora_rank:
+        need("lora", f"lora_rank = {cfg.lora_rank}")
     return cfg
 
 

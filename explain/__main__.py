@@ -37,7 +37,7 @@ from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
 from rollout import completion_logprobs
-from tracin import Recording, keep_helpful, score_error
+from tracin import Recording, keep_helpful, true_error
 
 SHOWN = 5       # rollouts in a list
 FLAGS = dict(before=False, prompt="", completion="", next=False, account=False, prompts="",
@@ -71,7 +71,6 @@ def next_iteration(setup, path, cfg):
     generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
     gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
     found = keep_helpful(recording, held_out, setup, cfg, generator, gradient_of)
-    setup.policy.zero_grad(set_to_none=True)     # no step is taken
     rows = sample_rows(it, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
     return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()])
@@ -102,7 +101,7 @@ def check(scored, cfg):
     """A sentence: the tape's influences beside a plain backward."""
     setup, recording, found, rows = scored
     gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
-    error = float(score_error(recording, found, gradient_of))
+    error = float(true_error(recording.batch, recording.step, found, gradient_of, cfg))
     verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
     return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward pass (relative "
             f"error {error:.0e}).")

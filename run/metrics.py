@@ -73,16 +73,18 @@ class Meter:
                 f"by {error:.3g} nats on a token; something in the model is random, not finite or "
                 "sees padding (or try dtype = 'float32')")
 
-    def add_influence(self, found):
-        """Count a step's influence in, by its tracin.Findings. End the run unless the scores add up
-        to <gradient of the step, target's gradient>, if a plain backward has computed the first."""
+    def check_influence(self, error):
+        """End the run if influence is not that of plain backwards, by tracin.true_error."""
         tolerance = tolerance_of(self.setup.dtype)
-        if found.true_error is not None and not found.true_error <= tolerance:
+        if not error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the influences do not add up to the product of "
-                f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
+                f"ordinary gradients (relative error {float(error):.1e}, at most "
                 f"{tolerance:g}); the tape or the loss in its units has a bug (or try dtype = "
                 "'float32')")
+
+    def add_influence(self, found):
+        """Count a step's influence in, by its tracin.Findings."""
         self.influence.append(influence_metrics(found))
 
     def check_finite(self, grad_norm):

@@ -237,6 +237,7 @@ MISSING = f"""
 --critic=True | critic = True | critic
 --compile=True | compile = True | compiled
 --debug_step=True | debug_step = True | step
+--lora_rank=2 | lora_rank = 2 | lora
 --policy=gpt2 | policy = 'gpt2': is no .pt file | hub
 --judge=a/b:toxic | judge = 'a/b:toxic': is no .pt file | hub
 {ANSWERED} | a function environment | environment

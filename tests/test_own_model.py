@@ -5,7 +5,6 @@ from torch import nn
 
 import grpo
 from explain.words import token_influences
-from model import LoRA
 from rollout import completion_logprobs, generate
 from tape import inner
 from worlds import (
@@ -162,13 +161,3 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
         own = grpo.gradient_of(setup, cfg, batch, i[None], step)
         words = token_influences(setup, cfg, batch, i[None], step, G)
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
-
-
-def test_lora_adapts_every_linear_but_the_head():
-    setup = nets_of(settings(mean_token, lora_rank=2), policy=lstm())
-    adapted = {name for name, module in setup.policy.named_modules() if isinstance(module, LoRA)}
-    assert adapted == {"from_token", "from_state"} and len(setup.trained) == 4
-    batch = grpo.collect(setup, PROMPTS, settings(mean_token), seed=1)
-    loss = grpo.loss_of(setup, setup.policy, batch, torch.arange(12), whole_step(batch), settings())
-    loss.total.backward()
-    assert all(p.grad is not None for p in setup.trained)

@@ -20,7 +20,8 @@ import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
 from worlds import (
-    mean_token, nets_of, printed, read_rows, refusal, settings, untimed_metrics)
+    mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
+    untimed_metrics)
 
 explain = importlib.import_module("explain.__main__")
 NOISE = """
@@ -235,6 +236,8 @@ def crash(monkeypatch, grpo):
      "--tracin_target_ema=0.5")],
     ids=["lora-sync", "steps", "tracin"])
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_path):
+    if "--lora_rank=2" in flags:
+        skip_without("lora")
     argv = (*flags, "--max_iters=5")
     grpo(f"{tmp_path}/whole", *argv)
     crash(4, f"{tmp_path}/parts", *argv)
@@ -493,6 +496,7 @@ def columns(text):
 def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path):
     where = tmp_path / "run"
     if flags:
+        skip_without("lora")
         grpo(where, "--max_iters=2", *flags)
     else:
         shutil.copytree(finished.dir, where)

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from conftest import ROOT
-from model import GPT, GPTConfig, add_lora
+from model import GPT, GPTConfig
 from common.device import autocast
 from rollout import LogProb, of_logits
 from tape import Tape, check_exact, inner
-from worlds import refusal, seed_of
+from worlds import refusal, seed_of, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 V, SHAPE = 19, dict(block_size=16, n_layer=2, n_head=2, n_embd=8)
@@ -170,7 +170,7 @@ CASES = {
     "logits by row": lambda: text_case(gpt(), line=False, left=2, right=1),
     "llama, head in pieces": lambda: text_case(gpt(**LLAMA, tied=False)),
     "qwen3, blocks computed again": lambda: text_case(checkpointed(gpt(**QWEN3))),
-    "gpt-neo, lora": lambda: text_case(perturbed(add_lora(gpt(**NEO), 2, 4), seed=5)),
+    "gpt-neo, lora": lambda: text_case(perturbed(with_lora(gpt(**NEO), 2, 4), seed=5)),
     "value head": lambda: text_case(gpt(), perturbed(nn.Linear(8, 1), seed=7)),
     "odd": odd_case}
 
