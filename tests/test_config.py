@@ -217,13 +217,29 @@ def test_a_file_that_fails_is_one_line(write):
             assert path in message
 
 
-def test_files_build_on_each_other_and_functions_are_rewards(write):
-    one = write("beta = 0.1\nseed = 5\n" + CONSTANT.format(1), "one.py")
+def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch, tmp_path):
+    one = write("beta = 0.1\nseed = 5\n" + CONSTANT.format(1), "base_of_a_test.py")
     two = write("beta = 0.2\n" + CONSTANT.format(2), "two.py")
     cfg = load_settings([one, two, "--seed=9"])
     assert (cfg.beta, cfg.seed, cfg.reward_funcs) == (0.2, 9, ("reward",))
     assert cfg.functions["reward"]([], ["x"]) == [2]
     assert cfg.source == open(one).read() + "\n" + open(two).read()
+    assert load_settings([one, "--reward_funcs=judge"]).reward_funcs == ("judge",)
+    message = refused(one, "--reward_funcs=rewrd")
+    assert "'rewrd'" in message and "'reward'" in message
+
+    monkeypatch.syspath_prepend(tmp_path)
+    three = write("from base_of_a_test import *\nreward_funcs = ('length', 'reward')\n"
+                  + CONSTANT.replace("reward", "length").format(3), "three.py")
+    cfg = load_settings([three])
+    assert [cfg.functions[name]([], [""]) for name in cfg.reward_funcs] == [[3], [1]]
+
+
+def test_what_a_config_file_imports_is_its_own_business(write):
+    text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
+    cfg = load_settings([write(text + CONSTANT.format(1))])
+    assert cfg.beta == 0.5
+    assert list(cfg.functions) == ["reward"]
 
 
 def test_a_named_function_that_raises_is_one_line(write):
@@ -340,32 +356,6 @@ def test_without_a_config_file_the_usage_is_shown(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "usage: python grpo.py" in out
     assert "\nbeta: " not in out, "that is the long help"
-
-
-# ------------------------------------------------------------------------------------------------
-# what a config file defines, and what it imports
-
-def test_what_a_config_file_imports_is_its_own_business(write):
-    text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
-    cfg = load_settings([write(text + CONSTANT.format(1))])
-    assert cfg.beta == 0.5
-    assert list(cfg.functions) == ["reward"]
-
-
-def test_a_config_file_hands_on_the_functions_of_another(write, monkeypatch, tmp_path):
-    write(CONSTANT.format(1) + CONSTANT.replace("reward", "length").format(2), "base_of_a_test.py")
-    monkeypatch.syspath_prepend(tmp_path)
-    two = write("from base_of_a_test import *\nreward_funcs = ('reward', 'length')")
-    cfg = load_settings([two])
-    assert [cfg.functions[name]([], [""]) for name in cfg.reward_funcs] == [[1], [2]]
-
-
-def test_a_run_may_choose_the_judge_and_a_misspelt_reward_is_named(write):
-    mine = write(CONSTANT.format(1))
-    assert load_settings([mine, "--reward_funcs=judge"]).reward_funcs == ("judge",)
-    message = refused(mine, "--reward_funcs=rewrd")
-    assert "'rewrd'" in message
-    assert "'reward'" in message
 
 
 def test_no_error_line_is_long(write):
