@@ -9,7 +9,7 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from extras.account import account, flat, hessian_times, replay, row_of
 from rollout import completion_logprobs, completion_states
-from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken
+from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken, skip_without
 
 ITERATIONS = 3
 FUNCTIONS = {"weigh": lambda influence, batch: [0.3 * (i % 3) for i in range(len(influence))]}
@@ -73,6 +73,8 @@ def nets_for(cfg, answers=False):
 def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     """A run and a sentence that it says."""
     knobs = dict(max_iters=iterations, learning_rate=0.02) | knobs | more
+    for extra in {"lora_rank", "critic"} & knobs.keys():
+        skip_without(extra.removesuffix("_rank"))
     answers = knobs.pop("environment", False)
     select = knobs.pop("tracin_select", "positive")     # its function is not there yet
     cfg = settings(odd_reward, **knobs)
