@@ -121,12 +121,14 @@ def distinct(completions, k, n):
     return sum(shares) / len(shares)
 
 
-def open_run(folder, flags):
-    """Open a run's last checkpoint -> (cfg, Setup, iterations). flags: settings that differ, and
-    the config file that has the run's functions."""
+def open_run(argv):
+    """Open a run's last checkpoint -> (cfg, Setup, iterations). argv: its folder, then the config
+    file that has its functions, and settings that differ."""
+    folder = argv[0] if argv else "nothing"
     if not os.path.isdir(folder):
-        raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py]")
-    cfg = load_settings([folder, *flags])
+        raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py] "
+                       "[--setting=value ...]")
+    cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
     cfg.ref_model_sync_steps = 0    # no evaluation asks for a reference, which a run may lack
     path, checkpoint = read_newest(folder)
@@ -156,9 +158,7 @@ def load_run(path):
 
 
 def main(argv):
-    if not argv or argv[0].startswith("--"):
-        raise BadInput("which run? python evaluate.py out/toxicity [CONFIG.py] [--setting=value]")
-    cfg, setup, iteration = open_run(argv[0], argv[1:])
+    cfg, setup, iteration = open_run(argv)
     rows = []
     for done, policy in ((0, setup.base), (iteration, setup.policy)):
         measures, samples = evaluate(setup, policy, cfg)

@@ -9,6 +9,7 @@ import os
 import shutil
 import zipfile
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -21,13 +22,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def file_of_package(name, module, package):
     """Return the path of a file in an installed package, which is never imported."""
     spec = importlib.util.find_spec(module)
-    if spec is None:
-        raise BadInput(f"{name} is missing: pip install {package}")
-    folder = spec.submodule_search_locations[0]
-    found = sorted(glob.glob(os.path.join(glob.escape(folder), "**", name), recursive=True))
-    if not found:
-        raise BadInput(f"{name} is missing below {folder}: reinstall the package")
-    return found[0]
+    for folder in spec.submodule_search_locations if spec else []:
+        for path in Path(folder).rglob(name):
+            return str(path)
+    raise BadInput(f"{name} is missing: pip install {package}")
 
 
 @contextlib.contextmanager
