@@ -7,6 +7,7 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
+from common.script import seed_for
 from extras.account import account, flat, hessian_times, replay, row_of
 from rollout import completion_logprobs, completion_states
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken, skip_without
@@ -217,29 +218,21 @@ def test_the_hessian_has_no_kinks(name, tmp_path):
 
 
 def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
-    """f at the end of the run on its own rollouts, with a factor on the loss of one."""
-    b1, b2 = cfg.adam_beta1, cfg.adam_beta2
-    group = setup.optimizer.param_groups[0]
-    theta = states[0][0].clone()
-    m = v = torch.zeros_like(theta)
-    for t, k in enumerate(taken):
+    """f and the weights at the end of the run on its own rollouts, with a factor on the loss of
+    one."""
+    vector_to_parameters(states[0][0].clone(), setup.trained)       # steps are in place
+    setup.optimizer.state.clear()
+    cfg = replace(cfg, tracin="off")        # rollouts are weighed as they were
+    for k in {k.it: k for k in taken}.values():     # the last step knows all weights
         factors = k.batch.row_weights.clone()
         if k.it == it:
             factors[i] *= factor
         batch = replace(k.batch, row_weights=factors)
-        vector_to_parameters(theta, setup.trained)
-        g = flat(grpo.gradient_of(setup, cfg, batch, k.step.rows, k.step).values())
-        if cfg.max_grad_norm:
-            g = g * min(1.0, cfg.max_grad_norm / (float(g.norm()) + 1e-6))
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g ** 2
-        rate = grpo.learning_rate(k.it, cfg)
-        step = m / (1 - b1 ** (t + 1)) / ((v / (1 - b2 ** (t + 1))).sqrt() + group["eps"])
-        theta = (1 - rate * cfg.weight_decay) * theta - rate * step
-    vector_to_parameters(theta, setup.trained)
+        setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(k.it, cfg)
+        grpo.update(setup, batch, None, cfg, seed_for(cfg.seed, "rows", k.it))
     with torch.no_grad():
         logp = completion_logprobs(setup.policy, sentence, cfg.temperature)
-    return float(logp.sum()), theta
+    return float(logp.sum()), flat(setup.trained).detach()
 
 
 @pytest.mark.parametrize("kind", KINDS)
