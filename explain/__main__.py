@@ -24,7 +24,7 @@ from config import load_settings, read_run
 from config.check import need
 from explain.page import as_lines, facts_of, write_page
 from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.words import pieces_of, row_alone, token_influences
+from explain.words import pieces_of, token_influences
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
 from common.files import read_rows, undamaged
 from run.loop import sample_rows
@@ -98,7 +98,7 @@ def words_of(scored, cfg, j):
     G = scored_against(scored, cfg, j)
     unit = float(found.scores.std(correction=0)) or 1.0
     influence = token_influences(setup, cfg, batch, i, recording.step, G) / unit
-    return pieces_of(row_alone(batch.rollout, int(i), cfg.temperature), influence, setup.tokenizer)
+    return pieces_of(batch.rollout[i], influence, setup.tokenizer)
 
 
 def cards_of(scored, cfg):

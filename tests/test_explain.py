@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import tape
 from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
-from explain.words import Piece, Row, pieces_of
+from explain.words import Piece, pieces_of
 from worlds import command, printed, read_rows, refusal, seed_of, skip_without
 
 explain = importlib.import_module("explain.__main__")
@@ -169,7 +170,8 @@ def test_tokens_that_share_a_character_are_one_piece():
     euro, face = (tokenizer.encode_ordinary(c) for c in "€🙂")
     ids = [*tokenizer.encode_ordinary(" a"), *euro, euro[1], *face, *euro[:2], 299]
     n = len(ids)
-    row = Row(torch.tensor([5, *ids]), torch.ones(n, dtype=torch.bool), None, 1.0)
+    mask = torch.ones(1, n, dtype=torch.bool)
+    row = SimpleNamespace(tokens=torch.tensor([[5, *ids]]), completion_mask=mask, sampled_mask=mask)
     found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer)
     assert [piece.text for piece in found][-5:] == ["€", "\ufffd", "🙂", "\ufffd", ""]
     assert "".join(piece.text for piece in found) == tokenizer.decode(ids[:-1])

@@ -17,7 +17,7 @@ from config import load_settings
 from data.prompts import encode_prompt
 from explain.page import as_lines, write_page
 from explain.sentences import best_and_worst
-from explain.words import pieces_of, row_alone, token_influences
+from explain.words import pieces_of, token_influences
 from extras.account import account, by_parameter, replay, row_of, walk_back
 from rollout import completion_states, truncate
 from run.checkpoint import (
@@ -182,12 +182,12 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
         without = logp[-1].sum() - found.effects[i, it, j]
         facts = (f"{shares[it, j]:+.3f}, iteration {it + 1}, reward {batch.rewards[j]:.3f}, "
                  f"advantage {batch.row_advantages[j]:+.2f}, without it {without:.2f}")
-        row = row_alone(batch.rollout, j, cfg.temperature)
-        return facts, batch.prompts[j].text, pieces_of(row, words[it, j], setup.tokenizer)
+        pieces = pieces_of(batch.rollout[[j]], words[it, j], setup.tokenizer)
+        return facts, batch.prompts[j].text, pieces
 
-    itself = row_alone(rollout, 0, cfg.temperature)
-    said = setup.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
-    change = pieces_of(itself, logp[-1] - logp[0], setup.tokenizer)
+    P = rollout.tokens.shape[1] - rollout.logp.shape[1]
+    said = setup.tokenizer.decode(rollout.tokens[0, :P][rollout.attention_mask[0, :P]].tolist())
+    change = pieces_of(rollout, logp[-1] - logp[0], setup.tokenizer)
     cards = {"The sentence": [(f"{found.change[i]:+.3f}", said, change)]}
     for heading, places in zip(("Made it likelier", "Made it less likely"), lists):
         cards[heading] = [card(*place) for place in places]
