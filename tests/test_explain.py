@@ -47,7 +47,8 @@ SETTINGS = {
         "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
     "held out": [
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
-        "--entropy_coef=0.01", "--ref_model_sync_steps=2"]}
+        "--entropy_coef=0.01", "--ref_model_sync_steps=2"],
+    "micro-batches": ["--loss_type=bnpo", "--micro_batch_size=4"]}
 
 
 @pytest.fixture(scope="module")
@@ -327,9 +328,9 @@ def test_several_sentences_share_a_replay(run, tmp_path):
     assert alone[0].splitlines()[-3] in together and together.count("'the' -> ' cat'") == 1
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_words_of_a_rollout_add_up_to_its_share(run, parts):
-    folder = run("held out")
+@pytest.mark.parametrize("name, parts", [("held out", 1), ("held out", 3), ("micro-batches", 1)])
+def test_words_of_a_rollout_add_up_to_its_share(run, name, parts):
+    folder = run(name)
     cfg = load_settings([folder, text_of(folder)])
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
     asked = [account.row_of([5, 6], [7, 8, 9], setup.device)]
