@@ -381,6 +381,24 @@ def test_an_average_of_other_targets_is_refused(grpo, tmp_path):
         assert "damaged" in refusal(grpo, run, *flags, "--max_iters=2", "--resume=True"), change
 
 
+def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first(grpo, tmp_path):
+    flags = ("--beta=0.1", "--save_interval=1")
+    moving = (*flags, "--max_iters=2", "--ref_model_sync_steps=2")
+    grpo(tmp_path / "late", *flags, "--max_iters=1")
+    grpo(tmp_path / "late", *moving, "--resume=True")
+    grpo(tmp_path / "whole", *moving)
+    a, b = (checkpoint_of(tmp_path / name)["reference"] for name in ("late", "whole"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_that_is_resumed_with_another_target_averages_that_alone(grpo, tmp_path):
+    flags = ("--tracin_target_ema=0.5", "--save_interval=1")
+    grpo(tmp_path, *flags, "--tracin=reward", "--max_iters=2")
+    grpo(tmp_path, *flags, "--tracin=advantage", "--max_iters=3", "--resume=True")
+    ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert ages == [1, 2, 1], "the average holds gradients of the target before"
+
+
 def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
     for name in os.listdir(copy_of_six):
         if name != "config.py":
