@@ -66,7 +66,7 @@ class Settings:
     n_head: int = 4                     # attention heads
     n_embd: int = 256                   # channels
     pretrain_tokens: int = 3_000_000    # some four minutes on two cores
-    lora_rank: int = 0                  # 0: train all weights; else adapters of this rank
+    lora_rank: int = 0                  # 0: train all weights; else adapters (extras/lora)
     lora_alpha: float = 32.0            # adapters are scaled by lora_alpha / lora_rank
 
     # judges: `judge` gives the reward, `eval_judge` never touches training. train: made by

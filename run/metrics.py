@@ -73,17 +73,22 @@ class Meter:
                 f"by {error:.3g} nats on a token; something in the model is random, not finite or "
                 "sees padding (or try dtype = 'float32')")
 
-    def add_influence(self, found):
-        """Count a step's influence in, by its tracin.Findings. End the run unless the scores add up
-        to <gradient of the step, target's gradient>, if a plain backward has computed the first."""
+    def check_influence(self, error):
+        """End the run if influence is not that of plain backwards, by tracin.true_error."""
         tolerance = tolerance_of(self.setup.dtype)
-        if found.true_error is not None and not found.true_error <= tolerance:
+        if not error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the influences do not add up to the product of "
-                f"ordinary gradients (relative error {float(found.true_error):.1e}, at most "
+                f"ordinary gradients (relative error {float(error):.1e}, at most "
                 f"{tolerance:g}); the tape or the loss in its units has a bug (or try dtype = "
                 "'float32')")
-        self.influence.append(influence_metrics(found))
+
+    def add_influence(self, found):
+        """Count a step's influence in, by its tracin.Findings."""
+        metrics = influence_metrics(found)
+        if self.cfg.tracin_target_ema:
+            metrics["tracin/target_age"] = float(self.setup.target_average.age)
+        self.influence.append(metrics)
 
     def check_finite(self, grad_norm):
         """End the run if the loss or the gradient of a step is not finite."""
@@ -196,8 +201,6 @@ def influence_metrics(found):
     metrics = {name: float(x) for name, x in on_cpu(tensors).items()}
     metrics["tracin/self_share"] = float(found.self_influence)
     metrics["tracin/fallback"] = float(found.fallback)
-    if found.target_age:
-        metrics["tracin/target_age"] = float(found.target_age)
     return metrics | target_metrics(found)
 
 

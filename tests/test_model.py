@@ -1,14 +1,14 @@
 """model.py: the network of every family against a forward by hand; padding, the cache, the start of
-the weights, LoRA."""
+the weights."""
 import copy
 import math
 
 import pytest
 import torch
 
-from model import GPT, GPTConfig, LoRA, add_lora, attend
+from model import GPT, GPTConfig, attend
 from common.device import autocast
-from worlds import SHAPES, hidden_by_hand, random_gpt, random_ids, seed_of, with_lora
+from worlds import SHAPES, hidden_by_hand, random_gpt, random_ids, seed_of
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -168,33 +168,3 @@ def test_rotary_angles_keep_their_precision_under_autocast():
         with autocast("cpu", torch.bfloat16):
             rough = model(idx).float()
     assert float((rough - expected).abs().mean()) < 0.05 < 0.5 < float(expected.std())
-
-
-# ------------------------------------------------------------------------------------------------
-# LoRA
-
-def test_adapter_of_every_linear_adds_alpha_over_rank_times_b_a():
-    model = random_gpt()
-    idx = random_ids(2, 7)
-    assert torch.equal(add_lora(copy.deepcopy(model), 3, 6)(idx), model(idx))
-    adapted = with_lora(model, rank=3, alpha=7.5)
-    plain = copy.deepcopy(model)
-    adapters = set()
-    with torch.no_grad():
-        for name, module in adapted.named_modules():
-            if isinstance(module, LoRA):
-                adapters.add(name)
-                plain.get_submodule(name).weight += 7.5 / 3 * module.B.weight @ module.A.weight
-    assert (adapted(idx) - model(idx)).abs().max() > 0.1
-    exact(adapted(idx), plain(idx), atol=1e-5)
-    assert adapters == {f"h.{i}.{name}" for i in range(2) for name in (
-        "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
-
-
-def test_only_adapters_get_gradients():
-    adapted = with_lora(random_gpt())
-    adapted.lm_head(adapted(random_ids(2, 7))).square().sum().backward()
-    for name, p in adapted.named_parameters():
-        is_adapter = name.endswith(("A.weight", "B.weight"))
-        has_gradient = p.grad is not None and bool(p.grad.any())
-        assert p.requires_grad == has_gradient == is_adapter, name

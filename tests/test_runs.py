@@ -1,6 +1,7 @@
 """Whole runs on a tiny model: what they print and leave behind, how they go on after an
 interruption, what they refuse."""
 import importlib
+import io
 import math
 import os
 import re
@@ -19,7 +20,8 @@ import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
 from worlds import (
-    mean_token, nets_of, printed, read_rows, refusal, settings, untimed_metrics)
+    mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
+    untimed_metrics)
 
 explain = importlib.import_module("explain.__main__")
 NOISE = """
@@ -72,15 +74,10 @@ def snapshot(folder):
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def same(a, b):
-    """Bit for bit, through dicts and lists."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+def bits(content):
+    """Tensors, dicts and lists as they are saved: equal where all of them are, bit for bit."""
+    torch.save(content, file := io.BytesIO())
+    return file.getvalue()
 
 
 def checkpoint_of(folder):
@@ -99,7 +96,7 @@ def assert_same_run(one, other):
     b = checkpoint_of(other)
     for key in ("iteration", "policy", "reference", "optimizer", "influence", "num_tokens",
                 "base_hash", "random"):
-        assert same(a[key], b[key]), f"the checkpoints differ in {key}"
+        assert bits(a[key]) == bits(b[key]), f"the checkpoints differ in {key}"
     assert untimed_metrics(one) == untimed_metrics(other)
     for name in ("samples.jsonl", "eval.jsonl"):
         written = Path(one, name).read_bytes()
@@ -239,6 +236,8 @@ def crash(monkeypatch, grpo):
      "--tracin_target_ema=0.5")],
     ids=["lora-sync", "steps", "tracin"])
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, crash, grpo, tmp_path):
+    if "--lora_rank=2" in flags:
+        skip_without("lora")
     argv = (*flags, "--max_iters=5")
     grpo(f"{tmp_path}/whole", *argv)
     crash(4, f"{tmp_path}/parts", *argv)
@@ -515,6 +514,7 @@ def columns(text):
 def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path):
     where = tmp_path / "run"
     if flags:
+        skip_without("lora")
         grpo(where, "--max_iters=2", *flags)
     else:
         shutil.copytree(finished.dir, where)
@@ -535,10 +535,10 @@ def test_evaluate_needs_no_reference(finished):
 
 
 def test_a_run_of_another_version_has_a_policy(copy_of_six):
+    content = checkpoint_of(copy_of_six)
+    rewrite_checkpoint(copy_of_six, settings=content["settings"] | {"speed": 1})
     policy, _ = evaluate.load_run(str(copy_of_six))
-    rewrite_checkpoint(copy_of_six, settings=checkpoint_of(copy_of_six)["settings"] | {"speed": 1})
-    again, _ = evaluate.load_run(str(copy_of_six))
-    assert same(again.state_dict(), policy.state_dict())
+    assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
 
 
 def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
@@ -577,7 +577,7 @@ def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
             assert "is missing" in message
             assert again in message
     for argv in ([], ["--seed=1"]):
-        assert "which run" in refusal(evaluate.main, argv)
+        assert "is not the folder of a run" in refusal(evaluate.main, argv)
 
 
 def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):

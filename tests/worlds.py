@@ -27,7 +27,7 @@ from config import Settings, load_settings
 from config.check import check
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig, add_lora
+from model import GPT, GPTConfig
 from rollout import Rollout
 from run.build import build
 
@@ -90,6 +90,8 @@ def random_ids(B, T, vocab_size=50, seed=1):
 
 def with_lora(model, rank=3, alpha=6.0, seed=5):
     """A copy with adapters that do something."""
+    skip_without("lora")
+    from extras.lora import add_lora
     adapted = add_lora(copy.deepcopy(model), rank, alpha)
     torch.manual_seed(seed_of(seed))
     for name, p in adapted.named_parameters():
@@ -197,13 +199,7 @@ TOKENIZER = SimpleNamespace(
 
 
 def number_gpt():
-    """Weights large enough that tokens differ in probability."""
-    torch.manual_seed(seed_of(0))
-    model = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16))
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.2 * torch.randn_like(p)
-    return model
+    return random_gpt(12, block_size=16, n_head=2, n_embd=16)
 
 
 def mean_token(prompts, completions):
@@ -224,6 +220,8 @@ def settings(functions=letters, weights=None, **knobs):
     """Settings for either world. functions: a reward, or {name: reward} with their weights."""
     if callable(functions):
         functions = {"reward": functions}
+    if knobs.get("lora_rank"):
+        skip_without("lora")
     knobs = dict(num_prompts=2, num_generations=6, max_completion_length=5, block_size=32,
                  max_grad_norm=0, vocab_size=300) | knobs
     cfg = load_settings([f"--{name}={value}" for name, value in knobs.items()])

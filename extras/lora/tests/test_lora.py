@@ -1,0 +1,58 @@
+"""LoRA: what adapters compute, which layers get them, and what a step trains."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from extras.lora import LoRA, add_lora
+from grpo import collect, update
+from worlds import (
+    WORD_PROMPTS, WORDS, assert_near, nets_of, random_gpt, random_ids, with_lora, word_gpt, words)
+
+
+def adapted_layers(model):
+    return {name for name, module in model.named_modules() if isinstance(module, LoRA)}
+
+
+def test_adapter_of_every_linear_adds_alpha_over_rank_times_b_a():
+    model = random_gpt()
+    idx = random_ids(2, 7)
+    assert torch.equal(add_lora(copy.deepcopy(model), 3, 6)(idx), model(idx))
+    adapted = with_lora(model, rank=3, alpha=7.5)
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in adapted_layers(adapted):
+            layer = adapted.get_submodule(name)
+            plain.get_submodule(name).weight += 7.5 / 3 * layer.B.weight @ layer.A.weight
+    assert (adapted(idx) - model(idx)).abs().max() > 0.1
+    assert_near(adapted(idx), plain(idx), 1e-5)
+    assert adapted_layers(adapted) == {f"h.{i}.{name}" for i in range(2) for name in (
+        "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+
+
+def test_a_model_of_ones_own_is_adapted_up_to_its_head():
+    model = nn.Module()
+    model.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    model.lm_head = nn.Linear(4, 9)
+    assert adapted_layers(add_lora(model, 2, 4.0)) == {"body.0", "body.2"}
+
+
+def test_only_adapters_get_gradients():
+    adapted = with_lora(random_gpt())
+    adapted.lm_head(adapted(random_ids(2, 7))).square().sum().backward()
+    for name, p in adapted.named_parameters():
+        is_adapter = name.endswith(("A.weight", "B.weight"))
+        has_gradient = p.grad is not None and bool(p.grad.any())
+        assert p.requires_grad == has_gradient == is_adapter, name
+
+
+def test_a_step_moves_the_adapters_only():
+    cfg = words(lora_rank=2, beta=.1)
+    setup = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    batch = collect(setup, WORD_PROMPTS, cfg, 7)
+    before = {name: x.clone() for name, x in setup.policy.state_dict().items()}
+    m = update(setup, batch, None, cfg, 3, check=True)
+    changed = {name for name, x in setup.policy.state_dict().items() if (x != before[name]).any()}
+    assert changed == {name for name in before if name.endswith("B.weight")}    # A's gradient is 0
+    assert m["kl"] == pytest.approx(0, abs=1e-6)
