@@ -18,6 +18,7 @@ import torch
 import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
+from common.script import BadInput
 from worlds import (
     mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
     untimed_metrics)
@@ -394,6 +395,15 @@ def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
     assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
 
 
+def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(grpo, copy_of_six, noise):
+    (copy_of_six / "ckpt_new.tmp").mkdir()
+    notes = copy_of_six / "ckpt_new.tmp" / "notes"
+    notes.write_text("years of work")
+    with pytest.raises(OSError, match="directory"):
+        grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+    assert notes.read_text() == "years of work"
+
+
 def test_a_config_py_alone_is_no_run(grpo, noise, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.py").write_text("years of work")
@@ -466,6 +476,7 @@ REFUSALS = """
 --prompt_words=(30, 40) | prompts
 --num_prompts=1000000000 | GB of memory
 --out_dir={policy}/run | out_dir =
+--out_dir='a\x00b' | has no NUL
 --wandb_project=x | pip install wandb
 """
 
@@ -487,7 +498,8 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
 def test_a_faulty_function_is_found_before_anything_is_trained(text, says, fresh, tmp_path):
     config = tmp_path / "config.py"
     config.write_text(text)
-    assert says in refusal(fresh, str(config))
+    with pytest.raises(BadInput, match=says):   # exit code 2
+        fresh(str(config))
 
 
 def columns(text):
