@@ -16,7 +16,7 @@ from data.tokenizer import end_tokens, load_tokenizer
 from judge import judge_rewards
 from judge.rewards import score
 from judge.scorer import silent
-from model import GPT
+from model import Policy
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
 from run.checkpoint import load_checkpoint, read_newest
@@ -121,12 +121,14 @@ def distinct(completions, k, n):
     return sum(shares) / len(shares)
 
 
-def open_run(folder, flags):
-    """Open a run's last checkpoint -> (cfg, Setup, iterations). flags: settings that differ, and
-    the config file that has the run's functions."""
+def open_run(argv):
+    """Open a run's last checkpoint -> (cfg, Setup, iterations). argv: its folder, then the config
+    file that has its functions, and settings that differ."""
+    folder = argv[0] if argv else "nothing"
     if not os.path.isdir(folder):
-        raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py]")
-    cfg = load_settings([folder, *flags])
+        raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py] "
+                       "[--setting=value ...]")
+    cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
     cfg.ref_model_sync_steps = 0    # no evaluation asks for a reference, which a run may lack
     path, checkpoint = read_newest(folder)
@@ -148,7 +150,7 @@ def load_run(path):
         kept = content["settings"].items()     # other versions may have other settings
         cfg = Settings(**{name: value for name, value in kept if name in HINTS})
         policy = rebuilt(path, content["shape"], content["policy"],
-                         lambda config: trainable(GPT(config), cfg))
+                         lambda config: trainable(Policy(config), cfg))
     if is_published(cfg):
         from extras.hub.policy import locate
         return policy, locate(cfg.policy)
@@ -156,9 +158,7 @@ def load_run(path):
 
 
 def main(argv):
-    if not argv or argv[0].startswith("--"):
-        raise BadInput("which run? python evaluate.py out/toxicity [CONFIG.py] [--setting=value]")
-    cfg, setup, iteration = open_run(argv[0], argv[1:])
+    cfg, setup, iteration = open_run(argv)
     rows = []
     for done, policy in ((0, setup.base), (iteration, setup.policy)):
         measures, samples = evaluate(setup, policy, cfg)

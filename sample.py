@@ -42,10 +42,10 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
 def main(argv):
     own, argv = own_flags(argv, dict(prompt="", num=5, before=False, chat=False))
     prompt = own["prompt"]
-    if not argv or not prompt:
+    if not prompt:
         raise BadInput('usage: python sample.py RUN [CONFIG.py] --prompt="You are" [--num=5] '
                        "[--before=True] [--chat=True] [--setting=value ...]")
-    cfg, setup, iteration = open_run(argv[0], argv[1:])
+    cfg, setup, iteration = open_run(argv)
     policies = {f"after {iteration} iterations": setup.policy}
     if own["before"]:
         policies = {"before training": setup.base} | policies

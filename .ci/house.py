@@ -7,6 +7,7 @@ after the tests; pytest knows nothing of it.
 import ast
 import io
 import re
+import signal
 import subprocess
 import sys
 import tokenize
@@ -144,4 +145,5 @@ def main(top):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)       # `house.py | head` ends without a traceback
     main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

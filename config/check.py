@@ -6,7 +6,7 @@ from common.files import ROOT
 from common.script import BadInput, shown
 
 AT_LEAST = {        # all other numbers: 0
-    "save_interval": 1, "keep_checkpoints": 0, "vocab_size": 257,      # the bytes and the end token
+    "save_interval": 1, "vocab_size": 257,      # the bytes and the end token
     "block_size": 2, "n_layer": 1, "n_head": 1, "n_embd": 1, "pretrain_tokens": 1,
     "judge_tokens": 1, "num_prompts": 1, "num_generations": 1, "max_completion_length": 1,
     "temperature": 1e-6, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,

@@ -18,9 +18,8 @@ def byte_alphabet():
     for themselves, the other 68 follow from U+0100 on."""
     plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in plain]
-    alphabet = {chr(b): b for b in plain}
-    alphabet |= {chr(256 + i): b for i, b in enumerate(others)}
-    return alphabet
+    characters = [*map(chr, plain), *map(chr, range(256, 324))]
+    return dict(zip(characters, plain + others, strict=True))
 
 
 def load_tokenizer(vocab_size=50257):

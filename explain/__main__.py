@@ -10,38 +10,30 @@ The sentences are about all rollouts that the run has scored. The page is about 
 follows the last checkpoint, which is sampled and scored here and changes nothing.
 
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
-                                                            # where did the run learn to say this?
-    python tracin.py out/toxicity --prompts=FILE            # .csv or .jsonl: prompt and completion
-    python tracin.py out/toxicity --account=True            # the worst ones before training
-
-The run is repeated, and account.html written (explain/story.py). --since=N takes the part after N
-iterations. --hessian=False is faster, and predicts worse. --parts=4 is finer where steps are large.
---next=True asks which rollouts of the next iteration make the model say this.
+                                    # where did the run learn to say this? See extras/account
 """
-import functools
 import os
-from dataclasses import replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 import grpo
 from config import load_settings, read_run
+from config.check import need
 from explain.page import facts_of, write_page
 from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.story import read_sentence, tell
 from explain.words import pieces_of, row_alone, token_influences
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
 from common.files import read_rows, undamaged
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
-from rollout import completion_logprobs
 from tracin import Recording, keep_helpful, true_error
 
 SHOWN = 5       # rollouts in a list
-FLAGS = dict(before=False, prompt="", completion="", next=False, account=False, prompts="",
-             since=0, parts=1, hessian=True)
+# flags of extras/account
+ACCOUNT = ("--prompt", "--completion", "--prompts", "--account", "--since", "--parts", "--hessian")
 
 
 class Scored(NamedTuple):
@@ -68,21 +60,11 @@ def next_iteration(setup, path, cfg):
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
     with Recording(setup.policy, batch, step, True, cfg) as recording:
         grpo.backward(setup, batch, step, cfg, lambda loss: None, recording)
-    generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
-    gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
-    found = keep_helpful(recording, held_out, setup, cfg, generator, gradient_of)
+    found = keep_helpful(
+        recording, held_out, setup, cfg, seed_for(seed, "select", 0), grpo.gradient_of)
     rows = sample_rows(it, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
     return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()])
-
-
-def saying(prompt, completion):
-    """A target: the mean log-prob of a completion after a prompt."""
-    def target(policy, tokenizer, batch):
-        rollout = read_sentence(policy, tokenizer, prompt, completion)
-        return completion_logprobs(policy, rollout).mean()
-
-    return target
 
 
 def scored_against(scored, cfg, j):
@@ -100,8 +82,8 @@ def scored_against(scored, cfg, j):
 def check(scored, cfg):
     """A sentence: the tape's influences beside a plain backward."""
     setup, recording, found, rows = scored
-    gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
-    error = float(true_error(recording.batch, recording.step, found, gradient_of, cfg))
+    error = float(true_error(
+        setup, recording.batch, recording.step, found, cfg, grpo.gradient_of))
     verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
     return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward pass (relative "
             f"error {error:.0e}).")
@@ -146,37 +128,26 @@ def cards_of(scored, cfg):
     return cards
 
 
-def settings_of(folder, flags, prompt, completion):
-    """The run's settings with a target: the run's, or the one that the question asks for. By a
-    target that is not the run's own nothing is dropped."""
+def settings_of(folder, flags):
+    """The run's settings with a target. By one that is not the run's own nothing is dropped."""
     cfg = load_settings([folder, *flags])
-    if completion:
-        cfg.functions["target"] = saying(prompt, completion)
-        cfg = replace(cfg, tracin="target", tracin_val_prompts=0, tracin_target_ema=0.0,
-                      tracin_leave_one_out=False)
-    elif cfg.tracin == "off":
+    if cfg.tracin == "off":
         cfg.tracin = "reward"
-    if completion or cfg.tracin != read_run(folder)["settings"]["tracin"]:
+    if cfg.tracin != read_run(folder)["settings"]["tracin"]:
         cfg.tracin_select = "all"
     return cfg
 
 
 def main(argv):
-    own, flags = own_flags(argv[1:], FLAGS)
-    prompt = own["prompt"]
-    asked = own["completion"]
-    if not argv or bool(prompt) != bool(asked):
-        raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--prompt=TEXT "
-                       "--completion=TEXT [--next=True]] [--account=True] [--setting=value ...]")
-    is_account = own["account"] or own["prompts"] or asked and not own["next"]
-    for name in ("before", "next") if is_account else ("since", "parts", "hessian"):
-        if own[name] != FLAGS[name]:
-            question = "the next iteration" if is_account else "the account of a sentence"
-            raise BadInput(f"--{name}={own[name]}: is for {question}, which is not asked for here")
-    if is_account:
-        return tell(argv[0], flags, own)
+    if asked := [arg for arg in argv if arg.partition("=")[0] in ACCOUNT]:
+        need("account", asked[0])
+        # by name, since it imports from here
+        return import_module("extras.account.story").main(argv)
+    if not argv:
+        raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--setting=value ...]")
+    own, flags = own_flags(argv[1:], dict(before=False))
     folder = argv[0]
-    cfg = settings_of(folder, flags, prompt, asked)
+    cfg = settings_of(folder, flags)
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     path = os.path.join(folder, "ckpt_prev.pt" if own["before"] else "ckpt.pt")
     scored = next_iteration(setup, path, cfg)
@@ -184,12 +155,11 @@ def main(argv):
     metrics = []
     recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
                 if None not in (row.get("reward"), row.get("influence"))]
-    if recorded and not asked:
+    if recorded:
         rows = recorded
         metrics = read_rows(os.path.join(folder, "metrics.jsonl"))
 
-    target = f"{asked!r} after {prompt!r}" if asked else f"{cfg.tracin!r}"
-    about = (f"{folder}: {len(rows)} rollouts, target {target}. Influence is in standard "
+    about = (f"{folder}: {len(rows)} rollouts, target {cfg.tracin!r}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
     with undamaged(folder):
         sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)

@@ -7,8 +7,7 @@ import math
 import os
 import time
 
-from run.checkpoint import (
-    append_rows, begin_logs, newest_checkpoint, resume, save_checkpoint, write_run_config)
+from run.checkpoint import append_rows, begin_logs, resume, save_checkpoint, write_run_config
 from common.files import read_rows
 from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
@@ -55,7 +54,7 @@ class Run:
         self.base_hash = hash_of(setup.base)
         self.num_tokens = 0
         done = None
-        if cfg.resume and newest_checkpoint(self.folder):
+        if cfg.resume:
             done, self.num_tokens = resume(self.folder, setup, cfg, self.base_hash)
         else:
             begin_logs(self.folder, cfg)

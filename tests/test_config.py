@@ -217,13 +217,29 @@ def test_a_file_that_fails_is_one_line(write):
             assert path in message
 
 
-def test_files_build_on_each_other_and_functions_are_rewards(write):
-    one = write("beta = 0.1\nseed = 5\n" + CONSTANT.format(1), "one.py")
+def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch, tmp_path):
+    one = write("beta = 0.1\nseed = 5\n" + CONSTANT.format(1), "base_of_a_test.py")
     two = write("beta = 0.2\n" + CONSTANT.format(2), "two.py")
     cfg = load_settings([one, two, "--seed=9"])
     assert (cfg.beta, cfg.seed, cfg.reward_funcs) == (0.2, 9, ("reward",))
     assert cfg.functions["reward"]([], ["x"]) == [2]
     assert cfg.source == open(one).read() + "\n" + open(two).read()
+    assert load_settings([one, "--reward_funcs=judge"]).reward_funcs == ("judge",)
+    message = refused(one, "--reward_funcs=rewrd")
+    assert "'rewrd'" in message and "'reward'" in message
+
+    monkeypatch.syspath_prepend(tmp_path)
+    three = write("from base_of_a_test import *\nreward_funcs = ('length', 'reward')\n"
+                  + CONSTANT.replace("reward", "length").format(3), "three.py")
+    cfg = load_settings([three])
+    assert [cfg.functions[name]([], [""]) for name in cfg.reward_funcs] == [[3], [1]]
+
+
+def test_what_a_config_file_imports_is_its_own_business(write):
+    text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
+    cfg = load_settings([write(text + CONSTANT.format(1))])
+    assert cfg.beta == 0.5
+    assert list(cfg.functions) == ["reward"]
 
 
 def test_a_named_function_that_raises_is_one_line(write):
@@ -274,54 +290,42 @@ def test_tools_are_a_table_and_the_only_ones_who_answer(write):
 
 @pytest.fixture
 def noting(tmp_path):
-    """noting(functions, files) -> the folder of a run that noted these."""
-    def to(functions=(), files=()):
+    """noting(functions) -> the folder of a run that noted these, with a config.py that nobody may
+    run. Its config.json names that file, too."""
+    def to(functions=()):
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
+        (folder / "config.py").write_text("raise SystemExit('looking at a run ran its code')")
         settings = dict(beta=0.3, seed=4, out_dir="out/elsewhere", prompt_words=[1, 2])
-        noted = dict(settings=settings, functions=functions, files=list(map(str, files)))
+        noted = dict(settings=settings, functions=functions, files=[f"{folder}/config.py"])
         (folder / "config.json").write_text(json.dumps(noted))
         return folder
     return to
 
 
-def test_a_run_is_a_config(noting, write):
+def test_a_run_is_a_config(noting):
     folder = noting()
     for path in (f"{folder}", f"{folder}/"):
         cfg = load_settings([path, "--seed=5"])
         assert (cfg.beta, cfg.seed, cfg.prompt_words) == (0.3, 5, (1, 2))
         assert cfg.out_dir == str(folder), "it would write to another run's folder"
-    (folder / "config.py").write_text("raise SystemExit('a run that is looked at ran its code')")
-    cfg = load_settings([str(folder)])      # needs no function; its text is still the run's
-    assert cfg.functions == {}
-    assert cfg.source.startswith("raise")
+        assert cfg.functions == {}
+        assert cfg.source.startswith("raise"), "its text is still the run's"
     os.remove(folder / "config.py")
     os.mkfifo(folder / "config.py")
     assert "config.py: no such file" in refused(folder)
 
 
 def test_functions_come_from_a_named_file_alone(noting, write):
-    mine = write("beta = 0.9\n" + CONSTANT.format(1), "mine.py")
-    folder = noting(["reward"], [mine])
-    (folder / "config.py").write_text(open(mine).read())    # unchanged, and still not run
+    folder = noting(["reward"])
     message = refused(folder)
-    assert "RUN CONFIG.py" in message
-    assert "'reward'" in message
+    assert "RUN CONFIG.py" in message and "'reward'" in message
+    mine = write("beta = 0.9\n" + CONSTANT.format(1), "mine.py")
     for place, reward in ((mine, 1), (write(CONSTANT.format(2), "other.py"), 2)):
         cfg = load_settings([str(folder), place])
         assert cfg.beta == 0.3
         assert cfg.source == open(place).read()
         assert cfg.functions["reward"]([], [""]) == [reward]
-
-
-def test_a_strangers_run_runs_nothing(noting, write, tmp_path):
-    evil = write("raise SystemExit('it ran')", "evil.py")
-    (tmp_path / "run").mkdir()
-    inside = write("raise SystemExit('it ran')", "run/config.py")
-    beside = f"/proc/self/cwd/{os.path.relpath(evil)}"      # where the archive was unpacked
-    for path in (inside, evil, beside):
-        assert load_settings([str(noting([], [path]))]).functions == {}
-        assert "RUN CONFIG.py" in refused(noting(["reward"], [path]))
 
 
 def test_a_config_json_that_is_none(tmp_path):
@@ -352,32 +356,6 @@ def test_without_a_config_file_the_usage_is_shown(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "usage: python grpo.py" in out
     assert "\nbeta: " not in out, "that is the long help"
-
-
-# ------------------------------------------------------------------------------------------------
-# what a config file defines, and what it imports
-
-def test_what_a_config_file_imports_is_its_own_business(write):
-    text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
-    cfg = load_settings([write(text + CONSTANT.format(1))])
-    assert cfg.beta == 0.5
-    assert list(cfg.functions) == ["reward"]
-
-
-def test_a_config_file_hands_on_the_functions_of_another(write, monkeypatch, tmp_path):
-    write(CONSTANT.format(1) + CONSTANT.replace("reward", "length").format(2), "base_of_a_test.py")
-    monkeypatch.syspath_prepend(tmp_path)
-    two = write("from base_of_a_test import *\nreward_funcs = ('reward', 'length')")
-    cfg = load_settings([two])
-    assert [cfg.functions[name]([], [""]) for name in cfg.reward_funcs] == [[1], [2]]
-
-
-def test_a_run_may_choose_the_judge_and_a_misspelt_reward_is_named(write):
-    mine = write(CONSTANT.format(1))
-    assert load_settings([mine, "--reward_funcs=judge"]).reward_funcs == ("judge",)
-    message = refused(mine, "--reward_funcs=rewrd")
-    assert "'rewrd'" in message
-    assert "'reward'" in message
 
 
 def test_no_error_line_is_long(write):

@@ -1,7 +1,6 @@
 """Comments, prompts, the tokenizer, and the policy that is made of them."""
 import functools
 import importlib.util
-import json
 import math
 import os
 
@@ -19,7 +18,7 @@ from data.tokenizer import load_tokenizer
 from judge.train import named_judges
 from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
 from common.files import load_file
-from worlds import WORDS, printed, read_rows, refusal
+from worlds import WORDS, printed, read_rows, refusal, write_rows
 
 gpt2 = functools.lru_cache(load_tokenizer)
 CPU = torch.device("cpu")
@@ -114,17 +113,19 @@ def texts(prompts):
 def test_prompts_from_a_file(tmp_path):
     lines = [f"line {i}" for i in range(40)]
     rows = [dict(text=line, deep={"q": line}, n=3) for line in lines]
-    files = dict(config_py=CONFIG, a_txt="\n".join(lines), a_csv="\n3,".join(["n,text", *lines]),
-                 a_jsonl="\n".join(map(json.dumps, rows)))
-    found = prompts_of(tmp_path, f"--prompts={tmp_path}/a.jsonl", **files)
-    train, evaluation, others = found
-    assert sorted(texts(train + evaluation + others)) == sorted(lines)
-    assert len(evaluation) == 4
-    assert train[0].row["n"] == 3
-    assert train[0].ids == WORDS.encode_ordinary(train[0].text)
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (tmp_path / "a.csv").write_text("\n3,".join(["n,text", *lines]))
+    write_rows(tmp_path / "a.jsonl", rows)
+    splits = set()
     for name, field in (("a.txt", "text"), ("a.csv", "text"), ("a.jsonl", "deep.q")):
-        same = prompts_of(tmp_path, f"--prompts={tmp_path}/{name}", f"--prompt_field={field}")
-        assert list(map(texts, same)) == list(map(texts, found)), f"{name} gives other prompts"
+        train, evaluation, others = prompts_of(
+            tmp_path, f"--prompts={tmp_path}/{name}", f"--prompt_field={field}", config_py=CONFIG)
+        assert sorted(texts(train + evaluation + others)) == sorted(lines), name
+        assert len(evaluation) == 4
+        assert train[0].ids == WORDS.encode_ordinary(train[0].text)
+        splits.add(tuple(texts(evaluation)))
+    assert train[0].row["n"] == 3
+    assert len(splits) == 1, "the split depends on more than the text"
 
 
 def test_prompts_of_the_evaluation_from_a_file_of_their_own(tmp_path):
@@ -171,12 +172,12 @@ def test_questions_are_the_prompts(tmp_path):
 def test_each_prompt_once_per_epoch():
     def drawn(seed):
         """Those of ten iterations, one after the other."""
-        return "".join(x for it in range(10) for x in draw_prompts(list("abcde"), it, 3, seed))
+        return "".join(x for it in range(10) for x in draw_prompts("abcde", it, 3, seed))
 
     found = drawn(1)
-    epochs = [found[i:i + 5] for i in range(0, 30, 5)]
-    assert all(sorted(epoch) == list("abcde") for epoch in epochs)
-    assert len(set(epochs)) > 1, "each epoch has the same order"
+    epochs = {found[i:i + 5] for i in range(0, 30, 5)}
+    assert {"".join(sorted(epoch)) for epoch in epochs} == {"abcde"}
+    assert len(epochs) > 1, "each epoch has the same order"
     assert found == drawn(1) != drawn(2)
 
 

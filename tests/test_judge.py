@@ -13,7 +13,7 @@ from config import load_settings
 from data.comments import get_splits
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
-from judge import as_reward, load_judge, reward_functions
+from judge import load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import Scorer, encode, logits_of, pad_right
 from judge.train import auc, even_lengths, length_batches, train_judge, trained_judges
@@ -63,26 +63,26 @@ def test_auc_is_its_definition():
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
     whole = " ".join(map(str, range(100)))
-    comments = [("bad word", 1.0), ("a bad one", 1.0)] + [(whole, 0.0)] * 200
+    toxic = [("bad word", 1.0), ("a bad one", 1.0)]
+    comments = toxic + [(whole, 0.0)] * 200
     cut = even_lengths(comments, 0)
-    assert cut[:2] == comments[:2]      # a piece of a toxic comment may be clean
+    assert cut[:2] == toxic     # a piece of a toxic comment may be clean
+    assert all(f" {text} " in f" {whole} " for text, _ in cut[2:])
     lengths = [len(text.split()) for text, _ in cut[2:]]
     assert set(lengths) == {2, 3, 100}
     assert 70 < lengths.count(100) < 130
-    assert all(f" {text} " in f" {whole} " for text, _ in cut[2:])
     assert even_lengths(comments, 0) == cut != even_lengths(comments, 1)
 
 
 def test_length_batches_cover_every_row_once_and_pad_little():
-    rows = [[0] * (1 + i * i % 37) for i in range(1000)]
+    lengths = [1 + i * i % 37 for i in range(1000)]
+    rows = [[0] * n for n in lengths]
     batches = length_batches(rows, 8, seed=1)
-    assert sorted(i for batch in batches for i in batch) == list(range(1000))
+    assert sorted(sum(batches, [])) == list(range(1000))
     assert max(map(len, batches)) <= 8
     assert batches == length_batches(rows, 8, seed=1) != length_batches(rows, 8, seed=2)
-    padded = 0
-    for batch in batches:
-        padded += len(batch) * max(len(rows[i]) for i in batch)
-    assert padded < 1.1 * sum(map(len, rows))
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    assert padded < 1.1 * sum(lengths)
 
 
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
@@ -91,18 +91,12 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     clean, toxic, again = judge(["x", "grumble grumble", "x"], texts)
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
-    cfg = load_settings(["--judge_score=logit"])
-    reward = reward_functions(cfg, {"judge": judge})["judge"]
-    a, b, silent = reward([""] * 3, [*texts[:2], " ?! "])
-    assert a > b
-    assert silent.isnan()
-
-
-def test_reward_falls_with_toxicity():
-    x = torch.linspace(-8, 8, 33, dtype=torch.double)
-    p = torch.sigmoid(x)
-    for kind, expected in (("probability", 1 - p), ("logit", -x)):
-        assert_near(as_reward(x, kind), expected, 1e-9)
+    for kind, expected in (("probability", torch.sigmoid(-clean)), ("logit", -clean)):
+        cfg = load_settings([f"--judge_score={kind}"])
+        reward = reward_functions(cfg, {"judge": judge})["judge"]
+        a, b, silent = reward([""] * 3, [*texts[:2], " ?! "])
+        assert a > b and silent.isnan()
+        assert float(a) == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 import grpo as trainer
-import explain.__main__ as explain
 from common.script import seed_for
 from data.prompts import Prompt, draw_prompts
 from data.tokenizer import texts_of
 from run.metrics import batch_metrics
 from worlds import (
-    WORDS, letters, nets_of, printed, read_rows, refusal, settings, shaken, untimed_metrics,
+    WORDS, letters, nets_of, read_rows, refusal, settings, shaken, untimed_metrics,
     word_gpt)
 
 TEXTS = ("I am", "you are so", "what", "the end of it", "no", "why would you say that", "it is",
@@ -163,7 +162,7 @@ def reward(prompts, completions):
 """
 
 
-def test_a_run_and_its_account(grpo, tmp_path, monkeypatch):
+def test_a_run(grpo, tmp_path, monkeypatch):
     """Killed and continued it is the same run. Its files name the prompts that were sampled, and
     count the tokens of all rounds."""
     rule = tmp_path / "rule.py"
@@ -203,16 +202,6 @@ def test_a_run_and_its_account(grpo, tmp_path, monkeypatch):
     for row in rows:
         expected = .25 if len(row["prompt"]) % 2 else sum(map(ord, row["completion"])) % 101 / 101
         assert row["reward"] == pytest.approx(expected), "a completion is under another's prompt"
-
-    ends = [(row["prompt"], row["completion"]) for row in rows]
-    text = printed(explain.main, [str(whole), str(rule), "--account=True", "--prompt=a the",
-                                  "--completion= green"])
-    cards = [line for line in text.splitlines() if ", iteration " in line and "->" in line]
-    assert cards, text
-    for line in cards:
-        said = line[line.index(": ") + 2:]
-        assert any(said == f"{p[:48]!r} -> {c[:72]!r}" for p, c in ends), (
-            f"the account puts a completion under another's prompt: {line}")
 
 
 @pytest.mark.parametrize("flags", ["--critic=True", "--max_resamples=0",

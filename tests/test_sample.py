@@ -37,7 +37,7 @@ def test_completions_have_the_scores_of_the_judges(run):
     assert "after 3 iterations" in lines[1]
     assert len(spoken(lines)) == 3
     assert len(spoken(say(run, "--prompt=a green river"))) == 5
-    cfg, setup, _ = open_run(run, [])
+    cfg, setup, _ = open_run([run])
     said, scores = speak.speak(setup, setup.policy, cfg, "my grumble", 4)
     for name, judge in setup.judges.items():
         expected = torch.sigmoid(judge(["my grumble"] * 4, said))

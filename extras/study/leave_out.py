@@ -34,7 +34,7 @@ Jobs: `default`, config/toxicity.py with 8 prompts in place of 32; `letters`, co
 (The order was changed, the cheap job first, before any run had ended: there was less time yet.)
 
 Choice: the damping, 0.1 or 0.3, of the larger mean over 1 and 2 of the derivative with the Hessian,
-a tenth left out; 0.3, what explain.account has, if they differ by less than 0.02. `The prediction`
+a tenth left out; 0.3, what extras.account has, if they differ by less than 0.02. `The prediction`
 is the derivative with the Hessian and this damping. All below is about the runs from 3 on.
 
 1. Is it above TracIn by 0.15 or more, a tenth left out, on every seed of both jobs at 8 steps, and
@@ -57,7 +57,7 @@ from common.files import write_json
 from common.script import BadInput, own_flags, run_script, seed_for
 from config import load_settings
 from data.prompts import draw_prompts
-from explain.account import flat, hessian_times, logprobs, replay, slopes, taken_back, walk_back
+from extras.account import flat, hessian_times, logprobs, replay, slopes, taken_back, walk_back
 
 OWN = 2         # sentences that the run said
 UNSEEN = 3      # sentences of prompts that it never saw

@@ -63,7 +63,7 @@ from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
 from evaluate import evaluate
-from explain.account import DAMPING, flat, hessian_times, multiplied, replay, taken_back
+from extras.account import DAMPING, flat, hessian_times, multiplied, replay, taken_back
 from extras.study.__main__ import as_markdown, point_of, value_on_line
 from extras.study.answers import as_text, comparison
 from rollout import completion_logprobs

@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from explain.account import logprobs, replay
+pytest.importorskip("extras.account")     # it may be deleted
+from extras.account import logprobs, replay
 from extras.study import leave_out
 from worlds import nets_of, number_gpt, refusal, settings
 

@@ -4,7 +4,8 @@ import json
 import pytest
 import torch
 
-from explain.account import replay
+pytest.importorskip("extras.account")     # it may be deleted
+from extras.account import replay
 from extras.study import repair
 from extras.study.config import study_capitals
 from grpo import prepare

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from explain.account import account, flat, hessian_times, replay, row_of
+from extras.account import account, flat, hessian_times, replay, row_of
 from rollout import completion_logprobs, completion_states
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken
 
@@ -47,7 +47,7 @@ def in_float64(monkeypatch):
     to_default(torch.float64)
     monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: None)     # rewards set float32
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr("explain.account.NEAR", 1e-7)       # which kinks seldom lie within
+    monkeypatch.setattr("extras.account.NEAR", 1e-7)       # which kinks seldom lie within
     yield
     to_default(torch.float32)
 

@@ -274,8 +274,8 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
         logp = [torch.stack([logprobs(setup, x[0], rollout, cfg) for x in states]).cpu()
                 for rollout in rollouts]
     K = len(rollouts)
-    size = taken[-1].it + 1 - taken[0].it
-    found = torch.zeros(2, K, size, len(taken[0].batch.row_weights), dtype=torch.float64)
+    N = len(taken[0].batch.row_weights)
+    found = torch.zeros(2, K, taken[-1].it + 1, N, dtype=torch.float64)
     rest = rest_of(cfg)
     decay = 0.0
     derivative = slopes(setup, states[-1][0], rollouts, cfg), 0.0, 0.0
@@ -285,7 +285,7 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
         L, derivative = taken_back(k, before, after, derivative, damping)
         G = (1 - k.b1) * k.clip * U
         products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))
-        found[:, :, k.it - taken[0].it] += products.view(2, K, -1)
+        found[:, :, k.it] += products.view(2, K, -1)
         for part in rest:
             g = grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step, part).values()
             rest[part] += (G @ flat(g)).cpu()

@@ -1,6 +1,6 @@
 """
 The story of a sentence: how its log-prob went along a run, which rollouts did that, and what it
-would be without them. explain/account.py has the arithmetic.
+would be without them. __init__.py has the arithmetic.
 """
 import math
 import os
@@ -12,34 +12,42 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.files import read_rows, undamaged
 from common.processes import rank_and_size
-from common.script import BadInput, hash_of, shown
+from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings
 from data.prompts import encode_prompt
-from data.tokenizer import texts_of
-from evaluate import sample_evaluation
-from explain.account import account, by_parameter, replay, row_of, walk_back
 from explain.page import write_page
 from explain.sentences import best_and_worst
 from explain.words import pieces_of, row_alone, token_influences
+from extras.account import account, by_parameter, replay, row_of, walk_back
 from rollout import completion_states, truncate
 from run.checkpoint import (
     changed_settings, load_checkpoint, older_checkpoints, read_checkpoint, read_newest,
     set_random_state)
 from run.folder import same_text
 
+FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
 SHOWN = 5           # rollouts in each direction
-WORST = 3           # completions of the evaluation
+WORST = 3           # completions that are told of where no sentence is given
 TOO_FAR = 0.05      # the sum from the true change
 BLOCKS = "▁▂▃▄▅▆▇█"
+# settings that change no training
+HARMLESS = ("cache_dir", "device", "decode_batch_size", "activation_checkpointing",
+            "save_interval", "eval_interval", "num_eval_generations", "expect_rise")
 
 
-def tell(folder, flags, own):
+def main(argv):
     """Print the account of the sentences that are asked for and write RUN/account.html."""
+    own, flags = own_flags(argv[1:], FLAGS)
+    is_asked = own["account"] or own["prompts"] or own["completion"]
+    if bool(own["prompt"]) != bool(own["completion"]) or not is_asked:
+        raise BadInput("usage: python tracin.py RUN [CONFIG.py] --prompt=TEXT --completion=TEXT, "
+                       "--prompts=FILE or --account=True, with [--since=N] [--parts=N] "
+                       "[--hessian=False]")
+    folder = argv[0]
     cfg = load_settings([folder, *flags])
     path, last = read_newest(folder)
     end = last["iteration"]
     since = own["since"]
-    parts = own["parts"]
     if since >= end:
         raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
@@ -56,7 +64,7 @@ def tell(folder, flags, own):
         print(f"warning: the replay ends at other weights than {path} ({differing[0]} and others): "
               "made on a GPU, by another machine or version, or with settings that changed on the "
               "way, or a reward draws random numbers")
-    found = account(setup, cfg, states, taken, rollouts, own["hessian"], parts)
+    found = account(setup, cfg, states, taken, rollouts, own["hessian"], own["parts"])
 
     curved = "with" if own["hessian"] else "without"
     about = (f"{folder}, iterations {since + 1} to {end}. The target is a sentence's log-prob. "
@@ -67,14 +75,14 @@ def tell(folder, flags, own):
                   "a multiple of its share.")
     print(about)
     stories = []
-    shown = {}
+    pages = {}
     for i, rollout in enumerate(rollouts):
-        cards = cards_of(setup, cfg, states, taken, rollout, found, i, parts)
-        lines = lines_of(taken, found, i, cards)
+        cards = cards_of(setup, cfg, states, taken, rollout, found, i, own["parts"])
+        lines = lines_of(found, i, cards, since)
         print("", *lines, sep="\n")
         stories += lines
-        shown |= {f"{i + 1}. {heading}": some for heading, some in cards.items()}
-    write_page(folder, "account", about, stories, shown)
+        pages |= {f"{i + 1}. {heading}": some for heading, some in cards.items()}
+    write_page(folder, "account", about, stories, pages)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -89,22 +97,12 @@ def check_run(setup, cfg, folder, path, last):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
     for name, (was, now) in changed_settings(last["settings"], cfg).items():
-        if name not in harmless(cfg):
+        is_harmless = name in HARMLESS or name == "micro_batch_size" and cfg.loss_type != "bnpo"
+        if not is_harmless:
             raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
     if not same_text(folder, cfg):
-        raise BadInput(f"{folder}: the config file has changed since the run, which is repeated; "
-                       f"name the run's own copy, {folder}/config.py")
-
-
-def harmless(cfg):
-    """Settings that change no training."""
-    names = ["cache_dir", "device", "decode_batch_size", "activation_checkpointing",
-             "save_interval", "eval_interval", "num_eval_generations", "expect_rise"]
-    if cfg.loss_type != "bnpo":
-        names.append("micro_batch_size")
-    if not cfg.tracin_val_prompts:      # those come after the evaluation's
-        names.append("num_eval_prompts")
-    return names
+        raise BadInput(f"{folder}: is repeated with the config file that it had; name its own "
+                       f"copy, {folder}/config.py, or none if it had none")
 
 
 def go_to(setup, cfg, folder, since):
@@ -126,36 +124,37 @@ def go_to(setup, cfg, folder, since):
 
 def rollouts_asked(setup, cfg, own):
     """A Rollout of one row for each sentence."""
-    asked = []
+    path = own["prompts"]
+    if path and not path.endswith((".csv", ".jsonl")):
+        raise BadInput(f"--prompts={path}: must end in .csv or .jsonl, with columns prompt and "
+                       "completion")
+    asked = read_rows(path) if path else []
+    if path and not asked:
+        raise BadInput(f"--prompts={path}: holds no sentence")
     if own["completion"]:
-        asked = [own]
-    elif own["prompts"]:
-        asked = read_rows(own["prompts"])
-        if not asked:
-            raise BadInput(f"--prompts={own['prompts']}: holds no sentence")
-    found = [read_sentence(setup.policy, setup.tokenizer, row.get("prompt"), row.get("completion"))
-             for row in asked]
-    for row, rollout in zip(asked, found):
-        if not can_draw(setup, cfg, rollout):
-            raise BadInput(f"completion {row['completion']!r}: the run never draws one of its "
-                           f"tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = "
-                           f"{cfg.min_p}")
-    return found or worst(setup, cfg)
+        asked.append(own)
+    if not asked:
+        return worst(setup, cfg)
+    return [read_sentence(setup, cfg, row.get("prompt"), row.get("completion")) for row in asked]
 
 
-def read_sentence(policy, tokenizer, prompt, completion):
+def read_sentence(setup, cfg, prompt, completion):
     """A Rollout of one row."""
     if type(completion) is not str:
         raise BadInput(f"completion {shown(completion)}: must be text")
     if not isinstance(prompt, (str, list)):     # a list of messages
         raise BadInput(f"prompt {shown(prompt)}: must be text")
-    _, before = encode_prompt(tokenizer, prompt, "the prompt")
-    said = tokenizer.encode_ordinary(completion)
-    most = policy.block_size
+    _, before = encode_prompt(setup.tokenizer, prompt, "the prompt")
+    said = setup.tokenizer.encode_ordinary(completion)
+    most = setup.policy.block_size
     if not before or not said or len(before) + len(said) > most:
         raise BadInput(f"prompt {prompt!r}, completion {completion!r}: {len(before)} and "
                        f"{len(said)} tokens; must be at least 1 each, together {most} at most")
-    return row_of(before, said, policy.lm_head.weight.device)
+    rollout = row_of(before, said, setup.device)
+    if not can_draw(setup, cfg, rollout):
+        raise BadInput(f"completion {completion!r}: the run never draws one of its tokens, by "
+                       f"top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = {cfg.min_p}")
+    return rollout
 
 
 @torch.no_grad()
@@ -168,14 +167,10 @@ def can_draw(setup, cfg, rollout):
 
 
 def worst(setup, cfg):
-    """The evaluation's completions of lowest reward before training."""
-    k = cfg.num_eval_generations
-    rollout = sample_evaluation(setup, setup.policy, cfg)
-    completions = texts_of(setup.tokenizer, rollout)
-    scores = grpo.score_rows(
-        setup.reward_funcs, setup.eval_prompts, completions, replace(cfg, num_generations=k))
-    rewards = grpo.total_reward(scores, cfg.reward_weights, k)
-    return [rollout[[i]] for i in rewards.argsort()[:WORST].tolist()]
+    """Completions of the evaluation's prompts, of lowest reward, by the policy before training."""
+    batch = grpo.sample_batch(setup, setup.eval_prompts, cfg, seed_for(cfg.seed, "account"))
+    rollout = replace(batch.rollout, allowed=None)
+    return [rollout[[i]] for i in batch.rewards.argsort()[:WORST].tolist()]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -184,23 +179,20 @@ def worst(setup, cfg):
 
 def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
     """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
-    first = taken[0].it
-    batches = {k.it - first: k.batch for k in taken}
     shares = found.shares[i]                                                        # (I, N)
     lists = [[divmod(x, shares.shape[1]) for x in some]
              for some in best_and_worst(shares.flatten(), SHOWN).values()]
     words = token_shares(setup, cfg, states, taken, rollout, sum(lists, []), parts)
     logp = found.logp[i]
+    batches = {k.it: k.batch for k in taken}
 
-    def card(since, j):
-        batch = batches[since]
-        without = logp[-1].sum() - found.effects[i, since, j]
-        facts = (f"{shares[since, j]:+.3f}, iteration {first + since + 1}, reward "
-                 f"{batch.rewards[j]:.3f}, advantage {batch.row_advantages[j]:+.2f}, without it "
-                 f"{without:.2f}")
+    def card(it, j):
+        batch = batches[it]
+        without = logp[-1].sum() - found.effects[i, it, j]
+        facts = (f"{shares[it, j]:+.3f}, iteration {it + 1}, reward {batch.rewards[j]:.3f}, "
+                 f"advantage {batch.row_advantages[j]:+.2f}, without it {without:.2f}")
         row = row_alone(batch.rollout, j, cfg.temperature)
-        return (facts, batch.prompts[j].text,
-                pieces_of(row, words[since, j], setup.tokenizer))
+        return facts, batch.prompts[j].text, pieces_of(row, words[it, j], setup.tokenizer)
 
     itself = row_alone(rollout, 0, cfg.temperature)
     said = setup.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
@@ -212,20 +204,19 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
 
 
 def token_shares(setup, cfg, states, taken, rollout, places, parts):
-    """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration since the first,
-    number in the batch)."""
+    """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration, number)."""
     shares = dict.fromkeys(places, 0.0)
     for k, before, _, _, U in walk_back(setup, cfg, states, taken, [rollout], parts):
         vector_to_parameters(before[0], setup.trained)
         G = by_parameter(setup, (1 - k.b1) * k.clip * U[0])
-        for since, j in places:
+        for it, j in places:
             i = k.step.rows[k.step.rows == j]
-            if taken[0].it + since == k.it and len(i):
-                shares[since, j] += token_influences(setup, cfg, k.batch, i, k.step, G)
+            if it == k.it and len(i):
+                shares[it, j] += token_influences(setup, cfg, k.batch, i, k.step, G)
     return shares
 
 
-def lines_of(taken, found, i, cards):
+def lines_of(found, i, cards, since):
     """The story of sentence i."""
     lines = []
     for heading, some in cards.items():
@@ -234,7 +225,7 @@ def lines_of(taken, found, i, cards):
             text = "".join(piece.text for piece in pieces)
             lines.append(f"  {facts}: {prompt[:48]!r} -> {text[:72]!r}")
     shares = found.shares[i].sum(1)                                                 # (I,)
-    lines[2:2] = [course(found.logp[i].sum(1)), *bars(shares.tolist(), taken[0].it + 1)]
+    lines[2:2] = [course(found.logp[i].sum(1)), *bars(shares[since:].tolist(), since + 1)]
     together = float(found.together[i])
     change = float(found.change[i])
     error = abs(together - change) / max(abs(change), 1e-30)

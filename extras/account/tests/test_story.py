@@ -1,0 +1,248 @@
+"""`python tracin.py RUN --prompt --completion`: it repeats the run, says what adds up, refuses what
+it cannot answer and leaves nothing behind. Its arithmetic is in test_account.py."""
+import functools
+import importlib
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+
+import extras.account
+import grpo as trainer
+from config import load_settings
+from extras.account import account, replay, row_of, story
+from worlds import printed, read_rows, refusal, skip_without
+
+explain = importlib.import_module("explain.__main__")
+RULE = """
+judge = eval_judge = None
+
+
+def reward(prompts, completions):
+    return [1.0 * (text.count("e") + 0.1 * len(text)) for prompt, text in zip(prompts, completions)]
+"""
+TIED = RULE.replace("1.0", "len(prompt) % 2")       # some prompts teach nothing
+KINDS = {
+    "plain": [],
+    "self": ["--tracin=self"],
+    "one backward": [
+        "--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20",
+        "--lora_rank=2", "--num_iterations=2", "--temperature=0.8"],
+    "held out": [
+        "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
+        "--entropy_coef=0.01", "--ref_model_sync_steps=2"],
+    "resample": ["--zero_std_groups=resample"]}
+ASKED = ["--prompt=you are", "--completion= green"]
+NUMBER = "[+-][0-9.]+"
+
+
+@pytest.fixture(scope="module")
+def run(grpo, tmp_path_factory):
+    """run(name of KINDS), run(another name, flags): the folder of such a run, made once."""
+    there = tmp_path_factory.mktemp("told")
+    (there / "rule.py").write_text(RULE)
+    (there / "tied.py").write_text(TIED)
+
+    @functools.cache
+    def make(name, *flags):
+        folder = there / name
+        if name == "one backward":
+            skip_without("lora")
+        rule = "tied.py" if name == "resample" else "rule.py"
+        grpo(folder, there / rule, "--max_iters=4", *KINDS.get(name, flags))
+        return str(folder)
+
+    return make
+
+
+def told(folder, *flags):
+    """What the account prints, and the numbers of its last line by name."""
+    text = printed(explain.main, [folder, f"{folder}/config.py", *flags])
+    line = re.findall("^account: .*$", text, re.M)[-1]
+    assert re.fullmatch(
+        f"account: rollouts {NUMBER}, rest {NUMBER}(, [a-z]+ {NUMBER})*, together {NUMBER} nats; "
+        f"true change {NUMBER} \\([0-9.]+ % off\\)", line)
+    return text, {name: float(x) for name, x in re.findall(f"([a-z]+) ({NUMBER})", line)}
+
+
+def contents(folder):
+    return {name: open(os.path.join(folder, name), "rb").read()
+            for name in os.listdir(folder) if not name.endswith(".html")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_repeats_the_run_and_adds_up(run, kind):
+    """To the same bits, from its start and from a checkpoint, and nothing else is left behind."""
+    folder = run(kind)
+    before = contents(folder)
+    asked = ["--account=True", "--parts=8"]
+    text, whole = told(folder, *asked, "--hessian=False")
+    assert "ends at other weights" not in text and "without the Hessian" in text
+    size = max(map(abs, whole.values()))
+    assert abs(whole["together"] - whole["change"]) < story.TOO_FAR * size
+    rows = read_rows(f"{folder}/samples.jsonl")
+    said = {f"{row['prompt'][:48]!r} -> {row['completion'][:72]!r}" for row in rows}
+    cards = re.findall(", without it [^:]+: (.*)", text)
+    assert cards and said.issuperset(cards), "a completion is under another one's prompt"
+    shown = open(os.path.join(folder, "account.html"), encoding="utf-8").read()
+    assert shown.count("<article>") == len(cards) + story.WORST
+    for since in (2, 3):        # there is a checkpoint at 2
+        text, later = told(folder, *asked, f"--since={since}")
+        assert "ends at other weights" not in text and "with the Hessian" in text
+        assert f"iterations {since + 1} to 4" in text
+        assert later["momentum"], "a step since has none of the momentum from before"
+        assert abs(later["together"] - later["change"]) < story.TOO_FAR * size
+    assert contents(folder) == before
+
+
+def killed_after(name, links_to):
+    """os.replace of a run that is killed in its fourth save, after the rename to a name. Its folder
+    then has links with names of checkpoints."""
+    replace = os.replace
+
+    def until(source, path):
+        replace(source, path)
+        folder = os.path.dirname(path)
+        if path.endswith(name) and os.path.exists(f"{folder}/ckpt_000002.pt"):
+            for link in (f"{folder}/ckpt_000001.pt", f"{folder}/ckpt_000003.pt"):
+                if not os.path.exists(link):
+                    os.symlink(links_to, link)
+            raise RuntimeError("killed")
+
+    return until
+
+
+@pytest.mark.parametrize("keep, killed, kept, links", [
+    (0, "", [0, 1, 2, 3, 4], 0), (1, "", [3, 4], 0), (3, "", [2, 3, 4], 0),
+    (0, "ckpt_000002.pt", [0, 1, 2, 3, 4], 1), (0, "ckpt_prev.pt", [0, 1, 2, 3, 4], 1),
+    (3, "ckpt_prev.pt", [2, 3, 4], 2)])
+def test_it_starts_from_the_last_checkpoint_that_was_kept(
+        run, tmp_path, monkeypatch, keep, killed, kept, links):
+    """Also where the run was killed between two renames, and where links have such names."""
+    flags = [f"keeps {keep} {killed}", "--save_interval=1", f"--keep_checkpoints={keep}"]
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    if killed:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+            patch.setattr(os, "replace", killed_after(killed, mine))
+            run(*flags)
+    folder = run(*flags)
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pt")]
+    own = [path for path in paths if not os.path.islink(path)]
+    assert sorted(torch.load(path)["iteration"] for path in own) == kept
+    assert len(paths) - len(own) == links and mine.read_text() == "mine", "a user's link is gone"
+    starts = []
+
+    def watched(setup, cfg, start, *rest):
+        starts.append(start)
+        return replay(setup, cfg, start, *rest)
+
+    monkeypatch.setattr(story, "replay", watched)
+    text, _ = told(folder, *ASKED, "--since=2", "--hessian=False")
+    assert starts == [2 if 2 in kept else 0] and "ends at other weights" not in text
+
+
+def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
+    folder = run("plain")
+    before = contents(folder)
+    in_memory = told(folder, *ASKED, "--hessian=False")
+    monkeypatch.setattr(extras.account, "free_memory", lambda device: 0)
+    assert told(folder, *ASKED, "--hessian=False") == in_memory
+
+    def interrupted(*rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(story, "account", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        explain.main([folder, f"{folder}/config.py", *ASKED])
+    assert contents(folder) == before
+
+
+def test_several_sentences_share_a_replay(run, tmp_path):
+    folder = run("plain")
+    text, _ = told(folder, "--account=True", "--hessian=False")
+    assert text.count("account: rollouts") == story.WORST
+    path = tmp_path / "asked.jsonl"
+    path.write_text(json.dumps(dict(prompt="the", completion=" cat")))
+    together, _ = told(folder, f"--prompts={path}", *ASKED, "--hessian=False")
+    assert together.count("account: rollouts") == 2 and "'the' -> ' cat'" in together
+    alone, _ = told(folder, *ASKED, "--hessian=False")
+    assert alone.splitlines()[-3] in together
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_words_of_a_rollout_add_up_to_its_share(run, parts):
+    folder = run("held out")
+    cfg = load_settings([folder, f"{folder}/config.py"])
+    setup = trainer.prepare(cfg, trainer.read_inputs(cfg))
+    asked = [row_of([5, 6], [7, 8, 9], setup.device)]
+    states, taken = replay(setup, cfg, 0, 0, 4, folder)
+    shares = account(setup, cfg, states, taken, asked, False, parts).shares[0]
+    places = [divmod(x, shares.shape[1]) for x in shares.flatten().abs().topk(6).indices.tolist()]
+    found = story.token_shares(setup, cfg, states, taken, asked[0], places, parts)
+    for place, words in found.items():
+        assert float(words.sum()) == pytest.approx(float(shares[place]), rel=1e-3)
+
+
+def test_refusals(run, tmp_path, monkeypatch):
+    folder = str(tmp_path / "run")
+    shutil.copytree(run("plain"), folder)
+
+    def refused(*flags, config=f"{folder}/config.py"):
+        return refusal(explain.main, [folder, config, *flags])
+
+    for flag in ("--prompt=the", "--completion=a", "--since=1", "--hessian=False"):
+        assert refused(flag).startswith("usage"), "there is no sentence"
+    assert "'before'" in refused(*ASKED, "--before=True"), "that is for the next iteration"
+    assert "together 32 at most" in refused("--prompt=the", "--completion=" + "long " * 40)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "the", "completion": ["a"]}')
+    assert "must be text" in refused(f"--prompts={rows}")
+    for prompt in ("5", '{"a": 1}', "null"):
+        rows.write_text(f'{{"prompt": {prompt}, "completion": "a"}}')
+        assert refused(f"--prompts={rows}").startswith("prompt "), prompt
+    rows.write_text("")
+    assert "no sentence" in refused(f"--prompts={rows}")
+    assert "must end in .csv or .jsonl" in refused("--prompts=sentences.txt")
+    top_k = run("one backward")
+    never = [top_k, f"{top_k}/config.py", "--prompt=the", "--completion=\u20ac\u20ac"]
+    assert "never draws" in refusal(explain.main, never)
+    assert "learning_rate = 1.0: must be 0.0001" in refused(*ASKED, "--learning_rate=1.0")
+    harmless = ["--micro_batch_size=3", "--eval_interval=9", "--since=3", "--hessian=False"]
+    assert "account: rollouts" in told(folder, *ASKED, *harmless)[0]
+    assert "--since=4: must be below 4" in refused(*ASKED, "--since=4")
+    changed = tmp_path / "changed.py"
+    changed.write_text(RULE.replace("0.1", "0.2"))
+    assert "the config file that it had" in refused(*ASKED, config=str(changed))
+    assert "name its config file too" in refusal(explain.main, [folder, *ASKED])
+    with monkeypatch.context() as patch:
+        patch.setattr(story, "rank_and_size", lambda: (0, 2))
+        assert "one process" in refused(*ASKED)
+
+
+def test_checkpoints_of_another_run_are_seen(run, tmp_path):
+    folder = str(tmp_path / "run")
+    shutil.copytree(run("plain"), folder)
+    path = os.path.join(folder, "ckpt.pt")
+    content = torch.load(path)
+
+    def refused():
+        return refusal(explain.main, [folder, f"{folder}/config.py", *ASKED])
+
+    with open(path, "r+b") as f:        # one bit of a weight
+        f.seek(os.path.getsize(path) // 2)
+        byte, = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte ^ 1]))
+    assert "damaged" in refused()
+    content["policy"]["h.0.ln_1.weight"] += 1e-3
+    torch.save(content, path)
+    assert "ends at other weights" in told(folder, *ASKED, "--hessian=False")[0]
+    torch.save(content | {"base_hash": "other"}, path)
+    assert "another policy" in refused()
+    os.remove(path)
+    os.remove(os.path.join(folder, "ckpt_prev.pt"))
+    assert "has no checkpoint" in refused()
