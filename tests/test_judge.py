@@ -170,7 +170,8 @@ def test_a_reward_that_returns_something_else_is_named():
         return refusal(score, {"r": reward}, ASKED, ANSWERS)
 
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
-                   [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12", [1e20, 1], [10 ** 400, 1]):
+                   [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12",
+                   [1e20, 1], [10 ** 400, 1]):
         assert "reward 'r' returned" in refused(lambda completions: values)
     assert "returned inf" in refused(lambda completions: (math.inf for text in completions))
 
