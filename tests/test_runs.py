@@ -114,9 +114,7 @@ def test_a_run_leaves_its_files(finished, six):
 
 
 def test_metrics_samples_and_evaluations(finished):
-    metrics = read_rows(f"{finished.dir}/metrics.jsonl")
-    samples = read_rows(f"{finished.dir}/samples.jsonl")
-    evals = read_rows(f"{finished.dir}/eval.jsonl")
+    metrics, samples, evals = (read_rows(f"{finished.dir}/{name}") for name in LOGS)
     assert [row["iteration"] for row in metrics] == [1, 2, 3]
     assert [row["iteration"] for row in samples] == [1] * 16 + [2] * 16 + [3] * 16
     assert [row["iteration"] for row in evals] == [0, 2, 3]
