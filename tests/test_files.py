@@ -266,24 +266,18 @@ def test_a_loss_that_is_not_finite_ends_a_fit(tmp_path):
 
 def test_devices_and_precisions(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert pick_device("cpu") == cpu
     for threads in (2, 1):
-        pick_device("cpu", threads)
+        assert pick_device("cpu", threads) == cpu
         assert torch.get_num_threads() == threads
     for name in ("quantum", "meta", "cuda:99"):
         assert f"device = '{name}': not on this machine" in refusal(pick_device, name)
-    monkeypatch.setattr(common.device, "fast_dtype", lambda device: torch.bfloat16)
-    for device in (cpu, gpu):
-        assert pick_dtype("float32", device) == torch.float32
-        assert pick_dtype("bfloat16", device) == torch.bfloat16
-        assert pick_dtype("fast", device) == torch.bfloat16
-    assert pick_dtype("auto", cpu) == torch.float32
-    assert pick_dtype("auto", gpu) == torch.bfloat16
-    assert torch.get_float32_matmul_precision() == "high", "TF32 is for the rest"
-    pick_dtype("float32", gpu)
-    assert torch.get_float32_matmul_precision() == "highest"
-    monkeypatch.setattr(common.device, "fast_dtype", lambda device: torch.float32)
-    assert pick_dtype("auto", gpu) == torch.float32
+    for best in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(common.device, "fast_dtype", lambda device: best)
+        for device, auto in ((cpu, torch.float32), (gpu, best)):
+            found = [pick_dtype(name, device) for name in ("float32", "bfloat16", "fast", "auto")]
+            assert found == [torch.float32, torch.bfloat16, best, auto]
+        expected = "high" if best == torch.bfloat16 else "highest"
+        assert torch.get_float32_matmul_precision() == expected, "TF32 goes with bfloat16 alone"
 
 
 def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
