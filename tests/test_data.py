@@ -83,6 +83,12 @@ def test_prompts_alone_are_read_once_and_kept(comments, tiny, tmp_path, monkeypa
     assert load_prompts(cfg, WORDS, again) == first == load_prompts(cfg, WORDS, whole)
     assert again["judge_a"] == []
     assert len(whole["judge_a"]) > 100
+    kept, = tmp_path.glob("prompts-*.json")
+    for text in ("[]", "{}", '{"train_prompts": 1, "eval_prompts": []}',
+                 '{"train_prompts": [[1, 2]], "eval_prompts": []}',
+                 '{"train_prompts": [["a"]], "eval_prompts": []}'):
+        kept.write_text(text)
+        assert kept.name in refusal(get_splits, cfg), "a damaged cache"
     os.utime(comments, (1, 1))      # another version of the file
     with pytest.raises(pytest.fail.Exception):
         get_splits(cfg)
@@ -294,15 +300,3 @@ def test_a_policy_file_brings_its_shape(tiny):
     assert f"note: n_layer = 3 is ignored: {tiny.policy} has 1" in said
     assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
     assert get_tokenizer(cfg).n_vocab == 300
-
-
-def test_a_damaged_cache_of_prompts_is_one_line(comments, tmp_path):
-    cfg = load_settings([f"--comments={comments}", f"--cache_dir={tmp_path}", "--policy=x.pt",
-                         "--judge=y.pt", "--eval_judge=None"])
-    get_splits(cfg)
-    kept, = tmp_path.glob("prompts-*.json")
-    for text in ("[]", "{}", '{"train_prompts": 1, "eval_prompts": []}',
-                 '{"train_prompts": [[1, 2]], "eval_prompts": []}',
-                 '{"train_prompts": [["a"]], "eval_prompts": []}'):
-        kept.write_text(text)
-        assert kept.name in refusal(get_splits, cfg)
