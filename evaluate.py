@@ -16,7 +16,7 @@ from data.tokenizer import end_tokens, load_tokenizer
 from judge import judge_rewards
 from judge.rewards import score
 from judge.scorer import silent
-from model import GPT
+from model import Policy
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
 from run.checkpoint import load_checkpoint, read_newest
@@ -149,7 +149,7 @@ def load_run(path):
         kept = content["settings"].items()     # other versions may have other settings
         cfg = Settings(**{name: value for name, value in kept if name in HINTS})
         policy = rebuilt(path, content["shape"], content["policy"],
-                         lambda config: trainable(GPT(config), cfg))
+                         lambda config: trainable(Policy(config), cfg))
     if is_published(cfg):
         from extras.hub.policy import locate
         return policy, locate(cfg.policy)

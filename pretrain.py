@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig
+from model import GPTConfig, Policy
 from common.device import autocast, fast_dtype, pick_device
 from common.files import load_gpt, save_gpt
 from common.supervised import fit
@@ -103,8 +103,8 @@ def is_published(cfg):
 
 
 def new_policy(cfg):
-    """Make a GPT of the shape in the settings, with random weights."""
-    return GPT(GPTConfig(*(getattr(cfg, name) for name in SHAPE)))
+    """Make a policy of the shape in the settings, with random weights."""
+    return Policy(GPTConfig(*(getattr(cfg, name) for name in SHAPE)))
 
 
 def trainable(base, cfg):
