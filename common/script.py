@@ -1,6 +1,5 @@
 """What every command needs: help, one-line errors, exit codes, signals, seeds."""
 import contextlib
-import functools
 import hashlib
 import io
 import os
@@ -42,7 +41,6 @@ def user_error(what, e, example=""):
 
 def in_one_line(name, function):
     """A function of a config file, whose errors end in one line."""
-    @functools.wraps(function)
     def call(*args):
         try:
             return function(*args)
