@@ -16,7 +16,7 @@ from data.tokenizer import end_tokens, load_tokenizer
 from judge import judge_rewards
 from judge.rewards import score
 from judge.scorer import silent
-from model import GPT
+from model import Policy
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
 from run.checkpoint import load_checkpoint, read_newest
@@ -114,9 +114,8 @@ def distinct(completions, k, n):
     prompts (Li et al. 2016)."""
     shares = []
     for i in range(0, len(completions), k):
-        grams = []
-        for ids in completions[i:i + k]:
-            grams += [tuple(ids[j:j + n]) for j in range(len(ids) - n + 1)]
+        grams = [tuple(ids[j:j + n]) for ids in completions[i:i + k]
+                 for j in range(len(ids) - n + 1)]
         shares.append(len(set(grams)) / max(len(grams), 1))
     return sum(shares) / len(shares)
 
@@ -150,7 +149,7 @@ def load_run(path):
         kept = content["settings"].items()     # other versions may have other settings
         cfg = Settings(**{name: value for name, value in kept if name in HINTS})
         policy = rebuilt(path, content["shape"], content["policy"],
-                         lambda config: trainable(GPT(config), cfg))
+                         lambda config: trainable(Policy(config), cfg))
     if is_published(cfg):
         from extras.hub.policy import locate
         return policy, locate(cfg.policy)

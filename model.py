@@ -314,3 +314,6 @@ class GPT(nn.Module):
     def new_cache(self, S):
         """Return an empty cache with room for S tokens of each sequence."""
         return Cache(S)
+
+
+Policy = GPT    # the class of every policy that is made here or read from a file: see rollout.py

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig
+from model import GPTConfig, Policy
 from common.device import autocast, fast_dtype, pick_device
 from common.files import load_gpt, save_gpt
 from common.supervised import fit
@@ -71,10 +71,11 @@ def made_up_tokens(cfg, examples):
 def made_up_texts(cfg, n, seed):
     """Call texts(n, seed) of the config file; raise BadInput unless it returns n texts."""
     texts = cfg.functions["texts"](n, seed)
-    good = isinstance(texts, list) and len(texts) == n
-    if not good or not all(isinstance(text, str) and text for text in texts):
-        raise BadInput(f"texts({n}, {seed}) returned {shown(texts)}: must be a list of {n} texts, "
-                       "none empty")
+    good = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+    if not good or len(texts) != n:
+        count = f"{len(texts)} texts" if good else shown(texts)
+        raise BadInput(f"texts({n}, {seed}) returned {count}: must be a list of {n} texts, none "
+                       "empty")
     return texts
 
 
@@ -103,8 +104,8 @@ def is_published(cfg):
 
 
 def new_policy(cfg):
-    """Make a GPT of the shape in the settings, with random weights."""
-    return GPT(GPTConfig(*(getattr(cfg, name) for name in SHAPE)))
+    """Make a policy of the shape in the settings, with random weights."""
+    return Policy(GPTConfig(*(getattr(cfg, name) for name in SHAPE)))
 
 
 def trainable(base, cfg):

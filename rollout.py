@@ -19,10 +19,10 @@ What it may offer:
     cache.keep(rows)              keeps only these sequences (n,), in this order
     policy.value_head(h)          a critic's values (...) of hidden states (..., C)
 
-Influence asks that all trained weights are in layers that tape.py knows. A whole run also asks for
-policy.config, a dataclass like model.GPTConfig, which checkpoints keep: build the policy in
-pretrain.new_policy, and again in load_gpt (common/files.py) and load_run (evaluate.py). Sampling is
-compiled (extras/compiled) and policies are exported (extras/hub) only of a model.GPT.
+Influence asks that all trained weights are in layers that tape.py knows. A whole run asks for a
+class, which model.Policy names: policy = Policy(config), from a model.GPTConfig, and policy.config
+is that again. Sampling is compiled (extras/compiled) and policies are exported (extras/hub) only of
+a model.GPT.
 
 Shapes: B prompts of width P (left-padded), N = B * num_generations completions of at most T tokens,
 V = vocab_size, C channels, n completions that still run, M sampled tokens of all completions. A
@@ -82,10 +82,6 @@ class Rollout:
         rollout.attention_mask[:, P:] = True    # it is False on the prompt's padding alone
         return rollout
 
-    def longest(self):
-        """Return the number of tokens of the longest completion."""
-        return int(self.completion_mask.any(0).sum())
-
     def completions(self, eos):
         """Return the ids of each completion without the end tokens (eos: one or several) that the
         policy sampled. With an environment, tokens may follow an end token."""
@@ -130,7 +126,7 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos):
 def concatenate(rollouts):
     """Join rollouts -> Rollout of all their rows, as wide as the longest prompt and completion."""
     P = max(r.tokens.shape[1] - r.logp.shape[1] for r in rollouts)
-    T = max(r.longest() for r in rollouts)
+    T = max(int(r.completion_mask.any(0).sum()) for r in rollouts)
     rollouts = [r.resized(P, T) for r in rollouts]
     columns = {}
     for name, x in vars(rollouts[0]).items():
@@ -364,7 +360,7 @@ def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """Return the log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
     what completion_states returns, if something else is computed from it too."""
     states = states or completion_states(model, rollout)
-    return of_logits_by_token(LogProb.apply, model, rollout, temperature, states)
+    return of_logits(LogProb.apply, model, rollout, temperature, states)
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
@@ -376,7 +372,7 @@ def completion_entropies(model, rollout, temperature=1.0, states=None):
         return -(logp.exp() * finite).sum(-1, keepdim=True)     # 0 * -inf counts as 0
 
     states = states or completion_states(model, rollout)
-    return of_logits_by_token(entropies, model, rollout, temperature, states)
+    return of_logits(entropies, model, rollout, temperature, states)
 
 
 class States(NamedTuple):
@@ -392,6 +388,8 @@ def completion_states(model, rollout):
     Columns are left out that are padding in all rows, or that follow all sampled tokens."""
     attention_mask = rollout.attention_mask
     sampled = rollout.sampled_mask
+    if len(sampled) == 0:
+        raise ValueError("the rollout has no rows")
     P = attention_mask.shape[1] - sampled.shape[1]
     first = attention_mask.any(0).long().argmax()
     T = sampled.any(0).cumsum(0).argmax() + 1
@@ -428,30 +426,24 @@ class LogProb(torch.autograd.Function):
         return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
 
 
-def of_logits_by_token(function, model, rollout, temperature, states):
-    """of_logits at the sampled tokens of a rollout -> (N, T), 0 elsewhere."""
-    h, targets, allowed, where = states
-    x = of_logits(function, model.lm_head, h, targets, temperature, allowed)        # (M,)
-    return torch.zeros(rollout.logp.shape, device=h.device).index_put(where, x)
-
-
-def of_logits(function, lm_head, h, targets, temperature, allowed):
-    """Apply function(logits (m, V), targets (m, 1)) -> (m, 1) to all M rows of h (M, C) and
-    targets (M,) -> (M,).
+def of_logits(function, model, rollout, temperature, states):
+    """Apply function(logits (m, V), targets (m, 1)) -> (m, 1) at the M sampled tokens of a rollout
+    -> (N, T), 0 elsewhere.
 
     The logits are those of the distribution that the tokens are sampled from: divided by the
     temperature and, with truncated sampling, over the tokens that were allowed (M, V). They are
     formed in pieces. If there are more than LOGITS_KEPT, the backward forms each piece again.
     """
     def piece(h, targets, allowed):
-        logits = lm_head(h).float()                                                 # (m, V)
+        logits = model.lm_head(h).float()                                           # (m, V)
         if temperature != 1:
             logits = logits / temperature
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -math.inf)
         return function(logits, targets[:, None])
 
-    V = len(lm_head.weight)
+    h, targets, allowed, where = states
+    V = len(model.lm_head.weight)
     formed = piece
     if len(h) * V > LOGITS_KEPT:
         formed = functools.partial(checkpoint, piece, use_reentrant=False)
@@ -460,4 +452,5 @@ def of_logits(function, lm_head, h, targets, temperature, allowed):
     for i in range(0, max(1, len(h)), m):
         some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
         pieces.append(formed(*some))
-    return torch.cat(pieces)[:, 0]
+    found = torch.cat(pieces)[:, 0]                                                 # (M,)
+    return found.new_zeros(rollout.logp.shape).index_put(where, found)

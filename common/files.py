@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT, GPTConfig
+from model import GPTConfig, Policy
 from common.script import BadInput, shown
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -196,7 +196,7 @@ def save_gpt(path, model, kind="policy", **extra):
         os.remove(partial)
 
 
-def load_gpt(path, kind="policy", make=GPT):
+def load_gpt(path, kind="policy", make=Policy):
     """The policy that save_gpt wrote, on the CPU; or another module that a GPTConfig makes."""
     content = load_file(path, kind)
     with undamaged(path):
@@ -207,11 +207,14 @@ def load_gpt(path, kind="policy", make=GPT):
 def rebuilt(path, shape, weights, make):
     """make(GPTConfig) with these weights. That they fit is seen before anything large is built, and
     that they compute before anything relies on it."""
-    config = GPTConfig(**shape)
-    if config.n_layer > len(weights) or not all(x.is_contiguous() for x in weights.values()):
-        raise ValueError(f"{len(weights)} tensors for {config.n_layer} layers, or views")
-    with torch.device("meta"):
-        make(config).load_state_dict(dict(weights), assign=True)
+    try:
+        config = GPTConfig(**shape)
+        if config.n_layer > len(weights) or not all(x.is_contiguous() for x in weights.values()):
+            raise ValueError(f"{len(weights)} tensors for {config.n_layer} layers, or views")
+        with torch.device("meta"):
+            make(config).load_state_dict(dict(weights), assign=True)
+    except (RuntimeError, TypeError) as e:
+        raise BadInput(f"{path}: damaged, or a model of another class ({shown(e, 200)})") from e
     model = make(config)
     load_weights(path, model, weights)
     getattr(model, "trunk", model)(torch.zeros(1, 2, dtype=torch.long))

@@ -12,7 +12,6 @@ follows the last checkpoint, which is sampled and scored here and changes nothin
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
                                     # where did the run learn to say this? See extras/account
 """
-import functools
 import os
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -47,8 +46,6 @@ class Scored(NamedTuple):
 def next_iteration(setup, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
     content = read_checkpoint(path)
-    if content["settings"]["tracin"] != cfg.tracin:
-        content["influence"] = None     # the average of other targets
     with undamaged(path):
         load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
     set_random_state(content["random"])
@@ -60,9 +57,8 @@ def next_iteration(setup, path, cfg):
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
     with Recording(setup.policy, batch, step, True, cfg) as recording:
         grpo.backward(setup, batch, step, cfg, lambda loss: None, recording)
-    generator = torch.Generator().manual_seed(seed_for(seed, "select", 0))
-    gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
-    found = keep_helpful(recording, held_out, setup, cfg, generator, gradient_of)
+    found = keep_helpful(
+        recording, held_out, setup, cfg, seed_for(seed, "select", 0), grpo.gradient_of)
     rows = sample_rows(it, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
     return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()])
@@ -83,8 +79,8 @@ def scored_against(scored, cfg, j):
 def check(scored, cfg):
     """A sentence: the tape's influences beside a plain backward."""
     setup, recording, found, rows = scored
-    gradient_of = functools.partial(grpo.gradient_of, setup, cfg)
-    error = float(true_error(recording.batch, recording.step, found, gradient_of, cfg))
+    error = float(true_error(
+        setup, recording.batch, recording.step, found, cfg, grpo.gradient_of))
     verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
     return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward pass (relative "
             f"error {error:.0e}).")

@@ -85,7 +85,10 @@ class Meter:
 
     def add_influence(self, found):
         """Count a step's influence in, by its tracin.Findings."""
-        self.influence.append(influence_metrics(found))
+        metrics = influence_metrics(found)
+        if self.cfg.tracin_target_ema:
+            metrics["tracin/target_age"] = float(self.setup.target_average.age)
+        self.influence.append(metrics)
 
     def check_finite(self, grad_norm):
         """End the run if the loss or the gradient of a step is not finite."""
@@ -198,8 +201,6 @@ def influence_metrics(found):
     metrics = {name: float(x) for name, x in on_cpu(tensors).items()}
     metrics["tracin/self_share"] = float(found.self_influence)
     metrics["tracin/fallback"] = float(found.fallback)
-    if found.target_age:
-        metrics["tracin/target_age"] = float(found.target_age)
     return metrics | target_metrics(found)
 
 

@@ -4,12 +4,13 @@ import torch
 from torch import nn
 
 import grpo
+from common.files import load_gpt, save_gpt
 from explain.words import token_influences
 from rollout import completion_logprobs, generate
 from tape import inner
 from worlds import (
-    END, PROMPTS, gradient, mean_token, nets_of, same_rollout, seed_of, settings, shaken, steps_of,
-    whole_step, world)
+    END, PROMPTS, assert_near, gradient, mean_token, number_gpt, plain_logps, refusal, same_rollout,
+    seed_of, settings, shaken, steps_of, whole_step, world)
 
 
 class LSTM(nn.Module):
@@ -81,16 +82,6 @@ def lstm(kind=LSTM):
     return shaken(kind(), 0.5)
 
 
-def logp_alone(policy, rollout, i):
-    """Log-probs of the tokens of completion i, read alone and without padding."""
-    r = rollout[i]
-    ids = r.tokens[r.attention_mask]
-    n = int(r.completion_mask.sum())
-    ids = ids[:len(ids) - (len(r.completion_mask) - n)]
-    logp = policy.lm_head(policy(ids[None, :-1])[0]).log_softmax(-1)
-    return logp.gather(1, ids[1:, None])[-n:, 0]
-
-
 @pytest.mark.parametrize("kind", [LSTM, LSTMWithCache])
 def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone(kind):
     policy = lstm(kind)
@@ -98,10 +89,9 @@ def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone(ki
     lengths = r.completion_mask.sum(1)
     assert r.ended.any() and lengths.unique().numel() > 1 and not r.attention_mask.all()
     trainer = completion_logprobs(policy, r)
-    for i, n in enumerate(lengths.tolist()):
-        expected = logp_alone(policy, r, i)
-        torch.testing.assert_close(r.logp[i, :n], expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(trainer[i, :n], expected, rtol=0, atol=1e-5)
+    for i, expected in enumerate(plain_logps(policy, r)):
+        assert_near(r.logp[i, :len(expected)], expected)
+        assert_near(trainer[i, :len(expected)], expected)
 
 
 def test_a_cache_that_is_not_of_keys_and_values_changes_no_rollout():
@@ -120,8 +110,8 @@ def test_a_cache_that_is_not_of_keys_and_values_changes_no_rollout():
 def policy_losses(policy, batch):
     """The policy's loss of each completion, by its log-probs when read alone."""
     num_tokens = int(batch.loss_mask.sum())
-    return [-batch.advantages[i] * logp_alone(policy, batch.rollout, i).sum() / num_tokens
-            for i in range(len(batch.loss_mask))]
+    return [-A * logp.sum() / num_tokens
+            for A, logp in zip(batch.advantages, plain_logps(policy, batch.rollout))]
 
 
 def test_a_step_of_grpo_goes_down_the_gradient_of_the_loss():
@@ -143,8 +133,8 @@ def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(tar
     if target == "reward":
         r = batch.rewards
         coef = (r.mean() - r) / (r.std() + 1e-4) / len(r)
-        logps = [logp_alone(setup.policy, batch.rollout, i).sum() for i in range(len(r))]
-        G = gradient(sum(c * logp for c, logp in zip(coef, logps)), setup.trained)
+        logps = plain_logps(setup.policy, batch.rollout)
+        G = gradient(sum(c * logp.sum() for c, logp in zip(coef, logps)), setup.trained)
     expected = each @ G
     (found,), _ = steps_of(setup, batch, cfg, check=True)
     assert (batch.influence - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -161,3 +151,9 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
         own = grpo.gradient_of(setup, cfg, batch, i[None], step)
         words = token_influences(setup, cfg, batch, i[None], step, G)
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
+
+
+def test_a_checkpoint_of_another_class_says_so(tmp_path):
+    save_gpt(f"{tmp_path}/a.pt", number_gpt())
+    said = refusal(load_gpt, f"{tmp_path}/a.pt", make=lambda config: lstm())
+    assert "a.pt: damaged, or a model of another class" in said and "from_state.weight" in said

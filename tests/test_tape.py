@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from conftest import ROOT
 from model import GPT, GPTConfig
 from common.device import autocast
-from rollout import LogProb, of_logits
+from rollout import LogProb, States, of_logits
 from tape import Tape, check_exact, inner
 from worlds import refusal, seed_of, with_lora
 
@@ -85,8 +85,8 @@ def text_loss(model, value, rows, left=0, right=0, line=True):
     def losses():
         h = model(tokens[:, :-1], attention_mask[:, :-1])[:, -T:]                       # (n, T, C)
         if line:
-            logp = of_logits(LogProb.apply, model.lm_head, h[i, t], targets[i, t], 0.7, None)
-            logp = logp.new_zeros(mask.shape).index_put((i, t), logp)
+            states = States(h[i, t], targets[i, t], None, (i, t))
+            logp = of_logits(LogProb.apply, model, SimpleNamespace(logp=mask), 0.7, states)
         else:
             logp = (model.lm_head(h) / 0.7).log_softmax(-1)
             logp = logp.gather(2, targets[:, :, None])[:, :, 0]
@@ -189,11 +189,24 @@ def unflat(v, model):
     return {p: x.view_as(p) for p, x in zip(parameters, parts)}
 
 
-def plain(case, losses=None):
-    """(P,): .grad of an ordinary backward, over all micro-batches or over these losses."""
-    losses = losses or [f for *_, f in case.micro]
-    return torch.cat([g.flatten() for g in torch.autograd.grad(
-        sum(loss().sum() for loss in losses), trained(case.model), materialize_grads=True)])
+def gradient(loss, model):
+    """(P,): .grad of an ordinary backward of loss ()."""
+    parts = torch.autograd.grad(loss, trained(model), materialize_grads=True)
+    return torch.cat([g.flatten() for g in parts])
+
+
+def rows_of(case):
+    """J (8, P), and what the micro-batches give together (P,)."""
+    J = torch.stack([gradient(loss(), case.model) for loss in case.alone])
+    return J, gradient(sum(losses().sum() for *_, losses in case.micro), case.model)
+
+
+def taped(model, backward, n=8, flat={}):
+    """A tape of n rows. backward() calls the model, and .backward() of what it gives."""
+    with Tape(model, n) as tape:
+        tape.rows(torch.arange(n), flat)
+        backward()
+    return tape
 
 
 def record(case, tape=None, backward=torch.Tensor.backward):
@@ -226,8 +239,8 @@ def test_a_tape_is_one_backward_per_row(name, monkeypatch):
         monkeypatch.setattr("rollout.LOGITS_KEPT", 4 * V)
     case = CASES[name]()
     model = case.model
-    J = torch.stack([plain(case, [loss]) for loss in case.alone])                   # (8, P)
-    assert error(plain(case), J.sum(0)) < 1e-10
+    J, together = rows_of(case)
+    assert error(together, J.sum(0)) < 1e-10
     before = {name: x.clone() for name, x in model.state_dict().items()}
     tape = record(case, Tape(model, 8))
 
@@ -254,7 +267,7 @@ def test_a_tape_is_one_backward_per_row(name, monkeypatch):
 
 def test_a_further_loss_of_the_same_forward_is_summed():
     case = CASES["gpt, tied"]()
-    expected = plain(case)
+    expected = rows_of(case)[1]
     tape = Tape(case.model, 8)
 
     def backward(loss):
@@ -266,31 +279,27 @@ def test_a_further_loss_of_the_same_forward_is_summed():
     agree(flat(tape.summed_gradient(), case.model), 2 * expected, "the rest of the loss")
 
 
-def saliency(loss, x):
-    torch.autograd.grad(loss, x, retain_graph=True)
-    loss.backward()
+def two_layers():
+    return perturbed(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
 
 
-def penalty(loss, x):
-    g, = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + g.square().sum()).backward()
-
-
-@pytest.mark.parametrize("backward", (saliency, penalty))
-def test_a_second_backward_of_the_same_forward_is_refused(backward):
+def test_a_second_backward_of_the_same_forward_is_refused():
     """Every layer between would be counted twice."""
-    model = perturbed(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
+    model = two_layers()
     x = noise(8, 5).requires_grad_()
-    with pytest.raises(ValueError, match="2: a second backward of the same forward"):
-        with Tape(model, 8) as tape:
-            tape.rows(torch.arange(8))
-            backward(model(x).sin().sum(), x)
+
+    def saliency_first():
+        loss = model(x).sin().sum()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+
+    assert "2: a second backward of the same forward" in refusal(taped, model, saliency_first)
 
 
 def test_rows_by_number_over_all_processes():
     """Whatever the order and the process of the rows: as one tape of all."""
     case = CASES["gpt, tied"]()
-    J = torch.stack([plain(case, [loss]) for loss in case.alone])
+    J, _ = rows_of(case)
     tapes = []
     for micro_batches in ([[5, 2], [7]], [], [[0, 1, 6], [4, 3]]):
         with Tape(case.model, 8) as tape:
@@ -310,12 +319,10 @@ def test_rows_by_number_over_all_processes():
 
 def test_a_row_of_weight_0_cannot_poison():
     """Its gradient may be infinite or not a number: what is not wanted has no part in the sum."""
-    model, x = perturbed(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))), noise(8, 5)
+    model, x = two_layers(), noise(8, 5)
     x[3, 2] = torch.nan
     w = ALL.index_fill(0, torch.tensor(3), 0)
-    with Tape(model, 8) as tape:
-        tape.rows(torch.arange(8))
-        model(x).sin().sum().backward()
+    tape = taped(model, lambda: model(x).sin().sum().backward())
     assert all(g.isfinite().all() for g in tape.gradient(w).values())
 
 
@@ -374,41 +381,30 @@ def test_a_hook_of_the_user_is_refused():
 def test_a_bias_that_is_also_the_weight():
     model, x = perturbed(nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4))), noise(8, 3, 5)
     model[1].bias = model[1].weight
-    with Tape(model, 8) as tape:
-        tape.rows(torch.arange(8))
-        model(x).sin().sum().backward()
-    expected = torch.autograd.grad(model(x).sin().sum(), trained(model))
-    agree(flat(tape.gradient(ALL), model), torch.cat([g.flatten() for g in expected]), "gradient")
+    tape = taped(model, lambda: model(x).sin().sum().backward())
+    agree(flat(tape.gradient(ALL), model), gradient(model(x).sin().sum(), model), "gradient")
 
 
 def test_a_model_may_be_given_flattened_tokens_throughout():
     """Two rows of three tokens and one, in one call and in pieces."""
     model, x = two_layers(), noise(4, 5)
     owners = torch.tensor([1, 0, 1, 1])
-    J = torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(
-        model(x[owners == i]).sin().sum(), trained(model))]) for i in range(2)])
+    J = torch.stack([gradient(model(x[owners == i]).sin().sum(), model) for i in range(2)])
+
+    def in_pieces():
+        sum(model(piece).sin().sum() for piece in x.split(size)).backward()
+
     for size in (4, 3, 2, 1):
-        with Tape(model, 2) as tape:
-            tape.rows(torch.arange(2), {model: owners})
-            sum(model(piece).sin().sum() for piece in x.split(size)).backward()
+        tape = taped(model, in_pieces, 2, {model: owners})
         agree(tape.dot(unflat(J.sum(0), model)), J @ J.sum(0), f"influences, {size} at once")
-
-
-def two_layers():
-    return perturbed(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
-
-
-def frozen_bias():
-    model = two_layers()
-    model[2].bias.requires_grad_(False)
-    return model
 
 
 @pytest.mark.parametrize("when", ("before the block", "in the block"))
 @pytest.mark.parametrize("what", ("layer", "bias"))
 def test_what_is_unfrozen_after_the_tape_was_made_is_refused(when, what):
     """Its gradient would be missing without a word."""
-    model = frozen_bias()
+    model = two_layers()
+    model[2].bias.requires_grad_(False)
     if what == "layer":
         model[2].requires_grad_(False)
     tape = Tape(model, 8)
@@ -444,10 +440,7 @@ def test_torch_func_is_refused_in_words():
     others = {name: p.detach() + 1 for name, p in model.named_parameters()}
     calls = (lambda: torch.func.functional_call(model, others, x), lambda: torch.vmap(model)(x))
     for call in calls:
-        with pytest.raises(ValueError, match="0: runs in torch.func"):
-            with Tape(model, 8) as tape:
-                tape.rows(torch.arange(8))
-                call()
+        assert refusal(taped, model, call).startswith("0: runs in torch.func")
         assert all(p.requires_grad for p in model.parameters())
 
 
@@ -456,16 +449,14 @@ def test_a_model_that_was_compiled_before_is_refused_in_words():
     model, x = two_layers(), noise(8, 5)
     compiled = torch.compile(model, backend="eager")
     compiled(x)
-    with pytest.raises(ValueError, match="used outside its layer, or in a compiled model"):
-        with Tape(model, 8) as tape:
-            tape.rows(torch.arange(8))
-            compiled(x).sum().backward()
+    said = refusal(taped, model, lambda: compiled(x).sum().backward())
+    assert "used outside its layer, or in a compiled model" in said
 
 
 @pytest.mark.parametrize("how", ("sum", "mean over rows", "rows mix", "dropout", "another weight"))
 def test_check_exact_tells_a_sum_over_rows(how):
     torch.manual_seed(seed_of(0))
-    model, x = perturbed(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))), noise(4, 3, 5)
+    model, x = two_layers(), noise(4, 3, 5)
     if how == "sum":
         check_exact(model, losses_of(model, how), x)
         said = refusal(check_exact, model, losses_of(model, how), x[:1])
@@ -499,7 +490,7 @@ class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
         self.wte = nn.Embedding(V, 6)
-        self.gates = nn.Linear(6 + 6, 3 * 6)
+        self.cell = nn.Linear(6 + 6, 6)
         self.norm = nn.LayerNorm(6)
         self.lm_head = nn.Linear(6, V)
 
@@ -508,8 +499,7 @@ class Recurrent(nn.Module):
         h = torch.zeros_like(x[:, 0])                                               # (B, 6)
         states = []
         for t in range(x.shape[1]):
-            forget, add, new = self.gates(torch.cat([x[:, t], h], 1)).chunk(3, 1)
-            h = self.norm(forget.sigmoid() * h + add.sigmoid() * new.tanh())
+            h = self.norm(self.cell(torch.cat([x[:, t], h], 1))).tanh()
             states.append(h)
         return torch.stack(states, 1)
 
@@ -530,16 +520,11 @@ def test_the_input_of_a_cell_is_not_taken_for_flattened_tokens(lengths):
     """(B, C), where M, or a piece of M tokens, is B or a multiple of it."""
     model = perturbed(Recurrent())
     tokens = torch.arange(4 * 6).view(4, 6) % V
-    with Tape(model, 4) as tape:
-        mask = torch.arange(5) < torch.tensor(lengths)[:, None]
-        tape.rows(torch.arange(4), {model.lm_head: mask.nonzero()[:, 0]})
-        recurrent_loss(model, tokens, lengths).sum().backward()
-    J = []
-    for i in range(4):
-        loss = recurrent_loss(model, tokens[i:i + 1], lengths[i:i + 1]).sum()
-        parts = torch.autograd.grad(loss, trained(model), materialize_grads=True)
-        J.append(torch.cat([g.flatten() for g in parts]))
-    J = torch.stack(J)
+    owners = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+    tape = taped(model, lambda: recurrent_loss(model, tokens, lengths).sum().backward(), 4,
+                 {model.lm_head: owners})
+    J = torch.stack([gradient(recurrent_loss(model, tokens[[i]], lengths[i:i + 1]).sum(), model)
+                     for i in range(4)])
     agree(tape.dot(unflat(J.sum(0), model)), J @ J.sum(0), "influences")
     w = noise(4, seed=3)
     agree(flat(tape.gradient(w), model), w @ J, "the weighted gradient")
@@ -564,32 +549,26 @@ def test_a_layer_that_is_not_known_is_named(words):
 
 
 def test_what_the_tape_cannot_see_is_named():
-    def outside(model, tape):
-        tape.rows(torch.arange(2))
-        F.linear(model(torch.ones(2, 3, dtype=torch.long)), model.wte.weight).sum().backward()
+    ids = torch.ones(2, 3, dtype=torch.long)
 
-    def without_rows(model, tape):
-        model(torch.ones(2, 3, dtype=torch.long))
+    def outside(model):
+        F.linear(model(ids), model.wte.weight).sum().backward()
 
-    def in_place(model, tape):
-        h = tape.rows(torch.arange(2)) or model(torch.ones(2, 3, dtype=torch.long)).tanh()
+    def in_place(model):
+        h = model(ids).tanh()
         y = model.lm_head(h)
         h.mul_(2)
         y.sum().backward()
 
-    def by_keyword(model, tape):
-        tape.rows(torch.arange(2))
+    def by_keyword(model):
         model.ln_f(input=model.wte.weight[None])
 
     said = {by_keyword: "ln_f: called by keyword",
             outside: "wte.weight: used outside its layer",
-            in_place: "lm_head: its input was changed in place before the backward",
-            without_rows: "which of 0 rows.*see Tape.rows"}
+            in_place: "lm_head: its input was changed in place before the backward"}
     for mistake, words in said.items():
         model = gpt()
-        with pytest.raises(ValueError, match=words):
-            with Tape(model, 2) as tape:
-                mistake(model, tape)
+        assert words in refusal(taped, model, lambda: mistake(model), 2)
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         assert all(p.requires_grad for p in model.parameters())
 
@@ -597,26 +576,21 @@ def test_what_the_tape_cannot_see_is_named():
 def test_rows_that_do_not_fit_are_refused():
     """Two rows of two tokens; their hidden states reach the head as a line of four. nanoGPT's
     wpe(arange(T)): the words say what to write instead."""
-    def line(n, owners):
-        model = gpt()
-        with Tape(model, n) as tape:
-            flat_layers = {} if owners is None else {model.lm_head: torch.tensor(owners)}
-            tape.rows(torch.arange(n), flat_layers)
-            h = model(torch.ones(2, 2, dtype=torch.long))
-            model.lm_head(h.flatten(0, 1)).sum().backward()
+    model = gpt()
 
-    def shared(B, T):
-        model = nn.ModuleDict({"wpe": nn.Embedding(8, 4)})
-        with Tape(model, B) as tape:
-            tape.rows(torch.arange(B))
-            model["wpe"](torch.arange(T)).sum().backward()
+    def in_a_line():
+        h = model(torch.ones(2, 2, dtype=torch.long))
+        model.lm_head(h.flatten(0, 1)).sum().backward()
 
-    for n, owners, layer in ((3, None, "wte"), (1, None, "wte"), (2, None, "lm_head"),
+    for n, owners, layer in ((0, [], "wte"), (3, [], "wte"), (1, [], "wte"), (2, [], "lm_head"),
                              (2, [0, 0, 1], "lm_head"), (2, [0, 0, 0, 1, 1], "lm_head")):
-        said = refusal(line, n, owners)
+        flat_layers = {model.lm_head: torch.tensor(owners)} if owners else {}
+        said = refusal(taped, model, in_a_line, n, flat_layers)
         assert said.startswith(f"{layer}: ") and "rows" in said
+    shared = nn.ModuleDict({"wpe": nn.Embedding(8, 4)})
     for B, T in ((2, 5), (4, 4)):
-        assert "wpe(arange(T).expand(B, T))" in refusal(shared, B, T)
+        said = refusal(taped, shared, lambda: shared["wpe"](torch.arange(T)).sum().backward(), B)
+        assert "wpe(arange(T).expand(B, T))" in said
 
 
 def test_a_reentrant_checkpoint_is_refused():

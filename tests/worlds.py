@@ -199,13 +199,7 @@ TOKENIZER = SimpleNamespace(
 
 
 def number_gpt():
-    """Weights large enough that tokens differ in probability."""
-    torch.manual_seed(seed_of(0))
-    model = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16))
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.2 * torch.randn_like(p)
-    return model
+    return random_gpt(12, block_size=16, n_head=2, n_embd=16)
 
 
 def mean_token(prompts, completions):

@@ -161,7 +161,7 @@ def rounds_of_trl(trl, setup, cfg, folder, repeat):
     import transformers
     rows = cfg.num_prompts * cfg.num_generations
     micro = math.gcd(cfg.micro_batch_size, rows)
-    times = []
+    ends = []       # of steps
     tokens = []
 
     def reward(prompts, completions, completion_ids, **columns):
@@ -169,11 +169,8 @@ def rounds_of_trl(trl, setup, cfg, folder, repeat):
         return short(prompts, completions)
 
     class Times(transformers.TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            times.append(-now(setup.device))
-
         def on_step_end(self, *args, **kwargs):
-            times[-1] += now(setup.device)
+            ends.append(now(setup.device))
 
     args = trl.GRPOConfig(
         output_dir=folder, max_steps=repeat + 1, per_device_train_batch_size=micro,
@@ -186,8 +183,8 @@ def rounds_of_trl(trl, setup, cfg, folder, repeat):
     prompts = datasets.Dataset.from_dict({"prompt": [prompt.text for prompt in setup.prompts]})
     policy = os.path.join(folder, "policy")
     trl.GRPOTrainer(policy, reward, args, prompts, callbacks=[Times()]).train()
-    return [Round(seconds, count, peak_memory(setup.device))
-            for seconds, count in zip(times[1:], tokens[1:])]
+    return [Round(end - start, count, peak_memory(setup.device))
+            for start, end, count in zip(ends, ends[1:], tokens[1:])]
 
 
 def main(argv):

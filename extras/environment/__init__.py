@@ -87,20 +87,17 @@ def ended_turns(tokenizer, stop_strings, r, rows, t, column):
     may_stop = r.ended[rows] | torch.isin(r.tokens[rows, column], stops)
     drawn = r.completion_mask[rows, t] & r.sampled_mask[rows, t]
     rows = rows[drawn & may_stop]                                   # waits for a GPU
-    ids = r.tokens[rows, column - t:column + 1]                                     # (n, t + 1)
-    sampled = r.sampled_mask[rows, :t + 1]
-    columns = torch.cat([rows[:, None], r.ended[rows, None], ids, sampled], 1)      # fetched once
+    columns = (rows, r.ended[rows], r.tokens[rows, column - t:column + 1],
+               r.sampled_mask[rows, :t + 1])
     ends = end_tokens(tokenizer)
     turns = []
-    for row, at_end, *rest in columns.tolist():
-        ids = rest[:t + 1]
-        sampled = rest[t + 1:]
+    for row, at_end, ids, sampled in zip(*(x.tolist() for x in columns)):
         forced = [i for i, own in enumerate(sampled) if not own]
         own_ids = ids[forced[-1] + 1:] if forced else ids
         if at_end or reaches_stop(tokenizer, own_ids, stop_strings):
             text = tokenizer.decode([i for i, own in zip(ids, sampled) if not (own and i in ends)])
             num_answers = sum(own and not after for own, after in itertools.pairwise(sampled))
-            turns.append(Turn(row, bool(at_end), text, num_answers))
+            turns.append(Turn(row, at_end, text, num_answers))
     return turns
 
 

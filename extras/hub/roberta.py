@@ -1,17 +1,16 @@
 """A published judge: RoBERTa (Liu et al. 2019) with a classification head.
 
-Modules are called as the published tensors are. Examples are
+Its layers are torch's own. Examples are
 facebook/roberta-hate-speech-dynabench-r4-target (labels nothate, hate) and
 s-nlp/roberta_toxicity_classifier (neutral, toxic).
 
-B texts, T tokens, C = hidden_size, nh heads of hs = C / nh channels.
+B texts, T tokens, C = hidden_size.
 """
 import os
 from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
 
 from extras.hub.families import check_only
 from extras.hub.files import fetch, load_tensors, one_line
@@ -28,33 +27,18 @@ DEFAULTS = dict(num_attention_heads=12, layer_norm_eps=1e-12, pad_token_id=1, ty
                 id2label={"0": "LABEL_0", "1": "LABEL_1"})
 
 
-class Layer(nn.Module):
-    """Its LayerNorms come after the residual sums."""
-
-    def __init__(self, c):
-        super().__init__()
-        C = c.hidden_size
-        self.nh = c.num_attention_heads
-        self.attention = nn.ModuleDict({
-            "self": nn.ModuleDict({name: nn.Linear(C, C) for name in ("query", "key", "value")}),
-            "output": residual(C, c)})
-        self.intermediate = nn.ModuleDict({"dense": nn.Linear(C, c.intermediate_size)})
-        self.output = residual(c.intermediate_size, c)
-
-    def forward(self, x, mask):
-        B, T, C = x.shape
-        q, k, v = (linear(x).view(B, T, self.nh, -1).transpose(1, 2)                # (B, nh, T, hs)
-                   for linear in self.attention["self"].values())
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        y = self.attention["output"]["dense"](y.transpose(1, 2).reshape(B, T, C))
-        x = self.attention["output"]["LayerNorm"](x + y)
-        y = self.output["dense"](F.gelu(self.intermediate["dense"](x)))
-        return self.output["LayerNorm"](x + y)
-
-
-def residual(width, c):
-    return nn.ModuleDict({"dense": nn.Linear(width, c.hidden_size),
-                          "LayerNorm": nn.LayerNorm(c.hidden_size, c.layer_norm_eps)})
+# published names -> names here, to be replaced one after the other
+NAMES = {
+    "roberta.embeddings.": "",
+    "roberta.encoder.layer.": "encoder.layers.",
+    "attention.output.dense": "self_attn.out_proj",
+    "attention.output.LayerNorm": "norm1",
+    "intermediate.dense": "linear1",
+    "output.dense": "linear2",
+    "output.LayerNorm": "norm2",
+    "classifier.": "",
+}
+PARTS = ("query", "key", "value")   # of torch's self_attn.in_proj, in this order
 
 
 class Roberta(nn.Module):
@@ -62,32 +46,29 @@ class Roberta(nn.Module):
         super().__init__()
         C = c.hidden_size
         self.pad = c.pad_token_id
-        self.roberta = nn.ModuleDict({
-            "embeddings": nn.ModuleDict({
-                "word_embeddings": nn.Embedding(c.vocab_size, C),
-                "position_embeddings": nn.Embedding(c.max_position_embeddings, C),
-                "token_type_embeddings": nn.Embedding(c.type_vocab_size, C),
-                "LayerNorm": nn.LayerNorm(C, c.layer_norm_eps)}),
-            "encoder": nn.ModuleDict({
-                "layer": nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))})})
-        self.classifier = nn.ModuleDict({
-            "dense": nn.Linear(C, C),
-            "out_proj": nn.Linear(C, num_labels)})
+        self.word_embeddings = nn.Embedding(c.vocab_size, C)
+        self.position_embeddings = nn.Embedding(c.max_position_embeddings, C)
+        self.token_type_embeddings = nn.Embedding(c.type_vocab_size, C)
+        self.LayerNorm = nn.LayerNorm(C, c.layer_norm_eps)
+        layer = nn.TransformerEncoderLayer(
+            C, c.num_attention_heads, c.intermediate_size, dropout=0.0, activation="gelu",
+            layer_norm_eps=c.layer_norm_eps, batch_first=True)
+        self.encoder = nn.TransformerEncoder(
+            layer, c.num_hidden_layers, enable_nested_tensor=False)
+        self.dense = nn.Linear(C, C)
+        self.out_proj = nn.Linear(C, num_labels)
         self.toxic = 0
         self.others = []        # labels that exclude the toxic one
 
     def forward(self, idx, attention_mask):
         """Log-odds of toxic (B,). idx (B, T) begins with <s>; attention_mask (B, T) is False on
         padding."""
-        embeddings = self.roberta["embeddings"]
         pos = self.pad + attention_mask.cumsum(1) * attention_mask      # they count from pad + 1
-        x = embeddings["word_embeddings"](idx)                                          # (B, T, C)
-        x = x + embeddings["position_embeddings"](pos)
-        x = embeddings["LayerNorm"](x + embeddings["token_type_embeddings"].weight[0])
-        for layer in self.roberta["encoder"]["layer"]:
-            x = layer(x, attention_mask[:, None, None, :])
-        x = torch.tanh(self.classifier["dense"](x[:, 0]))                    # (B, C), of <s> alone
-        logits = self.classifier["out_proj"](x)                                    # (B, labels)
+        x = self.word_embeddings(idx) + self.position_embeddings(pos)                   # (B, T, C)
+        x = self.LayerNorm(x + self.token_type_embeddings.weight[0])
+        x = self.encoder(x, src_key_padding_mask=~attention_mask)
+        x = torch.tanh(self.dense(x[:, 0]))                                  # (B, C), of <s> alone
+        logits = self.out_proj(x)                                                  # (B, labels)
         if not self.others:
             return logits[:, self.toxic]
         return logits[:, self.toxic] - logits[:, self.others].logsumexp(1)
@@ -148,5 +129,19 @@ def read_model(folder, config, num_labels):
         raise ValueError(f"{len(tensors)} tensors for {config['num_hidden_layers']} layers")
     with torch.device("meta"):
         model = Roberta(SimpleNamespace(**config), num_labels)
-    model.load_state_dict(tensors, assign=True)
+    model.load_state_dict(renamed(tensors), assign=True)
     return model.eval().requires_grad_(False)
+
+
+def renamed(tensors):
+    """Name published tensors as torch's modules do."""
+    state = {}
+    for name, x in tensors.items():
+        for there, here in NAMES.items():
+            name = name.replace(there, here)
+        state[name] = x
+    for query in [name for name in state if ".attention.self.query." in name]:
+        parts = [state.pop(query.replace("query", part)) for part in PARTS]
+        layer, _, leaf = query.partition(".attention.self.query.")
+        state[f"{layer}.self_attn.in_proj_{leaf}"] = torch.cat(parts)
+    return state

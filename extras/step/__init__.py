@@ -5,7 +5,6 @@
 import itertools
 import math
 
-from evaluate import evaluate
 from run.metrics import batch_metrics, std
 from run.report import problems
 from common.script import seed_for
@@ -17,10 +16,6 @@ def debug_step(setup, cfg, sample_iteration, update):
 
     def phase(title):
         print(f"\n--- {next(count)}. {title}")
-
-    phase(f"evaluation before: {len(setup.eval_prompts)} prompts x {cfg.num_eval_generations}")
-    before, _ = evaluate(setup, setup.policy, cfg)
-    print("  " + ", ".join(f"{k} {v:.4f}" for k, v in before.items()))
 
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
           "token of the best and of the worst completion")
@@ -43,10 +38,6 @@ def debug_step(setup, cfg, sample_iteration, update):
     for name, norm in norms.items():
         print(f"  {name:28} {norm:.3e}")
     print(f"  all {m['grad_norm']:.3e} before clipping to max_grad_norm = {cfg.max_grad_norm:g}")
-
-    phase("evaluation after")
-    after, _ = evaluate(setup, setup.policy, cfg)
-    print("  " + ", ".join(f"{k} {v:.4f} (change: {v - before[k]:+.4f})" for k, v in after.items()))
 
     phase("red flags")
     flags = [text for _, text in problems(m | {"iteration": 1}, cfg, setup.dtype)]

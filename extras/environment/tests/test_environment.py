@@ -23,7 +23,7 @@ from extras.environment.tools import (
     calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
 from extras.environment import try_environment
 from worlds import (
-    WORD_PROMPTS, WORDS, nets_of, printed, refusal, seed_of, settings, word_gpt)
+    WORD_PROMPTS, WORDS, nets_of, printed, refusal, same_rollout, seed_of, settings, word_gpt)
 
 T = 20
 STOPS = tuple("aeinorst ?")
@@ -33,7 +33,7 @@ IDS = [prompt.ids for prompt in WORD_PROMPTS]
 
 def game(prompts, transcripts):
     """Ends some episodes, says nothing to some, and speaks stop strings itself."""
-    last = [sum(map(ord, text)) % 7 for text in transcripts]
+    last = [sum(map(ord, prompt + text)) % 7 for prompt, text in zip(prompts, transcripts)]
     return [None if n == 0 else "" if n == 1 else f" {n}t" for n in last]
 
 
@@ -101,102 +101,59 @@ def test_a_loop_over_single_rows_samples_the_same():
     assert 3 < r.ended.sum() < 29
 
 
-def assert_same_rows(a, b):
-    for name in ("tokens", "completion_mask", "sampled_mask", "ended"):
-        assert torch.equal(getattr(a, name), getattr(b, name)), f"another {name}"
-
-
 @torch.no_grad()
-def test_every_batch_size_gives_the_same():
+def test_every_batch_size_and_every_part_of_the_prompts_gives_the_same():
     cfg = with_game()
     for truncation in ({}, dict(top_k=40)):
+        whole = rollout_of(cfg, **truncation)
         other = rollout_of(cfg, batch_size=8, **truncation)
-        assert_same_rows(rollout_of(cfg, **truncation), other)
+        same_rollout(other, whole)
         found = completion_logprobs(word_gpt(), other)
         assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
-
-
-def test_parts_of_the_prompts_hear_their_own_answers():
-    heard = []
-
-    def listen(prompts, transcripts):
-        heard.extend(prompts)
-        return [None] * len(prompts)
-
-    rollout_of(with_game(listen), part=slice(2, 4), batch_size=8)
-    assert set(heard) == {WORD_PROMPTS[2].text, WORD_PROMPTS[3].text}
-
-
-def test_max_turns():
-    chatty = with_game(lambda prompts, transcripts: [" so?"] * len(transcripts), max_turns=2)
-    r = rollout_of(chatty)
-    assert r.ended.any()
-    assert (turns_of(r)[r.ended] == 2).all()
-    assert turns_of(r).max() == 2
+        part = rollout_of(cfg, part=slice(2, 4), **truncation)
+        assert part.completions(END) == whole.completions(END)[16:]
 
 
 def test_an_environment_that_says_nothing_changes_nothing():
     free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
     silent = with_game(lambda prompts, transcripts: [None] * len(transcripts))
     for cfg in (with_game(max_turns=0), replace(silent, stop_strings=())):
-        assert_same_rows(rollout_of(cfg), free)
+        same_rollout(rollout_of(cfg), free)
 
 
-def drawn(texts, room=8):
-    """A rollout whose rows are these texts or ids after a prompt of one token; their last token was
+def drawn(texts):
+    """A rollout whose rows are these texts after a prompt of one token; the last token of each was
     just drawn."""
-    ids = torch.tensor([WORDS.encode_ordinary(x) if isinstance(x, str) else x for x in texts])
+    ids = torch.tensor([WORDS.encode_ordinary(text) for text in texts])
     N, n = ids.shape
     prompt = torch.ones(N, 1, dtype=torch.long)
-    r = empty_rollout(prompt, prompt > 0, 1, n + room, END)
+    r = empty_rollout(prompt, prompt > 0, 1, n + 8, END)
     r.tokens[:, 1:1 + n] = ids
     r.completion_mask[:, :n] = True
-    r.ended |= ids[:, -1] == END
     return r
-
-
-def answer_last(cfg, r):
-    """Let the environment answer the rows, as `generate` does after a token."""
-    t = int(r.completion_mask.sum(1).max()) - 1
-    answering(cfg, WORDS, WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
 
 
 def test_a_stop_string_counts_once_and_where_it_is_complete():
     heard = []
 
     def listen(prompts, transcripts):
-        heard.append(transcripts.copy())
+        heard.extend(transcripts)
         return [""] * len(transcripts)
 
+    def heard_after(r):
+        heard.clear()
+        t = int(r.completion_mask.sum(1).max()) - 1
+        answering(cfg, WORDS, WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
+        return heard
+
     cfg = replace(with_game(listen), stop_strings=("</a>", "é"))
-    answer_last(cfg, drawn(["x</a>", "x</b>", "</a>y", "</a>>"]))
-    assert heard.pop() == ["x</a>"], "the last of these completed it one token before"
-    answer_last(cfg, drawn(["ab é", "ab è"]))
-    assert heard.pop() == ["ab é"], "a stop string of two bytes"
+    found = heard_after(drawn(["x</a>", "x</b>", "</a>y", "</a>>"]))
+    assert found == ["x</a>"], "the last of these completed it one token before"
+    assert heard_after(drawn(["ab é", "ab è"])) == ["ab é"], "a stop string of two bytes"
     r = drawn(["y</a>"] * 3)
     r.sampled_mask[1, :4] = False       # it was forced, but for its last token
-    r.ended[2] = True
-    r.completion_mask[2, 4:] = False
-    answer_last(cfg, r)
-    assert heard.pop() == ["y</a>"], "of a turn's own words, and while the row runs"
-
-
-def test_answers_are_cut_and_ends_are_undone():
-    def count(prompts, transcripts):
-        return ["1234567890" if "e" in text else None for text in transcripts]
-
-    cfg = with_game(count)
-    rows = [[*WORDS.encode_ordinary("e"), END], "xe", "xt"]
-    r = drawn(rows, room=4)
-    answer_last(cfg, r)
-    assert r.ended.tolist() == [False, False, True]
-    assert r.sampled_mask[0].tolist() == [True, True, False, False, False, False]
-    assert torch.equal(r.sampled_mask[1], r.sampled_mask[0])
-    assert r.sampled_mask[2].all()
-    assert WORDS.decode(r.tokens[0, 3:].tolist()) == "1234"
-    r = drawn(rows, room=0)
-    answer_last(cfg, r)
-    assert r.ended.tolist() == [False, False, True], "an answer without room counts as cut, too"
+    r.completion_mask[2, 4:] = False    # it ended before
+    assert heard_after(r) == ["y</a>"], "of a turn's own words, and while the row runs"
 
 
 def test_what_samples_hears_the_environment_and_is_given_columns():

@@ -18,7 +18,6 @@ from extras.hub.export import core_of, export, merged_tensors
 from extras.hub.families import config_from_json
 from extras.hub.files import save_tensors
 from extras.hub.tokenizer import bpe_core
-from extras.hub.roberta import Roberta
 from model import GPT, GPTConfig
 from worlds import generator_of, seed_of
 
@@ -274,13 +273,53 @@ def make_roberta(folder, gpt2, labels, seed, **changes):
     shutil.copy(f"{gpt2}/merges.txt", folder)
     put(folder, config=c, vocab={token: i for i, token in enumerate(tokens)},
         special_tokens_map=dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>"))
-    generator = generator_of(seed)
-    with torch.device("meta"):
-        model = Roberta(SimpleNamespace(**c), len(labels))
-    tensors = {name: 0.5 * torch.randn(x.shape, generator=generator) + ("LayerNorm.weight" in name)
-               for name, x in model.state_dict().items()}
+    tensors = roberta_tensors(c, len(labels), seed)
     save_tensors(f"{folder}/model.safetensors", tensors)
     return folder
+
+
+# tensor as it is published | its shape by keys of config.json
+ROBERTA = """
+roberta.embeddings.word_embeddings.weight | vocab_size hidden_size
+roberta.embeddings.position_embeddings.weight | max_position_embeddings hidden_size
+roberta.embeddings.token_type_embeddings.weight | type_vocab_size hidden_size
+roberta.embeddings.LayerNorm.weight | hidden_size
+roberta.embeddings.LayerNorm.bias | hidden_size
+roberta.encoder.layer.N.attention.self.query.weight | hidden_size hidden_size
+roberta.encoder.layer.N.attention.self.query.bias | hidden_size
+roberta.encoder.layer.N.attention.self.key.weight | hidden_size hidden_size
+roberta.encoder.layer.N.attention.self.key.bias | hidden_size
+roberta.encoder.layer.N.attention.self.value.weight | hidden_size hidden_size
+roberta.encoder.layer.N.attention.self.value.bias | hidden_size
+roberta.encoder.layer.N.attention.output.dense.weight | hidden_size hidden_size
+roberta.encoder.layer.N.attention.output.dense.bias | hidden_size
+roberta.encoder.layer.N.attention.output.LayerNorm.weight | hidden_size
+roberta.encoder.layer.N.attention.output.LayerNorm.bias | hidden_size
+roberta.encoder.layer.N.intermediate.dense.weight | intermediate_size hidden_size
+roberta.encoder.layer.N.intermediate.dense.bias | intermediate_size
+roberta.encoder.layer.N.output.dense.weight | hidden_size intermediate_size
+roberta.encoder.layer.N.output.dense.bias | hidden_size
+roberta.encoder.layer.N.output.LayerNorm.weight | hidden_size
+roberta.encoder.layer.N.output.LayerNorm.bias | hidden_size
+classifier.dense.weight | hidden_size hidden_size
+classifier.dense.bias | hidden_size
+classifier.out_proj.weight | labels hidden_size
+classifier.out_proj.bias | labels
+"""
+
+
+def roberta_tensors(c, num_labels, seed):
+    """{published name: tensor}, all of them random."""
+    generator = generator_of(seed)
+    sizes = c | {"labels": num_labels}
+    tensors = {}
+    for i in range(c["num_hidden_layers"]):
+        for line in ROBERTA.strip().replace(".N.", f".{i}.").splitlines():
+            name, keys = line.split(" | ")
+            shape = [sizes[key] for key in keys.split()]
+            x = 0.5 * torch.randn(shape, generator=generator)
+            tensors[name] = x + 1 if "LayerNorm.weight" in name else x
+    return tensors
 
 
 def roberta_by_hand(c, tensors, ids):

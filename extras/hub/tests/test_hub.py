@@ -7,6 +7,8 @@ import re
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 
 import extras.hub.policy
 from conftest import ROOT
@@ -250,7 +252,10 @@ TEXTS = ["", " ", "don't I'll WE'VE 'S", "a    b   c  ", "\n\n\t \r\n x\r\n\r\ny
 
 
 def write_chat(folder, **config):
-    chat_core(2000).save(f"{folder}/tokenizer.json")
+    core = chat_core(2000)
+    core.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), (MARKS[2], 2)])
+    core.save(f"{folder}/tokenizer.json")
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE) | config)
     return str(folder)
 
@@ -282,14 +287,11 @@ def test_no_text_becomes_a_special_token_but_what_a_template_wrote_does(tmp_path
     assert not set(tokenizer.encode_ordinary(text)) & {0, 1, 2}
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
     assert tokenizer.encode_marked(text)[-1] == 2
+    assert tokenizer.before_text == [0], "of what the tokenizer itself puts around a text"
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.names == {"eos_token": "<|im_end|>"}
-
-
-def test_a_template_in_a_file_of_its_own_wins(tmp_path):
-    write_chat(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("other")
-    assert from_folder(str(tmp_path)).chat_template == "other"
+    assert from_folder(str(tmp_path)).chat_template == "other", "a file of its own wins"
 
 
 def test_generation_config_alone_says_what_ends_a_completion_where_it_names_some(tmp_path):
@@ -302,17 +304,6 @@ def test_generation_config_alone_says_what_ends_a_completion_where_it_names_some
         tokenizer = from_folder(folder)
         assert tokenizer.end_tokens == expected
         assert tokenizer.eot_token == expected[0]
-
-
-def test_ids_that_the_models_own_tokenizer_puts_before_a_text(tmp_path):
-    from tokenizers.processors import TemplateProcessing
-
-    core = chat_core(2000)
-    core.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), (MARKS[2], 2)])
-    write_chat(tmp_path)
-    core.save(f"{tmp_path}/tokenizer.json")
-    assert from_folder(str(tmp_path)).before_text == [0]
 
 
 def test_a_gguf_that_claims_to_be_endless(tmp_path):
@@ -369,8 +360,6 @@ def test_the_tokenizer_of_a_gguf_and_its_export_give_the_same_ids(pre, tmp_path)
 
 
 def test_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
-    from tokenizers import Tokenizer, models
-
     folder = write_chat(tmp_path, eos_token=None)
     assert "no end token" in refusal(extras.hub.policy.tokenizer_of, folder)
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(f"{tmp_path}/tokenizer.json")

@@ -84,7 +84,7 @@ REFUSALS = """
 "position_embedding_type": "relative_key" | position_embedding_type
 "pad_token_id": 2 | pad_token_id
 "num_hidden_layers": 1000000000 | layers
-"num_hidden_layers": 1 | layer.1
+"num_hidden_layers": 1 | layers.1
 "vocab_size": 100 | word_embeddings
 """
 

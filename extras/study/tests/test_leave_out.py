@@ -5,9 +5,7 @@ import torch
 pytest.importorskip("extras.account")     # it may be deleted
 from extras.account import logprobs, replay
 from extras.study import leave_out
-from worlds import nets_of, number_gpt, refusal, settings
-
-PARAMETERS = dict(max_iters=3, learning_rate=0.005, kl_in="loss", beta=0.2)
+from worlds import nets_of, refusal, settings
 
 
 def odd_reward(prompts, completions):
@@ -16,8 +14,8 @@ def odd_reward(prompts, completions):
 
 def toy(**knobs):
     """A policy whose steps are smooth: AdamW with a large eps."""
-    cfg = settings(odd_reward, **PARAMETERS | knobs)
-    setup = nets_of(cfg, number_gpt())
+    cfg = settings(odd_reward, max_iters=3, learning_rate=0.005, kl_in="loss", beta=0.2, **knobs)
+    setup = nets_of(cfg)
     setup.optimizer = torch.optim.AdamW(
         setup.trained, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=0.1, weight_decay=0, fused=True)
     return setup, cfg

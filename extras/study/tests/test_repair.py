@@ -8,19 +8,13 @@ pytest.importorskip("extras.account")     # it may be deleted
 from extras.account import replay
 from extras.study import repair
 from extras.study.config import study_capitals
+from extras.study.tests.test_leave_out import toy
 from grpo import prepare
-from worlds import nets_of, number_gpt, printed, settings
-
-
-def odd_reward(prompts, completions):
-    return [sum(map(ord, text)) % 7 for text in completions]
+from worlds import printed
 
 
 def test_the_prediction_is_what_lighter_rollouts_do_to_the_target(tmp_path):
-    cfg = settings(odd_reward, max_iters=3, learning_rate=0.005, kl_in="loss", beta=0.2)
-    setup = nets_of(cfg, number_gpt())
-    setup.optimizer = torch.optim.AdamW(        # smooth steps: a large eps
-        setup.trained, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=0.1, weight_decay=0, fused=True)
+    setup, cfg = toy()
     states, taken = replay(setup, cfg, 0, 0, cfg.max_iters, str(tmp_path))
     trusted = taken[0].batch.rollout[:4], torch.tensor([1.0, 1, -1, -1])
     score, _ = repair.scores_of(setup, cfg, states, taken, trusted)

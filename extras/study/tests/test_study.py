@@ -182,16 +182,6 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     assert not os.path.exists(f"{left.folder}-2")
 
 
-def test_the_runs_of_a_study_are_planned_seed_by_seed(made):
-    runs = runs_of(read_study(made.path), "out")
-    assert [(run.seed, run.arm) for run in runs] == [(1, "all"), (1, "half"), (2, "all"),
-                                                     (2, "half")]
-    assert len({run.folder for run in runs}) == 4
-    study = read_study(made.path)
-    assert study.controls == ("all",)
-    assert study.tested == ("half",)
-
-
 # what is in the study | what is there instead | what the refusal says
 REFUSED = """
 seeds = (1, 2) | seeds = () | seeds is missing or empty
@@ -217,10 +207,13 @@ def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_study_of_the_repository_can_be_planned(monkeypatch):
+def test_the_runs_of_a_study_are_planned_seed_by_seed(monkeypatch):
     monkeypatch.chdir(ROOT)
     study = read_study("extras/study/wrong.py")
-    assert len(runs_of(study, "out")) == len(study.arms) * len(study.seeds)
+    runs = runs_of(study, "out")
+    planned = [(run.seed, run.arm) for run in runs]
+    assert planned == list(itertools.product(study.seeds, study.arms))
+    assert len({run.folder for run in runs}) == len(runs), "two runs share a folder"
 
 
 def test_the_wrong_ones_of_a_group_get_the_reward_of_the_mirrored_place(monkeypatch):
