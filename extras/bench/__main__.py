@@ -14,7 +14,6 @@ A fast path that does not hold here is left out, and a line that begins with `no
 takes the settings' policy, prompts and sizes, with a rule as reward and without a KL.
 """
 import copy
-import itertools
 import math
 import os
 import platform
@@ -107,18 +106,25 @@ def print_rounds(rounds):
 
 def variants_of(argv):
     """{flags as typed: (setup, cfg)} of the settings and, after each `vs`, of these with more."""
-    if "vs" in argv[:1] + argv[-1:]:
+    groups = [[]]
+    for arg in argv:
+        if arg == "vs":
+            groups.append([])
+        else:
+            groups[-1].append(arg)
+    first, *more = groups
+    if more and not all(groups):
         raise BadInput("vs: must stand between settings and what differs")
-    first, *more = [list(flags) for is_vs, flags in
-                    itertools.groupby(argv, lambda arg: arg == "vs") if not is_vs] or [[]]
     flags_of = {" ".join(first) or "no settings": first}
     flags_of |= {f"vs {' '.join(flags)}": [*first, *flags] for flags in more}
     variants = {}
     for name, flags in flags_of.items():
         cfg = replace(load_settings(flags), eval_judge=None)
         setup = make_nets(cfg)
-        compiled = ", compiled" * (setup.policy_fn is not setup.policy)
-        variants[f"{name} ({setup.dtype}{compiled})"] = (setup, cfg)      # what really runs
+        runs_in = str(setup.dtype)      # what really runs
+        if setup.policy_fn is not setup.policy:
+            runs_in += ", compiled"
+        variants[f"{name} ({runs_in})"] = (setup, cfg)
     return variants
 
 
