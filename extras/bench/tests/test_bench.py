@@ -65,6 +65,8 @@ def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
 def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
     assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])
+    for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
+        assert "must stand between" in refusal(bench.main, argv)
 
 
 def test_the_tape_beside_a_forward_and_backward(monkeypatch):
@@ -84,8 +86,3 @@ def test_dattri_llm_does_the_same_work_as_the_tape():
     assert_near(others.double(), scores, 0.01 * float(scores.abs().max()))
     for p, g in gradient.items():
         assert_near(g, kept[p], 1e-4 * float(kept[p].abs().max()))
-
-
-def test_vs_stands_between(quick):
-    for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
-        assert "must stand between" in refusal(bench.main, argv)

@@ -1,6 +1,5 @@
 """Chess as two tasks: truths against positions known by heart, scores against completions made by
 hand."""
-import random
 import shutil
 
 import pytest
@@ -11,7 +10,7 @@ from conftest import ROOT
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge.rewards import score
-from worlds import refusal, seed_of, skip_without
+from worlds import refusal, skip_without
 
 python_chess = pytest.importorskip("chess")
 
@@ -97,6 +96,9 @@ STATES = [  # completion, format, right position, distance, share of the outcome
     (ANSWER.replace(" b ", " b\n "), 0, 0, 1, 1),
     (ANSWER.replace("+0+0", "+0+2"), 0, 1, 0, 2 / 3),           # no flag
     (ANSWER + "+0", 0, 1, 0, 1), (AFTER_E4, 0, 1, 0, 0),
+    (ANSWER.replace("0.001", "\u0663"), 0, 1, 0, 2 / 3),           # a digit of another script
+    (ANSWER.replace("b KQkq", "k KQkq"), 0, 0, 1, 1),           # nobody's move
+    (ANSWER.replace("8/8", "9/8"), 0, 0, 1, 1),
     ("", 0, 0, len(AFTER_E4), 0), ("x" * 500, 0, 0, len(AFTER_E4), 0)]
 
 FIVE = "e2e4 d2d4 g1f3 c2c4 b1c3"
@@ -108,6 +110,10 @@ PLAYS = [   # completion, format, legal share, best among them, engine's best, m
     (f"M: {FIVE} E: 0.0 -0.1 -0.2 -0.3 -0.4 B: g1f3", 1, 1, 1, .6, 1, 1),
     (f"M: {FIVE} E: 1.0 0.9 0.8 0.7 0.6 B: a2a3", 1, 1, 0, .1, 1, .5),
     (f"M: {FIVE} E: 1 2 B: e2e5", 0, 1, 0, -1, 1, 0),
+    (f"M: {FIVE} E: 0 0 0 0 \u0663 B: e2e4", 0, 1, 1, 1, 1, 0),
+    (f"M: {FIVE} E: 0 0 0 0 1e9 B: e2e4", 0, 1, 1, 1, 1, 0),
+    ("M: E: B:", 0, 0, 0, -.5, 0, 0),
+    ("M: e2e4 d2d4 g1f3 c2c4 a1a8 E: 0 0 0 0 0 B: e2e4", 1, .8, 1, 1, .8, 0),
     ("M: e2e4 e2e4 e2e4 e2e4 e2e4 E: 0 0 0 0 0 B: e2e4", 1, .2, 1, 1, .2, 1),
     ("M: e2e4 d2d4", 0, .4, 0, -.5, .4, 0), ("", 0, 0, 0, -.5, 0, 0)]
 
@@ -125,20 +131,6 @@ def test_scores_of_completions():
     assert scores(f"{RULES} {PLAY}", "", answer=None, legal=None, evaluations=None) == [None] * 10
     assert chess.edit_distance("flaw", "lawn") == 2
     assert chess.edit_distance("", "abc") == 3
-
-
-def test_no_text_makes_a_reward_raise():
-    rng = random.Random(seed_of(0))
-    pieces = [*"+:. \n0159-/٣²kK", "M:", "E:", "B:", "e2e4", "1e999", "-0.0", "nan", AFTER_E4]
-    for _ in range(150):
-        text = list(rng.choice((ANSWER, PLAYS[0][0], "")))
-        for _ in range(rng.randint(0, 6)):
-            at = rng.randint(0, len(text))
-            text[at:at + rng.randint(0, 2)] = [rng.choice(pieces)]
-        found = scores(f"{RULES} {PLAY}", "".join(text), answer=ANSWER, legal=LEGAL,
-                       evaluations=VALUES)
-        for x in found:
-            assert isinstance(x, float) and abs(x) <= len(AFTER_E4), text
 
 
 @pytest.mark.parametrize("name", ["chess", "chess_stockfish", "chess_rookworld"])
