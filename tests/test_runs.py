@@ -516,7 +516,7 @@ def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
             assert "is missing" in message
             assert again in message
     for argv in ([], ["--seed=1"]):
-        assert "is not the folder of a run" in refusal(evaluate.main, argv)
+        assert "must be the folder of a run" in refusal(evaluate.main, argv)
 
 
 def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
