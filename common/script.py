@@ -32,7 +32,7 @@ def shown(value, most=80):
 def user_error(what, e, example=""):
     """BadInput in one line for what a user's own function raised, with its own lines of the
     traceback as a note."""
-    reason = "".join(traceback.format_exception_only(e))
+    reason = "".join(traceback.format_exception_only(e)).rstrip()
     error = BadInput(f"{what} raised {reason}{example}")
     frames = e.__traceback__.tb_next    # without the line of ours that called it
     error.add_note("".join(traceback.format_exception(type(e), e, frames)).rstrip())

@@ -223,10 +223,10 @@ def load_checkpoint(content, path, setup, cfg, base_hash):
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, setup.policy, content["policy"])
     load_optimizer(setup.optimizer, content["optimizer"])
-    if cfg.ref_model_sync_steps:
-        load_weights(path, setup.reference, content["reference"] or {})
+    if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
+        load_weights(path, setup.reference, content["reference"] or {})     # else it is the base
     state = content["influence"]
-    if cfg.tracin != "off" and state and state["average"]:
+    if cfg.tracin == content["settings"]["tracin"] != "off" and state and state["average"]:
         shapes = [x.shape for x in state["average"]]
         if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
             raise ValueError("the target's average is of other weights")

@@ -171,7 +171,8 @@ def test_a_reward_that_returns_something_else_is_named():
         return refusal(score, {"r": reward}, ASKED, ANSWERS)
 
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
-                   [[1], [2]], torch.ones(2, 2), ["1", "2"], "12", [1e20, 1], [10 ** 400, 1]):
+                   [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12",
+                   [1e20, 1], [10 ** 400, 1]):
         assert "reward 'r' returned" in refused(lambda completions: values)
     assert "returned inf" in refused(lambda completions: (math.inf for text in completions))
 
@@ -183,6 +184,16 @@ def test_a_reward_may_change_its_lists():
 
     found = score({"a": reverses, "b": by_column}, ASKED, ANSWERS)
     assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
+
+
+def test_a_reward_may_leave_the_folder(tmp_path):
+    def leaves(completions):
+        os.chdir(tmp_path)
+        return [1] * len(completions)
+
+    before = os.getcwd()
+    score({"r": leaves}, ASKED, ANSWERS)
+    assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
@@ -205,7 +216,7 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
 
     with pytest.raises(ValueError) as caught:
         score({"r": reward}, ASKED * 2, ["four", "five", "x", "six"])
-    assert "raised ZeroDivisionError" in str(caught.value)
+    assert "raised ZeroDivisionError: division by zero, for" in str(caught.value)
     assert "for the prompt '2 + 2 =' and completion 'x'" in str(caught.value)
     note = caught.value.__notes__[0]
     assert "len(text) - 1" in note

@@ -18,6 +18,7 @@ import torch
 import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
+from common.script import BadInput
 from worlds import (
     mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
     untimed_metrics)
@@ -337,6 +338,24 @@ def test_an_average_of_other_targets_is_refused(grpo, tmp_path):
         assert "damaged" in refusal(grpo, run, *flags, "--max_iters=2", "--resume=True"), change
 
 
+def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first(grpo, tmp_path):
+    flags = ("--beta=0.1", "--save_interval=1")
+    moving = (*flags, "--max_iters=2", "--ref_model_sync_steps=2")
+    grpo(tmp_path / "late", *flags, "--max_iters=1")
+    grpo(tmp_path / "late", *moving, "--resume=True")
+    grpo(tmp_path / "whole", *moving)
+    a, b = (checkpoint_of(tmp_path / name)["reference"] for name in ("late", "whole"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_that_is_resumed_with_another_target_averages_that_alone(grpo, tmp_path):
+    flags = ("--tracin_target_ema=0.5", "--save_interval=1")
+    grpo(tmp_path, *flags, "--tracin=reward", "--max_iters=2")
+    grpo(tmp_path, *flags, "--tracin=advantage", "--max_iters=3", "--resume=True")
+    ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert ages == [1, 2, 1], "the average holds gradients of the target before"
+
+
 def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
     for name in os.listdir(copy_of_six):
         if name != "config.py":
@@ -345,6 +364,15 @@ def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
     grpo(copy_of_six, noise, *SIX, "--resume=True")
     assert_same_run(six, copy_of_six)
     assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
+
+
+def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(grpo, copy_of_six, noise):
+    (copy_of_six / "ckpt_new.tmp").mkdir()
+    notes = copy_of_six / "ckpt_new.tmp" / "notes"
+    notes.write_text("years of work")
+    with pytest.raises(OSError, match="directory"):
+        grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+    assert notes.read_text() == "years of work"
 
 
 def test_a_config_py_alone_is_no_run(grpo, noise, tmp_path):
@@ -419,6 +447,7 @@ REFUSALS = """
 --prompt_words=(30, 40) | prompts
 --num_prompts=1000000000 | GB of memory
 --out_dir={policy}/run | out_dir =
+--out_dir='a\x00b' | has no NUL
 --wandb_project=x | pip install wandb
 """
 
@@ -440,7 +469,8 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
 def test_a_faulty_function_is_found_before_anything_is_trained(text, says, fresh, tmp_path):
     config = tmp_path / "config.py"
     config.write_text(text)
-    assert says in refusal(fresh, str(config))
+    with pytest.raises(BadInput, match=says):   # exit code 2
+        fresh(str(config))
 
 
 def columns(text):
