@@ -129,7 +129,6 @@ def open_run(argv):
                        "...]")
     cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
-    cfg.ref_model_sync_steps = 0    # no evaluation asks for a reference, which a run may lack
     path, checkpoint = read_newest(first)
     print(f"{path}: after {checkpoint['iteration']} iterations")
     setup = prepare(cfg, read_inputs(cfg), may_train=False)

@@ -401,10 +401,8 @@ def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo,
     save_file(f"{tmp_path}/other.pt", **content)
     before = snapshot(copy_of_six)
     for flags, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
-                        ("--lora_rank=2", "lora_rank"),
-                        ("--beta=0.1 --ref_model_sync_steps=1", "ckpt.pt")):
-        said = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", *flags.split(" "))
-        assert part in said
+                        ("--lora_rank=2", "lora_rank")):
+        assert part in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", flags)
     assert snapshot(copy_of_six) == before
 
 
