@@ -94,6 +94,9 @@ def test_passes_mini_batches_and_micro_batches(monkeypatch):
         lengths = batch.lengths[rows].tolist()
         assert lengths == sorted(lengths), "rows of like length share a micro-batch"
     assert order_of(4)[0] != first, "the seed chooses the order"
+    steps = grpo.optimizer_steps(batch, cfg, 3)
+    one, two = torch.cat([step.rows for step in steps]).view(2, 16)
+    assert not torch.equal(two, one[one]), "the second pass shuffles just as the first did"
 
 
 @pytest.mark.parametrize("knobs", [
