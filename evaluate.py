@@ -114,9 +114,8 @@ def distinct(completions, k, n):
     prompts (Li et al. 2016)."""
     shares = []
     for i in range(0, len(completions), k):
-        grams = []
-        for ids in completions[i:i + k]:
-            grams += [tuple(ids[j:j + n]) for j in range(len(ids) - n + 1)]
+        grams = [tuple(ids[j:j + n]) for ids in completions[i:i + k]
+                 for j in range(len(ids) - n + 1)]
         shares.append(len(set(grams)) / max(len(grams), 1))
     return sum(shares) / len(shares)
 

@@ -71,10 +71,11 @@ def made_up_tokens(cfg, examples):
 def made_up_texts(cfg, n, seed):
     """Call texts(n, seed) of the config file; raise BadInput unless it returns n texts."""
     texts = cfg.functions["texts"](n, seed)
-    good = isinstance(texts, list) and len(texts) == n
-    if not good or not all(isinstance(text, str) and text for text in texts):
-        raise BadInput(f"texts({n}, {seed}) returned {shown(texts)}: must be a list of {n} texts, "
-                       "none empty")
+    good = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+    if not good or len(texts) != n:
+        count = f"{len(texts)} texts" if good else shown(texts)
+        raise BadInput(f"texts({n}, {seed}) returned {count}: must be a list of {n} texts, none "
+                       "empty")
     return texts
 
 

@@ -1,6 +1,5 @@
 """What every command needs: help, one-line errors, exit codes, signals, seeds."""
 import contextlib
-import functools
 import hashlib
 import io
 import os
@@ -33,7 +32,7 @@ def shown(value, most=80):
 def user_error(what, e, example=""):
     """BadInput in one line for what a user's own function raised, with its own lines of the
     traceback as a note."""
-    reason = "".join(traceback.format_exception_only(e))
+    reason = "".join(traceback.format_exception_only(e)).rstrip()
     error = BadInput(f"{what} raised {reason}{example}")
     frames = e.__traceback__.tb_next    # without the line of ours that called it
     error.add_note("".join(traceback.format_exception(type(e), e, frames)).rstrip())
@@ -42,7 +41,6 @@ def user_error(what, e, example=""):
 
 def in_one_line(name, function):
     """A function of a config file, whose errors end in one line."""
-    @functools.wraps(function)
     def call(*args):
         try:
             return function(*args)

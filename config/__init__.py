@@ -332,7 +332,8 @@ def types_of(name, source=""):
     """The types that a setting may have. source, for the message, is where its name stood."""
     if name not in HINTS:
         near = difflib.get_close_matches(name, HINTS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "; --help lists the settings"
+        all_names = "; python grpo.py --help lists the settings"
+        hint = f"; did you mean {near[0]!r}?" if near else all_names
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
     parts = typing.get_args(HINTS[name]) or (HINTS[name],)
     found = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text

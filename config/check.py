@@ -49,8 +49,8 @@ def what_it_must_be(name, value, hint):
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal and value not in choices:
         return f"one of {', '.join(choices)}"
-    if value == "":
-        return "text that is not empty"
+    if value == "" or type(value) is str and "\0" in value:
+        return "text that is not empty and has no NUL"
     if type(value) not in (int, float):
         return ""
     if not abs(value) < 2 ** 63:    # or NaN

@@ -47,8 +47,6 @@ class Scored(NamedTuple):
 def next_iteration(setup, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
     content = read_checkpoint(path)
-    if content["settings"]["tracin"] != cfg.tracin:
-        content["influence"] = None     # the average of other targets
     with undamaged(path):
         load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
     set_random_state(content["random"])

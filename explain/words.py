@@ -72,8 +72,11 @@ def logprob_changes(policy, D, row):
 def token_influences(setup, cfg, batch, i, step, G):
     """d (policy's loss) / d e (T,) of row i (1,) of a batch in a step, through each of its tokens,
     at weights + e G. G: {parameter: tensor}."""
-    loss = grpo.loss_of(setup, setup.policy, batch, i, step, cfg)
-    slope, = torch.autograd.grad(loss.policy, loss.logp)                            # (1, T)
+    micro_batches = grpo.micro_batches(batch.lengths, step.rows, cfg)
+    rows = next(rows for rows in micro_batches if i in rows)    # bnpo divides by all their tokens
+    loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
+    slope, = torch.autograd.grad(loss.policy, loss.logp)                            # (n, T)
+    slope = slope[rows == i]                                                        # (1, T)
     row = row_alone(batch.rollout, int(i), cfg.temperature)
     D = {name: G[p] for name, p in setup.policy.named_parameters() if p in G}
     return slope[0, :len(row.sampled)] * logprob_changes(setup.policy, D, row)

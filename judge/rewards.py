@@ -2,6 +2,7 @@
 
 A mistake in a user's function ends in one line that names the function and an example.
 """
+import contextlib
 import inspect
 import itertools
 import math
@@ -45,6 +46,8 @@ def score_by(name, function, prompts, completions):
         return function([prompt.text for prompt in prompts], completions).tolist()
     values = call(f"reward {name!r}", function, prompts, completions)
     try:
+        if isinstance(values, dict):    # a list of it has the keys
+            raise TypeError
         values = list(itertools.islice(values, len(completions) + 1))   # it may have no end
         numbers = [math.nan if v is None else float(v) for v in values]
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
@@ -66,7 +69,8 @@ def call(what, function, prompts, texts, name="completions"):
     called alone; the function's own traceback is a note of the BadInput."""
     arguments = arguments_of(what, function, prompts, list(texts), name)    # it may change its list
     try:
-        return function(**arguments)
+        with contextlib.chdir("."):     # it may leave the folder
+            return function(**arguments)
     except BadInput:
         raise
     except (Exception, SystemExit) as e:

@@ -35,8 +35,9 @@ SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank",
 def append_rows(folder, name, rows):
     """Add rows to a log. NaN and infinity become null; other values that JSON does not know, which
     a user's columns may have, become text."""
-    path = f"{folder}/{name}" if rank_and_size()[0] == 0 else os.devnull
-    with open(path, "a", encoding="utf-8", errors="backslashreplace") as f:
+    if rank_and_size()[0] > 0:
+        return
+    with open(f"{folder}/{name}", "a", encoding="utf-8", errors="backslashreplace") as f:
         for row in rows:
             row = {k: None if is_nan_or_inf(v) else v for k, v in row.items()}
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
@@ -222,10 +223,10 @@ def load_checkpoint(content, path, setup, cfg, base_hash):
                        "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
     load_weights(path, setup.policy, content["policy"])
     load_optimizer(setup.optimizer, content["optimizer"])
-    if cfg.ref_model_sync_steps:
-        load_weights(path, setup.reference, content["reference"] or {})
+    if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
+        load_weights(path, setup.reference, content["reference"] or {})     # else it is the base
     state = content["influence"]
-    if cfg.tracin != "off" and state and state["average"]:
+    if cfg.tracin == content["settings"]["tracin"] != "off" and state and state["average"]:
         shapes = [x.shape for x in state["average"]]
         if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
             raise ValueError("the target's average is of other weights")

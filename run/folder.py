@@ -12,7 +12,7 @@ from config import read_run
 from run.checkpoint import (
     LOGS, SHAPE, changed_settings, check_fits_run, in_words, newest_checkpoint, read_newest,
     source_of)
-from common.files import is_plain, remove
+from common.files import is_plain
 from common.script import BadInput
 
 LOCK = ".lock"
@@ -38,7 +38,7 @@ def claimed_folder(cfg):
     with lock:      # until the block ends, or the process
         check_run(folder, cfg)
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):
-            remove(path)        # of a process that was killed while it wrote
+            os.remove(path)     # of a process that was killed while it wrote
         is_continued = newest_checkpoint(folder) is not None
         if is_continued and not cfg.resume:
             print(f"{folder}: continues the interrupted run of these settings")

@@ -168,21 +168,18 @@ def reward_of(row, cfg):
 
 def sample_rows(it, batch, cfg):
     """Rows of samples.jsonl: every completion with its reward and advantage."""
-    rewards = batch.rewards.tolist()
-    advantages = batch.row_advantages.tolist()
-    influence = batch.influence.tolist()
-    weights = batch.row_weights.tolist()
+    columns = {"reward": batch.rewards, "advantage": batch.row_advantages}
+    if cfg.tracin != "off":
+        columns |= {"influence": batch.influence, "weight": batch.row_weights}
+    columns = {name: x.tolist() for name, x in columns.items()}
     rows = []
     for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
-        row = dict(iteration=it + 1, prompt=prompt.text, completion=completion, reward=rewards[i],
-                   advantage=advantages[i])
+        row = dict(iteration=it + 1, prompt=prompt.text, completion=completion)
+        row |= {name: x[i] for name, x in columns.items()}
         if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
             row["row"] = prompt.row
         if len(cfg.reward_funcs) > 1:
             scores = [None if math.isnan(x) else x for x in batch.scores[i].tolist()]
             row["scores"] = dict(zip(cfg.reward_funcs, scores))
-        if cfg.tracin != "off":
-            row["influence"] = influence[i]
-            row["weight"] = weights[i]
         rows.append(row)
     return rows

@@ -40,7 +40,8 @@ SETTINGS = {
         "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
     "held out": [
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
-        "--entropy_coef=0.01", "--ref_model_sync_steps=2"]}
+        "--entropy_coef=0.01", "--ref_model_sync_steps=2"],
+    "micro-batches": ["--tracin=advantage", "--loss_type=bnpo", "--micro_batch_size=4"]}
 
 
 @pytest.fixture(scope="module")

@@ -244,16 +244,14 @@ def test_the_rates_of_a_fit(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD([
         dict(params=[model.weight], lr=0.1), dict(params=[model.bias], lr=0.02)])
-    rates = []
+    scales = [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
 
     def loss_at(step):
-        rates.append([group["lr"] for group in optimizer.param_groups])
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([0.1 * scales[step], 0.02 * scales[step]])
         return model(torch.ones(2)).square().sum()
 
     fit(model, [optimizer], loss_at, 100, f"{tmp_path}/p", "test")
-    scales = [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
-    for (weight, bias), scale in zip(rates, scales, strict=True):
-        assert (weight, bias) == pytest.approx((0.1 * scale, 0.02 * scale))
 
 
 def test_a_loss_that_is_not_finite_ends_a_fit(tmp_path):
@@ -266,24 +264,18 @@ def test_a_loss_that_is_not_finite_ends_a_fit(tmp_path):
 
 def test_devices_and_precisions(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert pick_device("cpu") == cpu
     for threads in (2, 1):
-        pick_device("cpu", threads)
+        assert pick_device("cpu", threads) == cpu
         assert torch.get_num_threads() == threads
     for name in ("quantum", "meta", "cuda:99"):
         assert f"device = '{name}': not on this machine" in refusal(pick_device, name)
-    monkeypatch.setattr(common.device, "fast_dtype", lambda device: torch.bfloat16)
-    for device in (cpu, gpu):
-        assert pick_dtype("float32", device) == torch.float32
-        assert pick_dtype("bfloat16", device) == torch.bfloat16
-        assert pick_dtype("fast", device) == torch.bfloat16
-    assert pick_dtype("auto", cpu) == torch.float32
-    assert pick_dtype("auto", gpu) == torch.bfloat16
-    assert torch.get_float32_matmul_precision() == "high", "TF32 is for the rest"
-    pick_dtype("float32", gpu)
-    assert torch.get_float32_matmul_precision() == "highest"
-    monkeypatch.setattr(common.device, "fast_dtype", lambda device: torch.float32)
-    assert pick_dtype("auto", gpu) == torch.float32
+    for best in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(common.device, "fast_dtype", lambda device: best)
+        for device, auto in ((cpu, torch.float32), (gpu, best)):
+            found = [pick_dtype(name, device) for name in ("float32", "bfloat16", "fast", "auto")]
+            assert found == [torch.float32, torch.bfloat16, best, auto]
+        expected = "high" if best == torch.bfloat16 else "highest"
+        assert torch.get_float32_matmul_precision() == expected, "TF32 goes with bfloat16 alone"
 
 
 def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):

@@ -49,9 +49,10 @@ def test_padding_batch_and_order_change_no_score(scorer):
 
 
 def test_encode_puts_the_class_token_first_cleans_and_cuts():
-    rows = encode(load_tokenizer(300), ["", " ab\n", "ab", "x" * 100], 10)
-    assert rows[1] == rows[2]
-    assert [(row[0], len(row)) for row in rows] == [(299, 1), (299, 3), (299, 3), (299, 10)]
+    empty, spaced, plain, long = encode(load_tokenizer(300), ["", " ab\n", "ab", "x" * 100], 10)
+    assert empty == [299]
+    assert spaced == plain and plain[0] == 299
+    assert long[0] == 299 and len(long) == 10
 
 
 def test_auc_is_its_definition():
@@ -170,7 +171,8 @@ def test_a_reward_that_returns_something_else_is_named():
         return refusal(score, {"r": reward}, ASKED, ANSWERS)
 
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
-                   [[1], [2]], torch.ones(2, 2), ["1", "2"], "12", [1e20, 1], [10 ** 400, 1]):
+                   [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12",
+                   [1e20, 1], [10 ** 400, 1]):
         assert "reward 'r' returned" in refused(lambda completions: values)
     assert "returned inf" in refused(lambda completions: (math.inf for text in completions))
 
@@ -182,6 +184,16 @@ def test_a_reward_may_change_its_lists():
 
     found = score({"a": reverses, "b": by_column}, ASKED, ANSWERS)
     assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
+
+
+def test_a_reward_may_leave_the_folder(tmp_path):
+    def leaves(completions):
+        os.chdir(tmp_path)
+        return [1] * len(completions)
+
+    before = os.getcwd()
+    score({"r": leaves}, ASKED, ANSWERS)
+    assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
@@ -204,7 +216,7 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
 
     with pytest.raises(ValueError) as caught:
         score({"r": reward}, ASKED * 2, ["four", "five", "x", "six"])
-    assert "raised ZeroDivisionError" in str(caught.value)
+    assert "raised ZeroDivisionError: division by zero, for" in str(caught.value)
     assert "for the prompt '2 + 2 =' and completion 'x'" in str(caught.value)
     note = caught.value.__notes__[0]
     assert "len(text) - 1" in note

@@ -35,22 +35,11 @@ def setup_and_cfg(function=some_dull, **knobs):
 
 
 def groups_by_hand(setup, cfg, prompts, seed):
-    """[(prompt, completion, reward, ids, log-probs) of each row] of each group, without padding."""
-    r = trainer.sample_groups(setup, prompts, cfg, seed)
-    texts = texts_of(setup.tokenizer, r)
-    told = [prompt for prompt in prompts for _ in range(G)]
-    rewards = cfg.functions["reward"]([prompt.text for prompt in told], texts)
-    rows = [(prompt.text, text, reward, *row)
-            for prompt, text, reward, row in zip(told, texts, rewards, rows_of(r))]
+    """[(prompt, completion, reward) of each row] of each group."""
+    completions = texts_of(setup.tokenizer, trainer.sample_groups(setup, prompts, cfg, seed))
+    told = [prompt.text for prompt in prompts for _ in range(G)]
+    rows = list(zip(told, completions, cfg.functions["reward"](told, completions)))
     return [rows[i:i + G] for i in range(0, len(rows), G)]
-
-
-def rows_of(r):
-    """(ids of prompt and completion, log-probs) of each row."""
-    T = r.logp.shape[1]
-    known = torch.cat([r.attention_mask[:, :-T], r.completion_mask], 1)
-    return [(r.tokens[i][known[i]].tolist(), r.logp[i][r.completion_mask[i]].tolist())
-            for i in range(len(known))]
 
 
 def resampled_by_hand(setup, cfg, it):
@@ -83,12 +72,11 @@ def test_groups_are_those_of_plain_python(it):
     groups, sizes = resampled_by_hand(setup, cfg, it)
     assert len(sizes) > 1 and any(differing(groups)), "this world resamples nothing"
     batch, _ = trainer.sample_iteration(setup, it, cfg)
-    found = [(prompt.text, *row) for prompt, *row in zip(
-        batch.prompts, batch.completions, batch.rewards.tolist(), *zip(*rows_of(batch.rollout)))]
-    for (*a, logp), (*b, expected) in zip(found, sum(groups, []), strict=True):
-        assert a[:2] == b[:2], "a row has another prompt or completion than in plain Python"
-        assert a[2] == pytest.approx(b[2]), "a row has another row's reward"
-        assert a[3] == b[3] and logp == expected, "rows of two rounds were joined wrongly"
+    prompts, completions, rewards = zip(*sum(groups, []))
+    assert tuple(prompt.text for prompt in batch.prompts) == prompts
+    assert tuple(batch.completions) == completions, "a row has another row's completion"
+    assert batch.rewards.tolist() == pytest.approx(rewards), "a row has another row's reward"
+    assert texts_of(setup.tokenizer, batch.rollout) == batch.completions
     for g, rows in enumerate(groups):
         rewards = [row[2] for row in rows]
         mean = statistics.mean(rewards)
@@ -98,7 +86,7 @@ def test_groups_are_those_of_plain_python(it):
     steps = list(trainer.optimizer_steps(batch, cfg, 3))
     learned = [g * G + i for g, on in enumerate(differing(groups)) for i in range(G) if on]
     assert steps[0].rows.tolist() == learned, "the step must leave out what is still equal"
-    # ends the run if padding of several rounds changes what the trainer computes
+    # ends the run if rows of several rounds have another padding or log-prob than the trainer's
     trainer.update(setup, batch, None, cfg, 3, check=True)
 
     m = batch_metrics(batch, cfg)
@@ -176,7 +164,8 @@ def test_a_run(grpo, tmp_path, monkeypatch):
 
     def counted(*args):
         rollout = sample_groups(*args)
-        lengths.extend(len(ids) for ids, _ in rows_of(rollout))
+        prompts = rollout.attention_mask[:, :-rollout.logp.shape[1]]
+        lengths.append(int(prompts.sum() + rollout.completion_mask.sum()))
         return rollout
 
     with monkeypatch.context() as patch:

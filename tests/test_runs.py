@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -19,20 +18,23 @@ import torch
 import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
+from common.script import BadInput
 from worlds import (
     mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
     untimed_metrics)
 
 explain = importlib.import_module("explain.__main__")
 NOISE = """
-import os, random, time
+import itertools, os, random
 import numpy, torch
 random.seed(5), numpy.random.seed(6), torch.manual_seed(7)
 reward_funcs = ("judge", "noise")
+_calls = itertools.count(1)
 
 
 def noise(prompts, completions):
-    time.sleep(float(os.environ.get("SLOW", 0)))
+    if next(_calls) == 5 and "SIGNAL" in os.environ:    # in iteration 3
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
     return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completions]
 """
 FINISHED = ["--beta=0.1", "--micro_batch_size=8", "--eval_interval=2"]
@@ -114,9 +116,7 @@ def test_a_run_leaves_its_files(finished, six):
 
 
 def test_metrics_samples_and_evaluations(finished):
-    metrics = read_rows(f"{finished.dir}/metrics.jsonl")
-    samples = read_rows(f"{finished.dir}/samples.jsonl")
-    evals = read_rows(f"{finished.dir}/eval.jsonl")
+    metrics, samples, evals = (read_rows(f"{finished.dir}/{name}") for name in LOGS)
     assert [row["iteration"] for row in metrics] == [1, 2, 3]
     assert [row["iteration"] for row in samples] == [1] * 16 + [2] * 16 + [3] * 16
     assert [row["iteration"] for row in evals] == [0, 2, 3]
@@ -257,44 +257,22 @@ def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, mon
     assert_same_run(finished.dir, f"{tmp_path}/run")
 
 
-def signalled(flags, where, number):
-    """Sends a signal to a run of six iterations once three are logged -> the process, ended, and
-    its stderr."""
-    command = [sys.executable, trainer.__file__, *flags, f"--out_dir={where}", *SIX]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                               text=True, env=dict(os.environ, SLOW="0.1"))
-    deadline = time.time() + 60
-    log = where / "metrics.jsonl"
-
-    def iterations():
-        return log.read_text().count("\n") if log.exists() else 0
-
-    while iterations() < 3:
-        assert process.poll() is None and time.time() < deadline, process.communicate()[1]
-        time.sleep(0.01)
-    process.send_signal(number)
-    err = process.communicate(timeout=60)[1]
-    assert iterations() < 6, "it was done before the signal"
-    return process.returncode, err
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_signals(number, tiny, noise, six, grpo, tmp_path):
+@pytest.mark.parametrize("number, iteration", [(signal.SIGKILL, 2), (signal.SIGTERM, 3)])
+def test_signals(number, iteration, tiny, noise, six, grpo, tmp_path):
     where = tmp_path / "run"
-    code, err = signalled([*tiny.flags, noise], where, number)
-    iteration = checkpoint_of(where)["iteration"]
+    command = [sys.executable, trainer.__file__, *tiny.flags, noise, f"--out_dir={where}", *SIX]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"SIGNAL": str(int(number))})
+    assert checkpoint_of(where)["iteration"] == iteration, done.stderr
     if number == signal.SIGKILL:
-        assert code == -number
-        assert iteration in (2, 4)
+        assert done.returncode == -number
     else:
-        heard, end = err.splitlines()
-        assert code == 130
+        heard, end = done.stderr.splitlines()
+        assert done.returncode == 130
         assert heard.startswith("signal heard: ")
-        assert iteration == len(read_rows(f"{where}/metrics.jsonl"))
-        assert f"interrupted: saved after iteration {iteration}; the same command continues" in end
+        assert "interrupted: saved after iteration 3; the same command continues" in end
     text = grpo(where, noise, *SIX)
-    assert f"resumed {where}/ckpt.pt after" in text
-    assert "iter 1/" not in text
+    assert f"resumed {where}/ckpt.pt after {iteration} iterations" in text
     assert_same_run(six, where)
     assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
 
@@ -380,6 +358,24 @@ def test_an_average_of_other_targets_is_refused(grpo, tmp_path):
         assert "damaged" in refusal(grpo, run, *flags, "--max_iters=2", "--resume=True"), change
 
 
+def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first(grpo, tmp_path):
+    flags = ("--beta=0.1", "--save_interval=1")
+    moving = (*flags, "--max_iters=2", "--ref_model_sync_steps=2")
+    grpo(tmp_path / "late", *flags, "--max_iters=1")
+    grpo(tmp_path / "late", *moving, "--resume=True")
+    grpo(tmp_path / "whole", *moving)
+    a, b = (checkpoint_of(tmp_path / name)["reference"] for name in ("late", "whole"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_that_is_resumed_with_another_target_averages_that_alone(grpo, tmp_path):
+    flags = ("--tracin_target_ema=0.5", "--save_interval=1")
+    grpo(tmp_path, *flags, "--tracin=reward", "--max_iters=2")
+    grpo(tmp_path, *flags, "--tracin=advantage", "--max_iters=3", "--resume=True")
+    ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert ages == [1, 2, 1], "the average holds gradients of the target before"
+
+
 def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
     for name in os.listdir(copy_of_six):
         if name != "config.py":
@@ -388,6 +384,15 @@ def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
     grpo(copy_of_six, noise, *SIX, "--resume=True")
     assert_same_run(six, copy_of_six)
     assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
+
+
+def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(grpo, copy_of_six, noise):
+    (copy_of_six / "ckpt_new.tmp").mkdir()
+    notes = copy_of_six / "ckpt_new.tmp" / "notes"
+    notes.write_text("years of work")
+    with pytest.raises(OSError, match="directory"):
+        grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+    assert notes.read_text() == "years of work"
 
 
 def test_a_config_py_alone_is_no_run(grpo, noise, tmp_path):
@@ -462,6 +467,7 @@ REFUSALS = """
 --prompt_words=(30, 40) | prompts
 --num_prompts=1000000000 | GB of memory
 --out_dir={policy}/run | out_dir =
+--out_dir='a\x00b' | has no NUL
 --wandb_project=x | pip install wandb
 """
 
@@ -483,7 +489,8 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
 def test_a_faulty_function_is_found_before_anything_is_trained(text, says, fresh, tmp_path):
     config = tmp_path / "config.py"
     config.write_text(text)
-    assert says in refusal(fresh, str(config))
+    with pytest.raises(BadInput, match=says):   # exit code 2
+        fresh(str(config))
 
 
 def columns(text):

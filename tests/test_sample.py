@@ -1,4 +1,5 @@
 """`python sample.py RUN`: what a policy says, and what the judges make of it."""
+import ast
 import re
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 from evaluate import open_run
 import sample as speak
-from worlds import command, printed, refusal
+from worlds import command, printed, read_rows, refusal
 
 LINE = re.compile(r"^ +(\d\.\d{3}) +(\d\.\d{3})  ('.*'|\".*\")$")
 
@@ -56,22 +57,28 @@ def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):
 
 def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
     config = tmp_path / "sums.py"
-    config.write_text("reward_funcs = ('judge', 'length', 'right')\n"
-                      "def length(prompts, completions):\n"
-                      "    return [float(len(c)) for c in completions]\n"
-                      "def right(prompts, completions, answer):\n"
-                      "    return [a == c for a, c in zip(answer, completions)]\n")
-    (tmp_path / "sums.csv").write_text(
-        "text,answer\n" + "".join(f"{i} + 1 =,{i + 1}\n" for i in range(20)))
-    grpo(f"{tmp_path}/run", str(config), f"--prompts={tmp_path}/sums.csv", "--max_iters=0",
-         "--eval_judge=None")
-    lines = say(f"{tmp_path}/run", str(config), "--prompt=7 + 1 =", "--num=2")
+    config.write_text("""
+reward_funcs = ('judge', 'length', 'right')
+eval_judge = None
+def length(prompts, completions):
+    return [float(len(c)) for c in completions]
+def right(prompts, completions, answer):
+    return [a == c for a, c in zip(answer, completions)]
+def questions(n, seed):
+    return [{'text': f'{i} + 1 =', 'answer': str(i + 1)} for i in range(20)]
+""")
+    run = f"{tmp_path}/run"
+    grpo(run, str(config), "--max_iters=1")
+    for row in read_rows(f"{run}/samples.jsonl"):
+        assert row["row"]["answer"] == str(int(row["prompt"].split()[0]) + 1)
+        assert row["scores"]["length"] == len(row["completion"])
+    lines = say(run, str(config), "--prompt=7 + 1 =", "--num=2")
     assert [line for line in lines if "no column for 'right'" in line], "it went without a word"
     lines = [line for line in lines if not line.startswith("note: ")]
     assert lines[1].split()[:3] == ["judge", "length", "after"]
     for line in lines[2:]:
         _, number, text = line.split(None, 2)
-        assert float(number) == len(eval(text))
+        assert float(number) == len(ast.literal_eval(text))
 
 
 def test_the_command_and_its_refusals(run):

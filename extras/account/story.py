@@ -70,9 +70,6 @@ def main(argv):
     about = (f"{folder}, iterations {since + 1} to {end}. The target is a sentence's log-prob. "
              "`without it` is what it would be at the end had the rollout been left out: by the "
              f"derivative through AdamW, damped, {curved} the Hessian.")
-    if cfg.loss_type == "bnpo":
-        about += (" With loss_type = 'bnpo' a rollout alone has another loss: its words add up to "
-                  "a multiple of its share.")
     print(about)
     stories = []
     pages = {}
