@@ -29,7 +29,7 @@ from common.script import BadInput, exit_codes
 from config import load_settings
 from data.prompts import draw_prompts
 from data.tokenizer import texts_of
-from explain.words import logprob_changes, pieces_of, row_alone
+from explain.words import logprob_changes, pieces_of
 from rollout import completion_logprobs
 from tape import Tape, cosine, inner
 
@@ -237,13 +237,13 @@ picture("8_promise", "influence: what was promised", "fall of the target's loss 
 best = int(influence.argmax())
 loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 asks = torch.autograd.grad(loss.policy, loss.logp)[0][best]                     # (T,)
-row = row_alone(batch.rollout, best, cfg.temperature)
+row = batch.rollout[[best]]
 direction = {name: target[p] for name, p in setup.policy.named_parameters()}
-push = logprob_changes(setup.policy, direction, row)                             # (T,)
-pieces = pieces_of(row, asks[:len(push)] * push, setup.tokenizer)
+push = logprob_changes(setup.policy, direction, row, cfg.temperature)[0]         # (T,)
+pieces = pieces_of(row, asks * push, setup.tokenizer)
 print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
       f"rollout {best} is {float(influence[best]):.5f}")
-print(f"asks {asks[0]:+.3f} of each, push", [f"{x:+.3f}" for x in push])
+print(f"asks {asks[0]:+.3f} of each, push", [f"{x:+.3f}" for x in push[push != 0]])
 plt.figure(figsize=(8, 3))
 plt.bar(range(len(pieces)), [piece.influence for piece in pieces], color=colors[best])
 plt.xticks(range(len(pieces)), [piece.text or "(end)" for piece in pieces], rotation=45)

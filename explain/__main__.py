@@ -6,7 +6,7 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
     python tracin.py out/toxicity --before                  # from ckpt_prev.pt, before the end
     python tracin.py out/toxicity config/mine.py --tracin=target    # the function in mine.py
 
-The sentences are about all rollouts that the run has scored. The page is about the iteration that
+The sentences are about all rollouts that the run has scored. The lists are of the iteration that
 follows the last checkpoint, which is sampled and scored here and changes nothing.
 
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
@@ -21,9 +21,9 @@ import torch
 import grpo
 from config import load_settings, read_run
 from config.check import need
-from explain.page import facts_of, write_page
+from explain.page import as_lines, facts_of, write_page
 from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.words import pieces_of, row_alone, token_influences
+from explain.words import pieces_of, token_influences
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
 from common.files import read_rows, undamaged
 from run.loop import sample_rows
@@ -31,7 +31,6 @@ from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
 from tracin import Recording, keep_helpful, true_error
 
-SHOWN = 5       # rollouts in a list
 # flags of extras/account
 ACCOUNT = ("--prompt", "--completion", "--prompts", "--account", "--since", "--parts", "--hessian")
 
@@ -87,42 +86,25 @@ def check(scored, cfg):
             f"error {error:.0e}).")
 
 
-def words_of(scored, cfg, chosen):
-    """{position in the step: the rollout's Pieces}, influence in standard deviations."""
+def words_of(scored, cfg, j):
+    """Pieces of the rollout at position j of the step, influence in standard deviations."""
     setup, recording, found, _ = scored
     batch = recording.batch
-    step = recording.step
+    i = recording.step.rows[[j]]
+    G = scored_against(scored, cfg, j)
     unit = float(found.scores.std(correction=0)) or 1.0
-    words = {}
-    for j in chosen:
-        i = step.rows[[j]]
-        G = scored_against(scored, cfg, j)
-        influence = token_influences(setup, cfg, batch, i, step, G) / unit
-        row = row_alone(batch.rollout, int(i), cfg.temperature)
-        words[j] = pieces_of(row, influence, setup.tokenizer)
-    return words
-
-
-def print_rollouts(rows):
-    z = own_units(rows)
-    for heading, places in best_and_worst(z, SHOWN).items():
-        print(f"\n{heading}")
-        for i in places:
-            row = rows[i]
-            print(f"  {z[i]:+7.2f}  iteration {row['iteration']}, reward {row['reward']:.3f}, "
-                  f"advantage {row['advantage']:+.2f}, weight {row['weight']:.2g}: "
-                  f"{row['prompt'][:48]!r} -> {row['completion'][:48]!r}")
+    influence = token_influences(setup, cfg, batch, i, recording.step, G) / unit
+    return pieces_of(batch.rollout[i], influence, setup.tokenizer)
 
 
 def cards_of(scored, cfg):
     """{heading: [(facts, prompt, Pieces)]} of the rollouts that help and harm most."""
     z = own_units(scored.rows)
-    lists = best_and_worst(z, SHOWN)
-    words = words_of(scored, cfg, sum(lists.values(), []))
-    rows = [row | {"z": x} for row, x in zip(scored.rows, z.tolist())]
     cards = {}
-    for heading, places in lists.items():
-        cards[heading] = [(facts_of(rows[j]), rows[j]["prompt"], words[j]) for j in places]
+    for heading, places in best_and_worst(z).items():
+        cards[heading] = [
+            (facts_of(scored.rows[j], z[j]), scored.rows[j]["prompt"], words_of(scored, cfg, j))
+            for j in places]
     return cards
 
 
@@ -162,9 +144,10 @@ def main(argv):
     with undamaged(folder):
         sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)
         sentences.append(check(scored, cfg))
-        print(about, *sentences, sep="\n- ")
-        print_rollouts(rows)
-    write_page(folder, "influence", about, sentences, cards_of(scored, cfg))
+    cards = cards_of(scored, cfg)
+    print(about, *sentences, sep="\n- ")
+    print("", *as_lines(cards), sep="\n")
+    write_page(folder, "influence", about, sentences, cards)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import tape
 from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
-from explain.words import Piece, Row, pieces_of
+from explain.words import Piece, pieces_of
 from worlds import command, printed, read_rows, refusal, seed_of, skip_without
 
 explain = importlib.import_module("explain.__main__")
@@ -85,12 +86,6 @@ def recorded(folder, iteration):
             if row["iteration"] == iteration and row.get("influence", 0.0) is not None]
 
 
-def listed(rows):
-    """How many are among the five that help most and the five that harm most."""
-    z = own_units(rows)
-    return min(5, int((z > 0).sum())) + min(5, int((z < 0).sum()))
-
-
 # ------------------------------------------------------------------------------------------------
 # the iteration that comes next
 
@@ -115,10 +110,10 @@ def test_it_samples_what_the_run_writes_next(run, grpo, tmp_path, name):
 def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
     for name in SETTINGS:
         rows, scored, cfg = sampled(run(name))
-        words = explain.words_of(scored, cfg, range(len(rows)))
         z = own_units(rows)
         size = float(z.abs().max())
-        for j, pieces in words.items():
+        for j in range(len(rows)):
+            pieces = explain.words_of(scored, cfg, j)
             total = sum(piece.influence for piece in pieces)
             assert total == pytest.approx(float(z[j]), abs=1e-5 * size), name
             assert "".join(piece.text for piece in pieces) == rows[j]["completion"]
@@ -137,8 +132,9 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     assert before == after
     assert "64 rollouts, target 'self'" in text and "nan" not in text
     assert "Iteration 5: the tape agrees with" in text and "<small>iteration 5, " in shown
-    assert text.count("  iteration ") == listed(sum((recorded(folder, i) for i in range(5)), []))
-    assert shown.count("<article>") == listed(sampled(folder)[0])
+    z = own_units(sampled(folder)[0])
+    listed = min(5, int((z > 0).sum())) + min(5, int((z < 0).sum()))
+    assert text.count("  iteration 5, ") == shown.count("<article>") == listed
     (tmp_path / "mine.py").write_text(RULE + TARGET)
     text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
     assert "target 'target'" in text and "agrees with" in text
@@ -175,7 +171,8 @@ def test_tokens_that_share_a_character_are_one_piece():
     euro, face = (tokenizer.encode_ordinary(c) for c in "€🙂")
     ids = [*tokenizer.encode_ordinary(" a"), *euro, euro[1], *face, *euro[:2], 299]
     n = len(ids)
-    row = Row(torch.tensor([5, *ids]), torch.ones(n, dtype=torch.bool), None, 1.0)
+    mask = torch.ones(1, n, dtype=torch.bool)
+    row = SimpleNamespace(tokens=torch.tensor([[5, *ids]]), completion_mask=mask, sampled_mask=mask)
     found = pieces_of(row, torch.arange(1.0, n + 1), tokenizer)
     assert [piece.text for piece in found][-5:] == ["€", "\ufffd", "🙂", "\ufffd", ""]
     assert "".join(piece.text for piece in found) == tokenizer.decode(ids[:-1])

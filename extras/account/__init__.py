@@ -234,12 +234,6 @@ def multiplied(setup, cfg, k, weights, directions):
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 
 
-def rest_of(cfg):
-    """{part of the loss that no rollout has alone: 0.0}."""
-    is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
-    return {part: 0.0 for part in is_on if is_on[part]}
-
-
 def by_parameter(setup, d):
     """(W,) -> {parameter: tensor}."""
     parts = d.split([p.numel() for p in setup.trained])
@@ -276,7 +270,8 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
     K = len(rollouts)
     N = len(taken[0].batch.row_weights)
     found = torch.zeros(2, K, taken[-1].it + 1, N, dtype=torch.float64)
-    rest = rest_of(cfg)
+    parts_of_rest = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
+    rest = {part: 0.0 for part, is_on in parts_of_rest.items() if is_on}
     decay = 0.0
     derivative = slopes(setup, states[-1][0], rollouts, cfg), 0.0, 0.0
     progress = Progress("account", "step", len(taken))

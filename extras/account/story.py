@@ -15,9 +15,9 @@ from common.processes import rank_and_size
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings
 from data.prompts import encode_prompt
-from explain.page import write_page
+from explain.page import as_lines, write_page
 from explain.sentences import best_and_worst
-from explain.words import pieces_of, row_alone, token_influences
+from explain.words import pieces_of, token_influences
 from extras.account import account, by_parameter, replay, row_of, walk_back
 from rollout import completion_states, truncate
 from run.checkpoint import (
@@ -26,7 +26,6 @@ from run.checkpoint import (
 from run.folder import same_text
 
 FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
-SHOWN = 5           # rollouts in each direction
 WORST = 3           # completions that are told of where no sentence is given
 TOO_FAR = 0.05      # the sum from the true change
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -148,19 +147,14 @@ def read_sentence(setup, cfg, prompt, completion):
         raise BadInput(f"prompt {prompt!r}, completion {completion!r}: {len(before)} and "
                        f"{len(said)} tokens; must be at least 1 each, together {most} at most")
     rollout = row_of(before, said, setup.device)
-    if not can_draw(setup, cfg, rollout):
+    with torch.no_grad():       # before training
+        states = completion_states(setup.policy, rollout)
+        logits = setup.policy.lm_head(states.h).float() / cfg.temperature
+    allowed = truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p) > -math.inf         # (T, V)
+    if not allowed.gather(1, states.targets[:, None]).all():
         raise BadInput(f"completion {completion!r}: the run never draws one of its tokens, by "
                        f"top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = {cfg.min_p}")
     return rollout
-
-
-@torch.no_grad()
-def can_draw(setup, cfg, rollout):
-    """Did truncated sampling allow the tokens before training?"""
-    states = completion_states(setup.policy, rollout)
-    logits = setup.policy.lm_head(states.h).float() / cfg.temperature
-    allowed = truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p) > -math.inf
-    return allowed.gather(1, states.targets[:, None]).all()
 
 
 def worst(setup, cfg):
@@ -178,7 +172,7 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
     """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
     shares = found.shares[i]                                                        # (I, N)
     lists = [[divmod(x, shares.shape[1]) for x in some]
-             for some in best_and_worst(shares.flatten(), SHOWN).values()]
+             for some in best_and_worst(shares.flatten()).values()]
     words = token_shares(setup, cfg, states, taken, rollout, sum(lists, []), parts)
     logp = found.logp[i]
     batches = {k.it: k.batch for k in taken}
@@ -188,12 +182,12 @@ def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
         without = logp[-1].sum() - found.effects[i, it, j]
         facts = (f"{shares[it, j]:+.3f}, iteration {it + 1}, reward {batch.rewards[j]:.3f}, "
                  f"advantage {batch.row_advantages[j]:+.2f}, without it {without:.2f}")
-        row = row_alone(batch.rollout, j, cfg.temperature)
-        return facts, batch.prompts[j].text, pieces_of(row, words[it, j], setup.tokenizer)
+        pieces = pieces_of(batch.rollout[[j]], words[it, j], setup.tokenizer)
+        return facts, batch.prompts[j].text, pieces
 
-    itself = row_alone(rollout, 0, cfg.temperature)
-    said = setup.tokenizer.decode(itself.tokens[:-len(itself.sampled)].tolist())
-    change = pieces_of(itself, logp[-1] - logp[0], setup.tokenizer)
+    P = rollout.tokens.shape[1] - rollout.logp.shape[1]
+    said = setup.tokenizer.decode(rollout.tokens[0, :P][rollout.attention_mask[0, :P]].tolist())
+    change = pieces_of(rollout, logp[-1] - logp[0], setup.tokenizer)
     cards = {"The sentence": [(f"{found.change[i]:+.3f}", said, change)]}
     for heading, places in zip(("Made it likelier", "Made it less likely"), lists):
         cards[heading] = [card(*place) for place in places]
@@ -215,12 +209,7 @@ def token_shares(setup, cfg, states, taken, rollout, places, parts):
 
 def lines_of(found, i, cards, since):
     """The story of sentence i."""
-    lines = []
-    for heading, some in cards.items():
-        lines.append(heading)
-        for facts, prompt, pieces in some:
-            text = "".join(piece.text for piece in pieces)
-            lines.append(f"  {facts}: {prompt[:48]!r} -> {text[:72]!r}")
+    lines = as_lines(cards)
     shares = found.shares[i].sum(1)                                                 # (I,)
     lines[2:2] = [course(found.logp[i].sum(1)), *bars(shares[since:].tolist(), since + 1)]
     together = float(found.together[i])

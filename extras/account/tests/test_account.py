@@ -7,9 +7,21 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
+from common.script import seed_for
 from extras.account import account, flat, hessian_times, replay, row_of
 from rollout import completion_logprobs, completion_states
-from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken
+from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken, skip_without
+
+
+
+def odd_reward(prompts, completions):
+    return [sum(map(ord, text)) % 7 for text in completions]
+
+
+def coarse_reward(prompts, completions):
+    """Equal in half of the groups of two."""
+    return [sum(map(ord, text)) // 2 % 2 for text in completions]
+
 
 ITERATIONS = 3
 FUNCTIONS = {"weigh": lambda influence, batch: [0.3 * (i % 3) for i in range(len(influence))]}
@@ -33,11 +45,9 @@ KINDS = {
     "sequence": dict(loss_type="grpo", importance_sampling_level="sequence", num_iterations=2),
     "sapo, dropped groups": dict(loss_type="sapo", zero_std_groups="drop", num_iterations=2),
     "cispo": dict(loss_type="cispo", epsilon_high=2.0, num_iterations=2),
-    "environment": dict(environment=True)}
-
-
-def odd_reward(prompts, completions):
-    return [sum(map(ord, text)) % 7 for text in completions]
+    "environment": dict(environment=True),
+    "resampled": dict(functions=coarse_reward, num_generations=2, zero_std_groups="resample",
+                      max_resamples=20)}
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +82,13 @@ def nets_for(cfg, answers=False):
 
 def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     """A run and a sentence that it says."""
-    knobs = dict(max_iters=iterations, learning_rate=0.02) | knobs | more
+    knobs = dict(functions=odd_reward, max_iters=iterations, learning_rate=0.02) | knobs | more
+    for extra in ("lora_rank", "critic"):
+        if extra in knobs:
+            skip_without(extra.removesuffix("_rank"))
     answers = knobs.pop("environment", False)
     select = knobs.pop("tracin_select", "positive")     # its function is not there yet
-    cfg = settings(odd_reward, **knobs)
+    cfg = settings(**knobs)
     cfg = replace(cfg, functions=cfg.functions | FUNCTIONS, tracin_select=select)
     setup = nets_for(cfg, answers)
     states, taken = replay(setup, cfg, 0, 0, iterations, str(tmp_path))
@@ -107,7 +120,7 @@ def part(setup, cfg, k, i, name="policy"):
     return flat(grpo.gradient_of(setup, cfg, batch, k.step.rows, k.step, name).values())
 
 
-def by_hand(setup, cfg, states, taken, sentence, mistake=""):
+def by_hand(setup, cfg, states, taken, sentence):
     """{iteration: shares (N,)} with AdamW's moments unrolled for each rollout alone."""
     b1, b2 = cfg.adam_beta1, cfg.adam_beta2
     eps = setup.optimizer.param_groups[0]["eps"]
@@ -120,11 +133,9 @@ def by_hand(setup, cfg, states, taken, sentence, mistake=""):
         vector_to_parameters(weights[t], setup.trained)
         g = whole(setup, cfg, k)
         limit = cfg.max_grad_norm or float("inf")
-        clips.append(1.0 if mistake == "clip" else min(1.0, limit / (float(g.norm()) + 1e-6)))
+        clips.append(min(1.0, limit / (float(g.norm()) + 1e-6)))
         v = b2 * v + (1 - b2) * (clips[-1] * g) ** 2
         c1, c2 = 1 - b1 ** (t + 1), 1 - b2 ** (t + 1)
-        if mistake == "correction":
-            c1 = c2 = 1.0
         slope = (slopes[t] + slopes[t + 1]) / 2
         rate = grpo.learning_rate(k.it, cfg)
         per_unit.append(-rate / c1 / ((v / c2).sqrt() + eps) * slope)
@@ -133,9 +144,9 @@ def by_hand(setup, cfg, states, taken, sentence, mistake=""):
         vector_to_parameters(weights[s], setup.trained)
         for i in k.step.rows.tolist():
             m = (1 - b1) * clips[s] * part(setup, cfg, k, i)
-            for t in range(s + (mistake == "a step late"), len(taken)):
+            for t in range(s, len(taken)):
                 shares[k.it, i] += per_unit[t] @ m
-                m = (0.0 if mistake == "momentum" else b1) * m
+                m = b1 * m
     return shares
 
 
@@ -159,33 +170,23 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
         assert dropped.any() and not shares[dropped].any(), "a dropped rollout has a share"
 
 
-@pytest.mark.parametrize("mistake", ["momentum", "clip", "correction", "a step late"])
-def test_a_planted_mistake_is_seen(mistake, tmp_path):
-    setup, cfg, states, taken, sentence = run_of(KINDS["clipped"], tmp_path)
-    right = by_hand(setup, cfg, states, taken, sentence)
-    wrong = by_hand(setup, cfg, states, taken, sentence, mistake)
-    off = (right - wrong).abs().max()
-    assert off > 1e-3 * right.abs().max(), (
-        f"forgetting {mistake} changes no share: the test above is blind")
-
-
-def straight_error(tmp_path, rate, parts=1):
+def straight_error(kind, tmp_path, rate, parts=1):
     """How far the sums are from the true changes of some sentences, relative to their shares. One
     iteration: the rollouts are the same at any rate."""
-    setup, cfg, states, taken, _ = run_of(
-        dict(mini_batch_size=4), tmp_path, 1, learning_rate=rate)
+    setup, cfg, states, taken, _ = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
     sentences = [row_of([2, 3], [4, i, 0], setup.device) for i in range(1, 6)]
     found = account(setup, cfg, states, taken, sentences, hessian=False, parts=parts)
     return float((found.together - found.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
 
-def test_small_steps_are_a_straight_line(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_steps_are_a_straight_line(kind, tmp_path):
     """The sum is the true change but for the curve within a step, which falls with its square."""
-    error = straight_error(tmp_path, 2e-4)
+    error = straight_error(kind, tmp_path, 2e-4)
     assert error < 1e-4, f"steps of a hundredth: off by {error:.1e} of the shares"
-    half = straight_error(tmp_path, 1e-4)
+    half = straight_error(kind, tmp_path, 1e-4)
     assert 3.5 < error / half < 4.5, f"half the step: errors {error:.1e}, {half:.1e}: no quarter"
-    finer = straight_error(tmp_path, 1e-4, parts=4)
+    finer = straight_error(kind, tmp_path, 1e-4, parts=4)
     assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
 
 
@@ -217,29 +218,21 @@ def test_the_hessian_has_no_kinks(name, tmp_path):
 
 
 def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
-    """f at the end of the run on its own rollouts, with a factor on the loss of one."""
-    b1, b2 = cfg.adam_beta1, cfg.adam_beta2
-    group = setup.optimizer.param_groups[0]
-    theta = states[0][0].clone()
-    m = v = torch.zeros_like(theta)
-    for t, k in enumerate(taken):
+    """f and the weights at the end of the run on its own rollouts, with a factor on the loss of
+    one."""
+    vector_to_parameters(states[0][0].clone(), setup.trained)       # steps are in place
+    setup.optimizer.state.clear()
+    cfg = replace(cfg, tracin="off")        # rollouts are weighed as they were
+    for k in {k.it: k for k in taken}.values():     # the last step knows all weights
         factors = k.batch.row_weights.clone()
         if k.it == it:
             factors[i] *= factor
         batch = replace(k.batch, row_weights=factors)
-        vector_to_parameters(theta, setup.trained)
-        g = flat(grpo.gradient_of(setup, cfg, batch, k.step.rows, k.step).values())
-        if cfg.max_grad_norm:
-            g = g * min(1.0, cfg.max_grad_norm / (float(g.norm()) + 1e-6))
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g ** 2
-        rate = grpo.learning_rate(k.it, cfg)
-        step = m / (1 - b1 ** (t + 1)) / ((v / (1 - b2 ** (t + 1))).sqrt() + group["eps"])
-        theta = (1 - rate * cfg.weight_decay) * theta - rate * step
-    vector_to_parameters(theta, setup.trained)
+        setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(k.it, cfg)
+        grpo.update(setup, batch, None, cfg, seed_for(cfg.seed, "rows", k.it))
     with torch.no_grad():
         logp = completion_logprobs(setup.policy, sentence, cfg.temperature)
-    return float(logp.sum()), theta
+    return float(logp.sum()), flat(setup.trained).detach()
 
 
 @pytest.mark.parametrize("kind", KINDS)

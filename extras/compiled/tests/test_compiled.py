@@ -39,14 +39,11 @@ def test_a_decoder_samples_the_same_tokens(shape):
         torch.testing.assert_close(logp, found.logp, rtol=1e-4, atol=1e-4)
 
 
-def test_a_decoder_samples_the_same_from_one_padded_or_unpadded_token():
-    for prompts in ([[5], [3]], [[5, 6], [3, 4]], [[5], [3, 4]]):
-        assert_same_tokens(Decoder(random_gpt()), prompts)
-
-
 def test_memory_is_kept_between_calls_and_holds_nothing_of_the_last_one():
     decoder = Decoder(random_gpt())
-    for prompts in (PROMPTS, [[1], [2, 8, 8, 8], [30, 4]], PROMPTS):
+    unpadded = [[5, 6], [3, 4], [9, 2]]
+    one_token = [[5], [3], [9]]
+    for prompts in (PROMPTS, [[1], [2, 8, 8, 8], [30, 4]], unpadded, one_token, PROMPTS):
         assert_same_tokens(decoder, prompts)
     (N, S, _), = decoder.kept
     assert (N, S) == (6, BUCKET)

@@ -103,6 +103,13 @@ def test_the_loss_of_values_is_that_of_trl():
     assert_near(value_loss(values, old, returns), (values - returns) ** 2 / 2)
 
 
+def test_a_value_whose_return_nobody_knows_learns_nothing():
+    values = torch.zeros(4, requires_grad=True)
+    returns = torch.tensor([1.0, math.nan, 2.0, math.nan])
+    value_loss(values, torch.zeros(4), returns, .2).sum().backward()
+    assert (values.grad == 0).tolist() == [False, True, False, True]
+
+
 def test_explained_variance():
     returns = torch.tensor([0.0, 1, 2, 3])
     assert explained_variance(returns, returns) == 1
@@ -187,20 +194,6 @@ def test_values_are_learned_and_one_completion_of_each_prompt_is_enough():
     values = batch.rollout.values.sum(1) / batch.rollout.sampled_mask.sum(1)
     spread = float(batch.rewards[1] - batch.rewards[0])
     assert float(values[1] - values[0]) == pytest.approx(spread, rel=.5)
-
-
-def test_a_completion_that_nobody_scored_teaches_nothing():
-    def some(prompts, completions):
-        return [None if i % 3 == 0 else float(i) for i in range(len(completions))]
-
-    cfg = settings(some, **CRITIC)
-    setup, batch = world(cfg)
-    unknown = batch.rewards.isnan()
-    assert unknown.any()
-    assert not batch.advantages[unknown].any()
-    loss = forward(setup, batch, cfg, unknown).total
-    assert float(loss.detach()) == 0
-    assert not gradient(loss, setup.trained).any()
 
 
 def test_influence_against_one_backward_per_row():

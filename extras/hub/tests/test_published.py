@@ -27,7 +27,8 @@ from common.files import read_json
 from common.script import seed_for
 from config import load_settings
 from data.comments import split_of
-from worlds import assert_near, generator_of, printed, read_rows, refusal, write_rows
+from worlds import (
+    assert_near, generator_of, printed, read_rows, refusal, skip_without, write_rows)
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
 CONFIGS = ("toxicity_gpt2", "toxicity_gptneo_lora", "toxicity_smollm2")
@@ -69,6 +70,8 @@ def finished(world, tmp_path_factory):
     made = {}
 
     def get(kind):
+        if "--lora_rank=2" in RUNS[kind]:
+            skip_without("lora")
         if kind not in made:
             made[kind] = str(tmp_path_factory.mktemp("runs") / "run")
             start(grpo.main, *flags_of(world, kind), f"--out_dir={made[kind]}")
@@ -130,11 +133,12 @@ def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     text = start(explain.__main__.main, folder, "--tracin=reward", "--kl_in=reward")
     assert "agrees with a plain backward" in " ".join(text.split())
     monkeypatch.chdir(tmp_path)
-    text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True", "--lora_rank=2")
-    assert "h.1.mlp.c_fc.A.weight" in text
     assert "exists already" in refusal(pretrain.main, world.flags)
     assert "nothing to train" in refusal(judge.train.main, world.flags)
-    assert os.listdir(tmp_path) == ["chat"]
+    skip_without("step")
+    text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True")
+    assert "h.1.mlp.c_fc.weight" in text
+    assert os.listdir(tmp_path) == ["chat"], "a command that only looks has written"
 
 
 def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
@@ -173,6 +177,8 @@ def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     policy = {"toxicity_smollm2": world.chat, "toxicity_gptneo_lora": world.neo}
     flags = world.flags if config == "toxicity_smollm2" else world.judges
+    if config != "toxicity_gpt2":
+        skip_without("lora")
     start(grpo.main, f"extras/hub/config/{config}.py", *flags,
           f"--policy={policy.get(config, world.gpt2)}", "--max_iters=1",
           f"--out_dir={tmp_path}/run")

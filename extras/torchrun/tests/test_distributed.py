@@ -47,7 +47,7 @@ CASES = {
     "critic": ("--critic=True", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1",
                "--num_iterations=2")}
 UNEVEN = ("few",)    # in three processes
-NEEDS = {"turns": "environment", "critic": "critic"}    # folders of extras/
+NEEDS = {"turns": "environment", "critic": "critic", "held_out": "lora"}    # folders of extras/
 HERE = [name for name in CASES if os.path.isdir(f"{ROOT}/extras/{NEEDS.get(name, '')}")]
 LONG = ("--max_iters=6", "--save_interval=2", "--tracin=self", "--beta=0.1", "--learning_rate=1e-3")
 RULE = """
