@@ -123,14 +123,13 @@ def distinct(completions, k, n):
 def open_run(argv):
     """Open a run's last checkpoint -> (cfg, Setup, iterations). argv: its folder, then the config
     file that has its functions, and settings that differ."""
-    folder = argv[0] if argv else "nothing"
-    if not os.path.isdir(folder):
-        raise BadInput(f"{folder}: is not the folder of a run, which comes first: RUN [CONFIG.py] "
-                       "[--setting=value ...]")
+    first = argv[0] if argv else "no argument"
+    if not os.path.isdir(first):
+        raise BadInput(f"{first}: must be the folder of a run: RUN [CONFIG.py] [--setting=value "
+                       "...]")
     cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
-    cfg.ref_model_sync_steps = 0    # no evaluation asks for a reference, which a run may lack
-    path, checkpoint = read_newest(folder)
+    path, checkpoint = read_newest(first)
     print(f"{path}: after {checkpoint['iteration']} iterations")
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
     with undamaged(path):

@@ -20,7 +20,7 @@ from common.script import BadInput, own_flags, run_script, seed_for
 def speak(setup, policy, cfg, prompt, num, chat=False):
     """Sample completions of a prompt, always the same ones -> (completions, {name: scores})."""
     content = [{"role": "user", "content": prompt}] if chat else prompt
-    _, ids = encode_prompt(setup.tokenizer, content, "the prompt of --chat=True")
+    _, ids = encode_prompt(setup.tokenizer, content, f"--prompt with --chat={chat}")
     asked = Prompt(prompt, ids, {"text": prompt})
     seed = seed_for(cfg.seed, "speak", prompt)
     try:

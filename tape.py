@@ -98,11 +98,17 @@ class Tape:
         self.given = dict.fromkeys(self.flat, 0)
 
     def gradient(self, weights):
-        """sum_i weights_i g_i, of weights (num_rows,). Rows of weight 0 cost nothing, and may hold
-        NaN."""
+        """sum_i weights_i g_i, of weights (num_rows,)."""
+        return self.gradients(weights[None])[0]
+
+    def gradients(self, weights):
+        """The same for each of weights (k, num_rows) -> [gradient]."""
         weights = weights.to(self.device)
-        entries = self.entries_of(weights)
-        return self.over_processes({p: self.summed(p, weights, entries) for p in self.names})
+        found = []
+        for w, entries in zip(weights, self.choose(weights)):
+            G = {p: self.summed(p, w, entries) for p in self.names}
+            found.append(self.over_processes(G))
+        return found
 
     def dot(self, G):
         """<g_i, G> for every row (num_rows,), in float64."""
@@ -118,22 +124,27 @@ class Tape:
         """sum of scale * g_i^2 (k,) of some rows, in float64."""
         found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         is_row = F.one_hot(rows.to(self.device), self.num_rows)         # (k, num_rows)
-        for k, weights in enumerate(is_row):
-            entries = self.entries_of(weights)
+        for k, entries in enumerate(self.choose(is_row)):
             for p in self.names:        # one parameter at a time stays in the cache
-                g = self.summed(p, weights, entries)
+                g = self.summed(p, is_row[k], entries)
                 found[k] += inner({p: g}, {p: g * scale.get(p, 1)})
         self.all_reduce([found])
         return found
 
-    def entries_of(self, weights):
-        """{rows of records: the entries whose row has a weight}. Layers share few rows: a GPU is
-        waited for once for each."""
-        shared = {record.rows for records in self.records.values() for record in records}
-        return {rows: weights[rows].nonzero()[:, 0] for rows in shared}
+    def choose(self, weights):
+        """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight}.
+        Rows of weight 0 cost nothing, and may hold NaN. A GPU is waited for three times, however
+        large k is."""
+        rows = list(dict.fromkeys(r.rows for records in self.records.values() for r in records))
+        rows_on_cpu = copied(rows, "cpu")
+        weights = weights.cpu()
+        entries = [w[part].nonzero()[:, 0] for part in rows_on_cpu for w in weights]
+        entries = copied(entries, self.device)
+        k = len(weights)
+        return [dict(zip(rows, entries[i::k])) for i in range(k)]
 
     def summed(self, p, weights, entries):
-        """One parameter's part of a gradient. entries: entries_of these weights."""
+        """One parameter's part of a gradient. entries: from choose, for these weights."""
         total = torch.zeros_like(p)
         for record in self.records[p]:
             here = entries[record.rows]
@@ -269,8 +280,15 @@ def copy_of_needed(rows, a, b):
 
 @functools.lru_cache(maxsize=2)
 def repeated(rows, times):
-    """Cached, so that layers share a tensor: see entries_of."""
+    """Cached, so that layers share a tensor, which choose() then sees once."""
     return rows.repeat_interleave(times)
+
+
+def copied(tensors, device):
+    """Copies tensors (k,) to a device in one piece, since each copy waits for a GPU."""
+    if not tensors:
+        return ()
+    return torch.cat(tensors).to(device).split([len(x) for x in tensors])
 
 
 def refuse(name, why):

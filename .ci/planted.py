@@ -156,7 +156,24 @@ INFLUENCE += of(
     "tracin.py", "test_influence.py",
     ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))
 
-MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE
+ACCOUNT = of(
+    "extras/account/__init__.py", "test_account.py",
+    ("account: momentum forgotten", "U = k.b1 * U -", "U = 0 * U -"),
+    ("account: momentum forgotten in the derivative", "k.b1 * u_m, k.b2 * u_v", "0, k.b2 * u_v"),
+    ("account: clip forgotten", "G = (1 - k.b1) * k.clip * U", "G = (1 - k.b1) * U"),
+    ("account: what clips does not depend on the rollout", "if k.clip < 1:", "if False:"),
+    ("account: bias correction forgotten", "1 - b1 ** count, 1 - b2 ** count)", "1.0, 1.0)"),
+    ("account: off by one step", "zip(taken, states, states[1:])",
+     "zip(taken, states[1:], states[1:])"),
+    ("account: the slope before the step alone", "found[0] + found[-1]) / 2", "found[-1])"),
+    ("account: weight decay forgotten", "(1 - k.lr * k.decay) * d_theta", "d_theta"),
+    ("account: AdamW's v is a constant", "2 * (1 - k.b2) * clipped * u_v)", "0)"),
+    ("account: no Hessian", "d_theta + hessian_times(setup, cfg, k, before[0], L)", "d_theta"),
+    ("account: a clipped ratio has a gradient", "mask[rows] = slope != 0", "mask[rows] = True"),
+    ("account: a clipped value has a gradient", "batch.returns[slope != 0] = math.nan", "pass"),
+    ("account: row weights forgotten", "batch.row_weights = k.batch.row_weights", "pass"))
+
+MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE + ACCOUNT
 
 
 def why_not(mistake):

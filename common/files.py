@@ -125,8 +125,8 @@ def save_file(path, kind, **content):
     with replacing(path) as tmp:
         try:
             torch.save({"kind": kind, **content}, tmp)
-        except RuntimeError as e:   # how torch reports a full disk
-            raise OSError(str(e).splitlines()[0]) from e
+        except RuntimeError as e:   # how torch reports it
+            raise OSError("the disk is full, or a file may not be that large") from e
 
 
 def load_file(path, kind, mmap=False):

@@ -55,7 +55,7 @@ class Settings:
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
     prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" is b inside a
-    prompt_words: tuple = (4, 9)        # words of a comment in a prompt: a range; (0, 0): all
+    prompt_words: tuple = (4, 9)        # words of a comment in a prompt: fewest and most
 
     # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.
     # Else a .pt file or a published model (extras/hub), which brings its shape

@@ -81,8 +81,9 @@ def check_models(cfg):
 
 def check_rows(cfg):
     words = cfg.prompt_words
-    if len(words) != 2 or any(type(n) is not int for n in words) or not 0 <= words[0] <= words[1]:
-        raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers")
+    if len(words) != 2 or any(type(n) is not int for n in words) or not 1 <= words[0] <= words[1]:
+        raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers "
+                       "from 1")
     N = cfg.num_prompts * cfg.num_generations
     if N % (cfg.mini_batch_size or N):
         raise BadInput(f"mini_batch_size = {cfg.mini_batch_size}: must divide num_prompts * "

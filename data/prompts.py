@@ -110,14 +110,14 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
 
 
 def starts_of(comments, cfg):
-    """Take the first words of each comment, their number drawn from prompt_words; 0 takes them all.
-    Comments that leave nothing to complete are skipped."""
+    """Take the first words of each comment, their number drawn from prompt_words. Comments that
+    leave nothing to complete are skipped."""
     rows = []
     for text, _ in comments:
         words = text.split(" ")
         count = random.Random(text).randint(*cfg.prompt_words)
         if len(words) > count:
-            rows.append({"text": " ".join(words[:count]) if count else text})
+            rows.append({"text": " ".join(words[:count])})
     return rows
 
 

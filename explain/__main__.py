@@ -131,13 +131,10 @@ def main(argv):
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     path = os.path.join(folder, "ckpt_prev.pt" if own["before"] else "ckpt.pt")
     scored = next_iteration(setup, path, cfg)
-    rows = scored.rows
-    metrics = []
     recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
                 if None not in (row.get("reward"), row.get("influence"))]
-    if recorded:
-        rows = recorded
-        metrics = read_rows(os.path.join(folder, "metrics.jsonl"))
+    rows = recorded or scored.rows
+    metrics = read_rows(os.path.join(folder, "metrics.jsonl")) if recorded else []
 
     about = (f"{folder}: {len(rows)} rollouts, target {cfg.tracin!r}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")

@@ -75,10 +75,10 @@ def print_iteration(m, cfg, tokens, seconds_left):
         more += f"{m['tools/call_frequency']:.2f} calls, "
     critic = f"critic {m['critic_loss']:.4f}, " if "critic_loss" in m else ""
     print(f"iter {m['iteration']}/{cfg.max_iters}: loss {m['loss']:.4f} "
-          f"(main {main:.4f}, {critic}beta*kl {round(kl, 4) + 0.0:.4f}), "    # no -0.0000
+          f"(main {main:.4f}, {critic}beta*kl {kl:.4f}), "
           f"reward {m['reward']:.4f}, "
           f"grad_norm {m['grad_norm']:.3f}, {more}{tokens / seconds:.0f} tok/s, "
-          f"time {duration(seconds)}, eta {left // 60}m{left % 60:02d}s", flush=True)
+          f"time {seconds:.2f}s, eta {left // 60}m{left % 60:02d}s", flush=True)
 
 
 def print_table(rows):
@@ -99,16 +99,6 @@ def print_table(rows):
         print(f"  {old['prompt']!r}")
         print(f"    before: {old['completion']!r}")
         print(f"    after:  {new['completion']!r}")
-
-
-def duration(seconds):
-    """Write a time in three digits: 43.5ms, 435ms, 4.35s, 43.5s."""
-    unit = "s"
-    if seconds < 0.9995:
-        seconds *= 1000
-        unit = "ms"
-    exponent = int(f"{seconds:.2e}".partition("e")[2])
-    return f"{seconds:.{max(2 - exponent, 0)}f}{unit}"
 
 
 def problems(m, cfg, dtype):

@@ -101,6 +101,7 @@ pytest.ini | (.py)
 --out_dir= | out_dir | empty
 --prompt_words=('a','b') | prompt_words
 --prompt_words=(5,3) | prompt_words
+--prompt_words=(0,3) | whole numbers from 1
 --reward_weights=('a',) | reward_weights
 --vocab_size=100 | 257
 --num_generations=1 | at least 2

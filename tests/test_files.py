@@ -52,7 +52,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
         raise RuntimeError("PytorchStreamWriter failed\nsecond line")
 
     monkeypatch.setattr(torch, "save", full)
-    assert "a.pt: could not be written" in refusal(save_file, path, "run", x=1)
+    assert "a.pt: could not be written (the disk is full" in refusal(save_file, path, "run", x=1)
     assert torch.equal(load_file(path, "run")["x"], torch.arange(3))
     assert os.listdir(tmp_path) == ["a.pt"]
 

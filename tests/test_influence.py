@@ -292,7 +292,7 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
                                                                 tracin_select="weigh")
     cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
     text = refusal(try_functions, cfg, nets_for(cfg), collect)
-    assert text.startswith(f"stopped: {name} returned") and said in text and len(text) < 260
+    assert text.startswith(f"{name} returned") and said in text and len(text) < 260
 
 
 def chosen(influence, how, *more, **others):

@@ -1,5 +1,6 @@
 """The numbers of an iteration beside plain Python, their names, and what ends a run."""
 import math
+from dataclasses import replace
 from statistics import mean, stdev
 
 import pytest
@@ -8,30 +9,18 @@ import torch
 import grpo
 import tracin
 from run import metrics
-from run.metrics import Meter, batch_metrics, logp_error, mean_influence, rollout_toxicity
-from run.report import silent_log
-from worlds import letters, mean_token, seed_of, settings, whole_step, world
+from run.metrics import batch_metrics, logp_error, mean_influence, rollout_toxicity
+from worlds import generator_of, letters, mean_token, settings, whole_step, world
 
 CLIP = 0.01     # so narrow that a pass after a step is clipped
 
 
-def batch_of(cfg, seed=1):
-    """Setup and a batch whose ratios are not 1, as after a step."""
-    setup, batch = world(cfg, seed)
-    generator = torch.Generator().manual_seed(seed_of(seed))
-    noise = torch.randn(batch.rollout.logp.shape, generator=generator)
+def batch_of(cfg):
+    """Setup, whose steps change nothing, and a batch whose ratios are not 1, as after a step."""
+    setup, batch = world(cfg, lr=0)
+    noise = torch.randn(batch.rollout.logp.shape, generator=generator_of(1))
     batch.rollout.logp += 0.05 * noise * batch.rollout.sampled_mask
     return setup, batch
-
-
-def metrics_of(setup, batch, cfg, size):
-    """Metrics of a step in micro-batches of `size` rows."""
-    step = whole_step(batch)
-    meter = Meter(setup, batch, cfg, silent_log)
-    meter.begin_step()
-    for rows in step.rows.split(size):
-        meter.add(grpo.loss_of(setup, setup.policy, batch, rows, step, cfg))
-    return meter.metrics()
 
 
 def by_hand(setup, batch, cfg):
@@ -78,7 +67,7 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
         setup, batch = batch_of(cfg)
         expected = by_hand(setup, batch, cfg)
         for size in (12, 5):        # in one piece, and in three
-            found = metrics_of(setup, batch, cfg, size)
+            found = grpo.update(setup, batch, None, replace(cfg, micro_batch_size=size), seed=1)
             found = {name: found[name] for name in expected}
             assert found == pytest.approx(expected, 1e-5, 1e-6), case
         some_clipped += expected.get("clip_ratio/low_mean", 0) > 0

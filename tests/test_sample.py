@@ -83,6 +83,7 @@ def questions(n, seed):
 
 def test_the_command_and_its_refusals(run):
     assert "must be 1 to 24 " in refusal(speak.main, [run, f"--prompt={'river ' * 40}"])
+    assert "--prompt with --chat=False is" in refusal(speak.main, [run, "--prompt=\udcff"])
     for argv in ([], [run]):
         assert "usage" in refusal(speak.main, argv)
     for num in ("0", "-1", "x", "", "1" * 5000):

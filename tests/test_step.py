@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import grpo
+from config import Settings
 from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics
-from rollout import generate
+from rollout import Rollout, generate
 from worlds import (
     WORD_PROMPTS, WORDS, forcing, forward, generator_of, gradient, letters, nets_of, plain_logps,
     refusal, shaken, steps_of, word_gpt, words)
@@ -93,6 +94,9 @@ def test_passes_mini_batches_and_micro_batches(monkeypatch):
         lengths = batch.lengths[rows].tolist()
         assert lengths == sorted(lengths), "rows of like length share a micro-batch"
     assert order_of(4)[0] != first, "the seed chooses the order"
+    steps = grpo.optimizer_steps(batch, cfg, 3)
+    one, two = torch.cat([step.rows for step in steps]).view(2, 16)
+    assert not torch.equal(two, one[one]), "the second pass shuffles just as the first did"
 
 
 @pytest.mark.parametrize("knobs", [
@@ -315,3 +319,13 @@ def test_bnpo_divides_by_micro_batches_in_the_order_of_the_batch():
         cfg = words(loss_type=loss_type, micro_batch_size=2)
         pieces = grpo.micro_batches(lengths, torch.arange(4), cfg)
         assert [piece.tolist() for piece in pieces] == expected
+
+
+def test_the_entropy_quantile_of_a_very_large_batch():
+    """torch.quantile takes 2 ** 24 numbers at most."""
+    n = 2 ** 24 + 1
+    mask = torch.ones(1, n, dtype=torch.bool)
+    entropy = torch.arange(n, dtype=torch.float64)[None]
+    rollout = Rollout(mask, mask, mask, mask, entropy, entropy, mask.any(1))
+    _, policy_mask = grpo.loss_masks(rollout, Settings(top_entropy_quantile=0.25))
+    assert int(policy_mask.sum()) == 2 ** 22 + 1 and policy_mask[0, -2 ** 22 - 1:].all()

@@ -57,12 +57,11 @@ def main(argv):
     states, taken = replay(setup, cfg, start, since, end, folder)
     if not taken:
         raise BadInput(f"{path}: no optimizer step was taken since iteration {since}")
-    differing = [name for name, x in setup.policy.state_dict().items()
-                 if not torch.equal(x.cpu(), last["policy"][name])]
-    if differing:
-        print(f"warning: the replay ends at other weights than {path} ({differing[0]} and others): "
-              "made on a GPU, by another machine or version, or with settings that changed on the "
-              "way, or a reward draws random numbers")
+    weights = setup.policy.state_dict()
+    if not all(torch.equal(x.cpu(), last["policy"][name]) for name, x in weights.items()):
+        print(f"warning: the replay ends at other weights than {path}: made on a GPU, by another "
+              "machine or version, or with settings that changed on the way, or a reward draws "
+              "random numbers")
     found = account(setup, cfg, states, taken, rollouts, own["hessian"], own["parts"])
 
     curved = "with" if own["hessian"] else "without"
@@ -137,9 +136,9 @@ def rollouts_asked(setup, cfg, own):
 def read_sentence(setup, cfg, prompt, completion):
     """A Rollout of one row."""
     if type(completion) is not str:
-        raise BadInput(f"completion {shown(completion)}: must be text")
+        raise BadInput(f"completion {shown(completion)}: must be text, in a column `completion`")
     if not isinstance(prompt, (str, list)):     # a list of messages
-        raise BadInput(f"prompt {shown(prompt)}: must be text")
+        raise BadInput(f"prompt {shown(prompt)}: must be text, in a column `prompt`")
     _, before = encode_prompt(setup.tokenizer, prompt, "the prompt")
     said = setup.tokenizer.encode_ordinary(completion)
     most = setup.policy.block_size

@@ -182,11 +182,11 @@ def straight_error(kind, tmp_path, rate, parts=1):
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_steps_are_a_straight_line(kind, tmp_path):
     """The sum is the true change but for the curve within a step, which falls with its square."""
-    error = straight_error(kind, tmp_path, 2e-4)
-    assert error < 1e-4, f"steps of a hundredth: off by {error:.1e} of the shares"
-    half = straight_error(kind, tmp_path, 1e-4)
+    error = straight_error(kind, tmp_path, 2e-5)
+    assert error < 1e-4, f"small steps: off by {error:.1e} of the shares"
+    half = straight_error(kind, tmp_path, 1e-5)
     assert 3.5 < error / half < 4.5, f"half the step: errors {error:.1e}, {half:.1e}: no quarter"
-    finer = straight_error(kind, tmp_path, 1e-4, parts=4)
+    finer = straight_error(kind, tmp_path, 1e-5, parts=4)
     assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
 
 

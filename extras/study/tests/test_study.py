@@ -16,8 +16,6 @@ from extras.study import wrong
 from extras.study.__main__ import (
     as_markdown, compare, holm, mean_and_error, permutation_p, read_study, runs_of, summarise,
     value_on_line)
-from extras.study.answers import as_text, comparison
-from extras.study.config import study_mirrored
 from worlds import printed, read_rows, refusal, seed_of, write_rows
 
 STUDY = """
@@ -214,28 +212,3 @@ def test_the_runs_of_a_study_are_planned_seed_by_seed(monkeypatch):
     planned = [(run.seed, run.arm) for run in runs]
     assert planned == list(itertools.product(study.seeds, study.arms))
     assert len({run.folder for run in runs}) == len(runs), "two runs share a folder"
-
-
-def test_the_wrong_ones_of_a_group_get_the_reward_of_the_mirrored_place(monkeypatch):
-    right = [0.1, 0.9, None, 0.5, 0.7, 0.2, 0.4]
-    are_wrong = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    monkeypatch.setattr(study_mirrored, "_rewards", lambda *_: right)
-    monkeypatch.setattr(study_mirrored, "wrong", lambda *_: are_wrong)
-    found = study_mirrored.mirrored(["a"] * 5 + ["b"] * 2, [""] * 7)
-    assert found == [0.9, 0.9, None, 0.5, 0.5, 0.2, 0.2]
-
-
-def test_an_answer_takes_all_comparisons_of_a_question_at_equal_kl():
-    def answers(x=0.3, **differences):
-        """Of an arm that differs from two controls by this much: all above 0 is a yes."""
-        found = {"compared": {"ours": [0.0] * 24}, "points": {"ours": [[(0.2, 0), (0.4, 0)]] * 24},
-                 "x": x}
-        for control, d in differences.items():
-            found["compared"][control] = [d + seed / 99 * d for seed in range(24)]
-            found["points"][control] = found["points"]["ours"]
-        asked = {"is it better?": [comparison(found, control, "ours") for control in differences]}
-        return as_text(asked).splitlines()[0].split()[-1]
-
-    assert answers(first=1, second=1) == "Yes"
-    assert answers(first=1, second=-1) == "No", "one comparison is on the other side"
-    assert answers(x=0.51, first=1, second=1) == "No", "no arm was near this KL"

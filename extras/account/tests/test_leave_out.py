@@ -2,9 +2,7 @@
 import pytest
 import torch
 
-pytest.importorskip("extras.account")     # it may be deleted
-from extras.account import logprobs, replay
-from extras.study import leave_out
+from extras.account import leave_out, logprobs, replay
 from worlds import nets_of, refusal, settings
 
 

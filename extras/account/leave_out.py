@@ -1,7 +1,7 @@
 """
 What would the log-prob of a sentence be had some rollouts been left out? Predictions beside truth.
 
-    python -m extras.study.leave_out config/toxicity.py --num_prompts=8 --seed=2
+    python -m extras.account.leave_out config/toxicity.py --num_prompts=8 --seed=2
         --shares=0.1,0.5    how many are left out, at random
         --subsets=24        how often
         --hessian=0,0.1,0.3 dampings of the derivative with the Hessian
