@@ -76,6 +76,7 @@ def draw_runs(groups, panels=len(PANELS)):
     figure = Figure(figsize=(8.6, 0.5 + 2.1 * rows), layout="constrained")
     for place, (title, log, *metrics) in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, place, title=title)
+        ax.locator_params("x", integer=True)
         for i, (name, runs) in enumerate(groups.items()):
             for metric, style in zip(metrics, ("-", "--")):
                 x, y = curves_of(runs, log, metric)

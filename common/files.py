@@ -104,10 +104,9 @@ def read_rows(path):
     ending = os.path.splitext(path)[1]
     if ending not in (".txt", ".csv", ".jsonl"):
         raise BadInput(f"{path}: must end in .txt, .csv or .jsonl")
-    text = read_text(path)
+    lines = io.StringIO(read_text(path), newline="")
     if ending == ".txt":
-        return [{"text": line} for line in text.splitlines()]
-    lines = io.StringIO(text, newline="")
+        return [{"text": line.rstrip("\r\n")} for line in lines]
     if ending == ".csv":
         csv.field_size_limit(2 ** 30)
         return list(csv.DictReader(lines))

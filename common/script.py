@@ -89,7 +89,7 @@ def exit_codes():
         sys.exit(2)
     except KeyboardInterrupt as e:
         if rank == 0:  # the others end alike
-            print(f"interrupted: {who}{e}", file=sys.stderr)
+            print(f"interrupted: {who}{e or 'by Ctrl-C'}", file=sys.stderr)
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None

@@ -133,7 +133,8 @@ class Settings:
     top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
     mask_truncated_completions: bool = False   # completions cut at the limit carry no loss
     ref_model_sync_steps: int = 0       # update the reference every N iterations; 0: never
-    # that update: reference <- (1 - alpha) reference + alpha policy; 1: a copy
+    # that update: reference <- (1 - alpha) reference + alpha policy, weight by weight,
+    # with LoRA its A and B; 1: a copy
     ref_model_mixup_alpha: float = 0.6
 
     # step

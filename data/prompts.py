@@ -39,8 +39,11 @@ def load_prompts(cfg, tokenizer, splits):
         if not prompts:
             raise BadInput(f"prompts = {cfg.prompts!r}, eval_prompts = {cfg.eval_prompts!r}: no "
                            f"{name} prompts of 1 to {limit} tokens (block_size - "
-                           "max_completion_length); give a longer file, or one for each")
+                           "max_completion_length) in what they name, or in the comments or "
+                           "questions instead; give more, or a file for each")
     n = cfg.num_eval_prompts
+    if len(held_out) < n:
+        print(f"note: num_eval_prompts = {n}: there are {len(held_out)}, and all are taken")
     if cfg.tracin_val_prompts and cfg.tracin != "off" and len(held_out) <= n:
         raise BadInput(f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are "
                        f"left beside num_eval_prompts = {n}")

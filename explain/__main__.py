@@ -26,6 +26,7 @@ from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import pieces_of, token_influences
 from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
 from common.files import read_rows, undamaged
+from common.processes import rank_and_size
 from run.loop import sample_rows
 from run.metrics import tolerance_of
 from common.script import BadInput, hash_of, own_flags, run_script, seed_for
@@ -119,6 +120,8 @@ def settings_of(folder, flags):
 
 
 def main(argv):
+    if rank_and_size()[1] > 1:
+        raise BadInput("one process explains a run: start it without torchrun")
     if asked := [arg for arg in argv if arg.partition("=")[0] in ACCOUNT]:
         need("account", asked[0])
         # by name, since it imports from here

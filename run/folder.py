@@ -34,7 +34,7 @@ def claimed_folder(cfg):
                        "choose another --out_dir") from None
     except (OSError, UnicodeError) as e:
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
-                       f"written ({getattr(e, 'strerror', e)})") from e
+                       f"written ({e})") from e
     with lock:      # until the block ends, or the process
         check_run(folder, cfg)
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):

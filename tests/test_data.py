@@ -115,7 +115,7 @@ def texts(prompts):
 
 
 def test_prompts_from_a_file(tmp_path):
-    lines = [f"line {i}" for i in range(40)]
+    lines = [*(f"line {i}" for i in range(39)), "one line\u2028but for Unicode"]
     rows = [dict(text=line, deep={"q": line}, n=3) for line in lines]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     (tmp_path / "a.csv").write_text("\n3,".join(["n,text", *lines]))

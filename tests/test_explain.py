@@ -227,3 +227,8 @@ def test_nothing_that_was_written_becomes_markup():
     first = text.split("<article>")[1]
     colors = re.findall(r'<b style="background:rgba\((.*?),[^,]*\)" title', first)
     assert colors == ["0,114,178", "0,114,178", "213,94,0"]
+
+
+def test_one_process_explains_a_run(monkeypatch):
+    monkeypatch.setattr(explain, "rank_and_size", lambda: (0, 2))
+    assert "without torchrun" in refusal(explain.main, ["out/run"])

@@ -11,7 +11,6 @@ from torch.nn.utils import vector_to_parameters
 
 import grpo
 from common.files import read_rows, undamaged
-from common.processes import rank_and_size
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings
 from data.prompts import encode_prompt
@@ -86,8 +85,6 @@ def main(argv):
 
 def check_run(setup, cfg, folder, path, last):
     """Refuse a run that is not the one that was made."""
-    if rank_and_size()[1] > 1:
-        raise BadInput("one process makes an account: start it without torchrun")
     if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")

@@ -42,6 +42,8 @@ def fetch(name, files=MODEL_FILES):
     """
     if os.path.isdir(name):
         return name
+    if os.path.isfile(name):
+        raise BadInput(f"{name}: must end in .pt or .gguf, or be the folder of a published model")
     match = re.fullmatch(r"(datasets/)?(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w./-]*))?", name)
     if match is None:
         raise BadInput(f"{name!r}: no such folder, and no published name: OWNER/NAME, "

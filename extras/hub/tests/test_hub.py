@@ -174,6 +174,7 @@ def test_names_are_downloaded_by_huggingface_hub(monkeypatch):
         return "folder"
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert "must end in .pt or .gguf" in refusal(fetch, __file__)
     fetch("gpt2")
     fetch("unitary/toxic@refs/pr/2")
     fetch("datasets/allenai/rtp", ["prompts.jsonl"])
