@@ -397,7 +397,7 @@ def swapped(scores):
 
 
 def apart(scores):
-    """The best is better and the worst is worse; with weights from 1 to 2 their sum is as it was."""
+    """The best is better, the worst worse; with weights from 1 to 2 the sum is as it was."""
     pair = [int(scores.argmax()), int(scores.argmin())]
     change = torch.stack([scores.max(), -scores.max()]) / torch.linspace(1, 2, len(scores))[pair]
     scores[pair] += .1 * change.to(scores)
