@@ -12,6 +12,7 @@ from common.script import (     # before torch: sets how its threads wait
 import torch
 
 from config import HINTS, Settings, load_settings
+from config.check import check_policy
 from data.tokenizer import end_tokens, load_tokenizer
 from judge import judge_rewards
 from judge.rewards import score
@@ -147,6 +148,7 @@ def load_run(path):
     with undamaged(path):
         kept = content["settings"].items()     # other versions may have other settings
         cfg = Settings(**{name: value for name, value in kept if name in HINTS})
+        check_policy(cfg)
         policy = rebuilt(path, content["shape"], content["policy"],
                          lambda config: trainable(Policy(config), cfg))
     if is_published(cfg):

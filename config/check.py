@@ -39,9 +39,16 @@ def check(cfg):
         need("compiled", "compile = True")
     if cfg.debug_step:
         need("step", "debug_step = True")
+    check_policy(cfg)
+    return cfg
+
+
+def check_policy(cfg):
+    """Refuse a policy with parts from folders of extras/ that somebody has deleted."""
     if cfg.lora_rank:
         need("lora", f"lora_rank = {cfg.lora_rank}")
-    return cfg
+    if cfg.critic:
+        need("critic", "critic = True")
 
 
 def what_it_must_be(name, value, hint):
@@ -120,8 +127,6 @@ def check_critic(cfg):
     if cfg.critic and by_group:
         raise BadInput("critic = True: advantages are by token; leave importance_sampling_level, "
                        "zero_std_groups and multi_objective_aggregation as they are")
-    if cfg.critic:
-        need("critic", "critic = True")
 
 
 def check_influence(cfg):

@@ -499,13 +499,17 @@ def test_adam_scale_is_what_adamw_multiplies_with():
 
 
 def test_influence_in_steps_of_adamw():
-    """In the first step the second moment is the squared gradient of all rows and of the rest."""
-    cfg = words(tracin="reward", tracin_adam=True, beta=.1)
+    """In the first step the second moment is the squared gradient of all rows and of the rest. A
+    row's own part has the same scale."""
+    cfg = words(tracin="reward", tracin_adam=True, tracin_leave_one_out=True, beta=.1)
     setup = nets_for(cfg)
     setup.optimizer = torch.optim.AdamW(setup.trained, lr=1e-4, eps=.01)
     batch = batch_of(cfg)
     g = row_gradients(setup, batch, cfg)
     everything = g.sum(0) + rest_gradient(setup, batch, cfg)
     G = target_gradient(setup, batch, ALL_ROWS, cfg)
+    scale = 1 / (everything.abs() + .01)
+    coef = target_coefficients(batch, ALL_ROWS, "reward")
+    own = (g.square() @ scale) * coef * -batch.loss_mask.sum() / batch.advantages
     steps_of(setup, batch, cfg)
-    assert close(batch.influence, g @ (G / (everything.abs() + .01)))
+    assert close(batch.influence, g @ (G * scale) - own, 1e-3)

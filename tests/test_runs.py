@@ -515,6 +515,15 @@ def test_a_run_of_another_version_has_a_policy(copy_of_six):
     assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
 
 
+@pytest.mark.parametrize("name, extra", [("lora_rank", "lora"), ("critic", "critic")])
+def test_a_policy_with_a_part_that_is_not_here_is_one_line(name, extra, copy_of_six, monkeypatch):
+    settings = checkpoint_of(copy_of_six)["settings"]
+    rewrite_checkpoint(copy_of_six, settings=settings | {name: True})
+    monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(copy_of_six))
+    said = refusal(evaluate.load_run, str(copy_of_six))
+    assert said == f"{name} = True needs extras/{extra}, which is not here"
+
+
 def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
     assert "RUN CONFIG.py" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
