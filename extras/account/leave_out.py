@@ -118,7 +118,7 @@ def scores_of(setup, cfg, states, taken, sentences, hessian):
     scores = {name: torch.stack(steps[::-1], 1) for name, steps in found.items()}
     last = torch.arange(len(taken)) == len(taken) - 1
     scores["last iteration alone"] = scores["derivative 0.3"] * last[:, None]
-    scores["reward"] = torch.stack([k.batch.row_advantages for k in taken])
+    scores["advantage"] = torch.stack([k.batch.row_advantages for k in taken])
     scores["text overlap"] = scores["reward"] * overlaps(taken, sentences)
     return scores
 
