@@ -122,6 +122,7 @@ def read_rows(path):
 def save_file(path, kind, **content):
     """Write a checkpoint of this kind: "policy", "judge", "run", ..."""
     with replacing(path) as tmp:
+        open(tmp, "wb").close()     # says why, where no file can be made
         try:
             torch.save({"kind": kind, **content}, tmp)
         except RuntimeError as e:   # how torch reports it

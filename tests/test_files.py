@@ -57,6 +57,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+def test_a_file_that_cannot_be_made_is_not_blamed_on_the_disk(tmp_path):
+    said = refusal(save_file, f"{tmp_path}/{'x' * 250}.pt", "run")
+    assert "could not be written (File name too long)" in said
+
+
 def test_a_broken_checkpoint_is_one_line(tmp_path):
     path = tmp_path / "cut.pt"
     assert "no such file" in refusal(load_file, str(path), "policy")

@@ -389,16 +389,45 @@ def test_a_dropped_rollout_of_any_size_leaves_nothing_behind(beta):
     assert close(found, batch.row_weights @ g + rest)
 
 
-@pytest.mark.parametrize("mistake", ["another rollout's", "of another sign", "a little less"])
-def test_a_wrong_score_is_seen_in_the_first_step(mistake, monkeypatch):
-    scores_of = tracin.Recording.scores
+def swapped(scores):
+    """The best changes places with the least of those that help."""
+    pair = [int(scores.argmax()), int(scores.where(scores > 0, math.inf).argmin())]
+    scores[pair] = scores[pair[::-1]]
+    return scores
 
-    def wrong(recording, G):
-        scores = scores_of(recording, G)
-        return {"another rollout's": scores.roll(1), "of another sign": -scores,
-                "a little less": .99 * scores}[mistake]
 
-    monkeypatch.setattr(tracin.Recording, "scores", wrong)
+def apart(scores):
+    """The best is better, the worst worse; with weights from 1 to 2 the sum is as it was."""
+    pair = [int(scores.argmax()), int(scores.argmin())]
+    change = torch.stack([scores.max(), -scores.max()]) / torch.linspace(1, 2, len(scores))[pair]
+    scores[pair] += .1 * change.to(scores)
+    return scores
+
+
+def times(factor, gradient):
+    return {p: factor * g for p, g in gradient.items()}
+
+
+# mistake: (method, its result made wrong)
+MISTAKES = {
+    "another rollout's score": ("scores", lambda scores: scores.roll(1)),
+    "another's score of the same sign": ("scores", swapped),
+    "scores of another sign": ("scores", lambda scores: -scores),
+    "scores a little less": ("scores", lambda scores: .99 * scores),
+    "scores whose errors cancel": ("scores", apart),
+    "less is learned": ("policy_gradient", lambda gradient: times(.99, gradient)),
+    "what is learned is not a number": (
+        "policy_gradient", lambda gradient: times(math.nan, gradient)),
+    "the target is a little less": ("target_gradient", lambda found: (
+        [times(.99, half) for half in found[0]], found[1]))}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_score_or_gradient_is_seen_in_the_first_step(mistake, monkeypatch):
+    name, spoil = MISTAKES[mistake]
+    owner = tracin if name == "target_gradient" else tracin.Recording
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: spoil(right(*args)))
     cfg = words(tracin="reward", beta=.1)
     said = refusal(steps_of, nets_for(cfg), batch_of(cfg), cfg, check=True)
     assert "the influences do not add up" in said

@@ -1,5 +1,6 @@
 """Dynamic sampling (zero_std_groups = "resample") beside a plain Python of it."""
 import os
+import re
 import statistics
 from dataclasses import replace
 
@@ -159,16 +160,19 @@ def test_a_run(grpo, tmp_path, monkeypatch):
     update = trainer.update
     sample_groups = trainer.sample_groups
     lengths = []
+    drawn = []
 
     def counted(*args):
         rollout = sample_groups(*args)
         prompts = rollout.attention_mask[:, :-rollout.logp.shape[1]]
         lengths.append(int(prompts.sum() + rollout.completion_mask.sum()))
+        drawn.append(int(rollout.sampled_mask.sum()))
         return rollout
 
     with monkeypatch.context() as patch:
         patch.setattr("grpo.sample_groups", counted)
-        grpo(whole, *flags)
+        out = grpo(whole, *flags)
+    assert "[Micro" not in out, "--log_micro=False is not heard"
 
     def dies(setup, batch, *more, **names):
         if os.path.exists(parts / "ckpt_prev.pt"):      # in iteration 3
@@ -186,6 +190,10 @@ def test_a_run(grpo, tmp_path, monkeypatch):
     assert metrics == untimed_metrics(parts), "the continued run learned something else"
     assert metrics[-1]["num_tokens"] == sum(lengths), "not the tokens of all rounds"
     assert max(m["resample/rounds"] for m in metrics) > 0
+    speeds = map(int, re.findall(r"(\d+) tok/s", out))
+    for m, speed in zip(read_rows(whole / "metrics.jsonl"), speeds, strict=True):
+        sampled = sum(drawn.pop(0) for _ in range(1 + m["resample/rounds"]))
+        assert abs(speed - sampled / m["step_time"]) < .51, "tok/s is not of all rounds"
     for row in rows:
         expected = .25 if len(row["prompt"]) % 2 else sum(map(ord, row["completion"])) % 101 / 101
         assert row["reward"] == pytest.approx(expected), "a completion is under another's prompt"

@@ -297,9 +297,16 @@ def test_changed_settings_are_named_on_resume(grpo, tmp_path):
     assert "learning_rate: 0.0001 -> 0.001" in text
 
 
+def flip_a_bit(run):
+    content = bytearray((run / "ckpt.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (run / "ckpt.pt").write_bytes(content)
+
+
 # what the refusal says: damage to the folder of a run
 DAMAGE = {
     "cut short": lambda run: os.truncate(run / "ckpt.pt", 1000),
+    "damaged": flip_a_bit,
     "'policy'": lambda run: torch.save({"kind": "policy"}, run / "ckpt.pt"),
     "samples.jsonl: shorter": lambda run: os.remove(run / "samples.jsonl"),
     "checkpoint": lambda run: [os.remove(run / name) for name in ("ckpt.pt", "ckpt_prev.pt")]}
