@@ -119,7 +119,7 @@ def scores_of(setup, cfg, states, taken, sentences, hessian):
     last = torch.arange(len(taken)) == len(taken) - 1
     scores["last iteration alone"] = scores["derivative 0.3"] * last[:, None]
     scores["advantage"] = torch.stack([k.batch.row_advantages for k in taken])
-    scores["text overlap"] = scores["reward"] * overlaps(taken, sentences)
+    scores["text overlap"] = scores["advantage"] * overlaps(taken, sentences)
     return scores
 
 
