@@ -147,7 +147,7 @@ def study(setup, cfg, shares, hessian, subsets, sampled):
     generator = torch.Generator().manual_seed(cfg.seed)
     found = {}
     for share in shares:
-        kept = torch.rand(subsets, *scores["reward"].shape, generator=generator) >= share
+        kept = torch.rand(subsets, *scores["advantage"].shape, generator=generator) >= share
         truth = torch.zeros(subsets, len(sentences))
         for m, weights in enumerate(kept.float()):
             end = train_again(setup, cfg, start, batches, weights, sampled)
