@@ -68,7 +68,7 @@ LOSS = of(
      "loss_mask = torch.ones_like(rollout.sampled_mask)\n"),
     ("end token without loss", "loss_mask = rollout.sampled_mask\n",
      "loss_mask = rollout.sampled_mask & rollout.sampled_mask.roll(-1, 1)\n"),
-    ("least entropy kept", "rollout.entropy >= least", "rollout.entropy <= least"))
+    ("least entropy kept", "rollout.entropy >= entropies", "rollout.entropy <= entropies"))
 
 KL = of(
     "grpo.py", "test_algorithm.py",
@@ -76,8 +76,8 @@ KL = of(
     ("KL sign", "return torch.expm1(d) - d", "return d - torch.expm1(d)"),
     ("KL taken off the loss", "return self.policy + self.rest", "return self.policy - self.rest"),
     ("KL left out", "loss.kl = cfg.beta * aggregate(", "loss.kl = 0 * aggregate("),
-    ("KL added to the reward", "rewards - cfg.beta * kl.sum(1)", "rewards + cfg.beta * kl.sum(1)"),
-    ("KL of a row's mean in the reward", "cfg.beta * kl.sum(1)", "cfg.beta * kl.mean(1)"),
+    ("KL added to the reward", "rewards - cfg.beta * batch.kl.sum", "rewards + cfg.beta * batch.kl.sum"),
+    ("KL of a row's mean in the reward", "batch.kl.sum(1)", "batch.kl.mean(1)"),
     ("reference of other rows", "    all_reduce([ref_logp])", "    ref_logp = ref_logp.roll(1, 0)"),
     ("reference is the policy", "setup.reference_fn, ", "setup.policy_fn, "),
     ("reference at temperature 1", "rollout[rows], cfg.temperature)", "rollout[rows])"))

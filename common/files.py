@@ -62,8 +62,8 @@ def flush(path):
 
 
 def is_plain(path):
-    """True where a file can be written in place: nothing is there, or a file of this one name. A
-    link, hard or soft, leads to a file of another folder, and a pipe is waited for."""
+    """True where a file can be written in place: nothing is there, or a regular file that has no
+    other link. A link leads to a file of another folder, and a pipe is waited for."""
     is_file = os.path.isfile(path) and not os.path.islink(path)
     return os.stat(path).st_nlink == 1 if is_file else not os.path.lexists(path)
 

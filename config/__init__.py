@@ -160,8 +160,8 @@ class Settings:
     tracin_val_select: Literal["random", "best"] = "random"
     tracin_val_reward: str | None = None  # judge or function for those; None: reward_funcs
     tracin_target_ema: float = 0.0      # decay per step of the target gradient's average; 0: off
-    # which rollouts are kept (tracin.py). bottom to all are controls; weigh: the config file's
-    # function (influence, batch), which returns a factor for each rollout
+    # which rollouts are kept (tracin.py). bottom to top_reward are controls; weigh: the config
+    # file's function (influence, batch), which returns a factor for each rollout
     tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
                            "top_reward", "all", "weigh"] = "positive"
     tracin_fraction: float = 0.5        # drop: share of the negative ones; top: share kept of all

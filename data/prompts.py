@@ -39,8 +39,7 @@ def load_prompts(cfg, tokenizer, splits):
         if not prompts:
             raise BadInput(f"prompts = {cfg.prompts!r}, eval_prompts = {cfg.eval_prompts!r}: no "
                            f"{name} prompts of 1 to {limit} tokens (block_size - "
-                           "max_completion_length) in what they name, or in the comments or "
-                           "questions instead; give more, or a file for each")
+                           "max_completion_length) were found; give more, or a file for each")
     n = cfg.num_eval_prompts
     if len(held_out) < n:
         print(f"note: num_eval_prompts = {n}: there are {len(held_out)}, and all are taken")
@@ -66,7 +65,7 @@ def encode_prompt(tokenizer, content, where):
 
 
 def check_text(content, where):
-    """Raise BadInput for half a character, which JSON can hold and no file."""
+    """Raise BadInput for a lone surrogate, which JSON can hold and no file."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:

@@ -124,7 +124,7 @@ def main(argv):
         raise BadInput("one process explains a run: start it without torchrun")
     if asked := [arg for arg in argv if arg.partition("=")[0] in ACCOUNT]:
         need("account", asked[0])
-        # by name, since it imports from here
+        # by name: an extra imports from here, not the other way round
         return import_module("extras.account.story").main(argv)
     if not argv:
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--setting=value ...]")

@@ -96,7 +96,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         settings=cfg.public(), random=random_state(),
         logs={name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
     before = f"{folder}/ckpt_prev.pt"
-    if not 0 < cfg.keep_checkpoints < 3 and os.path.exists(before):
+    if cfg.keep_checkpoints not in (1, 2) and os.path.exists(before):
         set_aside(folder, before, cfg.keep_checkpoints)
     if os.path.exists(path):
         os.replace(path, before)

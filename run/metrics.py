@@ -41,7 +41,7 @@ class Meter:
                                     for x in pair])
                  for name, pair in loss_metrics(loss, self.cfg).items()}
         self.sums = summed([self.sums, pairs])
-        # the ratio to an infinite log-prob of the sampler is 0: its token would drop out
+        # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
         self.loss += loss.total + 0 * loss.batch.rollout.logp.sum()
         if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
@@ -80,8 +80,7 @@ class Meter:
             raise SystemExit(
                 "stopped before the first step: the influences do not add up to the product of "
                 f"ordinary gradients (relative error {float(error):.1e}, at most "
-                f"{tolerance:g}); the tape or the loss in its units has a bug (or try dtype = "
-                "'float32')")
+                f"{tolerance:g}); the tape has a bug (or try dtype = 'float32')")
 
     def add_influence(self, found):
         """Count a step's influence in, by its tracin.Findings."""

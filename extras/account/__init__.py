@@ -19,7 +19,7 @@ with L_t the derivative by g_t. Each step takes derivatives by theta', m', v', t
 d_v, back to those by theta, m, v and g:
 
     u_m = d_m - lr d_theta / c1 / (s + eps)     u_v = d_v + lr d_theta m' / c1 / (s + eps)^2 ds/dv'
-    L_t = (1 - b1) u_m + 2 (1 - b2) clip g u_v, times clip, and through clip, which g has changed
+    L_t = clip ((1 - b1) u_m + 2 (1 - b2) clip g u_v), plus what g changes by way of clip
     d_m <- b1 u_m       d_v <- b2 u_v       d_theta <- (1 - lr decay) d_theta + H L_t
 
 H is the Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v
@@ -45,8 +45,8 @@ from common.supervised import Progress
 from tracin import Recording
 
 DAMPING = 0.3
-NEAR = 1e-5     # of the weights: how far off the gradients are whose difference is H d. In float32
-                # it is right to three digits, from nearer ones to fewer
+NEAR = 1e-5     # H d is the difference of two gradients, this far from the weights, relative to
+                # their norm. In float32 it has three digits; from nearer ones fewer
 
 # ------------------------------------------------------------------------------------------------
 # the run, once more

@@ -118,8 +118,8 @@ def scores_of(setup, cfg, states, taken, sentences, hessian):
     scores = {name: torch.stack(steps[::-1], 1) for name, steps in found.items()}
     last = torch.arange(len(taken)) == len(taken) - 1
     scores["last iteration alone"] = scores["derivative 0.3"] * last[:, None]
-    scores["reward"] = torch.stack([k.batch.row_advantages for k in taken])
-    scores["text overlap"] = scores["reward"] * overlaps(taken, sentences)
+    scores["advantage"] = torch.stack([k.batch.row_advantages for k in taken])
+    scores["text overlap"] = scores["advantage"] * overlaps(taken, sentences)
     return scores
 
 
@@ -147,7 +147,7 @@ def study(setup, cfg, shares, hessian, subsets, sampled):
     generator = torch.Generator().manual_seed(cfg.seed)
     found = {}
     for share in shares:
-        kept = torch.rand(subsets, *scores["reward"].shape, generator=generator) >= share
+        kept = torch.rand(subsets, *scores["advantage"].shape, generator=generator) >= share
         truth = torch.zeros(subsets, len(sentences))
         for m, weights in enumerate(kept.float()):
             end = train_again(setup, cfg, start, batches, weights, sampled)

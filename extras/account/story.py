@@ -148,8 +148,8 @@ def read_sentence(setup, cfg, prompt, completion):
         logits = setup.policy.lm_head(states.h).float() / cfg.temperature
     allowed = truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p) > -math.inf         # (T, V)
     if not allowed.gather(1, states.targets[:, None]).all():
-        raise BadInput(f"completion {completion!r}: the run never draws one of its tokens, by "
-                       f"top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = {cfg.min_p}")
+        raise BadInput(f"completion {completion!r}: before training the run cannot draw one of its "
+                       f"tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = {cfg.min_p}")
     return rollout
 
 
