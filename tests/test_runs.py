@@ -19,6 +19,7 @@ import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
 from common.script import BadInput
+from run.checkpoint import set_aside
 from worlds import (
     mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
     untimed_metrics)
@@ -361,6 +362,17 @@ def test_a_run_that_is_resumed_with_another_target_averages_that_alone(grpo, tmp
     grpo(tmp_path, *flags, "--tracin=advantage", "--max_iters=3", "--resume=True")
     ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "metrics.jsonl")]
     assert ages == [1, 2, 1], "the average holds gradients of the target before"
+
+
+def test_checkpoints_that_are_kept_replace_and_remove_nothing_of_the_user(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    for number in (1, 3):
+        os.symlink(tmp_path / "mine", tmp_path / f"ckpt_00000{number}.pt")
+    for text in "abcd":
+        (tmp_path / "ckpt_prev.pt").write_text(text)
+        set_aside(str(tmp_path), str(tmp_path / "ckpt_prev.pt"), keep=4)
+    found = {path.name[5:-3]: path.read_text() for path in tmp_path.glob("ckpt_*.pt")}
+    assert found == {"000001": "mine", "000003": "mine", "000005": "c", "000006": "d"}
 
 
 def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
