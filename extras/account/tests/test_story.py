@@ -93,7 +93,7 @@ def test_it_repeats_the_run_and_adds_up(run, kind):
         text, later = told(folder, *asked, f"--since={since}")
         assert "ends at other weights" not in text and "with the Hessian" in text
         assert f"iterations {since + 1} to 4" in text
-        assert later["momentum"], "a step since has none of the momentum from before"
+        assert "momentum" in later, "a step since has none of the momentum from before"
         assert abs(later["together"] - later["change"]) < story.TOO_FAR * size
     assert contents(folder) == before
 

@@ -187,6 +187,8 @@ def assert_same_numbers(one, several, tolerance, last=99):
             scale = max(1, float(x.nan_to_num().abs().max()))
             if field == "advantage":        # a reward over the spread of its group, at least 1/101
                 scale *= 10
+            if field == "influence":    # after a step it has two ratios, each of two log-probs that
+                scale *= 5              # are rounded to 1e-6
             if field.endswith("_ip"):       # of the influences, and as exact as they are
                 scale = largest
             error = float((x - y).nan_to_num().abs().max()) / scale
