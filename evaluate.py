@@ -20,7 +20,7 @@ from judge.scorer import silent
 from model import Policy
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
-from run.checkpoint import load_checkpoint, read_newest
+from run.checkpoint import load_checkpoint, newest_checkpoint, read_checkpoint
 from run.metrics import call_metrics
 from run.report import print_table
 from common.device import autocast
@@ -130,7 +130,8 @@ def open_run(argv):
                        "...]")
     cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
-    path, checkpoint = read_newest(first)
+    path = newest_checkpoint(first)
+    checkpoint = read_checkpoint(path)
     print(f"{path}: after {checkpoint['iteration']} iterations")
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
     with undamaged(path):
@@ -144,7 +145,8 @@ def load_run(path):
     if not os.path.isdir(path):
         policy = load_gpt(path)
         return policy, load_tokenizer(policy.config.vocab_size)
-    path, content = read_newest(path)
+    path = newest_checkpoint(path)
+    content = read_checkpoint(path)
     with undamaged(path):
         kept = content["settings"].items()     # other versions may have other settings
         cfg = Settings(**{name: value for name, value in kept if name in HINTS})
