@@ -215,5 +215,5 @@ def test_checkpoints_of_another_run_are_seen(run, tmp_path):
     torch.save(content | {"base_hash": "other"}, path)
     assert "another policy" in refused()
     os.remove(path)
-    os.remove(os.path.join(folder, "ckpt_000003.pt"))
+    os.remove(os.path.join(folder, "ckpt_000002.pt"))
     assert "has no checkpoint" in refused()
