@@ -107,10 +107,16 @@ def read_rows(path):
     lines = io.StringIO(read_text(path), newline="")
     if ending == ".txt":
         return [{"text": line.rstrip("\r\n")} for line in lines]
+    rows = []
     if ending == ".csv":
         csv.field_size_limit(2 ** 30)
-        return list(csv.DictReader(lines))
-    rows = []
+        table = list(filter(None, csv.reader(lines)))
+        for number, values in enumerate(table[1:], 1):
+            if len(values) != len(table[0]):
+                raise BadInput(f"{path}: row {number} has {len(values)} columns, and the header "
+                               f"{len(table[0])}: quote a value that holds a comma")
+            rows.append(dict(zip(table[0], values)))
+        return rows
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             rows.append(dict(json.loads(line)))

@@ -571,13 +571,12 @@ def test_a_perplexity_beyond_all_numbers_is_infinite():
 
 
 def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
-    for flag, again in ((f"--cache_dir={tmp_path}/none", "pretrain.py"),
-                        ("--judge_tokens=64000", "judge.train"),
-                        ("--pretrain_tokens=1000000000000", "pretrain.py")):
+    for flag in (f"--cache_dir={tmp_path}/none", "--judge_tokens=64000",
+                 "--pretrain_tokens=1000000000000"):
         for main in (evaluate.main, explain.main):
             message = refusal(main, [str(copy_of_six), noise, flag])
             assert "is missing" in message
-            assert again in message
+            assert "pretrain.py" in message
     for argv in ([], ["--seed=1"]):
         assert "must be the folder of a run" in refusal(evaluate.main, argv)
 
