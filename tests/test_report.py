@@ -147,6 +147,8 @@ def test_groups_of_equal_rewards_teach_nothing_without_a_critic():
     equal = GOOD | {"frac_reward_zero_std": 1.0}
     assert list(found(equal, PLAIN)) == ["groups"]
     assert list(found(equal | {"reward": math.nan}, PLAIN)) == ["reward"], "nothing was scored"
+    by_reward = Settings(multi_objective_aggregation="normalize_then_sum")
+    assert found(equal | {"reward_min": 1.0}, by_reward) == {}, "rewards that cancel are learned from"
     critic = Settings(critic=True)
     assert found(equal | {"val/var_explained": 0.5}, critic) == {}, "its baseline is its own"
 

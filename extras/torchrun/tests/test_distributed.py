@@ -178,7 +178,7 @@ def assert_same_numbers(one, several, tolerance, last=99):
     for log in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
         a = columns(one / log, last)
         b = columns(several / log, last)
-        assert list(a) == list(b), f"{log} has other fields"
+        assert a.keys() == b.keys(), f"{log} has other fields"
         for field in a.keys() - apart:
             if isinstance(a[field][0], (str, int)):
                 assert a[field] == b[field], f"{log} has another {field}"
