@@ -111,7 +111,7 @@ EVERYTHING = GOOD | INFLUENCE | {"kl": 0.1, "val/var_explained": 0.5, "tools/fai
 # kind | what is wrong | words of its sentence
 CASES = """
 reward | "reward": NaN, "reward_min": NaN, "reward_max": NaN | returned None
-equal | "reward_min": 0.5, "reward_max": 0.5 | of the batch are 0.5:
+equal | "reward_min": 0.5, "reward_max": 0.5 | of the batch are 0.5,
 tokens | "num_completion_tokens": 0 | no completion tokens carry loss
 ratio | "sampling/sampling_logp_difference/mean": 0.0512 | disagree by 0.051 nats
 kl | "kl": 5.25 | KL 5.2 nats per token is exploding
