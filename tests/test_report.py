@@ -148,7 +148,7 @@ def test_groups_of_equal_rewards_teach_nothing_without_a_critic():
     assert list(found(equal, PLAIN)) == ["groups"]
     assert list(found(equal | {"reward": math.nan}, PLAIN)) == ["reward"], "nothing was scored"
     by_reward = Settings(multi_objective_aggregation="normalize_then_sum")
-    assert found(equal | {"reward_min": 1.0}, by_reward) == {}, "rewards that cancel are learned from"
+    assert found(equal | {"reward_min": 1.0}, by_reward) == {}, "rewards that cancel teach"
     critic = Settings(critic=True)
     assert found(equal | {"val/var_explained": 0.5}, critic) == {}, "its baseline is its own"
 
