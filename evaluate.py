@@ -68,8 +68,8 @@ def evaluate(setup, policy, cfg):
 
 def sample_evaluation(setup, policy, cfg):
     return setup.sample(
-        policy, setup.eval_prompts, cfg.num_eval_generations, cfg.max_completion_length,
-        seed=seed_for("evaluation"), batch_size=AT_ONCE, temperature=cfg.eval_temperature)
+        policy, setup.eval_prompts, cfg.num_eval_generations, cfg, seed=seed_for("evaluation"),
+        batch_size=AT_ONCE, temperature=cfg.eval_temperature)
 
 
 def perplexity_under(base, rollout, cfg):

@@ -24,8 +24,7 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
     asked = Prompt(prompt, ids, {"text": prompt})
     seed = seed_for(cfg.seed, "speak", prompt)
     try:
-        rollout = setup.sample(
-            policy, [asked], num, cfg.max_completion_length, seed=seed, **cfg.sampling)
+        rollout = setup.sample(policy, [asked], num, cfg, seed=seed, **cfg.sampling)
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
     completions = texts_of(setup.tokenizer, rollout)
