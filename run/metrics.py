@@ -262,7 +262,7 @@ def batch_metrics(batch, cfg):
     if cfg.zero_std_groups == "resample":
         used = (1 - metrics["frac_reward_zero_std"]) * cfg.num_prompts
         metrics["resample/rounds"] = len(batch.rounds) - 1
-        metrics["resample/used"] = used / sum(groups for groups, *_ in batch.rounds)
+        metrics["resample/used"] = used / sum(batch.rounds)
     metrics |= call_metrics(batch.completions, cfg)
     if cfg.critic:      # what it expected while sampling
         from extras.critic import explained_variance

@@ -17,11 +17,17 @@ class StepLog:
         self.micro_batch_size = micro_batch_size
         self.on = on
         self.micro = 0
+        self.num_tokens = 0     # of prompts and completions, without padding
+        self.num_sampled = 0    # of those the policy's
         self.start = time.time()
         self.last = self.start
         self.line("[Micro 0] 1. Iteration start")
 
-    def generated(self, num_rows):
+    def generated(self, rollout):
+        padding = (~rollout.completion_mask).sum()      # attention_mask is True there
+        self.num_tokens += int(rollout.attention_mask.sum() - padding)
+        self.num_sampled += int(rollout.sampled_mask.sum())
+        num_rows = len(rollout.ended)
         shared = num_rows > self.micro_batch_size
         note = f" ({num_rows} rows for all micro-batches)" if shared else ""
         self.line(f"[Micro 0] 2. Samples generated{note}")

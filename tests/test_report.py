@@ -30,6 +30,9 @@ def a_loss(**parts):
     return Loss(**{name: torch.tensor(x, requires_grad=True) for name, x in parts.items()})
 
 
+FOUR_ROWS = SimpleNamespace(ended=torch.ones(4), **dict.fromkeys(
+    ("attention_mask", "completion_mask", "sampled_mask"), torch.ones(4, 2, dtype=torch.bool)))
+
 # what each line must hold, whatever its words
 NUMBERED = """
 [Micro 0] 1. | mem=812 MB | time=0.000s
@@ -44,7 +47,7 @@ NUMBERED = """
 def test_the_numbered_lines_have_times_scores_and_losses(clock, capsys):
     log = StepLog(CPU, micro_batch_size=2, on=True)
     clock.time += 1.5
-    log.generated(4)
+    log.generated(FOUR_ROWS)
     clock.time += 0.25
     log.scored(torch.tensor([0.25, 0.75, math.nan]))
     clock.time += 0.125
@@ -57,13 +60,13 @@ def test_the_numbered_lines_have_times_scores_and_losses(clock, capsys):
         number, *rest = parts.split(" | ")
         assert line.startswith(number)
         assert all(part in line for part in rest), line
-    StepLog(CPU, micro_batch_size=4, on=True).generated(4)
+    StepLog(CPU, micro_batch_size=4, on=True).generated(FOUR_ROWS)
     assert "4 rows" not in capsys.readouterr().out, "one micro-batch has them all"
 
 
 def test_a_log_that_is_off_says_nothing(capsys):
     log = StepLog(None, micro_batch_size=4, on=False)
-    log.generated(4)
+    log.generated(FOUR_ROWS)
     log.scored(None)
     log.loss(None)
     log.stepped()
