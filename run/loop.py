@@ -23,7 +23,6 @@ class Run:
         self.cfg = cfg
         self.warned = {}                        # {kind of trouble: iteration it was last said}
         self.wandb = None
-        self.began = None                       # the first iteration
         if cfg.wandb_project and rank_and_size()[0] == 0:
             with optional("wandb"):
                 import wandb
@@ -47,10 +46,11 @@ class Run:
     def __exit__(self, *error):
         self.until_end.close()
 
-    def begin(self, setup):
+    def begin(self, setup, evaluate):
         """From the start, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.setup = setup
+        self.evaluate = evaluate
         self.base_hash = hash_of(setup.base)
         self.num_tokens = 0
         done = None
@@ -68,26 +68,19 @@ class Run:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
         self.start = done or 0
-        self.is_new = done is None
-
-    def is_stopped(self):
-        """True once a signal has asked any process to stop."""
-        return any(all_gather([self.stopped()]))
-
-    def leave(self, done):
-        raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
+        if done is None:
+            self.log_evaluation(0)
+            self.save(0)
+        self.began = time.time()                # the first iteration
 
     def step_log(self):
-        if self.began is None:
-            self.began = time.time()
         return StepLog(self.setup.device, self.cfg.micro_batch_size, self.cfg.log_micro)
 
     def record(self, it, batch, metrics, log):
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
         seconds = time.time() - log.start
-        _, tokens, sampled = map(sum, zip(*batch.rounds))
-        self.num_tokens += tokens
+        self.num_tokens += log.num_tokens
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
@@ -95,15 +88,27 @@ class Run:
              "step_time": seconds,
              **rollout_toxicity(batch, self.setup)}
         each = (time.time() - self.began) / (it + 1 - self.start)
-        print_iteration(m, cfg, sampled, each * (cfg.max_iters - it - 1))
+        print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.setup.dtype, self.warned)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         if self.wandb:
             self.wandb.log(m, step=it + 1)
 
-    def log_evaluation(self, iteration, measures, samples):
-        """What evaluate.evaluate returned."""
+    def pause(self, done):
+        """Evaluate and save when that is due after `done` iterations. Leave if a signal has asked
+        any process to stop."""
+        last = done == self.cfg.max_iters
+        stopped = any(all_gather([self.stopped()]))
+        if last or is_due(done, self.cfg.eval_interval):
+            self.log_evaluation(done)
+        if last or stopped or is_due(done, self.cfg.save_interval):
+            self.save(done)
+        if stopped and not last:
+            raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
+
+    def log_evaluation(self, iteration):
+        measures, samples = self.evaluate(self.setup, self.setup.policy, self.cfg)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
         row = dict(iteration=iteration, **measures, samples=samples)
@@ -121,7 +126,7 @@ class Run:
             return
         rows = read_rows(os.path.join(self.folder, "eval.jsonl"))
         print_table(rows)
-        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
+        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt")
         if self.cfg.expect_rise:
             print_verdict(rows, self.cfg)
 
