@@ -292,7 +292,7 @@ def test_controls_keep_as_many_as_positive_does():
 
 def test_top_advantage_with_a_critic_is_a_mean_over_drawn_tokens():
     drawn = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
-    rollout = SimpleNamespace(sampled_mask=drawn, completion_mask=drawn)
+    rollout = SimpleNamespace(sampled_mask=drawn)
     batch = Batch(rollout=rollout, advantages=torch.tensor([[.4] * 4, [1.0, 0, 0, 0]]),
                   loss_mask=drawn, rewards=torch.zeros(2))
     cfg = words(tracin="self", tracin_select="top_advantage")
