@@ -294,6 +294,7 @@ def hooked_bias():
     (lambda: nn.LayerNorm((2, 3)), "LayerNorm"),
     (lambda: nn.Embedding(4, 3, padding_idx=0), "padding_idx"),
     (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
+    (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
     (hooked, "has a hook"), (hooked_bias, "has a hook")])
 def test_a_layer_that_it_cannot_handle_is_named(make, words):
     model = nn.ModuleDict({"inner": nn.Sequential(make(), nn.Linear(3, 3))})
@@ -303,7 +304,7 @@ def test_a_layer_that_it_cannot_handle_is_named(make, words):
 
 
 def outside(model, x):
-    (x @ model[0].weight.T).sum().backward()
+    (model(x) @ model[2].weight).sum().backward()
 
 
 def by_keyword(model, x):
@@ -339,7 +340,7 @@ def reentrant(model, x):
 
 
 @pytest.mark.parametrize("mistake, words", [
-    (outside, "0.weight: used outside its layer"),
+    (outside, "2.weight: used outside its layer"),
     (by_keyword, "0: called by keyword"),
     (in_place, "2: its input was changed in place before the backward"),
     (twice, "2: a second backward of the same forward"),
@@ -402,7 +403,8 @@ def test_check_exact_tells_a_sum_over_rows():
     for loss in (lambda x: model(x).sin().mean(), lambda x: model(x).sum(0).sin().sum(),
                  lambda x: torch.dropout(model(x), 0.5, True).sum()):
         assert "another gradient among 4 rows than alone" in refusal(check_exact, model, loss, x)
-    assert "two rows or more" in refusal(check_exact, model, lambda x: model(x).sum(), x[:1])
+    for loss, some in ((lambda x: model(x).sum(), x[:1]), (lambda x: 0 * model(x).sum(), x)):
+        assert "two rows or more, one of them with" in refusal(check_exact, model, loss, some)
     x[2] = torch.nan
     said = refusal(check_exact, model, lambda x: model(x).sum(), x)
     assert "row 2 has a gradient that is not finite" in said
