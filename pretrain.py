@@ -86,7 +86,7 @@ def load_policy(cfg):
         return None
     if is_published(cfg):
         from extras.hub.policy import load
-        policy, _ = load(cfg.policy)
+        policy = load(cfg.policy)
     else:
         policy = load_gpt(cfg.policy)
     for name in SHAPE:

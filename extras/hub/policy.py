@@ -3,9 +3,10 @@ import os
 from dataclasses import replace
 
 import torch
+from gguf import dequantize
 
-from extras.hub.families import (GGUF_FAMILIES, check_only, config_from_json, config_of, pieces,
-                                 spelled_out)
+from extras.hub.families import (
+    GGUF_FAMILIES, check_only, config_from_json, config_of, family_of, published, spelled_out)
 from extras.hub.files import fetch, load_tensors, one_line, read_gguf
 from extras.hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
@@ -28,12 +29,10 @@ def locate(name):
 
 
 def load(name):
-    """Load a published model -> (GPT in float32 on the CPU, the folder or file that `locate`
-    finds, which has its tokenizer too)."""
-    path = locate(os.fspath(name))
+    """Load a published model -> GPT in float32 on the CPU."""
+    path = locate(name)
     with one_line(path, "its config.json and its tensors must fit together"):
-        model = load_gguf(path) if path.endswith(".gguf") else load_folder(path)
-    return model, path
+        return load_gguf(path) if path.endswith(".gguf") else load_folder(path)
 
 
 def tokenizer_of(where):
@@ -43,59 +42,50 @@ def tokenizer_of(where):
 
 def load_folder(folder):
     family, config = config_from_json(read_json(os.path.join(folder, "config.json")), folder)
-    tensors = load_tensors(folder)
-    if "wte.weight" in tensors:  # OpenAI's own files leave out the first part of the names
-        names = {here: there.removeprefix("transformer.") for here, there in family.names.items()}
-        family = replace(family, names=names)
+    tensors = {name.removeprefix(family.prefix): x for name, x in load_tensors(folder).items()}
+    if config.tied:
+        wte = family.names.get("wte.", "wte.") + "weight"
+        tensors.setdefault("lm_head.weight", tensors[wte])
     return fill(config, family, tensors, folder)
 
 
+@torch.no_grad()
 def fill(config, family, tensors, path):
     """Make a GPT of shape `config` of the published tensors. BadInput unless each has its place."""
     if config.n_layer > len(tensors):   # too many layers would fill the memory
         raise BadInput(f"{path}: {len(tensors)} tensors for {config.n_layer} layers")
-    wte = tensors.get(family.names["wte"] + ".weight", torch.empty(0))
-    head = family.names.get("lm_head", "lm_head") + ".weight"
-    if head not in tensors and not config.tied:
-        raise BadInput(f"{path}: {head} is missing; if the embedding is the head, config.json must "
-                       "say tie_word_embeddings = true")
-    # the tensors decide: some fine-tunes say that the head is tied, and it is another matrix;
-    # others repeat the embedding
-    tied = torch.equal(tensors.setdefault(head, wte), wte)
     with torch.device("meta"):
-        model = GPT(replace(config, tied=tied))
-    state = model.state_dict()
-    for name, p in state.items():
-        parts = []
-        for there, rows in pieces(model, family, name, len(p)):
-            x = tensors.pop(there, torch.empty(0))
-            if name.endswith(family.transposed):
-                x = x.t()
-            expected = (rows, *p.shape[1:])
-            if x.shape != expected or not x.is_floating_point():
-                raise BadInput(f"{path}: {there} is {x.dtype} {tuple(x.shape)}, must be {expected}")
-            parts.append(x)
-        state[name] = torch.cat(parts).float().contiguous()
+        model = GPT(replace(config, tied=False))
+    model.to_empty(device="cpu")
+    for name, p in published(model, model.state_dict(), family).items():
+        if name not in tensors:
+            raise BadInput(f"{path}: {name} is missing; if the embedding is the head, config.json "
+                           "must say tie_word_embeddings = true")
+        x = tensors.pop(name)
+        if x.shape != p.shape or not x.is_floating_point():
+            raise BadInput(f"{path}: {name} is {x.dtype} {tuple(x.shape)}, must be "
+                           f"{tuple(p.shape)}")
+        p.copy_(x)
     for name in tensors:
         if not name.endswith(BUFFERS):
             raise BadInput(f"{path}: {shown(name)} has no place in the model")
-    model.load_state_dict(state, assign=True)
-    if tied:
+    # the tensors decide: some fine-tunes say that the head is tied, and it is another matrix;
+    # others repeat the embedding
+    model.config.tied = torch.equal(model.lm_head.weight, model.wte.weight)
+    if model.config.tied:
         model.lm_head.weight = model.wte.weight
     return model
 
 
 def load_gguf(path):
-    metadata, tensors = read_gguf(path)
+    metadata, stored = read_gguf(path)
     kind = metadata.get("general.architecture")
-    if kind not in GGUF_FAMILIES:
-        raise BadInput(f"{path}: general.architecture = {kind!r}: must be one of "
-                       f"{', '.join(GGUF_FAMILIES)}")
-    family = GGUF_FAMILIES[kind]
+    family = family_of(kind, GGUF_FAMILIES, path)
+    tensors = {x.name: torch.tensor(dequantize(x.data, x.tensor_type)) for x in stored}
     divisors = tensors.pop("rope_freqs.weight", None)       # (hs / 2,)
+    tensors.setdefault("output.weight", tensors["token_embd.weight"])
     content = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}
     content["vocab_size"] = len(tensors["token_embd.weight"])
-    content["tie_word_embeddings"] = "output.weight" not in tensors
     epsilon = family.keys["norm_eps"]
     content[epsilon] = float(f"{content[epsilon]:.6g}")     # a float32 in the file
     config = config_of(family, content, path)

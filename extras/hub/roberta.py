@@ -23,8 +23,8 @@ TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is na
 ONLY = dict(model_type=("roberta",), hidden_act=("gelu",), is_decoder=(False,),
             add_cross_attention=(False,), position_embedding_type=("absolute",),
             quantization_config=())
-DEFAULTS = dict(num_attention_heads=12, layer_norm_eps=1e-12, pad_token_id=1, type_vocab_size=2,
-                id2label={"0": "LABEL_0", "1": "LABEL_1"})
+DEFAULTS = dict(num_attention_heads=12, layer_norm_eps=1e-12, type_vocab_size=2, bos_token_id=0,
+                pad_token_id=1, eos_token_id=2, id2label={"0": "LABEL_0", "1": "LABEL_1"})
 
 
 # published names -> names here, to be replaced one after the other
@@ -87,8 +87,7 @@ def load_roberta(name, device="cpu"):
         name, _, label = name.rpartition(":")
 
     def encode(texts):
-        return [[tokenizer.bos_token, *ids[:most], tokenizer.eot_token]
-                for ids in tokenizer.encode_ordinary_batch(texts)]
+        return [[bos, *tokenizer.encode_ordinary(text)[:most], eos] for text in texts]
 
     folder = fetch(name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
@@ -100,12 +99,14 @@ def load_roberta(name, device="cpu"):
         model = read_model(folder, config, len(labels)).to(device)
         if tokenizer.largest >= config["vocab_size"]:
             raise ValueError(f"the tokenizer gives ids up to {tokenizer.largest}")
-        if config["pad_token_id"] in (tokenizer.bos_token, tokenizer.eot_token):
+        bos = config["bos_token_id"]
+        eos = config["eos_token_id"]
+        if config["pad_token_id"] in (bos, eos):
             raise ValueError("pad_token_id is that of <s> or </s>")     # they would be masked
         model.toxic = find_label(name, labels, label)
         most = config["max_position_embeddings"] - config["pad_token_id"] - 3   # beside <s>, </s>
         idx = torch.tensor(encode(["a"]), device=device)
-        model(idx, idx != tokenizer.eot_token)      # a number that does not fit fails here
+        model(idx, idx != eos)      # a number that does not fit fails here
     if config.get("problem_type") != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
     return model, encode
@@ -140,8 +141,7 @@ def renamed(tensors):
         for there, here in NAMES.items():
             name = name.replace(there, here)
         state[name] = x
-    for query in [name for name in state if ".attention.self.query." in name]:
+    for query in [name for name in state if ".query." in name]:
         parts = [state.pop(query.replace("query", part)) for part in PARTS]
-        layer, _, leaf = query.partition(".attention.self.query.")
-        state[f"{layer}.self_attn.in_proj_{leaf}"] = torch.cat(parts)
+        state[query.replace("attention.self.query.", "self_attn.in_proj_")] = torch.cat(parts)
     return state
