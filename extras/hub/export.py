@@ -10,7 +10,7 @@ import shutil
 import torch
 
 from data.tokenizer import GPT2_PACKAGE
-from extras.hub.families import config_to_json, published
+from extras.hub.families import config_to_json, published, spelled_out
 from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import Tokenizer, gpt2_core
@@ -32,7 +32,8 @@ def export(model, folder, source):
         with one_line(folder, "is the disk full?"):     # tokenizers raises a plain Exception
             ids = write_tokenizer(tmp, source)
         write_json(os.path.join(tmp, "config.json"), ids | config)
-        tensors = published(model, merged_weights(model), family)
+        c = spelled_out(model.config)
+        tensors = published(merged_weights(model), c.n_kv_head * c.head_dim, family)
         save_tensors(os.path.join(tmp, "model.safetensors"), {
             name if name == "lm_head.weight" else family.prefix + name: x
             for name, x in tensors.items()})
@@ -68,8 +69,9 @@ def write_tokenizer(folder, source):
 
 def copy_tokenizer(folder, source):
     for name in TOKENIZER_FILES:
-        if os.path.exists(os.path.join(source, name)):
-            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+        path = os.path.join(source, name)
+        if os.path.exists(path):
+            shutil.copy(path, folder)
     config = read_json(os.path.join(source, "config.json"))
     return {key: i for key, i in config.items() if key.endswith("_token_id")}
 

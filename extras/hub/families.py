@@ -178,13 +178,9 @@ GGUF = {
 GGUF_FAMILIES = {kind: replace(FAMILIES[kind], **GGUF) for kind in ("llama", "qwen2", "qwen3")}
 
 
-def published(model, weights, family):
-    """Name the weights of a model as they are published.
-
-    weights: {name here: tensor} -> {name there, without the family's prefix: view of the tensor}.
-    """
-    attn = model.h[0].attn
-    heads = [attn.n_head, attn.n_kv_head, attn.n_kv_head]
+def published(weights, kv_rows, family):
+    """Name weights as they are published, without the family's prefix: {name here: tensor} ->
+    {name there: view of the tensor}. kv_rows: rows of the keys, and of the values, of a layer."""
     views = {}
     for name, x in weights.items():
         for here, there in family.names.items():
@@ -193,10 +189,11 @@ def published(model, weights, family):
         for whole, parts in family.stacked.items():
             if whole in name:
                 names = [name.replace(whole, part) for part in parts]
-        # all parts have as many rows, but for queries, keys and values
-        parts = x.split([attn.hs * n for n in heads]) if len(names) == 3 else x.chunk(len(names))
-        for there, part in zip(names, parts):
-            views[there] = part.T if there.endswith(family.transposed) else part
+        pieces = x.chunk(len(names))
+        if len(names) == 3:     # queries, keys, values
+            pieces = x.split([len(x) - 2 * kv_rows, kv_rows, kv_rows])
+        for there, piece in zip(names, pieces):
+            views[there] = piece.T if there.endswith(family.transposed) else piece
     return views
 
 

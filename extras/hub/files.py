@@ -9,15 +9,21 @@ import os
 from pathlib import Path
 
 import huggingface_hub
+import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
-from common.script import BadInput
+from extras.hub.families import published
+from common.script import BadInput, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                    "generation_config.json")
 MODEL_FILES = ("config.json", "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES)
+
+# endings of tensors that change nothing
+NO_WEIGHTS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq",
+              ".position_ids", "pooler.dense.weight", "pooler.dense.bias")
 
 
 @contextlib.contextmanager
@@ -49,9 +55,9 @@ def fetch(name):
             repo, revision=revision or None, allow_patterns=MODEL_FILES)
 
 
-def load_tensors(folder):
-    """{name: tensor} of model.safetensors in a folder, or of its shards model-1-of-2.safetensors,
-    ..."""
+def load_tensors(folder, prefix=""):
+    """{name without prefix: tensor} of model.safetensors in a folder, or of its shards
+    model-00001-of-00002.safetensors, ..."""
     folder = Path(folder)
     paths = [*folder.glob("model.safetensors")] or [*folder.glob("model-*.safetensors")]
     if not paths:
@@ -62,7 +68,31 @@ def load_tensors(folder):
     for path in paths:
         with one_line(path):
             tensors |= load_file(path)
-    return tensors
+    return {name.removeprefix(prefix): x for name, x in tensors.items()}
+
+
+@torch.no_grad()
+def fill(make, num_layers, tensors, kv_rows, family, path):
+    """Call make() for a module, in float32 on the CPU, and give it the published tensors. BadInput
+    unless each has its place."""
+    if num_layers > len(tensors):   # too many layers would fill the memory
+        raise BadInput(f"{path}: {len(tensors)} tensors for {num_layers} layers")
+    with torch.device("meta"):
+        module = make()
+    module.to_empty(device="cpu")
+    for name, p in published(module.state_dict(), kv_rows, family).items():
+        if name not in tensors:
+            raise BadInput(f"{path}: {name} is missing (lm_head.weight alone may be, where "
+                           "config.json says tie_word_embeddings = true)")
+        x = tensors.pop(name)
+        if x.shape != p.shape or not x.is_floating_point():
+            raise BadInput(f"{path}: {name} is {x.dtype} {tuple(x.shape)}, must be "
+                           f"{tuple(p.shape)}")
+        p.copy_(x)
+    for name in tensors:
+        if not name.endswith(NO_WEIGHTS):
+            raise BadInput(f"{path}: {shown(name)} has no place in the model")
+    return module
 
 
 def save_tensors(path, tensors):

@@ -6,16 +6,12 @@ import torch
 from gguf import dequantize
 
 from extras.hub.families import (
-    GGUF_FAMILIES, check_only, config_from_json, config_of, family_of, published, spelled_out)
-from extras.hub.files import fetch, load_tensors, one_line, read_gguf
+    GGUF_FAMILIES, check_only, config_from_json, config_of, family_of, spelled_out)
+from extras.hub.files import fetch, fill, load_tensors, one_line, read_gguf
 from extras.hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
 from common.files import file_of_package, read_json
-from common.script import BadInput, shown
-
-# old files have these too, which are no weights
-BUFFERS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
-
+from common.script import BadInput
 
 def locate(name):
     """Return the folder or .gguf file of a published model. A name is fetched.
@@ -42,33 +38,20 @@ def tokenizer_of(where):
 
 def load_folder(folder):
     family, config = config_from_json(read_json(os.path.join(folder, "config.json")), folder)
-    tensors = {name.removeprefix(family.prefix): x for name, x in load_tensors(folder).items()}
+    tensors = load_tensors(folder, family.prefix)
     if config.tied:
         wte = family.names.get("wte.", "wte.") + "weight"
         tensors.setdefault("lm_head.weight", tensors[wte])
-    return fill(config, family, tensors, folder)
+    return gpt_of(config, family, tensors, folder)
 
 
-@torch.no_grad()
-def fill(config, family, tensors, path):
-    """Make a GPT of shape `config` of the published tensors. BadInput unless each has its place."""
-    if config.n_layer > len(tensors):   # too many layers would fill the memory
-        raise BadInput(f"{path}: {len(tensors)} tensors for {config.n_layer} layers")
-    with torch.device("meta"):
-        model = GPT(replace(config, tied=False))
-    model.to_empty(device="cpu")
-    for name, p in published(model, model.state_dict(), family).items():
-        if name not in tensors:
-            raise BadInput(f"{path}: {name} is missing; if the embedding is the head, config.json "
-                           "must say tie_word_embeddings = true")
-        x = tensors.pop(name)
-        if x.shape != p.shape or not x.is_floating_point():
-            raise BadInput(f"{path}: {name} is {x.dtype} {tuple(x.shape)}, must be "
-                           f"{tuple(p.shape)}")
-        p.copy_(x)
-    for name in tensors:
-        if not name.endswith(BUFFERS):
-            raise BadInput(f"{path}: {shown(name)} has no place in the model")
+def gpt_of(config, family, tensors, path):
+    """Make a GPT of shape `config` of published tensors."""
+    def make():
+        return GPT(replace(config, tied=False))
+
+    c = spelled_out(config)
+    model = fill(make, c.n_layer, tensors, c.n_kv_head * c.head_dim, family, path)
     # the tensors decide: some fine-tunes say that the head is tied, and it is another matrix;
     # others repeat the embedding
     model.config.tied = torch.equal(model.lm_head.weight, model.wte.weight)
@@ -95,11 +78,12 @@ def load_gguf(path):
         # of Llama 3.1 and later, which have the last three numbers in common
         config.rope_scaling = (float(divisors.max()), 1.0, 4.0, 8192)
         check_divisors(divisors, config, hs, path)
-    if kind == "llama":
+    if kind == "llama":     # the rotary embedding turns pairs of channels, which lie side by side
         for name, x in tensors.items():
             if name.endswith(("attn_q.weight", "attn_k.weight")):
-                tensors[name] = uninterleave(x, hs)
-    return fill(config, family, tensors, path)
+                pairs = x.unflatten(0, (-1, hs // 2, 2))            # (heads, pairs, 2, C)
+                tensors[name] = pairs.transpose(1, 2).flatten(0, 2)
+    return gpt_of(config, family, tensors, path)
 
 
 def check_divisors(divisors, config, hs, path):
@@ -108,9 +92,3 @@ def check_divisors(divisors, config, hs, path):
     expected = frequency / scale_frequency(frequency, *config.rope_scaling)
     if not torch.allclose(divisors, expected, rtol=1e-4):
         raise BadInput(f"{path}: rope_freqs.weight does not scale as Llama 3.1 does")
-
-
-def uninterleave(x, hs):
-    """Rows of queries or keys in the order of model.py. The rotary embedding turns pairs of
-    channels: llama.cpp's rows are (head, pair, 2), those here (head, 2, pair)."""
-    return x.unflatten(0, (-1, hs // 2, 2)).transpose(1, 2).flatten(0, 2)
