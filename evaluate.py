@@ -20,7 +20,7 @@ from judge.scorer import silent
 from model import Policy
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
-from run.checkpoint import load_checkpoint, read_newest
+from run.checkpoint import load_checkpoint, newest_checkpoint, read_checkpoint
 from run.metrics import call_metrics
 from run.report import print_table
 from common.device import autocast
@@ -43,19 +43,19 @@ def evaluate(setup, policy, cfg):
     prompts = [prompt for prompt in setup.eval_prompts for _ in range(k)]
     texts = [prompt.text for prompt in prompts]
     mine = shard(len(completions), k)
-    logits = {name: all_gather(judge(texts[mine], completions[mine]))               # (N,)
-              for name, judge in setup.judges.items()}
+    logits = {name: judge(completions[mine]) for name, judge in setup.judges.items()}
+    functions = dict(setup.reward_funcs)
+    if "judge" in functions:    # it has judged them already
+        functions["judge"] = lambda completions: judge_rewards(
+            logits["judge"], completions, cfg.judge_score)
+    rewards = all_gather(score(functions, prompts[mine], completions[mine]))        # (N, K)
 
-    measures = {}
-    for name, function in setup.reward_funcs.items():
-        if name == "judge":
-            rewards = judge_rewards(logits["judge"], completions, cfg.judge_score)
-        else:
-            rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
-        measures[f"rewards/{name}"] = float(rewards.nanmean())
+    measures = {f"rewards/{name}": float(column.nanmean())
+                for name, column in zip(functions, rewards.T)}
     measures |= call_metrics(completions, cfg)
     for name in setup.judges:
-        measures |= toxicity_measures(name, torch.sigmoid(logits[name]).view(-1, k))
+        toxicity = torch.sigmoid(all_gather(logits[name])).view(-1, k)
+        measures |= toxicity_measures(name, toxicity)
     measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, cfg)
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
@@ -130,7 +130,8 @@ def open_run(argv):
                        "...]")
     cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
-    path, checkpoint = read_newest(first)
+    path = newest_checkpoint(first)
+    checkpoint = read_checkpoint(path)
     print(f"{path}: after {checkpoint['iteration']} iterations")
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
     with undamaged(path):
@@ -144,7 +145,8 @@ def load_run(path):
     if not os.path.isdir(path):
         policy = load_gpt(path)
         return policy, load_tokenizer(policy.config.vocab_size)
-    path, content = read_newest(path)
+    path = newest_checkpoint(path)
+    content = read_checkpoint(path)
     with undamaged(path):
         kept = content["settings"].items()     # other versions may have other settings
         cfg = Settings(**{name: value for name, value in kept if name in HINTS})

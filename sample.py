@@ -28,7 +28,7 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
     completions = texts_of(setup.tokenizer, rollout)
-    scores = {name: torch.sigmoid(judge([prompt] * num, completions)).tolist()
+    scores = {name: torch.sigmoid(judge(completions)).tolist()
               for name, judge in setup.judges.items()}
     for name, function in setup.reward_funcs.items():
         try:

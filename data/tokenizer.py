@@ -17,7 +17,7 @@ GPT2_PATTERN = (
 def byte_alphabet():
     """{character: byte}: token files write every byte as one printable character. 188 bytes stand
     for themselves, the other 68 follow from U+0100 on."""
-    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in plain]
     characters = [*map(chr, plain), *map(chr, range(256, 324))]
     return dict(zip(characters, plain + others, strict=True))

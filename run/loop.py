@@ -121,7 +121,7 @@ class Run:
             return
         rows = read_rows(os.path.join(self.folder, "eval.jsonl"))
         print_table(rows)
-        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
+        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt")
         if self.cfg.expect_rise:
             print_verdict(rows, self.cfg)
 

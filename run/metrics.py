@@ -252,8 +252,7 @@ def rollout_toxicity(batch, setup):
     if judge is None:
         return {}
     mine = shard(len(batch.prompts))
-    texts = [prompt.text for prompt in batch.prompts[mine]]
-    logits = all_gather(judge(texts, batch.completions[mine]))
+    logits = all_gather(judge(batch.completions[mine]))
     return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
 
 

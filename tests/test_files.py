@@ -442,4 +442,4 @@ def test_a_job_runs_where_there_is_no_fcntl_and_no_proc(tiny, tmp_path):
         cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "1. Iteration start: time=" in done.stdout, "the lines say nothing of memory"
-    assert os.path.exists(tmp_path / "run" / "ckpt.pt")
+    assert os.path.exists(tmp_path / "run" / "ckpt_000003.pt")

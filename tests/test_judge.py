@@ -89,22 +89,22 @@ def test_length_batches_cover_every_row_once_and_pad_little():
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     judge = load_judge(tiny.judge)
     texts = ["a warm cat", "grumble you grumble", " a warm\ncat "]
-    clean, toxic, again = judge(["x", "grumble grumble", "x"], texts)
+    clean, toxic, again = judge(texts)
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
     for kind, expected in (("probability", torch.sigmoid(-clean)), ("logit", -clean)):
         cfg = load_settings([f"--judge_score={kind}"])
         reward = reward_functions(cfg, {"judge": judge})["judge"]
-        a, b, silent = reward([""] * 3, [*texts[:2], " ?! "])
-        assert a > b and silent.isnan()
-        assert float(a) == pytest.approx(float(expected), abs=1e-5)
+        a, b, silent = reward([*texts[:2], " ?! "])
+        assert a > b and silent is None
+        assert a == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     broken = Scorer(scorer.config)
     torch.nn.init.constant_(broken.score.weight, math.nan)
     save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
-    message = refusal(load_judge(f"{tmp_path}/judge.pt"), [""], ["hello you"])
+    message = refusal(load_judge(f"{tmp_path}/judge.pt"), ["hello you"])
     assert all(part in message for part in ("judge.pt", "'hello you'", "nan"))
 
 

@@ -175,7 +175,7 @@ def test_a_run(grpo, tmp_path, monkeypatch):
     assert "[Micro" not in out, "--log_micro=False is not heard"
 
     def dies(setup, batch, *more, **names):
-        if os.path.exists(parts / "ckpt_prev.pt"):      # in iteration 3
+        if os.path.exists(parts / "ckpt_000002.pt"):      # in iteration 3
             raise RuntimeError("killed")
         return update(setup, batch, *more, **names)
 

@@ -19,7 +19,7 @@ import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
 from common.script import BadInput
-from run.checkpoint import set_aside
+from run.checkpoint import newest_checkpoint
 from worlds import (
     mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
     untimed_metrics)
@@ -84,13 +84,13 @@ def bits(content):
 
 
 def checkpoint_of(folder):
-    return load_file(f"{folder}/ckpt.pt", "run")
+    return load_file(newest_checkpoint(folder), "run")
 
 
 def rewrite_checkpoint(folder, **changes):
     content = checkpoint_of(folder) | changes
     del content["kind"]
-    save_file(f"{folder}/ckpt.pt", "run", **content)
+    save_file(newest_checkpoint(folder), "run", **content)
 
 
 def assert_same_run(one, other):
@@ -107,9 +107,9 @@ def assert_same_run(one, other):
 
 
 def test_a_run_leaves_its_files(finished, six):
-    files = {".lock", "ckpt.pt", "ckpt_prev.pt", "config.json", *LOGS}
-    assert set(os.listdir(finished.dir)) == files
-    assert set(os.listdir(six)) == files | {"config.py"}
+    files = {".lock", "config.json", *LOGS}
+    assert set(os.listdir(finished.dir)) == files | {"ckpt_000002.pt", "ckpt_000003.pt"}
+    assert set(os.listdir(six)) == files | {"ckpt_000004.pt", "ckpt_000006.pt", "config.py"}
     assert Path(six, "config.py").read_text() == NOISE
     about = read_json(f"{six}/config.json")
     assert about["functions"] == ["noise"]
@@ -195,11 +195,12 @@ def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, grpo, tmp_
     assert notes.read_bytes() == before, f"what {name} leads to was written to"
 
 
-@pytest.mark.parametrize("name", ["config.json", "ckpt.pt"])
-def test_a_pipe_is_not_waited_for(name, copy_of_six, noise):
-    os.remove(copy_of_six / name)
-    os.mkfifo(copy_of_six / name)
-    assert f"{name}: no such file" in refusal(evaluate.main, [str(copy_of_six), noise])
+def test_a_pipe_is_not_waited_for(copy_of_six, noise):
+    for name in ("config.json", "ckpt_000008.pt"):
+        (copy_of_six / name).unlink(missing_ok=True)
+        os.mkfifo(copy_of_six / name)
+    assert "config.json: no such file" in refusal(evaluate.main, [str(copy_of_six), noise])
+    assert newest_checkpoint(copy_of_six).endswith("ckpt_000006.pt")
 
 
 class Crash(Exception):
@@ -264,13 +265,13 @@ def test_signals(number, iteration, tiny, noise, six, grpo, tmp_path):
         assert heard.startswith("signal heard: ")
         assert "interrupted: saved after iteration 3; the same command continues" in end
     text = grpo(where, noise, *SIX)
-    assert f"resumed {where}/ckpt.pt after {iteration} iterations" in text
+    assert f"resumed {where}/ckpt_00000{iteration}.pt after {iteration} iterations" in text
     assert_same_run(six, where)
     assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
 
 
 def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, noise, grpo):
-    os.remove(copy_of_six / "ckpt.pt")      # killed between two renames
+    os.remove(copy_of_six / "ckpt_000006.pt")
     for name in LOGS:
         with open(copy_of_six / name, "a") as f:
             f.write('{"iteration": 7, "lo')
@@ -282,6 +283,7 @@ def test_a_finished_run_is_printed_again_or_made_longer(copy_of_six, noise, six,
     before = snapshot(copy_of_six)
     text = grpo(copy_of_six, noise, *SIX, "--resume")
     assert "after/before" in text
+    assert "nothing is left to do: max_iters = 6" in text
     assert not re.search(r"^(iter|eval) \d|^\[Micro", text, re.M), "it did an iteration"
     after = snapshot(copy_of_six)
     del before[f"{copy_of_six}/config.json"], after[f"{copy_of_six}/config.json"]
@@ -299,18 +301,18 @@ def test_changed_settings_are_named_on_resume(grpo, tmp_path):
 
 
 def flip_a_bit(run):
-    content = bytearray((run / "ckpt.pt").read_bytes())
+    content = bytearray((run / "ckpt_000006.pt").read_bytes())
     content[len(content) // 2] ^= 1
-    (run / "ckpt.pt").write_bytes(content)
+    (run / "ckpt_000006.pt").write_bytes(content)
 
 
 # what the refusal says: damage to the folder of a run
 DAMAGE = {
-    "cut short": lambda run: os.truncate(run / "ckpt.pt", 1000),
+    "cut short": lambda run: os.truncate(run / "ckpt_000006.pt", 1000),
     "damaged": flip_a_bit,
-    "'policy'": lambda run: torch.save({"kind": "policy"}, run / "ckpt.pt"),
+    "'policy'": lambda run: torch.save({"kind": "policy"}, run / "ckpt_000006.pt"),
     "samples.jsonl: shorter": lambda run: os.remove(run / "samples.jsonl"),
-    "checkpoint": lambda run: [os.remove(run / name) for name in ("ckpt.pt", "ckpt_prev.pt")]}
+    "checkpoint": lambda run: [os.remove(path) for path in run.glob("ckpt_*.pt")]}
 
 
 @pytest.mark.parametrize("part", DAMAGE)
@@ -322,15 +324,15 @@ def test_a_damaged_run_is_refused_and_kept(part, copy_of_six, noise, grpo):
 
 
 @pytest.mark.parametrize("change", [
-    dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1), dict(logs=[]),
-    dict(logs=dict.fromkeys(LOGS, -1)), dict(logs=dict.fromkeys(LOGS, 0.5)), dict(policy=None),
+    dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1),
+    dict.fromkeys(LOGS), dict.fromkeys(LOGS, -1), dict.fromkeys(LOGS, 0.5), dict(policy=None),
     dict(shape=None), dict(optimizer=None)], ids=str)
 def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, grpo):
     rewrite_checkpoint(copy_of_six, **change)
     before = snapshot(copy_of_six)
     said = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
-    assert "ckpt.pt: damaged" in said
-    assert "ckpt.pt: damaged" in refusal(explain.main, [str(copy_of_six), noise])
+    assert "ckpt_000006.pt: damaged" in said
+    assert "ckpt_000006.pt: damaged" in refusal(explain.main, [str(copy_of_six), noise])
     assert snapshot(copy_of_six) == before
 
 
@@ -364,30 +366,35 @@ def test_a_run_that_is_resumed_with_another_target_averages_that_alone(grpo, tmp
     assert ages == [1, 2, 1], "the average holds gradients of the target before"
 
 
-def test_checkpoints_that_are_kept_replace_and_remove_nothing_of_the_user(tmp_path):
+def test_checkpoints_that_are_kept_remove_nothing_of_the_user(grpo, tmp_path):
     (tmp_path / "mine").write_text("mine")
-    for number in (1, 3):
-        os.symlink(tmp_path / "mine", tmp_path / f"ckpt_00000{number}.pt")
-    for text in "abcd":
-        (tmp_path / "ckpt_prev.pt").write_text(text)
-        set_aside(str(tmp_path), str(tmp_path / "ckpt_prev.pt"), keep=4)
-    found = {path.name[5:-3]: path.read_text() for path in tmp_path.glob("ckpt_*.pt")}
-    assert found == {"000001": "mine", "000003": "mine", "000005": "c", "000006": "d"}
+    run = tmp_path / "run"
+    grpo(run, "--max_iters=1", "--save_interval=1")
+    for number in (0, 9):
+        (run / f"ckpt_00000{number}.pt").unlink(missing_ok=True)
+        os.symlink(tmp_path / "mine", run / f"ckpt_00000{number}.pt")
+    (run / "ckpt_000008.pt").mkdir()
+    more = ("--save_interval=1", "--keep_checkpoints=3", "--resume=True")
+    assert "after 1 iterations" in grpo(run, *more, "--max_iters=5")
+    assert "after 5 iterations" in grpo(run, *more, "--max_iters=6")
+    found = {path.name[10:11]: path.is_symlink() for path in run.glob("ckpt_*.pt")}
+    assert found == {"0": True, "9": True, "8": False, "4": False, "5": False, "6": False}
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
     for name in os.listdir(copy_of_six):
         if name != "config.py":
             os.remove(copy_of_six / name)
-    (copy_of_six / "ckpt_new.tmp.123.tmp").write_text("half a checkpoint")
+    (copy_of_six / "ckpt_000002.pt.123.tmp").write_text("half a checkpoint")
     grpo(copy_of_six, noise, *SIX, "--resume=True")
     assert_same_run(six, copy_of_six)
     assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
 
 
 def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(grpo, copy_of_six, noise):
-    (copy_of_six / "ckpt_new.tmp").mkdir()
-    notes = copy_of_six / "ckpt_new.tmp" / "notes"
+    (copy_of_six / "ckpt_000007.pt.1.tmp").mkdir()
+    notes = copy_of_six / "ckpt_000007.pt.1.tmp" / "notes"
     notes.write_text("years of work")
     with pytest.raises(OSError, match="directory"):
         grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
@@ -538,12 +545,12 @@ def test_a_policy_with_a_part_that_is_not_here_is_one_line(name, extra, copy_of_
 
 def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
     assert "RUN CONFIG.py" in refusal(evaluate.main, [str(copy_of_six)])
-    os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
+    os.remove(copy_of_six / "ckpt_000006.pt")
     text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
     assert "rewards/noise" in columns(text)
     assert "iterations 0 and 4" in text
-    os.remove(copy_of_six / "ckpt_prev.pt")
-    assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), noise])
+    os.remove(copy_of_six / "ckpt_000004.pt")
+    assert "has no checkpoint" in refusal(evaluate.main, [str(copy_of_six), noise])
 
 
 def test_the_evaluation_has_a_temperature_of_its_own(copy_of_six, noise):
@@ -564,13 +571,12 @@ def test_a_perplexity_beyond_all_numbers_is_infinite():
 
 
 def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
-    for flag, again in ((f"--cache_dir={tmp_path}/none", "pretrain.py"),
-                        ("--judge_tokens=64000", "judge.train"),
-                        ("--pretrain_tokens=1000000000000", "pretrain.py")):
+    for flag in (f"--cache_dir={tmp_path}/none", "--judge_tokens=64000",
+                 "--pretrain_tokens=1000000000000"):
         for main in (evaluate.main, explain.main):
             message = refusal(main, [str(copy_of_six), noise, flag])
             assert "is missing" in message
-            assert again in message
+            assert "pretrain.py" in message
     for argv in ([], ["--seed=1"]):
         assert "must be the folder of a run" in refusal(evaluate.main, argv)
 

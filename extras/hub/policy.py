@@ -25,8 +25,15 @@ def locate(name):
 
 
 def load(name):
-    """Load a published model -> GPT in float32 on the CPU."""
+    """Load a published model -> (GPT in float32 on the CPU, its tokenizer)."""
     path = locate(name)
+    model = model_of(path)
+    tokenizer = tokenizer_of(path)
+    tokenizer.check_fit(model.config.vocab_size)
+    return model, tokenizer
+
+
+def model_of(path):
     with one_line(path, "its config.json and its tensors must fit together"):
         return load_gguf(path) if path.endswith(".gguf") else load_folder(path)
 

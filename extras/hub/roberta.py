@@ -108,8 +108,7 @@ def load_roberta(name, device="cpu"):
                      c.hidden_size, NAMES, name)
         model.eval().requires_grad_(False).to(device)
         tokenizer = from_folder(folder)
-        if tokenizer.largest >= c.vocab_size:
-            raise ValueError(f"the tokenizer gives ids up to {tokenizer.largest}")
+        tokenizer.check_fit(c.vocab_size)
         if c.pad_token_id in (c.bos_token_id, c.eos_token_id):
             raise ValueError("pad_token_id is that of <s> or </s>")     # they would be masked
         labels = [c.id2label[i] for i in sorted(c.id2label, key=int)]

@@ -40,6 +40,7 @@ class Tokenizer:
             raise BadInput(f"{source}: no end token; name eos_token in tokenizer_config.json or "
                            "eos_token_id in config.json")
         self.core = core
+        self.source = source
         self.end_tokens = tuple(dict.fromkeys(ends))
         self.eot_token = ends[0]
         self.names = names
@@ -47,11 +48,16 @@ class Tokenizer:
         # ids that the model's own tokenizer puts before a text
         some = core.encode("a")
         self.before_text = some.ids[:some.special_tokens_mask.index(0)]
-        ids = core.get_vocab().values()
-        self.n_vocab = max(ids) + 1
-        # the largest id that the model must have: a fine-tune may add tokens that it never uses
-        added = core.get_added_tokens_decoder()
-        self.largest = max(*(i for i in ids if i not in added), *ends, *self.before_text)
+        self.n_vocab = max(core.get_vocab().values()) + 1
+
+    def check_fit(self, vocab_size):
+        """Raise BadInput for ids that a model does not have. A fine-tune may add tokens that it
+        never uses."""
+        added = self.core.get_added_tokens_decoder().keys() - {*self.end_tokens, *self.before_text}
+        largest = max(set(self.core.get_vocab().values()) - added)
+        if largest >= vocab_size:
+            raise BadInput(f"{self.source}: its tokenizer gives ids up to {largest}, but the model "
+                           f"has {vocab_size} tokens: they do not belong together")
 
     def encode_ordinary(self, text):
         self.core.encode_special_tokens = True      # as text

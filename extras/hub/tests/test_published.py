@@ -13,7 +13,6 @@ import evaluate
 import explain.__main__
 import grpo
 import extras.hub.export
-import judge.train
 import pretrain
 from extras.hub.files import load_tensors
 from extras.hub.tokenizer import from_folder
@@ -107,7 +106,7 @@ def test_run_is_what_the_files_say(kind, finished, world):
     for row in samples:
         assert row["prompt"] in texts
         assert seed_for(row["prompt"]) % 5 > 0, "a prompt of the evaluation was trained on"
-    odds = load_judge(world.hate)([""] * 16, [row["completion"] for row in samples])
+    odds = load_judge(world.hate)([row["completion"] for row in samples])
     for row, x in zip(samples, odds.tolist(), strict=True):
         expected = None if x == SAYS_NOTHING else pytest.approx(-x, rel=1e-4, abs=1e-4)
         assert row["reward"] == expected
@@ -133,8 +132,7 @@ def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     text = start(explain.__main__.main, folder, "--tracin=reward", "--kl_in=reward")
     assert "agrees with a plain backward" in " ".join(text.split())
     monkeypatch.chdir(tmp_path)
-    assert "exists already" in refusal(pretrain.main, world.flags)
-    assert "nothing to train" in refusal(judge.train.main, world.flags)
+    assert "nothing to train" in refusal(pretrain.main, world.flags)
     skip_without("step")
     text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True")
     assert "h.1.mlp.c_fc.weight" in text

@@ -65,7 +65,7 @@ def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
         expected = expected - z[:, others].logsumexp(1)
     silent = torch.tensor(SILENT)
     assert expected[~silent].std() > 2e-3, "texts must differ by more than what is allowed below"
-    found = load_judge(folder + label)(["p"] * len(TEXTS), TEXTS)
+    found = load_judge(folder + label)(TEXTS)
     assert (found[silent] == SAYS_NOTHING).all()
     torch.testing.assert_close(found[~silent], expected[~silent].float(), rtol=1e-4, atol=1e-4)
 

@@ -23,6 +23,7 @@ import extras.torchrun  # noqa: E402
 from common.files import load_file  # noqa: E402
 from common.processes import all_gather  # noqa: E402
 from common.script import hash_of, run_script  # noqa: E402
+from run.checkpoint import newest_checkpoint  # noqa: E402
 from worlds import assert_near, read_rows, skip_without  # noqa: E402
 
 CASES = {
@@ -136,7 +137,7 @@ def world(tiny, tmp_path_factory):
     def start(processes, runs):
         (where / f"{processes}.json").write_text(json.dumps(runs))
         return torchrun(processes, where / f"{processes}.json",
-                        DIE=str(at("killed", processes) / "ckpt_prev.pt"))
+                        DIE=str(at("killed", processes) / "ckpt_000002.pt"))
 
     # the long run is begun by two processes, goes on in one and ends in three
     process = start(2, [*((flags(name, 2), True) for name in HERE),
@@ -206,8 +207,8 @@ def test_the_numbers_of_one_process(name, processes, world, tiny):
     assert_same_numbers(one, several, 2e-6, last=1)
     assert_same_numbers(one, several, 1e-5)     # after a step that was rounded in another way
     start = load_file(tiny.policy, "policy")["model"]
-    weights = load_file(f"{one}/ckpt.pt", "run")["policy"]
-    others = load_file(f"{several}/ckpt.pt", "run")["policy"]
+    weights = load_file(newest_checkpoint(one), "run")["policy"]
+    others = load_file(newest_checkpoint(several), "run")["policy"]
     moved = 0
     for k, x in weights.items():
         assert_near(others[k], x, 1e-6 * max(float(x.abs().max()), 1))
@@ -231,7 +232,7 @@ def test_a_killed_process_ends_the_run_with_its_name(world):
     named = err[err.index("Root Cause"):]
     assert "1 (local_rank: 1)" in named
     assert "Signal 9 (SIGKILL)" in named
-    assert load_file(str(world.at("killed", 2) / "ckpt.pt"), "run")["iteration"] == 2
+    assert newest_checkpoint(world.at("killed", 2)).endswith("ckpt_000002.pt")
 
 
 def test_a_signal_to_torchrun_saves(world):
@@ -240,7 +241,7 @@ def test_a_signal_to_torchrun_saves(world):
     assert code != 0
     assert f"saved after iteration {iteration};" in err
     assert "rank 0 of 3" in err
-    saved = load_file(str(world.at("stopped", 3) / "ckpt.pt"), "run")
+    saved = load_file(newest_checkpoint(world.at("stopped", 3)), "run")
     assert saved["iteration"] == iteration
     assert "gloo" not in err, "threads of gloo outlive the group, and may abort Python at its end"
 
