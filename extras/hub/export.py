@@ -32,23 +32,21 @@ def export(model, folder, source):
         with one_line(folder, "is the disk full?"):     # tokenizers raises a plain Exception
             ids = write_tokenizer(tmp, source)
         write_json(os.path.join(tmp, "config.json"), ids | config)
-        c = spelled_out(model.config)
-        tensors = published(merged_weights(model), c.n_kv_head * c.head_dim, family)
-        save_tensors(os.path.join(tmp, "model.safetensors"), {
-            name if name == "lm_head.weight" else family.prefix + name: x
-            for name, x in tensors.items()})
+        save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, family))
 
 
-def merged_weights(model):
-    """{name: tensor} of a policy with its adapters merged in, without the critic's. A matrix that
-    is embedding and head comes once."""
+def merged_tensors(model, family):
+    """Merge adapters -> {published name: tensor}. A tied head and the critic's are left out."""
     weights = {name.replace(".base.", "."): x for name, x in model.named_parameters()
                if not name.endswith((".A.weight", ".B.weight")) and "value_head" not in name}
     for name, lora in model.named_modules():
         if hasattr(lora, "base"):
             update = lora.scale * lora.B.weight @ lora.A.weight
             weights[f"{name}.weight"] = lora.base.weight + update
-    return weights
+    c = spelled_out(model.config)
+    tensors = published(weights, c.n_kv_head * c.head_dim, family)
+    return {name if name == "lm_head.weight" else family.prefix + name: x
+            for name, x in tensors.items()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -58,13 +56,18 @@ def merged_weights(model):
 def write_tokenizer(folder, source):
     """Write the tokenizer's files. Returns the ids of special tokens as config.json has them."""
     if not isinstance(source, str):     # GPT-2's
-        files = [file_of_package(name, *GPT2_PACKAGE) for name in ("encoder.json", "vocab.bpe")]
-        core = gpt2_core(*files, source.n_vocab)
+        core = own_core(source.n_vocab)
         names = dict.fromkeys(("bos_token", "eos_token"), core.id_to_token(source.eot_token))
         return save_tokenizer(folder, Tokenizer(core, folder, [source.eot_token], names))
     if source.endswith(".gguf"):
         return save_tokenizer(folder, tokenizer_of(source))
     return copy_tokenizer(folder, source)
+
+
+def own_core(vocab_size):
+    """A tokenizers.Tokenizer of data/tokenizer.py's."""
+    files = [file_of_package(name, *GPT2_PACKAGE) for name in ("encoder.json", "vocab.bpe")]
+    return gpt2_core(*files, vocab_size)
 
 
 def copy_tokenizer(folder, source):

@@ -48,7 +48,7 @@ def load_folder(folder):
     tensors = load_tensors(folder, family.prefix)
     if config.tied:
         wte = family.names.get("wte.", "wte.") + "weight"
-        tensors.setdefault("lm_head.weight", tensors[wte])
+        tensors.setdefault("lm_head.weight", tensors.get(wte))
     return gpt_of(config, family, tensors, folder)
 
 
