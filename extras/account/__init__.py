@@ -193,7 +193,7 @@ def unclipped(setup, cfg, k):
         values = batch.rollout.values.clone().requires_grad_()
         batch = replace(batch, rollout=replace(batch.rollout, values=values),
                         returns=batch.returns.clone())
-    for rows in grpo.micro_batches(batch.lengths, k.step.rows, cfg):
+    for rows in grpo.micro_batches(batch.rollout, k.step.rows, cfg):
         loss = grpo.loss_of(setup, setup.policy, batch, rows, k.step, cfg)
         slope, = torch.autograd.grad(loss.policy, loss.logp, retain_graph=cfg.critic)   # (n, T)
         mask[rows] = slope != 0
