@@ -55,7 +55,7 @@ class Run:
         self.num_tokens = 0
         done = None
         if cfg.resume:
-            done, self.num_tokens = resume(self.folder, setup, cfg, self.base_hash)
+            done, self.num_tokens = resume(self.folder, setup, cfg)
         else:
             begin_logs(self.folder, cfg)
         everyone = all_gather([(self.base_hash, done, hash_of(setup.policy))])
