@@ -67,13 +67,8 @@ def load_policy(cfg):
     if cfg.policy == "train":
         return None, load_tokenizer(cfg.vocab_size)
     if is_published(cfg):
-        from extras.hub.policy import load, tokenizer_of
-        policy, where = load(cfg.policy)
-        tokenizer = tokenizer_of(where)
-        if tokenizer.largest >= policy.config.vocab_size:
-            raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, but "
-                           f"the model has {policy.config.vocab_size} tokens: they do not belong "
-                           "together")
+        from extras.hub.policy import load
+        policy, tokenizer = load(cfg.policy)
     else:
         policy = load_gpt(cfg.policy)
         tokenizer = load_tokenizer(policy.config.vocab_size)
