@@ -64,7 +64,9 @@ def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
     point = [{"iteration": 1, "reward": 0.8}]
     other = make_run(tmp_path / "other", point, beta=0.5)
     edited = make_run(tmp_path / "edited", point, seed=4)
-    (tmp_path / "edited" / "config.py").write_text("def reward(completions): ...")
+    settings = json.loads((tmp_path / "edited" / "config.json").read_text())
+    settings["source"] = "def reward(prompts, completions): ..."
+    (tmp_path / "edited" / "config.json").write_text(json.dumps(settings))
     drawn, figure = figure_of(*runs[:2], other, runs[2], edited)
     lines = drawn["reward, mean"]
     assert len(lines) == 3, "a colour for the three seeds, the other beta, the other reward"
