@@ -44,7 +44,7 @@ def with_game(function=game, **knobs):
 
 def rollout_of(cfg, **more):
     respond = answering(cfg, WORDS, WORD_PROMPTS, 8)
-    return generate(word_gpt(), IDS, 8, T, seed=7, eos=END, respond=respond, **more)
+    return generate(word_gpt(), IDS, 8, T, seed=7, eos=(END,), respond=respond, **more)
 
 
 def turns_of(rollout):
@@ -94,7 +94,7 @@ def test_a_loop_over_single_rows_samples_the_same():
         assert r.sampled_mask[i, :n].tolist() == own
         assert r.ended[i] == ended
         own_end = is_end[i] & r.sampled_mask[i]
-        assert r.completions(END)[i] == tokens[i, :n][~own_end[:n]].tolist()
+        assert r.completions((END,))[i] == tokens[i, :n][~own_end[:n]].tolist()
     assert {0, 1, 2, 3} == set(turns_of(r).tolist()), "not a test of several turns"
     assert (is_end[:, :-1] & r.completion_mask[:, 1:]).any(), "no row went on after its end token"
     assert 3 < r.ended.sum() < 29
@@ -110,11 +110,11 @@ def test_every_batch_size_and_every_part_of_the_prompts_gives_the_same():
         found = completion_logprobs(word_gpt(), other)
         assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
         part = rollout_of(cfg, part=slice(2, 4), **truncation)
-        assert part.completions(END) == whole.completions(END)[16:]
+        assert part.completions((END,)) == whole.completions((END,))[16:]
 
 
 def test_an_environment_that_says_nothing_changes_nothing():
-    free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
+    free = generate(word_gpt(), IDS, 8, T, seed=7, eos=(END,))
     silent = with_game(lambda prompts, transcripts: [None] * len(transcripts))
     for cfg in (with_game(max_turns=0), replace(silent, stop_strings=())):
         same_rollout(rollout_of(cfg), free)
