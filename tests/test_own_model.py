@@ -146,9 +146,9 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
     cfg = settings(mean_token)
     setup, batch = world(cfg, policy=lstm())
     step = whole_step(batch)
-    G = grpo.gradient_of(setup, cfg, batch, step.rows, step)
+    G = grpo.gradient_of(setup, cfg, batch, step)
     for i in step.rows[:3]:
-        own = grpo.gradient_of(setup, cfg, batch, i[None], step)
+        own = grpo.gradient_of(setup, cfg, batch, step._replace(rows=i[None]))
         words = token_influences(setup, cfg, batch, i[None], step, G)
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
 
