@@ -23,6 +23,7 @@ class Run:
         self.cfg = cfg
         self.warned = {}                        # {kind of trouble: iteration it was last said}
         self.wandb = None
+        self.began = None                       # the first iteration
         if cfg.wandb_project and rank_and_size()[0] == 0:
             with optional("wandb"):
                 import wandb
@@ -40,22 +41,21 @@ class Run:
         default = type(cfg)()
         changed = {k: v for k, v in cfg.public().items() if v != getattr(default, k)}
         print("settings: " + ", ".join(f"{k}={v!r}" for k, v in changed.items()))
-        self.stopped = self.until_end.enter_context(interrupts())
         return self
 
     def __exit__(self, *error):
         self.until_end.close()
 
-    def begin(self, setup, evaluate):
+    def begin(self, setup):
         """From the start, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.setup = setup
-        self.evaluate = evaluate
+        self.stopped = self.until_end.enter_context(interrupts())
         self.base_hash = hash_of(setup.base)
         self.num_tokens = 0
         done = None
         if cfg.resume:
-            done, self.num_tokens = resume(self.folder, setup, cfg, self.base_hash)
+            done, self.num_tokens = resume(self.folder, setup, cfg)
         else:
             begin_logs(self.folder, cfg)
         everyone = all_gather([(self.base_hash, done, hash_of(setup.policy))])
@@ -68,12 +68,18 @@ class Run:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
         self.start = done or 0
-        if done is None:
-            self.log_evaluation(0)
-            self.save(0)
-        self.began = time.time()                # the first iteration
+        self.is_new = done is None
+
+    def is_stopped(self):
+        """True once a signal has asked any process to stop."""
+        return any(all_gather([self.stopped()]))
+
+    def leave(self, done):
+        raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
 
     def step_log(self):
+        if self.began is None:
+            self.began = time.time()
         return StepLog(self.setup.device, self.cfg.micro_batch_size, self.cfg.log_micro)
 
     def record(self, it, batch, metrics, log):
@@ -95,20 +101,8 @@ class Run:
         if self.wandb:
             self.wandb.log(m, step=it + 1)
 
-    def pause(self, done):
-        """Evaluate and save when that is due after `done` iterations. Leave if a signal has asked
-        any process to stop."""
-        last = done == self.cfg.max_iters
-        stopped = any(all_gather([self.stopped()]))
-        if last or is_due(done, self.cfg.eval_interval):
-            self.log_evaluation(done)
-        if last or stopped or is_due(done, self.cfg.save_interval):
-            self.save(done)
-        if stopped and not last:
-            raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
-
-    def log_evaluation(self, iteration):
-        measures, samples = self.evaluate(self.setup, self.setup.policy, self.cfg)
+    def log_evaluation(self, iteration, measures, samples):
+        """What evaluate.evaluate returned."""
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
         row = dict(iteration=iteration, **measures, samples=samples)
