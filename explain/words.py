@@ -56,7 +56,7 @@ def logprob_changes(policy, D, row, temperature):
 def token_influences(setup, cfg, batch, i, step, G):
     """d (policy's loss) / d e (T,) of row i (1,) of a batch in a step, through each of its tokens,
     at weights + e G. G: {parameter: tensor}."""
-    micro_batches = grpo.micro_batches(batch.lengths, step.rows, cfg)
+    micro_batches = grpo.micro_batches(batch.rollout, step.rows, cfg)
     rows = next(rows for rows in micro_batches if i in rows)    # bnpo divides by all their tokens
     loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
     slope, = torch.autograd.grad(loss.policy, loss.logp)                            # (n, T)

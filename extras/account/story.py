@@ -3,14 +3,13 @@ The story of a sentence: how its log-prob went along a run, which rollouts did t
 would be without them. __init__.py has the arithmetic.
 """
 import math
-import os
 from dataclasses import replace
 
 import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from common.files import read_rows, undamaged
+from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings
 from data.prompts import encode_prompt
@@ -20,8 +19,8 @@ from explain.words import pieces_of, token_influences
 from extras.account import account, by_parameter, replay, row_of, walk_back
 from rollout import completion_states, truncate
 from run.checkpoint import (
-    changed_settings, load_checkpoint, older_checkpoints, read_checkpoint, read_newest,
-    set_random_state)
+    changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
+    read_checkpoint)
 from run.folder import same_text
 
 FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
@@ -43,7 +42,8 @@ def main(argv):
                        "[--hessian=False]")
     folder = argv[0]
     cfg = load_settings([folder, *flags])
-    path, last = read_newest(folder)
+    path = newest_checkpoint(folder)
+    last = read_checkpoint(path)
     end = last["iteration"]
     since = own["since"]
     if since >= end:
@@ -99,15 +99,10 @@ def check_run(setup, cfg, folder, path, last):
 
 def go_to(setup, cfg, folder, since):
     """Load the last checkpoint up to iteration `since`, if there is one -> its iteration, or 0."""
-    newest = [f"{folder}/ckpt.pt", f"{folder}/ckpt_prev.pt"]
-    for path in filter(os.path.exists, newest + older_checkpoints(folder)[::-1]):
-        if read_checkpoint(path, mmap=True)["iteration"] <= since:
-            content = read_checkpoint(path)
-            with undamaged(path):
-                load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
-                set_random_state(content["random"])
-            return content["iteration"]
-    return 0
+    earlier = [path for path in checkpoints(folder) if iterations_of(path) <= since]
+    if not earlier:
+        return 0
+    return load_checkpoint(earlier[-1], setup, cfg)["iteration"]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.script import seed_for
 from extras.account import account, flat, hessian_times, replay, row_of
-from rollout import completion_logprobs, completion_states
+from rollout import completion_logprobs, completion_states, generate
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken, skip_without
 
 
@@ -76,7 +76,7 @@ def nets_for(cfg, answers=False):
         weight_decay=cfg.weight_decay, fused=True)
     if answers:     # tokens 2 to 4 of every row are given
         given = torch.tensor([-1, 3, 4, -1, -1]).expand(12, 5)
-        setup.answering = lambda prompts, num_generations: forcing(given)
+        setup.generate = lambda *args, **how: generate(*args, **how | {"respond": forcing(given)})
     return setup
 
 
@@ -109,7 +109,7 @@ def slope_by_hand(setup, cfg, weights, sentence):
 
 def whole(setup, cfg, k):
     """The gradient of step k."""
-    return flat(grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step).values())
+    return flat(grpo.gradient_of(setup, cfg, k.batch, k.step).values())
 
 
 def part(setup, cfg, k, i, name="policy"):
@@ -117,7 +117,7 @@ def part(setup, cfg, k, i, name="policy"):
     factors = torch.zeros_like(k.batch.row_weights)
     factors[i] = k.batch.row_weights[i]
     batch = replace(k.batch, row_weights=factors)
-    return flat(grpo.gradient_of(setup, cfg, batch, k.step.rows, k.step, name).values())
+    return flat(grpo.gradient_of(setup, cfg, batch, k.step, name).values())
 
 
 def by_hand(setup, cfg, states, taken, sentence):

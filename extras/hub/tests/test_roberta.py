@@ -1,6 +1,5 @@
 """Published RoBERTa classifiers as judges, against a network by hand."""
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,28 +9,13 @@ from common.files import read_json
 from extras.hub.files import load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from judge import load_judge
-from judge.scorer import SAYS_NOTHING
 from judge.train import named_judges
-from extras.hub.tests.published import make_gpt2, make_roberta, put, roberta_by_hand
+from extras.hub.tests.published import make_roberta, put, roberta_by_hand
 from worlds import printed, refusal
 
 CPU = torch.device("cpu")
-TEXTS = ["the other theatre", "", "there " * 12, "x", "a b  c\n1 2", "the </s><pad> <s> there",
+TEXTS = ["the other theatre", "there " * 12, "a b  c\n1 2", "the </s><pad> <s> there",
          "\U0001f642 don't"]
-SILENT = [False, True, False, True, False, False, False]
-
-
-@pytest.fixture
-def make(tmp_path):
-    """make(labels, **config) -> folder of a random classifier in the published layout."""
-    gpt2 = make_gpt2(f"{tmp_path}/gpt2")
-
-    def folder(labels=("nothate", "hate"), **changes):
-        path = f"{tmp_path}/roberta"
-        shutil.rmtree(path, ignore_errors=True)
-        return make_roberta(path, gpt2, labels, 1, **changes)
-
-    return folder
 
 
 def by_hand(folder):
@@ -56,24 +40,21 @@ SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
     (("toxicity", "threat"), "", SIGMOID, 0, []),
     (("toxicity", "insult"), ":insult", SIGMOID, 1, [])])
 def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
-        labels, label, problem, toxic, others, make):
-    folder = make(labels, problem_type=problem, type_vocab_size=2)
-    assert len(from_folder(folder).encode_ordinary(TEXTS[2])) > 22, "none is cut"
+        labels, label, problem, toxic, others, tmp_path):
+    folder = make_roberta(tmp_path, labels, problem_type=problem, type_vocab_size=2)
+    assert len(from_folder(folder).encode_ordinary(TEXTS[1])) > 22, "none is cut"
     z = by_hand(folder)
     expected = z[:, toxic]
     if others:
         expected = expected - z[:, others].logsumexp(1)
-    silent = torch.tensor(SILENT)
-    assert expected[~silent].std() > 2e-3, "texts must differ by more than what is allowed below"
+    assert expected.std() > 2e-3, "texts must differ by more than what is allowed below"
     found = load_judge(folder + label)(TEXTS)
-    assert (found[silent] == SAYS_NOTHING).all()
-    torch.testing.assert_close(found[~silent], expected[~silent].float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
 
 
 # what config.json says instead | what the refusal says
 REFUSALS = """
 "id2label": {"0": "a", "1": "b"} | out of a, b
-"id2label": null | out of LABEL_0, LABEL_1
 "id2label": {"0": "a"} | out_proj
 "model_type": "bert" | model_type = 'bert'
 "is_decoder": true | is_decoder
@@ -84,18 +65,20 @@ REFUSALS = """
 "position_embedding_type": "relative_key" | position_embedding_type
 "pad_token_id": 2 | pad_token_id
 "num_hidden_layers": 1000000000 | layers
-"num_hidden_layers": 1 | layers.1
+"num_hidden_layers": 1 | layer.1
 "vocab_size": 100 | word_embeddings
 """
 
 
-def test_what_is_no_classifier_is_one_line(make):
-    folder = make()
+def test_what_is_no_classifier_is_one_line(tmp_path):
+    folder = make_roberta(tmp_path)
     config = read_json(f"{folder}/config.json")
     for line in REFUSALS.strip().splitlines():
         changes, says = line.split(" | ")
         put(folder, config=config | json.loads("{" + changes + "}"))
         assert says in refusal(load_judge, folder), line
+    put(folder, config={key: x for key, x in config.items() if key != "id2label"})
+    assert "out of LABEL_0, LABEL_1" in refusal(load_judge, folder)
     put(folder, config=config)
     assert "toxic label 'toxic'" in refusal(load_judge, folder + ":toxic")
     tensors = load_tensors(folder)
@@ -104,8 +87,8 @@ def test_what_is_no_classifier_is_one_line(make):
     assert "classifier" in refusal(load_judge, folder)
 
 
-def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
-    folder = make()
+def test_one_judge_in_both_roles_is_read_once_and_that_is_said(tmp_path):
+    folder = make_roberta(tmp_path)
     for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
         assert ("not an independent check" in printed(named_judges, cfg, CPU)) == same
