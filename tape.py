@@ -166,10 +166,11 @@ class Tape:
             yield rows, b, a
 
     def backward_summed(self, loss):
-        """Backward of a further loss of these rows, of which only the sum over rows is kept."""
+        """Backward of a further loss of these rows, of which only the sum over rows is kept. The
+        one that is recorded comes after it."""
         self.sum = self.sum or self.zeros()
         self.summing = True
-        loss.backward()
+        loss.backward(retain_graph=True)
         self.summing = False
 
     def summed_gradient(self):
