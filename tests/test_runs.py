@@ -495,12 +495,6 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
     assert all(f"after:  {row['completion']!r}" in text for row in samples)
 
 
-def test_evaluate_needs_no_reference(finished):
-    after = columns(printed(evaluate.main, [finished]))
-    follows = [finished, "--ref_model_sync_steps=1", "--beta=0.2"]
-    assert columns(printed(evaluate.main, follows)) == after
-
-
 def test_a_run_of_another_version_has_a_policy(copy_of_six):
     content = checkpoint_of(copy_of_six)
     rewrite_checkpoint(copy_of_six, settings=content["settings"] | {"speed": 1})
