@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 import plot  # noqa: E402
 from worlds import printed, read_rows, refusal, write_rows  # noqa: E402
 
-METRICS = [metric for _, log, *metrics in plot.PANELS if log == "metrics" for metric in metrics]
+METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
 TITLES = [title for title, *_ in plot.PANELS]
 
 
@@ -36,24 +36,23 @@ def run(tmp_path):
 
 
 def figure_of(*folders):
-    """{title: its lines [(x, y, style, marker)]} as main draws them, and the Figure."""
+    """{title: its lines [(x, y, marker)]} as main draws them, and the Figure."""
     figure = plot.draw_runs(plot.groups_of(folders))
-    lines = {ax.get_title(): [(list(line.get_xdata()), line.get_ydata(), line.get_linestyle(),
-                               line.get_marker()) for line in ax.lines] for ax in figure.axes}
+    lines = {ax.get_title(): [(list(line.get_xdata()), line.get_ydata(), line.get_marker())
+                              for line in ax.lines] for ax in figure.axes}
     return lines, figure
 
 
 def test_lines_hold_what_the_rows_hold(run, tmp_path):
     drawn, _ = figure_of(run)
     assert list(drawn) == TITLES
-    for title, log, *metrics in plot.PANELS:
+    for title, log, metric in plot.PANELS:
         rows = read_rows(os.path.join(run, f"{log}.jsonl"))
-        assert [style for _, _, style, _ in drawn[title]] == ["-", "--"][:len(metrics)]
-        for metric, (x, y, _, marker) in zip(metrics, drawn[title]):
-            assert x == [row["iteration"] for row in rows]
-            expected = [math.nan if row[metric] is None else row[metric] for row in rows]
-            assert np.array_equal(y, expected, equal_nan=True)
-            assert (marker == "o") == (log == "eval"), "evaluations are marked"
+        (x, y, marker), = drawn[title]
+        assert x == [row["iteration"] for row in rows]
+        expected = [math.nan if row[metric] is None else row[metric] for row in rows]
+        assert np.array_equal(y, expected, equal_nan=True)
+        assert (marker == "o") == (log == "eval"), "evaluations are marked"
 
 
 def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
