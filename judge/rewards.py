@@ -72,13 +72,13 @@ def call(what, function, prompts, texts, name="completions"):
     except BadInput:
         raise
     except (Exception, SystemExit) as e:
-        example = ""
-        if len(texts) == 1:
-            example = f", for the prompt {shown(prompts[0].text)} and completion {shown(texts[0])}"
-        else:
-            for prompt, text in zip(prompts, texts):
-                call(what, function, [prompt], [text], name)
-        raise user_error(what, e, example) from None
+        error = e
+    if len(texts) == 1:
+        example = f", for the prompt {shown(prompts[0].text)} and completion {shown(texts[0])}"
+        raise user_error(what, error, example)
+    for prompt, text in zip(prompts, texts):
+        call(what, function, [prompt], [text], name)
+    raise user_error(what, error)       # each alone is fine
 
 
 def arguments_of(what, function, prompts, texts, name="completions"):
