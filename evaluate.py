@@ -6,8 +6,7 @@ This command measures the last checkpoint of a run, with other settings if you l
 """
 import os
 
-from common.script import (     # before torch: sets how its threads wait
-    BadInput, hash_of, run_script, seed_for)
+from common.script import BadInput, run_script, seed_for    # before torch: how its threads wait
 
 import torch
 
@@ -116,12 +115,10 @@ def open_run(argv):
     cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
     path = newest_checkpoint(first)
-    checkpoint = read_checkpoint(path)
-    print(f"{path}: after {checkpoint['iteration']} iterations")
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
-    with undamaged(path):
-        load_checkpoint(checkpoint, path, setup, cfg, hash_of(setup.base))
-    return cfg, setup, checkpoint["iteration"]
+    iteration = load_checkpoint(path, setup, cfg)["iteration"]
+    print(f"{path}: after {iteration} iterations")
+    return cfg, setup, iteration
 
 
 def load_run(path):

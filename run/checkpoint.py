@@ -23,7 +23,7 @@ from common.files import (
     flush, load_file, load_optimizer, load_weights, read_text, replacing, save_file, undamaged,
     write_json)
 from common.processes import rank_and_size
-from common.script import BadInput
+from common.script import BadInput, hash_of
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 # settings that may differ in the same run
@@ -154,22 +154,19 @@ def begin_logs(folder, cfg):
     torch.manual_seed(cfg.seed)
 
 
-def resume(folder, setup, cfg, base_hash):
+def resume(folder, setup, cfg):
     """Puts everything back as the last checkpoint has it and cuts the logs to match. -> (iterations
     done, tokens seen)"""
     path = newest_checkpoint(folder)
-    content = read_checkpoint(path)
-    with undamaged(path):
-        load_checkpoint(content, path, setup, cfg, base_hash)
-        set_random_state(content["random"])
-        sizes = {f"{folder}/{name}": content[name] for name in LOGS}
-        for log, size in sizes.items():
-            if not os.path.exists(log) or os.path.getsize(log) < size:
-                raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
-                               "continue: put the file back, or choose another --out_dir")
-        for name, (old, new) in changed_settings(content["settings"], cfg).items():
-            if name != "max_iters":
-                print(f"resumed with another {name}: {old!r} -> {new!r}")
+    content = load_checkpoint(path, setup, cfg)
+    sizes = {f"{folder}/{name}": content[name] for name in LOGS}
+    for log, size in sizes.items():
+        if not os.path.exists(log) or os.path.getsize(log) < size:
+            raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
+                           "continue: put the file back, or choose another --out_dir")
+    for name, (old, new) in changed_settings(content["settings"], cfg).items():
+        if name != "max_iters":
+            print(f"resumed with another {name}: {old!r} -> {new!r}")
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():
             os.truncate(log, size)
@@ -179,21 +176,27 @@ def resume(folder, setup, cfg, base_hash):
     return content["iteration"], content["num_tokens"]
 
 
-def load_checkpoint(content, path, setup, cfg, base_hash):
-    """Loads the content of a checkpoint into policy, optimizer, reference and influence."""
-    if content["base_hash"] != base_hash:
-        raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
-                       "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
-    load_weights(path, setup.policy, content["policy"])
-    load_optimizer(setup.optimizer, content["optimizer"])
-    if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
-        load_weights(path, setup.reference, content["reference"] or {})     # else it is the base
-    state = content["influence"]
-    if cfg.tracin == content["settings"]["tracin"] != "off" and state["average"]:
-        shapes = [x.shape for x in state["average"]]
-        if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
-            raise ValueError("the target's average is of other weights")
-        setup.target_average.load_state(state, setup.trained)
+def load_checkpoint(path, setup, cfg):
+    """Loads a checkpoint into policy, optimizer, reference, influence and the global generators
+    -> its content."""
+    content = read_checkpoint(path)
+    with undamaged(path):
+        if content["base_hash"] != hash_of(setup.base):
+            raise BadInput(
+                f"{path}: this run began from another policy than the settings name now (a "
+                "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
+        load_weights(path, setup.policy, content["policy"])
+        load_optimizer(setup.optimizer, content["optimizer"])
+        if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
+            load_weights(path, setup.reference, content["reference"] or {})  # else it is the base
+        state = content["influence"]
+        if cfg.tracin == content["settings"]["tracin"] != "off" and state["average"]:
+            shapes = [x.shape for x in state["average"]]
+            if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
+                raise ValueError("the target's average is of other weights")
+            setup.target_average.load_state(state, setup.trained)
+        set_random_state(content["random"])
+    return content
 
 
 def random_state():

@@ -41,7 +41,6 @@ class Run:
         default = type(cfg)()
         changed = {k: v for k, v in cfg.public().items() if v != getattr(default, k)}
         print("settings: " + ", ".join(f"{k}={v!r}" for k, v in changed.items()))
-        self.stopped = self.until_end.enter_context(interrupts())
         return self
 
     def __exit__(self, *error):
@@ -51,11 +50,12 @@ class Run:
         """From the start, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.setup = setup
+        self.stopped = self.until_end.enter_context(interrupts())
         self.base_hash = hash_of(setup.base)
         self.num_tokens = 0
         done = None
         if cfg.resume:
-            done, self.num_tokens = resume(self.folder, setup, cfg, self.base_hash)
+            done, self.num_tokens = resume(self.folder, setup, cfg)
         else:
             begin_logs(self.folder, cfg)
         everyone = all_gather([(self.base_hash, done, hash_of(setup.policy))])

@@ -114,17 +114,8 @@ def policy_losses(policy, batch):
             for A, logp in zip(batch.advantages, plain_logps(policy, batch.rollout))]
 
 
-def test_a_step_of_grpo_goes_down_the_gradient_of_the_loss():
-    cfg = settings(mean_token, micro_batch_size=5)
-    setup, batch = world(cfg, policy=lstm())
-    expected = gradient(sum(policy_losses(setup.policy, batch)), setup.trained)
-    (found,), metrics = steps_of(setup, batch, cfg, check=True)
-    assert expected.norm() > 0 and metrics["grad_norm"] > 0
-    assert (found - expected).norm() < 1e-4 * expected.norm()
-
-
-@pytest.mark.parametrize("target", ["self", "reward"])
-def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(target):
+@pytest.mark.parametrize("target", ["off", "self", "reward"])
+def test_a_step_and_its_influence_are_those_of_each_completion_alone(target):
     cfg = settings(mean_token, tracin=target, micro_batch_size=5)
     setup, batch = world(cfg, policy=lstm())
     losses = policy_losses(setup.policy, batch)
@@ -137,8 +128,9 @@ def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(tar
         G = gradient(sum(c * logp.sum() for c, logp in zip(coef, logps)), setup.trained)
     expected = each @ G
     (found,), _ = steps_of(setup, batch, cfg, check=True)
-    assert (batch.influence - expected).abs().max() < 1e-4 * expected.abs().max()
-    kept = (batch.row_weights[:, None] * each).sum(0)
+    if target != "off":
+        assert (batch.influence - expected).abs().max() < 1e-4 * expected.abs().max()
+    kept = batch.row_weights @ each
     assert (found - kept).norm() < 1e-4 * kept.norm()
 
 

@@ -1,5 +1,6 @@
 """Whole runs on a tiny model: what they print and leave behind, how they go on after an
 interruption, what they refuse."""
+import functools
 import importlib
 import io
 import math
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
 from common.script import BadInput
-from run.checkpoint import newest_checkpoint
+from run.checkpoint import LOGS, newest_checkpoint
 from worlds import (
     mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
     untimed_metrics)
@@ -40,15 +41,14 @@ def noise(prompts, completions):
 """
 FINISHED = ["--beta=0.1", "--micro_batch_size=8", "--eval_interval=2"]
 SIX = ["--max_iters=6", "--eval_interval=3", "--save_interval=2"]
-LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 
 
 @pytest.fixture(scope="module")
 def finished(grpo, tmp_path_factory):
-    """A run of three iterations in two micro-batches each: .dir and .text, what it printed. Only
-    for reading."""
+    """Folder of a run of three iterations in two micro-batches each. Only for reading."""
     where = str(tmp_path_factory.mktemp("finished") / "run")
-    return SimpleNamespace(dir=where, text=grpo(where, *FINISHED))
+    grpo(where, *FINISHED)
+    return where
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,12 @@ def six(grpo, noise, tmp_path_factory):
 @pytest.fixture
 def copy_of_six(six, tmp_path):
     return shutil.copytree(six, tmp_path / "run")
+
+
+@pytest.fixture
+def go_on(copy_of_six, noise, grpo):
+    """go_on("--max_iters=7") goes on with the copy."""
+    return functools.partial(grpo, copy_of_six, noise, *SIX, "--resume=True")
 
 
 def snapshot(folder):
@@ -108,7 +114,7 @@ def assert_same_run(one, other):
 
 def test_a_run_leaves_its_files(finished, six):
     files = {".lock", "config.json", *LOGS}
-    assert set(os.listdir(finished.dir)) == files | {"ckpt_000002.pt", "ckpt_000003.pt"}
+    assert set(os.listdir(finished)) == files | {"ckpt_000002.pt", "ckpt_000003.pt"}
     assert set(os.listdir(six)) == files | {"ckpt_000004.pt", "ckpt_000006.pt", "config.py"}
     assert Path(six, "config.py").read_text() == NOISE
     about = read_json(f"{six}/config.json")
@@ -117,7 +123,7 @@ def test_a_run_leaves_its_files(finished, six):
 
 
 def test_metrics_samples_and_evaluations(finished):
-    metrics, samples, evals = (read_rows(f"{finished.dir}/{name}") for name in LOGS)
+    metrics, samples, evals = (read_rows(f"{finished}/{name}") for name in LOGS)
     assert [row["iteration"] for row in metrics] == [1, 2, 3]
     assert [row["iteration"] for row in samples] == [1] * 16 + [2] * 16 + [3] * 16
     assert [row["iteration"] for row in evals] == [0, 2, 3]
@@ -143,14 +149,18 @@ def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
     assert os.listdir(tmp_path) == [copy_of_six.name]
 
 
-def test_a_foreign_folder_is_left_alone(grpo, tmp_path):
+@pytest.mark.parametrize("name, says", [
+    ("samples.jsonl", "holds other files"), ("config.py", "holds other files"),
+    ("config.json", "cannot be read as JSON")])
+def test_a_folder_of_other_files_is_left_alone(name, says, grpo, tmp_path):
     where = tmp_path / "run"
     where.mkdir()
-    (where / "samples.jsonl").write_text("years of work")
+    (where / name).write_text("years of work")
+    before = snapshot(tmp_path)
     for flag in ("--max_iters=0", "--resume=True"):
-        assert "holds other files" in refusal(grpo, where, flag)
-    assert os.listdir(where) == ["samples.jsonl"]
-    assert (where / "samples.jsonl").read_text() == "years of work"
+        message = refusal(grpo, where, flag)
+        assert says in message and "choose another --out_dir" in message
+    assert snapshot(tmp_path) == before
 
 
 def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
@@ -167,40 +177,25 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
     grpo(where, *FINISHED)
     assert len(said) == 2
     assert all("another run is at work there" in text for text in said)
-    assert_same_run(finished.dir, where)
+    assert_same_run(finished, where)
+
+
+LINKS = {"link": Path.symlink_to, "hard link": Path.hardlink_to,
+         "pipe": lambda path, notes: os.mkfifo(path), "folder": lambda path, notes: path.mkdir()}
 
 
 @pytest.mark.parametrize("name", [".lock", *LOGS])
-@pytest.mark.parametrize("kind", ("link", "hard link", "pipe", "folder"))
-def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, grpo, tmp_path):
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, go_on, grpo, tmp_path):
+    years = "years of work" * 10 ** 5       # long enough to go on with
     notes = tmp_path / "notes"
-    if name in LOGS:
-        shutil.copy(copy_of_six / name, notes)      # long enough to go on with
-    else:
-        notes.write_text("years of work")
-    before = notes.read_bytes()
+    notes.write_text(years)
     path = copy_of_six / name
     path.unlink()
-    if kind == "link":
-        path.symlink_to(notes)
-    elif kind == "hard link":
-        path.hardlink_to(notes)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-    for flags in (["--resume=True", "--max_iters=7"], ["--max_iters=0"]):
-        message = refusal(grpo, copy_of_six, noise, *SIX, *flags)
+    LINKS[kind](path, notes)
+    for message in (refusal(go_on, "--max_iters=7"), refusal(grpo, copy_of_six, "--max_iters=0")):
         assert f"{name}: is a link or no plain file" in message
-    assert notes.read_bytes() == before, f"what {name} leads to was written to"
-
-
-def test_a_pipe_is_not_waited_for(copy_of_six, noise):
-    for name in ("config.json", "ckpt_000008.pt"):
-        (copy_of_six / name).unlink(missing_ok=True)
-        os.mkfifo(copy_of_six / name)
-    assert "config.json: no such file" in refusal(evaluate.main, [str(copy_of_six), noise])
-    assert newest_checkpoint(copy_of_six).endswith("ckpt_000006.pt")
+    assert notes.read_text() == years, f"what {name} leads to was written to"
 
 
 class Crash(Exception):
@@ -247,7 +242,7 @@ def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, mon
         m.setattr(trainer, part, dies)
         grpo(*argv)
     grpo(*argv)     # the same command
-    assert_same_run(finished.dir, f"{tmp_path}/run")
+    assert_same_run(finished, f"{tmp_path}/run")
 
 
 @pytest.mark.parametrize("number, iteration", [(signal.SIGKILL, 2), (signal.SIGTERM, 3)])
@@ -270,34 +265,30 @@ def test_signals(number, iteration, tiny, noise, six, grpo, tmp_path):
     assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
 
 
-def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, noise, grpo):
+def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, go_on):
     os.remove(copy_of_six / "ckpt_000006.pt")
     for name in LOGS:
         with open(copy_of_six / name, "a") as f:
             f.write('{"iteration": 7, "lo')
-    assert "after 4 iterations" in grpo(copy_of_six, noise, *SIX)
+    assert "after 4 iterations" in go_on()
     assert_same_run(six, copy_of_six)
 
 
-def test_a_finished_run_is_printed_again_or_made_longer(copy_of_six, noise, six, grpo, tmp_path):
+def test_a_finished_run_is_printed_again(copy_of_six, go_on):
     before = snapshot(copy_of_six)
-    text = grpo(copy_of_six, noise, *SIX, "--resume")
+    text = go_on()
     assert "after/before" in text
     assert "nothing is left to do: max_iters = 6" in text
     assert not re.search(r"^(iter|eval) \d|^\[Micro", text, re.M), "it did an iteration"
     after = snapshot(copy_of_six)
     del before[f"{copy_of_six}/config.json"], after[f"{copy_of_six}/config.json"]
     assert after == before
+
+
+def test_a_finished_run_is_made_longer(noise, six, grpo, tmp_path):
     grpo(f"{tmp_path}/longer", noise, *SIX, "--max_iters=3")
     grpo(f"{tmp_path}/longer", noise, *SIX, "--resume")
     assert_same_run(six, f"{tmp_path}/longer")
-
-
-def test_changed_settings_are_named_on_resume(grpo, tmp_path):
-    run = (tmp_path / "run", "--resume=True", "--eval_judge=None")
-    assert "has no checkpoint" in grpo(*run, "--max_iters=1")
-    text = grpo(*run, "--max_iters=2", "--learning_rate=1e-3")
-    assert "learning_rate: 0.0001 -> 0.001" in text
 
 
 def flip_a_bit(run):
@@ -316,10 +307,10 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("part", DAMAGE)
-def test_a_damaged_run_is_refused_and_kept(part, copy_of_six, noise, grpo):
+def test_a_damaged_run_is_refused_and_kept(part, copy_of_six, go_on):
     DAMAGE[part](copy_of_six)
     before = snapshot(copy_of_six)
-    assert part in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+    assert part in refusal(go_on, "--max_iters=7")
     assert snapshot(copy_of_six) == before
 
 
@@ -327,11 +318,10 @@ def test_a_damaged_run_is_refused_and_kept(part, copy_of_six, noise, grpo):
     dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1),
     dict.fromkeys(LOGS), dict.fromkeys(LOGS, -1), dict.fromkeys(LOGS, 0.5), dict(policy=None),
     dict(shape=None), dict(optimizer=None)], ids=str)
-def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, grpo):
+def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, go_on):
     rewrite_checkpoint(copy_of_six, **change)
     before = snapshot(copy_of_six)
-    said = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
-    assert "ckpt_000006.pt: damaged" in said
+    assert "ckpt_000006.pt: damaged" in refusal(go_on, "--max_iters=7")
     assert "ckpt_000006.pt: damaged" in refusal(explain.main, [str(copy_of_six), noise])
     assert snapshot(copy_of_six) == before
 
@@ -352,7 +342,8 @@ def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first
     flags = ("--beta=0.1", "--save_interval=1")
     moving = (*flags, "--max_iters=2", "--ref_model_sync_steps=2")
     grpo(tmp_path / "late", *flags, "--max_iters=1")
-    grpo(tmp_path / "late", *moving, "--resume=True")
+    text = grpo(tmp_path / "late", *moving, "--resume=True")
+    assert "ref_model_sync_steps: 0 -> 2" in text, "it must name settings that are new"
     grpo(tmp_path / "whole", *moving)
     a, b = (checkpoint_of(tmp_path / name)["reference"] for name in ("late", "whole"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -382,53 +373,35 @@ def test_checkpoints_that_are_kept_remove_nothing_of_the_user(grpo, tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
-    for name in os.listdir(copy_of_six):
-        if name != "config.py":
-            os.remove(copy_of_six / name)
-    (copy_of_six / "ckpt_000002.pt.123.tmp").write_text("half a checkpoint")
-    grpo(copy_of_six, noise, *SIX, "--resume=True")
-    assert_same_run(six, copy_of_six)
-    assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
+def test_killed_before_config_json_is_there(grpo, noise, six, tmp_path, monkeypatch):
+    where = tmp_path / "run"
+    with monkeypatch.context() as m, pytest.raises(Crash):
+        m.setattr("run.checkpoint.write_json", dies)
+        grpo(where, noise, *SIX)
+    assert (where / "config.py").read_text() == NOISE, "a run's folder must have its config.py"
+    (where / "ckpt_000002.pt.123.tmp").write_text("half a checkpoint")
+    assert "has no checkpoint" in grpo(where, noise, *SIX, "--resume=True")
+    assert_same_run(six, where)
+    assert set(os.listdir(where)) == set(os.listdir(six)), "a half was left behind"
 
 
-def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(grpo, copy_of_six, noise):
+def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(copy_of_six, go_on):
     (copy_of_six / "ckpt_000007.pt.1.tmp").mkdir()
     notes = copy_of_six / "ckpt_000007.pt.1.tmp" / "notes"
     notes.write_text("years of work")
     with pytest.raises(OSError, match="directory"):
-        grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+        go_on("--max_iters=7")
     assert notes.read_text() == "years of work"
 
 
-def test_a_config_py_alone_is_no_run(grpo, noise, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.py").write_text("years of work")
-    refusal(grpo, f"{tmp_path}/mine", noise, *SIX, "--max_iters=0")
-    assert os.listdir(tmp_path / "mine") == ["config.py"], "a user's config.py is no run's"
-
-
-def test_a_bad_config_json_names_the_way_out(grpo, tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    message = refusal(grpo, tmp_path)
-    assert "cannot be read as JSON" in message and "choose another --out_dir" in message
-
-
-def test_config_py_is_written_before_config_json(grpo, noise, tmp_path, monkeypatch):
-    monkeypatch.setattr("run.checkpoint.write_json", dies)
-    with pytest.raises(Crash):
-        grpo(f"{tmp_path}/run", noise, "--max_iters=0")
-    assert (tmp_path / "run" / "config.py").read_text() == NOISE
-
-
-def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo, tmp_path):
+def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, go_on, tmp_path):
     content = load_file(tiny.policy, "policy")
     content["model"]["ln_f.bias"] += 1
     save_file(f"{tmp_path}/other.pt", **content)
     before = snapshot(copy_of_six)
-    for flags, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
-                        ("--lora_rank=2", "lora_rank")):
-        assert part in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", flags)
+    for flag, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
+                       ("--lora_rank=2", "lora_rank")):
+        assert part in refusal(go_on, flag)
     assert snapshot(copy_of_six) == before
 
 
@@ -486,10 +459,11 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
 
 
 @pytest.mark.parametrize("text, says", [
+    ("def reward(completions): return 3", "reward 'reward' returned"),
     ("tracin = 'target'\ndef target(policy, tokenizer, batch): return 3.0", "target returned"),
     ("tracin = 'target'\ndef target(policy, tokenizer, batch): batch.speed", "target raised"),
     ("tracin = 'self'\ntracin_select = 'weigh'\ndef weigh(influence, batch): pass",
-     "weigh returned")], ids=["a number", "an error", "nothing"])
+     "weigh returned")], ids=["reward", "a number", "an error", "nothing"])
 def test_a_faulty_function_is_found_before_anything_is_trained(text, says, fresh, tmp_path):
     config = tmp_path / "config.py"
     config.write_text(text)
@@ -510,7 +484,7 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
         skip_without("lora")
         grpo(where, "--max_iters=2", *flags)
     else:
-        shutil.copytree(finished.dir, where)
+        shutil.copytree(finished, where)
     before = snapshot(where)
     text = printed(evaluate.main, [str(where)])
     assert snapshot(where) == before
@@ -522,8 +496,8 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
 
 
 def test_evaluate_needs_no_reference(finished):
-    after = columns(printed(evaluate.main, [finished.dir]))
-    follows = [finished.dir, "--ref_model_sync_steps=1", "--beta=0.2"]
+    after = columns(printed(evaluate.main, [finished]))
+    follows = [finished, "--ref_model_sync_steps=1", "--beta=0.2"]
     assert columns(printed(evaluate.main, follows)) == after
 
 
@@ -534,13 +508,12 @@ def test_a_run_of_another_version_has_a_policy(copy_of_six):
     assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
 
 
-@pytest.mark.parametrize("name, extra", [("lora_rank", "lora"), ("critic", "critic")])
-def test_a_policy_with_a_part_that_is_not_here_is_one_line(name, extra, copy_of_six, monkeypatch):
+def test_a_policy_with_a_part_that_is_not_here_is_one_line(copy_of_six, monkeypatch):
     settings = checkpoint_of(copy_of_six)["settings"]
-    rewrite_checkpoint(copy_of_six, settings=settings | {name: True})
+    rewrite_checkpoint(copy_of_six, settings=settings | {"lora_rank": 2})
     monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(copy_of_six))
     said = refusal(evaluate.load_run, str(copy_of_six))
-    assert said == f"{name} = True needs extras/{extra}, which is not here"
+    assert said == "lora_rank = 2 needs extras/lora, which is not here"
 
 
 def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from common.files import read_rows, undamaged
+from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings
 from data.prompts import encode_prompt
@@ -20,7 +20,7 @@ from extras.account import account, by_parameter, replay, row_of, walk_back
 from rollout import completion_states, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
-    read_checkpoint, set_random_state)
+    read_checkpoint)
 from run.folder import same_text
 
 FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
@@ -102,11 +102,7 @@ def go_to(setup, cfg, folder, since):
     earlier = [path for path in checkpoints(folder) if iterations_of(path) <= since]
     if not earlier:
         return 0
-    content = read_checkpoint(earlier[-1])
-    with undamaged(earlier[-1]):
-        load_checkpoint(content, earlier[-1], setup, cfg, hash_of(setup.base))
-        set_random_state(content["random"])
-    return content["iteration"]
+    return load_checkpoint(earlier[-1], setup, cfg)["iteration"]
 
 
 # ------------------------------------------------------------------------------------------------
