@@ -16,7 +16,7 @@ import os
 import config
 from common.files import read_rows, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
-from run.checkpoint import FREE, source_of
+from run.checkpoint import FREE
 
 with optional("matplotlib"):
     import matplotlib
@@ -60,10 +60,10 @@ def kind_of(folder):
     """What runs have in common that differ by their seed alone: settings, text of the config."""
     if not os.path.exists(f"{folder}/config.json"):     # logs alone: a colour of its own
         return folder
-    settings = config.read_run(folder)["settings"]
+    run = config.read_run(folder)
     free = (*FREE, "cache_dir", "seed")
-    kept = {name: x for name, x in settings.items() if name not in free}
-    return json.dumps([kept, source_of(folder)])
+    kept = {name: x for name, x in run["settings"].items() if name not in free}
+    return json.dumps([kept, run["source"]])
 
 
 def draw_runs(groups, most=len(PANELS)):

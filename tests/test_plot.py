@@ -14,9 +14,10 @@ METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
 TITLES = [title for title, *_ in plot.PANELS]
 
 
-def make_run(folder, rows=(), evaluations=(), **settings):
+def make_run(folder, rows=(), evaluations=(), source=None, **settings):
     os.makedirs(folder)
-    content = {"settings": {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings}
+    settings = {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings
+    content = {"settings": settings, "source": source}
     (folder / "config.json").write_text(json.dumps(content))
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "eval.jsonl", evaluations)
@@ -66,8 +67,7 @@ def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
     runs = [make_run(tmp_path / f"seed{seed}", rewarded(*rewards), seed=seed)
             for seed, rewards in values.items()]
     other = make_run(tmp_path / "other", rewarded(0.8), beta=0.5)
-    edited = make_run(tmp_path / "edited", rewarded(0.8), seed=4)
-    (tmp_path / "edited" / "config.py").write_text("def reward(completions): ...")
+    edited = make_run(tmp_path / "edited", rewarded(0.8), source="def reward(): 1", seed=4)
     drawn, figure = figure_of(*runs[:2], other, runs[2], edited)
     lines = drawn["reward, mean"]
     assert len({line.get_color() for line in lines}) == len(lines) == 3, (

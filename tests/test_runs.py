@@ -231,7 +231,7 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, grpo, tmp_path, mo
         grpo(f"{tmp_path}/parts", *argv)
     assert len(read_rows(f"{tmp_path}/parts/metrics.jsonl")) == 3
     assert checkpoint_of(f"{tmp_path}/parts")["iteration"] == 2
-    assert "continues the interrupted run" in grpo(f"{tmp_path}/parts", *argv)
+    assert "ckpt_000002.pt after 2 iterations" in grpo(f"{tmp_path}/parts", *argv)
     assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/parts")
 
 
@@ -373,12 +373,13 @@ def test_checkpoints_that_are_kept_remove_nothing_of_the_user(grpo, tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_killed_before_config_json_is_there(grpo, noise, six, tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", ["write_json", "replacing"])
+def test_killed_before_config_json_or_config_py_is_there(
+        part, grpo, noise, six, tmp_path, monkeypatch):
     where = tmp_path / "run"
     with monkeypatch.context() as m, pytest.raises(Crash):
-        m.setattr("run.checkpoint.write_json", dies)
+        m.setattr(f"run.checkpoint.{part}", dies)
         grpo(where, noise, *SIX)
-    assert (where / "config.py").read_text() == NOISE, "a run's folder must have its config.py"
     (where / "ckpt_000002.pt.123.tmp").write_text("half a checkpoint")
     assert "has no checkpoint" in grpo(where, noise, *SIX, "--resume=True")
     assert_same_run(six, where)

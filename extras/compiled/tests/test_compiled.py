@@ -23,7 +23,7 @@ PROMPTS = [[5, 6, 7], [3, 4], [9]]
 
 def assert_same_tokens(decoder, prompts=PROMPTS, **how):
     """A decoder samples what generate does without it -> the rollout."""
-    how = dict(seed=3, eos=0) | how
+    how = dict(seed=3, eos=(0,)) | how
     expected = generate(decoder.model, prompts, 2, 10, **how)
     found = generate(decoder, prompts, 2, 10, **how)
     same_rollout(found, expected)
@@ -53,7 +53,7 @@ def test_all_completions_are_read_in_one_shape_until_all_have_ended():
     model = random_gpt(8, seed=5)       # many end early
     shapes = []
     model.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
-    generate(Decoder(model), [[5, 6, 1], [3, 4], [2]], 4, 12, seed=3, eos=7)
+    generate(Decoder(model), [[5, 6, 1], [3, 4], [2]], 4, 12, seed=3, eos=(7,))
     assert set(shapes[1:]) == {(12, 1, 32)}
 
 
