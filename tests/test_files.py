@@ -84,9 +84,10 @@ def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
     shapes = (dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
               dict(n_embd=10 ** 6), dict(n_head=-1), dict(norm_eps="x"), dict(n_layer="2"),
               dict(vocab_size=10 ** 12), dict(local_layers=1))
-    for shape, weights in (*((shape, weights) for shape in shapes),
-                           (dict(block_size=10 ** 13), weights | {"wpe.weight": four_bytes})):
-        save_file(path, "policy", config=vars(model.config) | shape, model=weights)
+    cases = [(shape, weights) for shape in shapes]
+    cases.append((dict(block_size=10 ** 13), weights | {"wpe.weight": four_bytes}))
+    for shape, tensors in cases:
+        save_file(path, "policy", config=vars(model.config) | shape, model=tensors)
         assert "odd.pt: damaged" in refusal(load_gpt, path), shape
 
 
