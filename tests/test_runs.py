@@ -40,7 +40,7 @@ def noise(prompts, completions):
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
     return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completions]
 """
-FINISHED = ["--beta=0.1", "--micro_batch_size=8", "--eval_interval=2"]
+FINISHED = ["--beta=0.1", "--micro_batch_size=8", "--eval_interval=2", "--keep_checkpoints=1"]
 SIX = ["--max_iters=6", "--eval_interval=3", "--save_interval=2"]
 
 
@@ -147,6 +147,8 @@ def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
     assert "--out_dir" in message
     assert snapshot(copy_of_six) == before
     assert os.listdir(tmp_path) == [copy_of_six.name]
+    Path(tmp_path, "other.py").write_text(NOISE + "pass")
+    assert "had another text" in refusal(grpo, copy_of_six, f"{tmp_path}/other.py", *SIX)
 
 
 @pytest.mark.parametrize("name, says", [
