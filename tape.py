@@ -23,6 +23,7 @@ In the order of the file: the Tape, which keeps a and b; the hooks; the kinds of
 and checks. It needs only torch and works on your own models. A gradient is {parameter: tensor}.
 """
 import functools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -233,6 +234,7 @@ class Tape:
 
     def recorder(self, layer, module, x):
         """A function of b, the gradient of the output, that records this call of a layer."""
+        tape = weakref.proxy(self)      # who keeps a loss keeps its hooks, and not the records
         rows = self.rows_of(layer, module, x)
         x = x.detach()
         version = x._version
@@ -242,16 +244,16 @@ class Tape:
             nonlocal is_recorded
             if x._version != version:
                 refuse(layer.name, "its input was changed in place before the backward")
-            if is_recorded and not self.summing:
+            if is_recorded and not tape.summing:
                 refuse(layer.name, "a second backward of the same forward would count twice: add "
                                    "the losses up, or see backward_summed")
             for name, p in layer.trained.items():
                 found = needed(rows, *layer.kind(module, name, x, b))
-                if self.summing:
-                    add_outer(self.sum[p], found.b, found.a)
+                if tape.summing:
+                    add_outer(tape.sum[p], found.b, found.a)
                 else:
-                    self.records[p].append(found)
-            is_recorded = is_recorded or not self.summing
+                    tape.records[p].append(found)
+            is_recorded = is_recorded or not tape.summing
 
         return record
 
