@@ -9,7 +9,7 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.script import seed_for
 from extras.account import account, flat, hessian_times, replay, row_of
-from rollout import completion_logprobs, completion_states
+from rollout import completion_logprobs, completion_states, concatenate
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken, skip_without
 
 
@@ -153,7 +153,7 @@ def by_hand(setup, cfg, states, taken, sentence):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
-    found = account(setup, cfg, states, taken, [sentence], hessian=False)
+    found = account(setup, cfg, states, taken, sentence, hessian=False)
     weights = [x[0] for x in states]
     slopes = [slope_by_hand(setup, cfg, x, sentence) for x in weights]
     along = sum(float((a + b) / 2 @ (y - x))
@@ -174,7 +174,7 @@ def straight_error(kind, tmp_path, rate, parts=1):
     """How far the sums are from the true changes of some sentences, relative to their shares. One
     iteration: the rollouts are the same at any rate."""
     setup, cfg, states, taken, _ = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
-    sentences = [row_of([2, 3], [4, i, 0], setup.device) for i in range(1, 6)]
+    sentences = concatenate([row_of([2, 3], [4, i, 0], setup.device) for i in range(1, 6)])
     found = account(setup, cfg, states, taken, sentences, hessian=False, parts=parts)
     return float((found.together - found.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
@@ -238,7 +238,7 @@ def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_derivative_is_that_of_training_again(kind, tmp_path):
     setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
-    found = account(setup, cfg, states, taken, [sentence], damping=0.0)
+    found = account(setup, cfg, states, taken, sentence, damping=0.0)
     f, theta = trained_again(setup, cfg, states, taken, sentence, 0, 0, 1.0)
     assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
     effects = found.effects[0]

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import extras.account
-import grpo as trainer
-from config import load_settings
-from extras.account import account, replay, row_of, story
+from extras.account import replay, story
 from worlds import printed, read_rows, refusal, skip_without
 
 explain = importlib.import_module("explain.__main__")
@@ -171,20 +169,6 @@ def test_several_sentences_share_a_replay(run, tmp_path):
     assert together.count("account: rollouts") == 2 and "'the' -> ' cat'" in together
     alone, _ = told(folder, *ASKED, "--hessian=False")
     assert alone.splitlines()[-3] in together
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_words_of_a_rollout_add_up_to_its_share(run, parts):
-    folder = run("held out")
-    cfg = load_settings([folder, f"{folder}/config.py"])
-    setup = trainer.prepare(cfg, trainer.read_inputs(cfg))
-    asked = [row_of([5, 6], [7, 8, 9], setup.device)]
-    states, taken = replay(setup, cfg, 0, 0, 4, folder)
-    shares = account(setup, cfg, states, taken, asked, False, parts).shares[0]
-    places = [divmod(x, shares.shape[1]) for x in shares.flatten().abs().topk(6).indices.tolist()]
-    found = story.token_shares(setup, cfg, states, taken, asked[0], places, parts)
-    for place, words in found.items():
-        assert float(words.sum()) == pytest.approx(float(shares[place]), rel=1e-3)
 
 
 def test_refusals(run, tmp_path):
