@@ -11,13 +11,11 @@ and torch.func.jvp computes the second factor of all tokens at once. The tape is
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
 from data.tokenizer import end_tokens
-from rollout import completion_states, of_logits
+from rollout import completion_logprobs
 
 
 class Piece(NamedTuple):
@@ -27,36 +25,16 @@ class Piece(NamedTuple):
     sampled: bool       # by the policy
 
 
-class LogProbs(nn.Module):
-    """Log-probs of a rollout by a policy, for functional_call, which replaces weights of modules.
-
-    rollout.completion_logprobs computes the same, but has no forward derivative.
-    """
-
-    def __init__(self, policy):
-        super().__init__()
-        self.policy = policy
-
-    def forward(self, rollout, temperature):
-        def logprobs(logits, targets):
-            return logits.log_softmax(-1).gather(1, targets)
-
-        states = completion_states(self.policy, rollout)
-        return of_logits(logprobs, self.policy, rollout, temperature, states)
-
-
-@torch.no_grad()
 def logprob_changes(policy, G, rollout, temperature):
     """d log-prob / d e (n, T) of the tokens of n rows, at weights + e G. G: {parameter: tensor}."""
-    module = LogProbs(policy)
-    trained = {name: p for name, p in module.named_parameters() if p in G}
-    D = {name: G[p] for name, p in trained.items()}
-
-    def at(weights):
-        return functional_call(module, weights, (rollout, temperature))
-
-    with sdpa_kernel(SDPBackend.MATH):      # of attention's kernels it alone has this derivative
-        return torch.func.jvp(at, (trained,), (D,))[1]
+    weights, directions = zip(*G.items())
+    with sdpa_kernel(SDPBackend.MATH):      # of attention's kernels it alone has a second derivative
+        logp = completion_logprobs(policy, rollout, temperature)
+        factors = torch.zeros_like(logp, requires_grad=True)
+        # the gradient of <factors, logp>; its product with G is <factors, changes>
+        mixed = torch.autograd.grad(
+            logp, weights, factors, create_graph=True, materialize_grads=True)
+        return torch.autograd.grad(mixed, factors, directions)[0]
 
 
 def token_slopes(setup, cfg, batch, step):

@@ -22,7 +22,6 @@ is tiny a step is hardly more than a sign, and its derivative is huge and means 
 
 S steps, I iterations of N rollouts, W trained weights end to end, K sentences of T tokens.
 """
-import math
 import tempfile
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,19 +29,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import vector_to_parameters
 
 import grpo
 from common.device import free_memory
 from common.script import BadInput, seed_for
 from common.supervised import Progress
-from explain.words import token_slopes
-from rollout import completion_logprobs, completion_states, empty_rollout
+from rollout import completion_logprobs, empty_rollout
 from tracin import Recording
 
 DAMPING = 0.3
-NEAR = 1e-5     # H d is the difference of two gradients, this far from the weights, relative to
-                # their norm. In float32 it has three digits; from nearer ones fewer
 
 # ------------------------------------------------------------------------------------------------
 # the run, once more
@@ -146,9 +143,12 @@ def logprobs(setup, weights, sentences, cfg):
 def slopes(setup, weights, sentences, cfg):
     """grad f (K, W)."""
     f = logprobs(setup, weights, sentences, cfg).sum(1)                             # (K,)
-    return torch.stack([
-        flat(torch.autograd.grad(x, setup.trained, retain_graph=True, materialize_grads=True))
-        for x in f])
+    return torch.stack([gradient(x, setup.trained, retain_graph=True) for x in f])
+
+
+def gradient(x, weights, **how):
+    """Of a number (): (W,)."""
+    return flat(torch.autograd.grad(x, weights, materialize_grads=True, **how))
 
 
 def mean_slopes(setup, before, after, sentences, cfg, parts):
@@ -184,50 +184,28 @@ def taken_back(k, before, after, derivative, damping):
     return L, derivative
 
 
-def unclipped(setup, cfg, k):
-    """Settings and a Batch with which the loss of step k has the same gradient and no kinks: tokens
-    whose ratio or value is clipped now are left out, the others are never clipped."""
-    batch = replace(k.batch, policy_mask=token_slopes(setup, cfg, k.batch, k.step) != 0)
-    if cfg.critic and cfg.value_clip:
-        from extras.critic import value_errors
-        with torch.no_grad():
-            states = completion_states(setup.policy, batch.rollout)
-            free, larger = (
-                value_errors(setup.policy, batch.rollout, batch.returns, states, clip)
-                for clip in (None, cfg.value_clip))
-        batch.returns = batch.returns.where(free == larger, math.nan)   # the others have no loss
-        cfg = replace(cfg, value_clip=None)
-    if cfg.loss_type != "cispo":    # it has no kinks: its clipped ratio is a constant
-        cfg = replace(cfg, epsilon=1e9, epsilon_high=None, delta=None)
-    return cfg, batch
-
-
 def hessian_times(setup, cfg, k, weights, directions):
-    """H d (K, W) of the loss of step k, each as the difference of two gradients in full precision.
-    """
+    """H d (K, W) of the loss of step k, in full precision: the derivative of <gradient, d>."""
     exact = replace(setup, dtype=weights.dtype)
     vector_to_parameters(weights, setup.trained)
-    cfg, batch = unclipped(exact, cfg, k)
-
-    def gradient(there):
-        vector_to_parameters(there, setup.trained)
-        return flat(grpo.gradient_of(exact, cfg, batch, k.step.rows, k.step).values())
-
-    products = []
-    for d in directions:
-        h = NEAR * weights.norm() / d.norm().clamp(min=1e-30)
-        products.append((gradient(weights + h * d) - gradient(weights - h * d)) / (2 * h))
-    return torch.stack(products)
+    products = torch.zeros_like(directions)
+    for rows in grpo.micro_batches(k.batch.lengths, k.step.rows, cfg):
+        with sdpa_kernel(SDPBackend.MATH):      # it alone has a second derivative
+            loss = grpo.loss_of(exact, setup.policy, k.batch, rows, k.step, cfg)
+            g = gradient(loss.total, setup.trained, create_graph=True)
+            for i, d in enumerate(directions):
+                products[i] += gradient(g @ d, setup.trained, retain_graph=True)
+    return products
 
 
 def multiplied(setup, cfg, k, weights, directions):
     """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k."""
     vector_to_parameters(weights, setup.trained)
-    alone = replace(cfg, beta=0.0, entropy_coef=0.0, critic=False)      # without the rest
-    batch = replace(k.batch, row_weights=k.batch.row_weights.clone())
-    with Recording(setup.policy, batch, k.step, False, alone) as recording:  # it sets them to 1
-        batch.row_weights = k.batch.row_weights
-        grpo.backward(setup, batch, k.step, alone, lambda loss: None, recording)
+    batch = replace(k.batch, row_weights=k.batch.row_weights.clone())   # a recording sets them to 1
+    with Recording(setup.policy, batch, k.step, False, cfg) as recording:
+        for rows in grpo.micro_batches(batch.lengths, k.step.rows, cfg):
+            recording.begin(rows)
+            grpo.loss_of(setup, setup.policy, k.batch, rows, k.step, cfg).policy.backward()
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 
 
@@ -246,12 +224,11 @@ class Account(NamedTuple):
     logp: Tensor        # (S + 1, K, T) of their tokens, along the run
     shares: Tensor      # (K, I, N) of the rollouts: where the change came from
     effects: Tensor     # (K, I, N): the derivatives by their weights
-    rest: dict          # {name: shares (K,)} of the other parts of the loss
-    others: dict        # likewise, of what is no loss
+    rest: dict          # {name: shares (K,)}: of the rest of the loss, and of what is no loss
 
     @property
     def together(self):     # (K,)
-        return self.shares.sum((1, 2)) + sum([*self.rest.values(), *self.others.values()])
+        return self.shares.sum((1, 2)) + sum(self.rest.values())
 
     @property
     def change(self):       # (K,)
@@ -267,9 +244,9 @@ def account(setup, cfg, states, taken, sentences, hessian=True, parts=1, damping
     derivative = d_theta, 0 * d_theta, 0 * d_theta
     shape = len(d_theta), taken[-1].it + 1, len(taken[0].batch.row_weights)
     shares, effects = torch.zeros(2, *shape, dtype=torch.float64)
-    parts_of_rest = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
-    rest = {part: 0.0 for part, is_on in parts_of_rest.items() if is_on}
-    decay = 0.0
+    is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
+    parts_of_loss = [part for part in is_on if is_on[part]]
+    rest = dict.fromkeys([*parts_of_loss, "decay"], 0.0)
     progress = Progress("account", "step", len(taken))
     steps = walk_back(setup, cfg, states, taken, sentences, parts)
     for done, (k, before, after, slope, G) in enumerate(steps, 1):
@@ -277,16 +254,17 @@ def account(setup, cfg, states, taken, sentences, hessian=True, parts=1, damping
         products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))          # (2 K, N)
         shares[:, k.it] += products[:len(G)]
         effects[:, k.it] += products[len(G):]
-        for part in rest:
-            g = grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step, part).values()
-            rest[part] += (G @ flat(g)).cpu()
-        decay -= k.lr * k.decay * (slope @ before[0]).cpu()
+        for part in parts_of_loss:
+            g = grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step, part)
+            rest[part] += (G @ flat(g.values())).cpu()
+        rest["decay"] -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:
             derivative[0] += hessian_times(setup, cfg, k, before[0], L)
         if progress.is_due():
             progress.show(done)
-    momentum = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()   # of m before the first step
-    return Account(logp, shares, effects, rest, dict(decay=decay, momentum=momentum))
+    # of what m held before the first step
+    rest["momentum"] = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()
+    return Account(logp, shares, effects, rest)
 
 
 def walk_back(setup, cfg, states, taken, sentences, parts=1):

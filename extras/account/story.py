@@ -39,6 +39,9 @@ def main(argv):
     own, flags = own_flags(argv[1:], FLAGS)
     folder = argv[0]
     cfg = load_settings([folder, *flags])
+    if own["hessian"] and cfg.loss_type == "cispo":
+        raise BadInput("loss_type = 'cispo': has no Hessian, since its ratio is a constant: add "
+                       "--hessian=False")
     path, last = read_newest(folder)
     end = last["iteration"]
     since = own["since"]
@@ -183,13 +186,14 @@ def token_shares(setup, cfg, states, taken, sentence, places, parts):
     """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration, number)."""
     shares = dict.fromkeys(places, 0.0)
     for k, before, _, _, G in walk_back(setup, cfg, states, taken, sentence, parts):
-        vector_to_parameters(before[0], setup.trained)
-        slopes = token_slopes(setup, cfg, k.batch, k.step)                          # (N, T)
-        for it, j in places:
-            if it == k.it:
-                changes = logprob_changes(setup.policy, by_parameter(setup, G[0]),
-                                          k.batch.rollout[[j]], cfg.temperature)
-                shares[it, j] += (slopes[j] * changes)[0]
+        here = [j for it, j in places if it == k.it]
+        if here:
+            vector_to_parameters(before[0], setup.trained)
+            slopes = token_slopes(setup, cfg, k.batch, k.step)                      # (N, T)
+            changes = logprob_changes(setup.policy, by_parameter(setup, G[0]),
+                                      k.batch.rollout[here], cfg.temperature)
+            for j, words in zip(here, slopes[here] * changes):
+                shares[k.it, j] += words
     return shares
 
 
@@ -203,12 +207,10 @@ def lines_of(found, i, since):
     if error > TOO_FAR:
         lines.append("warning: the steps are too large for a straight line; --parts=4 looks at "
                      "four parts of each step")
-    lines += [f"  {part} in the loss {x[i]:+.3f}" for part, x in found.rest.items()]
-    rest = sum(float(x[i]) for x in found.rest.values())
-    others = [f"{name} {x[i]:+.3f}, " for name, x in found.others.items() if x[i]]
-    lines.append(f"account: rollouts {shares.sum():+.3f}, rest {rest:+.3f}, {''.join(others)}"
-                 f"together {together:+.3f} nats; true change {change:+.3f} "
-                 f"({100 * error:.1f} % off)")
+    lines += [f"  {name} {x[i]:+.3f}" for name, x in found.rest.items() if x[i]]
+    rollouts = float(shares.sum())
+    lines.append(f"account: rollouts {rollouts:+.3f}, rest {together - rollouts:+.3f}, together "
+                 f"{together:+.3f} nats; true change {change:+.3f} ({100 * error:.1f} % off)")
     return lines
 
 
