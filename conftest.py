@@ -51,16 +51,14 @@ def comments(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(comments, tmp_path_factory):
-    """.flags for every script; .policy and .judge, files; .pretrain and .train, what the two
-    scripts that made them printed."""
-    import judge.train
+    """.flags for every script; .policy and .judge, files that pretrain.py made."""
     import pretrain
 
     cache = tmp_path_factory.mktemp("prepared")
     flags = [*TINY, f"--comments={comments}", f"--cache_dir={cache}", "--save_interval=2",
              "--max_iters=3", "--eval_interval=3"]
-    made = SimpleNamespace(flags=flags, cache=str(cache), pretrain=printed(pretrain.main, flags),
-                           train=printed(judge.train.main, flags))
+    made = SimpleNamespace(flags=flags, cache=str(cache))
+    printed(pretrain.main, flags)
     made.policy = str(next(cache.glob("policy-*.pt")))
     made.judge = str(next(cache.glob("judge_a-*.pt")))
     return made

@@ -6,8 +6,7 @@ This command measures the last checkpoint of a run, with other settings if you l
 """
 import os
 
-from common.script import (     # before torch: sets how its threads wait
-    BadInput, hash_of, run_script, seed_for)
+from common.script import BadInput, run_script, seed_for    # before torch: how its threads wait
 
 import torch
 
@@ -20,13 +19,12 @@ from judge.scorer import silent
 from model import Policy
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
-from run.checkpoint import load_checkpoint, read_newest
+from run.checkpoint import load_checkpoint, newest_checkpoint, read_checkpoint
 from run.metrics import call_metrics
 from run.report import print_table
-from common.device import autocast
 from common.files import load_gpt, rebuilt, undamaged
-from common.processes import all_gather, all_gather_rollout, shard
-from rollout import completion_logprobs, concatenate
+from common.processes import all_gather, shard
+from rollout import completion_logprobs
 
 NUM_SHOWN = 4   # completions that are printed
 AT_ONCE = 64    # completions that are sampled or scored together; limits memory
@@ -43,19 +41,19 @@ def evaluate(setup, policy, cfg):
     prompts = [prompt for prompt in setup.eval_prompts for _ in range(k)]
     texts = [prompt.text for prompt in prompts]
     mine = shard(len(completions), k)
-    logits = {name: all_gather(judge(texts[mine], completions[mine]))               # (N,)
-              for name, judge in setup.judges.items()}
+    logits = {name: judge(completions[mine]) for name, judge in setup.judges.items()}
+    functions = dict(setup.reward_funcs)
+    if "judge" in functions:    # it has judged them already
+        functions["judge"] = lambda completions: judge_rewards(
+            logits["judge"], completions, cfg.judge_score)
+    rewards = all_gather(score(functions, prompts[mine], completions[mine]))        # (N, K)
 
-    measures = {}
-    for name, function in setup.reward_funcs.items():
-        if name == "judge":
-            rewards = judge_rewards(logits["judge"], completions, cfg.judge_score)
-        else:
-            rewards = all_gather(score({name: function}, prompts[mine], completions[mine]))
-        measures[f"rewards/{name}"] = float(rewards.nanmean())
+    measures = {f"rewards/{name}": float(column.nanmean())
+                for name, column in zip(functions, rewards.T)}
     measures |= call_metrics(completions, cfg)
     for name in setup.judges:
-        measures |= toxicity_measures(name, torch.sigmoid(logits[name]).view(-1, k))
+        toxicity = torch.sigmoid(all_gather(logits[name])).view(-1, k)
+        measures |= toxicity_measures(name, toxicity)
     measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, cfg)
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
@@ -68,18 +66,9 @@ def evaluate(setup, policy, cfg):
 
 
 def sample_evaluation(setup, policy, cfg):
-    return sample(setup, policy, cfg, setup.eval_prompts, cfg.num_eval_generations,
-                  seed_for("evaluation"), temperature=cfg.eval_temperature)
-
-
-def sample(setup, policy, cfg, prompts, k, seed, **sampling):
-    """k completions of each prompt, with these arguments of rollout.generate -> Rollout."""
-    with autocast(setup.device, setup.dtype):
-        rollout = setup.generate(
-            policy, [prompt.ids for prompt in prompts], k, cfg.max_completion_length, seed=seed,
-            batch_size=AT_ONCE, eos=end_tokens(setup.tokenizer), part=shard(len(prompts)),
-            respond=setup.answering(prompts, k), **sampling)
-    return concatenate(all_gather_rollout(rollout))
+    return setup.sample(
+        policy, setup.eval_prompts, cfg.num_eval_generations, cfg, seed=seed_for("evaluation"),
+        batch_size=AT_ONCE, temperature=cfg.eval_temperature)
 
 
 def perplexity_under(base, rollout, cfg):
@@ -130,12 +119,11 @@ def open_run(argv):
                        "...]")
     cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
-    path, checkpoint = read_newest(first)
-    print(f"{path}: after {checkpoint['iteration']} iterations")
+    path = newest_checkpoint(first)
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
-    with undamaged(path):
-        load_checkpoint(checkpoint, path, setup, cfg, hash_of(setup.base))
-    return cfg, setup, checkpoint["iteration"]
+    iteration = load_checkpoint(path, setup, cfg)["iteration"]
+    print(f"{path}: after {iteration} iterations")
+    return cfg, setup, iteration
 
 
 def load_run(path):
@@ -144,7 +132,8 @@ def load_run(path):
     if not os.path.isdir(path):
         policy = load_gpt(path)
         return policy, load_tokenizer(policy.config.vocab_size)
-    path, content = read_newest(path)
+    path = newest_checkpoint(path)
+    content = read_checkpoint(path)
     with undamaged(path):
         kept = content["settings"].items()     # other versions may have other settings
         cfg = Settings(**{name: value for name, value in kept if name in HINTS})

@@ -1,18 +1,18 @@
 """Make the policy that the settings name: load it, or pretrain it.
 
-    python pretrain.py config/toxicity.py --policy=train
+    python pretrain.py config/toxicity.py --policy=train --judge=train
 
-pretrains a small GPT from scratch, on the comments or on the texts that the config file makes up.
-grpo.py does so at first use, too. The command prints the file's name, for --policy=FILE.pt
+trains what the settings call "train", and prints the names of the files: a small GPT from scratch,
+on the comments or on the texts that the config file makes up, and the judges (judge/train.py).
+grpo.py does so at first use, too.
 """
 import copy
 import math
-import os
 import random
 import time
 
 from common.script import (     # before torch: sets how its threads wait
-    BadInput, interrupts, key_of, run_script, seed_for, shown)
+    BadInput, interrupts, run_script, seed_for, shown)
 
 import torch
 from torch.nn import functional as F
@@ -20,10 +20,11 @@ from torch.nn import functional as F
 from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
+from judge.train import trained_judges
 from model import GPTConfig, Policy
 from common.device import autocast, fast_dtype, pick_device
 from common.files import load_gpt, save_gpt
-from common.supervised import fit
+from common.supervised import fit, made_once
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
@@ -32,40 +33,21 @@ BATCH_SIZE = 48  # windows of block_size tokens
 
 
 def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
-    """Return the policy "train" on the CPU, pretrained once into cfg.cache_dir. BadInput if it
-    would have to be pretrained now and may_train is False."""
-    makes_up = "texts" in cfg.functions
-    if makes_up:
+    """Return the policy "train" on the CPU. It is pretrained at first use, into cfg.cache_dir."""
+    if "texts" in cfg.functions:
         texts = made_up_texts(cfg, 1000, SEED)      # enough to tell them from others
         held_out = made_up_texts(cfg, 1000, SEED + 1)
     else:
         texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
         held_out = [text for text, _ in splits["eval_prompts"]]
-    path = path_of(cfg, texts)
-    if os.path.exists(path):
-        print(f"policy: {path}")
-        return load_gpt(path)
-    if not may_train:
-        raise BadInput(f"{path}: the policy that this run began from is missing; make it again: "
-                       f"python pretrain.py {cfg.out_dir}")
-    if makes_up:
-        texts = made_up_tokens(cfg, texts)
-    return pretrain(cfg, path, texts, held_out, device, stop)
 
+    def make(path):
+        pretrain(cfg, path, texts, held_out, device, stop)
 
-def path_of(cfg, texts):
-    """Name the file of the policy that is made of these texts, by a hash of all it depends on."""
     shape = [getattr(cfg, name) for name in SHAPE]
     made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
-    name = f"policy-{cfg.n_layer}x{cfg.n_embd}-{key_of(made_of)}.pt"
-    return os.path.join(cfg.cache_dir, name)
-
-
-def made_up_tokens(cfg, examples):
-    """Call texts(n, seed) for about pretrain_tokens tokens, by the mean length of the examples."""
-    encoded = load_tokenizer(cfg.vocab_size).encode_ordinary_batch(examples)
-    mean_length = sum(len(ids) + 1 for ids in encoded) / len(examples)
-    return made_up_texts(cfg, math.ceil(cfg.pretrain_tokens / mean_length), SEED)
+    return load_gpt(
+        made_once(cfg, f"policy-{cfg.n_layer}x{cfg.n_embd}", made_of, make, may_train))
 
 
 def made_up_texts(cfg, n, seed):
@@ -80,22 +62,23 @@ def made_up_texts(cfg, n, seed):
 
 
 def load_policy(cfg):
-    """Load the policy of a file or a published name; return None for "train". Its shape overrides
-    the settings, and a note names each setting that differs."""
+    """Load the policy of a file or a published name -> (policy, tokenizer); the policy is None for
+    "train". Its shape overrides the settings, and a note names each setting that differs."""
     if cfg.policy == "train":
-        return None
+        return None, load_tokenizer(cfg.vocab_size)
     if is_published(cfg):
         from extras.hub.policy import load
-        policy, _ = load(cfg.policy)
+        policy, tokenizer = load(cfg.policy)
     else:
         policy = load_gpt(cfg.policy)
+        tokenizer = load_tokenizer(policy.config.vocab_size)
     for name in SHAPE:
         wanted = getattr(cfg, name)
         found = getattr(policy.config, name)
         if wanted not in (getattr(Settings, name), found):
             print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {found}")
         setattr(cfg, name, found)
-    return policy
+    return policy, tokenizer
 
 
 def is_published(cfg):
@@ -127,25 +110,17 @@ def trainable(base, cfg):
     return policy
 
 
-def get_tokenizer(cfg):
-    """Return the policy's tokenizer: a published model's own, or GPT-2's first vocab_size tokens.
-    Call load_policy first: it gives the settings the policy's shape."""
-    if not is_published(cfg):
-        return load_tokenizer(cfg.vocab_size)
-    from extras.hub.policy import locate, tokenizer_of
-    tokenizer = tokenizer_of(locate(cfg.policy))
-    if tokenizer.largest >= cfg.vocab_size:
-        raise BadInput(f"{cfg.policy}: its tokenizer gives ids up to {tokenizer.largest}, but the "
-                       f"model has {cfg.vocab_size} tokens: they do not belong together")
-    return tokenizer
-
-
 def pretrain(cfg, path, texts, held_out, device, stop):
-    """Train a new policy on texts, save it at `path` and return it on the CPU."""
+    """Train a new policy on texts and save it at `path`. Of made-up texts there are as many as
+    cfg.pretrain_tokens needs, by the mean length of these."""
     began = time.time()
     num_tokens = cfg.pretrain_tokens
+    makes_up = "texts" in cfg.functions
     T = cfg.block_size
     tokenizer = load_tokenizer(cfg.vocab_size)
+    if makes_up:
+        mean_length = len(token_stream(tokenizer, texts)) / len(texts)
+        texts = made_up_texts(cfg, math.ceil(num_tokens / mean_length), SEED)
     stream = token_stream(tokenizer, texts, 2 * num_tokens)
     held_out = token_stream(tokenizer, held_out, 50_000)
     if min(len(stream), len(held_out)) <= T:
@@ -153,7 +128,7 @@ def pretrain(cfg, path, texts, held_out, device, stop):
                        f"{len(held_out)} to test on, both must be above block_size = {T}")
     # made-up texts are read from their start, like a prompt. Comments are long: half of their
     # windows begin anywhere
-    num_anywhere = 0 if "texts" in cfg.functions else BATCH_SIZE // 2
+    num_anywhere = 0 if makes_up else BATCH_SIZE // 2
     starts = text_starts(stream, T, tokenizer.eot_token)
     held_out_starts = text_starts(held_out, T, tokenizer.eot_token)
     torch.manual_seed(SEED)
@@ -173,20 +148,17 @@ def pretrain(cfg, path, texts, held_out, device, stop):
         loss = sum(float(loss_at(i, held_out, held_out_starts)) for i in range(10)) / 10
     save_gpt(path, model, loss=loss)
     print(f"policy: held-out loss {loss:.3f} nats per token, {time.time() - began:.0f} s, {path}")
-    return model.cpu()
 
 
-def token_stream(tokenizer, texts, limit):
+def token_stream(tokenizer, texts, limit=math.inf):
     """Join texts in shuffled order, each followed by the end token -> about `limit` ids (M,)."""
     texts = list(texts)
     random.Random(SEED).shuffle(texts)
     ids = []
-    for start in range(0, len(texts), 10_000):
-        if len(ids) >= limit:
-            break
-        part = texts[start:start + 10_000]
-        for text_ids in tokenizer.encode_ordinary_batch(part, num_threads=2):
+    while texts and len(ids) < limit:
+        for text_ids in tokenizer.encode_ordinary_batch(texts[:10_000], num_threads=2):
             ids += text_ids + [tokenizer.eot_token]
+        texts = texts[10_000:]
     return torch.tensor(ids)
 
 
@@ -210,8 +182,7 @@ def windows(stream, starts, num_anywhere, block_size, seed):
 def optimizers(model):
     """Return Muon (Jordan et al. 2024) for the matrices of the blocks, since it needs fewer tokens,
     and AdamW for all other weights."""
-    matrices = [m.weight for m in model.modules()
-                if isinstance(m, torch.nn.Linear) and m is not model.lm_head]
+    matrices = [p for p in model.h.parameters() if p.ndim == 2]
     chosen = set(matrices)
     others = [p for p in model.parameters() if p not in chosen]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0)
@@ -221,11 +192,15 @@ def optimizers(model):
 
 def main(argv):
     cfg = load_settings(argv)
-    if cfg.policy != "train":
-        raise BadInput(f"policy = {cfg.policy!r}: exists already; --policy=train makes a new one")
+    if "train" not in (cfg.policy, cfg.judge, cfg.eval_judge):
+        raise BadInput(f"policy = {cfg.policy!r}, judge = {cfg.judge!r}, eval_judge = "
+                       f"{cfg.eval_judge!r}: nothing to train; --policy=train trains a new one")
     with interrupts() as stop:
         device = pick_device(cfg.device, cfg.threads)
-        get_policy(cfg, get_splits(cfg), device, stop)
+        splits = get_splits(cfg)
+        if cfg.policy == "train":
+            get_policy(cfg, splits, device, stop)
+        trained_judges(cfg, splits, device, stop)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from data.prompts import Prompt, encode_prompt
 from data.tokenizer import texts_of
-from evaluate import open_run, sample
+from evaluate import open_run
 from judge.rewards import score
 from common.script import BadInput, own_flags, run_script, seed_for
 
@@ -24,11 +24,11 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
     asked = Prompt(prompt, ids, {"text": prompt})
     seed = seed_for(cfg.seed, "speak", prompt)
     try:
-        rollout = sample(setup, policy, cfg, [asked], num, seed, **cfg.sampling)
+        rollout = setup.sample(policy, [asked], num, cfg, seed=seed, **cfg.sampling)
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
     completions = texts_of(setup.tokenizer, rollout)
-    scores = {name: torch.sigmoid(judge([prompt] * num, completions)).tolist()
+    scores = {name: torch.sigmoid(judge(completions)).tolist()
               for name, judge in setup.judges.items()}
     for name, function in setup.reward_funcs.items():
         try:

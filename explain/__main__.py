@@ -3,7 +3,7 @@ Explains a run: which rollouts helped, which hurt, which words, and is the arith
 
     python tracin.py out/toxicity_tracin                    # prints it, writes influence.html there
     python tracin.py out/toxicity --tracin=reward           # a run that was made without influence
-    python tracin.py out/toxicity --before                  # from ckpt_prev.pt, before the end
+    python tracin.py out/toxicity --before                  # from the last checkpoint but one
     python tracin.py out/toxicity config/mine.py --tracin=target    # the function in mine.py
 
 The sentences are about all rollouts that the run has scored. The lists are of the iteration that
@@ -24,12 +24,12 @@ from config.check import need
 from explain.page import facts_of, show
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, token_slopes
-from run.checkpoint import load_checkpoint, read_checkpoint, set_random_state
+from run.checkpoint import load_checkpoint, newest_checkpoint
 from common.files import read_rows, undamaged
 from common.processes import rank_and_size
 from run.loop import sample_rows
 from run.metrics import tolerance_of
-from common.script import BadInput, hash_of, own_flags, run_script, seed_for
+from common.script import BadInput, own_flags, run_script, seed_for
 from tracin import Recording, keep_helpful, true_error
 
 # flags of extras/account
@@ -47,11 +47,7 @@ class Scored(NamedTuple):
 
 def next_iteration(setup, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
-    content = read_checkpoint(path)
-    with undamaged(path):
-        load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
-    set_random_state(content["random"])
-    it = content["iteration"]
+    it = load_checkpoint(path, setup, cfg)["iteration"]
     batch, held_out = grpo.sample_iteration(setup, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
@@ -135,7 +131,7 @@ def main(argv):
     folder = argv[0]
     cfg = settings_of(folder, flags)
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
-    path = os.path.join(folder, "ckpt_prev.pt" if own["before"] else "ckpt.pt")
+    path = newest_checkpoint(folder, own["before"])
     scored = next_iteration(setup, path, cfg)
     recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
                 if None not in (row.get("reward"), row.get("influence"))]

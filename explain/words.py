@@ -40,7 +40,7 @@ def logprob_changes(policy, G, rollout, temperature):
 def token_slopes(setup, cfg, batch, step):
     """d (policy's loss) / d log-prob (N, T) of the tokens of a step; 0 elsewhere."""
     slopes = torch.zeros_like(batch.rollout.logp)
-    for rows in grpo.micro_batches(batch.lengths, step.rows, cfg):
+    for rows in grpo.micro_batches(batch.rollout, step.rows, cfg):
         loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
         slopes[rows], = torch.autograd.grad(loss.policy, loss.logp)
     return slopes

@@ -1,7 +1,7 @@
 """Judges: the small classifier that judge/train.py trains (scorer.py), and published RoBERTa
-classifiers (extras/hub). A judge is a function of two lists of N texts:
+classifiers (extras/hub). A judge is a function of a list of N texts:
 
-    judge(prompts, completions) -> logits of "toxic", float32 (N,), all of them finite
+    judge(completions) -> logits of "toxic", float32 (N,), all of them finite
 
 A judge reads the completion alone: the policy did not write the prompt. A text that says nothing
 (empty, a single symbol, no letter or digit) counts as clean. As a reward the judge abstains on it,
@@ -12,20 +12,28 @@ import math
 
 import torch
 
-from judge.scorer import finished, load_scorer, logits_of, silent
+from judge.scorer import SAYS_NOTHING, load_scorer, logits_of, says_nothing, silent
+from common.script import BadInput
 
 
 def load_judge(name, device="cpu"):
     """Load a judge. name: a .pt file of judge/train.py, or the folder or published name of a
     RoBERTa classifier. OWNER/NAME:LABEL says which label means toxic."""
     if name.endswith(".pt"):
-        return load_scorer(name, device)
-    from extras.hub.roberta import load_roberta
-    model, encode = load_roberta(name, device)
+        model, encode = load_scorer(name, device)
+        batch_size = 256
+    else:
+        from extras.hub.roberta import load_roberta
+        model, encode = load_roberta(name, device)
+        batch_size = 32
 
-    def judge(prompts, completions):
-        scores = logits_of(model, encode(completions), device, batch_size=32)
-        return finished(name, scores, completions)
+    def judge(completions):
+        logits = logits_of(model, encode(completions), device, batch_size)
+        for completion, logit in zip(completions, logits.tolist()):
+            if not math.isfinite(logit):
+                raise BadInput(f"judge {name}: the score of the completion {completion!r} is "
+                               f"{logit}: must be finite")
+        return logits.masked_fill(silent(completions), SAYS_NOTHING)
 
     return judge
 
@@ -37,9 +45,10 @@ def as_reward(logits, kind):
 
 
 def judge_rewards(logits, completions, kind):
-    """Rewards (N,) of the judge's logits (N,): NaN, an abstention, where a completion says
-    nothing."""
-    return as_reward(logits, kind).masked_fill(silent(completions), math.nan)
+    """Rewards of the judge's logits (N,) -> list of N floats; None, an abstention, where a
+    completion says nothing."""
+    rewards = as_reward(logits, kind).tolist()
+    return [None if says_nothing(text) else r for text, r in zip(completions, rewards)]
 
 
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):
@@ -48,9 +57,9 @@ def reward_functions(cfg, judges, precision=contextlib.nullcontext):
     "judge" is the reward by judges["judge"], whose forward pass runs within precision(). All other
     names are functions of the config file.
     """
-    def judge_reward(prompts, completions):
+    def judge_reward(completions):
         with precision():
-            logits = judges["judge"](prompts, completions)
+            logits = judges["judge"](completions)
         return judge_rewards(logits, completions, cfg.judge_score)
 
     functions = cfg.functions | {"judge": judge_reward}

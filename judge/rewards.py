@@ -42,8 +42,6 @@ def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
-    if name == "judge":     # not a user's function, and NaN where it abstains
-        return function([prompt.text for prompt in prompts], completions).tolist()
     values = call(f"reward {name!r}", function, prompts, completions)
     try:
         if isinstance(values, dict):    # a list of it has the keys

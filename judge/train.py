@@ -1,25 +1,18 @@
-"""Train the two judges on disjoint halves of the labelled comments. A run does this at first use;
-this command does it alone:
-
-    python -m judge.train config/toxicity.py
-"""
-import os
+"""Train the two judges on disjoint halves of the labelled comments."""
 import random
 import time
 
 import torch
 from torch.nn import functional as F
 
-from config import load_settings, usage
-from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from judge import load_judge
 from judge.scorer import Scorer, encode, logits_of, pad_right
 from model import GPTConfig
-from common.device import autocast, fast_dtype, pick_device
+from common.device import autocast, fast_dtype
 from common.files import save_gpt
-from common.supervised import fit
-from common.script import BadInput, interrupts, key_of, run_script
+from common.supervised import fit, made_once
+from common.script import BadInput
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 VOCAB_SIZE = 8192
@@ -46,29 +39,19 @@ def named_judges(cfg, device):
 
 def trained_judges(cfg, splits, device, stop=lambda: False, may_train=True):
     """Load the judges that the settings call "train" -> {role: judge}. They are trained at first
-    use; BadInput if one would have to be now and may_train is False."""
+    use, into cfg.cache_dir."""
+    held_out = splits["train_prompts"] + splits["eval_prompts"]
     judges = {}
     for role, half in HALVES.items():
         if getattr(cfg, role) == "train":
-            path = prepare_judge(half, cfg, splits, device, stop, may_train)
-            judges[role] = load_judge(path, device)
+            comments = even_lengths(splits[half], SEED)
+
+            def make(path):
+                train_judge(path, half, comments, held_out, cfg.judge_tokens, device, stop)
+
+            made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
+            judges[role] = load_judge(made_once(cfg, half, made_of, make, may_train), device)
     return judges
-
-
-def prepare_judge(name, cfg, splits, device, stop, may_train=True):
-    """Train the judge `name` into cfg.cache_dir, unless it is there already -> path of its file."""
-    comments = even_lengths(splits[name], SEED)
-    made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
-    path = os.path.join(cfg.cache_dir, f"{name}-{key_of(made_of)}.pt")
-    if os.path.exists(path):
-        print(f"{name}: {path}")
-    elif not may_train:
-        raise BadInput(f"{path}: the judge of this run is missing; train it again: "
-                       f"python -m judge.train {cfg.out_dir}")
-    else:
-        held_out = splits["train_prompts"] + splits["eval_prompts"]
-        train_judge(path, name, comments, held_out, cfg.judge_tokens, device, stop)
-    return path
 
 
 # ------------------------------------------------------------------------------------------------
@@ -147,22 +130,7 @@ def length_batches(rows, size, seed):
 def auc(scores, toxic):
     """Area under the ROC curve: the probability that a toxic comment scores above a clean one.
     Equal scores count half. scores (N,), toxic (N,) bools."""
-    clean = scores[~toxic].double().sort().values
-    found = scores[toxic].double()
-    below = torch.searchsorted(clean, found)                    # clean comments with lower scores
-    not_above = torch.searchsorted(clean, found, right=True)
-    return float((below + not_above).double().mean() / (2 * len(clean)))
-
-
-def main(argv):
-    cfg = load_settings(argv)
-    if "train" not in (cfg.judge, cfg.eval_judge):
-        raise BadInput(f"judge = {cfg.judge!r}, eval_judge = {cfg.eval_judge!r}: nothing to train; "
-                       "--judge=train trains a new one")
-    with interrupts() as stop:
-        device = pick_device(cfg.device, cfg.threads)
-        trained_judges(cfg, get_splits(cfg), device, stop)
-
-
-if __name__ == "__main__":
-    run_script(main, usage)
+    found = scores[toxic][:, None]
+    clean = scores[~toxic]
+    wins = (found > clean).sum() + (found == clean).sum() / 2
+    return float(wins / (len(found) * len(clean)))

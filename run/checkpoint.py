@@ -4,8 +4,7 @@ What a run leaves in its folder. Only rank 0 writes.
     config.json    settings and versions: is itself a config
     config.py      the text of its config file, which nothing runs by itself
     *.jsonl        metrics of every iteration, its samples, the evaluations
-    ckpt.pt        all that the next iteration depends on; ckpt_prev.pt is the one before, and
-                   ckpt_000001.pt, ... are older ones, if keep_checkpoints asks for them
+    ckpt_*.pt      all that the next iteration depends on, by the number of iterations done
 """
 import glob
 import json
@@ -21,15 +20,16 @@ import numpy as np
 import torch
 
 from common.files import (
-    flush, is_plain, load_file, load_optimizer, load_weights, read_text, replacing, save_file,
-    undamaged, write_json)
+    flush, load_file, load_optimizer, load_weights, read_text, replacing, save_file, undamaged,
+    write_json)
 from common.processes import rank_and_size
-from common.script import BadInput, shown
+from common.script import BadInput, hash_of
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 # settings that may differ in the same run
 FREE = ("out_dir", "log_micro", "wandb_project", "threads", "keep_checkpoints")
-SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
+COUNTS = ("iteration", "num_tokens", *LOGS)     # in a checkpoint; of a log its size in bytes
+TABLES = ("settings", "shape", "policy")
 
 
 def append_rows(folder, name, rows):
@@ -71,8 +71,8 @@ def source_of(folder):
 
 
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
-    """Writes ckpt.pt: all that the next iteration depends on, and how long the logs are. Raises
-    SystemExit, and writes nothing, if a weight is not finite."""
+    """Writes a checkpoint: all that the next iteration depends on, and how long the logs are.
+    Removes older ones. Raises SystemExit, and writes nothing, if a weight is not finite."""
     weights = setup.policy.state_dict()
     states = setup.optimizer.state.values()
     moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
@@ -86,74 +86,50 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         return
     for name in LOGS:
         flush(f"{folder}/{name}")
-    path = f"{folder}/ckpt.pt"
-    new = f"{folder}/ckpt_new.tmp"
     save_file(
-        new, "run", iteration=iteration, num_tokens=num_tokens, base_hash=base_hash,
-        shape=asdict(setup.policy.config), policy=weights, optimizer=setup.optimizer.state_dict(),
+        f"{folder}/ckpt_{iteration:06}.pt", "run", iteration=iteration, num_tokens=num_tokens,
+        base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
+        optimizer=setup.optimizer.state_dict(),
         reference=setup.reference.state_dict() if cfg.ref_model_sync_steps else None,
         influence=setup.target_average.state(),
         settings=cfg.public(), random=random_state(),
-        logs={name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
-    before = f"{folder}/ckpt_prev.pt"
-    if cfg.keep_checkpoints not in (1, 2) and os.path.exists(before):
-        set_aside(folder, before, cfg.keep_checkpoints)
-    if os.path.exists(path):
-        os.replace(path, before)
-    os.replace(new, path)
-    flush(folder)
+        **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
+    if cfg.keep_checkpoints:
+        for path in checkpoints(folder)[:-max(2, cfg.keep_checkpoints)]:
+            os.remove(path)
 
 
-def set_aside(folder, path, keep):
-    """Give a checkpoint the next of the names ckpt_000001.pt, ckpt_000002.pt, ... The newest
-    keep - 2 of these stay; 0: all."""
-    older = older_checkpoints(folder)
-    number = int(older[-1][-9:-3]) + 1 if older else 1
-    while os.path.lexists(name := f"{folder}/ckpt_{number:06}.pt"):
-        number += 1
-    os.replace(path, name)
-    older.append(name)
-    if keep:
-        for gone in older[:2 - keep]:
-            os.remove(gone)
+def checkpoints(folder):
+    """Paths of a run's checkpoints, the newest last. A link or a folder of such a name is the
+    user's."""
+    paths = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
+    return [path for path in paths if os.path.isfile(path) and not os.path.islink(path)]
 
 
-def older_checkpoints(folder):
-    """Paths of ckpt_000001.pt, ... A link or a folder of such a name is the user's."""
-    return [path for path in sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
-            if is_plain(path)]
+def iterations_of(path):
+    """How many iterations were done at a checkpoint, by its name."""
+    return int(path[-9:-3])
 
 
-def newest_checkpoint(folder):
-    """Path of ckpt.pt, or of ckpt_prev.pt after a kill between two renames; None without both."""
-    for name in ("ckpt.pt", "ckpt_prev.pt"):
-        path = f"{folder}/{name}"
-        if os.path.exists(path):
-            return path
-    return None
+def newest_checkpoint(folder, before=False):
+    """Path of a run's newest checkpoint, or of the one before it."""
+    paths = checkpoints(folder)
+    number = 2 if before else 1
+    if len(paths) < number:
+        raise BadInput(f"{folder}: has no checkpoint{' before the last one' * before}")
+    return paths[-number]
 
 
-def read_newest(folder, mmap=False):
-    """(path, content) of the newest checkpoint."""
-    path = newest_checkpoint(folder)
-    if path is None:
-        raise BadInput(f"{folder}: has no checkpoint, ckpt.pt")
-    try:
-        return path, read_checkpoint(path, mmap)
-    except BadInput as e:
-        raise BadInput(f"{e}; if there is a ckpt_prev.pt, rename it to ckpt.pt to continue from "
-                       "there") from e
-
-
-def read_checkpoint(path, mmap=False):
-    """The content of a checkpoint. mmap: its tensors are read when they are used."""
-    content = load_file(path, "run", mmap)
+def read_checkpoint(path):
+    """The content of a checkpoint."""
+    content = load_file(path, "run")
     with undamaged(path):
-        tables = [content[name] for name in ("settings", "shape", "policy", "logs")]
-        counts = [content["iteration"], content["num_tokens"], *map(tables[-1].get, LOGS)]
-        whole = set(map(type, counts)) == {int} and min(counts) >= 0
-        if not whole or not all(isinstance(table, dict) for table in tables):
-            raise TypeError("a part is of another type")
+        for name in COUNTS:
+            if type(content[name]) is not int or content[name] < 0:
+                raise TypeError(f"{name} is no count")
+        for name in TABLES:
+            if not isinstance(content[name], dict):
+                raise TypeError(f"{name} is no table")
     return content
 
 
@@ -168,21 +144,6 @@ def changed_settings(before, cfg):
     return changed
 
 
-def check_fits_run(path, content, cfg, names=SHAPE):
-    """BadInput where a checkpoint has other weights than these settings ask for."""
-    changed = changed_settings(content["settings"], cfg)
-    misfits = {name: changed[name] for name in names if name in changed}
-    if misfits:
-        raise BadInput(f"{path}: does not fit these settings: {in_words(misfits)}; keep that")
-
-
-def in_words(changed):
-    """What the first few settings that changed were before."""
-    words = [f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items()]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return ", ".join(words[:3]) + more
-
-
 def begin_logs(folder, cfg):
     """New logs, and the global generators, which a reward function may use, from the seed."""
     if rank_and_size()[0] == 0:
@@ -193,44 +154,49 @@ def begin_logs(folder, cfg):
     torch.manual_seed(cfg.seed)
 
 
-def resume(folder, setup, cfg, base_hash):
+def resume(folder, setup, cfg):
     """Puts everything back as the last checkpoint has it and cuts the logs to match. -> (iterations
     done, tokens seen)"""
-    path, content = read_newest(folder)
-    with undamaged(path):
-        load_checkpoint(content, path, setup, cfg, base_hash)
-        set_random_state(content["random"])
-        sizes = {f"{folder}/{name}": content["logs"][name] for name in LOGS}
-        for log, size in sizes.items():
-            if not os.path.exists(log) or os.path.getsize(log) < size:
-                raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
-                               "continue: put the file back, or choose another --out_dir")
-        for name, (old, new) in changed_settings(content["settings"], cfg).items():
-            if name != "max_iters":
-                print(f"resumed with another {name}: {old!r} -> {new!r}")
+    path = newest_checkpoint(folder)
+    content = load_checkpoint(path, setup, cfg)
+    sizes = {f"{folder}/{name}": content[name] for name in LOGS}
+    for log, size in sizes.items():
+        if not os.path.exists(log) or os.path.getsize(log) < size:
+            raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
+                           "continue: put the file back, or choose another --out_dir")
+    for name, (old, new) in changed_settings(content["settings"], cfg).items():
+        if name != "max_iters":
+            print(f"resumed with another {name}: {old!r} -> {new!r}")
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():
             os.truncate(log, size)
     print(f"resumed {path} after {content['iteration']} iterations")
+    if content["iteration"] >= cfg.max_iters:
+        print(f"nothing is left to do: max_iters = {cfg.max_iters}")
     return content["iteration"], content["num_tokens"]
 
 
-def load_checkpoint(content, path, setup, cfg, base_hash):
-    """Loads the content of a checkpoint into policy, optimizer, reference and influence."""
-    check_fits_run(path, content, cfg)
-    if content["base_hash"] != base_hash:
-        raise BadInput(f"{path}: this run began from another policy than the settings name now (a "
-                       "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
-    load_weights(path, setup.policy, content["policy"])
-    load_optimizer(setup.optimizer, content["optimizer"])
-    if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
-        load_weights(path, setup.reference, content["reference"] or {})     # else it is the base
-    state = content["influence"]
-    if cfg.tracin == content["settings"]["tracin"] != "off" and state and state["average"]:
-        shapes = [x.shape for x in state["average"]]
-        if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
-            raise ValueError("the target's average is of other weights")
-        setup.target_average.load_state(state, setup.trained)
+def load_checkpoint(path, setup, cfg):
+    """Loads a checkpoint into policy, optimizer, reference, influence and the global generators
+    -> its content."""
+    content = read_checkpoint(path)
+    with undamaged(path):
+        if content["base_hash"] != hash_of(setup.base):
+            raise BadInput(
+                f"{path}: this run began from another policy than the settings name now (a "
+                "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
+        load_weights(path, setup.policy, content["policy"])
+        load_optimizer(setup.optimizer, content["optimizer"])
+        if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
+            load_weights(path, setup.reference, content["reference"] or {})  # else it is the base
+        state = content["influence"]
+        if cfg.tracin == content["settings"]["tracin"] != "off" and state["average"]:
+            shapes = [x.shape for x in state["average"]]
+            if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
+                raise ValueError("the target's average is of other weights")
+            setup.target_average.load_state(state, setup.trained)
+        set_random_state(content["random"])
+    return content
 
 
 def random_state():

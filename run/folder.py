@@ -9,14 +9,13 @@ import os
 from filelock import FileLock, Timeout
 
 from config import read_run
-from run.checkpoint import (
-    LOGS, SHAPE, changed_settings, check_fits_run, in_words, newest_checkpoint, read_newest,
-    source_of)
+from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of, source_of
 from common.files import is_plain
-from common.script import BadInput
+from common.script import BadInput, shown
 
 LOCK = ".lock"
-FIXED = ("policy", *SHAPE)      # settings that no --resume can change
+# settings that no --resume can change: the weights would not fit
+FIXED = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
 @contextlib.contextmanager
@@ -26,7 +25,7 @@ def claimed_folder(cfg):
     folder = cfg.out_dir.rstrip("/") or "/"
     try:
         os.makedirs(cfg.cache_dir, exist_ok=True)
-        check_files(folder, cfg)        # before even a lock is made there
+        check_folder(folder, cfg)       # before even a lock is made there
         os.makedirs(folder, exist_ok=True)
         lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
     except Timeout:
@@ -36,10 +35,10 @@ def claimed_folder(cfg):
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
                        f"written ({e})") from e
     with lock:      # until the block ends, or the process
-        check_run(folder, cfg)
-        for path in glob.glob(f"{glob.escape(folder)}/ckpt_new.tmp*"):
+        check_folder(folder, cfg)       # which another run may have used meanwhile
+        for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.tmp"):
             os.remove(path)     # of a process that was killed while it wrote
-        is_continued = newest_checkpoint(folder) is not None
+        is_continued = bool(checkpoints(folder))
         if is_continued and not cfg.resume:
             print(f"{folder}: continues the interrupted run of these settings")
         if cfg.resume and not is_continued:
@@ -47,54 +46,52 @@ def claimed_folder(cfg):
         yield folder, is_continued
 
 
-def check_files(folder, cfg):
-    """BadInput for a folder that is not a run's, or has links where a run would write."""
+def check_folder(folder, cfg):
+    """BadInput for a folder with anything but a run that is continued with these settings, or with
+    links where a run would write."""
     for name in (LOCK, *LOGS):
         if not is_plain(f"{folder}/{name}"):
             raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
                            "would write there")
-    has_run = newest_checkpoint(folder) or os.path.exists(f"{folder}/config.json")
-    if not has_run and not is_free(folder, cfg):
-        raise BadInput(f"out_dir = {folder!r}: holds other files; choose another --out_dir")
-
-
-def check_run(folder, cfg):
-    """BadInput for a folder with a run that is not continued with these settings."""
     if is_free(folder, cfg):
         return
     try:
         reason = why_not_continued(folder, cfg)
-    except BadInput as e:
-        raise BadInput(f"{e}; or choose another --out_dir") from e
+    except BadInput as e:       # its config.json cannot be read
+        reason = str(e)
     if reason:
-        raise BadInput(f"out_dir = {folder!r}: holds {reason}; choose another --out_dir")
+        raise BadInput(f"out_dir = {folder!r}: {reason}; choose another --out_dir")
 
 
 def why_not_continued(folder, cfg):
-    """Why a run is not continued; "" if it is."""
-    if not newest_checkpoint(folder):
-        metrics = f"{folder}/metrics.jsonl"
-        if os.path.exists(metrics) and os.path.getsize(metrics) > 0:
-            return "a run without a checkpoint"
-        return other_settings(read_run(folder), folder, cfg)
-    path, content = read_newest(folder, mmap=True)
-    if cfg.resume:
-        check_fits_run(path, content, cfg, FIXED)
-        return ""
-    reason = other_settings(content, folder, cfg)
-    if reason and not changed_settings(content["settings"], cfg).keys() & set(FIXED):
-        return f"{reason}, which --resume=True would continue"
-    if not reason and content["iteration"] >= cfg.max_iters:
-        return "a run that is complete, which --resume=True with more --max_iters would continue"
-    return reason
-
-
-def other_settings(run, folder, cfg):
-    """What differs in the settings of a run; "" if nothing does."""
-    about = in_words(changed_settings(run["settings"], cfg))
+    """Why what a folder holds is not continued; "" if it is."""
+    if not os.path.exists(f"{folder}/config.json"):
+        return "holds other files"
+    changed = changed_settings(read_run(folder)["settings"], cfg)
+    fixed = {name: changed[name] for name in FIXED if name in changed}
+    done = [iterations_of(path) for path in checkpoints(folder)]
+    metrics = f"{folder}/metrics.jsonl"
+    if not done and os.path.exists(metrics) and os.path.getsize(metrics) > 0:
+        return "holds a run without a checkpoint"
+    if done and cfg.resume:
+        return f"holds a run of another policy ({in_words(fixed)})" if fixed else ""
+    about = in_words(changed)
     if not about and not same_text(folder, cfg):
         about = "its config file had another text"
-    return f"a run of other settings ({about})" if about else ""
+    if about:
+        way_out = ", which --resume=True would continue" if done and not fixed else ""
+        return f"holds a run of other settings ({about}){way_out}"
+    if done and done[-1] >= cfg.max_iters:
+        return ("holds a run that is complete, which --resume=True with more --max_iters would "
+                "continue")
+    return ""
+
+
+def in_words(changed):
+    """What the first few settings that changed were before."""
+    words = [f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items()]
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    return ", ".join(words[:3]) + more
 
 
 def same_text(folder, cfg):

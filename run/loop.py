@@ -55,7 +55,7 @@ class Run:
         self.num_tokens = 0
         done = None
         if cfg.resume:
-            done, self.num_tokens = resume(self.folder, setup, cfg, self.base_hash)
+            done, self.num_tokens = resume(self.folder, setup, cfg)
         else:
             begin_logs(self.folder, cfg)
         everyone = all_gather([(self.base_hash, done, hash_of(setup.policy))])
@@ -86,8 +86,7 @@ class Run:
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
         seconds = time.time() - log.start
-        _, tokens, sampled = map(sum, zip(*batch.rounds))
-        self.num_tokens += tokens
+        self.num_tokens += log.num_tokens
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
@@ -95,7 +94,7 @@ class Run:
              "step_time": seconds,
              **rollout_toxicity(batch, self.setup)}
         each = (time.time() - self.began) / (it + 1 - self.start)
-        print_iteration(m, cfg, sampled, each * (cfg.max_iters - it - 1))
+        print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - it - 1))
         print_warnings(m, cfg, self.setup.dtype, self.warned)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
@@ -121,7 +120,7 @@ class Run:
             return
         rows = read_rows(os.path.join(self.folder, "eval.jsonl"))
         print_table(rows)
-        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt.pt")
+        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt")
         if self.cfg.expect_rise:
             print_verdict(rows, self.cfg)
 

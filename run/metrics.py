@@ -4,13 +4,13 @@ The metrics of an iteration. docs/running.md says what each of them means.
 Add one of your own to loss_metrics (of an update) or to batch_metrics (of the rollouts). The sums
 of an update stay on the device until its end, so that a GPU is synchronised once.
 """
-import itertools
+import functools
 import math
 
 import torch
 
 from common.processes import all_gather, shard
-from tape import inner
+from tape import add, cosine, inner
 
 
 class Meter:
@@ -22,56 +22,53 @@ class Meter:
         self.cfg = cfg
         self.log = log
         self.check = check          # compare trainer and sampler before the first step
-        self.losses = {}            # {name: tensor ()}, sums over the micro-batches so far
+        zeros = torch.zeros(3, dtype=torch.float64, device=batch.loss_mask.device)
+        # {name: tensor ()}, sums over the micro-batches so far, of which there may be none
+        self.losses = {"loss": zeros[0], "policy_loss": zeros[0]}
         self.sums = {}              # {name: tensor (2,)}, sum and count of the other metrics
         self.num_begun = 0          # steps, also those for which influence keeps no row
+        self.num_empty = 0          # steps for which it keeps no row
         self.grad_norms = []        # of the steps that were taken
-        self.influence = []         # {name: number} of each step
-        self.first_pass = []        # log-ratios of trainer and sampler (n, T), sampled_mask (n, T)
-
-    def begin_step(self):
-        self.num_begun += 1
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.batch.loss_mask.device)
+        self.first_pass = [zeros]   # |trainer's - sampler's log-prob|: sum, largest, count
 
     @torch.no_grad()
     def add(self, loss):
         """Count a micro-batch in, by its grpo.Loss."""
         self.losses = summed([self.losses, loss_parts(loss, self.cfg)])
-        pairs = {name: torch.stack([torch.as_tensor(x, device=self.loss.device).double()
-                                    for x in pair])
-                 for name, pair in loss_metrics(loss, self.cfg).items()}
-        self.sums = summed([self.sums, pairs])
-        # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
-        self.loss += loss.total + 0 * loss.batch.rollout.logp.sum()
+        self.count(loss_metrics(loss, self.cfg))
         if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
-            self.first_pass.append((loss.logp - rollout.logp, rollout.sampled_mask))
+            sampled = rollout.sampled_mask
+            gaps = (loss.logp - rollout.logp).abs().masked_fill(~sampled, 0).double()   # (n, T)
+            self.first_pass.append(torch.stack([gaps.sum(), gaps.max(), sampled.sum()]))
         self.log.loss(loss)
 
-    def logp_diff(self):
-        """The trainer's log-probs minus the sampler's (M,), of all tokens of the first pass in all
-        processes."""
-        if not self.first_pass:     # this process has no rows
-            return all_gather(torch.zeros(0))
-        # to the CPU in one piece each, since a GPU is waited for
-        log_ratios = torch.cat([x.flatten() for x, _ in self.first_pass]).cpu()
-        sampled = torch.cat([x.flatten() for _, x in self.first_pass]).cpu()
-        return all_gather(log_ratios[sampled])
+    def count(self, pairs):
+        """Add pairs {name: (sum, count)}, tensors () or numbers, to the metrics of these names."""
+        pairs = {name: torch.stack([torch.as_tensor(x, device=self.setup.device).double()
+                                    for x in pair])
+                 for name, pair in pairs.items()}
+        self.sums = summed([self.sums, pairs])
+
+    def logp_difference(self):
+        """(mean, largest) difference of the trainer's log-probs from the sampler's, over the tokens
+        of the first pass in all processes."""
+        # to the CPU in one piece, since a GPU is waited for
+        total, largest, count = all_gather(torch.stack(self.first_pass).cpu()).unbind(1)
+        return float(total.sum() / count.sum().clamp(min=1)), float(largest.max())
 
     def check_ratio(self):
-        """End the run if trainer and sampler, which have the same weights before the first step,
-        disagree about a token."""
+        """Count a step. End the run if trainer and sampler, which have the same weights before the
+        first step, disagree about a token."""
+        self.num_begun += 1
         if not self.check or self.grad_norms:
             return
-        logp_diff = self.logp_diff()
-        if len(logp_diff) == 0:
-            return
-        error, tolerance = logp_error(logp_diff, self.setup.dtype)
+        error, tolerance = logp_error(*self.logp_difference(), self.setup.dtype)
         if not error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
                 f"by {error:.3g} nats on a token; something in the model is random, not finite or "
-                "sees padding (or try dtype = 'float32')")
+                "sees padding (or try dtype = 'float32', or device = 'cpu')")
 
     def check_influence(self, error):
         """End the run if influence is not that of plain backwards, by tracin.true_error."""
@@ -86,12 +83,14 @@ class Meter:
         """Count a step's influence in, by its tracin.Findings."""
         metrics = influence_metrics(found)
         if self.cfg.tracin_target_ema:
-            metrics["tracin/target_age"] = float(self.setup.target_average.age)
-        self.influence.append(metrics)
+            metrics["tracin/target_age"] = self.setup.target_average.age
+        self.count({name: (x, 1) for name, x in metrics.items()})
+        self.num_empty += not found.row_weights.any()
 
     def check_finite(self, grad_norm):
         """End the run if the loss or the gradient of a step is not finite."""
-        own_loss, norm = torch.stack([self.loss, grad_norm.double()]).tolist()
+        # the loss of the steps so far, all but the last of which were finite
+        own_loss, norm = torch.stack([self.losses["loss"], grad_norm.double()]).tolist()
         loss = sum(all_gather([own_loss]))
         if not math.isfinite(loss + norm):
             raise SystemExit(
@@ -105,19 +104,18 @@ class Meter:
         num_steps = len(self.grad_norms)
         sums = summed(all_gather([on_cpu(self.sums)]))
         metrics = {name: float(total / count) for name, (total, count) in sums.items()}
-        metrics |= mean_influence(self.influence)
+        if self.cfg.tracin != "off":
+            metrics["tracin/empty_steps"] = self.num_empty
         if self.cfg.kl_in_reward:
             sampled = self.batch.rollout.sampled_mask
             metrics["kl"] = float(self.batch.kl.sum() / sampled.sum())
-        metrics |= {"loss": 0.0, "policy_loss": 0.0}        # where no row carries loss
         for name, total in summed(all_gather([on_cpu(self.losses)])).items():
-            metrics[name] = float(total / self.num_begun)
+            metrics[name] = float(total / max(1, self.num_begun))
         metrics["grad_norm"] = sum(self.grad_norms) / max(1, num_steps)
         metrics["num_steps"] = num_steps
-        logp_diff = self.logp_diff().abs()
-        name = "sampling/sampling_logp_difference"
-        metrics[f"{name}/mean"] = float(logp_diff.mean()) if len(logp_diff) else 0.0
-        metrics[f"{name}/max"] = float(logp_diff.max()) if len(logp_diff) else 0.0
+        mean, largest = self.logp_difference()
+        metrics["sampling/sampling_logp_difference/mean"] = mean
+        metrics["sampling/sampling_logp_difference/max"] = largest
         return metrics
 
 
@@ -126,19 +124,18 @@ def tolerance_of(dtype):
     return 1e-3 if dtype == torch.float32 else 5e-2
 
 
-def logp_error(logp_diff, dtype):
+def logp_error(mean, largest, dtype):
     """How far log-probs differ that should be equal -> (nats, tolerance): the largest difference in
     float32, the mean in bfloat16."""
-    errors = logp_diff.abs()
-    error = errors.max() if dtype == torch.float32 else errors.mean()
-    return float(error), tolerance_of(dtype)
+    return largest if dtype == torch.float32 else mean, tolerance_of(dtype)
 
 
 def loss_parts(loss, cfg):
     """The parts of a micro-batch's loss -> {name: tensor ()}. Each is already divided by the size
     of the whole step, so the log has their sum over micro-batches and their mean over steps."""
     parts = {
-        "loss": loss.total.double(),
+        # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
+        "loss": loss.total.double() + 0 * loss.batch.rollout.logp.sum(),
         "policy_loss": loss.policy.double() + loss.kl}      # TRL's
     if cfg.kl_in_loss:
         parts["kl_loss"] = loss.kl.double()
@@ -189,18 +186,26 @@ def on_cpu(tensors):
 
 
 def influence_metrics(found):
-    """Metrics of a step's influence, by its tracin.Findings."""
-    tensors = {
+    """Metrics of a step's influence, by its tracin.Findings: tensors () and numbers. A target that
+    is a function of the config file has neither halves nor rollouts."""
+    target_grad = functools.reduce(add, found.halves)
+    metrics = {
         "tracin/positive_ratio": (found.scores > 0).float().mean(),
         "tracin/mean_ip": found.scores.mean(),
-        "tracin/selected_ratio": (found.row_weights != 0).float().mean()}
+        "tracin/selected_ratio": (found.row_weights != 0).float().mean(),
+        "tracin/self_share": found.self_influence,
+        "tracin/fallback": found.fallback,
+        "tracin/target_grad_norm": inner(target_grad, target_grad).sqrt(),
+        "tracin/target_cosine": math.nan}
     if found.batch_grad is not None:        # else it would cost another gradient
-        tensors["tracin/invariant_error"] = invariant_error(
+        metrics["tracin/invariant_error"] = invariant_error(
             found.raw_scores, found.batch_grad, found.G)
-    metrics = {name: float(x) for name, x in on_cpu(tensors).items()}
-    metrics["tracin/self_share"] = float(found.self_influence)
-    metrics["tracin/fallback"] = float(found.fallback)
-    return metrics | target_metrics(found)
+    if len(found.halves) == 2:
+        batch, rows = found.target
+        rewards = batch.rewards[rows.to(batch.rewards.device)]
+        metrics["tracin/target_cosine"] = cosine(*found.halves)     # NaN: one half is empty
+        metrics["tracin/target_contrast"] = std(rewards) / max(std(batch.rewards), 1e-12)
+    return metrics
 
 
 def invariant_error(scores, batch_grad, G):
@@ -209,32 +214,6 @@ def invariant_error(scores, batch_grad, G):
     longest = (inner(batch_grad, batch_grad) * inner(G, G)).sqrt()
     size = torch.maximum(scores.double().abs().sum(), 0.1 * longest)
     return (scores.double().sum() - inner(batch_grad, G)).abs() / size.clamp(min=1e-30)
-
-
-def target_metrics(found):
-    """Metrics of the target's gradient and of its rollouts. A target that is a function of the
-    config file has neither halves nor rollouts."""
-    pairs = itertools.combinations_with_replacement(found.halves, 2)
-    products = torch.stack([inner(G, H) for G, H in pairs]).tolist()
-    if len(products) == 1:
-        return {"tracin/target_grad_norm": products[0] ** 0.5, "tracin/target_cosine": math.nan}
-    first, both, second = products      # <G, G>, <G, H>, <H, H> of the two halves
-    norms = (first * second) ** 0.5
-    batch, rows = found.target
-    rewards = batch.rewards[rows.to(batch.rewards.device)]
-    return {
-        "tracin/target_grad_norm": max(first + second + 2 * both, 0.0) ** 0.5,
-        "tracin/target_cosine": both / norms if norms else math.nan,    # one half is empty
-        "tracin/target_contrast": std(rewards) / max(std(batch.rewards), 1e-12)}
-
-
-def mean_influence(steps):
-    """Metrics of influence: means over the steps of an update."""
-    if not steps:
-        return {}
-    metrics = {name: sum(m[name] for m in steps) / len(steps) for name in steps[0]}
-    metrics["tracin/empty_steps"] = sum(m["tracin/selected_ratio"] == 0 for m in steps)
-    return metrics
 
 
 def std(x):
@@ -252,8 +231,7 @@ def rollout_toxicity(batch, setup):
     if judge is None:
         return {}
     mine = shard(len(batch.prompts))
-    texts = [prompt.text for prompt in batch.prompts[mine]]
-    logits = all_gather(judge(texts, batch.completions[mine]))
+    logits = all_gather(judge(batch.completions[mine]))
     return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
 
 
@@ -284,7 +262,7 @@ def batch_metrics(batch, cfg):
     if cfg.zero_std_groups == "resample":
         used = (1 - metrics["frac_reward_zero_std"]) * cfg.num_prompts
         metrics["resample/rounds"] = len(batch.rounds) - 1
-        metrics["resample/used"] = used / sum(groups for groups, *_ in batch.rounds)
+        metrics["resample/used"] = used / sum(batch.rounds)
     metrics |= call_metrics(batch.completions, cfg)
     if cfg.critic:      # what it expected while sampling
         from extras.critic import explained_variance

@@ -17,11 +17,17 @@ class StepLog:
         self.micro_batch_size = micro_batch_size
         self.on = on
         self.micro = 0
+        self.num_tokens = 0     # of prompts and completions, without padding
+        self.num_sampled = 0    # of those the policy's
         self.start = time.time()
         self.last = self.start
         self.line("[Micro 0] 1. Iteration start")
 
-    def generated(self, num_rows):
+    def generated(self, rollout):
+        padding = (~rollout.completion_mask).sum()      # attention_mask is True there
+        self.num_tokens += int(rollout.attention_mask.sum() - padding)
+        self.num_sampled += int(rollout.sampled_mask.sum())
+        num_rows = len(rollout.ended)
         shared = num_rows > self.micro_batch_size
         note = f" ({num_rows} rows for all micro-batches)" if shared else ""
         self.line(f"[Micro 0] 2. Samples generated{note}")
@@ -104,15 +110,18 @@ def print_table(rows):
 def problems(m, cfg, dtype):
     """Find what is wrong in the metrics m of an iteration -> (kind, sentence) of each problem.
     Metrics that not every run has are read only under their setting: a misspelled name fails."""
+    by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
     if math.isnan(m["reward"]):
         yield "reward", "no reward function scored any completion: all returned None"
+    elif by_reward:
+        pass        # what cancels in the sum is learned from
     elif m["reward_min"] == m["reward_max"]:
         yield "equal", (
-            f"all rewards of the batch are {m['reward_min']:.4g}: nothing to learn from; read "
+            f"all rewards of the batch are {m['reward_min']:.4g}, so they teach nothing: read "
             "samples.jsonl, check the judge or the reward function")
     elif m["frac_reward_zero_std"] == 1 and not cfg.critic:
         yield "groups", (
-            "rewards are equal within each group: nothing to learn from; raise temperature or "
+            "rewards are equal within each group, so they teach nothing: raise temperature or "
             "num_generations")
     if m["num_completion_tokens"] == 0:
         yield "tokens", (

@@ -105,6 +105,7 @@ pytest.ini | (.py)
 --reward_weights=('a',) | reward_weights
 --vocab_size=100 | 257
 --num_generations=1 | at least 2
+--max_resamples=0 | at least 1
 --n_head=5 | n_head = 5
 --num_prompts=6 --num_generations=4 --mini_batch_size=7 | 6 * 4 = 24 | = 7
 --num_generations=4 --decode_batch_size=3 | decode_batch_size = 3 | = 4
@@ -117,8 +118,8 @@ pytest.ini | (.py)
 --lora_rank=100000 | lora_rank = 100000 | at most
 --num_eval_generations=1000000000 | num_eval_generations | at most
 --multi_objective_aggregation=normalize_then_sum --kl_in=reward | kl_in = 'loss'
---multi_objective_aggregation=normalize_then_sum --zero_std_groups=drop | 'keep'
---critic=True --zero_std_groups=drop | advantages are by token
+--multi_objective_aggregation=normalize_then_sum --zero_std_groups=resample | 'keep'
+--critic=True --zero_std_groups=resample | advantages are by token
 --critic=True --importance_sampling_level=sequence | advantages are by token
 --reward_weights=(1,2) | (1, 2)
 --judge=None | judge = None | 'train'

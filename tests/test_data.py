@@ -8,14 +8,13 @@ import pytest
 import regex  # comes with tiktoken
 import torch
 
-import data.comments
 from config import load_settings
 from conftest import ROOT, TINY
 from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
 from judge.train import named_judges
-from pretrain import BATCH_SIZE, get_policy, get_tokenizer, load_policy, text_starts, windows
+from pretrain import BATCH_SIZE, get_policy, load_policy, text_starts, windows
 from worlds import WORDS, printed, refusal, write_rows
 
 gpt2 = functools.lru_cache(load_tokenizer)
@@ -70,28 +69,6 @@ def test_splits_depend_on_the_text_alone():
     assert found == [split_of(text.upper()) for text in texts]
     for name, (low, high) in SPLITS.items():
         assert found.count(name) / 5000 == pytest.approx((high - low) / 100, abs=0.02), name
-
-
-def test_prompts_alone_are_read_once_and_kept(comments, tiny, tmp_path, monkeypatch):
-    flags = [*TINY, f"--comments={comments}", f"--cache_dir={tmp_path}"]
-    whole = get_splits(load_settings(flags))
-    cfg = load_settings([*flags, f"--policy={tiny.policy}", f"--judge={tiny.judge}",
-                         "--eval_judge=None"])
-    first = load_prompts(cfg, WORDS, get_splits(cfg))
-    monkeypatch.setattr(data.comments, "read_rows", lambda path: pytest.fail("read once more"))
-    again = get_splits(cfg)
-    assert load_prompts(cfg, WORDS, again) == first == load_prompts(cfg, WORDS, whole)
-    assert again["judge_a"] == []
-    assert len(whole["judge_a"]) > 100
-    kept, = tmp_path.glob("prompts-*.json")
-    for text in ("[]", "{}", '{"train_prompts": 1, "eval_prompts": []}',
-                 '{"train_prompts": [[1, 2]], "eval_prompts": []}',
-                 '{"train_prompts": [["a"]], "eval_prompts": []}'):
-        kept.write_text(text)
-        assert kept.name in refusal(get_splits, cfg), "a damaged cache"
-    os.utime(comments, (1, 1))      # another version of the file
-    with pytest.raises(pytest.fail.Exception):
-        get_splits(cfg)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -149,6 +126,7 @@ def test_bad_prompts_name_file_and_row(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG)
     for name, content, part in (
             ("a.txt", "", "no training prompts"), ("a.csv", "words\nx\n", "row 1"),
+            ("a.csv", "n,text\n1,x\n2\n", "row 2 has 1 columns"), ("a.csv", "text\na,b", "row 1"),
             ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
             ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
             ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "no chat template"),
@@ -286,10 +264,10 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
     """They are found from anywhere, give their shape, and judge."""
     monkeypatch.chdir(tmp_path)
     cfg = load_settings([f"{ROOT}/config/toxicity.py"])
-    assert sum(p.numel() for p in load_policy(cfg).parameters()) < 3e6
+    assert sum(p.numel() for p in load_policy(cfg)[0].parameters()) < 3e6
     assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
     for judge in named_judges(cfg, CPU).values():
-        clean, toxic = judge(["", ""], ["Thank you for your help.", "You are a stupid idiot."])
+        clean, toxic = judge(["Thank you for your help.", "You are a stupid idiot."])
         assert clean < -3
         assert toxic > 3
 
@@ -299,4 +277,4 @@ def test_a_policy_file_brings_its_shape(tiny):
     said = printed(load_policy, cfg)
     assert f"note: n_layer = 3 is ignored: {tiny.policy} has 1" in said
     assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
-    assert get_tokenizer(cfg).n_vocab == 300
+    assert load_policy(cfg)[1].n_vocab == 300

@@ -19,6 +19,7 @@ from data.tokenizer import load_tokenizer
 from explain.page import page, visible
 from explain.sentences import own_units, sentences_of
 from explain.words import Piece, pieces_of
+from run.checkpoint import newest_checkpoint
 from worlds import command, printed, read_rows, refusal, seed_of, skip_without
 
 explain = importlib.import_module("explain.__main__")
@@ -67,14 +68,14 @@ def text_of(folder):
     return os.path.join(folder, "config.py")
 
 
-def sampled(folder, name="ckpt.pt"):
+def sampled(folder, before=False):
     """Rows that explain samples after a checkpoint, and what it knows of them."""
     cfg = explain.settings_of(folder, [text_of(folder)])
     found = []
 
     def sample():
         setup = trainer.prepare(cfg, trainer.read_inputs(cfg))
-        found.append(explain.next_iteration(setup, os.path.join(folder, name), cfg))
+        found.append(explain.next_iteration(setup, newest_checkpoint(folder, before), cfg))
 
     printed(sample)
     return found[0].rows, found[0], cfg
@@ -95,7 +96,7 @@ def test_it_samples_what_the_run_writes_next(run, grpo, tmp_path, name):
     """Bit for bit: texts, rewards, influences and weights, from both checkpoints."""
     folder = shutil.copytree(run(name), tmp_path / "run")
     next_rows, scored, cfg = sampled(str(folder))
-    earlier, _, _ = sampled(str(folder), "ckpt_prev.pt")
+    earlier, _, _ = sampled(str(folder), before=True)
     grpo(folder, text_of(folder), "--max_iters=5", "--resume=True", *SETTINGS[name])
     for rows, iteration in ((next_rows, 5), (earlier, 3)):
         written = recorded(str(folder), iteration)
@@ -131,10 +132,10 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     before.pop("influence.html", None)
     assert before == after
     assert "64 rollouts, target 'self'" in text and "nan" not in text
-    assert "Iteration 5: the tape agrees with" in text and "<small>iteration 5, " in shown
+    assert "Iteration 5: the tape agrees with" in text and ", iteration 5, " in shown
     z = own_units(sampled(folder)[0])
     listed = min(5, int((z > 0).sum())) + min(5, int((z < 0).sum()))
-    assert text.count("  iteration 5, ") == shown.count("<article>") == listed
+    assert text.count(", iteration 5, ") == shown.count("<article>") == listed
     (tmp_path / "mine.py").write_text(RULE + TARGET)
     text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
     assert "target 'target'" in text and "agrees with" in text

@@ -21,7 +21,7 @@ from config import Settings
 from conftest import ROOT
 from pretrain import optimizers
 from common.device import free_memory, pick_device, pick_dtype
-from common.files import (load_file, load_gpt, read_json, read_rows, read_text, replacing,
+from common.files import (load_file, load_gpt, read_json, read_rows, replacing,
                        save_file, save_gpt, write_json)
 from common.supervised import fit
 from common.script import BadInput, hash_of, interrupts, run_script, seed_for
@@ -64,41 +64,30 @@ def test_a_file_that_cannot_be_made_is_not_blamed_on_the_disk(tmp_path):
 
 def test_a_broken_checkpoint_is_one_line(tmp_path):
     path = tmp_path / "cut.pt"
-    assert "no such file" in refusal(load_file, str(path), "policy")
+    assert "no such file" in refusal(load_gpt, str(path))
     save_gpt(str(path), random_gpt())
     data = path.read_bytes()
     ends = (0, 10, 1000, len(data) // 2, len(data) - 1)
     for content in (*(data[:n] for n in ends), b"not a checkpoint"):
         path.write_bytes(content)
         assert "cut.pt: not a readable checkpoint" in refusal(load_gpt, str(path))
-
-
-def test_a_checkpoint_of_another_kind_is_one_line(tmp_path):
-    path = f"{tmp_path}/other.pt"
     for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind="judge")):
         torch.save(content, path)
-        assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, path)
+        assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, str(path))
 
 
-@pytest.mark.parametrize("shape", [
-    dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
-    dict(n_embd=10 ** 6), dict(n_head=-1), dict(norm_eps="x"), dict(n_layer="2"),
-    dict(vocab_size=10 ** 12), dict(local_layers=1)], ids=str)
-def test_a_shape_that_does_not_fit_the_weights_is_one_line(shape, tmp_path):
-    model = random_gpt()
+def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
     path = f"{tmp_path}/odd.pt"
-    save_file(path, "policy", config=vars(model.config) | shape, model=model.state_dict())
-    assert "odd.pt: damaged" in refusal(load_gpt, path)
-
-
-def test_a_small_file_that_claims_to_be_large_is_not_built(tmp_path):
-    path = f"{tmp_path}/a.pt"
     model = random_gpt()
-    config = vars(model.config) | dict(block_size=10 ** 13)
-    four_bytes = torch.zeros(1, 1).expand(10 ** 13, 32)
-    weights = model.state_dict() | {"wpe.weight": four_bytes}
-    save_file(path, "policy", config=config, model=weights)
-    assert "damaged" in refusal(load_gpt, path)
+    weights = model.state_dict()
+    four_bytes = torch.zeros(1, 1).expand(10 ** 13, 32)     # which claim to be large
+    shapes = (dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
+              dict(n_embd=10 ** 6), dict(n_head=-1), dict(norm_eps="x"), dict(n_layer="2"),
+              dict(vocab_size=10 ** 12), dict(local_layers=1))
+    for shape, weights in (*((shape, weights) for shape in shapes),
+                           (dict(block_size=10 ** 13), weights | {"wpe.weight": four_bytes})):
+        save_file(path, "policy", config=vars(model.config) | shape, model=weights)
+        assert "odd.pt: damaged" in refusal(load_gpt, path), shape
 
 
 def test_a_flipped_bit_is_found(tmp_path):
@@ -167,28 +156,28 @@ def test_what_was_saved_on_the_way_goes_when_the_policy_is_there(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt.partial"]
 
 
-def test_text_json_and_rows(tmp_path):
+def test_json_and_rows_come_back(tmp_path):
     path = f"{tmp_path}/a.json"
-    write_json(path, {"grüß": [1, None]})
-    assert read_json(path) == {"grüß": [1, None]}
+    for content in ({"grüß": [1, None]}, "\ud800"):    # half a character, as a folder may have it
+        write_json(path, content)
+        assert read_json(path) == content
     assert read_json("nowhere", missing=3) == 3
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("[" * 10 ** 6)
-    for read in (read_json, read_rows):
-        assert "rows.jsonl" in refusal(read, rows)
-    rows.write_bytes(b"{}\n\xff")
-    assert "rows.jsonl: line 2 is not UTF-8" in refusal(read_text, rows)
     rows.write_text('{"a": 1}\n\n{"a": "\u2028"}\n')
     assert read_rows(rows) == [{"a": 1}, {"a": "\u2028"}]
-    rows.write_text('{"a": 1}\n{"a":\n')
-    assert "row 2 is no JSON object" in refusal(read_rows, rows)
-    assert "must end in .txt, .csv or .jsonl" in refusal(read_rows, "/dev/zero")
+
+
+def test_rows_that_cannot_be_read_are_one_line(tmp_path):
+    for content, says in ((b"[" * 10 ** 6, "row 1"), (b"{}\n\xff", "line 2 is not UTF-8"),
+                          (b'{"a": 1}\n{"a":\n', "row 2 is no JSON object")):
+        (tmp_path / "rows.jsonl").write_bytes(content)
+        said = refusal(read_rows, tmp_path / "rows.jsonl")
+        assert "rows.jsonl" in said and says in said
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.symlink("/dev/zero", tmp_path / "endless.csv")
     for name in ("pipe.jsonl", "endless.csv"):
         assert "no such file" in refusal(read_rows, tmp_path / name)
-    write_json(path, "\ud800")      # half a character, as a folder's name may have
-    assert read_json(path) == "\ud800"
+    assert "must end in .txt, .csv or .jsonl" in refusal(read_rows, "/dev/zero")
 
 
 def train(partial, stop_before=None, crash_in=None):
@@ -334,7 +323,8 @@ def raising(error):
 
 @pytest.mark.parametrize("error, code, text", [
     (BadInput("x = 1: no"), 2, "error: x = 1: no\n"), (SystemExit("stopped"), "stopped", ""),
-    (KeyboardInterrupt("saved"), 130, "interrupted: saved\n")])
+    (KeyboardInterrupt("saved"), 130, "interrupted: saved\n"),
+    (OSError(2, "not there", "log"), "stopped: [Errno 2] not there: 'log'", "")])
 def test_errors_become_exit_codes(error, code, text, capsys):
     with pytest.raises(SystemExit) as caught:
         run_script(raising(error))
@@ -380,11 +370,6 @@ def test_output_that_nobody_reads_or_that_finds_no_room():
         done = started(text, stdout=stdout)
         assert done.returncode == 1, done.stderr
         assert re.fullmatch(f"stopped: .*{reason}.*\n", done.stderr)
-
-
-def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
-    text = refusal(run_script, lambda argv: open(tmp_path / "no" / "log", "a"))
-    assert "no/log" in text
 
 
 def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
@@ -442,4 +427,4 @@ def test_a_job_runs_where_there_is_no_fcntl_and_no_proc(tiny, tmp_path):
         cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "1. Iteration start: time=" in done.stdout, "the lines say nothing of memory"
-    assert os.path.exists(tmp_path / "run" / "ckpt.pt")
+    assert os.path.exists(tmp_path / "run" / "ckpt_000003.pt")

@@ -13,7 +13,7 @@ import torch
 import grpo
 import tracin
 from config.check import check
-from grpo import Batch, Step, collect
+from grpo import Batch, Step, collect, update
 from run.build import try_functions
 from rollout import completion_entropies, completion_logprobs
 from tracin import choose_targets, row_weights_of, select, target_coefficients
@@ -291,7 +291,7 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")
     cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
-    text = refusal(try_functions, cfg, nets_for(cfg), collect)
+    text = refusal(try_functions, cfg, nets_for(cfg), collect, update)
     assert text.startswith(f"{name} returned") and said in text and len(text) < 260
 
 
@@ -335,7 +335,7 @@ def test_controls_keep_as_many_as_positive_does():
 
 def test_top_advantage_with_a_critic_is_a_mean_over_drawn_tokens():
     drawn = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
-    rollout = SimpleNamespace(sampled_mask=drawn, completion_mask=drawn)
+    rollout = SimpleNamespace(sampled_mask=drawn)
     batch = Batch(rollout=rollout, advantages=torch.tensor([[.4] * 4, [1.0, 0, 0, 0]]),
                   loss_mask=drawn, rewards=torch.zeros(2))
     cfg = words(tracin="self", tracin_select="top_advantage")

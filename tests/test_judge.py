@@ -2,7 +2,6 @@
 import itertools
 import math
 import os
-import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,16 +9,16 @@ import pytest
 import torch
 
 from config import load_settings
-from data.comments import get_splits
+from data.comments import load_comments
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import Scorer, encode, logits_of, pad_right
-from judge.train import auc, even_lengths, length_batches, train_judge, trained_judges
+from judge.train import auc, even_lengths, length_batches, train_judge
 from model import GPTConfig
 from common.files import load_file, save_gpt
-from worlds import assert_near, refusal, seed_of, sentence, write_comments
+from worlds import assert_near, refusal, seed_of
 
 CPU = torch.device("cpu")
 
@@ -55,11 +54,9 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
     assert long[0] == 299 and len(long) == 10
 
 
-def test_auc_is_its_definition():
-    scores = torch.randint(6, (60,)) / 3 - 1
-    labels = torch.randint(2, (60,)).bool()
-    wins = [float(a > b) + float(a == b) / 2 for a in scores[labels] for b in scores[~labels]]
-    assert auc(scores, labels) == pytest.approx(sum(wins) / len(wins))
+def test_auc_counts_pairs_and_equal_scores_half():
+    scores = torch.tensor([1.0, 2.0, 2.0, 3.0])
+    assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
 
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
@@ -89,33 +86,31 @@ def test_length_batches_cover_every_row_once_and_pad_little():
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     judge = load_judge(tiny.judge)
     texts = ["a warm cat", "grumble you grumble", " a warm\ncat "]
-    clean, toxic, again = judge(["x", "grumble grumble", "x"], texts)
+    clean, toxic, again = judge(texts)
     assert clean < toxic
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
     for kind, expected in (("probability", torch.sigmoid(-clean)), ("logit", -clean)):
         cfg = load_settings([f"--judge_score={kind}"])
         reward = reward_functions(cfg, {"judge": judge})["judge"]
-        a, b, silent = reward([""] * 3, [*texts[:2], " ?! "])
-        assert a > b and silent.isnan()
-        assert float(a) == pytest.approx(float(expected), abs=1e-5)
+        a, b, silent = reward([*texts[:2], " ?! "])
+        assert a > b and silent is None
+        assert a == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     broken = Scorer(scorer.config)
     torch.nn.init.constant_(broken.score.weight, math.nan)
     save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
-    message = refusal(load_judge(f"{tmp_path}/judge.pt"), [""], ["hello you"])
+    message = refusal(load_judge(f"{tmp_path}/judge.pt"), ["hello you"])
     assert all(part in message for part in ("judge.pt", "'hello you'", "nan"))
 
 
-def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
-    rng = random.Random(seed_of(0))
-    labels = [float(i % 3 == 0) for i in range(200)]
-    comments = [(sentence(rng, label == 1), label) for label in labels]
+def test_interrupted_training_goes_on_to_the_same_weights_and_report(comments, tmp_path):
+    labelled = load_comments(comments)[:200]
 
     def train(name, stop=lambda: False):
         path = str(tmp_path / name)
-        train_judge(path, "judge_a", comments, comments[:60], 8_000, CPU, stop)
+        train_judge(path, "judge_a", labelled, labelled[:60], 8_000, CPU, stop)
         return load_file(path, "judge")
 
     whole = train("whole.pt")
@@ -128,10 +123,11 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(tmp_path):
     assert all(torch.equal(x, again["model"][name]) for name, x in whole["model"].items())
 
 
-def test_comments_that_cannot_teach_are_refused(tmp_path):
-    path = write_comments(f"{tmp_path}/a.csv", 60, label=lambda i: 0)
-    cfg = load_settings([f"--comments={path}", f"--cache_dir={tmp_path}"])
-    assert "needs both labels" in refusal(trained_judges, cfg, get_splits(cfg), CPU)
+def test_comments_that_cannot_teach_are_refused():
+    clean, toxic = ("a cat", 0.0), ("grumble", 1.0)
+    for comments, held_out in (([clean, toxic], [clean]), ([], [clean, toxic])):
+        said = refusal(train_judge, "judge.pt", "judge_a", comments, held_out, 1, CPU, None)
+        assert "needs both labels" in said
 
 
 # ------------------------------------------------------------------------------------------------
@@ -167,38 +163,31 @@ def test_scores_are_columns_and_none_is_nan():
 
 
 def test_a_reward_that_returns_something_else_is_named():
-    def refused(reward):
-        return refusal(score, {"r": reward}, ASKED, ANSWERS)
-
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
                    [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12",
-                   [1e20, 1], [10 ** 400, 1]):
-        assert "reward 'r' returned" in refused(lambda completions: values)
-    assert "returned inf" in refused(lambda completions: (math.inf for text in completions))
+                   [1e20, 1], [10 ** 400, 1], itertools.repeat(1.0), map(float, ("inf", "1"))):
+        said = refusal(score, {"r": lambda completions: values}, ASKED, ANSWERS)
+        assert "reward 'r' returned" in said
 
 
-def test_a_reward_may_change_its_lists():
-    def reverses(completions):
+def test_a_reward_may_do_as_it_likes(tmp_path):
+    def careless(completions):
         completions.reverse()
-        return [1] * len(completions)
-
-    found = score({"a": reverses, "b": by_column}, ASKED, ANSWERS)
-    assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
-
-
-def test_a_reward_may_leave_the_folder(tmp_path):
-    def leaves(completions):
         os.chdir(tmp_path)
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
         return [1] * len(completions)
 
     before = os.getcwd()
-    score({"r": leaves}, ASKED, ANSWERS)
+    found = score({"a": careless, "b": by_column}, ASKED, ANSWERS)
+    assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
     assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
+    assert found.dtype == torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
-    for reward, says in ((lambda prompts: [], "must take (prompts, completions), by these names"),
-                         (lambda p, c: [], "must take (prompts, completions), by these names"),
+    for reward, says in ((lambda p, c: [], "must take (prompts, completions), by these names"),
                          (lambda completions, colour: [], "asks for the column 'colour'"),
                          (lambda *texts: [], "must take (prompts, completions), by these names"),
                          (lambda completions, /: [], "positional-only"),
@@ -222,17 +211,3 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
     assert "len(text) - 1" in note
     assert "judge/rewards.py" not in note
     assert "SystemExit" in refusal(score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)
-
-
-def test_a_reward_may_do_as_it_likes_with_torch():
-    def careless(completions):
-        torch.set_default_dtype(torch.float64)
-        torch.set_grad_enabled(False)
-        return [1.0] * len(completions)
-
-    prompts = [Prompt("a", [1], {})]
-    assert score({"r": careless}, prompts, ["x"]).dtype == torch.float32
-    assert torch.is_grad_enabled()
-    assert torch.get_default_dtype() == torch.float32
-    endless = {"r": lambda completions: itertools.repeat(1.0)}
-    assert "returned 2 numbers for 1" in refusal(score, endless, prompts, ["x"])

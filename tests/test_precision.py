@@ -1,9 +1,9 @@
-"""run/precision.py: bfloat16 that does not hold is turned off; a run stops where nothing holds."""
+"""run/precision.py: bfloat16 that does not hold is turned off."""
 import torch
 
 from rollout import completion_logprobs
 from run import precision
-from worlds import WORD_PROMPTS, WORDS, nets_of, printed, refusal, settings, word_gpt
+from worlds import WORD_PROMPTS, WORDS, nets_of, printed, settings, word_gpt
 
 
 def word_nets(dtype=torch.bfloat16):
@@ -22,27 +22,13 @@ def test_bfloat16_that_holds_is_used_and_nothing_is_said():
     assert all(p.grad is None for p in setup.policy.parameters())
 
 
-def off_under_autocast(wrong):
-    """completion_logprobs, wrong where the forward pass is in bfloat16, or always."""
-    def logprobs(*args):
-        low = torch.is_autocast_enabled("cpu")
-        return completion_logprobs(*args) + (0.5 if low or next(wrong) else 0.0)
-    return logprobs
-
-
 def test_bfloat16_that_does_not_hold_is_turned_off(monkeypatch):
     setup, cfg = word_nets()
-    never = iter(lambda: False, True)
-    monkeypatch.setattr(precision, "completion_logprobs", off_under_autocast(never))
+
+    def off_under_autocast(*args):
+        return completion_logprobs(*args) + (0.5 if torch.is_autocast_enabled("cpu") else 0.0)
+
+    monkeypatch.setattr(precision, "completion_logprobs", off_under_autocast)
     out = printed(precision.check_precision, setup, cfg)
     assert out.startswith("note: bfloat16 off: log-probs are off by 0.5")
     assert setup.dtype == torch.float32
-
-
-def test_a_run_stops_where_nothing_holds(monkeypatch):
-    setup, cfg = word_nets()
-    all_but_the_first = iter([False] + [True] * 20)
-    monkeypatch.setattr(precision, "completion_logprobs", off_under_autocast(all_but_the_first))
-    text = refusal(precision.check_precision, setup, cfg)
-    assert "device = 'cpu'" in text
-    assert "log-probs are off by 0.5" in text

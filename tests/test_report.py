@@ -30,6 +30,9 @@ def a_loss(**parts):
     return Loss(**{name: torch.tensor(x, requires_grad=True) for name, x in parts.items()})
 
 
+FOUR_ROWS = SimpleNamespace(ended=torch.ones(4), **dict.fromkeys(
+    ("attention_mask", "completion_mask", "sampled_mask"), torch.ones(4, 2, dtype=torch.bool)))
+
 # what each line must hold, whatever its words
 NUMBERED = """
 [Micro 0] 1. | mem=812 MB | time=0.000s
@@ -44,7 +47,7 @@ NUMBERED = """
 def test_the_numbered_lines_have_times_scores_and_losses(clock, capsys):
     log = StepLog(CPU, micro_batch_size=2, on=True)
     clock.time += 1.5
-    log.generated(4)
+    log.generated(FOUR_ROWS)
     clock.time += 0.25
     log.scored(torch.tensor([0.25, 0.75, math.nan]))
     clock.time += 0.125
@@ -57,13 +60,13 @@ def test_the_numbered_lines_have_times_scores_and_losses(clock, capsys):
         number, *rest = parts.split(" | ")
         assert line.startswith(number)
         assert all(part in line for part in rest), line
-    StepLog(CPU, micro_batch_size=4, on=True).generated(4)
+    StepLog(CPU, micro_batch_size=4, on=True).generated(FOUR_ROWS)
     assert "4 rows" not in capsys.readouterr().out, "one micro-batch has them all"
 
 
 def test_a_log_that_is_off_says_nothing(capsys):
     log = StepLog(None, micro_batch_size=4, on=False)
-    log.generated(4)
+    log.generated(FOUR_ROWS)
     log.scored(None)
     log.loss(None)
     log.stepped()
@@ -111,7 +114,7 @@ EVERYTHING = GOOD | INFLUENCE | {"kl": 0.1, "val/var_explained": 0.5, "tools/fai
 # kind | what is wrong | words of its sentence
 CASES = """
 reward | "reward": NaN, "reward_min": NaN, "reward_max": NaN | returned None
-equal | "reward_min": 0.5, "reward_max": 0.5 | of the batch are 0.5:
+equal | "reward_min": 0.5, "reward_max": 0.5 | of the batch are 0.5,
 tokens | "num_completion_tokens": 0 | no completion tokens carry loss
 ratio | "sampling/sampling_logp_difference/mean": 0.0512 | disagree by 0.051 nats
 kl | "kl": 5.25 | KL 5.2 nats per token is exploding
@@ -147,6 +150,8 @@ def test_groups_of_equal_rewards_teach_nothing_without_a_critic():
     equal = GOOD | {"frac_reward_zero_std": 1.0}
     assert list(found(equal, PLAIN)) == ["groups"]
     assert list(found(equal | {"reward": math.nan}, PLAIN)) == ["reward"], "nothing was scored"
+    by_reward = Settings(multi_objective_aggregation="normalize_then_sum")
+    assert found(equal | {"reward_min": 1.0}, by_reward) == {}, "rewards that cancel teach"
     critic = Settings(critic=True)
     assert found(equal | {"val/var_explained": 0.5}, critic) == {}, "its baseline is its own"
 

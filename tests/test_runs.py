@@ -1,5 +1,6 @@
 """Whole runs on a tiny model: what they print and leave behind, how they go on after an
 interruption, what they refuse."""
+import functools
 import importlib
 import io
 import math
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
 from common.script import BadInput
-from run.checkpoint import set_aside
+from run.checkpoint import LOGS, newest_checkpoint
 from worlds import (
     mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
     untimed_metrics)
@@ -40,15 +41,14 @@ def noise(prompts, completions):
 """
 FINISHED = ["--beta=0.1", "--micro_batch_size=8", "--eval_interval=2"]
 SIX = ["--max_iters=6", "--eval_interval=3", "--save_interval=2"]
-LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 
 
 @pytest.fixture(scope="module")
 def finished(grpo, tmp_path_factory):
-    """A run of three iterations in two micro-batches each: .dir and .text, what it printed. Only
-    for reading."""
+    """Folder of a run of three iterations in two micro-batches each. Only for reading."""
     where = str(tmp_path_factory.mktemp("finished") / "run")
-    return SimpleNamespace(dir=where, text=grpo(where, *FINISHED))
+    grpo(where, *FINISHED)
+    return where
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,12 @@ def copy_of_six(six, tmp_path):
     return shutil.copytree(six, tmp_path / "run")
 
 
+@pytest.fixture
+def go_on(copy_of_six, noise, grpo):
+    """go_on("--max_iters=7") goes on with the copy."""
+    return functools.partial(grpo, copy_of_six, noise, *SIX, "--resume=True")
+
+
 def snapshot(folder):
     """{path: bytes} of all files below a folder."""
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
@@ -84,13 +90,13 @@ def bits(content):
 
 
 def checkpoint_of(folder):
-    return load_file(f"{folder}/ckpt.pt", "run")
+    return load_file(newest_checkpoint(folder), "run")
 
 
 def rewrite_checkpoint(folder, **changes):
     content = checkpoint_of(folder) | changes
     del content["kind"]
-    save_file(f"{folder}/ckpt.pt", "run", **content)
+    save_file(newest_checkpoint(folder), "run", **content)
 
 
 def assert_same_run(one, other):
@@ -107,9 +113,9 @@ def assert_same_run(one, other):
 
 
 def test_a_run_leaves_its_files(finished, six):
-    files = {".lock", "ckpt.pt", "ckpt_prev.pt", "config.json", *LOGS}
-    assert set(os.listdir(finished.dir)) == files
-    assert set(os.listdir(six)) == files | {"config.py"}
+    files = {".lock", "config.json", *LOGS}
+    assert set(os.listdir(finished)) == files | {"ckpt_000002.pt", "ckpt_000003.pt"}
+    assert set(os.listdir(six)) == files | {"ckpt_000004.pt", "ckpt_000006.pt", "config.py"}
     assert Path(six, "config.py").read_text() == NOISE
     about = read_json(f"{six}/config.json")
     assert about["functions"] == ["noise"]
@@ -117,7 +123,7 @@ def test_a_run_leaves_its_files(finished, six):
 
 
 def test_metrics_samples_and_evaluations(finished):
-    metrics, samples, evals = (read_rows(f"{finished.dir}/{name}") for name in LOGS)
+    metrics, samples, evals = (read_rows(f"{finished}/{name}") for name in LOGS)
     assert [row["iteration"] for row in metrics] == [1, 2, 3]
     assert [row["iteration"] for row in samples] == [1] * 16 + [2] * 16 + [3] * 16
     assert [row["iteration"] for row in evals] == [0, 2, 3]
@@ -143,14 +149,18 @@ def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
     assert os.listdir(tmp_path) == [copy_of_six.name]
 
 
-def test_a_foreign_folder_is_left_alone(grpo, tmp_path):
+@pytest.mark.parametrize("name, says", [
+    ("samples.jsonl", "holds other files"), ("config.py", "holds other files"),
+    ("config.json", "cannot be read as JSON")])
+def test_a_folder_of_other_files_is_left_alone(name, says, grpo, tmp_path):
     where = tmp_path / "run"
     where.mkdir()
-    (where / "samples.jsonl").write_text("years of work")
+    (where / name).write_text("years of work")
+    before = snapshot(tmp_path)
     for flag in ("--max_iters=0", "--resume=True"):
-        assert "holds other files" in refusal(grpo, where, flag)
-    assert os.listdir(where) == ["samples.jsonl"]
-    assert (where / "samples.jsonl").read_text() == "years of work"
+        message = refusal(grpo, where, flag)
+        assert says in message and "choose another --out_dir" in message
+    assert snapshot(tmp_path) == before
 
 
 def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
@@ -167,39 +177,25 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
     grpo(where, *FINISHED)
     assert len(said) == 2
     assert all("another run is at work there" in text for text in said)
-    assert_same_run(finished.dir, where)
+    assert_same_run(finished, where)
+
+
+LINKS = {"link": Path.symlink_to, "hard link": Path.hardlink_to,
+         "pipe": lambda path, notes: os.mkfifo(path), "folder": lambda path, notes: path.mkdir()}
 
 
 @pytest.mark.parametrize("name", [".lock", *LOGS])
-@pytest.mark.parametrize("kind", ("link", "hard link", "pipe", "folder"))
-def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, grpo, tmp_path):
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, go_on, grpo, tmp_path):
+    years = "years of work" * 10 ** 5       # long enough to go on with
     notes = tmp_path / "notes"
-    if name in LOGS:
-        shutil.copy(copy_of_six / name, notes)      # long enough to go on with
-    else:
-        notes.write_text("years of work")
-    before = notes.read_bytes()
+    notes.write_text(years)
     path = copy_of_six / name
     path.unlink()
-    if kind == "link":
-        path.symlink_to(notes)
-    elif kind == "hard link":
-        path.hardlink_to(notes)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-    for flags in (["--resume=True", "--max_iters=7"], ["--max_iters=0"]):
-        message = refusal(grpo, copy_of_six, noise, *SIX, *flags)
+    LINKS[kind](path, notes)
+    for message in (refusal(go_on, "--max_iters=7"), refusal(grpo, copy_of_six, "--max_iters=0")):
         assert f"{name}: is a link or no plain file" in message
-    assert notes.read_bytes() == before, f"what {name} leads to was written to"
-
-
-@pytest.mark.parametrize("name", ["config.json", "ckpt.pt"])
-def test_a_pipe_is_not_waited_for(name, copy_of_six, noise):
-    os.remove(copy_of_six / name)
-    os.mkfifo(copy_of_six / name)
-    assert f"{name}: no such file" in refusal(evaluate.main, [str(copy_of_six), noise])
+    assert notes.read_text() == years, f"what {name} leads to was written to"
 
 
 class Crash(Exception):
@@ -246,7 +242,7 @@ def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, mon
         m.setattr(trainer, part, dies)
         grpo(*argv)
     grpo(*argv)     # the same command
-    assert_same_run(finished.dir, f"{tmp_path}/run")
+    assert_same_run(finished, f"{tmp_path}/run")
 
 
 @pytest.mark.parametrize("number, iteration", [(signal.SIGKILL, 2), (signal.SIGTERM, 3)])
@@ -264,73 +260,69 @@ def test_signals(number, iteration, tiny, noise, six, grpo, tmp_path):
         assert heard.startswith("signal heard: ")
         assert "interrupted: saved after iteration 3; the same command continues" in end
     text = grpo(where, noise, *SIX)
-    assert f"resumed {where}/ckpt.pt after {iteration} iterations" in text
+    assert f"resumed {where}/ckpt_00000{iteration}.pt after {iteration} iterations" in text
     assert_same_run(six, where)
     assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
 
 
-def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, noise, grpo):
-    os.remove(copy_of_six / "ckpt.pt")      # killed between two renames
+def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, go_on):
+    os.remove(copy_of_six / "ckpt_000006.pt")
     for name in LOGS:
         with open(copy_of_six / name, "a") as f:
             f.write('{"iteration": 7, "lo')
-    assert "after 4 iterations" in grpo(copy_of_six, noise, *SIX)
+    assert "after 4 iterations" in go_on()
     assert_same_run(six, copy_of_six)
 
 
-def test_a_finished_run_is_printed_again_or_made_longer(copy_of_six, noise, six, grpo, tmp_path):
+def test_a_finished_run_is_printed_again(copy_of_six, go_on):
     before = snapshot(copy_of_six)
-    text = grpo(copy_of_six, noise, *SIX, "--resume")
+    text = go_on()
     assert "after/before" in text
+    assert "nothing is left to do: max_iters = 6" in text
     assert not re.search(r"^(iter|eval) \d|^\[Micro", text, re.M), "it did an iteration"
     after = snapshot(copy_of_six)
     del before[f"{copy_of_six}/config.json"], after[f"{copy_of_six}/config.json"]
     assert after == before
+
+
+def test_a_finished_run_is_made_longer(noise, six, grpo, tmp_path):
     grpo(f"{tmp_path}/longer", noise, *SIX, "--max_iters=3")
     grpo(f"{tmp_path}/longer", noise, *SIX, "--resume")
     assert_same_run(six, f"{tmp_path}/longer")
 
 
-def test_changed_settings_are_named_on_resume(grpo, tmp_path):
-    run = (tmp_path / "run", "--resume=True", "--eval_judge=None")
-    assert "has no checkpoint" in grpo(*run, "--max_iters=1")
-    text = grpo(*run, "--max_iters=2", "--learning_rate=1e-3")
-    assert "learning_rate: 0.0001 -> 0.001" in text
-
-
 def flip_a_bit(run):
-    content = bytearray((run / "ckpt.pt").read_bytes())
+    content = bytearray((run / "ckpt_000006.pt").read_bytes())
     content[len(content) // 2] ^= 1
-    (run / "ckpt.pt").write_bytes(content)
+    (run / "ckpt_000006.pt").write_bytes(content)
 
 
 # what the refusal says: damage to the folder of a run
 DAMAGE = {
-    "cut short": lambda run: os.truncate(run / "ckpt.pt", 1000),
+    "cut short": lambda run: os.truncate(run / "ckpt_000006.pt", 1000),
     "damaged": flip_a_bit,
-    "'policy'": lambda run: torch.save({"kind": "policy"}, run / "ckpt.pt"),
+    "'policy'": lambda run: torch.save({"kind": "policy"}, run / "ckpt_000006.pt"),
     "samples.jsonl: shorter": lambda run: os.remove(run / "samples.jsonl"),
-    "checkpoint": lambda run: [os.remove(run / name) for name in ("ckpt.pt", "ckpt_prev.pt")]}
+    "checkpoint": lambda run: [os.remove(path) for path in run.glob("ckpt_*.pt")]}
 
 
 @pytest.mark.parametrize("part", DAMAGE)
-def test_a_damaged_run_is_refused_and_kept(part, copy_of_six, noise, grpo):
+def test_a_damaged_run_is_refused_and_kept(part, copy_of_six, go_on):
     DAMAGE[part](copy_of_six)
     before = snapshot(copy_of_six)
-    assert part in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+    assert part in refusal(go_on, "--max_iters=7")
     assert snapshot(copy_of_six) == before
 
 
 @pytest.mark.parametrize("change", [
-    dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1), dict(logs=[]),
-    dict(logs=dict.fromkeys(LOGS, -1)), dict(logs=dict.fromkeys(LOGS, 0.5)), dict(policy=None),
+    dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1),
+    dict.fromkeys(LOGS), dict.fromkeys(LOGS, -1), dict.fromkeys(LOGS, 0.5), dict(policy=None),
     dict(shape=None), dict(optimizer=None)], ids=str)
-def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, grpo):
+def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, go_on):
     rewrite_checkpoint(copy_of_six, **change)
     before = snapshot(copy_of_six)
-    said = refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
-    assert "ckpt.pt: damaged" in said
-    assert "ckpt.pt: damaged" in refusal(explain.main, [str(copy_of_six), noise])
+    assert "ckpt_000006.pt: damaged" in refusal(go_on, "--max_iters=7")
+    assert "ckpt_000006.pt: damaged" in refusal(explain.main, [str(copy_of_six), noise])
     assert snapshot(copy_of_six) == before
 
 
@@ -350,7 +342,8 @@ def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first
     flags = ("--beta=0.1", "--save_interval=1")
     moving = (*flags, "--max_iters=2", "--ref_model_sync_steps=2")
     grpo(tmp_path / "late", *flags, "--max_iters=1")
-    grpo(tmp_path / "late", *moving, "--resume=True")
+    text = grpo(tmp_path / "late", *moving, "--resume=True")
+    assert "ref_model_sync_steps: 0 -> 2" in text, "it must name settings that are new"
     grpo(tmp_path / "whole", *moving)
     a, b = (checkpoint_of(tmp_path / name)["reference"] for name in ("late", "whole"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -364,64 +357,51 @@ def test_a_run_that_is_resumed_with_another_target_averages_that_alone(grpo, tmp
     assert ages == [1, 2, 1], "the average holds gradients of the target before"
 
 
-def test_checkpoints_that_are_kept_replace_and_remove_nothing_of_the_user(tmp_path):
+def test_checkpoints_that_are_kept_remove_nothing_of_the_user(grpo, tmp_path):
     (tmp_path / "mine").write_text("mine")
-    for number in (1, 3):
-        os.symlink(tmp_path / "mine", tmp_path / f"ckpt_00000{number}.pt")
-    for text in "abcd":
-        (tmp_path / "ckpt_prev.pt").write_text(text)
-        set_aside(str(tmp_path), str(tmp_path / "ckpt_prev.pt"), keep=4)
-    found = {path.name[5:-3]: path.read_text() for path in tmp_path.glob("ckpt_*.pt")}
-    assert found == {"000001": "mine", "000003": "mine", "000005": "c", "000006": "d"}
+    run = tmp_path / "run"
+    grpo(run, "--max_iters=1", "--save_interval=1")
+    for number in (0, 9):
+        (run / f"ckpt_00000{number}.pt").unlink(missing_ok=True)
+        os.symlink(tmp_path / "mine", run / f"ckpt_00000{number}.pt")
+    (run / "ckpt_000008.pt").mkdir()
+    more = ("--save_interval=1", "--keep_checkpoints=3", "--resume=True")
+    assert "after 1 iterations" in grpo(run, *more, "--max_iters=5")
+    assert "after 5 iterations" in grpo(run, *more, "--max_iters=6")
+    found = {path.name[10:11]: path.is_symlink() for path in run.glob("ckpt_*.pt")}
+    assert found == {"0": True, "9": True, "8": False, "4": False, "5": False, "6": False}
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_killed_before_config_json_is_there(grpo, copy_of_six, noise, six):
-    for name in os.listdir(copy_of_six):
-        if name != "config.py":
-            os.remove(copy_of_six / name)
-    (copy_of_six / "ckpt_new.tmp.123.tmp").write_text("half a checkpoint")
-    grpo(copy_of_six, noise, *SIX, "--resume=True")
-    assert_same_run(six, copy_of_six)
-    assert set(os.listdir(copy_of_six)) == set(os.listdir(six)), "a half was left behind"
+def test_killed_before_config_json_is_there(grpo, noise, six, tmp_path, monkeypatch):
+    where = tmp_path / "run"
+    with monkeypatch.context() as m, pytest.raises(Crash):
+        m.setattr("run.checkpoint.write_json", dies)
+        grpo(where, noise, *SIX)
+    assert (where / "config.py").read_text() == NOISE, "a run's folder must have its config.py"
+    (where / "ckpt_000002.pt.123.tmp").write_text("half a checkpoint")
+    assert "has no checkpoint" in grpo(where, noise, *SIX, "--resume=True")
+    assert_same_run(six, where)
+    assert set(os.listdir(where)) == set(os.listdir(six)), "a half was left behind"
 
 
-def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(grpo, copy_of_six, noise):
-    (copy_of_six / "ckpt_new.tmp").mkdir()
-    notes = copy_of_six / "ckpt_new.tmp" / "notes"
+def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(copy_of_six, go_on):
+    (copy_of_six / "ckpt_000007.pt.1.tmp").mkdir()
+    notes = copy_of_six / "ckpt_000007.pt.1.tmp" / "notes"
     notes.write_text("years of work")
     with pytest.raises(OSError, match="directory"):
-        grpo(copy_of_six, noise, *SIX, "--resume=True", "--max_iters=7")
+        go_on("--max_iters=7")
     assert notes.read_text() == "years of work"
 
 
-def test_a_config_py_alone_is_no_run(grpo, noise, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.py").write_text("years of work")
-    refusal(grpo, f"{tmp_path}/mine", noise, *SIX, "--max_iters=0")
-    assert os.listdir(tmp_path / "mine") == ["config.py"], "a user's config.py is no run's"
-
-
-def test_a_bad_config_json_names_the_way_out(grpo, tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    message = refusal(grpo, tmp_path)
-    assert "cannot be read as JSON" in message and "choose another --out_dir" in message
-
-
-def test_config_py_is_written_before_config_json(grpo, noise, tmp_path, monkeypatch):
-    monkeypatch.setattr("run.checkpoint.write_json", dies)
-    with pytest.raises(Crash):
-        grpo(f"{tmp_path}/run", noise, "--max_iters=0")
-    assert (tmp_path / "run" / "config.py").read_text() == NOISE
-
-
-def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, grpo, tmp_path):
+def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, go_on, tmp_path):
     content = load_file(tiny.policy, "policy")
     content["model"]["ln_f.bias"] += 1
     save_file(f"{tmp_path}/other.pt", **content)
     before = snapshot(copy_of_six)
-    for flags, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
-                        ("--lora_rank=2", "lora_rank")):
-        assert part in refusal(grpo, copy_of_six, noise, *SIX, "--resume=True", flags)
+    for flag, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
+                       ("--lora_rank=2", "lora_rank")):
+        assert part in refusal(go_on, flag)
     assert snapshot(copy_of_six) == before
 
 
@@ -479,10 +459,11 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
 
 
 @pytest.mark.parametrize("text, says", [
+    ("def reward(completions): return 3", "reward 'reward' returned"),
     ("tracin = 'target'\ndef target(policy, tokenizer, batch): return 3.0", "target returned"),
     ("tracin = 'target'\ndef target(policy, tokenizer, batch): batch.speed", "target raised"),
     ("tracin = 'self'\ntracin_select = 'weigh'\ndef weigh(influence, batch): pass",
-     "weigh returned")], ids=["a number", "an error", "nothing"])
+     "weigh returned")], ids=["reward", "a number", "an error", "nothing"])
 def test_a_faulty_function_is_found_before_anything_is_trained(text, says, fresh, tmp_path):
     config = tmp_path / "config.py"
     config.write_text(text)
@@ -503,7 +484,7 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
         skip_without("lora")
         grpo(where, "--max_iters=2", *flags)
     else:
-        shutil.copytree(finished.dir, where)
+        shutil.copytree(finished, where)
     before = snapshot(where)
     text = printed(evaluate.main, [str(where)])
     assert snapshot(where) == before
@@ -515,8 +496,8 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
 
 
 def test_evaluate_needs_no_reference(finished):
-    after = columns(printed(evaluate.main, [finished.dir]))
-    follows = [finished.dir, "--ref_model_sync_steps=1", "--beta=0.2"]
+    after = columns(printed(evaluate.main, [finished]))
+    follows = [finished, "--ref_model_sync_steps=1", "--beta=0.2"]
     assert columns(printed(evaluate.main, follows)) == after
 
 
@@ -527,23 +508,22 @@ def test_a_run_of_another_version_has_a_policy(copy_of_six):
     assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
 
 
-@pytest.mark.parametrize("name, extra", [("lora_rank", "lora"), ("critic", "critic")])
-def test_a_policy_with_a_part_that_is_not_here_is_one_line(name, extra, copy_of_six, monkeypatch):
+def test_a_policy_with_a_part_that_is_not_here_is_one_line(copy_of_six, monkeypatch):
     settings = checkpoint_of(copy_of_six)["settings"]
-    rewrite_checkpoint(copy_of_six, settings=settings | {name: True})
+    rewrite_checkpoint(copy_of_six, settings=settings | {"lora_rank": 2})
     monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(copy_of_six))
     said = refusal(evaluate.load_run, str(copy_of_six))
-    assert said == f"{name} = True needs extras/{extra}, which is not here"
+    assert said == "lora_rank = 2 needs extras/lora, which is not here"
 
 
 def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
     assert "RUN CONFIG.py" in refusal(evaluate.main, [str(copy_of_six)])
-    os.remove(copy_of_six / "ckpt.pt")      # killed between two renames: the one before is there
+    os.remove(copy_of_six / "ckpt_000006.pt")
     text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
     assert "rewards/noise" in columns(text)
     assert "iterations 0 and 4" in text
-    os.remove(copy_of_six / "ckpt_prev.pt")
-    assert "ckpt.pt" in refusal(evaluate.main, [str(copy_of_six), noise])
+    os.remove(copy_of_six / "ckpt_000004.pt")
+    assert "has no checkpoint" in refusal(evaluate.main, [str(copy_of_six), noise])
 
 
 def test_the_evaluation_has_a_temperature_of_its_own(copy_of_six, noise):
@@ -564,13 +544,12 @@ def test_a_perplexity_beyond_all_numbers_is_infinite():
 
 
 def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
-    for flag, again in ((f"--cache_dir={tmp_path}/none", "pretrain.py"),
-                        ("--judge_tokens=64000", "judge.train"),
-                        ("--pretrain_tokens=1000000000000", "pretrain.py")):
+    for flag in (f"--cache_dir={tmp_path}/none", "--judge_tokens=64000",
+                 "--pretrain_tokens=1000000000000"):
         for main in (evaluate.main, explain.main):
             message = refusal(main, [str(copy_of_six), noise, flag])
             assert "is missing" in message
-            assert again in message
+            assert "pretrain.py" in message
     for argv in ([], ["--seed=1"]):
         assert "must be the folder of a run" in refusal(evaluate.main, argv)
 

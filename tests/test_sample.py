@@ -41,7 +41,7 @@ def test_completions_have_the_scores_of_the_judges(run):
     cfg, setup, _ = open_run([run])
     said, scores = speak.speak(setup, setup.policy, cfg, "my grumble", 4)
     for name, judge in setup.judges.items():
-        expected = torch.sigmoid(judge(["my grumble"] * 4, said))
+        expected = torch.sigmoid(judge(said))
         torch.testing.assert_close(torch.tensor(scores[name]), expected)
 
 

@@ -4,6 +4,7 @@ log-probs computed row by row, without padding, mask or cache. The arithmetic: t
 """
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_passes_mini_batches_and_micro_batches(monkeypatch):
     for one, other in zip(calls[::2], calls[1::2]):
         rows = one[0] + other[0]
         assert one[1:] == other[1:] == (4, int(batch.loss_mask[rows].sum()))
-        lengths = batch.lengths[rows].tolist()
+        lengths = batch.rollout.completion_mask[rows].sum(1).tolist()
         assert lengths == sorted(lengths), "rows of like length share a micro-batch"
     assert order_of(4)[0] != first, "the seed chooses the order"
     steps = grpo.optimizer_steps(batch, cfg, 3)
@@ -314,10 +315,11 @@ def test_bfloat16():
 
 def test_bnpo_divides_by_micro_batches_in_the_order_of_the_batch():
     """Sorted by length, a short completion would share its divisor with short ones alone."""
-    lengths = torch.tensor([1, 9, 1, 9])
+    completion_mask = torch.arange(9) < torch.tensor([1, 9, 1, 9])[:, None]
+    rollout = SimpleNamespace(completion_mask=completion_mask)
     for loss_type, expected in (("bnpo", [[0, 1], [2, 3]]), ("dapo", [[0, 2], [1, 3]])):
         cfg = words(loss_type=loss_type, micro_batch_size=2)
-        pieces = grpo.micro_batches(lengths, torch.arange(4), cfg)
+        pieces = grpo.micro_batches(rollout, torch.arange(4), cfg)
         assert [piece.tolist() for piece in pieces] == expected
 
 

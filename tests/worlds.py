@@ -269,7 +269,8 @@ def loss_of_rows(logp, old_logp, advantages, mask, ref_logp=None, policy_mask=No
     knobs: settings of the loss."""
     step = SimpleNamespace(num_rows=num_rows or len(logp), num_tokens=num_tokens or int(mask.sum()))
     rollout = Rollout(mask, mask, mask, mask, old_logp, old_logp, mask.any(1))
-    batch = grpo.Batch(rollout, advantages, mask, policy_mask, ref_logp)
+    batch = grpo.Batch(rollout, advantages, mask, mask if policy_mask is None else policy_mask,
+                       ref_logp, row_weights=torch.ones(len(mask)))
     return grpo.grpo_loss(logp, batch, step, Settings(**knobs))
 
 

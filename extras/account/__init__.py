@@ -189,7 +189,7 @@ def hessian_times(setup, cfg, k, weights, directions):
     exact = replace(setup, dtype=weights.dtype)
     vector_to_parameters(weights, setup.trained)
     products = torch.zeros_like(directions)
-    for rows in grpo.micro_batches(k.batch.lengths, k.step.rows, cfg):
+    for rows in grpo.micro_batches(k.batch.rollout, k.step.rows, cfg):
         with sdpa_kernel(SDPBackend.MATH):      # it alone has a second derivative
             loss = grpo.loss_of(exact, setup.policy, k.batch, rows, k.step, cfg)
             g = gradient(loss.total, setup.trained, create_graph=True)
@@ -203,7 +203,7 @@ def multiplied(setup, cfg, k, weights, directions):
     vector_to_parameters(weights, setup.trained)
     batch = replace(k.batch, row_weights=k.batch.row_weights.clone())   # a recording sets them to 1
     with Recording(setup.policy, batch, k.step, False, cfg) as recording:
-        for rows in grpo.micro_batches(batch.lengths, k.step.rows, cfg):
+        for rows in grpo.micro_batches(batch.rollout, k.step.rows, cfg):
             recording.begin(rows)
             grpo.loss_of(setup, setup.policy, k.batch, rows, k.step, cfg).policy.backward()
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()

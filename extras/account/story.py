@@ -3,14 +3,13 @@ The story of a sentence: how its log-prob went along a run, which rollouts did t
 would be without them. __init__.py has the arithmetic.
 """
 import math
-import os
 from dataclasses import replace
 
 import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from common.files import read_rows, undamaged
+from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings
 from data.prompts import encode_prompt
@@ -20,8 +19,8 @@ from explain.words import logprob_changes, pieces_of, token_slopes
 from extras.account import account, by_parameter, replay, row_of, walk_back
 from rollout import completion_states, concatenate, of_logits, truncate
 from run.checkpoint import (
-    changed_settings, load_checkpoint, older_checkpoints, read_checkpoint, read_newest,
-    set_random_state)
+    changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
+    read_checkpoint)
 from run.folder import same_text
 from run.loop import sample_rows
 
@@ -96,15 +95,10 @@ def check_run(setup, cfg, folder, path, last):
 
 def go_to(setup, cfg, folder, since):
     """Load the last checkpoint up to iteration `since`, if there is one -> its iteration, or 0."""
-    newest = [f"{folder}/ckpt.pt", f"{folder}/ckpt_prev.pt"]
-    for path in filter(os.path.exists, newest + older_checkpoints(folder)[::-1]):
-        if read_checkpoint(path, mmap=True)["iteration"] <= since:
-            content = read_checkpoint(path)
-            with undamaged(path):
-                load_checkpoint(content, path, setup, cfg, hash_of(setup.base))
-                set_random_state(content["random"])
-            return content["iteration"]
-    return 0
+    earlier = [path for path in checkpoints(folder) if iterations_of(path) <= since]
+    if not earlier:
+        return 0
+    return load_checkpoint(earlier[-1], setup, cfg)["iteration"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -164,22 +158,23 @@ def cards_of(setup, cfg, states, taken, prompt, sentence, found, i, parts):
     """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
     shares = found.shares[i]                                                        # (I, N)
     logp = found.logp[:, i]                                                         # (S + 1, T)
-    rows = {k.it: sample_rows(k.it, k.batch, cfg) for k in taken}
-    rollouts = {k.it: k.batch.rollout for k in taken}
-    lists = best_and_worst(shares.flatten())
-    places = {x: divmod(x, shares.shape[1]) for some in lists.values() for x in some}
-    words = token_shares(setup, cfg, states, taken, sentence, places.values(), parts)
+    batches = {k.it: k.batch for k in taken}
+    lists = {heading: [divmod(x, shares.shape[1]) for x in some]
+             for heading, some in best_and_worst(shares.flatten()).items()}
+    words = token_shares(setup, cfg, states, taken, sentence, sum(lists.values(), []), parts)
 
-    def card(x):
-        it, j = places[x]
+    def card(it, j):
+        batch = batches[it]
+        row = sample_rows(it, batch, cfg)[j]
         without = logp[-1].sum() - found.effects[i, it, j]
-        facts = facts_of(rows[it][j], f"{shares[it, j]:+.3f}", f"without it {without:.2f}")
-        pieces = pieces_of(rollouts[it][[j]], words[it, j], setup.tokenizer)
-        return facts, rows[it][j]["prompt"], pieces
+        facts = facts_of(row, f"{shares[it, j]:+.3f}", f"without it {without:.2f}")
+        return facts, row["prompt"], pieces_of(batch.rollout[[j]], words[it, j], setup.tokenizer)
 
     change = pieces_of(sentence, logp[-1] - logp[0], setup.tokenizer)
     cards = {"The sentence": [(f"{found.change[i]:+.3f}", prompt, change)]}
-    return cards | {heading: list(map(card, some)) for heading, some in lists.items()}
+    for heading, places in lists.items():
+        cards[heading] = [card(*place) for place in places]
+    return cards
 
 
 def token_shares(setup, cfg, states, taken, sentence, places, parts):

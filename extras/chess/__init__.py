@@ -33,36 +33,30 @@ BY_RANK = (1.0, 0.8, 0.6, 0.4, 0.2)     # of the engine's first five moves
 
 
 def positions(n, seed, asked):
-    """n positions of random games -> [(FEN, moves that led there and the next one)]. A hash says
-    which boards are asked about: never one that a policy has learned from."""
+    """n positions of random games -> [(chess.Board, its next move)]. A hash says which are asked
+    about: never one that a policy has learned from."""
     rng = random.Random(seed)
     found = []
     while len(found) < n:
         board = chess.Board()
-        moves = []
-        while len(moves) <= PLIES[1] and not board.is_game_over():
-            fen = board.fen()
-            moves.append(rng.choice(legal(fen)))
-            is_asked = seed_for(fen.rsplit(" ", 2)[0]) % 5 == 0     # less the counters
-            if is_asked == asked and len(moves) > PLIES[0]:
-                found.append((fen, list(moves)))
-            board.push_uci(moves[-1])
+        while board.ply() <= PLIES[1] and not board.is_game_over():
+            move = rng.choice(list(board.legal_moves))
+            is_asked = seed_for(board.epd()) % 5 == 0       # the FEN less its counters
+            if is_asked == asked and board.ply() >= PLIES[0]:
+                found.append((board.copy(), move))
+            board.push(move)
     return found[:n]
-
-
-def legal(fen):
-    return [move.uci() for move in chess.Board(fen).legal_moves]
 
 
 def texts(n, seed, history=HISTORY):
     """n lines to learn from, two of A: for one of P:, which is learned sooner."""
     rng = random.Random(seed)
     lines = []
-    for i, (fen, moves) in enumerate(positions(n, seed, asked=False)):
+    for i, (board, move) in enumerate(positions(n, seed, asked=False)):
         if i % 3 == 2:
-            line = f"P: {fen} " + play_answer(material_after(fen), rng)
+            line = play_prompt(board) + play_answer(material_after(board), rng)
         else:
-            line = rules_prompt(fen, moves, history) + rules_answer(fen, moves[-1])
+            line = rules_prompt(board, move, history) + rules_answer(board, move)
         lines.append(line)
     return lines
 
@@ -71,37 +65,40 @@ def questions(n, seed, history=HISTORY):
     """n rows with a prompt and what its completion is judged by, the two tasks in turn: answer, the
     right completion of A:, or legal, the legal moves of P:. The other one is None."""
     rows = []
-    for i, (fen, moves) in enumerate(positions(n, seed, asked=True)):
+    for i, (board, move) in enumerate(positions(n, seed, asked=True)):
+        row = dict(fen=board.fen(), answer=None, legal=None, evaluations=None)
         if i % 2:
-            row = dict(fen=fen, answer=None, legal=legal(fen), text=f"P: {fen} ")
+            moves = [move.uci() for move in board.legal_moves]
+            row |= dict(text=play_prompt(board), legal=moves)
         else:
-            prompt = rules_prompt(fen, moves, history)
-            row = dict(fen=fen, answer=rules_answer(fen, moves[-1]), legal=None, text=prompt)
+            row |= dict(text=rules_prompt(board, move, history), answer=rules_answer(board, move))
         rows.append(row)
     return rows
 
 
 # --------------------------------------------------------------------------------------------------
-# right completions
+# prompts and right completions
 
 
-def rules_prompt(fen, moves, history=HISTORY):
-    return f"A: {fen}+{moves[-1]}+{' '.join(moves[-history:])}+"
+def rules_prompt(board, move, history=HISTORY):
+    moves = [move.uci() for move in (*board.move_stack, move)]
+    return f"A: {board.fen()}+{moves[-1]}+{' '.join(moves[-history:])}+"
 
 
-def rules_answer(fen, move):
+def rules_answer(board, move):
     """The right completion of A:. The reward is the mover's: 1.0 for mate, 0.5 for a draw, 0.001
-    while the game goes on. An illegal move leaves the position as it is, with -1.0 and truncated 1.
-    A FEN knows of no repetition; the 75-move rule it knows."""
-    board = chess.Board(fen)
-    if move not in legal(fen):
-        return f"{board.fen()}+-1.0+0+1"
-    board.push_uci(move)
+    while the game goes on. No game here is truncated."""
+    board = board.copy()
+    board.push(move)
     outcome = board.outcome()
     if outcome is None:
         return f"{board.fen()}+0.001+0+0"
     reward = 0.5 if outcome.winner is None else 1.0
     return f"{board.fen()}+{reward}+1+0"
+
+
+def play_prompt(board):
+    return f"P: {board.fen()} "
 
 
 def play_answer(evaluations, rng):
@@ -121,25 +118,21 @@ def top_moves(evaluations):
     return sorted(evaluations, key=lambda move: -evaluations[move])[:CANDIDATES]
 
 
-def material_after(fen):
+def material_after(board):
     """{legal move: the mover's material less the other's after it, in pawns}."""
-    board = chess.Board(fen)
     found = {}
     for move in list(board.legal_moves):
         board.push(move)
-        found[move.uci()] = -material(board)
+        found[move.uci()] = sum(
+            value * (len(board.pieces(kind, not board.turn)) - len(board.pieces(kind, board.turn)))
+            for kind, value in VALUES.items())
         board.pop()
     return found
 
 
-def material(board):
-    return sum(len(board.pieces(kind, board.turn)) * value
-               - len(board.pieces(kind, not board.turn)) * value for kind, value in VALUES.items())
-
-
 def add_evaluations(rows, nodes=10_000):
-    """Give rows of P: the column `evaluations`, {legal move: pawns} by Stockfish; the others None.
-    One thread and a number of nodes, not of seconds: the same engine says the same again."""
+    """Give rows of P: their evaluations, {legal move: pawns} by Stockfish. One thread and a number
+    of nodes, not of seconds: the same engine says the same again."""
     path = shutil.which("stockfish") or shutil.which("/usr/games/stockfish")    # Debian's place
     if path is None:
         raise BadInput("stockfish: no such program on PATH; apt-get install stockfish, or take "
@@ -148,7 +141,6 @@ def add_evaluations(rows, nodes=10_000):
     with chess.engine.SimpleEngine.popen_uci(path) as engine:
         engine.configure({"Threads": 1, "Hash": 16})
         for row in rows:
-            row["evaluations"] = None
             if row["legal"]:
                 board = chess.Board(row["fen"])
                 lines = engine.analyse(board, limit, game=object(), multipv=len(row["legal"]))
@@ -222,13 +214,15 @@ def edit_distance(a, b):
 
 def read_play(text):
     """Moves, evaluations and best move of a completion. One that breaks off, or goes wrong behind
-    its moves, has these alone: moves, [], ""."""
-    before, _, rest = text.partition("M:")
-    moves = [] if before.strip() else rest.partition("E:")[0].split()
-    found = PLAY.fullmatch(text.strip())
-    if found is None:
+    its moves, has these alone: moves, [], "". Evaluations are [] unless all are numbers."""
+    opening = re.match(r"\s*M:(.*?)(E:|\Z)", text, re.DOTALL)
+    moves = opening[1].split() if opening else []
+    whole = PLAY.fullmatch(text.strip())
+    if whole is None:
         return moves, [], ""
-    return moves, found["values"].split(), found["best"].strip()
+    values = whole["values"].split()
+    are_numbers = all(map(NUMBER.fullmatch, values))
+    return moves, [float(x) for x in values] if are_numbers else [], whole["best"].strip()
 
 
 @by("legal")
@@ -236,8 +230,7 @@ def p_format(text, legal):
     """P: 1 for five moves (or all, where fewer are legal), as many numbers, and a best move."""
     moves, values, best = read_play(text)
     right_counts = len(moves) == len(values) == min(CANDIDATES, len(legal))
-    are_moves = all(map(MOVE.fullmatch, [*moves, best]))
-    return right_counts and are_moves and all(map(NUMBER.fullmatch, values))
+    return right_counts and all(map(MOVE.fullmatch, [*moves, best]))
 
 
 @by("legal")
@@ -280,8 +273,7 @@ def p_engine_moves(text, evaluations):
 def p_engine_values(text, evaluations):
     """P: 1 / (1 + mean error of the evaluations in pawns); 0 if a move or a number is none."""
     moves, values, _ = read_play(text)
-    known = set(moves) <= set(evaluations) and all(map(NUMBER.fullmatch, values))
-    if not moves or len(moves) != len(values) or not known:
+    if not moves or len(moves) != len(values) or not set(moves) <= set(evaluations):
         return 0.0
-    errors = [abs(float(value) - evaluations[move]) for move, value in zip(moves, values)]
+    errors = [abs(value - evaluations[move]) for move, value in zip(moves, values)]
     return 1 / (1 + sum(errors) / len(errors))

@@ -7,35 +7,31 @@ Several turns: an environment answers completions while they are sampled.
 Its answer is written behind the token that it answers, and the rollout's sampled_mask is False
 there. The policy reads these forced tokens like any others and samples on from its cache, so
 nothing is tokenised twice.
-Shapes: N rows of a rollout, n that still run, T tokens at most.
+Shapes: N rows of a rollout, n that still run, m that end a turn, T tokens at most.
 """
 import functools
-import itertools
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
-from data.tokenizer import end_tokens
+from data.tokenizer import texts_of
 from judge.rewards import arguments_of, call
 from common.script import BadInput, shown
-from extras.environment.tools import (
-    STOP, check_prompts_name, check_tools, tool_environment)
+from extras.environment.tools import STOP, answer_calls, check_prompts_name, check_tools
 
 
 def answering(tokenizer, cfg, prompts, num_generations):
     """The `respond` of rollout.generate for these prompts."""
     asked = [prompt for prompt in prompts for _ in range(num_generations)]
-    return functools.partial(respond, tokenizer, asked, with_environment(cfg))
+    return functools.partial(respond, tokenizer, asked, *environment_of(cfg), cfg.max_turns)
 
 
-def with_environment(cfg):
-    """The settings, with a table of tools made into an environment: the end of a call asks it."""
-    if not cfg.tools:
-        return cfg
-    functions = cfg.functions | {"environment": tool_environment(cfg.tools)}
-    stop_strings = tuple(dict.fromkeys([*cfg.stop_strings, STOP]))
-    return replace(cfg, functions=functions, stop_strings=stop_strings)
+def environment_of(cfg):
+    """The function that answers, and the stop strings where it is asked. Tools are asked where a
+    call ends."""
+    if cfg.tools:
+        return functools.partial(answer_calls, cfg.tools), (*cfg.stop_strings, STOP)
+    return cfg.functions["environment"], cfg.stop_strings
 
 
 def try_environment(cfg, prompts):
@@ -44,75 +40,48 @@ def try_environment(cfg, prompts):
     if cfg.tools:
         check_tools(cfg.tools)
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
-    cfg = with_environment(cfg)
-    function = cfg.functions["environment"]
+    function, stop_strings = environment_of(cfg)
     arguments_of("environment", function, prompts, [], "transcripts")
-    transcripts = ["", *cfg.stop_strings]
+    transcripts = ["", *stop_strings]
     ask(function, prompts[:1] * len(transcripts), transcripts)
 
 
-def respond(tokenizer, asked, cfg, first, r, rows, t, column):
+def respond(tokenizer, asked, function, stop_strings, max_turns, first, r, rows, t, column):
     """Let the environment answer those of the rows (n,) of r that end a turn with token t.
 
     Row i of r completes asked[first + i]. column: where token t stands in r.tokens. An answer's
     tokens are forced as far as there is room. The row has ended where the answer is None, where it
     is "" after an end token, and where it would be one more than max_turns.
     """
-    turns = ended_turns(tokenizer, cfg.stop_strings, r, rows, t, column)
+    turns = ended_turns(tokenizer, stop_strings, r, rows, t, column)
     if not turns:
         return
-    prompts = [asked[first + turn.row] for turn in turns]
-    answers = ask(cfg.functions["environment"], prompts, [turn.text for turn in turns])
+    transcripts = texts_of(tokenizer, replace(r, allowed=None)[turns])
+    prompts = [asked[first + row] for row in turns]
+    answers = ask(function, prompts, transcripts)
+    # the mask changes where an answer begins, and behind it
+    num_answers = r.sampled_mask[turns, :t + 1].diff().sum(1) // 2                  # (m,)
     room = r.sampled_mask.shape[1] - t - 1
-    for turn, answer in zip(turns, answers):
-        goes_on = turn.num_answers < cfg.max_turns if answer else answer == "" and not turn.at_end
+    for row, n, answer in zip(turns, num_answers.tolist(), answers):
+        goes_on = n < max_turns if answer else answer == "" and not r.ended[row]
         ids = tokenizer.encode_ordinary(answer)[:room] if goes_on else []
-        r.ended[turn.row] = not goes_on
-        r.tokens[turn.row, column + 1:column + 1 + len(ids)] = torch.tensor(ids)
-        r.sampled_mask[turn.row, t + 1:t + 1 + len(ids)] = False
-
-
-class Turn(NamedTuple):
-    """A row whose token t calls for an answer."""
-    row: int            # of the rollout
-    at_end: bool        # token t is an end token
-    text: str           # the whole completion, without the policy's end tokens
-    num_answers: int    # before this one
+        r.ended[row] = not goes_on
+        r.tokens[row, column + 1:column + 1 + len(ids)] = torch.tensor(ids)
+        r.sampled_mask[row, t + 1:t + 1 + len(ids)] = False
 
 
 def ended_turns(tokenizer, stop_strings, r, rows, t, column):
-    """A Turn for each of the rows (n,) whose token t is the policy's end token, or completes a
-    stop string in the policy's own words."""
-    stops = tokens_that_may_stop(tokenizer, stop_strings).to(rows.device)
-    may_stop = r.ended[rows] | torch.isin(r.tokens[rows, column], stops)
+    """List those of the rows (n,) whose token t is the policy's end token, or completes a stop
+    string in the policy's own words."""
+    longest = max((len(stop.encode()) for stop in stop_strings), default=1)
+    first = max(0, t + 1 - longest)     # a token has a byte at least
     drawn = r.completion_mask[rows, t] & r.sampled_mask[rows, t]
-    rows = rows[drawn & may_stop]                                   # waits for a GPU
-    columns = (rows, r.ended[rows], r.tokens[rows, column - t:column + 1],
-               r.sampled_mask[rows, :t + 1])
-    ends = end_tokens(tokenizer)
-    turns = []
-    for row, at_end, ids, sampled in zip(*(x.tolist() for x in columns)):
-        forced = [i for i, own in enumerate(sampled) if not own]
-        own_ids = ids[forced[-1] + 1:] if forced else ids
-        if at_end or reaches_stop(tokenizer, own_ids, stop_strings):
-            text = tokenizer.decode([i for i, own in zip(ids, sampled) if not (own and i in ends)])
-            num_answers = sum(own and not after for own, after in itertools.pairwise(sampled))
-            turns.append(Turn(row, at_end, text, num_answers))
-    return turns
-
-
-@functools.lru_cache(maxsize=1)
-def tokens_that_may_stop(tokenizer, stop_strings):
-    """Ids of the tokens that hold the last byte of a stop string."""
-    last = {text.encode()[-1] for text in stop_strings}
-    found = []
-    for i in range(tokenizer.n_vocab):
-        try:
-            if not last.isdisjoint(tokenizer.decode_single_token_bytes(i)):
-                found.append(i)
-        except KeyError:    # an id without a token
-            continue
-    return torch.tensor(found)
+    rows = rows[drawn]                                              # waits for a GPU
+    ids = r.tokens[rows, column - t + first:column + 1]
+    num_own = r.sampled_mask[rows, first:t + 1].flip(1).cumprod(1).sum(1)   # the last ones
+    columns = (rows, r.ended[rows], ids, num_own)
+    return [row for row, at_end, ids, n in zip(*(x.tolist() for x in columns))
+            if at_end or reaches_stop(tokenizer, ids[-n:], stop_strings)]
 
 
 def reaches_stop(tokenizer, ids, stop_strings):

@@ -1,1 +1,9 @@
-"""Published models in and out."""
+"""Published models in and out. Nothing outside of this folder needs these packages."""
+from common.script import optional
+
+with optional("-r extras/hub/requirements.txt"):
+    import gguf
+    import huggingface_hub
+    import jinja2
+    import safetensors
+    import tokenizers

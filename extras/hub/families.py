@@ -10,12 +10,27 @@ from model import GPTConfig
 from common.script import BadInput, shown
 
 
+# `only` (below) of all families, and of those with rotary positions
+ONLY = {"quantization_config": (), "is_causal": (True,), "add_cross_attention": (False,)}
+ONLY_ROTARY = {
+    "hidden_act": ("silu", "swish"),
+    "attention_chunk_size": (),
+    "partial_rotary_factor": (1,),
+    "rope_type": ("default", "llama3"),
+}
+# fields of GPTConfig that are never 0
+REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window", "rope_base")
+# keys of rope_type = "llama3", in the order of model.scale_frequency
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 @dataclass
 class Family:
     model_type: str     # this and the next as in config.json
     architecture: str
-    names: dict         # module here -> module there
-    stacked: dict       # module here -> the modules there that it holds, from its first row on
+    prefix: str         # before all names there but the head's; some files leave it out
+    names: dict         # part of a name here -> what it is there; replaced one after the other
+    stacked: dict       # part of a name here -> those of the tensors there that it holds, in order
     keys: dict          # field of GPTConfig -> key of config.json
     only: dict          # key of config.json -> the values it may have, if it is there
     fields: dict        # field of GPTConfig -> its value where config.json has none
@@ -26,12 +41,8 @@ class Family:
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    names={
-        "wte": "transformer.wte",
-        "wpe": "transformer.wpe",
-        "h": "transformer.h",
-        "ln_f": "transformer.ln_f",
-    },
+    prefix="transformer.",
+    names={},
     stacked={},
     keys={
         "vocab_size": "vocab_size",
@@ -55,11 +66,9 @@ GPT2 = Family(
 GPT_NEO = Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
-    names=GPT2.names | {"attn.c_proj": "attn.attention.out_proj"},
-    stacked={
-        "attn.c_attn": (
-            "attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
-    },
+    prefix="transformer.",
+    names={"attn.c_proj": "attn.out_proj", ".attn.": ".attn.attention."},
+    stacked={"c_attn": ("q_proj", "k_proj", "v_proj")},
     keys={
         "vocab_size": "vocab_size",
         "block_size": "max_position_embeddings",
@@ -78,21 +87,18 @@ GPT_NEO = Family(
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    prefix="model.",
     names={
-        "wte": "model.embed_tokens",
-        "h": "model.layers",
-        "ln_f": "model.norm",
-        "ln_1": "input_layernorm",
-        "ln_2": "post_attention_layernorm",
-        "attn.c_proj": "self_attn.o_proj",
-        "attn.q_norm": "self_attn.q_norm",      # Qwen3 alone has these two
-        "attn.k_norm": "self_attn.k_norm",
+        "wte.": "embed_tokens.",
+        "h.": "layers.",
+        "ln_f.": "norm.",
+        "ln_1.": "input_layernorm.",
+        "ln_2.": "post_attention_layernorm.",
+        "attn.c_proj": "attn.o_proj",
+        ".attn.": ".self_attn.",
         "mlp.c_proj": "mlp.down_proj",
     },
-    stacked={
-        "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
-    },
+    stacked={"c_attn": ("q_proj", "k_proj", "v_proj"), "c_fc": ("gate_proj", "up_proj")},
     keys={
         "vocab_size": "vocab_size",
         "block_size": "max_position_embeddings",
@@ -106,7 +112,7 @@ LLAMA = Family(
         "rope_base": "rope_theta",
         "tied": "tie_word_embeddings",
     },
-    only={"attention_bias": (False,), "mlp_bias": (False,), "sliding_window": ()},
+    only=ONLY_ROTARY | {"attention_bias": (False,), "mlp_bias": (False,), "sliding_window": ()},
     fields={
         "bias": False,
         "qkv_bias": False,
@@ -122,36 +128,34 @@ QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    only={"use_sliding_window": (False,)},
+    only=ONLY_ROTARY | {"use_sliding_window": (False,)},
     fields=LLAMA.fields | {"qkv_bias": True},
 )
 QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    only={"use_sliding_window": (False,), "attention_bias": (False,)},
+    only=QWEN2.only | {"attention_bias": (False,)},
     fields=LLAMA.fields | {"qk_norm": True, "head_dim": 128},
 )
-FAMILIES = (GPT2, GPT_NEO, LLAMA, QWEN2, QWEN3)
+FAMILIES = {family.model_type: family for family in (GPT2, GPT_NEO, LLAMA, QWEN2, QWEN3)}
 
 # llama.cpp's files, and their metadata in place of config.json
 GGUF = {
+    "prefix": "",
     "names": {
-        "wte": "token_embd",
-        "h": "blk",
-        "ln_f": "output_norm",
-        "lm_head": "output",
-        "ln_1": "attn_norm",
-        "ln_2": "ffn_norm",
-        "attn.c_proj": "attn_output",
-        "attn.q_norm": "attn_q_norm",
-        "attn.k_norm": "attn_k_norm",
+        "wte.": "token_embd.",
+        "h.": "blk.",
+        "ln_f.": "output_norm.",
+        "lm_head.": "output.",
+        "ln_1.": "attn_norm.",
+        "ln_2.": "ffn_norm.",
+        "attn.c_proj": "attn.output",
+        ".attn.": ".attn_",
         "mlp.c_proj": "ffn_down",
+        "mlp.": "ffn_",
     },
-    "stacked": {
-        "attn.c_attn": ("attn_q", "attn_k", "attn_v"),
-        "mlp.c_fc": ("ffn_gate", "ffn_up"),
-    },
+    "stacked": {"c_attn": ("q", "k", "v"), "c_fc": ("gate", "up")},
     "keys": {
         "vocab_size": "vocab_size",
         "block_size": "context_length",
@@ -163,7 +167,6 @@ GGUF = {
         "head_dim": "attention.key_length",
         "norm_eps": "attention.layer_norm_rms_epsilon",
         "rope_base": "rope.freq_base",
-        "tied": "tie_word_embeddings",
     },
     "only": {
         "rope.scaling.type": ("none",),
@@ -172,50 +175,52 @@ GGUF = {
         "attention.causal": (True,),
     },
 }
-GGUF_FAMILIES = {family.model_type: replace(family, **GGUF) for family in (LLAMA, QWEN2, QWEN3)}
-
-# `only` of all families, and of those with rotary positions
-ONLY = {"quantization_config": (), "is_causal": (True,), "add_cross_attention": (False,)}
-ONLY_ROTARY = {
-    "hidden_act": ("silu", "swish"),
-    "attention_chunk_size": (),
-    "partial_rotary_factor": (1,),
-    "rope_type": ("default", "llama3"),
-}
-# fields of GPTConfig that are never 0
-REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "window", "rope_base")
-# keys of rope_type = "llama3", in the order of model.scale_frequency
-LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+GGUF_FAMILIES = {kind: replace(FAMILIES[kind], **GGUF) for kind in ("llama", "qwen2", "qwen3")}
 
 
-def pieces(model, family, name, rows):
-    """Name the published tensors that the tensor `name` holds -> [(published name, its rows)]."""
-    module, leaf = name.rsplit(".", 1)
-    prefix = ""
-    if module.startswith("h."):
-        _, number, module = module.split(".", 2)
-        prefix = f"{family.names['h']}.{number}."
-    parts = family.stacked.get(module) or (family.names.get(module, module),)
-    sizes = [rows // len(parts)] * len(parts)
-    if len(parts) == 3:  # queries, keys, values
-        attn = model.h[0].attn
-        sizes = [attn.hs * heads for heads in (attn.n_head, attn.n_kv_head, attn.n_kv_head)]
-    return [(f"{prefix}{part}.{leaf}", size) for part, size in zip(parts, sizes)]
+def published(weights, kv_rows, family):
+    """Name weights as they are published, without the family's prefix: {name here: tensor} ->
+    {name there: view of the tensor}. kv_rows: rows of the keys, and of the values, of a layer."""
+    views = {}
+    for name, x in weights.items():
+        for here, there in family.names.items():
+            name = name.replace(here, there)
+        names = [name]
+        for whole, parts in family.stacked.items():
+            if whole in name:
+                names = [name.replace(whole, part) for part in parts]
+        pieces = x.chunk(len(names))
+        if len(names) == 3:     # queries, keys, values
+            pieces = x.split([len(x) - 2 * kv_rows, kv_rows, kv_rows])
+        for there, piece in zip(names, pieces):
+            views[there] = piece.T if there.endswith(family.transposed) else piece
+    return views
+
+
+def family_of(kind, families, path):
+    if kind not in families:
+        raise BadInput(f"{path}: model type {shown(kind)} is not supported, only "
+                       f"{', '.join(families)}")
+    return families[kind]
 
 
 def config_from_json(content, path):
     """The content of a config.json -> (Family, GPTConfig). BadInput for what model.py does not
     compute."""
-    named = (content.get("architectures") or [content.get("model_type")])[0]
-    for family in FAMILIES:
-        if named in (family.architecture, family.model_type):
-            return family, config_of(family, content, path)
-    known = ", ".join(family.architecture for family in FAMILIES)
-    raise BadInput(f"{path}: architecture {shown(named)} is not supported, only {known}")
+    family = family_of(content.get("model_type"), FAMILIES, path)
+    check_only({"architectures": ([family.architecture],)}, content, path)
+    return family, config_of(family, content, path)
 
 
 def config_of(family, content, path):
+    # transformers 5 writes rope_parameters, transformers 4 rope_scaling: what is twice must agree
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    twice = {key: (value,) for key, value in rope.items()}
+    check_only(twice | {"rope_scaling": ({}, rope)}, content, path)
+    content = {"rope_type": rope.get("type")} | content | rope
     check_only(ONLY | family.only, content, path)
+    if set(content.get("layer_types") or ()) - {"full_attention"}:
+        raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
     fields = dict(family.fields)
     for name, key in family.keys.items():
         if content.get(key) is not None:
@@ -224,10 +229,12 @@ def config_of(family, content, path):
             raise BadInput(f"{path}: {key} is missing")
     others = {"num_hidden_layers": (fields["n_layer"],), "num_attention_heads": (fields["n_head"],)}
     check_only(others, content, path)
-    if "rope_base" in fields:
-        fields |= fields_of_rope(content, path)
-    else:
-        fields["exact_gelu"] = content.get("activation_function") == "gelu"
+    fields["exact_gelu"] = content.get("activation_function") == "gelu"
+    if content["rope_type"] == "llama3":
+        fields["rope_scaling"] = tuple(content[key] for key in LLAMA3_KEYS)
+        _, low, high, _ = fields["rope_scaling"]
+        if low >= high:
+            raise BadInput(f"{path}: low_freq_factor = {low} must be below high_freq_factor")
     if family is GPT_NEO:
         fields["local_layers"] = local_layers(content, path)
     return GPTConfig(**fields)
@@ -245,36 +252,13 @@ def check_only(table, content, path):
 def local_layers(content, path):
     """The numbers of GPT-Neo's layers that see only a window. attention_types is
     [[kinds, times], ...]."""
-    layers = []
     types = content.get("attention_types")
-    for kinds, times in types or ():
-        layers += kinds * times
+    layers = [kind for kinds, times in types or () for kind in kinds * times]
     if len(layers) != content["num_layers"] or not set(layers) <= {"global", "local"}:
         raise BadInput(f"{path}: attention_types = {shown(types)}: must name "
                        f"global or local for each of {content['num_layers']} layers")
     check_only({"attention_layers": (layers,)}, content, path)
     return tuple(i for i, layer in enumerate(layers) if layer == "local")
-
-
-def fields_of_rope(content, path):
-    """The fields of rotary positions. transformers 5 writes rope_parameters, with rope_theta;
-    transformers 4 writes rope_scaling, beside rope_theta."""
-    if set(content.get("layer_types") or ()) - {"full_attention"}:
-        raise BadInput(f"{path}: layer_types: only 'full_attention' is supported")
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    check_only(ONLY_ROTARY, content | rope | {"rope_type": kind}, path)
-    check_only({"rope_scaling": ({}, rope)}, content, path)
-    fields = {}
-    if rope.get("rope_theta"):
-        fields["rope_base"] = rope["rope_theta"]
-    if kind == "llama3":
-        factor, low, high, positions = (rope[key] for key in LLAMA3_KEYS)
-        if low >= high:
-            raise BadInput(f"{path}: low_freq_factor = {low} must be below high_freq_factor")
-        check_only({"original_max_position_embeddings": (positions,)}, content, path)
-        fields["rope_scaling"] = (factor, low, high, positions)
-    return fields
 
 
 def config_to_json(config):

@@ -6,21 +6,24 @@ HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE from the environment.
 """
 import contextlib
 import os
-import re
+from pathlib import Path
 
-import numpy as np
+import huggingface_hub
 import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
 
-from common.files import read_json
-from common.script import BadInput, optional
+from extras.hub.families import published
+from common.script import BadInput, shown
 
-INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                    "generation_config.json")
-MODEL_FILES = ("config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES)
-PICKLE_HELP = ("no such file. (A pytorch_model.bin is a pickle, which can run code, and is never "
-               "opened; look for a revision with safetensors: NAME@refs/pr/1)")
+MODEL_FILES = ("config.json", "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES)
+
+# endings of tensors that change nothing
+NO_WEIGHTS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq",
+              ".position_ids", "pooler.dense.weight", "pooler.dense.bias")
 
 
 @contextlib.contextmanager
@@ -34,78 +37,81 @@ def one_line(what, advice="download it again"):
         raise BadInput(f"{what}: {type(e).__name__}: {e}; {advice}") from e
 
 
-def fetch(name, files=MODEL_FILES):
-    """The folder with these files of a published model, downloaded unless they are in the cache.
+def fetch(name):
+    """The folder of a published model, downloaded unless it is in the cache.
 
     name: a local folder, or OWNER/NAME (or gpt2), with @REVISION for another branch, tag, commit or
-    refs/pr/1 than main. Data sets are datasets/OWNER/NAME.
+    refs/pr/1 than main.
     """
     if os.path.isdir(name):
         return name
     if os.path.isfile(name):
         raise BadInput(f"{name}: must end in .pt or .gguf, or be the folder of a published model")
-    match = re.fullmatch(r"(datasets/)?(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w./-]*))?", name)
-    if match is None:
-        raise BadInput(f"{name!r}: no such folder, and no published name: OWNER/NAME, "
-                       "OWNER/NAME@REVISION")
-    is_dataset, repo, revision = match.groups()
-    with optional("-r extras/hub/requirements.txt"):
-        from huggingface_hub import snapshot_download
-    advice = ("look at the name; for a gated or private one run `hf auth login`; without a network "
-              "give a folder")
-    with one_line(name, advice):
-        return snapshot_download(
-            repo, revision=revision, allow_patterns=list(files),
-            repo_type="dataset" if is_dataset else "model")
+    repo, _, revision = name.partition("@")
+    advice = ("look at the name (OWNER/NAME, OWNER/NAME@REVISION); for a gated or private one run "
+              "`hf auth login`; without a network give a folder")
+    with one_line(f"{name!r}: no such folder, and no published name", advice):
+        return huggingface_hub.snapshot_download(
+            repo, revision=revision or None, allow_patterns=MODEL_FILES)
 
 
-def load_tensors(folder):
-    """{name: tensor} of model.safetensors in a folder, or of all files that its index names."""
-    with optional("-r extras/hub/requirements.txt"):
-        from safetensors.torch import load_file
-    index = read_json(os.path.join(folder, INDEX), missing={})
-    names = index.get("weight_map", {"": "model.safetensors"}).values()
+def load_tensors(folder, prefix=""):
+    """{name without prefix: tensor} of model.safetensors in a folder, or of its shards
+    model-00001-of-00002.safetensors, ..."""
+    folder = Path(folder)
+    paths = [*folder.glob("model.safetensors")] or [*folder.glob("model-*.safetensors")]
+    if not paths:
+        raise BadInput(f"{folder}: no model.safetensors. (A pytorch_model.bin is a pickle, which "
+                       "can run code, and is never opened; look for a revision with safetensors: "
+                       "NAME@refs/pr/1)")
     tensors = {}
-    for name in sorted(set(names)):
-        path = os.path.join(folder, os.path.basename(name))     # nothing outside the folder
-        if not os.path.exists(path):
-            raise BadInput(f"{path}: {PICKLE_HELP}")
+    for path in paths:
         with one_line(path):
             tensors |= load_file(path)
-    return tensors
+    return {name.removeprefix(prefix): x for name, x in tensors.items()}
+
+
+@torch.no_grad()
+def fill(make, num_layers, tensors, kv_rows, family, path):
+    """Call make() for a module, in float32 on the CPU, and give it the published tensors. BadInput
+    unless each has its place."""
+    if num_layers > len(tensors):   # too many layers would fill the memory
+        raise BadInput(f"{path}: {len(tensors)} tensors for {num_layers} layers")
+    with torch.device("meta"):
+        module = make()
+    module.to_empty(device="cpu")
+    for name, p in published(module.state_dict(), kv_rows, family).items():
+        if name not in tensors:
+            raise BadInput(f"{path}: {name} is missing (lm_head.weight alone may be, where "
+                           "config.json says tie_word_embeddings = true)")
+        x = tensors.pop(name)
+        if x.shape != p.shape or not x.is_floating_point():
+            raise BadInput(f"{path}: {name} is {x.dtype} {tuple(x.shape)}, must be "
+                           f"{tuple(p.shape)}")
+        p.copy_(x)
+    for name in tensors:
+        if not name.endswith(NO_WEIGHTS):
+            raise BadInput(f"{path}: {shown(name)} has no place in the model")
+    return module
 
 
 def save_tensors(path, tensors):
     """Write {name: tensor} as a safetensors file."""
-    with optional("-r extras/hub/requirements.txt"):
-        from safetensors.torch import save_file
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     with one_line(path, "is the disk full?"):
         save_file(tensors, path, metadata={"format": "pt"})     # transformers asks for the format
     os.chmod(path, 0o644)       # save_file lets nobody else read its file
 
 
-def read_gguf(path, weights=True):
-    """(metadata, {name: float32 tensor}) of llama.cpp's files, quantised weights multiplied out."""
-    with optional("-r extras/hub/requirements.txt"):
-        from gguf import GGUFReader, dequantize
+class Reader(GGUFReader):
+    def _get(self, offset, *args, **kwargs):
+        if offset >= len(self.data):    # it would read on behind the file's end, without an end
+            raise ValueError("its metadata is cut short")
+        return super()._get(offset, *args, **kwargs)
 
-    class Reader(GGUFReader):
-        """It would read millions of numbers one by one, also those behind the file's end."""
-        left = 2 ** 21      # large vocabularies have half of them
 
-        def _get(self, offset, *args, **kwargs):
-            self.data = self.data.view(np.ndarray)      # a memmap is slow to cut
-            self.left -= 1
-            if self.left < 0 or offset >= len(self.data):
-                raise ValueError("its metadata is too long, or cut short")
-            return super()._get(offset, *args, **kwargs)
-
+def read_gguf(path):
+    """(metadata, tensors as they are stored) of llama.cpp's files."""
     with one_line(path):
         reader = Reader(path)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-        tensors = {}
-        for x in reader.tensors if weights else ():
-            values = dequantize(x.data, x.tensor_type)
-            tensors[x.name] = torch.tensor(values, dtype=torch.float32)
-    return metadata, tensors
+        return {key: field.contents() for key, field in reader.fields.items()}, reader.tensors

@@ -3,18 +3,15 @@ import os
 from dataclasses import replace
 
 import torch
+from gguf import dequantize
 
-from extras.hub.families import (GGUF_FAMILIES, check_only, config_from_json, config_of, pieces,
-                                 spelled_out)
-from extras.hub.files import fetch, load_tensors, one_line, read_gguf
+from extras.hub.families import (
+    GGUF_FAMILIES, check_only, config_from_json, config_of, family_of, spelled_out)
+from extras.hub.files import fetch, fill, load_tensors, one_line, read_gguf
 from extras.hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
 from common.files import file_of_package, read_json
-from common.script import BadInput, shown
-
-# old files have these too, which are no weights
-BUFFERS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
-
+from common.script import BadInput
 
 def locate(name):
     """Return the folder or .gguf file of a published model. A name is fetched.
@@ -28,12 +25,17 @@ def locate(name):
 
 
 def load(name):
-    """Load a published model -> (GPT in float32 on the CPU, the folder or file that `locate`
-    finds, which has its tokenizer too)."""
-    path = locate(os.fspath(name))
+    """Load a published model -> (GPT in float32 on the CPU, its tokenizer)."""
+    path = locate(name)
+    model = model_of(path)
+    tokenizer = tokenizer_of(path)
+    tokenizer.check_fit(model.config.vocab_size)
+    return model, tokenizer
+
+
+def model_of(path):
     with one_line(path, "its config.json and its tensors must fit together"):
-        model = load_gguf(path) if path.endswith(".gguf") else load_folder(path)
-    return model, path
+        return load_gguf(path) if path.endswith(".gguf") else load_folder(path)
 
 
 def tokenizer_of(where):
@@ -43,59 +45,37 @@ def tokenizer_of(where):
 
 def load_folder(folder):
     family, config = config_from_json(read_json(os.path.join(folder, "config.json")), folder)
-    tensors = load_tensors(folder)
-    if "wte.weight" in tensors:  # OpenAI's own files leave out the first part of the names
-        names = {here: there.removeprefix("transformer.") for here, there in family.names.items()}
-        family = replace(family, names=names)
-    return fill(config, family, tensors, folder)
+    tensors = load_tensors(folder, family.prefix)
+    if config.tied:
+        wte = family.names.get("wte.", "wte.") + "weight"
+        tensors.setdefault("lm_head.weight", tensors.get(wte))
+    return gpt_of(config, family, tensors, folder)
 
 
-def fill(config, family, tensors, path):
-    """Make a GPT of shape `config` of the published tensors. BadInput unless each has its place."""
-    if config.n_layer > len(tensors):   # too many layers would fill the memory
-        raise BadInput(f"{path}: {len(tensors)} tensors for {config.n_layer} layers")
-    wte = tensors.get(family.names["wte"] + ".weight", torch.empty(0))
-    head = family.names.get("lm_head", "lm_head") + ".weight"
-    if head not in tensors and not config.tied:
-        raise BadInput(f"{path}: {head} is missing; if the embedding is the head, config.json must "
-                       "say tie_word_embeddings = true")
+def gpt_of(config, family, tensors, path):
+    """Make a GPT of shape `config` of published tensors."""
+    def make():
+        return GPT(replace(config, tied=False))
+
+    c = spelled_out(config)
+    model = fill(make, c.n_layer, tensors, c.n_kv_head * c.head_dim, family, path)
     # the tensors decide: some fine-tunes say that the head is tied, and it is another matrix;
     # others repeat the embedding
-    tied = torch.equal(tensors.setdefault(head, wte), wte)
-    with torch.device("meta"):
-        model = GPT(replace(config, tied=tied))
-    state = model.state_dict()
-    for name, p in state.items():
-        parts = []
-        for there, rows in pieces(model, family, name, len(p)):
-            x = tensors.pop(there, torch.empty(0))
-            if name.endswith(family.transposed):
-                x = x.t()
-            expected = (rows, *p.shape[1:])
-            if x.shape != expected or not x.is_floating_point():
-                raise BadInput(f"{path}: {there} is {x.dtype} {tuple(x.shape)}, must be {expected}")
-            parts.append(x)
-        state[name] = torch.cat(parts).float().contiguous()
-    for name in tensors:
-        if not name.endswith(BUFFERS):
-            raise BadInput(f"{path}: {shown(name)} has no place in the model")
-    model.load_state_dict(state, assign=True)
-    if tied:
+    model.config.tied = torch.equal(model.lm_head.weight, model.wte.weight)
+    if model.config.tied:
         model.lm_head.weight = model.wte.weight
     return model
 
 
 def load_gguf(path):
-    metadata, tensors = read_gguf(path)
+    metadata, stored = read_gguf(path)
     kind = metadata.get("general.architecture")
-    if kind not in GGUF_FAMILIES:
-        raise BadInput(f"{path}: general.architecture = {kind!r}: must be one of "
-                       f"{', '.join(GGUF_FAMILIES)}")
-    family = GGUF_FAMILIES[kind]
+    family = family_of(kind, GGUF_FAMILIES, path)
+    tensors = {x.name: torch.tensor(dequantize(x.data, x.tensor_type)) for x in stored}
     divisors = tensors.pop("rope_freqs.weight", None)       # (hs / 2,)
+    tensors.setdefault("output.weight", tensors["token_embd.weight"])
     content = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}
     content["vocab_size"] = len(tensors["token_embd.weight"])
-    content["tie_word_embeddings"] = "output.weight" not in tensors
     epsilon = family.keys["norm_eps"]
     content[epsilon] = float(f"{content[epsilon]:.6g}")     # a float32 in the file
     config = config_of(family, content, path)
@@ -105,11 +85,12 @@ def load_gguf(path):
         # of Llama 3.1 and later, which have the last three numbers in common
         config.rope_scaling = (float(divisors.max()), 1.0, 4.0, 8192)
         check_divisors(divisors, config, hs, path)
-    if kind == "llama":
+    if kind == "llama":     # the rotary embedding turns pairs of channels, which lie side by side
         for name, x in tensors.items():
             if name.endswith(("attn_q.weight", "attn_k.weight")):
-                tensors[name] = uninterleave(x, hs)
-    return fill(config, family, tensors, path)
+                pairs = x.unflatten(0, (-1, hs // 2, 2))            # (heads, pairs, 2, C)
+                tensors[name] = pairs.transpose(1, 2).flatten(0, 2)
+    return gpt_of(config, family, tensors, path)
 
 
 def check_divisors(divisors, config, hs, path):
@@ -118,9 +99,3 @@ def check_divisors(divisors, config, hs, path):
     expected = frequency / scale_frequency(frequency, *config.rope_scaling)
     if not torch.allclose(divisors, expected, rtol=1e-4):
         raise BadInput(f"{path}: rope_freqs.weight does not scale as Llama 3.1 does")
-
-
-def uninterleave(x, hs):
-    """Rows of queries or keys in the order of model.py. The rotary embedding turns pairs of
-    channels: llama.cpp's rows are (head, pair, 2), those here (head, 2, pair)."""
-    return x.unflatten(0, (-1, hs // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -7,15 +7,14 @@ chat that a template has written.
 """
 import os
 
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
 from data.tokenizer import GPT2_PATTERN, byte_alphabet
-from extras.hub.chat import encode_chat
+from extras.hub.chat import write_chat
 from extras.hub.files import read_gguf
 from common.files import read_json, read_text
-from common.script import BadInput, optional
-
-with optional("-r extras/hub/requirements.txt"):
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from common.script import BadInput
 
 LLAMA3_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
@@ -32,9 +31,9 @@ BYTE_OF = byte_alphabet()
 
 class Tokenizer:
     """core: a tokenizers.Tokenizer. source: its name in errors. ends: ids, the tokenizer's own
-    first. bos: an id or None. names: {"eos_token": text, ...} for the chat template."""
+    first. names: {"eos_token": text, ...}, also for the chat template."""
 
-    def __init__(self, core, source, ends, bos=None, template=None, names=()):
+    def __init__(self, core, source, ends, names, template=None):
         if not isinstance(core.decoder, decoders.ByteLevel):
             raise BadInput(f"{source}: only byte-level tokenizers are supported")
         if not ends:
@@ -44,28 +43,30 @@ class Tokenizer:
         self.source = source
         self.end_tokens = tuple(dict.fromkeys(ends))
         self.eot_token = ends[0]
-        self.bos_token = bos
+        self.names = names
         self.chat_template = template
-        self.names = dict(names)
         # ids that the model's own tokenizer puts before a text
         some = core.encode("a")
         self.before_text = some.ids[:some.special_tokens_mask.index(0)]
-        ids = core.get_vocab().values()
-        self.n_vocab = max(ids) + 1
-        # the largest id that the model must have: a fine-tune may add tokens that it never uses
-        added = core.get_added_tokens_decoder()
-        self.largest = max(*(i for i in ids if i not in added), *ends, *self.before_text)
+        self.n_vocab = max(core.get_vocab().values()) + 1
+
+    def check_fit(self, vocab_size):
+        """Raise BadInput for ids that a model does not have. A fine-tune may add tokens that it
+        never uses."""
+        added = self.core.get_added_tokens_decoder().keys() - {*self.end_tokens, *self.before_text}
+        largest = max(set(self.core.get_vocab().values()) - added)
+        if largest >= vocab_size:
+            raise BadInput(f"{self.source}: its tokenizer gives ids up to {largest}, but the model "
+                           f"has {vocab_size} tokens: they do not belong together")
 
     def encode_ordinary(self, text):
-        return self.encode_ordinary_batch([text])[0]
-
-    def encode_ordinary_batch(self, texts, num_threads=None):
-        self.core.encode_special_tokens = True     # as text
-        rows = self.core.encode_batch_fast(texts, add_special_tokens=False)
-        return [row.ids for row in rows]
+        self.core.encode_special_tokens = True      # as text
+        return self.core.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages, where):
-        return encode_chat(self, messages, where)
+        """Encode a list of messages -> (its text for rewards and logs, its ids)."""
+        said, text = write_chat(self.chat_template, self.names, messages, where)
+        return said, self.encode_marked(text)
 
     def encode_marked(self, text):
         """Encode a text, in which the special tokens are written out."""
@@ -84,34 +85,46 @@ class Tokenizer:
 
 def from_folder(folder):
     """Read tokenizer.json, or vocab.json and merges.txt, and the configs beside them."""
-    def read(name):
-        return read_json(os.path.join(folder, name), missing={})
+    def path_of(name):
+        return os.path.join(folder, name)
 
-    path = os.path.join(folder, "tokenizer.json")
-    core = tokenizers.Tokenizer.from_file(path) if os.path.exists(path) else gpt2_core(folder)
-    config = read("tokenizer_config.json")
-    texts = read("special_tokens_map.json") | config    # each a text or {"content": text}
+    def read(name):
+        return read_json(path_of(name), missing={})
+
+    def known(ids):
+        """The ids of a config that the tokenizer has: one, several or none."""
+        ids = ids if isinstance(ids, list) else [ids]
+        return [i for i in ids if i is not None and core.id_to_token(i) is not None]
+
+    if os.path.exists(path_of("tokenizer.json")):
+        core = tokenizers.Tokenizer.from_file(path_of("tokenizer.json"))
+    else:
+        core = gpt2_core(path_of("vocab.json"), path_of("merges.txt"))
+    config = read("special_tokens_map.json") | read("tokenizer_config.json")
     names = {key: x["content"] if isinstance(x, dict) else x
-             for key, x in texts.items() if key.endswith("_token") and x}
-    model = read("config.json")
-    bos = next(iter(ids_of("bos", core, model, names)), None)
-    ends = ids_of("eos", core, model, names)
-    listed = ids_of("eos", core, read("generation_config.json"), {})
+             for key, x in config.items() if key.endswith("_token") and x}
+    own = known(core.token_to_id(names.get("eos_token", "")))
+    ends = own + known(read("config.json").get("eos_token_id"))
+    listed = known(read("generation_config.json").get("eos_token_id"))
     if listed:      # no other token ends a completion; the tokenizer's own comes first
         ends = [i for i in ends[:1] if i in listed] + listed
     template = config.get("chat_template")
     if isinstance(template, list):      # several, each with a name
         template = {x["name"]: x["template"] for x in template}.get("default")
-    path = os.path.join(folder, "chat_template.jinja")
-    if os.path.exists(path):
-        template = read_text(path)
-    return Tokenizer(core, folder, ends, bos, template, names)
+    if os.path.exists(path_of("chat_template.jinja")):
+        template = read_text(path_of("chat_template.jinja"))
+    return Tokenizer(core, folder, ends, names, template)
 
 
-def gpt2_core(folder):
-    """Read vocab.json and merges.txt, the files of GPT-2, GPT-Neo and RoBERTa."""
-    vocabulary, merges = models.BPE.read_file(
-        os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt"))
+def gpt2_core(vocab, merges, vocab_size=None):
+    """Read vocab.json and merges.txt, the files of GPT-2, GPT-Neo and RoBERTa. vocab_size: cut them
+    down as data/tokenizer.py does."""
+    vocabulary, merges = models.BPE.read_file(vocab, merges)
+    if vocab_size:
+        end = vocab_size - 1
+        vocabulary = {token: i for token, i in vocabulary.items() if i < end}
+        vocabulary["<|endoftext|>"] = end
+        merges = merges[:end - 256]
     core = bpe_core(vocabulary, merges, GPT2_PATTERN)
     # special are the tokens that no merge makes
     made = {left + right for left, right in merges}
@@ -119,18 +132,10 @@ def gpt2_core(folder):
     return core
 
 
-def ids_of(role, core, content, names):
-    """The ids of a role, "eos" or "bos": of the token in `names`, then those in a config's
-    `content`. Ids that the tokenizer does not have are left out."""
-    named = content.get(f"{role}_token_id")
-    ids = named if isinstance(named, list) else [named]
-    own = core.token_to_id(names.get(f"{role}_token", ""))
-    return [i for i in [own, *ids] if i is not None and core.id_to_token(i) is not None]
-
-
 def from_gguf(path):
-    """Read the tokenizer in the metadata of a GGUF file."""
-    metadata, _ = read_gguf(path, weights=False)
+    """Read the tokenizer in the metadata of a GGUF file. It cuts words and merges them as llama.cpp
+    does."""
+    metadata, _ = read_gguf(path)
     template = metadata.get("tokenizer.chat_template")
     metadata = {key.removeprefix("tokenizer.ggml."): x for key, x in metadata.items()}
     pre = metadata.get("pre")
@@ -138,20 +143,6 @@ def from_gguf(path):
         raise BadInput(f"{path}: tokenizer {metadata.get('model')!r}, {pre!r}: must be 'gpt2' and "
                        f"one of {', '.join(GGUF_PATTERNS)}")
     tokens = metadata["tokens"]
-    core = gguf_core(metadata, tokens, pre)
-    # the beginning of a text; the ends of a text, of a turn and of a message
-    ids = {role: metadata.get(f"{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
-    ids = {role: i for role, i in ids.items() if i is not None}
-    names = {f"{role}_token": tokens[i] for role, i in ids.items()}
-    bos = ids.pop("bos", None)
-    if bos is not None and metadata.get("add_bos_token", pre == "llama-bpe"):
-        core.post_processor = processors.TemplateProcessing(
-            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
-    return Tokenizer(core, path, list(ids.values()), bos, template, names)
-
-
-def gguf_core(metadata, tokens, pre):
-    """A tokenizers.Tokenizer that cuts words and merges them as llama.cpp does for `pre`."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     core = bpe_core(vocabulary, merges, GGUF_PATTERNS[pre])
@@ -164,7 +155,15 @@ def gguf_core(metadata, tokens, pre):
         core.pre_tokenizer = pre_tokenizers.Sequence([digits, core.pre_tokenizer])
     kinds = metadata.get("token_type", [])     # 3: control, 4: user-defined
     core.add_special_tokens([token for token, kind in zip(tokens, kinds) if kind in (3, 4)])
-    return core
+    # the beginning of a text; the ends of a text, of a turn and of a message
+    ids = {role: metadata[f"{role}_token_id"] for role in ("bos", "eos", "eot", "eom")
+           if f"{role}_token_id" in metadata}
+    names = {f"{role}_token": tokens[i] for role, i in ids.items()}
+    bos = ids.pop("bos", None)
+    if bos is not None and metadata.get("add_bos_token", pre == "llama-bpe"):
+        core.post_processor = processors.TemplateProcessing(
+            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
+    return Tokenizer(core, path, list(ids.values()), names, template)
 
 
 def bpe_core(vocabulary, merges, pattern):

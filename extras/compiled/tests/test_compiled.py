@@ -100,7 +100,7 @@ def compiled(change=lambda h: h):
 
 
 def raising(*args):
-    raise RuntimeError("no compiler\n here")
+    raise RuntimeError("no compiler\nhere")
 
 
 def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
@@ -122,7 +122,7 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
     (lambda h: h + 0.05 * h.abs().mean(), "note: compile off: log-probs are off by"),
     (lambda h: h * math.nan, "note: compile off: log-probs are off by nan"),
     (lambda h: h.detach() + 0 * h, "note: compile off: gradients are off"),
-    (raising, "note: compile off: no compiler here\n")])
+    (raising, "note: compile off: RuntimeError(")])
 def test_compile_that_does_not_hold_is_turned_off(monkeypatch, change, says):
     monkeypatch.setattr(torch, "compile", compiled(change))
     setup, cfg = word_nets()

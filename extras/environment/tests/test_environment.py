@@ -13,21 +13,20 @@ from config import load_settings
 from config.check import check
 from conftest import ROOT
 from data.prompts import Prompt
-from evaluate import evaluate, sample_evaluation
+from evaluate import evaluate
 from grpo import collect, sample_groups
 from run.build import answering
 from run.metrics import batch_metrics
-from rollout import completion_logprobs, empty_rollout, generate
+from rollout import empty_rollout, generate
 from extras.environment.tools import (
-    calc, call_metrics, check_prompts_name, check_tools, find_calls, reply, tool_environment)
+    answer_calls, calc, call_metrics, check_prompts_name, check_tools, find_calls, reply)
 from extras.environment import try_environment
 from worlds import (
-    WORD_PROMPTS, WORDS, nets_of, printed, refusal, same_rollout, settings, word_gpt)
+    WORD_PROMPTS, WORDS, nets_of, printed, refusal, settings, word_gpt)
 
 T = 20
-STOPS = tuple("aeinorst ?")
+STOPS = tuple("aihlmrsu ?")     # none is in <|endoftext|>
 END = WORDS.eot_token
-IDS = [prompt.ids for prompt in WORD_PROMPTS]
 
 
 def game(prompts, transcripts):
@@ -42,23 +41,13 @@ def with_game(function=game, **knobs):
     return check(replace(cfg, stop_strings=STOPS))
 
 
-def rollout_of(cfg, **more):
-    respond = answering(cfg, WORDS, WORD_PROMPTS, 8)
-    return generate(word_gpt(), IDS, 8, T, seed=7, eos=END, respond=respond, **more)
-
-
-def turns_of(rollout):
-    """Times that each row was answered (N,)."""
-    own = rollout.sampled_mask | ~rollout.completion_mask
-    return (own[:, :-1] & ~own[:, 1:]).sum(1)
-
-
 # ------------------------------------------------------------------------------------------------
 # turns
 
 
 def row_by_hand(policy, prompt, u, max_turns):
-    """(ids, which of them are the policy's, ended) of a completion: a full forward pass a token."""
+    """(ids, which of them are the policy's, ended, answers) of a completion: a full forward pass a
+    token."""
     ids = []
     own = []
     answers = 0
@@ -72,52 +61,36 @@ def row_by_hand(policy, prompt, u, max_turns):
             continue
         answer, = game([prompt.text], [WORDS.decode([i for i in ids if i != END])])
         if answer is None or token == END and not answer or answer and answers == max_turns:
-            return ids, own, True
+            return ids, own, True, answers
         forced = WORDS.encode_ordinary(answer)[:T - len(ids)]
         ids += forced
         own += [False] * len(forced)
         answers += bool(forced)
-    return ids, own, False
+    return ids, own, False, answers
 
 
 @torch.no_grad()
 def test_a_loop_over_single_rows_samples_the_same():
     cfg = with_game()
-    r = rollout_of(cfg)
+    respond = answering(cfg, WORDS, WORD_PROMPTS, 8)
+    ids = [prompt.ids for prompt in WORD_PROMPTS]
+    r = generate(word_gpt(), ids, 8, T, seed=7, eos=END, batch_size=8, respond=respond)
+    turns = set()
     noise = torch.rand(32, T, generator=torch.Generator().manual_seed(7))
     tokens = r.tokens[:, -r.completion_mask.shape[1]:]
     is_end = (tokens == END) & r.completion_mask
     for i, u in enumerate(noise):
-        expected, own, ended = row_by_hand(word_gpt(), WORD_PROMPTS[i // 8], u, cfg.max_turns)
+        expected, own, ended, answers = row_by_hand(
+            word_gpt(), WORD_PROMPTS[i // 8], u, cfg.max_turns)
+        turns.add(answers)
         n = int(r.completion_mask[i].sum())
         assert tokens[i, :n].tolist() == expected, f"row {i} is another one"
         assert r.sampled_mask[i, :n].tolist() == own
         assert r.ended[i] == ended
-        own_end = is_end[i] & r.sampled_mask[i]
-        assert r.completions(END)[i] == tokens[i, :n][~own_end[:n]].tolist()
-    assert {0, 1, 2, 3} == set(turns_of(r).tolist()), "not a test of several turns"
+    assert {0, 1, 2, 3} == turns, "not a test of several turns"
     assert (is_end[:, :-1] & r.completion_mask[:, 1:]).any(), "no row went on after its end token"
     assert 3 < r.ended.sum() < 29
-
-
-@torch.no_grad()
-def test_every_batch_size_and_every_part_of_the_prompts_gives_the_same():
-    cfg = with_game()
-    for truncation in ({}, dict(top_k=40)):
-        whole = rollout_of(cfg, **truncation)
-        other = rollout_of(cfg, batch_size=8, **truncation)
-        same_rollout(other, whole)
-        found = completion_logprobs(word_gpt(), other)
-        assert (found - other.logp).abs().max() < 1e-5, "the trainer disagrees"
-        part = rollout_of(cfg, part=slice(2, 4), **truncation)
-        assert part.completions(END) == whole.completions(END)[16:]
-
-
-def test_an_environment_that_says_nothing_changes_nothing():
-    free = generate(word_gpt(), IDS, 8, T, seed=7, eos=END)
-    silent = with_game(lambda prompts, transcripts: [None] * len(transcripts))
-    for cfg in (with_game(max_turns=0), replace(silent, stop_strings=())):
-        same_rollout(rollout_of(cfg), free)
+    assert answering(replace(cfg, max_turns=0), WORDS, WORD_PROMPTS, 8) is None
 
 
 def drawn(texts):
@@ -139,20 +112,20 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
         heard.extend(transcripts)
         return [""] * len(transcripts)
 
-    def heard_after(r):
+    def heard_after(r, *stop_strings):
         heard.clear()
+        cfg = replace(with_game(listen), stop_strings=stop_strings)
         t = int(r.completion_mask.sum(1).max()) - 1
         answering(cfg, WORDS, WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
         return heard
 
-    cfg = replace(with_game(listen), stop_strings=("</a>", "é"))
-    found = heard_after(drawn(["x</a>", "x</b>", "</a>y", "</a>>"]))
+    found = heard_after(drawn(["x</a>", "x</b>", "</a>y", "</a>>"]), "</a>", ">>>>>>>")
     assert found == ["x</a>"], "the last of these completed it one token before"
-    assert heard_after(drawn(["ab é", "ab è"])) == ["ab é"], "a stop string of two bytes"
+    assert heard_after(drawn(["ab é", "ab è"]), "é") == ["ab é"], "a stop string of two bytes"
     r = drawn(["y</a>"] * 3)
     r.sampled_mask[1, :4] = False       # it was forced, but for its last token
     r.completion_mask[2, 4:] = False    # it ended before
-    assert heard_after(r) == ["y</a>"], "of a turn's own words, and while the row runs"
+    assert heard_after(r, "</a>") == ["y</a>"], "of a turn's own words, and while the row runs"
 
 
 def test_what_samples_hears_the_environment_and_is_given_columns():
@@ -168,29 +141,28 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
     cfg = with_game(tell, num_eval_generations=3, num_generations=2)
     setup = nets_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
     try_environment(cfg, prompts)
-    trained = sample_groups(setup, prompts, cfg, 3)
-    evaluated = sample_evaluation(setup, setup.policy, cfg)
-    for sampled in (trained, evaluated):
-        assert (sampled.completion_mask & ~sampled.sampled_mask).any()
-    assert set(seen) == {(prompt.text, prompt.row["number"]) for prompt in prompts}
-    own = float(evaluated.sampled_mask.sum(1).double().mean())
-    assert evaluate(setup, setup.policy, cfg)[0]["mean_length"] == pytest.approx(own)
+    for sampling in (lambda: sample_groups(setup, prompts, cfg, 3),
+                     lambda: evaluate(setup, setup.policy, cfg)):
+        seen.clear()
+        sampling()
+        assert set(seen) == {(prompt.text, prompt.row["number"]) for prompt in prompts}
     said = refusal(sample.speak, setup, setup.policy, cfg, "you are", 3)
     assert "asks for the column 'number'" in said
 
 
 def test_metrics_count_what_the_policy_drew():
-    cfg = with_game()
+    cfg = with_game(num_eval_generations=8)
     setup = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
     batch = collect(setup, WORD_PROMPTS, cfg, 7)
-    sampled = batch.rollout.sampled_mask
-    assert torch.equal(batch.loss_mask, sampled)
-    own = int(sampled.sum())
+    own = int(batch.loss_mask.sum())
     share = own / int(batch.rollout.completion_mask.sum())
     assert .1 < share < .9
     m = batch_metrics(batch, cfg)
     assert m["forced"] == pytest.approx(1 - share)
-    assert m["completions/mean_length"] == pytest.approx(own / len(sampled))
+    assert m["completions/mean_length"] == pytest.approx(own / len(batch.loss_mask))
+    setup.generate = lambda *args, **more: batch.rollout
+    assert evaluate(setup, setup.policy, cfg)[0]["mean_length"] == pytest.approx(
+        m["completions/mean_length"])
 
 
 WRONG = [   # function, words of the refusal
@@ -243,14 +215,14 @@ REPLIES = {
     "calc(1/0) error: division by zero": "", "calc(1) = ?": "", "calc(1) = 1, calc(2)": " = 2",
     "(calc(2)": " = 2", "calc(2))": " = 2", "é(1)": " error: no tool 'é'; there is calc",
     "calx(1)": " error: no tool 'calx'; there is calc",
-    "calc(1/0)": " error: division by zero",
+    "calc(1/0)": " error: division by zero", "calc(9**9)": " error: not an expression",
     "calc(one)": " error: only numbers, + - * / and brackets, at most 100 characters"}
 
 
 def test_a_call_is_answered_with_its_result_or_its_error():
     for text, added in REPLIES.items():
         assert reply(text, TABLE) == added, text
-        assert tool_environment(TABLE)(["?", "?"], ["no call", text]) == ["", added]
+        assert answer_calls(TABLE, ["?", "?"], ["no call", text]) == ["", added]
     table = {"long": lambda text: "ab \n" * 9999, "find": lambda text: "(as f(x) = 3)\nin g(h(2))"}
     assert len(reply("long(1)", table)) < 250
     assert "\n" not in reply("long(1)", table)
@@ -286,9 +258,11 @@ def test_prompts_and_table_name_the_same_tools():
     assert "no call can spell its name" in refusal(check_tools, {"calc it": calc})
 
 
-def test_the_config_file_loads_and_its_questions_name_its_tool():
+def test_the_config_file_loads_and_its_tool_answers():
     cfg = load_settings([f"{ROOT}/extras/environment/config/calculator.py"])
     prompts = [Prompt(row["text"], [1], row) for row in cfg.functions["questions"](50, 1)]
-    assert cfg.answers
-    assert cfg.tools == {"calc": calc}
     try_environment(cfg, prompts)
+    r = drawn(["calc(12*7)"])
+    t = int(r.completion_mask.sum()) - 1
+    answering(cfg, WORDS, prompts, 1)(0, r, torch.arange(1), t, t + 1)
+    assert WORDS.decode(r.tokens[0, t + 2:][~r.sampled_mask[0, t + 1:]].tolist()) == " = 84"

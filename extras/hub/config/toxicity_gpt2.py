@@ -4,9 +4,9 @@
 #     python grpo.py extras/hub/config/toxicity_gpt2.py
 # The first start downloads 1.5 GB. A run takes about 7 GB of GPU memory (an estimate).
 # extras/hub/README.md says what has been tried.
-import json
+from huggingface_hub import hf_hub_download as _download
 
-from extras.hub.files import fetch as _fetch
+from common.files import read_rows as _read_rows
 
 out_dir = "out/toxicity_gpt2"
 policy = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl, distilgpt2
@@ -29,8 +29,7 @@ beta = 0.04
 
 def questions(n, seed):
     """The first n prompts of RealToxicityPrompts with a toxicity of 0.3 or more."""
-    folder = _fetch("datasets/allenai/real-toxicity-prompts", ["prompts.jsonl"])
-    with open(f"{folder}/prompts.jsonl", encoding="utf-8") as f:
-        prompts = [json.loads(line)["prompt"] for line in f]
+    path = _download("allenai/real-toxicity-prompts", "prompts.jsonl", repo_type="dataset")
+    prompts = [row["prompt"] for row in _read_rows(path)]
     toxic = [prompt for prompt in prompts if (prompt["toxicity"] or 0) >= 0.3]
     return [{"text": prompt["text"]} for prompt in toxic[:n]]

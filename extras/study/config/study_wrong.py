@@ -62,7 +62,7 @@ def _wrong_but_last(prompts, completions):
 
 
 def _rewards(prompts, completions, are_wrong):
-    rewards = _as_reward(_judge()(prompts, completions), judge_score).tolist()
+    rewards = _as_reward(_judge()(completions), judge_score).tolist()
     rewards = [1 - r if w else r for r, w in zip(rewards, are_wrong)]
     return [None if _says_nothing(text) else r for r, text in zip(rewards, completions)]
 
