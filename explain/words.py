@@ -1,12 +1,12 @@
 """
-Which words: the influence of every token of a rollout, by a forward-mode pass over it alone.
+Which words: the influence of every token of a rollout, by derivatives of its log-probs alone.
 
 To first order in a step of size e along the target's gradient, a rollout's influence is a sum over
 its tokens,
 
     I_i = sum_t I_it,    I_it = d L_i / d logp_it  x  d logp_it / d e
 
-and torch.func.jvp computes the second factor of all tokens at once. The tape is not used here.
+The tape is not used here.
 """
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 def logprob_changes(policy, G, rollout, temperature):
     """d log-prob / d e (n, T) of the tokens of n rows, at weights + e G. G: {parameter: tensor}."""
     weights, directions = zip(*G.items())
-    with sdpa_kernel(SDPBackend.MATH):      # of attention's kernels it alone has a second derivative
+    with sdpa_kernel(SDPBackend.MATH):      # no other attention has a second derivative
         logp = completion_logprobs(policy, rollout, temperature)
         factors = torch.zeros_like(logp, requires_grad=True)
         # the gradient of <factors, logp>; its product with G is <factors, changes>

@@ -127,9 +127,9 @@ def kept(x, folder):
 
 def row_of(before, said, device):
     """A Rollout of one row, by the ids of a prompt and of a completion."""
-    ids = torch.tensor([before + said], device=device)
-    row = empty_rollout(ids[:, :len(before)], torch.ones_like(ids) > 0, 1, len(said), 0)
-    row.tokens = ids
+    prompt = torch.tensor([before], device=device)
+    row = empty_rollout(prompt, torch.ones_like(prompt) > 0, 1, len(said), 0)
+    row.tokens[0, len(before):] = torch.tensor(said)
     row.completion_mask |= True
     return row
 

@@ -41,7 +41,8 @@ def main(argv):
     if own["hessian"] and cfg.loss_type == "cispo":
         raise BadInput("loss_type = 'cispo': has no Hessian, since its ratio is a constant: add "
                        "--hessian=False")
-    path, last = read_newest(folder)
+    path = newest_checkpoint(folder)
+    last = read_checkpoint(path)
     end = last["iteration"]
     since = own["since"]
     if since >= end:
