@@ -189,10 +189,9 @@ def test_toxicity_is_of_all_rollouts_in_every_iteration():
 
     def judge(completions):
         assert completions == batch.completions
-        return torch.linspace(-2, 2, 12)
+        return torch.tensor([0.0, math.log(3)] * 6)     # probabilities of 1/2 and 3/4
 
     setup.judges = {"judge": judge}
     assert rollout_toxicity(batch, setup) == {}, "that is the judge of the reward"
     setup.judges = {"eval_judge": judge}
-    expected = sum(1 / (1 + math.exp(-x)) for x in torch.linspace(-2, 2, 12).tolist()) / 12
-    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": pytest.approx(expected, 1e-5)}
+    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": pytest.approx(5 / 8)}

@@ -18,7 +18,7 @@ SAMPLINGS = [dict(), dict(temperature=0.7), *(dict(temperature=1.5) | truncation
 T = 8
 
 
-def rollout_of(model=None, prompts=PROMPTS, G=3, T=T, eos=49, seed=3, **more):
+def rollout_of(model=None, prompts=PROMPTS, G=3, T=T, eos=(49,), seed=3, **more):
     return generate(model or random_gpt(), prompts, G, T, eos=eos, seed=seed, **more)
 
 
@@ -134,8 +134,8 @@ def test_a_second_derivative_is_refused_and_not_silently_left_out():
 
 
 def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():
-    r = rollout_of(random_gpt(8), eos=7, G=20, T=12)
-    texts = r.completions(7)
+    r = rollout_of(random_gpt(8), eos=(7,), G=20, T=12)
+    texts = r.completions((7,))
     width = r.completion_mask.shape[1]
     lengths = set()
     for i, row in enumerate(r.tokens.tolist()):
@@ -152,7 +152,7 @@ def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():
         assert texts[i] == row[:n - ended]
     assert len(lengths) > 3 and not r.ended.all() and max(lengths) == width
     part = r[torch.tensor([6, 1])]
-    assert part.completions(7) == [texts[6], texts[1]] and torch.equal(part.logp, r.logp[[6, 1]])
+    assert part.completions((7,)) == [texts[6], texts[1]] and torch.equal(part.logp, r.logp[[6, 1]])
 
 
 def test_forced_tokens_stand_where_they_were_put():
@@ -165,7 +165,7 @@ def test_forced_tokens_stand_where_they_were_put():
     assert torch.equal(r.sampled_mask, r.completion_mask & ~is_forced)
     assert r.sampled_mask[1].sum() == 1 and r.completion_mask[1].all(), "forced to its end"
     assert tokens[2, 1] == 49 and r.completion_mask[2, 2], "a forced end token ends nothing"
-    assert r.completions(49)[2][1] == 49, "and is part of the text"
+    assert r.completions((49,))[2][1] == 49, "and is part of the text"
 
 
 def test_any_of_several_end_tokens_ends():
@@ -186,7 +186,7 @@ def test_any_of_several_end_tokens_ends():
 def test_no_way_of_decoding_changes_a_rollout(monkeypatch):
     """The noise is a number per row and step: each row is what it would be alone."""
     made = dict(model=random_gpt(8, seed=5), prompts=[[3, 1, 4], [5], [7, 2, 6, 5, 3], [2, 2]],
-                G=4, T=12, eos=7, seed=2, temperature=1.5, top_p=0.9)   # many rows end early
+                G=4, T=12, eos=(7,), seed=2, temperature=1.5, top_p=0.9)   # many rows end early
     whole = rollout_of(**made)
     for batch_size in (1, 4, 8, 1000):
         same_rollout(rollout_of(**made, batch_size=batch_size), whole)
@@ -204,12 +204,12 @@ def test_rows_that_have_ended_are_not_computed():
     model = random_gpt(8, seed=5)
     rows = []
     model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    r = rollout_of(model, G=8, T=12, eos=7)
+    r = rollout_of(model, G=8, T=12, eos=(7,))
     running = r.completion_mask.sum(0).tolist()     # before each token
     assert rows[0] == 3, "prompts are computed once, not once per sample"
     assert rows[1:len(running)] == running[1:] and 0 < running[-1] < 24
     rows.clear()
-    rollout_of(model, G=8, T=12, eos=7, batch_size=8)
+    rollout_of(model, G=8, T=12, eos=(7,), batch_size=8)
     assert max(rows) == r.completion_mask[:, 1].view(3, 8).sum(1).max(), "8 rows are one batch"
 
 
@@ -262,6 +262,6 @@ def test_at_least_one_token_is_kept(truncation):
 
 
 def test_the_trainer_is_told_of_every_rule_that_leaves_tokens_out():
-    assert not Sampling(0, temperature=0.5).truncates
+    assert not Sampling((0,), temperature=0.5).truncates
     for name in set(Sampling._fields) - {"eos", "temperature"}:
-        assert Sampling(0)._replace(**{name: 0.5}).truncates, f"{name} would be ignored"
+        assert Sampling((0,))._replace(**{name: 0.5}).truncates, f"{name} would be ignored"

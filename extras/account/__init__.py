@@ -218,7 +218,7 @@ def hessian_times(setup, cfg, k, weights, directions):
         found = []
         for there in (weights + h * d, weights - h * d):
             vector_to_parameters(there, setup.trained)
-            found.append(flat(grpo.gradient_of(exact, cfg, batch, k.step.rows, k.step).values()))
+            found.append(flat(grpo.gradient_of(exact, cfg, batch, k.step).values()))
         products.append((found[0] - found[1]) / (2 * h))
     return torch.stack(products)
 
@@ -230,7 +230,8 @@ def multiplied(setup, cfg, k, weights, directions):
     batch = replace(k.batch, row_weights=k.batch.row_weights.clone())
     with Recording(setup.policy, batch, k.step, False, alone) as recording:  # it sets them to 1
         batch.row_weights = k.batch.row_weights
-        grpo.backward(setup, batch, k.step, alone, lambda loss: None, recording)
+        for loss, rows in grpo.losses(setup, setup.policy, batch, k.step, alone, recording):
+            recording.backward(loss, rows)
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 
 
@@ -282,7 +283,7 @@ def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=
         products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))
         found[:, :, k.it] += products.view(2, K, -1)
         for part in rest:
-            g = grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step, part).values()
+            g = grpo.gradient_of(setup, cfg, k.batch, k.step, part).values()
             rest[part] += (G @ flat(g)).cpu()
         decay -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:

@@ -74,7 +74,7 @@ def test_a_loop_over_single_rows_samples_the_same():
     cfg = with_game()
     respond = answering(cfg, WORDS, WORD_PROMPTS, 8)
     ids = [prompt.ids for prompt in WORD_PROMPTS]
-    r = generate(word_gpt(), ids, 8, T, seed=7, eos=END, batch_size=8, respond=respond)
+    r = generate(word_gpt(), ids, 8, T, seed=7, eos=(END,), batch_size=8, respond=respond)
     turns = set()
     noise = torch.rand(32, T, generator=torch.Generator().manual_seed(7))
     tokens = r.tokens[:, -r.completion_mask.shape[1]:]
