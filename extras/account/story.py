@@ -11,7 +11,7 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
-from config import load_settings
+from config import load_settings, read_run
 from data.prompts import encode_prompt
 from explain.page import as_lines, write_page
 from explain.sentences import best_and_worst
@@ -21,7 +21,6 @@ from rollout import completion_states, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
-from run.folder import same_text
 
 FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
 WORST = 3           # completions that are told of where no sentence is given
@@ -92,7 +91,7 @@ def check_run(setup, cfg, folder, path, last):
         is_harmless = name in HARMLESS or name == "micro_batch_size" and cfg.loss_type != "bnpo"
         if not is_harmless:
             raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
-    if not same_text(folder, cfg):
+    if read_run(folder)["source"] != cfg.source:
         raise BadInput(f"{folder}: is repeated with the config file that it had; name its own "
                        f"copy, {folder}/config.py, or none if it had none")
 

@@ -12,8 +12,8 @@ from extras.compiled import BUCKET, Decoder, compile_nets
 from rollout import completion_logprobs, generate
 from run.precision import check_precision
 from worlds import (
-    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, same_rollout, settings, shaken,
-    skip_without, word_gpt)
+    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, read_rows, same_rollout, settings,
+    shaken, skip_without, word_gpt)
 
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
 
@@ -140,7 +140,7 @@ def test_sampling_from_a_policy_that_is_no_gpt_is_not_compiled():
     assert setup.generate is generate
 
 
-def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):
+def test_a_run_is_the_same_compiled(grpo, tmp_path, monkeypatch):
     """With torch's own graphs, shapes and guards, but without its code generator, which is slow."""
     plain = tmp_path / "plain"
     fast_one = tmp_path / "fast"
@@ -149,7 +149,7 @@ def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):
     out = grpo(fast_one, "--beta=0.1", "--max_iters=1", "--compile=True")
     assert "compile off" not in out
     for log in ("metrics.jsonl", "samples.jsonl"):
-        for a, b in zip(rows(plain / log), rows(fast_one / log), strict=True):
+        for a, b in zip(read_rows(plain / log), read_rows(fast_one / log), strict=True):
             assert a.keys() == b.keys()
             for name in a.keys() - {"step_time"}:
                 expected = a[name]
