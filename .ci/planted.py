@@ -47,7 +47,7 @@ BATCH = of(
     ("std of the batch", "nanstd(r if", "nanstd(rewards if"),
     ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
      "prompt_of_row = list(prompts) * G"),
-    ("sampling temperature forgotten", "**cfg.sampling,", '**cfg.sampling | {"temperature": 1.0},'))
+    ("sampling temperature forgotten", "**cfg.sampling)", '**cfg.sampling | {"temperature": 1.0})'))
 
 LOSS = of(
     "grpo.py", "test_algorithm.py",
