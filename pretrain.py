@@ -9,10 +9,9 @@ grpo.py does so at first use, too.
 import copy
 import math
 import random
-import time
 
 from common.script import (     # before torch: sets how its threads wait
-    BadInput, interrupts, run_script, seed_for, shown)
+    BadInput, run_script, seed_for, shown)
 
 import torch
 from torch.nn import functional as F
@@ -32,7 +31,7 @@ SEED = 0
 BATCH_SIZE = 48  # windows of block_size tokens
 
 
-def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
+def get_policy(cfg, splits, device, may_train=True):
     """Return the policy "train" on the CPU. It is pretrained at first use, into cfg.cache_dir."""
     if "texts" in cfg.functions:
         texts = made_up_texts(cfg, 1000, SEED)      # enough to tell them from others
@@ -42,7 +41,7 @@ def get_policy(cfg, splits, device, stop=lambda: False, may_train=True):
         held_out = [text for text, _ in splits["eval_prompts"]]
 
     def make(path):
-        pretrain(cfg, path, texts, held_out, device, stop)
+        pretrain(cfg, path, texts, held_out, device)
 
     shape = [getattr(cfg, name) for name in SHAPE]
     made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
@@ -110,10 +109,9 @@ def trainable(base, cfg):
     return policy
 
 
-def pretrain(cfg, path, texts, held_out, device, stop):
+def pretrain(cfg, path, texts, held_out, device):
     """Train a new policy on texts and save it at `path`. Of made-up texts there are as many as
     cfg.pretrain_tokens needs, by the mean length of these."""
-    began = time.time()
     num_tokens = cfg.pretrain_tokens
     makes_up = "texts" in cfg.functions
     T = cfg.block_size
@@ -143,11 +141,11 @@ def pretrain(cfg, path, texts, held_out, device, stop):
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
     steps = max(1, num_tokens // (BATCH_SIZE * T))
-    fit(model, optimizers(model), loss_at, steps, f"{path}.partial", "policy", stop=stop)
+    fit(model, optimizers(model), loss_at, steps, f"{path}.partial", "policy")
     with torch.no_grad():
         loss = sum(float(loss_at(i, held_out, held_out_starts)) for i in range(10)) / 10
     save_gpt(path, model, loss=loss)
-    print(f"policy: held-out loss {loss:.3f} nats per token, {time.time() - began:.0f} s, {path}")
+    print(f"policy: held-out loss {loss:.3f} nats per token")
 
 
 def token_stream(tokenizer, texts, limit=math.inf):
@@ -195,12 +193,11 @@ def main(argv):
     if "train" not in (cfg.policy, cfg.judge, cfg.eval_judge):
         raise BadInput(f"policy = {cfg.policy!r}, judge = {cfg.judge!r}, eval_judge = "
                        f"{cfg.eval_judge!r}: nothing to train; --policy=train trains a new one")
-    with interrupts() as stop:
-        device = pick_device(cfg.device, cfg.threads)
-        splits = get_splits(cfg)
-        if cfg.policy == "train":
-            get_policy(cfg, splits, device, stop)
-        trained_judges(cfg, splits, device, stop)
+    device = pick_device(cfg.device, cfg.threads)
+    splits = get_splits(cfg)
+    if cfg.policy == "train":
+        get_policy(cfg, splits, device)
+    trained_judges(cfg, splits, device)
 
 
 if __name__ == "__main__":

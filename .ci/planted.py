@@ -47,7 +47,7 @@ BATCH = of(
     ("std of the batch", "nanstd(r if", "nanstd(rewards if"),
     ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
      "prompt_of_row = list(prompts) * G"),
-    ("sampling temperature forgotten", "**cfg.sampling,", '**cfg.sampling | {"temperature": 1.0},'))
+    ("sampling temperature forgotten", "**cfg.sampling)", '**cfg.sampling | {"temperature": 1.0})'))
 
 LOSS = of(
     "grpo.py", "test_algorithm.py",
@@ -124,25 +124,23 @@ TAPE = of(
     "tape.py", "test_tape.py",
     ("tokens of other rows in the product", "total.addmm_(b.T, a)",
      "total.addmm_(b.T, a.roll(1, 0))"),
-    ("tokens of other rows in the score", "sum_entries(F.linear(a, G).mul_(b))",
-     "sum_entries(F.linear(a, G).mul_(b.roll(1, 0)))"),
-    ("embeddings forgotten", "return sum_entries(F.embedding(a, G).mul_(b))",
-     "return 0 * sum_entries(b)"),
-    ("tokens that are needed are left out", "b.abs().sum(1)", "b.sum(1).relu()"),
-    ("last use of a layer", "self.records[p].append(Record(rule, *needed))",
-     "self.records[p][:] = [r for r in self.records[p] if r.rule is not rule or "
-     "r.rows.max() < needed[0].min()] + [Record(rule, *needed)]"),
-    ("last micro-batch", "self.records[p].append(Record(rule, *needed))",
-     "self.records[p][:] = [r for r in self.records[p] if r.rule is not rule] + "
-     "[Record(rule, *needed)]"),
-    ("no bias in the score", "return b @ G", "return 0 * (b @ G)"),
+    ("tokens of other rows in the score", "F.linear(a, G).mul_(b)",
+     "F.linear(a, G).mul_(b.roll(1, 0))"),
+    ("embeddings forgotten", "x = F.embedding(b, G).mul_(a)", "x = 0 * a"),
+    ("tokens that are needed are left out", ".any(1)", ".sum(1).relu()"),
+    ("last use of a layer", "self.records[p].append(found)",
+     "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim() or "
+     "r.rows.max() < found.rows.min()] + [found]"),
+    ("last micro-batch", "self.records[p].append(found)",
+     "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim()] + [found]"),
+    ("no bias in the score", "x = (b @ G).mul_(a)", "x = (b @ G).mul_(a) * (a.shape[1] > 1)"),
     ("b of another row", "layer.kind(module, name, x, b)",
      "layer.kind(module, name, x, b.roll(1, 0))"),
     ("a not normalised",
      "b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps)", "b * x"),
     ("own part not scaled", "g * scale.get(p, 1)", "g"),
-    ("rows are not weighed", "record.b[here].mul_(w[:, None])", "record.b[here]"),
-    ("a weight is rounded to bfloat16", "w[:, None])", "w[:, None].to(record.b.dtype))"),
+    ("rows are not weighed", "(a * w).to(a.dtype)", "a"),
+    ("a weight is rounded to bfloat16", "weights[rows][:, None]", "weights[rows][:, None].to(a.dtype)"),
     ("flattened tokens begin anew with every piece", "self.given[module] += len(x)", "pass"),
     ("a second backward counts twice", "if is_recorded and", "if False and"))
 
@@ -173,8 +171,8 @@ ACCOUNT = of(
      "gradient(loss.policy,"),
     ("account: the Hessian of the last micro-batch", "products[i] += gradient",
      "products[i] = gradient"),
-    ("account: row weights forgotten", "setup.policy, k.batch, rows, k.step, cfg).policy",
-     "setup.policy, batch, rows, k.step, cfg).policy"))
+    ("account: row weights forgotten", "setup.policy, k.batch, k.step, cfg, recording)",
+     "setup.policy, batch, k.step, cfg, recording)"))
 
 MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE + ACCOUNT
 

@@ -13,23 +13,21 @@ def made_once(cfg, name, made_of, make, may_train):
     """Path of the file in cfg.cache_dir that is made of these values; make(path) makes it at first
     use. BadInput if it would have to now and may_train is False."""
     path = os.path.join(cfg.cache_dir, f"{name}-{key_of(made_of)}.pt")
-    if os.path.exists(path):
-        print(f"{name}: {path}")
-    elif may_train:
+    if not os.path.exists(path):
+        if not may_train:
+            raise BadInput(f"{path}: is missing, and this run is made of it; make it again: "
+                           f"python pretrain.py {cfg.out_dir}")
         make(path)
-    else:
-        raise BadInput(f"{path}: is missing, and this run is made of it; make it again: "
-                       f"python pretrain.py {cfg.out_dir}")
+    print(f"{name}: {path}")
     return path
 
 
-def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):
+def fit(model, optimizers, loss_at, steps, partial, label):
     """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x trapezoid(...).
 
     The state is saved to the file `partial` every SAVE_SECONDS, and a call that finds the file
     continues from it. loss_at must depend on the weights and the step alone, so that an
-    interruption changes no result. Prints loss and remaining time under the name `label`. Raises
-    KeyboardInterrupt, after saving, once stop() is true.
+    interruption changes no result. Prints loss and remaining time under the name `label`.
     """
     rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
     start = load_partial(partial, model, optimizers, label, steps)
@@ -49,13 +47,10 @@ def fit(model, optimizers, loss_at, steps, partial, label, stop=lambda: False):
         mean = loss.detach() if mean is None else mean.lerp(loss.detach(), 0.02)
         if progress.is_due() or step + 1 == steps:
             progress.show(step + 1, f"loss {float(mean):.3f}, ")
-        stopped = stop()
-        if stopped or time.time() - saved > SAVE_SECONDS:
+        if time.time() - saved > SAVE_SECONDS:
             save_file(partial, "partial", model=model.state_dict(), step=step + 1,
                       optimizers=[o.state_dict() for o in optimizers])
             saved = time.time()
-        if stopped:
-            raise KeyboardInterrupt(f"{label} is saved; run the same command again to continue")
     if mean is not None and not math.isfinite(float(mean)):
         raise SystemExit(f"stopped: the loss of {label} became {float(mean)}; remove {partial} and "
                          "lower its learning rate")

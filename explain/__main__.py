@@ -54,7 +54,8 @@ def next_iteration(setup, path, cfg):
     if step is None:
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
     with Recording(setup.policy, batch, step, True, cfg) as recording:
-        grpo.backward(setup, batch, step, cfg, lambda loss: None, recording)
+        for loss, rows in grpo.losses(setup, setup.policy, batch, step, cfg, recording):
+            recording.backward(loss, rows)
     found = keep_helpful(
         recording, held_out, setup, cfg, seed_for(seed, "select", 0), grpo.gradient_of)
     rows = sample_rows(it, batch, cfg)

@@ -40,8 +40,7 @@ def logprob_changes(policy, G, rollout, temperature):
 def token_slopes(setup, cfg, batch, step):
     """d (policy's loss) / d log-prob (N, T) of the tokens of a step; 0 elsewhere."""
     slopes = torch.zeros_like(batch.rollout.logp)
-    for rows in grpo.micro_batches(batch.rollout, step.rows, cfg):
-        loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
+    for loss, rows in grpo.losses(setup, setup.policy, batch, step, cfg):
         slopes[rows], = torch.autograd.grad(loss.policy, loss.logp)
     return slopes
 

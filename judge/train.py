@@ -1,6 +1,5 @@
 """Train the two judges on disjoint halves of the labelled comments."""
 import random
-import time
 
 import torch
 from torch.nn import functional as F
@@ -37,7 +36,7 @@ def named_judges(cfg, device):
     return judges
 
 
-def trained_judges(cfg, splits, device, stop=lambda: False, may_train=True):
+def trained_judges(cfg, splits, device, may_train=True):
     """Load the judges that the settings call "train" -> {role: judge}. They are trained at first
     use, into cfg.cache_dir."""
     held_out = splits["train_prompts"] + splits["eval_prompts"]
@@ -47,7 +46,7 @@ def trained_judges(cfg, splits, device, stop=lambda: False, may_train=True):
             comments = even_lengths(splits[half], SEED)
 
             def make(path):
-                train_judge(path, half, comments, held_out, cfg.judge_tokens, device, stop)
+                train_judge(path, half, comments, held_out, cfg.judge_tokens, device)
 
             made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
             judges[role] = load_judge(made_once(cfg, half, made_of, make, may_train), device)
@@ -58,9 +57,8 @@ def trained_judges(cfg, splits, device, stop=lambda: False, may_train=True):
 # training
 
 
-def train_judge(path, name, comments, held_out, num_tokens, device, stop):
+def train_judge(path, name, comments, held_out, num_tokens, device):
     """Train a Scorer on comments for about num_tokens tokens, test it on held_out, save it."""
-    began = time.time()
     if not comments or len({label for _, label in held_out}) < 2:
         raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
                        f"{len(held_out)} to test on; the test needs both labels")
@@ -86,15 +84,13 @@ def train_judge(path, name, comments, held_out, num_tokens, device, stop):
             scores = model(idx.to(device), attention_mask.to(device))
         return F.binary_cross_entropy_with_logits(scores.float(), labels[batch])
 
-    fit(model, [optimizer], loss_at, steps, f"{path}.partial", name, stop=stop)
+    fit(model, [optimizer], loss_at, steps, f"{path}.partial", name)
     rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
     scores = logits_of(model.eval(), rows, device)
     toxic = torch.tensor([label > 0.5 for _, label in held_out])
-    accuracy = float(((scores > 0) == toxic).float().mean())
     area = auc(scores, toxic)
-    save_gpt(path, model, "judge", accuracy=accuracy, auc=area, heldout=len(held_out))
-    print(f"{name}: held-out accuracy {accuracy:.4f}, ROC AUC {area:.4f} on {len(held_out)} "
-          f"comments it never saw, {time.time() - began:.0f} s")
+    save_gpt(path, model, "judge", auc=area)
+    print(f"{name}: ROC AUC {area:.4f} on {len(held_out)} comments it never saw")
 
 
 def even_lengths(comments, seed):

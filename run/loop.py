@@ -41,7 +41,6 @@ class Run:
         default = type(cfg)()
         changed = {k: v for k, v in cfg.public().items() if v != getattr(default, k)}
         print("settings: " + ", ".join(f"{k}={v!r}" for k, v in changed.items()))
-        self.stopped = self.until_end.enter_context(interrupts())
         return self
 
     def __exit__(self, *error):
@@ -51,6 +50,7 @@ class Run:
         """From the start, or from the checkpoint of an interrupted run."""
         cfg = self.cfg
         self.setup = setup
+        self.stopped = self.until_end.enter_context(interrupts())
         self.base_hash = hash_of(setup.base)
         self.num_tokens = 0
         done = None

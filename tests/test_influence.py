@@ -19,12 +19,13 @@ from rollout import completion_entropies, completion_logprobs
 from tracin import choose_targets, row_weights_of, select, target_coefficients
 from tape import cosine
 from worlds import (
-    WORD_PROMPTS, WORDS, gradient, nets_of, refusal, seed_of, shaken, steps_of, whole_step,
+    WORD_PROMPTS, WORDS, generator_of, gradient, nets_of, refusal, shaken, steps_of, whole_step,
     word_gpt, words)
 
 # a row's loss is a multiple of its log-prob, and nothing is left besides
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
 ALL_ROWS = torch.arange(16)
+NAN = math.nan
 
 
 def with_functions(cfg, functions, **more):
@@ -38,10 +39,6 @@ def nets_for(cfg, policy=None, lr=.05, optimizer=None, prompts=WORD_PROMPTS):
 
 def batch_of(cfg, seed=7, prompts=WORD_PROMPTS, policy=None):
     return collect(nets_for(cfg, policy, prompts=prompts), prompts, cfg, seed)
-
-
-def flat(gradient, setup):
-    return torch.cat([gradient[p].flatten() for p in setup.trained])
 
 
 def row_gradients(setup, batch, cfg):
@@ -66,54 +63,61 @@ def rest_gradient(setup, batch, cfg):
 
 
 def target_gradient(setup, batch, rows, cfg):
-    """By autograd, from what the docstrings of tracin.py promise."""
-    n = len(rows)
+    """By autograd: what tracin.target_coefficients promises."""
+    if cfg.tracin == "target":
+        return -gradient(likely_seven(setup.policy, WORDS, batch), setup.trained)
     if cfg.tracin == "self":
-        step = Step(0, rows, n, int(batch.loss_mask[rows].sum()))
+        step = Step(0, rows, len(rows), int(batch.loss_mask[rows].sum()))
         loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
         return gradient(loss.policy, setup.trained)
-    r = batch.rewards[rows]
-    coef = {"reward": -(r - r.mean()) / (r.std() + 1e-4),
-            "advantage": -batch.advantages[rows],
-            "contrastive": torch.where(r.argsort(descending=True).argsort() < n // 2, -1.0, 1.0)}
-    logp = completion_logprobs(setup.policy, batch.rollout[rows], cfg.temperature)
-    return gradient((coef[cfg.tracin] / n * logp.sum(1)).sum(), setup.trained)
+    coef = target_coefficients(batch, rows, cfg.tracin)
+    logp = completion_logprobs(setup.policy, batch.rollout, cfg.temperature)
+    return gradient((coef * logp.sum(1)).sum(), setup.trained)
 
 
 def close(a, b, tolerance=2e-4):
     return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
 
 
+def likely_seven(policy, tokenizer, batch):
+    """A function of the config file as target: a number to raise."""
+    assert tokenizer is WORDS and len(batch.completions) == 16
+    logits = policy.lm_head(policy(torch.tensor([[3, 1, 4, 1, 5, 9]])))
+    return logits.log_softmax(-1)[0, :, 7].mean()
+
+
 ROWS = dict(kl=dict(beta=.1), unit=UNIT, entropy=dict(beta=.1, entropy_coef=.05),
-            small_micro=dict(micro_batch_size=3), lora=dict(beta=.1, lora_rank=2))
+            small_micro=dict(micro_batch_size=3), lora=dict(beta=.1, lora_rank=2),
+            quantile=dict(beta=.1, top_entropy_quantile=.5))
 TARGETS = ("self", "reward", "advantage", "contrastive")
 
 
-@pytest.mark.parametrize("held", (False, True))
-@pytest.mark.parametrize("target", TARGETS)
-def test_influence_and_step_against_one_backward_per_row(target, held):
-    for name, knobs in ROWS.items():
-        cfg = words(tracin=target, **dict(micro_batch_size=8) | knobs)
-        setup = nets_for(cfg)
-        if cfg.lora_rank:
-            shaken(setup.policy, .05)    # adapters that do something; frozen weights too
-        batch, held_out = (collect(setup, WORD_PROMPTS, cfg, seed) for seed in (7, 8))
-        given = None
-        if held:
-            given = tracin.HeldOut(held_out, torch.tensor([0, 3, 4, 9, 10, 15]))
-        g = row_gradients(setup, batch, cfg)
-        G = target_gradient(setup, *(given or (batch, ALL_ROWS)), cfg)
-        rest = rest_gradient(setup, batch, cfg)
-        seen, m = steps_of(setup, batch, cfg, given, check=True)
-        assert close(batch.influence, g @ G), (
-            f"{name}: influences are not <gradient of the row, gradient of the target>")
-        assert m.get("tracin/invariant_error", 0.0) < 1e-5, name
-        kept = (batch.influence > 0).float()
-        assert torch.equal(batch.row_weights, kept) and kept.sum() > 2, (
-            f"{name}: the rows that are kept are not those of positive influence")
-        assert close(seen[0], kept @ g + rest), (
-            f"{name}: the step is not the gradient of the kept rows and of the rest of the loss")
-        assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
+@pytest.mark.parametrize("target, held", [
+    *((target, held) for target in TARGETS for held in (False, True)), ("target", False)])
+@pytest.mark.parametrize("name", ROWS)
+def test_influence_and_step_against_one_backward_per_row(name, target, held):
+    cfg = words(**dict(micro_batch_size=8) | ROWS[name])
+    cfg = with_functions(cfg, {"target": likely_seven} if target == "target" else {}, tracin=target)
+    setup = nets_for(cfg)
+    if cfg.lora_rank:
+        shaken(setup.policy, .05)    # adapters that do something; frozen weights too
+    batch, held_out = (collect(setup, WORD_PROMPTS, cfg, seed) for seed in (7, 8))
+    given = tracin.HeldOut(held_out, torch.tensor([0, 3, 4, 9, 10, 15])) if held else None
+    g = row_gradients(setup, batch, cfg)
+    G = target_gradient(setup, *(given or (batch, ALL_ROWS)), cfg)
+    rest = rest_gradient(setup, batch, cfg)
+    seen, m = steps_of(setup, batch, cfg, given, check=True)
+    assert close(batch.influence, g @ G), (
+        "influences are not <gradient of the row, gradient of the target>")
+    assert m.get("tracin/invariant_error", 0) < 1e-5
+    kept = (batch.influence > 0).float()
+    assert torch.equal(batch.row_weights, kept) and kept.sum() > 2, (
+        "the rows that are kept are not those of positive influence")
+    assert close(seen[0], kept @ g + rest), (
+        "the step is not the gradient of the kept rows and of the rest of the loss")
+    assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
+    assert math.isnan(m["tracin/target_cosine"]) == (target == "target"), (
+        "nothing is known of the noise of a target in one piece")
 
 
 @pytest.mark.parametrize("knobs", [
@@ -129,21 +133,20 @@ def test_leave_one_out_and_self_share(knobs):
         coef = target_coefficients(batch, ALL_ROWS, cfg.tracin)
         own = own * coef * -batch.loss_mask.sum() / batch.advantages
     raw = g @ target_gradient(setup, batch, ALL_ROWS, cfg)
-    _, m = steps_of(nets_for(cfg), batch, cfg)
-    share = own[::4].abs().sum() / raw[::4].abs().sum()     # of four rows
-    assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
-    without = replace(cfg, tracin_leave_one_out=True)
-    _, m = steps_of(nets_for(without), batch, without)
-    assert close(batch.influence, raw - own, 1e-3), "a row's own part is still in its influence"
-    share = own.abs().sum() / raw.abs().sum()
-    assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
+    for leave_one_out, expected, every in ((False, raw, 4), (True, raw - own, 1)):
+        cfg = replace(cfg, tracin_leave_one_out=leave_one_out)
+        _, m = steps_of(nets_for(cfg), batch, cfg)
+        assert close(batch.influence, expected, 1e-3), f"leave one out: {leave_one_out}"
+        share = own[::every].abs().sum() / raw[::every].abs().sum()     # of all rows, or of four
+        assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
 
 
-def test_all_rows_kept_are_plain_grpo():
+@pytest.mark.parametrize("target", ("self", "reward"))
+def test_all_rows_kept_are_plain_grpo(target):
     knobs = dict(num_iterations=2, mini_batch_size=8, micro_batch_size=4, beta=.1)
     batch = batch_of(words(**knobs))
     found = []
-    for more in ({}, dict(tracin="self", tracin_select="all")):
+    for more in ({}, dict(tracin=target, tracin_select="all")):
         cfg = words(**knobs, **more)
         found.append(steps_of(nets_for(cfg), copy.copy(batch), cfg)[0])
     plain, kept = found
@@ -172,22 +175,6 @@ def test_bnpo_passes_the_check_of_the_first_step(target):
     assert batch.influence.isfinite().all()
 
 
-@pytest.mark.parametrize("lose", [list.pop, list.clear])
-def test_the_first_step_is_checked_against_an_ordinary_backward(lose, monkeypatch):
-    """One call of a layer is lost, or a weight altogether, which the target then lacks too."""
-    cfg = words(tracin="self", beta=.1, micro_batch_size=8)
-    setup = nets_for(cfg)
-    score = tracin.score
-
-    def lossy(recording, *args):
-        lose(next(iter(recording.tape.records.values())))
-        return score(recording, *args)
-
-    monkeypatch.setattr(tracin, "score", lossy)
-    said = refusal(steps_of, setup, batch_of(cfg), cfg, check=True)
-    assert "the influences do not add up" in said
-
-
 def test_the_target_is_halved_by_prompt_and_one_prompt_has_no_halves():
     cfg = words(tracin="self", beta=.1)
     setup = nets_for(cfg)
@@ -204,42 +191,32 @@ def test_the_target_is_halved_by_prompt_and_one_prompt_has_no_halves():
     assert math.isnan(m["tracin/target_cosine"]), "not 0: nothing is known of its noise"
 
 
-def of_rewards(rewards, kind, advantages=None):
-    """target_coefficients of a batch that is the target."""
-    rewards = torch.tensor(rewards)
-    batch = grpo.Batch.__new__(grpo.Batch)
-    batch.rewards, batch.advantages = rewards, rewards if advantages is None else advantages
-    return target_coefficients(batch, torch.arange(len(rewards)), kind)
-
-
-def test_coefficients_of_targets():
-    rewards = [.1, .9, .5, .7, .3, .2]
-    coef = of_rewards(rewards, "reward")
-    assert coef.sum().abs() < 1e-6 and coef.argmin() == 1, (
-        "the target's loss must fall as the rollout of the best reward gets likelier")
-    assert float(coef.std()) == pytest.approx(1 / 6, rel=1e-3)
-    assert torch.equal(of_rewards(rewards, "advantage", torch.arange(6.0)), -torch.arange(6.0) / 6)
-    assert (of_rewards(rewards, "contrastive") * 6).tolist() == [1, -1, -1, -1, 1, 1]
-    for kind in TARGETS[1:]:
-        coef = of_rewards([.1, math.nan, .5, .7], kind)
-        assert coef[1] == 0 and coef.isfinite().all() and coef[3] < 0
-    # an odd number: nobody is in the middle for or against
-    assert (of_rewards(rewards[:5], "contrastive") * 5).tolist() == [1, -1, 0, -1, 1]
-    # ties: rows of equal reward count alike, and their places add up
-    coef = of_rewards([1.0, 0, 0, 1, 0, 1, 0, 0], "contrastive") * 8
-    assert coef.tolist() == pytest.approx([-1, .6, .6, -1, .6, -1, .6, .6])
-    for kind in TARGETS[1:]:    # equal rewards have nothing to tell
-        for equal in ([.1] * 7, [math.nan, .3, .3, .3], [math.nan] * 3):
-            coef = of_rewards(equal, kind, torch.zeros(len(equal)))
-            assert (coef == 0).all(), (kind, equal)
+@pytest.mark.parametrize("kind, rewards, expected", [
+    ("reward", [4, 2, 3], [-1, 1, 0]),      # the target's loss falls as the best gets likelier
+    ("reward", [1, NAN, 3], [1, 0, -1]),
+    ("reward", [.1] * 7, [0] * 7),          # equal rewards have nothing to tell
+    ("reward", [NAN, .3, .3, .3], [0] * 4),
+    ("advantage", [1, NAN, 3], [-1, 0, -3]),
+    ("contrastive", [.1, .9, .5, .7, .3], [1, -1, 0, -1, 1]),
+    ("contrastive", [.1, NAN, .5, .7], [1, 0, 0, -1]),
+    ("contrastive", [1, 0, 0, 1, 0, 1, 0, 0], [-1, .6, .6, -1, .6, -1, .6, .6]),    # ties
+    ("contrastive", [NAN, .3, .3, .3], [0] * 4),
+    *((kind, [NAN] * 3, [0] * 3) for kind in TARGETS[1:])])
+def test_coefficients_of_targets(kind, rewards, expected):
+    """Times the number of rows. The advantages are the rewards."""
+    n = len(rewards)
+    rewards = torch.tensor(rewards, dtype=torch.float32)
+    batch = SimpleNamespace(rewards=rewards, advantages=rewards.clone())
+    coef = target_coefficients(batch, torch.arange(n), kind)
+    assert (n * coef).tolist() == pytest.approx(expected, abs=1e-3)
 
 
 def test_which_held_out_rollouts_are_the_target():
     rewards = torch.tensor([.1, .9, .5, .7, .3, .2])
-    g = torch.Generator().manual_seed(seed_of(1))
+    g = generator_of(1)
     assert choose_targets(rewards, 2, "best", g).tolist() == [1, 3]
     assert sorted(choose_targets(rewards, 0, "random", g).tolist()) == list(range(6))
-    rewards[1] = math.nan
+    rewards[1] = NAN
     assert choose_targets(rewards, 2, "best", g).tolist() == [3, 2]
 
 
@@ -256,35 +233,10 @@ def test_a_reward_of_their_own_scores_held_out_rollouts_only():
     assert torch.equal(batch.rewards, batch_of(words()).rewards)
 
 
-@pytest.mark.parametrize("knobs", (dict(beta=.1), UNIT))
-def test_a_function_of_the_config_file_as_target(knobs):
-    """It is called with policy, tokenizer and batch; rows that raise its number have positive
-    influence."""
-    given = []
-
-    def target(policy, tokenizer, batch):
-        given.append((tokenizer, batch))
-        logits = policy.lm_head(policy(torch.tensor([[3, 1, 4, 1, 5, 9]])))
-        return logits.log_softmax(-1)[0, :, 7].mean()
-
-    cfg = with_functions(words(micro_batch_size=8, **knobs), {"target": target}, tracin="target")
-    batch = batch_of(cfg)
-    setup = nets_for(cfg)
-    g = row_gradients(setup, batch, cfg)
-    G = -gradient(target(setup.policy, None, None), setup.trained)
-    before = float(target(setup.policy, None, None).detach())
-    rest = rest_gradient(setup, batch, cfg)
-    seen, m = steps_of(setup, batch, cfg, check=True)
-    assert given[-1] == (WORDS, batch) and close(batch.influence, g @ G)
-    assert close(seen[0], (batch.influence > 0).float() @ g + rest)
-    assert float(target(setup.policy, None, None).detach()) > before, "the step raises the number"
-    assert math.isnan(m["tracin/target_cosine"]), "nothing is made up about a target in one piece"
-
-
 @pytest.mark.parametrize("name, returned, said", [
     ("target", 3.0, "tensor"), ("target", torch.tensor(1.0), "depends on the policy"),
-    ("target", torch.tensor(math.nan, requires_grad=True), "one finite number"),
-    ("weigh", [1.0] * 15, "each of 8 influences"), ("weigh", [math.nan] * 4, "one finite number"),
+    ("target", torch.tensor(NAN, requires_grad=True), "one finite number"),
+    ("weigh", [1.0] * 15, "each of 8 influences"), ("weigh", [NAN] * 4, "one finite number"),
     ("weigh", None, "one finite number"), ("weigh", torch.zeros(99, 99), "one finite number")])
 def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
         name, returned, said):
@@ -295,42 +247,44 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
     assert text.startswith(f"{name} returned") and said in text and len(text) < 260
 
 
-def chosen(influence, how, *more, **others):
-    keep, fallback = select(influence, how, *more, **others)
-    return keep.nonzero()[:, 0].tolist(), fallback
+@pytest.mark.parametrize("how, fraction, rows", [
+    ("positive", .5, [0, 3, 5]), ("all", .5, list(range(10))), ("top", .2, [0, 3]),
+    ("top", .17, [0, 3]), ("top", 0.0, []), ("bottom", .5, [1, 4, 6]), ("drop", 1.0, [0, 2, 3, 5]),
+    ("drop", .34, [0, 1, 2, 3, 5, 7, 8, 9])])
+def test_select(how, fraction, rows):
+    influence = torch.tensor([3.0, -1, 0, 2, -5, 1, -2, -.5, -.1, -.2])
+    keep, fallback = select(influence, how, fraction)
+    assert keep.nonzero()[:, 0].tolist() == rows and not fallback
 
 
-def test_select():
-    x = torch.tensor([3.0, -1, 0, 2, -5, 1, -2, -.5, -.1, -.2])
-    for how, fraction, rows in (("positive", .5, [0, 3, 5]), ("all", .5, list(range(10))),
-                                ("top", .2, [0, 3]), ("top", 0.0, []), ("bottom", .5, [1, 4, 6]),
-                                ("drop", 1.0, [0, 2, 3, 5]),
-                                ("drop", .34, [0, 1, 2, 3, 5, 7, 8, 9])):
-        assert chosen(x, how, fraction) == (rows, False), how
-    drawn = {tuple(chosen(x, "random", generator=torch.Generator().manual_seed(i))[0])
-             for i in range(20)}
-    assert all(len(rows) == 3 for rows in drawn) and len(drawn) > 10
-    few = -torch.arange(1.0, 21)
-    few = torch.cat([few, torch.zeros(5)])      # rows of influence 0 do not count
-    assert chosen(few, "positive") == (list(range(10)), True)
-    few[19] = few[18] = 1.0     # one in ten
-    assert chosen(few, "positive") == ([18, 19], False)
+def test_the_fallback_keeps_the_better_half():
+    influence = torch.cat([-torch.arange(1.0, 21), torch.zeros(5)])     # those of 0 do not count
+    keep, fallback = select(influence, "positive")
+    assert fallback and keep.tolist() == [True] * 10 + [False] * 15
+    influence[18:20] = 1.0      # one in ten
+    keep, fallback = select(influence, "positive")
+    assert not fallback and torch.equal(keep, influence > 0)
 
 
 def test_controls_keep_as_many_as_positive_does():
-    generator = torch.Generator().manual_seed(seed_of(1))
+    generator = generator_of(1)
+    random_differs = 0
     for positive in range(13):
-        influence = torch.rand(12, generator=generator) + .1
+        influence, advantages, rewards = torch.rand(3, 12, generator=generator) + .1
         influence[torch.randperm(12, generator=generator)[positive:]] *= -1
-        rewards = torch.rand(12, generator=generator)
-        more = dict(generator=generator, advantages=rewards - .5, rewards=rewards)
-        rows, fallback = chosen(influence, "positive", **more)
-        assert fallback == (positive < 2)
-        for how in ("bottom", "random", "top_advantage", "top_reward"):
-            others, other_fallback = chosen(influence, how, **more)
-            assert len(others) == len(rows) and other_fallback == fallback, how
-        largest = sorted(range(12), key=lambda i: -abs(float(rewards[i]) - .5))[:len(rows)]
-        assert chosen(influence, "top_advantage", **more)[0] == sorted(largest)
+        advantages[::2] *= -1
+        rewards[3] = NAN
+        keys = {"positive": influence, "bottom": -influence, "top_advantage": advantages.abs(),
+                "top_reward": rewards.nan_to_num(0)}
+        count = max(positive, 6 if positive < 2 else 0)
+        for how, key in keys.items():
+            keep, fallback = select(influence, how, .5, generator, advantages, rewards)
+            assert keep.nonzero()[:, 0].tolist() == sorted(key.topk(count).indices.tolist()), how
+            assert fallback == (positive < 2)
+        keep, _ = select(influence, "random", .5, generator)
+        random_differs += not torch.equal(keep, influence > 0)
+        assert keep.sum() == count
+    assert random_differs > 5
 
 
 def test_top_advantage_with_a_critic_is_a_mean_over_drawn_tokens():
@@ -373,19 +327,15 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
 @pytest.mark.parametrize("beta", (0.0, .1))
 def test_a_dropped_rollout_of_any_size_leaves_nothing_behind(beta):
     """Were it subtracted from the gradient of all rollouts, its rounding would be left."""
-    def all_but_one(influence, batch):
-        assert len(batch.prompts) == len(batch.completions) == len(influence)
-        return (torch.arange(16) != 5).float()
-
     cfg = words(tracin="self", beta=beta, micro_batch_size=5)
-    cfg = with_functions(cfg, {"weigh": all_but_one}, tracin_select="weigh")
+    cfg = with_functions(cfg, {"weigh": soft}, tracin_select="weigh")
     batch = batch_of(cfg)
     batch.advantages[5] = 1e7
     setup = nets_for(cfg)
     g = row_gradients(setup, batch, cfg)
     rest = rest_gradient(setup, batch, cfg)
     (found,), _ = steps_of(setup, batch, cfg, check=True)
-    assert g[5].norm() > 1e5 * found.norm()
+    assert batch.row_weights[5] == 0 and g[5].norm() > 1e5 * found.norm()
     assert close(found, batch.row_weights @ g + rest)
 
 
@@ -408,27 +358,32 @@ def times(factor, gradient):
     return {p: factor * g for p, g in gradient.items()}
 
 
-# mistake: (method, its result made wrong)
+def forget(result, recording, rows):
+    """Of what was recorded before, the records of one weight, which the target then lacks too."""
+    next(iter(recording.tape.records.values())).clear()
+
+
+# mistake: (owner, function, its result and what it was called with -> another result)
 MISTAKES = {
-    "another rollout's score": ("scores", lambda scores: scores.roll(1)),
-    "another's score of the same sign": ("scores", swapped),
-    "scores of another sign": ("scores", lambda scores: -scores),
-    "scores a little less": ("scores", lambda scores: .99 * scores),
-    "scores whose errors cancel": ("scores", apart),
-    "less is learned": ("policy_gradient", lambda gradient: times(.99, gradient)),
+    "a call of a layer is lost": (tracin.Recording, "begin", forget),
+    "another's score of the same sign": (
+        tracin.Recording, "scores", lambda scores, *given: swapped(scores)),
+    "scores whose errors cancel": (
+        tracin.Recording, "scores", lambda scores, *given: apart(scores)),
+    "less is learned": (
+        tracin.Recording, "policy_gradient", lambda G, *given: times(.99, G)),
     "what is learned is not a number": (
-        "policy_gradient", lambda gradient: times(math.nan, gradient)),
-    "the target is a little less": ("target_gradient", lambda found: (
+        tracin.Recording, "policy_gradient", lambda G, *given: times(NAN, G)),
+    "the target is a little less": (tracin, "target_gradient", lambda found, *given: (
         [times(.99, half) for half in found[0]], found[1]))}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_score_or_gradient_is_seen_in_the_first_step(mistake, monkeypatch):
-    name, spoil = MISTAKES[mistake]
-    owner = tracin if name == "target_gradient" else tracin.Recording
+def test_the_first_step_is_checked_against_ordinary_backwards(mistake, monkeypatch):
+    owner, name, spoil = MISTAKES[mistake]
     right = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: spoil(right(*args)))
-    cfg = words(tracin="reward", beta=.1)
+    monkeypatch.setattr(owner, name, lambda *given: spoil(right(*given), *given))
+    cfg = words(tracin="reward", beta=.1, micro_batch_size=8)
     said = refusal(steps_of, nets_for(cfg), batch_of(cfg), cfg, check=True)
     assert "the influences do not add up" in said
 
@@ -447,14 +402,12 @@ def test_nothing_selected_is_no_step():
 
 def test_a_row_that_is_not_a_number_stops_before_the_step():
     cfg = words(tracin="self", beta=.1)
-    for held in (False, True):
-        batch = batch_of(cfg)
-        target = (copy.deepcopy(batch), ALL_ROWS) if held else None
-        batch.advantages[5] = math.nan
-        setup = nets_for(cfg)
-        before = setup.policy.wte.weight.detach().clone()
-        assert "influence is not finite" in refusal(steps_of, setup, batch, cfg, target)
-        assert torch.equal(setup.policy.wte.weight, before)
+    batch = batch_of(cfg)
+    batch.advantages[5] = NAN
+    setup = nets_for(cfg)
+    before = setup.policy.wte.weight.detach().clone()
+    assert "influence is not finite" in refusal(steps_of, setup, batch, cfg)
+    assert torch.equal(setup.policy.wte.weight, before)
 
 
 def test_the_target_is_averaged_over_steps():
@@ -470,32 +423,29 @@ def test_the_target_is_averaged_over_steps():
     assert m["tracin/target_age"] == 2 and close(batches[1].influence, g @ expected)
 
 
-def test_an_average_starts_anew_where_the_target_points_elsewhere():
-    p = torch.nn.Parameter(torch.zeros(2))
+def test_an_average_starts_again_where_the_target_points_elsewhere():
     average = tracin.Average(.5)
-    first, share = average.update({p: torch.tensor([1.0, 0])})
-    assert share == 1 and torch.equal(first[p], torch.tensor([1.0, 0]))
-    both, share = average.update({p: torch.tensor([0.0, 1])})
-    assert share == pytest.approx(2 / 3) and both[p].tolist() == pytest.approx([1 / 3, 2 / 3])
-    anew, share = average.update({p: torch.tensor([-1.0, -1])})
-    assert share == 1 and average.age == 1 and anew[p].tolist() == [-1, -1]
+    for g, expected, share in (([1.0, 0], [1, 0], 1), ([0.0, 1], [1 / 3, 2 / 3], 2 / 3),
+                               ([-9.0, -9], [-9, -9], 1)):
+        found, of_newest = average.update({0: torch.tensor(g)})
+        assert found[0].tolist() == pytest.approx(expected)
+        assert of_newest == pytest.approx(share)
 
 
 def test_adam_scale_is_what_adamw_multiplies_with():
     """Also with two groups of parameters."""
-    torch.manual_seed(seed_of(0))
-    a, b = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
+    a, b = trained = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
     groups = [dict(params=[a], betas=(0.0, .9)), dict(params=[b], betas=(0.0, .99), eps=.1)]
     optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)
     for _ in range(3):
-        gradient = {p: torch.randn(3) for p in (a, b)}
+        gradient = {p: torch.randn(3) for p in trained}
         scale = tracin.adam_scale(optimizer, gradient)
-        before = {p: p.detach().clone() for p in (a, b)}
-        for p in (a, b):
+        expected = {p: p.detach() - gradient[p] * scale[p] for p in trained}
+        for p in trained:
             p.grad = gradient[p]
         optimizer.step()
-        for p in (a, b):
-            assert torch.allclose(before[p] - p.detach(), gradient[p] * scale[p], rtol=1e-4)
+        for p in trained:
+            assert close(p.detach(), expected[p])
 
 
 def test_influence_in_steps_of_adamw():

@@ -14,7 +14,7 @@ from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
 from judge.rewards import score, try_rewards
-from judge.scorer import Scorer, encode, logits_of, pad_right
+from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
 from judge.train import auc, even_lengths, length_batches, train_judge
 from model import GPTConfig
 from common.files import load_file, save_gpt
@@ -85,15 +85,16 @@ def test_length_batches_cover_every_row_once_and_pad_little():
 
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     judge = load_judge(tiny.judge)
-    texts = ["a warm cat", "grumble you grumble", " a warm\ncat "]
-    clean, toxic, again = judge(texts)
+    texts = ["a warm cat", "grumble you grumble", " a warm\ncat ", " ?! ", "x"]
+    clean, toxic, again, *silent = judge(texts)
     assert clean < toxic
+    assert silent == [SAYS_NOTHING] * 2
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
     for kind, expected in (("probability", torch.sigmoid(-clean)), ("logit", -clean)):
         cfg = load_settings([f"--judge_score={kind}"])
         reward = reward_functions(cfg, {"judge": judge})["judge"]
-        a, b, silent = reward([*texts[:2], " ?! "])
-        assert a > b and silent is None
+        a, b, _, *silent = reward(texts)
+        assert a > b and silent == [None] * 2
         assert a == pytest.approx(float(expected), abs=1e-5)
 
 
@@ -105,18 +106,27 @@ def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     assert all(part in message for part in ("judge.pt", "'hello you'", "nan"))
 
 
-def test_interrupted_training_goes_on_to_the_same_weights_and_report(comments, tmp_path):
+def test_interrupted_training_goes_on_to_the_same_weights_and_report(
+        comments, tmp_path, monkeypatch):
     labelled = load_comments(comments)[:200]
 
-    def train(name, stop=lambda: False):
+    def train(name):
         path = str(tmp_path / name)
-        train_judge(path, "judge_a", labelled, labelled[:60], 8_000, CPU, stop)
+        train_judge(path, "judge_a", labelled, labelled[:60], 8_000, CPU)
         return load_file(path, "judge")
 
     whole = train("whole.pt")
-    asked = itertools.count()
-    with pytest.raises(KeyboardInterrupt):
-        train("cut.pt", lambda: next(asked) == 4)
+    monkeypatch.setattr("common.supervised.SAVE_SECONDS", -1)
+    batches = itertools.count()
+
+    def cut(rows):
+        if next(batches) == 4:
+            raise KeyboardInterrupt
+        return pad_right(rows)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("judge.train.pad_right", cut)
+        train("cut.pt")
     again = train("cut.pt")
     assert sorted(os.listdir(tmp_path)) == ["cut.pt", "whole.pt"]
     assert again["auc"] == whole["auc"] > 0.5
@@ -126,7 +136,7 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(comments, t
 def test_comments_that_cannot_teach_are_refused():
     clean, toxic = ("a cat", 0.0), ("grumble", 1.0)
     for comments, held_out in (([clean, toxic], [clean]), ([], [clean, toxic])):
-        said = refusal(train_judge, "judge.pt", "judge_a", comments, held_out, 1, CPU, None)
+        said = refusal(train_judge, "judge.pt", "judge_a", comments, held_out, 1, CPU)
         assert "needs both labels" in said
 
 

@@ -85,7 +85,7 @@ def lstm(kind=LSTM):
 @pytest.mark.parametrize("kind", [LSTM, LSTMWithCache])
 def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone(kind):
     policy = lstm(kind)
-    r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=END)
+    r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=(END,))
     lengths = r.completion_mask.sum(1)
     assert r.ended.any() and lengths.unique().numel() > 1 and not r.attention_mask.all()
     trainer = completion_logprobs(policy, r)
@@ -102,7 +102,7 @@ def test_a_cache_that_is_not_of_keys_and_values_changes_no_rollout():
         policy.register_forward_hook(
             lambda module, inputs, h: tokens_read.append(h[..., 0].numel()))
         ids = [prompt.ids for prompt in PROMPTS]
-        found[kind] = generate(policy, ids, 6, 8, seed=3, eos=END), sum(tokens_read)
+        found[kind] = generate(policy, ids, 6, 8, seed=3, eos=(END,)), sum(tokens_read)
     same_rollout(found[LSTMWithCache][0], found[LSTM][0])
     assert found[LSTMWithCache][1] < found[LSTM][1] / 3, "the tokens so far were read again"
 
@@ -114,17 +114,8 @@ def policy_losses(policy, batch):
             for A, logp in zip(batch.advantages, plain_logps(policy, batch.rollout))]
 
 
-def test_a_step_of_grpo_goes_down_the_gradient_of_the_loss():
-    cfg = settings(mean_token, micro_batch_size=5)
-    setup, batch = world(cfg, policy=lstm())
-    expected = gradient(sum(policy_losses(setup.policy, batch)), setup.trained)
-    (found,), metrics = steps_of(setup, batch, cfg, check=True)
-    assert expected.norm() > 0 and metrics["grad_norm"] > 0
-    assert (found - expected).norm() < 1e-4 * expected.norm()
-
-
-@pytest.mark.parametrize("target", ["self", "reward"])
-def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(target):
+@pytest.mark.parametrize("target", ["off", "self", "reward"])
+def test_a_step_and_its_influence_are_those_of_each_completion_alone(target):
     cfg = settings(mean_token, tracin=target, micro_batch_size=5)
     setup, batch = world(cfg, policy=lstm())
     losses = policy_losses(setup.policy, batch)
@@ -137,8 +128,9 @@ def test_influence_is_the_product_with_the_gradient_of_each_completion_alone(tar
         G = gradient(sum(c * logp.sum() for c, logp in zip(coef, logps)), setup.trained)
     expected = each @ G
     (found,), _ = steps_of(setup, batch, cfg, check=True)
-    assert (batch.influence - expected).abs().max() < 1e-4 * expected.abs().max()
-    kept = (batch.row_weights[:, None] * each).sum(0)
+    if target != "off":
+        assert (batch.influence - expected).abs().max() < 1e-4 * expected.abs().max()
+    kept = batch.row_weights @ each
     assert (found - kept).norm() < 1e-4 * kept.norm()
 
 
@@ -146,10 +138,10 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
     cfg = settings(mean_token)
     setup, batch = world(cfg, policy=lstm())
     step = whole_step(batch)
-    G = grpo.gradient_of(setup, cfg, batch, step.rows, step)
+    G = grpo.gradient_of(setup, cfg, batch, step)
     slopes = token_slopes(setup, cfg, batch, step)
     for i in step.rows[:3]:
-        own = grpo.gradient_of(setup, cfg, batch, i[None], step)
+        own = grpo.gradient_of(setup, cfg, batch, step._replace(rows=i[None]))
         words = slopes[i] * logprob_changes(setup.policy, G, batch.rollout[i[None]], 1.0)[0]
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
 

@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -11,17 +10,23 @@ pytest.importorskip("matplotlib")
 import plot  # noqa: E402
 from worlds import printed, read_rows, refusal, write_rows  # noqa: E402
 
-METRICS = [metric for _, log, *metrics in plot.PANELS if log == "metrics" for metric in metrics]
+METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
 TITLES = [title for title, *_ in plot.PANELS]
 
 
-def make_run(folder, rows=(), evaluations=(), **settings):
+def make_run(folder, rows=(), evaluations=(), source=None, **settings):
     os.makedirs(folder)
-    content = {"settings": {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings}
+    settings = {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings
+    content = {"settings": settings, "source": source}
     (folder / "config.json").write_text(json.dumps(content))
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "eval.jsonl", evaluations)
     return str(folder)
+
+
+def rewarded(*rewards):
+    """Rows of metrics.jsonl with these rewards."""
+    return [{"iteration": i, "reward": x} for i, x in enumerate(rewards, 1)]
 
 
 @pytest.fixture
@@ -36,41 +41,39 @@ def run(tmp_path):
 
 
 def figure_of(*folders):
-    """{title: its lines [(x, y, style, marker)]} as main draws them, and the Figure."""
+    """{title: its lines} as main draws them, and the Figure."""
     figure = plot.draw_runs(plot.groups_of(folders))
-    lines = {ax.get_title(): [(list(line.get_xdata()), line.get_ydata(), line.get_linestyle(),
-                               line.get_marker()) for line in ax.lines] for ax in figure.axes}
-    return lines, figure
+    return {ax.get_title(): ax.lines for ax in figure.axes}, figure
 
 
-def test_lines_hold_what_the_rows_hold(run, tmp_path):
+def assert_line(line, x, y):
+    assert list(line.get_xdata()) == x
+    expected = [math.nan if value is None else value for value in y]
+    np.testing.assert_allclose(line.get_ydata(), expected)      # NaN where NaN is expected
+
+
+def test_lines_hold_what_the_rows_hold(run):
     drawn, _ = figure_of(run)
     assert list(drawn) == TITLES
-    for title, log, *metrics in plot.PANELS:
+    for title, log, metric in plot.PANELS:
         rows = read_rows(os.path.join(run, f"{log}.jsonl"))
-        assert [style for _, _, style, _ in drawn[title]] == ["-", "--"][:len(metrics)]
-        for metric, (x, y, _, marker) in zip(metrics, drawn[title]):
-            assert x == [row["iteration"] for row in rows]
-            expected = [math.nan if row[metric] is None else row[metric] for row in rows]
-            assert np.array_equal(y, expected, equal_nan=True)
-            assert (marker == "o") == (log == "eval"), "evaluations are marked"
+        line, = drawn[title]
+        assert_line(line, [row["iteration"] for row in rows], [row[metric] for row in rows])
+        assert (line.get_marker() == "o") == (log == "eval"), "evaluations are marked"
 
 
 def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
     values = {1: [0.5, 0.7, None, 0.9], 2: [0.1, 0.2, 0.3, 0.4], 3: [0.6, 0.6, 0.6]}
-    runs = [make_run(tmp_path / f"seed{seed}", [{"iteration": i, "reward": x}
-                                                for i, x in enumerate(rewards, 1)], seed=seed)
+    runs = [make_run(tmp_path / f"seed{seed}", rewarded(*rewards), seed=seed)
             for seed, rewards in values.items()]
-    point = [{"iteration": 1, "reward": 0.8}]
-    other = make_run(tmp_path / "other", point, beta=0.5)
-    edited = make_run(tmp_path / "edited", point, seed=4)
-    (tmp_path / "edited" / "config.py").write_text("def reward(completions): ...")
+    other = make_run(tmp_path / "other", rewarded(0.8), beta=0.5)
+    edited = make_run(tmp_path / "edited", rewarded(0.8), source="def reward(): 1", seed=4)
     drawn, figure = figure_of(*runs[:2], other, runs[2], edited)
     lines = drawn["reward, mean"]
-    assert len(lines) == 3, "a colour for the three seeds, the other beta, the other reward"
-    x, y, *_ = lines[0]
-    assert x == [1, 2, 3], "iterations that not all seeds have reached make the mean jump"
-    assert np.allclose(y, [0.4, 0.5, math.nan], equal_nan=True)
+    assert len({line.get_color() for line in lines}) == len(lines) == 3, (
+        "a colour for the three seeds, the other beta, the other reward")
+    # iterations that not all seeds have reached would make the mean jump
+    assert_line(lines[0], [1, 2, 3], [0.4, 0.5, None])
     ax, = figure.axes
     band, = ax.collections      # a single run has no range
     corners = band.get_paths()[0].to_polygons()[0]
@@ -87,15 +90,15 @@ def test_a_run_is_counted_once_and_threads_make_no_other_run(tmp_path):
 
 
 def test_a_seed_without_evaluations_hides_no_other(tmp_path):
-    runs = [make_run(tmp_path / "0", [{"iteration": 1, "reward": .5}])]
+    runs = [make_run(tmp_path / "0", rewarded(0.5))]
     runs += [make_run(tmp_path / f"{i}", [], [{"iteration": 0, "perplexity": 20.0 + i}], seed=i)
              for i in (2, 4)]
-    (x, y, *_), = figure_of(*runs)[0]["perplexity under the policy before"]
-    assert (x, y.tolist()) == ([0], [23.0])
+    line, = figure_of(*runs)[0]["perplexity under the policy before"]
+    assert_line(line, [0], [23.0])
 
 
 def test_logs_alone_are_drawn(tmp_path):
-    folders = [make_run(tmp_path / name, [{"iteration": 1, "reward": .5}]) for name in "ab"]
+    folders = [make_run(tmp_path / name, rewarded(0.5)[:name == "a"]) for name in "ab"]
     for folder in folders:
         os.remove(os.path.join(folder, "config.json"))
     assert len(figure_of(*folders)[0]["reward, mean"]) == 2, "without settings each is itself"
@@ -125,9 +128,8 @@ def test_files_and_refusals(run, tmp_path):
     assert "wait for the first iteration" in refusal(plot.main, [make_run(tmp_path / "empty")])
 
 
-@pytest.mark.parametrize("name, text", [
-    ("metrics.jsonl", '{"reward": 1.0}'), ("metrics.jsonl", '{"iteration": 1, "reward": {}}')])
-def test_a_damaged_log_is_one_line(name, text, run, tmp_path):
-    folder = shutil.copytree(run, tmp_path / "copy")
-    (folder / name).write_text(text)
-    assert "damaged" in refusal(plot.main, [str(folder)])
+def test_a_damaged_log_is_one_line(run):
+    for text in ('{"reward": 1.0}', '{"iteration": 1, "reward": {}}'):
+        with open(f"{run}/metrics.jsonl", "w") as f:
+            f.write(text)
+        assert "damaged" in refusal(plot.main, [run])

@@ -7,15 +7,18 @@ import torch
 from rollout import (
     LogProb, Sampling, completion_entropies, completion_logprobs, concatenate, draw, generate,
     pad_left, truncate)
-from worlds import forcing, logits_by_hand, random_gpt, refusal, same_rollout, seed_of
+from worlds import (
+    assert_near, forcing, generator_of, gradient, logits_by_hand, random_gpt, random_ids, refusal,
+    same_rollout)
 
 PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]
-TRUNCATIONS = [dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1),
-               dict(top_k=20, top_p=0.9, min_p=0.02)]
+SAMPLINGS = [dict(), dict(temperature=0.7), *(dict(temperature=1.5) | truncation for truncation in (
+    dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02),
+    dict(top_k=1), dict(top_k=1000), dict(top_p=0.05), dict(min_p=1.0)))]
 T = 8
 
 
-def rollout_of(model=None, prompts=PROMPTS, G=3, T=T, eos=49, seed=3, **more):
+def rollout_of(model=None, prompts=PROMPTS, G=3, T=T, eos=(49,), seed=3, **more):
     return generate(model or random_gpt(), prompts, G, T, eos=eos, seed=seed, **more)
 
 
@@ -37,16 +40,15 @@ def allowed_by_hand(logits, top_k=0, top_p=1.0, min_p=0.0):
     return {i for i in kept if p[i] >= min_p * p.max()}
 
 
-def forced_ids(N, T=T, V=49, seed=2, share=.3):
-    """(N, T) ids, -1 where the policy draws. Row 1 is forced from its second token to its end, the
+def forced_ids():
+    """(9, T) ids, -1 where the policy draws. Row 1 is forced from its second token to its end, the
     second token of row 2 is the end token."""
-    generator = torch.Generator().manual_seed(seed_of(seed))
-    ids = torch.randint(3, V, (N, T), generator=generator)
-    forced = ids.where(torch.rand(N, T, generator=generator) < share, -1)
+    ids = 3 + random_ids(9, T, 46)
+    forced = ids.where(random_ids(9, T, 10, seed=2) < 3, -1)
     forced[1] = ids[1]
     forced[2] = -1
     forced[:, 0] = -1
-    forced[2, 1] = V
+    forced[2, 1] = 49
     return forced
 
 
@@ -54,68 +56,74 @@ def forced_ids(N, T=T, V=49, seed=2, share=.3):
 # what is recorded, and the log-probs of it
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("forced", [False, True])
-def test_what_is_recorded_is_the_distribution_that_was_drawn_from(forced):
-    """By hand, and the trainer's log-probs and entropies are the same."""
+def test_what_is_recorded_is_the_distribution_that_was_drawn_from(forced, sampling):
+    """By hand, and the trainer's log-probs and entropies are the same. The token is where a number
+    per row and step falls in it."""
     model = random_gpt()
-    more = dict(respond=forcing(forced_ids(9))) if forced else {}
-    for temperature, truncation in [(1.0, {}), (0.7, {}), *((0.7, one) for one in TRUNCATIONS)]:
-        r = rollout_of(model, temperature=temperature, **truncation, **more)
-        width = r.completion_mask.shape[1]
-        assert r.completion_mask.sum() > 40 and not r.attention_mask.all()
-        assert (r.allowed is not None) == bool(truncation)
-        assert torch.equal(r.sampled_mask, r.completion_mask) != forced
-        logp = completion_logprobs(model, r, temperature)
-        torch.testing.assert_close(r.logp, logp, rtol=0, atol=1e-5)
-        entropies = completion_entropies(model, r, temperature)
-        torch.testing.assert_close(r.entropy, entropies, rtol=0, atol=1e-5)
-        assert not r.logp.requires_grad and logp.requires_grad and entropies.requires_grad
-        for x in (r.logp, r.entropy, logp, entropies):
-            assert (x[~r.sampled_mask] == 0).all()
-        for i in range(9):
-            prompt = PROMPTS[i // 3]
-            row = r.tokens[i, -width:].tolist()
-            logits = logits_by_hand(model, prompt + row)[len(prompt) - 1:] / temperature
-            for t in r.sampled_mask[i].nonzero()[:, 0].tolist():
-                p = logits[t].softmax(0)
-                if truncation:
-                    allowed = allowed_by_hand(logits[t], **truncation)
-                    assert set(r.allowed[i, t].nonzero()[:, 0].tolist()) == allowed
-                    p = torch.where(r.allowed[i, t], p, 0.0)
-                    p = p / p.sum()
-                assert float(r.logp[i, t]) == pytest.approx(math.log(p[row[t]]), abs=1e-5)
-                entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
-                assert float(r.entropy[i, t]) == pytest.approx(entropy, abs=1e-5)
+    more = dict(respond=forcing(forced_ids())) if forced else {}
+    r = rollout_of(model, seed=3, **sampling, **more)
+    truncation = dict(sampling)
+    temperature = truncation.pop("temperature", 1.0)
+    width = r.completion_mask.shape[1]
+    assert r.completion_mask.sum() > 40 and not r.attention_mask.all()
+    assert (r.allowed is not None) == bool(truncation)
+    assert torch.equal(r.sampled_mask, r.completion_mask) != forced
+    logp = completion_logprobs(model, r, temperature)
+    assert_near(logp.detach(), r.logp)
+    entropies = completion_entropies(model, r, temperature)
+    assert_near(entropies.detach(), r.entropy)
+    assert not r.logp.requires_grad and logp.requires_grad and entropies.requires_grad
+    for x in (r.logp, r.entropy, logp, entropies):
+        assert (x[~r.sampled_mask] == 0).all()
+    noise = torch.rand(9, T, generator=torch.Generator().manual_seed(3))
+    for i, t in r.sampled_mask.nonzero().tolist():
+        ids = r.tokens[i][r.attention_mask[i]].tolist()
+        ids = ids[:len(ids) - width + t + 1]
+        logits = logits_by_hand(model, ids[:-1])[-1] / temperature
+        p = logits.softmax(0)
+        if truncation:
+            allowed = allowed_by_hand(logits, **truncation)
+            assert set(r.allowed[i, t].nonzero()[:, 0].tolist()) == allowed
+            p = torch.where(r.allowed[i, t], p, 0.0)
+            p = p / p.sum()
+        assert ids[-1] == int((p.cumsum(0) > noise[i, t]).nonzero()[0]), "another token was drawn"
+        assert float(r.logp[i, t]) == pytest.approx(math.log(p[ids[-1]]), abs=1e-5)
+        entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
+        assert float(r.entropy[i, t]) == pytest.approx(entropy, abs=1e-5)
 
 
 def test_pieces_of_logits_change_nothing(monkeypatch):
     model = random_gpt()
     r = rollout_of(model, top_p=.9)
 
+    heads = []      # calls of lm_head
+    model.lm_head.register_forward_hook(lambda *given: heads.append(0))
+
     def both():
-        model.zero_grad()
-        found = completion_logprobs(model, r, .7), completion_entropies(model, r, .7)
-        (found[0].sum() + 2 * found[1].square().sum()).backward()
-        return [x.detach() for x in found] + [p.grad.clone() for p in model.parameters()]
+        heads.clear()
+        logp = completion_logprobs(model, r, .7)
+        entropies = completion_entropies(model, r, .7)
+        loss = logp.sum() + 2 * entropies.square().sum()
+        return logp.detach(), entropies.detach(), gradient(loss, model.parameters())
 
     whole = both()
-    calls = []
-    model.lm_head.register_forward_hook(lambda *inputs: calls.append(0))
-    for name, again in ("LOGITS_AT_ONCE", 1), ("LOGITS_KEPT", 2):
+    pieces = 2 * math.ceil(int(r.sampled_mask.sum()) / 7)
+    for name, calls in ("LOGITS_AT_ONCE", pieces), ("LOGITS_KEPT", 2 * pieces):
         monkeypatch.setattr(f"rollout.{name}", 7 * 50)
-        calls.clear()
         for a, b in zip(whole, both()):
             assert (a - b).norm() < 1e-5 * b.norm()
-        pieces = 2 * math.ceil(int(r.sampled_mask.sum()) / 7)
-        assert len(calls) == again * pieces, "a backward forms logits again only above LOGITS_KEPT"
+        assert len(heads) == calls, "a backward forms logits again only above LOGITS_KEPT"
 
 
 def test_log_probs_and_their_gradient_have_the_bits_that_torch_gives():
     logits = torch.randn(5, 50).index_fill(1, torch.tensor(7), -math.inf).requires_grad_()
     targets = torch.arange(5)[:, None]
-    both = LogProb.apply(logits, targets), logits.gather(1, targets) - logits.logsumexp(-1, True)
-    gradients = [torch.autograd.grad(x.square().sum(), logits)[0] for x in both]
-    assert torch.equal(*both) and torch.equal(*gradients)
+    ours = LogProb.apply(logits, targets)
+    theirs = logits.gather(1, targets) - logits.logsumexp(-1, True)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(gradient(x.square().sum(), [logits]) for x in (ours, theirs)))
 
 
 def test_log_probs_have_a_second_derivative():
@@ -125,14 +133,14 @@ def test_log_probs_have_a_second_derivative():
 
 
 def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():
-    r = rollout_of(random_gpt(8), eos=7, G=20, T=12)
-    texts = r.completions(7)
+    r = rollout_of(random_gpt(8), eos=(7,), G=20, T=12)
+    texts = r.completions((7,))
     width = r.completion_mask.shape[1]
     lengths = set()
     for i, row in enumerate(r.tokens.tolist()):
         prompt = PROMPTS[i // 20]
-        assert row[5 - len(prompt):5] == prompt     # an end token in a prompt ends nothing
         padding = 5 - len(prompt)
+        assert row[padding:5] == prompt     # an end token in a prompt ends nothing
         assert r.attention_mask[i].tolist() == [False] * padding + [True] * (len(prompt) + width)
         row = row[5:]
         ended = 7 in row
@@ -143,52 +151,42 @@ def test_a_rollout_holds_prompts_padding_and_what_each_field_promises():
         assert texts[i] == row[:n - ended]
     assert len(lengths) > 3 and not r.ended.all() and max(lengths) == width
     part = r[torch.tensor([6, 1])]
-    assert part.completions(7) == [texts[6], texts[1]] and torch.equal(part.logp, r.logp[[6, 1]])
+    assert part.completions((7,)) == [texts[6], texts[1]] and torch.equal(part.logp, r.logp[[6, 1]])
 
 
 def test_forced_tokens_stand_where_they_were_put():
-    forced = forced_ids(9)
+    forced = forced_ids()
     r = rollout_of(respond=forcing(forced))
-    tokens = r.tokens[:, -r.completion_mask.shape[1]:]
-    is_forced = (forced[:, :tokens.shape[1]] >= 0) & r.completion_mask
-    assert torch.equal(tokens[is_forced], forced[:, :tokens.shape[1]][is_forced])
+    width = r.completion_mask.shape[1]
+    tokens, forced = r.tokens[:, -width:], forced[:, :width]
+    is_forced = (forced >= 0) & r.completion_mask
+    assert torch.equal(tokens[is_forced], forced[is_forced])
     assert torch.equal(r.sampled_mask, r.completion_mask & ~is_forced)
     assert r.sampled_mask[1].sum() == 1 and r.completion_mask[1].all(), "forced to its end"
     assert tokens[2, 1] == 49 and r.completion_mask[2, 2], "a forced end token ends nothing"
-    assert r.completions(49)[2][1] == 49, "and is part of the text"
+    assert r.completions((49,))[2][1] == 49, "and is part of the text"
 
 
 def test_any_of_several_end_tokens_ends():
     r = rollout_of(random_gpt(8), [[1], [2]], G=60, T=12, eos=(7, 3))
     last = set()
-    for row, n in zip(r.tokens[:, 1:].tolist(), r.completion_mask.sum(1).tolist()):
-        assert not {7, 3} & {*row[:n - 1]} and row[n:] == [7] * (len(row) - n)
-        last.add(row[n - 1])
-    assert {7, 3} <= last and all(not {7, 3} & {*ids} for ids in r.completions((7, 3)))
+    for row, text, ended in zip(r.tokens[:, 1:].tolist(), r.completions((7, 3)), r.ended):
+        n = len(text)
+        assert not {7, 3} & {*text} and row[:n] == text and row[n + 1:] == [7] * len(row[n + 1:])
+        last |= {*row[n:n + 1]}
+        assert ended == (n < len(row))
+    assert last == {7, 3}
 
 
 # ------------------------------------------------------------------------------------------------
 # what is drawn
 
 
-@pytest.mark.parametrize("truncation", [{}, dict(top_p=0.9)])
-def test_no_way_of_decoding_changes_a_rollout(truncation, monkeypatch):
-    """The noise is a number per row and step: each row is what it would be alone, and follows the
-    distribution at this temperature."""
-    model = random_gpt(8, seed=5)       # many rows end early
-    prompts = [[3, 1, 4], [5], [7, 2, 6, 5, 3], [2, 2]]
-    made = dict(model=model, prompts=prompts, G=4, T=12, eos=7, seed=2, temperature=1.5,
-                **truncation)
+def test_no_way_of_decoding_changes_a_rollout(monkeypatch):
+    """The noise is a number per row and step: each row is what it would be alone."""
+    made = dict(model=random_gpt(8, seed=5), prompts=[[3, 1, 4], [5], [7, 2, 6, 5, 3], [2, 2]],
+                G=4, T=12, eos=(7,), seed=2, temperature=1.5, top_p=0.9)   # many rows end early
     whole = rollout_of(**made)
-    noise = torch.rand(16, 12, generator=torch.Generator().manual_seed(2))
-    for i in range(16):
-        ids = list(prompts[i // 4])
-        for t in range(int(whole.completion_mask[i].sum())):
-            p = (logits_by_hand(model, ids)[-1] / 1.5).softmax(0)
-            if truncation:
-                p = torch.where(whole.allowed[i, t], p, 0.0)
-            ids.append(int((p.cumsum(0) > noise[i, t] * p.sum()).nonzero()[0]))
-        assert ids[len(prompts[i // 4]):] == whole.tokens[i, 5:][whole.completion_mask[i]].tolist()
     for batch_size in (1, 4, 8, 1000):
         same_rollout(rollout_of(**made, batch_size=batch_size), whole)
     for every in (1, 3, 16):    # tokens between checks for finished rows, as on a GPU
@@ -205,12 +203,12 @@ def test_rows_that_have_ended_are_not_computed():
     model = random_gpt(8, seed=5)
     rows = []
     model.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    r = rollout_of(model, G=8, T=12, eos=7)
+    r = rollout_of(model, G=8, T=12, eos=(7,))
     running = r.completion_mask.sum(0).tolist()     # before each token
     assert rows[0] == 3, "prompts are computed once, not once per sample"
     assert rows[1:len(running)] == running[1:] and 0 < running[-1] < 24
     rows.clear()
-    rollout_of(model, G=8, T=12, eos=7, batch_size=8)
+    rollout_of(model, G=8, T=12, eos=(7,), batch_size=8)
     assert max(rows) == r.completion_mask[:, 1].view(3, 8).sum(1).max(), "8 rows are one batch"
 
 
@@ -238,37 +236,31 @@ def test_what_cannot_be_sampled_or_read_is_refused():
 
 
 def test_draw_inverts_the_distribution_function():
-    generator = torch.Generator().manual_seed(seed_of(0))
+    generator = generator_of(0)
     for V in (2, 30, 5000):
         probs = torch.rand(60, V, generator=generator)
-        probs = probs * (torch.rand(60, V, generator=generator) < 0.4)
+        probs *= torch.rand(60, V, generator=generator) < 0.4
         probs[:20, :V // 2] = 0             # zeros in front
-        probs[20:40, (V + 1) // 2:] = 0     # zeros behind
-        probs[torch.arange(60), torch.where(torch.arange(60) < 20, V - 1, 0)] += 0.1
+        probs[20:, (V + 1) // 2:] = 0       # zeros behind
+        probs[:20, V - 1] += 0.1
+        probs[20:, 0] += 0.1
+        share = probs.double() / probs.double().sum(1, keepdim=True)
         for u in (0.0, 1e-8, 0.3, 0.5, 0.9, 1 - 2 ** -24):
-            drawn = draw(probs, torch.full((60,), u))
-            for row, token in zip(probs.double(), drawn.tolist()):
-                below = row[:token].sum() / row.sum()
-                assert below - 1e-5 <= u <= below + row[token] / row.sum() + 1e-5 and row[token] > 0
+            token = draw(probs, torch.full((60,), u))[:, None]
+            up_to = share.cumsum(1).gather(1, token)
+            own = share.gather(1, token)
+            assert ((up_to - own - 1e-5 <= u) & (u <= up_to + 1e-5) & (own > 0)).all()
 
 
-def test_truncate_keeps_what_its_definition_keeps():
-    logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(seed_of(0)))
-    for truncation in (dict(top_k=1), dict(top_k=1000), dict(top_p=0.05), dict(min_p=1.0)):
-        out = truncate(logits, **truncation)
-        for row, before in zip(out, logits):
-            kept = allowed_by_hand(before, **truncation)
-            assert set((row > -math.inf).nonzero()[:, 0].tolist()) == kept
-            assert all(row[i] == before[i] for i in kept)
-    barred = torch.full((1, 40), -math.inf)
+@pytest.mark.parametrize("truncation", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)])
+def test_at_least_one_token_is_kept(truncation):
+    assert (truncate(torch.zeros(1, 40), **truncation) > -math.inf).any()
+    barred = torch.full((1, 40), -math.inf)     # by a rule before
     barred[0, 5] = -3.0
-    for truncation in (dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)):
-        assert (truncate(torch.zeros(1, 40), **truncation) > -math.inf).any()
-        assert (truncate(barred, **truncation) > -math.inf).nonzero()[:, 1].tolist() == [5]
-    assert torch.equal(truncate(logits), logits)
+    assert torch.equal(truncate(barred, **truncation), barred)
 
 
 def test_the_trainer_is_told_of_every_rule_that_leaves_tokens_out():
-    assert not Sampling(0, temperature=0.5).truncates
+    assert not Sampling((0,), temperature=0.5).truncates
     for name in set(Sampling._fields) - {"eos", "temperature"}:
-        assert Sampling(0)._replace(**{name: 0.5}).truncates, f"{name} would be ignored"
+        assert Sampling((0,))._replace(**{name: 0.5}).truncates, f"{name} would be ignored"

@@ -4,7 +4,6 @@ log-probs computed row by row, without padding, mask or cache. The arithmetic: t
 """
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics
 from rollout import Rollout, generate
 from worlds import (
-    WORD_PROMPTS, WORDS, forcing, forward, generator_of, gradient, letters, nets_of, plain_logps,
+    WORD_PROMPTS, WORDS, forcing, forward, gradient, letters, nets_of, plain_logps, random_ids,
     refusal, shaken, steps_of, word_gpt, words)
 
 NAN, INF = math.nan, math.inf
@@ -42,62 +41,50 @@ def test_the_first_step_is_reinforce_and_the_second_is_clipped():
     cfg = words(num_iterations=2)
     setup, batch = nets_and_batch(cfg, lr=.02)
     tokens = batch.loss_mask.sum()
-    reinforce = 0.0
-    for A, logp in zip(batch.advantages, plain_logps(setup.policy, batch.rollout)):
-        reinforce -= A * logp.sum() / tokens
-    expected = gradient(reinforce, setup.trained)
-    (first, second), _ = steps_of(setup, batch, cfg)
-    assert close(first, expected), "the first step's gradient is not that of -A logp / tokens"
 
+    def expected(setup):
+        """Of the loss of completions read one by one."""
+        loss = 0.0
+        rows = plain_logps(setup.policy, batch.rollout)
+        for A, logp, old_logp in zip(batch.advantages, rows, batch.rollout.logp):
+            ratio = (logp - old_logp[:len(logp)]).exp()
+            loss -= torch.min(ratio * A, ratio.clamp(.8, 1.2) * A).sum() / tokens
+        return gradient(loss, setup.trained)
+
+    first = expected(setup)
+    steps, _ = steps_of(setup, batch, cfg)
+    assert close(steps[0], first), "the first step's gradient is not that of A times the ratio"
     again, _ = nets_and_batch(cfg, lr=.02)
     update(again, batch, None, words(), 3)     # the first step alone
-    clipped = 0.0
-    rows = plain_logps(again.policy, batch.rollout)
-    for A, new, old in zip(batch.advantages, rows, batch.rollout.logp):
-        ratio = (new - old[:len(new)]).exp()
-        clipped -= torch.min(ratio * A, ratio.clamp(.8, 1.2) * A).sum() / tokens
-    assert close(second, gradient(clipped, again.trained), 1e-4), (
+    second = expected(again)
+    assert close(steps[1], second, 1e-4), (
         "the second step's gradient is not that of the clipped ratio to the sampler")
     assert not close(first, second, .05)
 
 
-def spied(monkeypatch):
-    """Rows and number of rows of each call of loss_of."""
-    calls = []
-    plain = grpo.loss_of
-
-    def spy(setup, policy, batch, rows, step, cfg):
-        calls.append((rows.tolist(), step.num_rows, step.num_tokens))
-        return plain(setup, policy, batch, rows, step, cfg)
-
-    monkeypatch.setattr(grpo, "loss_of", spy)
-    return calls
-
-
-def test_passes_mini_batches_and_micro_batches(monkeypatch):
+def test_passes_mini_batches_and_micro_batches():
     cfg = words(num_iterations=2, mini_batch_size=4, micro_batch_size=2)
-    setup, batch = nets_and_batch(cfg)
-    calls = spied(monkeypatch)
-
-    def order_of(seed):
-        """Rows in the order in which the 8 micro-batches of each pass take them."""
-        calls.clear()
-        assert update(setup, batch, None, cfg, seed)["num_steps"] == 8
-        rows = [row for call in calls for row in call[0]]
-        return rows[:16], rows[16:]
-
-    first, second = order_of(3)
-    assert sorted(first) == sorted(second) == list(range(16)), "a pass takes each row once"
-    assert first != second, "the second pass has the order of the first"
-    for one, other in zip(calls[::2], calls[1::2]):
-        rows = one[0] + other[0]
-        assert one[1:] == other[1:] == (4, int(batch.loss_mask[rows].sum()))
-        lengths = batch.rollout.completion_mask[rows].sum(1).tolist()
-        assert lengths == sorted(lengths), "rows of like length share a micro-batch"
-    assert order_of(4)[0] != first, "the seed chooses the order"
-    steps = grpo.optimizer_steps(batch, cfg, 3)
-    one, two = torch.cat([step.rows for step in steps]).view(2, 16)
-    assert not torch.equal(two, one[one]), "the second pass shuffles just as the first did"
+    _, batch = nets_and_batch(cfg)
+    steps = list(grpo.optimizer_steps(batch, cfg, 3))
+    assert [step.epoch for step in steps] == [0] * 4 + [1] * 4
+    first, second = torch.cat([step.rows for step in steps]).view(2, 16)
+    assert first.unique().tolist() == second.unique().tolist() == list(range(16)), (
+        "a pass takes each row once")
+    assert not torch.equal(first, second), "the second pass has the order of the first"
+    assert not torch.equal(second, first[first]), "the second pass shuffles just as the first did"
+    other = torch.cat([step.rows for step in grpo.optimizer_steps(batch, cfg, 4)])
+    assert not torch.equal(other[:16], first), "the seed chooses the order"
+    lengths = batch.rollout.completion_mask.sum(1)
+    for step in steps:
+        assert step[2:] == (4, int(batch.loss_mask[step.rows].sum()))
+        pieces = grpo.micro_batches(batch.rollout, step.rows, cfg)
+        assert [len(piece) for piece in pieces] == [2, 2]
+        in_pieces = lengths[torch.cat(pieces)]
+        assert torch.equal(in_pieces, lengths[step.rows].sort().values), (
+            "rows of like length share a micro-batch")
+        # a short completion of bnpo would share its divisor with short ones alone
+        unsorted = grpo.micro_batches(batch.rollout, step.rows, replace(cfg, loss_type="bnpo"))
+        assert torch.equal(torch.cat(unsorted), step.rows)
 
 
 @pytest.mark.parametrize("knobs", [
@@ -105,17 +92,15 @@ def test_passes_mini_batches_and_micro_batches(monkeypatch):
     dict(importance_sampling_level="sequence", loss_type="grpo"), dict(top_entropy_quantile=.4),
     dict(zero_std_groups="drop", loss_type="dr_grpo"), dict(loss_type="bnpo")])
 def test_the_size_of_micro_batches_changes_memory_only(knobs):
-    def step_in_pieces(size):
+    found = []
+    for size in (16, 5, 1):
         cfg = words(micro_batch_size=size, **knobs)
         setup, batch = nets_and_batch(cfg, reference=moved())
         shaken(setup.policy, .01)        # ratios and clips differ
         (step,), m = steps_of(setup, batch, cfg)
-        return step, m["policy_loss"]
-
-    whole, loss = step_in_pieces(16)
-    for size in (5, 1):
-        step, found = step_in_pieces(size)
-        same = close(step, whole) and found == pytest.approx(loss, abs=1e-5)
+        found.append((step, m["policy_loss"]))
+    for step, loss in found[1:]:
+        same = close(step, found[0][0]) and loss == pytest.approx(found[0][1], abs=1e-5)
         assert same == (knobs.get("loss_type") != "bnpo")
 
 
@@ -149,15 +134,10 @@ def test_the_reference_follows_the_policy():
     assert torch.equal(weights_of(setup.reference), weights_of(setup.policy))
 
 
-def equal_at_first(prompts, completions):
-    """Equal rewards for the first two prompts, near 833."""
-    few = [prompt.text for prompt in WORD_PROMPTS[:2]]
-    return [833.5426 if p in few else x for p, x in zip(prompts, letters(prompts, completions))]
-
-
 def sometimes(prompts, completions):
-    """The same, and says nothing about every third completion."""
-    found = equal_at_first(prompts, completions)
+    """Equal rewards for the first two prompts, near 833; nothing about some completions."""
+    few = [prompt.text for prompt in WORD_PROMPTS[:2]]
+    found = [833.5426 if p in few else x for p, x in zip(prompts, letters(prompts, completions))]
     return [None if i in (0, 3, 6) else x for i, x in enumerate(found)]
 
 
@@ -165,17 +145,15 @@ def sometimes(prompts, completions):
 def test_dropped_groups_leave_the_divisor(loss_type):
     functions = {"sometimes": sometimes, "half": lambda completions: [.5] * len(completions)}
     cfg = words(functions, loss_type=loss_type)
-    batch = nets_and_batch(cfg)[1]
-    assert (batch.advantages[:8] == 0).all()
-    assert (batch.advantages[8:] != 0).any()
+    setup, batch = nets_and_batch(cfg)
+    assert (batch.advantages != 0).view(2, 8).any(1).tolist() == [False, True]
     assert batch_metrics(batch, cfg)["frac_reward_zero_std"] == .5
-    (kept,), _ = steps_of(*nets_and_batch(cfg), cfg)
+    (kept,), _ = steps_of(setup, batch, cfg)
     drop = replace(cfg, zero_std_groups="drop")
     (dropped,), _ = steps_of(*nets_and_batch(drop), drop)
-    rows_left = .5
-    tokens_left = float(batch.loss_mask[8:].sum() / batch.loss_mask.sum())
-    assert tokens_left < .9
-    assert close(kept, dropped * (tokens_left if loss_type == "dapo" else rows_left))
+    left = {"grpo": .5, "dapo": float(batch.loss_mask[8:].sum() / batch.loss_mask.sum())}
+    assert left["dapo"] < .9
+    assert close(kept, dropped * left[loss_type])
 
 
 def test_all_groups_dropped_is_no_step():
@@ -215,9 +193,8 @@ def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():
 
 def forced_batch(cfg, policy, reference, **sampling):
     """A Batch with forced tokens. Row 1 is forced from its second token on."""
-    generator = generator_of(2)
-    ids = torch.randint(3, 100, (16, 8), generator=generator)
-    forced = ids.where(torch.rand(16, 8, generator=generator) < .3, -1)
+    ids = 3 + random_ids(16, 8, 97)
+    forced = ids.where(random_ids(16, 8, 10, seed=2) < 3, -1)
     forced[1] = ids[1]
     setup = nets_of(cfg, policy, WORD_PROMPTS, WORDS, reference)
     more = dict(respond=forcing(forced)) | sampling
@@ -225,21 +202,14 @@ def forced_batch(cfg, policy, reference, **sampling):
     return setup, collect(setup, WORD_PROMPTS, cfg, 7)
 
 
-def test_forced_tokens_are_seen_and_carry_no_loss():
+def test_forced_tokens_carry_no_loss():
     cfg = words(beta=.1)
     setup, batch = forced_batch(cfg, word_gpt(), moved())
     sampled = batch.rollout.sampled_mask
-    assert torch.equal(batch.loss_mask, sampled)
-    assert sampled[1].sum() == 1
     assert 10 < sampled.sum() < batch.rollout.completion_mask.sum() - 10
-    for i, expected in enumerate(plain_logps(setup.policy, batch.rollout)):
-        own = sampled[i, :len(expected)]
-        found = batch.rollout.logp[i, :len(expected)]
-        assert close(found[own], expected[own].detach()), "what was forced before is not seen"
     loss = forward(setup, batch, cfg)
     slope = gradient(loss.total, [loss.logp]).view_as(sampled)
-    assert not slope[~sampled].any(), "a forced token carries loss"
-    assert slope[sampled].all(), "a sampled token carries no loss"
+    assert torch.equal(slope != 0, sampled), "sampled tokens carry loss, forced ones none"
 
 
 @pytest.mark.parametrize("knobs", [
@@ -252,43 +222,28 @@ def test_a_forced_token_that_sampling_would_not_draw_gives_no_nan(knobs):
     tokens = batch.rollout.tokens[:, -8:]
     drawable = batch.rollout.allowed.gather(2, tokens[:, :, None])[:, :, 0]
     assert (forced & ~drawable).any()
-    assert batch.ref_logp.isfinite().all()
-    assert batch.advantages.isfinite().all()
-    assert batch.kl.isfinite().all()
+    for x in (batch.ref_logp, batch.advantages, batch.kl):
+        assert x.isfinite().all()
     (step,), m = steps_of(setup, batch, cfg)
     assert step.isfinite().all()
     assert math.isfinite(m["loss"])
 
 
-def spoil_weight(setup, batch):
-    setup.policy.h[1].mlp.c_fc.weight.data[3, 4] = NAN
-
-
-def spoil_reward(setup, batch):
-    batch.rewards[0] = INF
-    batch.advantages[0] = NAN
-
-
-def spoil_gradient(setup, batch):
-    setup.policy.ln_f.weight.register_hook(lambda g: g * NAN)
-
-
-def spoil_logp(setup, batch):
-    batch.rollout.logp[0, 0] = INF
-
-
-def spoil_logp_below(setup, batch):
-    batch.rollout.logp[0, 0] = -INF
+SPOILS = {
+    "weight": lambda setup, batch: setup.policy.h[1].mlp.c_fc.weight.data.fill_(NAN),
+    "advantage": lambda setup, batch: batch.advantages.fill_(NAN),
+    "gradient": lambda setup, batch: setup.policy.ln_f.weight.register_hook(lambda g: g * NAN),
+    "log-prob": lambda setup, batch: batch.rollout.logp[0].fill_(INF),
+    "log-prob below": lambda setup, batch: batch.rollout.logp[0].fill_(-INF)}
 
 
 @pytest.mark.parametrize("check", (True, False))
-@pytest.mark.parametrize("spoil", (
-    spoil_weight, spoil_reward, spoil_gradient, spoil_logp, spoil_logp_below))
-def test_what_is_not_finite_stops_before_the_step(spoil, check):
+@pytest.mark.parametrize("what", SPOILS)
+def test_what_is_not_finite_stops_before_the_step(what, check):
     policy = word_gpt()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=.01, fused=True)
     setup, batch = nets_and_batch(words(), policy, optimizer=optimizer)
-    spoil(setup, batch)
+    SPOILS[what](setup, batch)
     before = weights_of(policy)
     assert refusal(update, setup, batch, None, words(), 3, check=check).startswith("stopped")
     assert torch.equal(weights_of(policy).nan_to_num(7), before.nan_to_num(7))
@@ -311,16 +266,6 @@ def test_bfloat16():
     assert batch.rollout.logp.dtype == batch.ref_logp.dtype == torch.float32
     assert math.isfinite(update(setup, batch, None, cfg, 3, check=True)["grad_norm"])
     assert all(p.dtype == torch.float32 for p in setup.policy.parameters())
-
-
-def test_bnpo_divides_by_micro_batches_in_the_order_of_the_batch():
-    """Sorted by length, a short completion would share its divisor with short ones alone."""
-    completion_mask = torch.arange(9) < torch.tensor([1, 9, 1, 9])[:, None]
-    rollout = SimpleNamespace(completion_mask=completion_mask)
-    for loss_type, expected in (("bnpo", [[0, 1], [2, 3]]), ("dapo", [[0, 2], [1, 3]])):
-        cfg = words(loss_type=loss_type, micro_batch_size=2)
-        pieces = grpo.micro_batches(rollout, torch.arange(4), cfg)
-        assert [piece.tolist() for piece in pieces] == expected
 
 
 def test_the_entropy_quantile_of_a_very_large_batch():

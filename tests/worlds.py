@@ -25,6 +25,7 @@ from torch.nn import functional as F
 import grpo
 from config import Settings, load_settings
 from config.check import check
+from common.files import ROOT, read_rows
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
@@ -101,8 +102,8 @@ def with_lora(model, rank=3, alpha=6.0, seed=5):
 
 
 def logits_by_hand(model, ids):
-    """Logits (T, V) of one list of ids by a GPT of any family, in float64, a head and a position at
-    a time, without a mask or a cache."""
+    """Logits (T, V) of one list of ids by a GPT of any family, in float64, a head at a time,
+    without padding or a cache."""
     w = {name: x.detach().double() for name, x in model.state_dict().items()}
     return hidden_by_hand(model, ids) @ w.get("lm_head.weight", w["wte.weight"]).T
 
@@ -129,12 +130,16 @@ def hidden_by_hand(model, ids):
         x = x[:, j * hs:(j + 1) * hs]
         if c.qk_norm:
             x = norm(x, name)
-        return torch.stack([turned(x[t], t, c) for t in range(T)]) if c.rope_base else x
+        return turned(x, c) if c.rope_base else x
 
     x = w["wte.weight"][torch.tensor(ids)]
     if not c.rope_base:
         x = x + w["wpe.weight"][:T]
+    back = torch.arange(T)[:, None] - torch.arange(T)       # (T, T) from a query to a key
     for i in range(c.n_layer):
+        hidden = (back < 0) & c.causal
+        if i in c.local_layers:
+            hidden |= back >= c.window
         attn = f"h.{i}.attn."
         q, k, v = linear(norm(x, f"h.{i}.ln_1"), attn + "c_attn").split(
             [c.n_head * hs, nkv * hs, nkv * hs], -1)
@@ -143,10 +148,7 @@ def hidden_by_hand(model, ids):
             shared = j * nkv // c.n_head
             score = head(q, j, attn + "q_norm") @ head(k, shared, attn + "k_norm").T
             score = score * (c.attn_scale or 1 / math.sqrt(hs))
-            for t in range(T):
-                far = t - c.window if i in c.local_layers else -1
-                hidden = [s for s in range(T) if s <= far or c.causal and s > t]
-                score[t, hidden] = -math.inf
+            score = score.masked_fill(hidden, -math.inf)
             heads.append(score.softmax(-1) @ v[:, shared * hs:(shared + 1) * hs])
         x = x + linear(torch.cat(heads, -1), attn + "c_proj")
         y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
@@ -159,20 +161,18 @@ def hidden_by_hand(model, ids):
     return norm(x, "ln_f")
 
 
-def turned(x, t, c):
-    """A head's vector (hs,) at position t with rotary positions, a pair of channels at a time."""
-    half = len(x) // 2
-    out = torch.zeros_like(x)
-    for i in range(half):
-        frequency = c.rope_base ** (-i / half)
-        if c.rope_scaling:
-            factor, low, high, positions = c.rope_scaling
-            turns = positions * frequency / (2 * math.pi)   # in the context it was trained with
-            smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-            frequency = frequency * (smooth + (1 - smooth) / factor)
-        z = complex(x[i], x[i + half]) * complex(math.cos(t * frequency), math.sin(t * frequency))
-        out[i], out[i + half] = z.real, z.imag
-    return out
+def turned(x, c):
+    """A head's vectors (T, hs) with rotary positions. A pair of channels is a complex number."""
+    half = x.shape[1] // 2
+    frequency = c.rope_base ** (-torch.arange(half).double() / half)            # (hs / 2,)
+    if c.rope_scaling:
+        factor, low, high, positions = c.rope_scaling
+        turns = positions * frequency / (2 * math.pi)   # in the context it was trained with
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (smooth + (1 - smooth) / factor)
+    angle = torch.arange(len(x))[:, None] * frequency                           # (T, hs / 2)
+    z = torch.complex(x[:, :half], x[:, half:]) * torch.exp(1j * angle)
+    return torch.cat([z.real, z.imag], 1)
 
 
 def same_rollout(found, expected):
@@ -204,11 +204,8 @@ def number_gpt():
 
 def mean_token(prompts, completions):
     """A reward that differs between completions, and by hundreds between prompts."""
-    rewards = []
-    for prompt, text in zip(prompts, completions):
-        tokens = [int(word) for word in text.split()]
-        rewards.append(100.0 * len(prompt) + sum(tokens) / (len(tokens) + 1))
-    return rewards
+    rows = [[int(word) for word in text.split()] for text in completions]
+    return [100.0 * len(prompt) + sum(row) / (len(row) + 1) for prompt, row in zip(prompts, rows)]
 
 
 def letters(prompts, completions):
@@ -230,16 +227,16 @@ def settings(functions=letters, weights=None, **knobs):
 
 
 def nets_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01,
-            optimizer=None, device="cpu"):
+            optimizer=None):
     """Setup as grpo.py works with, around this very policy. The optimizer is SGD, so that a step
     goes straight down the gradient."""
     given = SimpleNamespace(
-        device=torch.device(device), dtype=torch.float32, tokenizer=tokenizer, prompts=prompts,
+        device=torch.device("cpu"), dtype=torch.float32, tokenizer=tokenizer, prompts=prompts,
         eval_prompts=prompts, val_prompts=prompts)
     policy = policy or number_gpt()
     setup = build(cfg, given, copy.deepcopy(reference or policy), {})
     if not cfg.lora_rank and not cfg.critic:
-        setup.policy = setup.policy_fn = policy.to(given.device).requires_grad_(True)
+        setup.policy = setup.policy_fn = policy.requires_grad_(True)
         setup.trained = list(policy.parameters())
     setup.optimizer = optimizer or torch.optim.SGD(setup.trained, lr=lr)
     return setup
@@ -297,16 +294,11 @@ def gradient(loss, parameters):
 def steps_of(setup, batch, cfg, target=None, check=False, seed=3):
     """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
     seen = []
-    plain = setup.optimizer.step
 
-    def spy():
-        seen.append(torch.cat([p.grad.flatten().clone() for p in setup.trained]))
-        plain()
+    def watch(step, grad_norm):
+        seen.append(torch.cat([p.grad.flatten() for p in setup.trained]))
 
-    setup.optimizer.step = spy
-    metrics = grpo.update(setup, batch, target, cfg, seed, check=check)
-    setup.optimizer.step = plain
-    return seen, metrics
+    return seen, grpo.update(setup, batch, target, cfg, seed, check=check, watch=watch)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -343,28 +335,20 @@ SENTENCE = [group.split() for group in (
     "train song book lamp cake")]
 
 
-def sentence(rng, toxic):
-    """Seven harmless words; the made-up bad word is "grumble"."""
-    words = [rng.choice(group) for group in SENTENCE]
-    for i in rng.sample(range(1, len(words)), 2 * toxic):
-        words[i] = "grumble"
-    return " ".join(words)
-
-
-def write_comments(path, count, label=lambda i: int(i % 3 == 0), seed=0):
-    """A CSV of `count` comments; those labelled 1 hold the bad word."""
-    rng = random.Random(seed_of(seed))
+def write_comments(path, count):
+    """A CSV of `count` comments of seven harmless words. In every third, labelled 1, two of them
+    are the made-up bad word "grumble"."""
+    rng = random.Random(seed_of(0))
     with open(path, "w", newline="") as f:
         rows = csv.writer(f)
         rows.writerow(["text", "is_offensive"])
-        rows.writerows([sentence(rng, label(i)), label(i)] for i in range(count))
+        for i in range(count):
+            toxic = int(i % 3 == 0)
+            sentence = [rng.choice(group) for group in SENTENCE]
+            for place in rng.sample(range(1, len(sentence)), 2 * toxic):
+                sentence[place] = "grumble"
+            rows.writerow([" ".join(sentence), toxic])
     return str(path)
-
-
-def read_rows(path):
-    """Rows of a .jsonl file."""
-    with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
 
 
 def write_rows(path, rows):
@@ -394,7 +378,7 @@ def refusal(function, *args, **kwargs):
 
 def skip_without(extra):
     """Skip a test that needs another folder of extras/ than its own, where that was deleted."""
-    if not os.path.isdir(os.path.join(os.path.dirname(grpo.__file__), "extras", extra)):
+    if not os.path.isdir(f"{ROOT}/extras/{extra}"):
         pytest.skip(f"needs extras/{extra}")
 
 
@@ -410,5 +394,4 @@ def command(name, *argv):
     own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [name, *argv])
-        path = os.path.join(os.path.dirname(grpo.__file__), name)
-        return printed(runpy.run_path, path, run_name="__main__")
+        return printed(runpy.run_path, f"{ROOT}/{name}", run_name="__main__")

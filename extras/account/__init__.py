@@ -189,9 +189,8 @@ def hessian_times(setup, cfg, k, weights, directions):
     exact = replace(setup, dtype=weights.dtype)
     vector_to_parameters(weights, setup.trained)
     products = torch.zeros_like(directions)
-    for rows in grpo.micro_batches(k.batch.rollout, k.step.rows, cfg):
-        with sdpa_kernel(SDPBackend.MATH):      # it alone has a second derivative
-            loss = grpo.loss_of(exact, setup.policy, k.batch, rows, k.step, cfg)
+    with sdpa_kernel(SDPBackend.MATH):      # no other attention has a second derivative
+        for loss, _ in grpo.losses(exact, setup.policy, k.batch, k.step, cfg):
             g = gradient(loss.total, setup.trained, create_graph=True)
             for i, d in enumerate(directions):
                 products[i] += gradient(g @ d, setup.trained, retain_graph=True)
@@ -203,9 +202,8 @@ def multiplied(setup, cfg, k, weights, directions):
     vector_to_parameters(weights, setup.trained)
     batch = replace(k.batch, row_weights=k.batch.row_weights.clone())   # a recording sets them to 1
     with Recording(setup.policy, batch, k.step, False, cfg) as recording:
-        for rows in grpo.micro_batches(batch.rollout, k.step.rows, cfg):
-            recording.begin(rows)
-            grpo.loss_of(setup, setup.policy, k.batch, rows, k.step, cfg).policy.backward()
+        for loss, _ in grpo.losses(setup, setup.policy, k.batch, k.step, cfg, recording):
+            loss.policy.backward()
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 
 
@@ -255,7 +253,7 @@ def account(setup, cfg, states, taken, sentences, hessian=True, parts=1, damping
         shares[:, k.it] += products[:len(G)]
         effects[:, k.it] += products[len(G):]
         for part in parts_of_loss:
-            g = grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step, part)
+            g = grpo.gradient_of(setup, cfg, k.batch, k.step, part)
             rest[part] += (G @ flat(g.values())).cpu()
         rest["decay"] -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:

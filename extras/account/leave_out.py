@@ -97,8 +97,9 @@ def train_again(setup, cfg, start, batches, kept, sampled):
 
 def gradients_of_rows(setup, cfg, batch, step):
     """Those of the rollouts of a step (N, W), by a plain backward for each."""
-    return torch.stack([flat(grpo.gradient_of(setup, cfg, batch, row, step, "policy").values())
-                        for row in step.rows.split(1)])
+    return torch.stack([
+        flat(grpo.gradient_of(setup, cfg, batch, step._replace(rows=row), "policy").values())
+        for row in step.rows.split(1)])
 
 
 def scores_of(setup, cfg, states, taken, sentences, hessian):

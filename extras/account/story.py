@@ -11,17 +11,16 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
-from config import load_settings
+from config import load_settings, read_run
 from data.prompts import encode_prompt
 from explain.page import facts_of, show
 from explain.sentences import best_and_worst
 from explain.words import logprob_changes, pieces_of, token_slopes
 from extras.account import account, by_parameter, replay, row_of, walk_back
-from rollout import completion_states, concatenate, of_logits, truncate
+from rollout import concatenate, of_logits, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
-from run.folder import same_text
 from run.loop import sample_rows
 
 FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
@@ -89,7 +88,7 @@ def check_run(setup, cfg, folder, path, last):
         is_harmless = name in HARMLESS or name == "micro_batch_size" and cfg.loss_type != "bnpo"
         if not is_harmless:
             raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
-    if not same_text(folder, cfg):
+    if read_run(folder)["source"] != cfg.source:
         raise BadInput(f"{folder}: is repeated with the config file that it had; name its own "
                        f"copy, {folder}/config.py, or none if it had none")
 
@@ -142,8 +141,7 @@ def read_sentence(setup, cfg, row):
         return truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p).gather(1, targets)
 
     with torch.no_grad():       # before training
-        states = completion_states(setup.policy, sentence)
-        logits = of_logits(truncated, setup.policy, sentence, cfg.temperature, states)
+        logits = of_logits(truncated, setup.policy, sentence, cfg.temperature, None)
     if logits.min() == -math.inf:
         raise BadInput(f"completion {shown(completion)}: before training the run cannot draw one "
                        f"of its tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = "

@@ -11,10 +11,9 @@ from common.script import BadInput, shown
 
 
 # `only` (below) of all families, and of those with rotary positions
-ONLY = {"quantization_config": (), "is_causal": (True,), "add_cross_attention": (False,)}
+ONLY = {"quantization_config": (), "is_causal": (True,)}
 ONLY_ROTARY = {
     "hidden_act": ("silu", "swish"),
-    "attention_chunk_size": (),
     "partial_rotary_factor": (1,),
     "rope_type": ("default", "llama3"),
 }

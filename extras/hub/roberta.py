@@ -21,12 +21,10 @@ from common.script import BadInput, shown
 TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is named
 # key of config.json -> the values it may have, if it is there
 ONLY = dict(model_type=("roberta",), hidden_act=("gelu",), is_decoder=(False,),
-            add_cross_attention=(False,), position_embedding_type=("absolute",),
-            quantization_config=())
-DEFAULTS = dict(num_attention_heads=12, layer_norm_eps=1e-12, type_vocab_size=2, bos_token_id=0,
-                pad_token_id=1, eos_token_id=2, problem_type=None,
+            position_embedding_type=("absolute",), quantization_config=())
+# what config.json may leave out
+DEFAULTS = dict(bos_token_id=0, pad_token_id=1, eos_token_id=2, problem_type=None,
                 id2label={"0": "LABEL_0", "1": "LABEL_1"})
-
 # as in a Family of extras/hub/families.py; torch's layers have query, key and value in one matrix
 NAMES = SimpleNamespace(
     names={
@@ -100,8 +98,7 @@ def load_roberta(name, device="cpu"):
 
     folder = fetch(name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
-        config = read_json(os.path.join(folder, "config.json"))
-        config = DEFAULTS | {key: value for key, value in config.items() if value is not None}
+        config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
         check_only(ONLY, config, name)
         c = SimpleNamespace(**config)
         model = fill(lambda: Roberta(c), c.num_hidden_layers, load_tensors(folder, "roberta."),

@@ -104,10 +104,10 @@ def from_folder(folder):
     names = {key: x["content"] if isinstance(x, dict) else x
              for key, x in config.items() if key.endswith("_token") and x}
     own = known(core.token_to_id(names.get("eos_token", "")))
-    ends = own + known(read("config.json").get("eos_token_id"))
-    listed = known(read("generation_config.json").get("eos_token_id"))
-    if listed:      # no other token ends a completion; the tokenizer's own comes first
-        ends = [i for i in ends[:1] if i in listed] + listed
+    # no others end a completion if generation_config.json names some
+    ends = (known(read("generation_config.json").get("eos_token_id"))
+            or own + known(read("config.json").get("eos_token_id")))
+    ends = sorted(ends, key=lambda i: i not in own)     # the tokenizer's own first
     template = config.get("chat_template")
     if isinstance(template, list):      # several, each with a name
         template = {x["name"]: x["template"] for x in template}.get("default")

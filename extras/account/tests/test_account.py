@@ -108,7 +108,7 @@ def slope_by_hand(setup, cfg, weights, sentence):
 
 def whole(setup, cfg, k):
     """The gradient of step k."""
-    return flat(grpo.gradient_of(setup, cfg, k.batch, k.step.rows, k.step).values())
+    return flat(grpo.gradient_of(setup, cfg, k.batch, k.step).values())
 
 
 def part(setup, cfg, k, i, name="policy"):
@@ -116,7 +116,7 @@ def part(setup, cfg, k, i, name="policy"):
     factors = torch.zeros_like(k.batch.row_weights)
     factors[i] = k.batch.row_weights[i]
     batch = replace(k.batch, row_weights=factors)
-    return flat(grpo.gradient_of(setup, cfg, batch, k.step.rows, k.step, name).values())
+    return flat(grpo.gradient_of(setup, cfg, batch, k.step, name).values())
 
 
 def by_hand(setup, cfg, states, taken, sentence):

@@ -53,42 +53,35 @@ LAYOUTS = {
         IS_GPT2 | dict(exact_gelu=True, n_inner=7, tied=False)),
     "gpt_neo": (NEO, IS_NEO),
     "gpt_neo by erf": (
-        NEO | dict(activation_function="gelu", intermediate_size=9, window_size=1),
-        IS_NEO | dict(exact_gelu=True, n_inner=9, window=1)),
+        NEO | dict(activation_function="gelu", intermediate_size=9),
+        IS_NEO | dict(exact_gelu=True, n_inner=9)),
     "llama": (LLAMA, IS_LLAMA),
     "llama one kv head, tied": (
         LLAMA | dict(num_key_value_heads=1, tie_word_embeddings=True),
         IS_LLAMA | dict(n_kv_head=1, tied=True)),
-    "llama of transformers 5": (
-        WITHOUT_THETA | dict(head_dim=8, rope_parameters=dict(rope_theta=9.0, rope_type="default")),
-        IS_LLAMA | dict(head_dim=8, rope_base=9.0)),
     "llama 3.2": (
         LLAMA | dict(head_dim=12, tie_word_embeddings=True, rope_scaling=LLAMA3),
         IS_LLAMA3 | dict(tied=True)),
     "llama 3.2 of transformers 5": (
-        WITHOUT_THETA | dict(head_dim=12, rope_parameters=LLAMA3 | dict(rope_theta=50.0)),
-        IS_LLAMA3),
-    "qwen2": (QWEN2, IS_QWEN2),
-    "qwen2 tied": (
+        WITHOUT_THETA | dict(head_dim=12, rope_parameters=LLAMA3 | dict(rope_theta=9.0)),
+        IS_LLAMA3 | dict(rope_base=9.0)),
+    "qwen2": (
         QWEN2 | dict(tie_word_embeddings=True, layer_types=["full_attention"] * 2),
         IS_QWEN2 | dict(tied=True)),
-    "qwen3": (QWEN3, IS_QWEN3),
-    "qwen3 tied": (
-        QWEN3 | dict(tie_word_embeddings=True, rope_scaling=LLAMA3),
-        IS_QWEN3 | dict(tied=True, rope_scaling=(8.0, 1.0, 2.5, 24)))}
+    "qwen3": (QWEN3, IS_QWEN3)}
 
 
 # ------------------------------------------------------------------------------------------------
 # tensors
 
-def make_tensors(c, seed=0):
+def make_tensors(c):
     """{published name: tensor} of the model of a config.json, all of them random."""
     family, config = config_from_json(c, "a test")
     with torch.device("meta"):
-        return random_like(merged_tensors(GPT(config), family), seed)
+        return random_like(merged_tensors(GPT(config), family))
 
 
-def random_like(tensors, seed):
+def random_like(tensors, seed=0):
     generator = generator_of(seed)
     return {name: 0.5 * torch.randn(x.shape, generator=generator, device="cpu")
             for name, x in tensors.items()}
@@ -150,20 +143,22 @@ def gguf_of_core(core, pre, **ids):
 
 
 # there: here, to be replaced one after the other
-NAMES_BY_HAND = {
-    "transformer.": "", "model.layers.": "h.", "model.embed_tokens": "wte", "model.norm": "ln_f",
-    "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "attn.attention.": "attn.",
-    "self_attn.": "attn.", "attn.out_proj": "attn.c_proj", "attn.o_proj": "attn.c_proj",
-    "mlp.down_proj": "mlp.c_proj"}
+GPT_NAMES = {
+    "transformer.": "", "attn.attention.": "attn.", "attn.out_proj": "attn.c_proj"}
+LLAMA_NAMES = {
+    "model.layers.": "h.", "model.embed_tokens": "wte", "model.norm": "ln_f",
+    "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.": "attn.",
+    "attn.o_proj": "attn.c_proj", "mlp.down_proj": "mlp.c_proj"}
 STACKED = {"attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
            "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj")}
 
 
-def state_by_hand(c, tensors):
-    """{name in a GPT: tensor} of the published tensors."""
+def assert_holds(model, c, tensors):
+    """The model has the published tensors of a config.json, each in its place."""
     w = {}
     for name, x in tensors.items():
-        for there, here in NAMES_BY_HAND.items():
+        names = GPT_NAMES if c["model_type"].startswith("gpt") else LLAMA_NAMES
+        for there, here in names.items():
             name = name.replace(there, here)
         is_turned = c["model_type"] == "gpt2" and name.startswith("h.") and x.dim() == 2
         w[name] = x.T if is_turned else x
@@ -173,7 +168,11 @@ def state_by_hand(c, tensors):
             if found[0] is not None:
                 w[f"h.{i}.{whole}.{leaf}"] = torch.cat(found)
     w.setdefault("lm_head.weight", w["wte.weight"])
-    return w
+    state = model.state_dict()
+    assert state.keys() == w.keys()
+    for name, x in state.items():
+        assert x.dtype == torch.float32
+        assert torch.equal(x, w[name].float()), name
 
 
 def load(path):
@@ -189,11 +188,16 @@ def logits(model, idx):
 # ------------------------------------------------------------------------------------------------
 # whole folders: a policy of each family with its tokenizer, a judge, prompts
 
-def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16), seed=0):
+def make_policy(folder, config):
+    torch.manual_seed(seed_of(0))
+    export(GPT(config), folder, load_tokenizer(300))
+    return folder
+
+
+def make_gpt2(folder, config=GPTConfig(300, 64, 2, 2, 16)):
     """As openai-community/gpt2 is published: vocab.json and merges.txt, the end token named in
     config.json alone."""
-    torch.manual_seed(seed_of(seed))
-    export(GPT(config), folder, load_tokenizer(300))
+    make_policy(folder, config)
     for name in ("tokenizer.json", "generation_config.json"):
         os.remove(f"{folder}/{name}")
     put(folder, tokenizer_config=dict(model_max_length=config.block_size))
@@ -216,11 +220,10 @@ def chat_core(size=300):
     return core
 
 
-def make_chat(folder, config=CHAT, seed=0):
+def make_chat(folder):
     """As Qwen/Qwen3-0.6B: tokenizer.json, a chat template with an end token of its own, a
     vocabulary padded beyond the tokenizer's."""
-    torch.manual_seed(seed_of(seed))
-    export(GPT(config), folder, load_tokenizer(300))
+    make_policy(folder, CHAT)
     chat_core().save(f"{folder}/tokenizer.json")
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE),
         generation_config=dict(eos_token_id=[299, 301]))

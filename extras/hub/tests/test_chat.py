@@ -38,7 +38,6 @@ def test_what_is_wrong_with_messages_is_one_line():
             (TEMPLATE, [ASKED[1], "Hello"], "message 2 is 'Hello': must be"),
             (TEMPLATE, [{"role": "user", "content": 3}], "message 1 is"),
             (TEMPLATE, [{"role": "user", "content": "\ud800"}], "must be text"),
-            (None, ASKED, "this policy has no chat template"),
             ("{{ raise_exception('no\nsystem') }}", ASKED, "messages: ValueError: no system"),
             ("{{ ''.__class__.__mro__ }}", ASKED, "refuses the messages"),
             ("{% set _ = messages.append(1) %}", ASKED, "refuses the messages"),

@@ -15,14 +15,12 @@ import extras.hub.export
 import pretrain
 from extras.hub.files import load_tensors
 from extras.hub.tokenizer import from_folder
-from judge import load_judge
-from judge.scorer import SAYS_NOTHING
+from judge import judge_rewards, load_judge
 from model import GPTConfig
 from extras.hub.tests.published import (
     CHAT, chat_core, gguf_of_core, load, logits, make_chat, make_gpt2, make_prompts, make_roberta,
     put, write_gguf)
 from common.files import read_json
-from common.script import seed_for
 from data.comments import split_of
 from worlds import (
     assert_near, generator_of, printed, read_rows, refusal, skip_without, write_rows)
@@ -96,25 +94,14 @@ def flags_of(world, kind):
 # whole runs
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_run_is_what_the_files_say(kind, finished, world):
-    run = finished(kind)
-    shape = load(getattr(world, kind)).config
-    settings = read_json(f"{run}/config.json")["settings"]
-    for name in pretrain.SHAPE:
-        assert settings[name] == getattr(shape, name), name
-    samples = read_rows(f"{run}/samples.jsonl")
-    texts = {row["prompt"]["text"] for row in read_rows(world.prompts)}
-    for row in samples:
-        assert row["prompt"] in texts
-        assert seed_for(row["prompt"]) % 5 > 0, "a prompt of the evaluation was trained on"
-    odds = load_judge(world.hate)([row["completion"] for row in samples])
-    for row, x in zip(samples, odds.tolist(), strict=True):
-        expected = None if x == SAYS_NOTHING else pytest.approx(-x, rel=1e-4, abs=1e-4)
-        assert row["reward"] == expected
-    last = read_rows(f"{run}/eval.jsonl")[-1]
-    for row in last["samples"]:
-        assert seed_for(row["prompt"]) % 5 == 0
-    assert f" {last['perplexity']:.4f} " in start(evaluate.main, run)
+def test_run_is_rewarded_by_the_judge_and_evaluated_again(kind, finished, world):
+    samples = read_rows(f"{finished(kind)}/samples.jsonl")
+    completions = [row["completion"] for row in samples]
+    rewards = judge_rewards(load_judge(world.hate)(completions), completions, "logit")
+    for row, r in zip(samples, rewards, strict=True):       # None: the judge abstains
+        assert row["reward"] == (r and pytest.approx(r, rel=1e-4, abs=1e-4))
+    last = read_rows(f"{finished(kind)}/eval.jsonl")[-1]
+    assert f" {last['perplexity']:.4f} " in start(evaluate.main, finished(kind))
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -223,11 +210,3 @@ def test_refused_before_anything_is_made(world, tmp_path, monkeypatch):
         message = refusal(grpo.main, [*world.flags, f"--out_dir={tmp_path}/run", flag])
         assert says in message, message
         assert not (tmp_path / "run").exists()
-
-
-def test_own_shape_wins_and_a_pad_token_that_the_model_lacks_does_no_harm(world, tmp_path):
-    folder = shutil.copytree(world.gpt2, tmp_path / "m")
-    put(folder, vocab=read_json(f"{folder}/vocab.json") | {"<|pad|>": 300})
-    text = start(grpo.main, *world.flags, f"--policy={folder}", "--n_layer=7", "--block_size=32",
-                 "--max_iters=1", f"--out_dir={tmp_path}/run")
-    assert f"note: n_layer = 7 is ignored: {folder} has " in text

@@ -9,15 +9,13 @@ from common.files import read_json
 from extras.hub.files import load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from judge import load_judge
-from judge.scorer import SAYS_NOTHING
 from judge.train import named_judges
 from extras.hub.tests.published import make_roberta, put, roberta_by_hand
 from worlds import printed, refusal
 
 CPU = torch.device("cpu")
-TEXTS = ["the other theatre", "", "there " * 12, "x", "a b  c\n1 2", "the </s><pad> <s> there",
+TEXTS = ["the other theatre", "there " * 12, "a b  c\n1 2", "the </s><pad> <s> there",
          "\U0001f642 don't"]
-SILENT = [False, True, False, True, False, False, False]
 
 
 def by_hand(folder):
@@ -44,22 +42,19 @@ SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
 def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
         labels, label, problem, toxic, others, tmp_path):
     folder = make_roberta(tmp_path, labels, problem_type=problem, type_vocab_size=2)
-    assert len(from_folder(folder).encode_ordinary(TEXTS[2])) > 22, "none is cut"
+    assert len(from_folder(folder).encode_ordinary(TEXTS[1])) > 22, "none is cut"
     z = by_hand(folder)
     expected = z[:, toxic]
     if others:
         expected = expected - z[:, others].logsumexp(1)
-    silent = torch.tensor(SILENT)
-    assert expected[~silent].std() > 2e-3, "texts must differ by more than what is allowed below"
+    assert expected.std() > 2e-3, "texts must differ by more than what is allowed below"
     found = load_judge(folder + label)(TEXTS)
-    assert (found[silent] == SAYS_NOTHING).all()
-    torch.testing.assert_close(found[~silent], expected[~silent].float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
 
 
 # what config.json says instead | what the refusal says
 REFUSALS = """
 "id2label": {"0": "a", "1": "b"} | out of a, b
-"id2label": null | out of LABEL_0, LABEL_1
 "id2label": {"0": "a"} | out_proj
 "model_type": "bert" | model_type = 'bert'
 "is_decoder": true | is_decoder
@@ -82,6 +77,8 @@ def test_what_is_no_classifier_is_one_line(tmp_path):
         changes, says = line.split(" | ")
         put(folder, config=config | json.loads("{" + changes + "}"))
         assert says in refusal(load_judge, folder), line
+    put(folder, config={key: x for key, x in config.items() if key != "id2label"})
+    assert "out of LABEL_0, LABEL_1" in refusal(load_judge, folder)
     put(folder, config=config)
     assert "toxic label 'toxic'" in refusal(load_judge, folder + ":toxic")
     tensors = load_tensors(folder)
