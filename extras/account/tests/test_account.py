@@ -9,6 +9,7 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.script import seed_for
 from extras.account import account, flat, replay, row_of
+from extras.account.story import token_shares
 from rollout import completion_logprobs, concatenate, generate
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken, skip_without
 
@@ -168,6 +169,16 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     if cfg.tracin != "off" and not cfg.mini_batch_size:
         dropped = torch.stack([k.batch.row_weights == 0 for k in taken if k.step.epoch == 0])
         assert dropped.any() and not shares[dropped].any(), "a dropped rollout has a share"
+
+
+@pytest.mark.parametrize("kind", ["mini-batches and passes", "environment", "bnpo", "lora"])
+def test_words_of_a_rollout_add_up_to_its_share(kind, tmp_path):
+    setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
+    shares = account(setup, cfg, states, taken, sentence, hessian=False, parts=3).shares[0]
+    places = [(k.it, int(j)) for k in taken for j in k.step.rows]
+    words = token_shares(setup, cfg, states, taken, sentence, set(places), 3)
+    for place in places:
+        assert abs(words[place].sum() - shares[place]) < 1e-9 * shares.abs().max()
 
 
 def straight_error(kind, tmp_path, rate, parts=1):
