@@ -87,10 +87,8 @@ def why_not_continued(folder, cfg):
 
 
 def in_words(changed):
-    """What the first few settings that changed were before."""
-    words = [f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items()]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return ", ".join(words[:3]) + more
+    """What the settings that changed were before."""
+    return ", ".join(f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items())
 
 
 def is_free(folder):

@@ -136,7 +136,7 @@ def test_kl_in_the_reward_is_logged_per_token():
     cfg = settings(beta=0.1, kl_in="reward", kl_estimator="k1")
     setup, batch = world(cfg)
     batch.kl = torch.rand_like(batch.rollout.logp) * batch.rollout.sampled_mask
-    m = grpo.update(setup, batch, None, cfg, seed=1)
+    m = grpo.update(setup, batch, None, cfg, seed=1) | batch_metrics(batch, cfg)
     expected = batch.kl.sum() / batch.rollout.sampled_mask.sum()
     assert m["kl"] == pytest.approx(float(expected)) and "kl_loss" not in m
 
