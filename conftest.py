@@ -21,7 +21,7 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 THREADS = int(os.environ.get("TEST_THREADS", 1))     # the tensors are tiny
 torch.set_num_threads(THREADS)
 
-from worlds import printed, read_rows, seed_of, write_comments  # noqa: E402
+from worlds import printed, seed_of, write_comments  # noqa: E402
 
 TINY = ["--device=cpu", "--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2",
         "--block_size=32", "--max_completion_length=8", "--pretrain_tokens=40000",
@@ -73,8 +73,3 @@ def grpo(tiny):
         return printed(grpo.main, [*tiny.flags, f"--out_dir={out_dir}", *map(str, argv)])
 
     return start
-
-
-@pytest.fixture(scope="session")
-def rows():
-    return read_rows

@@ -15,7 +15,7 @@ from config.check import check_policy
 from data.tokenizer import end_tokens, load_tokenizer
 from judge import judge_rewards
 from judge.rewards import score
-from judge.scorer import silent
+from judge.scorer import says_nothing
 from model import Policy
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
@@ -35,11 +35,12 @@ def evaluate(setup, policy, cfg):
     """Sample num_eval_generations completions of each prompt, always with the same noise, and
     measure them -> ({measure: number}, the first completions with their prompts)."""
     k = cfg.num_eval_generations
-    rollout = sample_evaluation(setup, policy, cfg)
+    rollout = setup.sample(
+        policy, setup.eval_prompts, k, cfg, seed=seed_for("evaluation"), batch_size=AT_ONCE,
+        temperature=cfg.eval_temperature)
     ids = rollout.completions(end_tokens(setup.tokenizer))
     completions = [setup.tokenizer.decode(row) for row in ids]
     prompts = [prompt for prompt in setup.eval_prompts for _ in range(k)]
-    texts = [prompt.text for prompt in prompts]
     mine = shard(len(completions), k)
     logits = {name: judge(completions[mine]) for name, judge in setup.judges.items()}
     functions = dict(setup.reward_funcs)
@@ -59,26 +60,20 @@ def evaluate(setup, policy, cfg):
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
-    measures["says_nothing"] = float(silent(completions).double().mean())
-    samples = [dict(prompt=texts[i], completion=completions[i])
-               for i in range(0, len(texts), k)[:NUM_SHOWN]]
+    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
+    samples = [dict(prompt=prompts[i].text, completion=completions[i])
+               for i in range(0, len(prompts), k)[:NUM_SHOWN]]
     return measures, samples
-
-
-def sample_evaluation(setup, policy, cfg):
-    return setup.sample(
-        policy, setup.eval_prompts, cfg.num_eval_generations, cfg, seed=seed_for("evaluation"),
-        batch_size=AT_ONCE, temperature=cfg.eval_temperature)
 
 
 def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
     token (k3) of the policy that wrote them to it, both at the temperature they were sampled at."""
-    mine = shard(len(rollout.ended), cfg.num_eval_generations)
+    mine = rollout[shard(len(rollout.ended), cfg.num_eval_generations)]
     logp = []
     kl = []
-    for i in range(mine.start, mine.stop, AT_ONCE):
-        part = rollout[i:min(i + AT_ONCE, mine.stop)]
+    for i in range(0, len(mine.ended), AT_ONCE):
+        part = mine[i:i + AT_ONCE]
         base_logp = completion_logprobs(base, part, cfg.eval_temperature).double()  # (n, T)
         d = base_logp - part.logp
         logp.append(float(base_logp.sum()))
@@ -104,8 +99,8 @@ def distinct(completions, k, n):
     prompts (Li et al. 2016)."""
     shares = []
     for i in range(0, len(completions), k):
-        grams = [tuple(ids[j:j + n]) for ids in completions[i:i + k]
-                 for j in range(len(ids) - n + 1)]
+        grams = [gram for ids in completions[i:i + k]
+                 for gram in zip(*(ids[start:] for start in range(n)))]
         shares.append(len(set(grams)) / max(len(grams), 1))
     return sum(shares) / len(shares)
 

@@ -158,7 +158,7 @@ setup.policy.load_state_dict(start)      # back to where we were
 # %%
 def gradient_of(rows):
     """{parameter: gradient} of the loss of these rows, by a plain backward."""
-    return grpo.gradient_of(setup, cfg, batch, rows, step, "policy")
+    return grpo.gradient_of(setup, cfg, batch, step._replace(rows=rows), "policy")
 
 
 target = gradient_of(step.rows)
@@ -238,8 +238,7 @@ best = int(influence.argmax())
 loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 asks = torch.autograd.grad(loss.policy, loss.logp)[0][best]                     # (T,)
 row = batch.rollout[[best]]
-direction = {name: target[p] for name, p in setup.policy.named_parameters()}
-push = logprob_changes(setup.policy, direction, row, cfg.temperature)[0]         # (T,)
+push = logprob_changes(setup.policy, target, row, cfg.temperature)[0]            # (T,)
 pieces = pieces_of(row, asks * push, setup.tokenizer)
 print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
       f"rollout {best} is {float(influence[best]):.5f}")

@@ -16,14 +16,14 @@ import os
 import config
 from common.files import read_rows, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
-from run.checkpoint import FREE, source_of
+from run.checkpoint import FREE
 
 with optional("matplotlib"):
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure
 
-PANELS = [  # title, log, metric of the solid line, metric of the dashed line
+PANELS = [  # title, log, metric
     ("toxicity, eval judge", "eval", "eval_judge/toxicity"),
     ("perplexity under the policy before", "eval", "perplexity"),
     ("share that ends by itself", "eval", "ended"),
@@ -32,8 +32,8 @@ PANELS = [  # title, log, metric of the solid line, metric of the dashed line
     ("entropy, nats per token", "metrics", "entropy"),
     ("mean length, tokens", "metrics", "completions/mean_length"),
     ("gradient norm before clipping", "metrics", "grad_norm"),
-    ("share of rollouts kept (dashed: influence > 0)", "metrics", "tracin/selected_ratio",
-     "tracin/positive_ratio"),
+    ("share of rollouts kept", "metrics", "tracin/selected_ratio"),
+    ("share with positive influence", "metrics", "tracin/positive_ratio"),
     ("cosine of the target's two halves", "metrics", "tracin/target_cosine")]
 LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3,
         "axes.titlesize": 9, "svg.fonttype": "none"}
@@ -60,34 +60,37 @@ def kind_of(folder):
     """What runs have in common that differ by their seed alone: settings, text of the config."""
     if not os.path.exists(f"{folder}/config.json"):     # logs alone: a colour of its own
         return folder
-    settings = config.read_run(folder)["settings"]
+    run = config.read_run(folder)
     free = (*FREE, "cache_dir", "seed")
-    kept = {name: x for name, x in settings.items() if name not in free}
-    return json.dumps([kept, source_of(folder)])
+    kept = {name: x for name, x in run["settings"].items() if name not in free}
+    return json.dumps([kept, run["source"]])
 
 
-def draw_runs(groups, panels=len(PANELS)):
-    """Draw the first `panels` that have data -> Figure. groups: what groups_of returns."""
-    panels = [panel for panel in PANELS if has_data(panel, groups)][:panels]
+def draw_runs(groups, most=len(PANELS)):
+    """Draw the first panels that have data -> Figure. groups: what groups_of returns."""
+    panels = []
+    for title, log, metric in PANELS:
+        curves = [curves_of(runs, log, metric) for runs in groups.values()]
+        if not all(np.isnan(y).all() for _, y in curves):
+            panels.append((title, log, curves))
+    panels = panels[:most]
     if not panels:
         raise BadInput(f"{', '.join(groups)}: nothing to draw yet; wait for the first iteration")
     columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(8.6, 0.5 + 2.1 * rows), layout="constrained")
-    for place, (title, log, *metrics) in enumerate(panels, 1):
+    for place, (title, log, curves) in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, place, title=title)
         ax.locator_params("x", integer=True)
-        for i, (name, runs) in enumerate(groups.items()):
-            for metric, style in zip(metrics, ("-", "--")):
-                x, y = curves_of(runs, log, metric)
-                ax.plot(x, y.mean(0), style, color=f"C{i}", marker="o" if log == "eval" else None,
-                        label=name if style == "-" else None)
-                if len(runs) > 1:
-                    ax.fill_between(x, y.min(0), y.max(0), color=f"C{i}", alpha=0.2, linewidth=0)
+        for name, (x, y) in zip(groups, curves):
+            line, = ax.plot(x, y.mean(0), label=name, marker="o" if log == "eval" else None)
+            if len(y) > 1:
+                ax.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2,
+                                linewidth=0)
         if log == "eval":
             ax.set_ylim(bottom=0)
     figure.supxlabel("iteration", fontsize=9)
-    lines, names = figure.axes[0].get_legend_handles_labels()       # the solid ones
+    lines, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside upper left", ncols=3, frameon=False)
     return figure
 
@@ -99,12 +102,6 @@ def curves_of(runs, log, metric):
     curves = [{row["iteration"]: row.get(metric) for row in run[log]} for run in runs]
     x = [it for it in curves[0] if all(it in curve for curve in curves)]
     return x, np.array([[curve[it] for it in x] for curve in curves], float)    # None: NaN
-
-
-def has_data(panel, groups):
-    _, log, metric, *_ = panel
-    return any(row.get(metric) is not None
-               for runs in groups.values() for run in runs for row in run[log])
 
 
 def main(argv):

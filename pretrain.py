@@ -9,7 +9,6 @@ grpo.py does so at first use, too.
 import copy
 import math
 import random
-import time
 
 from common.script import (     # before torch: sets how its threads wait
     BadInput, run_script, seed_for, shown)
@@ -113,7 +112,6 @@ def trainable(base, cfg):
 def pretrain(cfg, path, texts, held_out, device):
     """Train a new policy on texts and save it at `path`. Of made-up texts there are as many as
     cfg.pretrain_tokens needs, by the mean length of these."""
-    began = time.time()
     num_tokens = cfg.pretrain_tokens
     makes_up = "texts" in cfg.functions
     T = cfg.block_size
@@ -147,7 +145,7 @@ def pretrain(cfg, path, texts, held_out, device):
     with torch.no_grad():
         loss = sum(float(loss_at(i, held_out, held_out_starts)) for i in range(10)) / 10
     save_gpt(path, model, loss=loss)
-    print(f"policy: held-out loss {loss:.3f} nats per token, {time.time() - began:.0f} s, {path}")
+    print(f"policy: held-out loss {loss:.3f} nats per token")
 
 
 def token_stream(tokenizer, texts, limit=math.inf):

@@ -83,11 +83,11 @@ class Rollout:
         return rollout
 
     def completions(self, eos):
-        """Return the ids of each completion without the end tokens (eos: one or several) that the
-        policy sampled. With an environment, tokens may follow an end token."""
+        """Return the ids of each completion without the end tokens (eos: a tuple) that the policy
+        sampled. With an environment, tokens may follow an end token."""
         T = self.completion_mask.shape[1]
         tokens = self.tokens[:, -T:].masked_fill(~self.completion_mask, -1)
-        for end in Sampling(eos).ends:
+        for end in eos:
             tokens = tokens.masked_fill((tokens == end) & self.sampled_mask, -1)
         return [[i for i in ids if i >= 0] for ids in tokens.tolist()]
 
@@ -109,18 +109,17 @@ class Rollout:
 
 def empty_rollout(prompt, attention_mask, num_generations, T, eos):
     """Return the Rollout of prompts (B, P) to be filled in, padded with eos."""
-    N = len(prompt) * num_generations
-    device = prompt.device
     prompt = prompt.repeat_interleave(num_generations, 0)                           # (N, P)
     attention_mask = attention_mask.repeat_interleave(num_generations, 0)           # (N, P)
+    logp = torch.zeros(len(prompt), T, device=prompt.device)                        # (N, T)
     return Rollout(
         tokens=F.pad(prompt, (0, T), value=eos),
         attention_mask=F.pad(attention_mask, (0, T), value=True),
-        completion_mask=torch.zeros(N, T, dtype=torch.bool, device=device),
-        sampled_mask=torch.ones(N, T, dtype=torch.bool, device=device),
-        logp=torch.zeros(N, T, device=device),
-        entropy=torch.zeros(N, T, device=device),
-        ended=torch.zeros(N, dtype=torch.bool, device=device))
+        completion_mask=torch.zeros_like(logp, dtype=torch.bool),
+        sampled_mask=torch.ones_like(logp, dtype=torch.bool),
+        logp=logp,
+        entropy=torch.zeros_like(logp),
+        ended=torch.zeros_like(logp[:, 0], dtype=torch.bool))
 
 
 def concatenate(rollouts):
@@ -142,21 +141,17 @@ def concatenate(rollouts):
 class Sampling(NamedTuple):
     """How tokens are sampled. Truncation is top-k, then top-p, then min-p; the defaults keep all
     tokens."""
-    eos: int | tuple        # what ends a completion; the first of several fills what follows it
+    eos: tuple              # tokens that end a completion; the first one fills what follows it
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     @property
-    def ends(self):
-        return self.eos if isinstance(self.eos, tuple) else (self.eos,)
-
-    @property
     def truncates(self):
         """True where a field below temperature is not its default: the trainer is then told which
         tokens were allowed."""
-        return self._replace(eos=0, temperature=1.0) != Sampling(0)
+        return self != Sampling(self.eos, self.temperature)
 
 
 def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -211,7 +206,7 @@ def sample_token(model, h, r, rows, t, noise, sampling):
         r.allowed[rows, t] = logits > -math.inf
     token, logp, entropy = draw_token(logits, noise[rows, t])
     values = None if r.values is None else model.value_head(h)
-    r.record(rows, t, token, logp, entropy, values, sampling.ends)
+    r.record(rows, t, token, logp, entropy, values, sampling.eos)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -313,7 +308,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     prompt = prompt[first:end]                                                      # (B, P)
     attention_mask = attention_mask[first:end]
 
-    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.ends[0])
+    r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.eos[0])
     if sampling.truncates:
         r.allowed = torch.ones(*r.logp.shape, len(weight), dtype=bool, device=weight.device)
     if getattr(model, "value_head", None) is not None:
@@ -329,7 +324,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
     # an environment may have written tokens after the end
     r.sampled_mask &= r.completion_mask
-    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.ends[0])
+    r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.eos[0])
     return r if part else concatenate([r])
 
 
@@ -359,7 +354,6 @@ LOGITS_AT_ONCE = 2 ** 23    # at most on a CPU, where allocating memory is slow
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """Return the log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
     what completion_states returns, if something else is computed from it too."""
-    states = states or completion_states(model, rollout)
     return of_logits(LogProb.apply, model, rollout, temperature, states)
 
 
@@ -371,7 +365,6 @@ def completion_entropies(model, rollout, temperature=1.0, states=None):
         finite = logp.masked_fill(logp == -math.inf, 0)
         return -(logp.exp() * finite).sum(-1, keepdim=True)     # 0 * -inf counts as 0
 
-    states = states or completion_states(model, rollout)
     return of_logits(entropies, model, rollout, temperature, states)
 
 
@@ -417,11 +410,9 @@ class LogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "rollout.LogProb has no second derivative, which create_graph=True asks for: use "
-                "logits.log_softmax(-1).gather(1, targets) in its place")
         logits, targets, total = ctx.saved_tensors
+        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
+            return (logits.softmax(-1) * -grad).scatter_add(1, targets, grad), None
         found = (logits - total).exp_().mul_(-grad)                                 # (m, V)
         return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
 
@@ -442,7 +433,7 @@ def of_logits(function, model, rollout, temperature, states):
             logits = logits.masked_fill(~allowed, -math.inf)
         return function(logits, targets[:, None])
 
-    h, targets, allowed, where = states
+    h, targets, allowed, where = states or completion_states(model, rollout)
     V = len(model.lm_head.weight)
     formed = piece
     if len(h) * V > LOGITS_KEPT:

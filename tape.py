@@ -40,12 +40,12 @@ class Layer(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is known of a parameter's gradient from one call of its layer: by token, of a vector by
-    row."""
-    rule: Any       # Matrix, Lookup or Vector
+    """A parameter's gradient from one call of its layer: the sum of outer products b_t a_t^T over
+    its entries, which are tokens; those of a vector are rows."""
     rows: Tensor    # (m,) the row of each entry
-    a: Tensor       # (m, ..) as the rule reads it
-    b: Tensor       # (m, ..) likewise
+    b: Tensor       # (m, out); of an Embedding the ids (m,), which stand for one-hot vectors
+    a: Tensor       # (m, in); of a vector 1 (m, 1)
+    version: int    # of both, which counts changes in place
 
 
 class Tape:
@@ -113,10 +113,9 @@ class Tape:
     def dot(self, G):
         """<g_i, G> for every row (num_rows,), in float64."""
         scores = torch.zeros(self.num_rows, dtype=torch.float64, device=self.device)
-        for p, records in self.records.items():
-            for record in records:
-                products = record.rule.dot(record.a, record.b, G[p].to(record.b.dtype))     # (m,)
-                scores.index_add_(0, record.rows, products.double())
+        for p in self.names:
+            for rows, b, a in self.read(p):
+                scores.index_add_(0, rows, products(b, a, G[p].to(a.dtype)).double())
         self.all_reduce([scores])
         return scores
 
@@ -146,18 +145,32 @@ class Tape:
     def summed(self, p, weights, entries):
         """One parameter's part of a gradient. entries: from choose, for these weights."""
         total = torch.zeros_like(p)
-        for record in self.records[p]:
-            here = entries[record.rows]
-            w = weights[record.rows[here]]
-            b = record.b[here].mul_(w[:, None])     # w is not rounded to b's dtype
-            record.rule.add(total, record.a[here], b)
+        for rows, b, a in self.read(p):
+            here = entries[rows]
+            if len(here) < len(rows):
+                rows, b, a = (x[here] for x in (rows, b, a))
+            w = weights[rows][:, None]
+            if b.is_floating_point() and b.numel() < a.numel():     # the smaller one is copied
+                b = (b * w).to(b.dtype)     # w is not rounded to b's dtype
+            else:
+                a = (a * w).to(a.dtype)
+            add_outer(total, b, a)
         return total
 
+    def read(self, p):
+        """(rows, b, a) of each record of a parameter."""
+        for rows, b, a, version in self.records[p]:
+            if b._version + a._version != version:
+                refuse(self.names[p], "its layer's input, or the gradient of its output, was "
+                                      "changed in place after the backward: give the layer a copy")
+            yield rows, b, a
+
     def backward_summed(self, loss):
-        """Backward of a further loss of these rows, of which only the sum over rows is kept."""
+        """Backward of a further loss of these rows, of which only the sum over rows is kept. The
+        one that is recorded comes after it."""
         self.sum = self.sum or self.zeros()
         self.summing = True
-        loss.backward()
+        loss.backward(retain_graph=True)
         self.summing = False
 
     def summed_gradient(self):
@@ -233,12 +246,11 @@ class Tape:
                 refuse(layer.name, "a second backward of the same forward would count twice: add "
                                    "the losses up, or see backward_summed")
             for name, p in layer.trained.items():
-                rule, a, g = layer.kind(module, name, x, b)
-                needed = copy_of_needed(rows, a, g)
+                found = needed(rows, *layer.kind(module, name, x, b))
                 if self.summing:
-                    rule.add(self.sum[p], *needed[1:])
+                    add_outer(self.sum[p], found.b, found.a)
                 else:
-                    self.records[p].append(Record(rule, *needed))
+                    self.records[p].append(found)
             is_recorded = is_recorded or not self.summing
 
         return record
@@ -267,15 +279,16 @@ class Tape:
                        f"{count} tokens, where rows() was told of {len(owners)}")
 
 
-def copy_of_needed(rows, a, b):
-    """The row of each token, a and b, of those tokens whose b is not 0. The others add nothing:
-    padding and, in the last block, most of the prompt. On a GPU all are kept, as to count them is
-    to wait for it. Copies, since the model may change its own tensors in place."""
-    of_tokens = repeated(rows, len(b) // max(1, len(rows)))
-    if b.device.type != "cpu":
-        return of_tokens, a.clone(), b.clone()
-    here = b.abs().sum(1).nonzero()[:, 0]
-    return of_tokens[here], a[here], b[here]
+def needed(rows, b, a):
+    """The Record of those entries of which neither b nor a is 0. The others add
+    nothing: padding and, in the last block, most of the prompt. On a GPU all are kept, as to count
+    them is to wait for it."""
+    of_entries = repeated(rows, len(a) // max(1, len(rows)))
+    if a.device.type == "cpu":
+        here = (b if b.is_floating_point() else a).any(1).nonzero()[:, 0]
+        if len(here) < len(a):
+            of_entries, b, a = (x[here] for x in (of_entries, b, a))
+    return Record(of_entries, b, a, b._version + a._version)
 
 
 @functools.lru_cache(maxsize=2)
@@ -315,47 +328,27 @@ def observe_gradient(out, callback):
 # the kinds of layers, and the three rules for g_i
 
 
-class Matrix:
-    """g_i = b_i^T a_i, summed over tokens."""
-
-    @staticmethod
-    def add(total, a, b):
-        """total += the sum of all g_i."""
-        if total.dtype == b.dtype:
-            total.addmm_(b.T, a)
-        else:
-            total += b.T @ a
-
-    @staticmethod
-    def dot(a, b, G):
-        """What each token adds to <g_i, G> (m,)."""
-        if len(G) > G.shape[1]:     # the other way round is smaller: the vocabulary head
-            return sum_entries((b @ G).mul_(a))
-        return sum_entries(F.linear(a, G).mul_(b))
+def add_outer(total, b, a):
+    """total += the sum of b_t a_t^T."""
+    total = total.view(len(total), -1)      # a vector is a matrix of one column
+    if not b.is_floating_point():
+        total.index_add_(0, b, a.to(total.dtype))
+    elif total.dtype == b.dtype:
+        total.addmm_(b.T, a)
+    else:
+        total += b.T @ a
 
 
-class Lookup:
-    """g_i adds b_i to the rows a_i of the matrix."""
-
-    @staticmethod
-    def add(total, a, b):
-        total.index_add_(0, a, b.to(total.dtype))
-
-    @staticmethod
-    def dot(a, b, G):
-        return sum_entries(F.embedding(a, G).mul_(b))
-
-
-class Vector:
-    """g_i = b_i. a is not used."""
-
-    @staticmethod
-    def add(total, a, b):
-        total += b.sum(0)
-
-    @staticmethod
-    def dot(a, b, G):
-        return b @ G
+def products(b, a, G):
+    """<b_t a_t^T, G> of each entry (m,)."""
+    G = G.view(len(G), -1)
+    if not b.is_floating_point():
+        x = F.embedding(b, G).mul_(a)
+    elif len(G) > G.shape[1]:       # the other way round is smaller: the vocabulary head
+        x = (b @ G).mul_(a)
+    else:
+        x = F.linear(a, G).mul_(b)
+    return x.sum(1, dtype=wide(x.dtype))
 
 
 def wide(dtype):
@@ -363,26 +356,21 @@ def wide(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def sum_entries(x):
-    """(m, C) -> (m,)."""
-    return x.sum(1, dtype=wide(x.dtype))
-
-
 def vector(b):
-    """(Vector, a, b) of the gradient of a bias, or of a norm's weight: (k, .., C) -> (k, C)."""
+    """(b, a) of a bias, or of a norm's weight, from its gradient by token: (k, .., C) -> (k, C)."""
     g = b.flatten(1, -2).sum(1, dtype=wide(b.dtype)) if b.dim() > 2 else b.to(wide(b.dtype))
-    return Vector, g, g
+    return g, g.new_ones(len(g), 1)
 
 
 def linear(module, name, x, b):
     if name == "bias":
         return vector(b)
     x = x.to(b.dtype)       # under autocast it computes in its output's dtype
-    return Matrix, x.flatten(0, -2), b.flatten(0, -2)
+    return b.flatten(0, -2), x.flatten(0, -2)
 
 
 def embedding(module, name, x, b):
-    return Lookup, x.flatten(), b.flatten(0, -2)
+    return x.flatten(), b.flatten(0, -2)
 
 
 def norm(module, name, x, b):

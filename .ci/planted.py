@@ -47,7 +47,7 @@ BATCH = of(
     ("std of the batch", "nanstd(r if", "nanstd(rewards if"),
     ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
      "prompt_of_row = list(prompts) * G"),
-    ("sampling temperature forgotten", "**cfg.sampling,", '**cfg.sampling | {"temperature": 1.0},'))
+    ("sampling temperature forgotten", "**cfg.sampling)", '**cfg.sampling | {"temperature": 1.0})'))
 
 LOSS = of(
     "grpo.py", "test_algorithm.py",
@@ -124,25 +124,23 @@ TAPE = of(
     "tape.py", "test_tape.py",
     ("tokens of other rows in the product", "total.addmm_(b.T, a)",
      "total.addmm_(b.T, a.roll(1, 0))"),
-    ("tokens of other rows in the score", "sum_entries(F.linear(a, G).mul_(b))",
-     "sum_entries(F.linear(a, G).mul_(b.roll(1, 0)))"),
-    ("embeddings forgotten", "return sum_entries(F.embedding(a, G).mul_(b))",
-     "return 0 * sum_entries(b)"),
-    ("tokens that are needed are left out", "b.abs().sum(1)", "b.sum(1).relu()"),
-    ("last use of a layer", "self.records[p].append(Record(rule, *needed))",
-     "self.records[p][:] = [r for r in self.records[p] if r.rule is not rule or "
-     "r.rows.max() < needed[0].min()] + [Record(rule, *needed)]"),
-    ("last micro-batch", "self.records[p].append(Record(rule, *needed))",
-     "self.records[p][:] = [r for r in self.records[p] if r.rule is not rule] + "
-     "[Record(rule, *needed)]"),
-    ("no bias in the score", "return b @ G", "return 0 * (b @ G)"),
+    ("tokens of other rows in the score", "F.linear(a, G).mul_(b)",
+     "F.linear(a, G).mul_(b.roll(1, 0))"),
+    ("embeddings forgotten", "x = F.embedding(b, G).mul_(a)", "x = 0 * a"),
+    ("tokens that are needed are left out", ".any(1)", ".sum(1).relu()"),
+    ("last use of a layer", "self.records[p].append(found)",
+     "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim() or "
+     "r.rows.max() < found.rows.min()] + [found]"),
+    ("last micro-batch", "self.records[p].append(found)",
+     "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim()] + [found]"),
+    ("no bias in the score", "x = (b @ G).mul_(a)", "x = (b @ G).mul_(a) * (a.shape[1] > 1)"),
     ("b of another row", "layer.kind(module, name, x, b)",
      "layer.kind(module, name, x, b.roll(1, 0))"),
     ("a not normalised",
      "b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps)", "b * x"),
     ("own part not scaled", "g * scale.get(p, 1)", "g"),
-    ("rows are not weighed", "record.b[here].mul_(w[:, None])", "record.b[here]"),
-    ("a weight is rounded to bfloat16", "w[:, None])", "w[:, None].to(record.b.dtype))"),
+    ("rows are not weighed", "(a * w).to(a.dtype)", "a"),
+    ("a weight is rounded to bfloat16", "weights[rows][:, None]", "weights[rows][:, None].to(a.dtype)"),
     ("flattened tokens begin anew with every piece", "self.given[module] += len(x)", "pass"),
     ("a second backward counts twice", "if is_recorded and", "if False and"))
 
@@ -159,19 +157,22 @@ INFLUENCE += of(
 ACCOUNT = of(
     "extras/account/__init__.py", "test_account.py",
     ("account: momentum forgotten", "U = k.b1 * U -", "U = 0 * U -"),
-    ("account: momentum forgotten in the derivative", "k.b1 * u_m, k.b2 * u_v", "0, k.b2 * u_v"),
-    ("account: clip forgotten", "G = (1 - k.b1) * k.clip * U", "G = (1 - k.b1) * U"),
-    ("account: what clips does not depend on the rollout", "if k.clip < 1:", "if False:"),
+    ("account: momentum forgotten in the derivative", "m = k.b1 * m +", "m = k.b1 * m.detach() +"),
+    ("account: clip forgotten", "(1 - k.b1) * k.clip * U", "(1 - k.b1) * U"),
+    ("account: what clips does not depend on the rollout", "if clip < 1:", "if False:"),
     ("account: bias correction forgotten", "1 - b1 ** count, 1 - b2 ** count)", "1.0, 1.0)"),
     ("account: off by one step", "zip(taken, states, states[1:])",
      "zip(taken, states[1:], states[1:])"),
     ("account: the slope before the step alone", "found[0] + found[-1]) / 2", "found[-1])"),
-    ("account: weight decay forgotten", "(1 - k.lr * k.decay) * d_theta", "d_theta"),
-    ("account: AdamW's v is a constant", "2 * (1 - k.b2) * clipped * u_v)", "0)"),
-    ("account: no Hessian", "d_theta + hessian_times(setup, cfg, k, before[0], L)", "d_theta"),
-    ("account: a clipped ratio has a gradient", "mask[rows] = slope != 0", "mask[rows] = True"),
-    ("account: a clipped value has a gradient", "batch.returns[slope != 0] = math.nan", "pass"),
-    ("account: row weights forgotten", "batch.row_weights = k.batch.row_weights", "pass"))
+    ("account: weight decay forgotten", "(1 - k.lr * k.decay) * theta", "theta"),
+    ("account: AdamW's v is a constant", "s = (v / k.c2", "s = (v.detach() / k.c2"),
+    ("account: no Hessian", "derivative[0] += hessian_times(setup, cfg, k, before[0], L)", "pass"),
+    ("account: the Hessian of the policy's loss alone", "gradient(loss.total,",
+     "gradient(loss.policy,"),
+    ("account: the Hessian of the last micro-batch", "products[i] += gradient",
+     "products[i] = gradient"),
+    ("account: row weights forgotten", "setup.policy, k.batch, k.step, cfg, recording)",
+     "setup.policy, batch, k.step, cfg, recording)"))
 
 MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE + ACCOUNT
 

@@ -107,16 +107,15 @@ def read_rows(path):
     lines = io.StringIO(read_text(path), newline="")
     if ending == ".txt":
         return [{"text": line.rstrip("\r\n")} for line in lines]
-    rows = []
     if ending == ".csv":
         csv.field_size_limit(2 ** 30)
-        table = list(filter(None, csv.reader(lines)))
-        for number, values in enumerate(table[1:], 1):
-            if len(values) != len(table[0]):
-                raise BadInput(f"{path}: row {number} has {len(values)} columns, and the header "
-                               f"{len(table[0])}: quote a value that holds a comma")
-            rows.append(dict(zip(table[0], values)))
+        rows = list(csv.DictReader(lines))
+        for number, row in enumerate(rows, 1):
+            if None in row or None in row.values():
+                raise BadInput(f"{path}: row {number} has not as many columns as the header: quote "
+                               "a value that holds a comma")
         return rows
+    rows = []
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             rows.append(dict(json.loads(line)))

@@ -260,12 +260,12 @@ def load_settings(argv):
                            f"{shown(run['functions'])} ({folder}/config.py is a copy)")
         for name, value in run["settings"].items():
             assign(cfg, name, value, f"{folder}/config.json (of another version? edit it there)")
+        cfg.source = run["source"]
         cfg.out_dir = folder                # a run that was copied or moved is its own
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
-    kept = [f"{folder}/config.py" for folder in folders]
-    texts = map(read_text, files or filter(os.path.exists, kept))
-    cfg.source = "\n".join(texts) or None
+    if files:
+        cfg.source = "\n".join(map(read_text, files))
     check(cfg)
     use_functions(cfg)
     return cfg
@@ -387,4 +387,5 @@ def read_run(folder):
     content = read_json(path, missing={})
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
         raise BadInput(f"{folder}: is not the folder of a run: its config.json has no settings")
-    return content
+    text = content.get("source")
+    return content | {"source": text if isinstance(text, str) else None}

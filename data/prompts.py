@@ -35,11 +35,11 @@ def load_prompts(cfg, tokenizer, splits):
         held_out = [prompt for prompt in train if seed_for(prompt.text) % 5 == 0]
         train = [prompt for prompt in train if seed_for(prompt.text) % 5]
 
-    for name, prompts in (("training", train), ("evaluation", held_out)):
-        if not prompts:
-            raise BadInput(f"prompts = {cfg.prompts!r}, eval_prompts = {cfg.eval_prompts!r}: no "
-                           f"{name} prompts of 1 to {limit} tokens (block_size - "
-                           "max_completion_length) were found; give more, or a file for each")
+    if not train or not held_out:
+        raise BadInput(f"prompts = {cfg.prompts!r}, eval_prompts = {cfg.eval_prompts!r}: "
+                       f"{len(train)} prompts for training and {len(held_out)} for evaluation, of "
+                       f"1 to {limit} tokens (block_size - max_completion_length); give more, or a "
+                       "file for each")
     n = cfg.num_eval_prompts
     if len(held_out) < n:
         print(f"note: num_eval_prompts = {n}: there are {len(held_out)}, and all are taken")

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from judge import reward_functions
 from common.script import BadInput, shown, user_error
 
 LARGEST = 1e16      # the square of a reward must fit into float32
@@ -17,13 +18,12 @@ LARGEST = 1e16      # the square of a reward must fit into float32
 def try_rewards(cfg, prompts):
     """Try the config file's rewards before anything is trained: every prompt must have the columns
     that they ask for. They score a few prompts in place of completions, and an empty one."""
-    names = {*cfg.reward_funcs, cfg.tracin_val_reward} - {"judge", None}
-    functions = {name: cfg.functions[name] for name in sorted(names)}
+    functions = reward_functions(cfg, judges={})
+    functions.pop("judge", None)
     for name, function in functions.items():
         arguments_of(f"reward {name!r}", function, prompts, [])
     texts = [prompt.text for prompt in prompts[:8]]
-    if functions:
-        score(functions, prompts[:8] + prompts[:1], texts + [""])
+    score(functions, prompts[:8] + prompts[:1], [*texts, ""])
 
 
 @torch.no_grad()    # and a user's function that switches gradients off does so until here
@@ -72,18 +72,13 @@ def call(what, function, prompts, texts, name="completions"):
     except BadInput:
         raise
     except (Exception, SystemExit) as e:
-        example = failing_example(what, function, prompts, texts, name)
-        raise user_error(what, e, example) from None
-
-
-def failing_example(what, function, prompts, texts, name):
+        error = e
+    if len(texts) == 1:
+        example = f", for the prompt {shown(prompts[0].text)} and completion {shown(texts[0])}"
+        raise user_error(what, error, example)
     for prompt, text in zip(prompts, texts):
-        arguments = arguments_of(what, function, [prompt], [text], name)
-        try:
-            function(**arguments)
-        except (Exception, SystemExit):
-            return f", for the prompt {shown(prompt.text)} and completion {shown(text)}"
-    return ""
+        call(what, function, [prompt], [text], name)
+    raise user_error(what, error)       # each alone is fine
 
 
 def arguments_of(what, function, prompts, texts, name="completions"):
@@ -93,20 +88,18 @@ def arguments_of(what, function, prompts, texts, name="completions"):
     the prompts' file. **kwargs takes all of these.
     """
     signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if name not in signature.parameters and not takes_all:
+    parameters = signature.parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if name not in parameters and not takes_all:
         raise BadInput(f"{what} takes {signature}: must take (prompts, {name}), by these names; "
                        "columns of the prompts' file may follow")
-    columns = {column for prompt in prompts for column in prompt.row}
-    known = {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
-    known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
+    needed = {p.name for p in parameters.values()
+              if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for prompt in prompts:
         for column in sorted(needed - {"prompts", name} - set(prompt.row)):
             raise BadInput(f"{what} asks for the column {column!r}: add it to the prompts' file; "
                            f"the prompt {shown(prompt.text)} has {sorted(map(str, prompt.row))}")
-    if takes_all:
-        return known
-    return {p.name: known[p.name] for p in parameters if p.name in known}
+    columns = {column for prompt in prompts for column in prompt.row}
+    known = {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
+    known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
+    return {column: x for column, x in known.items() if takes_all or column in parameters}

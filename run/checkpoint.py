@@ -1,8 +1,8 @@
 """
 What a run leaves in its folder. Only rank 0 writes.
 
-    config.json    settings and versions: is itself a config
-    config.py      the text of its config file, which nothing runs by itself
+    config.json    settings, versions, text of the config file: is itself a config
+    config.py      that text, which nothing runs by itself
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt_*.pt      all that the next iteration depends on, by the number of iterations done
 """
@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from common.files import (
-    flush, load_file, load_optimizer, load_weights, read_text, replacing, save_file, undamaged,
-    write_json)
+    flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of
 
@@ -48,26 +47,20 @@ def is_nan_or_inf(x):
 
 
 def write_run_config(folder, cfg, device):
-    """config.json: settings, versions, device, git revision, names of functions; config.py: the
-    text of the config files."""
+    """config.json: settings, versions, device, git revision, names of functions, and the text of
+    the config files. config.py: that text once more, to be named in a command."""
     if rank_and_size()[0] > 0:
         return
-    if cfg.source is not None:      # first: by config.json a folder is known as a run's
-        config = f"{folder}/config.py"
-        with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
-            f.write(cfg.source)
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
     write_json(f"{folder}/config.json", dict(
-        settings=cfg.public(), functions=sorted(cfg.functions), device=str(device),
-        torch=torch.__version__, python=platform.python_version(),
+        settings=cfg.public(), functions=sorted(cfg.functions), source=cfg.source,
+        device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git))
-
-
-def source_of(folder):
-    """The text of a run's config files; None without."""
-    path = f"{folder}/config.py"
-    return read_text(path) if os.path.exists(path) else None
+    if cfg.source is not None:
+        config = f"{folder}/config.py"
+        with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
+            f.write(cfg.source)
 
 
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):

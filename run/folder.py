@@ -9,7 +9,7 @@ import os
 from filelock import FileLock, Timeout
 
 from config import read_run
-from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of, source_of
+from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 from common.files import is_plain
 from common.script import BadInput, shown
 
@@ -39,8 +39,6 @@ def claimed_folder(cfg):
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.tmp"):
             os.remove(path)     # of a process that was killed while it wrote
         is_continued = bool(checkpoints(folder))
-        if is_continued and not cfg.resume:
-            print(f"{folder}: continues the interrupted run of these settings")
         if cfg.resume and not is_continued:
             print(f"{folder}: has no checkpoint, so the run starts from the beginning")
         yield folder, is_continued
@@ -53,7 +51,7 @@ def check_folder(folder, cfg):
         if not is_plain(f"{folder}/{name}"):
             raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
                            "would write there")
-    if is_free(folder, cfg):
+    if is_free(folder):
         return
     try:
         reason = why_not_continued(folder, cfg)
@@ -67,7 +65,8 @@ def why_not_continued(folder, cfg):
     """Why what a folder holds is not continued; "" if it is."""
     if not os.path.exists(f"{folder}/config.json"):
         return "holds other files"
-    changed = changed_settings(read_run(folder)["settings"], cfg)
+    before = read_run(folder)
+    changed = changed_settings(before["settings"], cfg)
     fixed = {name: changed[name] for name in FIXED if name in changed}
     done = [iterations_of(path) for path in checkpoints(folder)]
     metrics = f"{folder}/metrics.jsonl"
@@ -76,7 +75,7 @@ def why_not_continued(folder, cfg):
     if done and cfg.resume:
         return f"holds a run of another policy ({in_words(fixed)})" if fixed else ""
     about = in_words(changed)
-    if not about and not same_text(folder, cfg):
+    if not about and before["source"] != cfg.source:
         about = "its config file had another text"
     if about:
         way_out = ", which --resume=True would continue" if done and not fixed else ""
@@ -88,24 +87,15 @@ def why_not_continued(folder, cfg):
 
 
 def in_words(changed):
-    """What the first few settings that changed were before."""
-    words = [f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items()]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    return ", ".join(words[:3]) + more
+    """What the settings that changed were before."""
+    return ", ".join(f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items())
 
 
-def same_text(folder, cfg):
-    """True if the config files have the text that they had for the run in this folder."""
-    return source_of(folder) == cfg.source
-
-
-def is_free(folder, cfg):
-    """True where nothing would be lost: no folder, or at most a lock, unfinished files, empty logs,
-    and this config file's text, which a run writes first."""
+def is_free(folder):
+    """True where nothing would be lost: no folder, or at most a lock, unfinished files and empty
+    logs."""
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
-        path = f"{folder}/{name}"
-        is_empty_log = name in LOGS and os.path.getsize(path) == 0
-        is_same_text = name == "config.py" and same_text(folder, cfg)
-        if not (name == LOCK or name.endswith(".tmp") or is_empty_log or is_same_text):
+        is_empty_log = name in LOGS and os.path.getsize(f"{folder}/{name}") == 0
+        if not (name == LOCK or name.endswith(".tmp") or is_empty_log):
             return False
     return True

@@ -16,13 +16,12 @@ from tape import add, cosine, inner
 class Meter:
     """Collects the metrics of an update, and ends the run where they show a bug."""
 
-    def __init__(self, setup, batch, cfg, log, check=False):
+    def __init__(self, setup, cfg, log, check=False):
         self.setup = setup
-        self.batch = batch
         self.cfg = cfg
         self.log = log
         self.check = check          # compare trainer and sampler before the first step
-        zeros = torch.zeros(3, dtype=torch.float64, device=batch.loss_mask.device)
+        zeros = torch.zeros(3, dtype=torch.float64, device=setup.device)
         # {name: tensor ()}, sums over the micro-batches so far, of which there may be none
         self.losses = {"loss": zeros[0], "policy_loss": zeros[0]}
         self.sums = {}              # {name: tensor (2,)}, sum and count of the other metrics
@@ -106,9 +105,6 @@ class Meter:
         metrics = {name: float(total / count) for name, (total, count) in sums.items()}
         if self.cfg.tracin != "off":
             metrics["tracin/empty_steps"] = self.num_empty
-        if self.cfg.kl_in_reward:
-            sampled = self.batch.rollout.sampled_mask
-            metrics["kl"] = float(self.batch.kl.sum() / sampled.sum())
         for name, total in summed(all_gather([on_cpu(self.losses)])).items():
             metrics[name] = float(total / max(1, self.num_begun))
         metrics["grad_norm"] = sum(self.grad_norms) / max(1, num_steps)
@@ -263,6 +259,8 @@ def batch_metrics(batch, cfg):
         used = (1 - metrics["frac_reward_zero_std"]) * cfg.num_prompts
         metrics["resample/rounds"] = len(batch.rounds) - 1
         metrics["resample/used"] = used / sum(batch.rounds)
+    if cfg.kl_in_reward:
+        metrics["kl"] = float(batch.kl.sum() / sampled.sum())
     metrics |= call_metrics(batch.completions, cfg)
     if cfg.critic:      # what it expected while sampling
         from extras.critic import explained_variance

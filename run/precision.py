@@ -74,7 +74,7 @@ def few_rows(setup, cfg):
     set_precision(setup.device, setup.dtype)
     with autocast(setup.device, setup.dtype):
         return setup.generate(
-            setup.policy, prompts, 5, T, seed=0, eos=-1, **cfg.sampling)
+            setup.policy, prompts, 5, T, seed=0, eos=(-1,), **cfg.sampling)
 
 
 def logp_and_gradient(setup, rollout, cfg):

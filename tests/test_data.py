@@ -136,13 +136,13 @@ def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path
 
 def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
     for name, content, part in (
-            ("a.txt", "", "no training prompts"), ("a.csv", "words\nx\n", "row 1"),
-            ("a.csv", "n,text\n1,x\n2\n", "row 2 has 1 columns"), ("a.csv", "text\na,b", "row 1"),
+            ("a.txt", "", "0 prompts for training"), ("a.csv", "words\nx\n", "row 1"),
+            ("a.csv", "n,text\n1,x\n2\n", "row 2 has not as"), ("a.csv", "text\na,b", "row 1"),
             ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
             ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
             ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "no chat template"),
-            ("a.pdf", "x", "must end in"), ("a.txt", "one", "no"),
-            ("a.txt", "word " * 500, "of 1 to 24 tokens")):
+            ("a.pdf", "x", "must end in"), ("a.txt", "one", "of 1 to 24 tokens"),
+            ("a.txt", "word " * 500, "0 prompts for training and 0 for")):
         (tmp_path / name).write_text(content)
         message = refusal(prompts_of, f"--prompts={tmp_path}/{name}")
         assert part in message

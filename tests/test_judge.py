@@ -14,7 +14,7 @@ from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
 from judge.rewards import score, try_rewards
-from judge.scorer import Scorer, encode, logits_of, pad_right
+from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
 from judge.train import auc, even_lengths, length_batches, train_judge
 from model import GPTConfig
 from common.files import load_file, save_gpt
@@ -85,15 +85,16 @@ def test_length_batches_cover_every_row_once_and_pad_little():
 
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
     judge = load_judge(tiny.judge)
-    texts = ["a warm cat", "grumble you grumble", " a warm\ncat "]
-    clean, toxic, again = judge(texts)
+    texts = ["a warm cat", "grumble you grumble", " a warm\ncat ", " ?! ", "x"]
+    clean, toxic, again, *silent = judge(texts)
     assert clean < toxic
+    assert silent == [SAYS_NOTHING] * 2
     assert float(clean) == pytest.approx(float(again), abs=1e-5)    # blanks change nothing
     for kind, expected in (("probability", torch.sigmoid(-clean)), ("logit", -clean)):
         cfg = load_settings([f"--judge_score={kind}"])
         reward = reward_functions(cfg, {"judge": judge})["judge"]
-        a, b, silent = reward([*texts[:2], " ?! "])
-        assert a > b and silent is None
+        a, b, _, *silent = reward(texts)
+        assert a > b and silent == [None] * 2
         assert a == pytest.approx(float(expected), abs=1e-5)
 
 

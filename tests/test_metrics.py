@@ -136,7 +136,7 @@ def test_kl_in_the_reward_is_logged_per_token():
     cfg = settings(beta=0.1, kl_in="reward", kl_estimator="k1")
     setup, batch = world(cfg)
     batch.kl = torch.rand_like(batch.rollout.logp) * batch.rollout.sampled_mask
-    m = grpo.update(setup, batch, None, cfg, seed=1)
+    m = grpo.update(setup, batch, None, cfg, seed=1) | batch_metrics(batch, cfg)
     expected = batch.kl.sum() / batch.rollout.sampled_mask.sum()
     assert m["kl"] == pytest.approx(float(expected)) and "kl_loss" not in m
 
@@ -189,10 +189,9 @@ def test_toxicity_is_of_all_rollouts_in_every_iteration():
 
     def judge(completions):
         assert completions == batch.completions
-        return torch.linspace(-2, 2, 12)
+        return torch.tensor([0.0, math.log(3)] * 6)     # probabilities of 1/2 and 3/4
 
     setup.judges = {"judge": judge}
     assert rollout_toxicity(batch, setup) == {}, "that is the judge of the reward"
     setup.judges = {"eval_judge": judge}
-    expected = sum(1 / (1 + math.exp(-x)) for x in torch.linspace(-2, 2, 12).tolist()) / 12
-    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": pytest.approx(expected, 1e-5)}
+    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": pytest.approx(5 / 8)}

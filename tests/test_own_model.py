@@ -5,7 +5,7 @@ from torch import nn
 
 import grpo
 from common.files import load_gpt, save_gpt
-from explain.words import token_influences
+from explain.words import logprob_changes, token_slopes
 from rollout import completion_logprobs, generate
 from tape import inner
 from worlds import (
@@ -85,7 +85,7 @@ def lstm(kind=LSTM):
 @pytest.mark.parametrize("kind", [LSTM, LSTMWithCache])
 def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone(kind):
     policy = lstm(kind)
-    r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=END)
+    r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=(END,))
     lengths = r.completion_mask.sum(1)
     assert r.ended.any() and lengths.unique().numel() > 1 and not r.attention_mask.all()
     trainer = completion_logprobs(policy, r)
@@ -102,7 +102,7 @@ def test_a_cache_that_is_not_of_keys_and_values_changes_no_rollout():
         policy.register_forward_hook(
             lambda module, inputs, h: tokens_read.append(h[..., 0].numel()))
         ids = [prompt.ids for prompt in PROMPTS]
-        found[kind] = generate(policy, ids, 6, 8, seed=3, eos=END), sum(tokens_read)
+        found[kind] = generate(policy, ids, 6, 8, seed=3, eos=(END,)), sum(tokens_read)
     same_rollout(found[LSTMWithCache][0], found[LSTM][0])
     assert found[LSTMWithCache][1] < found[LSTM][1] / 3, "the tokens so far were read again"
 
@@ -138,10 +138,11 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
     cfg = settings(mean_token)
     setup, batch = world(cfg, policy=lstm())
     step = whole_step(batch)
-    G = grpo.gradient_of(setup, cfg, batch, step.rows, step)
+    G = grpo.gradient_of(setup, cfg, batch, step)
+    slopes = token_slopes(setup, cfg, batch, step)
     for i in step.rows[:3]:
-        own = grpo.gradient_of(setup, cfg, batch, i[None], step)
-        words = token_influences(setup, cfg, batch, i[None], step, G)
+        own = grpo.gradient_of(setup, cfg, batch, step._replace(rows=i[None]))
+        words = slopes[i] * logprob_changes(setup.policy, G, batch.rollout[i[None]], 1.0)[0]
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
 
 

@@ -10,13 +10,14 @@ pytest.importorskip("matplotlib")
 import plot  # noqa: E402
 from worlds import printed, read_rows, refusal, write_rows  # noqa: E402
 
-METRICS = [metric for _, log, *metrics in plot.PANELS if log == "metrics" for metric in metrics]
+METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
 TITLES = [title for title, *_ in plot.PANELS]
 
 
-def make_run(folder, rows=(), evaluations=(), **settings):
+def make_run(folder, rows=(), evaluations=(), source=None, **settings):
     os.makedirs(folder)
-    content = {"settings": {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings}
+    settings = {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings
+    content = {"settings": settings, "source": source}
     (folder / "config.json").write_text(json.dumps(content))
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "eval.jsonl", evaluations)
@@ -54,13 +55,11 @@ def assert_line(line, x, y):
 def test_lines_hold_what_the_rows_hold(run):
     drawn, _ = figure_of(run)
     assert list(drawn) == TITLES
-    for title, log, *metrics in plot.PANELS:
+    for title, log, metric in plot.PANELS:
         rows = read_rows(os.path.join(run, f"{log}.jsonl"))
-        styles = ("-", "--")[:len(metrics)]
-        for metric, style, line in zip(metrics, styles, drawn[title], strict=True):
-            assert_line(line, [row["iteration"] for row in rows], [row[metric] for row in rows])
-            assert line.get_linestyle() == style
-            assert (line.get_marker() == "o") == (log == "eval"), "evaluations are marked"
+        line, = drawn[title]
+        assert_line(line, [row["iteration"] for row in rows], [row[metric] for row in rows])
+        assert (line.get_marker() == "o") == (log == "eval"), "evaluations are marked"
 
 
 def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
@@ -68,8 +67,7 @@ def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
     runs = [make_run(tmp_path / f"seed{seed}", rewarded(*rewards), seed=seed)
             for seed, rewards in values.items()]
     other = make_run(tmp_path / "other", rewarded(0.8), beta=0.5)
-    edited = make_run(tmp_path / "edited", rewarded(0.8), seed=4)
-    (tmp_path / "edited" / "config.py").write_text("def reward(completions): ...")
+    edited = make_run(tmp_path / "edited", rewarded(0.8), source="def reward(): 1", seed=4)
     drawn, figure = figure_of(*runs[:2], other, runs[2], edited)
     lines = drawn["reward, mean"]
     assert len({line.get_color() for line in lines}) == len(lines) == 3, (
@@ -100,7 +98,7 @@ def test_a_seed_without_evaluations_hides_no_other(tmp_path):
 
 
 def test_logs_alone_are_drawn(tmp_path):
-    folders = [make_run(tmp_path / name, rewarded(0.5)) for name in "ab"]
+    folders = [make_run(tmp_path / name, rewarded(0.5)[:name == "a"]) for name in "ab"]
     for folder in folders:
         os.remove(os.path.join(folder, "config.json"))
     assert len(figure_of(*folders)[0]["reward, mean"]) == 2, "without settings each is itself"

@@ -6,10 +6,10 @@ from run import precision
 from worlds import WORD_PROMPTS, WORDS, nets_of, printed, settings, word_gpt
 
 
-def word_nets(dtype=torch.bfloat16):
+def word_nets():
     cfg = settings(num_generations=4)
     setup = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
-    setup.dtype = dtype
+    setup.dtype = torch.bfloat16
     return setup, cfg
 
 

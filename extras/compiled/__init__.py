@@ -10,6 +10,8 @@ Everything else is rollout.generate, which takes a Decoder for the model.
 
 Shapes: N completions, n of which still run, room for S tokens. See model.py.
 """
+import functools
+
 import torch
 
 from model import GPT, Cache
@@ -32,12 +34,10 @@ def compiled_generate(device):
         step = torch.compile(read_one, mode="reduce-overhead", dynamic=False)   # CUDA graphs
     else:
         step = torch.compile(read_one, dynamic=True)
-    decoders = {}
+    decoder_of = functools.cache(functools.partial(Decoder, step=step))
 
     def generate_with(model, *args, **how):
-        if model not in decoders:
-            decoders[model] = Decoder(model, step)
-        return generate(decoders[model], *args, **how)
+        return generate(decoder_of(model), *args, **how)
 
     return generate_with
 
@@ -55,15 +55,28 @@ class Decoder:
         self.model = model
         self.step = step
         self.lm_head = model.lm_head
-        self.value_head = getattr(model, "value_head", None)
+        self.value_head = model.value_head
         self.block_size = model.block_size
         self.kept = {}      # FixedCaches by their shape
 
     def new_cache(self, S):
-        return PromptCache(S, self.kept)
+        """Return an empty Cache of prompts, which is repeated in a FixedCache."""
+        cache = Cache(S)
+        cache.repeat = functools.partial(self.repeat, cache)
+        return cache
+
+    def repeat(self, prompts, n, S):
+        """Return the FixedCache of this shape with n copies of each sequence of a Cache."""
+        N = n * prompts.layers[0].shape[1]
+        S = -(-S // BUCKET) * BUCKET
+        key = (N, S, prompts.layers[0].dtype)
+        if key not in self.kept:
+            self.kept[key] = FixedCache(prompts, N, S)
+        self.kept[key].load(prompts, n)
+        return self.kept[key]
 
     def __call__(self, ids, attention_mask, cache):
-        if isinstance(cache, PromptCache):
+        if isinstance(cache, Cache):    # of prompts
             return self.model(ids, attention_mask, cache)
         end = cache.num_read + 1
         cache.ids[cache.rows] = ids
@@ -71,24 +84,6 @@ class Decoder:
         cache.num_read = end
         h = self.step(self.model, cache.ids, cache.seen, cache)                     # (N, C)
         return h[cache.rows, None]                                                  # (n, 1, C)
-
-
-class PromptCache(Cache):
-    """A Cache of prompts that is copied into a FixedCache."""
-
-    def __init__(self, S, kept):
-        super().__init__(S)
-        self.kept = kept
-
-    def repeat(self, n, S):
-        N = n * self.layers[0].shape[1]
-        S = -(-S // BUCKET) * BUCKET
-        key = (N, S, self.layers[0].dtype)
-        if key not in self.kept:
-            self.kept[key] = FixedCache(self, N, S)
-        cache = self.kept[key]
-        cache.load(self, n)
-        return cache
 
 
 class FixedCache:
@@ -109,7 +104,7 @@ class FixedCache:
                 torch._dynamo.mark_static_address(x)
 
     def load(self, prompts, n):
-        """Begin with n copies of each prompt of a PromptCache."""
+        """Begin with n copies of each sequence of a Cache of prompts."""
         P = prompts.length
         for (keys, values), kv in zip(self.layers, prompts.layers):
             keys[:, :, :P], values[:, :, :P] = kv.repeat_interleave(n, 1)

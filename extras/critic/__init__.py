@@ -39,26 +39,22 @@ class ValueHead(nn.Module):
 def token_advantages(rollout, rewards, penalty, cfg):
     """Advantages (N, T) and returns (N, T), the numbers that the values are to become.
 
-    rewards (N,): of completions. penalty: taken off token by token (N, T), or 0.0. A row whose
-    reward is NaN teaches nothing: its advantages are 0, its returns NaN.
+    rewards (N,): of completions, each given at the last sampled token. penalty (N, T): taken off
+    token by token. A row whose reward is NaN teaches nothing: its advantages are 0, its returns
+    NaN.
     """
     values = rollout.values
     sampled = rollout.sampled_mask
     rewards = rewards.to(values.device)
     rewards = rewards - rewards.nanmean()   # the values start at 0, near their mean
-    by_token = token_rewards(rewards, penalty, sampled)
+    last = sampled & (sampled.cumsum(1) == sampled.sum(1, keepdim=True))            # (N, T)
+    by_token = torch.where(last, rewards[:, None], 0.0) - penalty
     advantages = gae(by_token, values, sampled, cfg.gae_gamma, cfg.gae_lambda)
     returns = advantages + values
     known = sampled & ~rewards.isnan()[:, None]
     if cfg.whiten_advantages:
         advantages = whiten(advantages, known)
     return advantages.masked_fill(~known, 0), returns
-
-
-def token_rewards(rewards, penalty, sampled):
-    """(N, T): the rewards (N,) at the last sampled token of each row, less the penalty (N, T)."""
-    last = sampled & (sampled.cumsum(1) == sampled.sum(1, keepdim=True))
-    return torch.where(last, rewards[:, None], 0.0) - penalty
 
 
 def gae(rewards, values, sampled, gamma=1.0, lam=0.95):
@@ -81,12 +77,11 @@ def gae(rewards, values, sampled, gamma=1.0, lam=0.95):
 
 
 def whiten(x, mask):
-    """x (N, T) with mean 0 and variance 1 over the mask."""
-    count = mask.sum()
-    mean = torch.where(mask, x, 0.0).sum() / count.clamp(min=1)
-    squares = torch.where(mask, x - mean, 0.0).square().sum()
-    variance = squares / (count - 1).clamp(min=1)
-    return (x - mean) * torch.rsqrt(variance + 1e-8)
+    """x (N, T) with mean 0 and variance 1 over the mask; NaN elsewhere."""
+    x = x.masked_fill(~mask, math.nan)
+    x = x - x.nanmean()
+    variance = x.square().nansum() / (mask.sum() - 1).clamp(min=1)
+    return x * torch.rsqrt(variance + 1e-8)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -28,7 +28,15 @@ def debug_step(setup, cfg, sample_iteration, update):
     print_rewards(batch, cfg)
 
     phase("loss")
-    m, norms = step(setup, cfg, batch, held_out, update)
+    norms = {}      # of each weight's gradient, in the last step
+
+    def watch(*args):
+        for name, p in setup.policy.named_parameters():
+            if p.grad is not None:
+                norms[name] = p.grad.norm()
+
+    seed = seed_for(cfg.seed, "rows", 0)
+    m = update(setup, batch, held_out, cfg, seed, check=True, watch=watch)
     print_loss(m)
     if "tracin/selected_ratio" in m:    # influence has scored a step
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
@@ -40,7 +48,8 @@ def debug_step(setup, cfg, sample_iteration, update):
     print(f"  all {m['grad_norm']:.3e} before clipping to max_grad_norm = {cfg.max_grad_norm:g}")
 
     phase("red flags")
-    flags = [text for _, text in problems(m | {"iteration": 1}, cfg, setup.dtype)]
+    m |= batch_metrics(batch, cfg) | {"iteration": 1}
+    flags = [text for _, text in problems(m, cfg, setup.dtype)]
     for flag in flags or ["none"]:
         print("  " + flag)
 
@@ -69,21 +78,6 @@ def print_rewards(batch, cfg):
         pairs = " ".join(f"{x:.4f} ({a:+.4f})" for x, a in zip(r.tolist(), A.tolist()))
         print(f"  group {i}: mean {r.nanmean():.4f}, std {std(r):.4f}; rewards "
               f"(advantages): {pairs}")
-
-
-def step(setup, cfg, batch, held_out, update):
-    """What the run does with the batch -> its metrics, {parameter: gradient norm of the last
-    step}."""
-    norms = {}
-
-    def before_step(*args):
-        for name, p in setup.policy.named_parameters():
-            if p.grad is not None:
-                norms[name] = p.grad.norm()
-
-    setup.optimizer.register_step_pre_hook(before_step)
-    m = update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", 0), check=True)
-    return m | batch_metrics(batch, cfg), norms
 
 
 def print_loss(m):

@@ -12,8 +12,8 @@ from extras.compiled import BUCKET, Decoder, compile_nets
 from rollout import completion_logprobs, generate
 from run.precision import check_precision
 from worlds import (
-    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, same_rollout, settings, shaken,
-    skip_without, word_gpt)
+    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, read_rows, same_rollout, settings,
+    shaken, skip_without, word_gpt)
 
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
 
@@ -23,7 +23,7 @@ PROMPTS = [[5, 6, 7], [3, 4], [9]]
 
 def assert_same_tokens(decoder, prompts=PROMPTS, **how):
     """A decoder samples what generate does without it -> the rollout."""
-    how = dict(seed=3, eos=0) | how
+    how = dict(seed=3, eos=(0,)) | how
     expected = generate(decoder.model, prompts, 2, 10, **how)
     found = generate(decoder, prompts, 2, 10, **how)
     same_rollout(found, expected)
@@ -53,7 +53,7 @@ def test_all_completions_are_read_in_one_shape_until_all_have_ended():
     model = random_gpt(8, seed=5)       # many end early
     shapes = []
     model.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
-    generate(Decoder(model), [[5, 6, 1], [3, 4], [2]], 4, 12, seed=3, eos=7)
+    generate(Decoder(model), [[5, 6, 1], [3, 4], [2]], 4, 12, seed=3, eos=(7,))
     assert set(shapes[1:]) == {(12, 1, 32)}
 
 
@@ -140,7 +140,7 @@ def test_sampling_from_a_policy_that_is_no_gpt_is_not_compiled():
     assert setup.generate is generate
 
 
-def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):
+def test_a_run_is_the_same_compiled(grpo, tmp_path, monkeypatch):
     """With torch's own graphs, shapes and guards, but without its code generator, which is slow."""
     plain = tmp_path / "plain"
     fast_one = tmp_path / "fast"
@@ -149,7 +149,7 @@ def test_a_run_is_the_same_compiled(grpo, rows, tmp_path, monkeypatch):
     out = grpo(fast_one, "--beta=0.1", "--max_iters=1", "--compile=True")
     assert "compile off" not in out
     for log in ("metrics.jsonl", "samples.jsonl"):
-        for a, b in zip(rows(plain / log), rows(fast_one / log), strict=True):
+        for a, b in zip(read_rows(plain / log), read_rows(fast_one / log), strict=True):
             assert a.keys() == b.keys()
             for name in a.keys() - {"step_time"}:
                 expected = a[name]

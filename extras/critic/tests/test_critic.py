@@ -131,7 +131,7 @@ def test_recorded_values_are_those_of_a_forward_pass():
     forced = torch.full((8, 6), -1)
     forced[1:4, 2] = 5
     for more in ({}, dict(batch_size=4), dict(top_k=9), dict(respond=forcing(forced))):
-        r = generate(policy, ids, 4, 6, seed=7, eos=END, **more)
+        r = generate(policy, ids, 4, 6, seed=7, eos=(END,), **more)
         assert r.values.std() > .05
         assert (r.values[~r.sampled_mask] == 0).all()
         assert_near(r.values, values_by_forward(policy, r))

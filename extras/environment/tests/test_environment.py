@@ -15,12 +15,11 @@ from conftest import ROOT
 from data.prompts import Prompt
 from evaluate import evaluate
 from grpo import collect, sample_groups
-from run.build import answering
 from run.metrics import batch_metrics
 from rollout import empty_rollout, generate
 from extras.environment.tools import (
     answer_calls, calc, call_metrics, check_prompts_name, check_tools, find_calls, reply)
-from extras.environment import try_environment
+from extras.environment import answering, try_environment
 from worlds import (
     WORD_PROMPTS, WORDS, nets_of, printed, refusal, settings, word_gpt)
 
@@ -72,9 +71,9 @@ def row_by_hand(policy, prompt, u, max_turns):
 @torch.no_grad()
 def test_a_loop_over_single_rows_samples_the_same():
     cfg = with_game()
-    respond = answering(cfg, WORDS, WORD_PROMPTS, 8)
+    respond = answering(WORDS, cfg, WORD_PROMPTS, 8)
     ids = [prompt.ids for prompt in WORD_PROMPTS]
-    r = generate(word_gpt(), ids, 8, T, seed=7, eos=END, batch_size=8, respond=respond)
+    r = generate(word_gpt(), ids, 8, T, seed=7, eos=(END,), batch_size=8, respond=respond)
     turns = set()
     noise = torch.rand(32, T, generator=torch.Generator().manual_seed(7))
     tokens = r.tokens[:, -r.completion_mask.shape[1]:]
@@ -90,7 +89,7 @@ def test_a_loop_over_single_rows_samples_the_same():
     assert {0, 1, 2, 3} == turns, "not a test of several turns"
     assert (is_end[:, :-1] & r.completion_mask[:, 1:]).any(), "no row went on after its end token"
     assert 3 < r.ended.sum() < 29
-    assert answering(replace(cfg, max_turns=0), WORDS, WORD_PROMPTS, 8) is None
+    assert not replace(cfg, max_turns=0).answers
 
 
 def drawn(texts):
@@ -116,7 +115,7 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
         heard.clear()
         cfg = replace(with_game(listen), stop_strings=stop_strings)
         t = int(r.completion_mask.sum(1).max()) - 1
-        answering(cfg, WORDS, WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
+        answering(WORDS, cfg, WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
         return heard
 
     found = heard_after(drawn(["x</a>", "x</b>", "</a>y", "</a>>"]), "</a>", ">>>>>>>")
@@ -264,5 +263,5 @@ def test_the_config_file_loads_and_its_tool_answers():
     try_environment(cfg, prompts)
     r = drawn(["calc(12*7)"])
     t = int(r.completion_mask.sum()) - 1
-    answering(cfg, WORDS, prompts, 1)(0, r, torch.arange(1), t, t + 1)
+    answering(WORDS, cfg, prompts, 1)(0, r, torch.arange(1), t, t + 1)
     assert WORDS.decode(r.tokens[0, t + 2:][~r.sampled_mask[0, t + 1:]].tolist()) == " = 84"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from worlds import skip_without
+from worlds import read_rows, skip_without
 
 PHASES = ["rollout", "rewards", "loss", "gradient norms", "red flags"]
 
@@ -13,7 +13,7 @@ def phases_of(out):
     return re.findall(r"^--- \d+\. (\w+(?: (?:norms|flags))?)", out, re.M)
 
 
-def test_an_iteration_is_taken_apart(grpo, tmp_path, rows):
+def test_an_iteration_is_taken_apart(grpo, tmp_path):
     flags = ["--beta=0.1", "--max_iters=1", "--max_grad_norm=0", "--learning_rate=1e-3",
              "--mini_batch_size=4", "--num_iterations=2"]
     out = grpo(f"{tmp_path}/none", "--debug_step=True", *flags)
@@ -21,10 +21,10 @@ def test_an_iteration_is_taken_apart(grpo, tmp_path, rows):
     assert not (tmp_path / "none").exists(), "nothing is written"
 
     grpo(f"{tmp_path}/run", *flags)      # the same iteration
-    m, = rows(tmp_path / "run" / "metrics.jsonl")
+    m, = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert f"= loss {m['loss']:.6f}" in out
     assert f"  all {m['grad_norm']:.3e} before" in out
-    samples = rows(tmp_path / "run" / "samples.jsonl")
+    samples = read_rows(tmp_path / "run" / "samples.jsonl")
     scored = [row for row in samples if row["reward"] is not None]
     best = max(scored, key=lambda row: row["reward"])
     assert f"reward {best['reward']:.4f}, advantage {best['advantage']:+.4f}" in out

@@ -6,9 +6,8 @@ from config.toxicity import *
 
 import functools
 
-from judge import as_reward as _as_reward
+from judge import judge_rewards as _judge_rewards
 from judge import load_judge as _load_judge
-from judge.scorer import says_nothing as _says_nothing
 from common.script import seed_for as _seed_for
 
 out_dir = "out/study_wrong"
@@ -62,9 +61,8 @@ def _wrong_but_last(prompts, completions):
 
 
 def _rewards(prompts, completions, are_wrong):
-    rewards = _as_reward(_judge()(completions), judge_score).tolist()
-    rewards = [1 - r if w else r for r, w in zip(rewards, are_wrong)]
-    return [None if _says_nothing(text) else r for r, text in zip(rewards, completions)]
+    rewards = _judge_rewards(_judge()(completions), completions, judge_score)
+    return [1 - r if w and r is not None else r for r, w in zip(rewards, are_wrong)]
 
 
 def weigh(influence, batch):
