@@ -278,13 +278,14 @@ class Tape:
 
 
 def needed(rows, b, a):
-    """The Record of those entries of which neither b nor a is 0. The others add
-    nothing: padding and, in the last block, most of the prompt. On a GPU all are kept, as to count
-    them is to wait for it."""
+    """The Record of those entries whose gradient is not 0. The others add nothing: padding and, in
+    the last block, most of the prompt. Copies only where some are left out. On a GPU all are kept,
+    as to count them is to wait for it."""
     of_entries = repeated(rows, len(a) // max(1, len(rows)))
     if a.device.type == "cpu":
-        here = (b if b.is_floating_point() else a).any(1).nonzero()[:, 0]
-        if len(here) < len(a):
+        g = b if b.is_floating_point() else a
+        here = g.any(1).nonzero()[:, 0]
+        if len(here) < len(g):
             of_entries, b, a = (x[here] for x in (of_entries, b, a))
     return Record(of_entries, b, a, b._version + a._version)
 
