@@ -15,7 +15,7 @@ from config.check import check_policy
 from data.tokenizer import end_tokens, load_tokenizer
 from judge import judge_rewards
 from judge.rewards import score
-from judge.scorer import silent
+from judge.scorer import says_nothing
 from model import Policy
 from pretrain import is_published, trainable
 from run.build import prepare, read_inputs
@@ -60,7 +60,7 @@ def evaluate(setup, policy, cfg):
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
     measures["ended"] = float(rollout.ended.float().mean())
-    measures["says_nothing"] = float(silent(completions).double().mean())
+    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
     samples = [dict(prompt=prompts[i].text, completion=completions[i])
                for i in range(0, len(prompts), k)[:NUM_SHOWN]]
     return measures, samples
@@ -99,8 +99,8 @@ def distinct(completions, k, n):
     prompts (Li et al. 2016)."""
     shares = []
     for i in range(0, len(completions), k):
-        grams = [tuple(ids[j:j + n]) for ids in completions[i:i + k]
-                 for j in range(len(ids) - n + 1)]
+        grams = [gram for ids in completions[i:i + k]
+                 for gram in zip(*(ids[start:] for start in range(n)))]
         shares.append(len(set(grams)) / max(len(grams), 1))
     return sum(shares) / len(shares)
 

@@ -47,7 +47,7 @@ BATCH = of(
     ("std of the batch", "nanstd(r if", "nanstd(rewards if"),
     ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
      "prompt_of_row = list(prompts) * G"),
-    ("sampling temperature forgotten", "**cfg.sampling,", '**cfg.sampling | {"temperature": 1.0},'))
+    ("sampling temperature forgotten", "**cfg.sampling)", '**cfg.sampling | {"temperature": 1.0})'))
 
 LOSS = of(
     "grpo.py", "test_algorithm.py",
@@ -157,19 +157,22 @@ INFLUENCE += of(
 ACCOUNT = of(
     "extras/account/__init__.py", "test_account.py",
     ("account: momentum forgotten", "U = k.b1 * U -", "U = 0 * U -"),
-    ("account: momentum forgotten in the derivative", "k.b1 * u_m, k.b2 * u_v", "0, k.b2 * u_v"),
-    ("account: clip forgotten", "G = (1 - k.b1) * k.clip * U", "G = (1 - k.b1) * U"),
-    ("account: what clips does not depend on the rollout", "if k.clip < 1:", "if False:"),
+    ("account: momentum forgotten in the derivative", "m = k.b1 * m +", "m = k.b1 * m.detach() +"),
+    ("account: clip forgotten", "(1 - k.b1) * k.clip * U", "(1 - k.b1) * U"),
+    ("account: what clips does not depend on the rollout", "if clip < 1:", "if False:"),
     ("account: bias correction forgotten", "1 - b1 ** count, 1 - b2 ** count)", "1.0, 1.0)"),
     ("account: off by one step", "zip(taken, states, states[1:])",
      "zip(taken, states[1:], states[1:])"),
     ("account: the slope before the step alone", "found[0] + found[-1]) / 2", "found[-1])"),
-    ("account: weight decay forgotten", "(1 - k.lr * k.decay) * d_theta", "d_theta"),
-    ("account: AdamW's v is a constant", "2 * (1 - k.b2) * clipped * u_v)", "0)"),
-    ("account: no Hessian", "d_theta + hessian_times(setup, cfg, k, before[0], L)", "d_theta"),
-    ("account: a clipped ratio has a gradient", "mask[rows] = slope != 0", "mask[rows] = True"),
-    ("account: a clipped value has a gradient", "batch.returns[slope != 0] = math.nan", "pass"),
-    ("account: row weights forgotten", "batch.row_weights = k.batch.row_weights", "pass"))
+    ("account: weight decay forgotten", "(1 - k.lr * k.decay) * theta", "theta"),
+    ("account: AdamW's v is a constant", "s = (v / k.c2", "s = (v.detach() / k.c2"),
+    ("account: no Hessian", "derivative[0] += hessian_times(setup, cfg, k, before[0], L)", "pass"),
+    ("account: the Hessian of the policy's loss alone", "gradient(loss.total,",
+     "gradient(loss.policy,"),
+    ("account: the Hessian of the last micro-batch", "products[i] += gradient",
+     "products[i] = gradient"),
+    ("account: row weights forgotten", "setup.policy, k.batch, k.step, cfg, recording)",
+     "setup.policy, batch, k.step, cfg, recording)"))
 
 MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE + ACCOUNT
 

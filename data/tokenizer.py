@@ -34,10 +34,8 @@ def load_tokenizer(vocab_size=50257):
                        "to 50257")
     table = file_of_package("encoder.json", *GPT2_PACKAGE)
     byte_of = byte_alphabet()
-    ranks = {}
-    for token, rank in read_json(table).items():
-        if rank < vocab_size - 1:
-            ranks[bytes(byte_of[c] for c in token)] = rank
+    ranks = {bytes(byte_of[c] for c in token): rank
+             for token, rank in read_json(table).items() if rank < vocab_size - 1}
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": vocab_size - 1},
                              explicit_n_vocab=vocab_size)

@@ -8,11 +8,10 @@ A judge reads the completion alone: the policy did not write the prompt. A text 
 so that the policy learns neither to fall silent nor to avoid it.
 """
 import contextlib
-import math
 
 import torch
 
-from judge.scorer import SAYS_NOTHING, load_scorer, logits_of, says_nothing, silent
+from judge.scorer import SAYS_NOTHING, load_scorer, logits_of, says_nothing
 from common.script import BadInput
 
 
@@ -29,26 +28,23 @@ def load_judge(name, device="cpu"):
 
     def judge(completions):
         logits = logits_of(model, encode(completions), device, batch_size)
-        for completion, logit in zip(completions, logits.tolist()):
-            if not math.isfinite(logit):
-                raise BadInput(f"judge {name}: the score of the completion {completion!r} is "
-                               f"{logit}: must be finite")
-        return logits.masked_fill(silent(completions), SAYS_NOTHING)
+        for i, text in enumerate(completions):
+            if says_nothing(text):
+                logits[i] = SAYS_NOTHING
+            elif not logits[i].isfinite():
+                raise BadInput(f"judge {name}: the score of the completion {text!r} is "
+                               f"{float(logits[i])}: must be finite")
+        return logits
 
     return judge
 
 
-def as_reward(logits, kind):
-    """Turn logits of toxic into rewards, higher is better. With p = p(toxic) a reward is 1 - p for
-    kind "probability", log((1 - p) / p) for "logit"."""
-    return torch.sigmoid(-logits) if kind == "probability" else -logits
-
-
 def judge_rewards(logits, completions, kind):
-    """Rewards of the judge's logits (N,) -> list of N floats; None, an abstention, where a
-    completion says nothing."""
-    rewards = as_reward(logits, kind).tolist()
-    return [None if says_nothing(text) else r for text, r in zip(completions, rewards)]
+    """Turn logits of toxic (N,) into rewards, higher is better -> list of N floats. With p =
+    p(toxic) a reward is 1 - p for kind "probability", log((1 - p) / p) for "logit"; None, an
+    abstention, where a completion says nothing."""
+    rewards = torch.sigmoid(-logits) if kind == "probability" else -logits
+    return [None if says_nothing(text) else r for text, r in zip(completions, rewards.tolist())]
 
 
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from judge import reward_functions
 from common.script import BadInput, shown, user_error
 
 LARGEST = 1e16      # the square of a reward must fit into float32
@@ -17,13 +18,12 @@ LARGEST = 1e16      # the square of a reward must fit into float32
 def try_rewards(cfg, prompts):
     """Try the config file's rewards before anything is trained: every prompt must have the columns
     that they ask for. They score a few prompts in place of completions, and an empty one."""
-    names = {*cfg.reward_funcs, cfg.tracin_val_reward} - {"judge", None}
-    functions = {name: cfg.functions[name] for name in sorted(names)}
+    functions = reward_functions(cfg, judges={})
+    functions.pop("judge", None)
     for name, function in functions.items():
         arguments_of(f"reward {name!r}", function, prompts, [])
     texts = [prompt.text for prompt in prompts[:8]]
-    if functions:
-        score(functions, prompts[:8] + prompts[:1], texts + [""])
+    score(functions, prompts[:8] + prompts[:1], [*texts, ""])
 
 
 @torch.no_grad()    # and a user's function that switches gradients off does so until here

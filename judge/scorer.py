@@ -70,8 +70,3 @@ def says_nothing(text):
     learned to rate such texts, and any two judges disagree about them."""
     text = text.strip()
     return len(text) < 2 or not re.search(r"[^\W_]", text)
-
-
-def silent(texts):
-    """Tell which of N texts say nothing -> bools (N,)."""
-    return torch.tensor([says_nothing(text) for text in texts], dtype=torch.bool)

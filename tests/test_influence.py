@@ -63,20 +63,16 @@ def rest_gradient(setup, batch, cfg):
 
 
 def target_gradient(setup, batch, rows, cfg):
-    """By autograd, from what the docstrings of tracin.py promise."""
-    n = len(rows)
+    """By autograd: what tracin.target_coefficients promises."""
     if cfg.tracin == "target":
         return -gradient(likely_seven(setup.policy, WORDS, batch), setup.trained)
     if cfg.tracin == "self":
-        step = Step(0, rows, n, int(batch.loss_mask[rows].sum()))
+        step = Step(0, rows, len(rows), int(batch.loss_mask[rows].sum()))
         loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
         return gradient(loss.policy, setup.trained)
-    r = batch.rewards[rows]
-    coef = {"reward": -(r - r.mean()) / (r.std() + 1e-4),
-            "advantage": -batch.advantages[rows],
-            "contrastive": torch.where(r.argsort(descending=True).argsort() < n // 2, -1.0, 1.0)}
-    logp = completion_logprobs(setup.policy, batch.rollout[rows], cfg.temperature)
-    return gradient((coef[cfg.tracin] / n * logp.sum(1)).sum(), setup.trained)
+    coef = target_coefficients(batch, rows, cfg.tracin)
+    logp = completion_logprobs(setup.policy, batch.rollout, cfg.temperature)
+    return gradient((coef * logp.sum(1)).sum(), setup.trained)
 
 
 def close(a, b, tolerance=2e-4):
@@ -91,7 +87,8 @@ def likely_seven(policy, tokenizer, batch):
 
 
 ROWS = dict(kl=dict(beta=.1), unit=UNIT, entropy=dict(beta=.1, entropy_coef=.05),
-            small_micro=dict(micro_batch_size=3), lora=dict(beta=.1, lora_rank=2))
+            small_micro=dict(micro_batch_size=3), lora=dict(beta=.1, lora_rank=2),
+            quantile=dict(beta=.1, top_entropy_quantile=.5))
 TARGETS = ("self", "reward", "advantage", "contrastive")
 
 
@@ -144,11 +141,12 @@ def test_leave_one_out_and_self_share(knobs):
         assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
 
 
-def test_all_rows_kept_are_plain_grpo():
+@pytest.mark.parametrize("target", ("self", "reward"))
+def test_all_rows_kept_are_plain_grpo(target):
     knobs = dict(num_iterations=2, mini_batch_size=8, micro_batch_size=4, beta=.1)
     batch = batch_of(words(**knobs))
     found = []
-    for more in ({}, dict(tracin="self", tracin_select="all")):
+    for more in ({}, dict(tracin=target, tracin_select="all")):
         cfg = words(**knobs, **more)
         found.append(steps_of(nets_for(cfg), copy.copy(batch), cfg)[0])
     plain, kept = found
@@ -329,19 +327,15 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
 @pytest.mark.parametrize("beta", (0.0, .1))
 def test_a_dropped_rollout_of_any_size_leaves_nothing_behind(beta):
     """Were it subtracted from the gradient of all rollouts, its rounding would be left."""
-    def all_but_one(influence, batch):
-        assert len(batch.prompts) == len(batch.completions) == len(influence)
-        return (torch.arange(16) != 5).float()
-
     cfg = words(tracin="self", beta=beta, micro_batch_size=5)
-    cfg = with_functions(cfg, {"weigh": all_but_one}, tracin_select="weigh")
+    cfg = with_functions(cfg, {"weigh": soft}, tracin_select="weigh")
     batch = batch_of(cfg)
     batch.advantages[5] = 1e7
     setup = nets_for(cfg)
     g = row_gradients(setup, batch, cfg)
     rest = rest_gradient(setup, batch, cfg)
     (found,), _ = steps_of(setup, batch, cfg, check=True)
-    assert g[5].norm() > 1e5 * found.norm()
+    assert batch.row_weights[5] == 0 and g[5].norm() > 1e5 * found.norm()
     assert close(found, batch.row_weights @ g + rest)
 
 

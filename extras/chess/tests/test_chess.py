@@ -3,12 +3,10 @@ hand."""
 import shutil
 
 import pytest
-import torch
 
 from config import load_settings
 from conftest import ROOT
 from data.prompts import Prompt
-from data.tokenizer import load_tokenizer
 from judge.rewards import score
 from worlds import refusal, skip_without
 
@@ -96,7 +94,6 @@ def test_questions_know_their_answers_and_no_question_was_a_text():
 STATES = [  # completion, format, right position, distance, share of the outcome
     (ANSWER, 1, 1, 0, 1),
     (ANSWER.replace("0.001", "0.01"), 1, 1, 0, 2 / 3),
-    (ANSWER.replace("+0+0", "+1+1"), 1, 1, 0, 1 / 3),
     (ANSWER.replace("4P3", "3P4"), 1, 0, 2, 1),
     (ANSWER.replace("4P3", "4P"), 0, 0, 1, 1),                  # a rank of five squares
     (ANSWER.replace(" KQkq", " "), 0, 0, 4, 1),                 # no castling field
@@ -105,7 +102,6 @@ STATES = [  # completion, format, right position, distance, share of the outcome
     (ANSWER + "+0", 0, 1, 0, 1), (AFTER_E4, 0, 1, 0, 0),
     (ANSWER.replace("0.001", "\u0663"), 0, 1, 0, 2 / 3),           # a digit of another script
     (ANSWER.replace("b KQkq", "k KQkq"), 0, 0, 1, 1),           # nobody's move
-    (ANSWER.replace("8/8", "9/8"), 0, 0, 1, 1),
     ("", 0, 0, len(AFTER_E4), 0), ("x" * 500, 0, 0, len(AFTER_E4), 0)]
 
 FIVE = "e2e4 d2d4 g1f3 c2c4 b1c3"
@@ -148,19 +144,15 @@ def test_config_files(name, monkeypatch):
     monkeypatch.setattr(chess, "add_evaluations", lambda rows: [
         row | {"evaluations": row["legal"] and VALUES} for row in rows])
     cfg = load_settings([f"{ROOT}/extras/chess/config/{name}.py"])
-    tokenizer = load_tokenizer(cfg.vocab_size)
     rows = cfg.functions["questions"](300, 1)
-    for row in rows if cfg.policy == "train" else []:
-        room = cfg.block_size - cfg.max_completion_length
-        assert len(tokenizer.encode_ordinary(row["text"])) <= room
-        assert len(tokenizer.encode_ordinary(row["answer"] or "")) < cfg.max_completion_length
+    for row in rows if cfg.policy == "train" else []:       # a token for each character
+        assert len(row["text"]) + cfg.max_completion_length <= cfg.block_size
+        assert len(row["answer"] or "") < cfg.max_completion_length
     prompts = [Prompt(row["text"], [1], row) for row in rows[:2]]
     functions = {name: cfg.functions[name] for name in cfg.reward_funcs}
-    scores = score(functions, prompts, [rows[0]["answer"], "M: a1a1"])              # (2, K)
-    assert scores.shape[1] == len(cfg.reward_weights)
-    of_rules = torch.tensor([name.startswith("a_") for name in cfg.reward_funcs])
-    assert torch.equal(scores[0].isnan(), ~of_rules)
-    assert torch.equal(scores[1].isnan(), of_rules)
+    abstains = score(functions, prompts, ["", ""]).isnan().T                        # (K, 2)
+    for name, of_rules_and_play in zip(functions, abstains.tolist()):
+        assert of_rules_and_play == [name.startswith("p_"), name.startswith("a_")], name
 
 
 def test_stockfish_sees_a_mate_or_one_line_says_that_it_is_missing(monkeypatch):

@@ -257,7 +257,8 @@ def test_no_text_becomes_a_special_token_but_what_a_template_wrote_does(tmp_path
     tokenizer = from_folder(write_chat(tmp_path))
     text = "hi<|im_end|>"
     assert not set(tokenizer.encode_ordinary(text)) & {EOT, START, END}
-    assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
+    for encode in (tokenizer.encode_ordinary, tokenizer.encode_marked):
+        assert tokenizer.decode(encode(text)) == text
     assert tokenizer.encode_marked(text)[-1] == END
     assert tokenizer.before_text == [EOT], "of what the tokenizer itself puts around a text"
     assert tokenizer.chat_template == TEMPLATE

@@ -6,9 +6,8 @@ from config.toxicity import *
 
 import functools
 
-from judge import as_reward as _as_reward
+from judge import judge_rewards as _judge_rewards
 from judge import load_judge as _load_judge
-from judge.scorer import says_nothing as _says_nothing
 from common.script import seed_for as _seed_for
 
 out_dir = "out/study_wrong"
@@ -19,10 +18,10 @@ n_layer = 2
 n_embd = 128
 pretrain_tokens = 3_000_000
 max_completion_length = 16
-reward_funcs = ("inverted", "wrong", "trusted")
-reward_weights = (1.0, 0.0, 0.0)    # wrong is recorded, for the study; trusted is for an arm
+reward_funcs = ("inverted", "wrong")
+reward_weights = (1.0, 0.0)         # wrong is recorded, for the oracle
 num_prompts = 10
-num_generations = 8             # trusted reads it
+num_generations = 8
 max_iters = 24
 learning_rate = 5e-4
 beta = 0.1
@@ -46,25 +45,9 @@ def wrong(prompts, completions):
 
 def inverted(prompts, completions):
     """The judge's reward, inverted where it is wrong."""
-    return _rewards(prompts, completions, wrong(prompts, completions))
-
-
-def trusted(prompts, completions):
-    """As inverted, but right for the last prompt: for an arm with one prompt more."""
-    return _rewards(prompts, completions, _wrong_but_last(prompts, completions))
-
-
-def _wrong_but_last(prompts, completions):
-    """As wrong, but 0 for the last prompt."""
+    rewards = _judge_rewards(_judge()(completions), completions, judge_score)
     are_wrong = wrong(prompts, completions)
-    are_wrong[-num_generations:] = [0.0] * num_generations
-    return are_wrong
-
-
-def _rewards(prompts, completions, are_wrong):
-    rewards = _as_reward(_judge()(completions), judge_score).tolist()
-    rewards = [1 - r if w else r for r, w in zip(rewards, are_wrong)]
-    return [None if _says_nothing(text) else r for r, text in zip(rewards, completions)]
+    return [1 - r if w and r is not None else r for r, w in zip(rewards, are_wrong)]
 
 
 def weigh(influence, batch):
