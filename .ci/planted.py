@@ -139,10 +139,10 @@ TAPE = of(
     ("a not normalised",
      "b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps)", "b * x"),
     ("own part not scaled", "g * scale.get(p, 1)", "g"),
-    ("rows are not weighed", "(a * w).to(a.dtype)", "a"),
-    ("a weight is rounded to bfloat16", "weights[rows][:, None]", "weights[rows][:, None].to(a.dtype)"),
+    ("rows are not weighed", "(a * weights[rows][:, None])", "a"),
+    ("a weight is rounded to bfloat16", "weights[rows][:, None])", "weights[rows][:, None].to(a.dtype))"),
     ("flattened tokens begin anew with every piece", "self.given[module] += len(x)", "pass"),
-    ("a second backward counts twice", "if is_recorded and", "if False and"))
+    ("a second backward counts twice", "x = None        # recorded", "pass"))
 
 INFLUENCE = of(
     "tracin.py", "test_influence.py",
