@@ -238,8 +238,7 @@ best = int(influence.argmax())
 loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 asks = torch.autograd.grad(loss.policy, loss.logp)[0][best]                     # (T,)
 row = batch.rollout[[best]]
-direction = {name: target[p] for name, p in setup.policy.named_parameters()}
-push = logprob_changes(setup.policy, direction, row, cfg.temperature)[0]         # (T,)
+push = logprob_changes(setup.policy, target, row, cfg.temperature)[0]            # (T,)
 pieces = pieces_of(row, asks * push, setup.tokenizer)
 print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
       f"rollout {best} is {float(influence[best]):.5f}")

@@ -410,11 +410,9 @@ class LogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "rollout.LogProb has no second derivative, which create_graph=True asks for: use "
-                "logits.log_softmax(-1).gather(1, targets) in its place")
         logits, targets, total = ctx.saved_tensors
+        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
+            return (logits.softmax(-1) * -grad).scatter_add(1, targets, grad), None
         found = (logits - total).exp_().mul_(-grad)                                 # (m, V)
         return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
 

@@ -23,6 +23,7 @@ In the order of the file: the Tape, which keeps a and b; the hooks; the kinds of
 and checks. It needs only torch and works on your own models. A gradient is {parameter: tensor}.
 """
 import functools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -149,12 +150,8 @@ class Tape:
             here = entries[rows]
             if len(here) < len(rows):
                 rows, b, a = (x[here] for x in (rows, b, a))
-            w = weights[rows][:, None]
-            if b.is_floating_point() and b.numel() < a.numel():     # the smaller one is copied
-                b = (b * w).to(b.dtype)     # w is not rounded to b's dtype
-            else:
-                a = (a * w).to(a.dtype)
-            add_outer(total, b, a)
+            weighed = (a * weights[rows][:, None]).to(a.dtype)  # a weight is not rounded to it
+            add_outer(total, b, weighed)
         return total
 
     def read(self, p):
@@ -233,25 +230,26 @@ class Tape:
 
     def recorder(self, layer, module, x):
         """A function of b, the gradient of the output, that records this call of a layer."""
+        tape = weakref.proxy(self)      # who keeps a loss keeps its hooks, and not the records
         rows = self.rows_of(layer, module, x)
         x = x.detach()
         version = x._version
-        is_recorded = False
 
         def record(b):
-            nonlocal is_recorded
-            if x._version != version:
-                refuse(layer.name, "its input was changed in place before the backward")
-            if is_recorded and not self.summing:
+            nonlocal x
+            if x is None:
                 refuse(layer.name, "a second backward of the same forward would count twice: add "
                                    "the losses up, or see backward_summed")
+            if x._version != version:
+                refuse(layer.name, "its input was changed in place before the backward")
             for name, p in layer.trained.items():
                 found = needed(rows, *layer.kind(module, name, x, b))
-                if self.summing:
-                    add_outer(self.sum[p], found.b, found.a)
+                if tape.summing:
+                    add_outer(tape.sum[p], found.b, found.a)
                 else:
-                    self.records[p].append(found)
-            is_recorded = is_recorded or not self.summing
+                    tape.records[p].append(found)
+            if not tape.summing:
+                x = None        # recorded
 
         return record
 
@@ -325,7 +323,7 @@ def observe_gradient(out, callback):
 
 
 # ------------------------------------------------------------------------------------------------
-# the kinds of layers, and the three rules for g_i
+# the kinds of layers, and what is done with outer products
 
 
 def add_outer(total, b, a):
@@ -358,7 +356,7 @@ def wide(dtype):
 
 def vector(b):
     """(b, a) of a bias, or of a norm's weight, from its gradient by token: (k, .., C) -> (k, C)."""
-    g = b.flatten(1, -2).sum(1, dtype=wide(b.dtype)) if b.dim() > 2 else b.to(wide(b.dtype))
+    g = b[:, None].flatten(1, -2).sum(1, dtype=wide(b.dtype))
     return g, g.new_ones(len(g), 1)
 
 

@@ -21,9 +21,9 @@ import torch
 import grpo
 from config import load_settings, read_run
 from config.check import need
-from explain.page import as_lines, facts_of, write_page
+from explain.page import facts_of, show
 from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.words import pieces_of, token_influences
+from explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
 from common.files import read_rows, undamaged
 from common.processes import rank_and_size
@@ -42,6 +42,7 @@ class Scored(NamedTuple):
     recording: Any      # tracin.Recording
     found: Any          # tracin.Findings
     rows: list          # as in samples.jsonl
+    slopes: Any         # (N, T) of the loss by the log-probs of tokens
 
 
 def next_iteration(setup, path, cfg):
@@ -58,8 +59,9 @@ def next_iteration(setup, path, cfg):
     found = keep_helpful(
         recording, held_out, setup, cfg, seed_for(seed, "select", 0), grpo.gradient_of)
     rows = sample_rows(it, batch, cfg)
-    batch.row_weights.fill_(1.0)                # they would weigh the loss of words_of
-    return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()])
+    batch.row_weights.fill_(1.0)                # they would weigh the slopes
+    slopes = token_slopes(setup, cfg, batch, step)
+    return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()], slopes)
 
 
 def scored_against(scored, cfg, j):
@@ -76,7 +78,7 @@ def scored_against(scored, cfg, j):
 
 def check(scored, cfg):
     """A sentence: the tape's influences beside a plain backward."""
-    setup, recording, found, rows = scored
+    setup, recording, found, rows, _ = scored
     error = float(true_error(
         setup, recording.batch, recording.step, found, cfg, grpo.gradient_of))
     verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
@@ -86,24 +88,25 @@ def check(scored, cfg):
 
 def words_of(scored, cfg, j):
     """Pieces of the rollout at position j of the step, influence in standard deviations."""
-    setup, recording, found, _ = scored
-    batch = recording.batch
-    i = recording.step.rows[[j]]
+    i = scored.recording.step.rows[[j]]
+    row = scored.recording.batch.rollout[i]
     G = scored_against(scored, cfg, j)
-    unit = float(found.scores.std(correction=0)) or 1.0
-    influence = token_influences(setup, cfg, batch, i, recording.step, G) / unit
-    return pieces_of(batch.rollout[i], influence, setup.tokenizer)
+    changes = logprob_changes(scored.setup.policy, G, row, cfg.temperature)         # (1, T)
+    unit = float(scored.found.scores.std(correction=0)) or 1.0
+    influence = (scored.slopes[i] * changes)[0] / unit
+    return pieces_of(row, influence, scored.setup.tokenizer)
 
 
 def cards_of(scored, cfg):
     """{heading: [(facts, prompt, Pieces)]} of the rollouts that help and harm most."""
     z = own_units(scored.rows)
-    cards = {}
-    for heading, places in best_and_worst(z).items():
-        cards[heading] = [
-            (facts_of(scored.rows[j], z[j]), scored.rows[j]["prompt"], words_of(scored, cfg, j))
-            for j in places]
-    return cards
+
+    def card(j):
+        row = scored.rows[j]
+        facts = facts_of(row, f"influence {z[j]:+.2f}", f"weight {row['weight']:.3g}")
+        return facts, row["prompt"], words_of(scored, cfg, j)
+
+    return {heading: list(map(card, some)) for heading, some in best_and_worst(z).items()}
 
 
 def settings_of(folder, flags):
@@ -141,10 +144,7 @@ def main(argv):
     with undamaged(folder):
         sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)
         sentences.append(check(scored, cfg))
-    cards = cards_of(scored, cfg)
-    print(about, *sentences, sep="\n- ")
-    print("", *as_lines(cards), sep="\n")
-    write_page(folder, "influence", about, sentences, cards)
+    show(folder, "influence", about, sentences, cards_of(scored, cfg))
 
 
 if __name__ == "__main__":

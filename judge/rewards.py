@@ -23,7 +23,8 @@ def try_rewards(cfg, prompts):
     for name, function in functions.items():
         arguments_of(f"reward {name!r}", function, prompts, [])
     texts = [prompt.text for prompt in prompts[:8]]
-    score(functions, prompts[:8] + prompts[:1], [*texts, ""])
+    if functions:
+        score(functions, prompts[:8] + prompts[:1], [*texts, ""])
 
 
 @torch.no_grad()    # and a user's function that switches gradients off does so until here

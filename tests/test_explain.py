@@ -133,10 +133,10 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     before.pop("influence.html", None)
     assert before == after
     assert "64 rollouts, target 'self'" in text and "nan" not in text
-    assert "Iteration 5: the tape agrees with" in text and "<small>iteration 5, " in shown
+    assert "Iteration 5: the tape agrees with" in text and ", iteration 5, " in shown
     z = own_units(sampled(folder)[0])
     listed = min(5, int((z > 0).sum())) + min(5, int((z < 0).sum()))
-    assert text.count("  iteration 5, ") == shown.count("<article>") == listed
+    assert text.count(", iteration 5, ") == shown.count("<article>") == listed
     (tmp_path / "mine.py").write_text(RULE + TARGET)
     text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
     assert "target 'target'" in text and "agrees with" in text

@@ -131,11 +131,14 @@ def test_a_planted_link_is_not_written_through(tmp_path):
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
-    path = f"{tmp_path}/evil.pt"
     proof = tmp_path / "proof"
-    pickle = b"cos\nmkdir\n(V" + str(proof).encode() + b"\ntR."     # calls os.mkdir(proof)
-    (tmp_path / "evil.pt").write_bytes(pickle)
-    assert "evil.pt" in refusal(load_file, path, "policy")
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(proof),)      # what pickle calls
+
+    torch.save(dict(kind="policy", x=Evil()), tmp_path / "evil.pt")
+    assert "evil.pt" in refusal(load_file, f"{tmp_path}/evil.pt", "policy")
     assert not proof.exists()
 
 

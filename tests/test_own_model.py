@@ -5,7 +5,7 @@ from torch import nn
 
 import grpo
 from common.files import load_gpt, save_gpt
-from explain.words import token_influences
+from explain.words import logprob_changes, token_slopes
 from rollout import completion_logprobs, generate
 from tape import inner
 from worlds import (
@@ -139,9 +139,10 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
     setup, batch = world(cfg, policy=lstm())
     step = whole_step(batch)
     G = grpo.gradient_of(setup, cfg, batch, step)
+    slopes = token_slopes(setup, cfg, batch, step)
     for i in step.rows[:3]:
         own = grpo.gradient_of(setup, cfg, batch, step._replace(rows=i[None]))
-        words = token_influences(setup, cfg, batch, i[None], step, G)
+        words = slopes[i] * logprob_changes(setup.policy, G, batch.rollout[i[None]], 1.0)[0]
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
 
 

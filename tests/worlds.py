@@ -104,8 +104,7 @@ def with_lora(model, rank=3, alpha=6.0, seed=5):
 def logits_by_hand(model, ids):
     """Logits (T, V) of one list of ids by a GPT of any family, in float64, a head at a time,
     without padding or a cache."""
-    w = {name: x.detach().double() for name, x in model.state_dict().items()}
-    return hidden_by_hand(model, ids) @ w.get("lm_head.weight", w["wte.weight"]).T
+    return hidden_by_hand(model, ids) @ model.lm_head.weight.detach().double().T
 
 
 def hidden_by_hand(model, ids):

@@ -15,19 +15,13 @@ far. So rollout i of step t has the share <P_i, G_t>, made from the last step to
     G_t = (1 - b1) clip U_t             U_t = b1 U_{t+1} - lr slope / c1 / (s + eps)
 
 What if it had been left out? The derivative of f(theta_S) by the rollout's weight is <P_i, L_t>,
-with L_t the derivative by g_t. Each step takes derivatives by theta', m', v', that is d_theta, d_m,
-d_v, back to those by theta, m, v and g:
-
-    u_m = d_m - lr d_theta / c1 / (s + eps)     u_v = d_v + lr d_theta m' / c1 / (s + eps)^2 ds/dv'
-    L_t = clip ((1 - b1) u_m + 2 (1 - b2) clip g u_v), plus what g changes by way of clip
-    d_m <- b1 u_m       d_v <- b2 u_v       d_theta <- (1 - lr decay) d_theta + H L_t
-
+with L_t the derivative by g_t. AdamW's step, clipping included, takes derivatives by theta', m', v'
+back to those by theta, m, v and g; the one by theta then gets H L_t too, since g depends on theta.
 H is the Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v
 is tiny a step is hardly more than a sign, and its derivative is huge and means nothing.
 
 S steps, I iterations of N rollouts, W trained weights end to end, K sentences of T tokens.
 """
-import math
 import tempfile
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,18 +29,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import vector_to_parameters
 
 import grpo
 from common.device import free_memory
 from common.script import BadInput, seed_for
-from rollout import completion_logprobs, empty_rollout
 from common.supervised import Progress
+from rollout import completion_logprobs, empty_rollout
 from tracin import Recording
 
 DAMPING = 0.3
-NEAR = 1e-5     # H d is the difference of two gradients, this far from the weights, relative to
-                # their norm. In float32 it has three digits; from nearer ones fewer
 
 # ------------------------------------------------------------------------------------------------
 # the run, once more
@@ -57,8 +50,7 @@ class Taken(NamedTuple):
     it: int         # its iteration, from 0
     batch: Any      # grpo.Batch, with the row_weights of this step
     step: Any       # grpo.Step
-    norm: float     # of the gradient
-    clip: float     # what it was multiplied by
+    clip: float     # what its gradient was multiplied by
     lr: float
     decay: float
     eps: float
@@ -98,7 +90,7 @@ def step_of(setup, cfg, it, batch, step, norm):
     b1, b2 = group["betas"]
     clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
     batch = replace(batch, row_weights=batch.row_weights.clone())
-    return Taken(it, batch, step, norm, clip, group["lr"], group["weight_decay"], group["eps"],
+    return Taken(it, batch, step, clip, group["lr"], group["weight_decay"], group["eps"],
                  b1, b2, 1 - b1 ** count, 1 - b2 ** count)
 
 
@@ -135,29 +127,34 @@ def kept(x, folder):
 
 def row_of(before, said, device):
     """A Rollout of one row, by the ids of a prompt and of a completion."""
-    ids = torch.tensor([before + said], device=device)
-    row = empty_rollout(ids[:, :len(before)], torch.ones_like(ids) > 0, 1, len(said), 0)
-    row.tokens = ids
+    prompt = torch.tensor([before], device=device)
+    row = empty_rollout(prompt, torch.ones_like(prompt) > 0, 1, len(said), 0)
+    row.tokens[0, len(before):] = torch.tensor(said)
     row.completion_mask |= True
     return row
 
 
-def logprobs(setup, weights, rollout, cfg):
-    """Log-probs (T,) of a sentence's tokens at the run's temperature; nothing is truncated."""
+def logprobs(setup, weights, sentences, cfg):
+    """Log-probs (K, T) of the sentences' tokens at the run's temperature; nothing is truncated."""
     vector_to_parameters(weights.to(setup.device), setup.trained)
-    return completion_logprobs(setup.policy, rollout, cfg.temperature)[0]
+    return completion_logprobs(setup.policy, sentences, cfg.temperature)
 
 
-def slopes(setup, weights, rollouts, cfg):
-    """grad f (K, W) of K sentences."""
-    f = [logprobs(setup, weights, rollout, cfg).sum() for rollout in rollouts]
-    return torch.stack([
-        flat(torch.autograd.grad(x, setup.trained, materialize_grads=True)) for x in f])
+def slopes(setup, weights, sentences, cfg):
+    """grad f (K, W)."""
+    f = logprobs(setup, weights, sentences, cfg).sum(1)                             # (K,)
+    return torch.stack([gradient(x, setup.trained, retain_graph=True) for x in f])
 
 
-def mean_slopes(setup, before, after, rollouts, cfg, parts):
+def gradient(x, weights, **how):
+    """Of a number (): (W,)."""
+    return flat(torch.autograd.grad(x, weights, materialize_grads=True, **how))
+
+
+def mean_slopes(setup, before, after, sentences, cfg, parts):
     """The mean of grad f (K, W) on the straight way between two weights, by the trapezoid rule."""
-    found = [slopes(setup, before.lerp(after, i / parts), rollouts, cfg) for i in range(parts + 1)]
+    found = [slopes(setup, before.lerp(after, i / parts), sentences, cfg)
+             for i in range(parts + 1)]
     return (sum(found) - (found[0] + found[-1]) / 2) / parts
 
 
@@ -165,73 +162,48 @@ def mean_slopes(setup, before, after, rollouts, cfg, parts):
 # a step, from its end to its start
 
 
+def adamw(k, g, theta, m, v, damping):
+    """What step k makes of theta, m, v (W,) with the gradient g (W,)."""
+    clip = k.clip
+    if clip < 1:        # it is a limit / (norm + 1e-6)
+        norm = g.norm() + 1e-6
+        clip = clip * norm.detach() / norm
+    m = k.b1 * m + (1 - k.b1) * clip * g
+    v = k.b2 * v + (1 - k.b2) * (clip * g).square()
+    s = (v / k.c2 + 1e-30).sqrt()       # which has no derivative at 0
+    bottom = s + k.eps + damping * s.detach().square().mean().sqrt()
+    return (1 - k.lr * k.decay) * theta - k.lr / k.c1 * m / bottom, m, v
+
+
 def taken_back(k, before, after, derivative, damping):
     """L_t (K, W), and (d_theta, d_m, d_v) before step k from those after it, without H. before,
     after: the states."""
-    d_theta, d_m, d_v = derivative
-    _, m, v = after
-    s = (v / k.c2).sqrt()
-    s_by_v = torch.where(s > 0, 0.5 / (s * k.c2), 0.0)
-    bottom = s + k.eps + damping * s.square().mean().sqrt()
-    moved = k.lr / k.c1 * d_theta / bottom
-    u_m = d_m - moved
-    u_v = d_v + moved * m / bottom * s_by_v
-    clipped = (m - k.b1 * before[1]) / (1 - k.b1)       # clip times g
-    L = k.clip * ((1 - k.b1) * u_m + 2 * (1 - k.b2) * clipped * u_v)
-    if k.clip < 1:      # it is a limit / (norm + 1e-6)
-        g = clipped / k.clip
-        L = L - (L @ g / k.norm / (k.norm + 1e-6))[:, None] * g
-    return L, ((1 - k.lr * k.decay) * d_theta, k.b1 * u_m, k.b2 * u_v)
-
-
-def unclipped(setup, cfg, k):
-    """Settings and a Batch with which the loss of step k has the same gradient and no kinks: tokens
-    whose ratio or value is clipped now are left out, the others are never clipped."""
-    mask = torch.zeros_like(k.batch.loss_mask)
-    batch = k.batch
-    if cfg.critic:
-        values = batch.rollout.values.clone().requires_grad_()
-        batch = replace(batch, rollout=replace(batch.rollout, values=values),
-                        returns=batch.returns.clone())
-    for rows in grpo.micro_batches(batch.rollout, k.step.rows, cfg):
-        loss = grpo.loss_of(setup, setup.policy, batch, rows, k.step, cfg)
-        slope, = torch.autograd.grad(loss.policy, loss.logp, retain_graph=cfg.critic)   # (n, T)
-        mask[rows] = slope != 0
-        if cfg.critic:      # a value is clipped where its loss depends on the recorded one
-            slope, = torch.autograd.grad(loss.critic, values, materialize_grads=True)   # (N, T)
-            batch.returns[slope != 0] = math.nan        # it then has no loss
-    cfg = replace(cfg, value_clip=None)
-    if cfg.loss_type != "cispo":    # it has no kinks: its clipped ratio is a constant
-        cfg = replace(cfg, epsilon=1e9, epsilon_high=None, delta=None)
-    return cfg, replace(batch, policy_mask=mask)
+    g = (after[1] - k.b1 * before[1]) / (1 - k.b1) / k.clip
+    _, back = torch.func.vjp(lambda *inputs: adamw(k, *inputs, damping), g, *before)
+    L, *derivative = torch.vmap(back)(tuple(derivative))
+    return L, derivative
 
 
 def hessian_times(setup, cfg, k, weights, directions):
-    """H d (K, W) of the loss of step k, each as the difference of two gradients in full precision.
-    """
+    """H d (K, W) of the loss of step k, in full precision: the derivative of <gradient, d>."""
     exact = replace(setup, dtype=weights.dtype)
     vector_to_parameters(weights, setup.trained)
-    cfg, batch = unclipped(exact, cfg, k)
-    products = []
-    for d in directions:
-        h = NEAR * weights.norm() / d.norm().clamp(min=1e-30)
-        found = []
-        for there in (weights + h * d, weights - h * d):
-            vector_to_parameters(there, setup.trained)
-            found.append(flat(grpo.gradient_of(exact, cfg, batch, k.step).values()))
-        products.append((found[0] - found[1]) / (2 * h))
-    return torch.stack(products)
+    products = torch.zeros_like(directions)
+    with sdpa_kernel(SDPBackend.MATH):      # no other attention has a second derivative
+        for loss, _ in grpo.losses(exact, setup.policy, k.batch, k.step, cfg):
+            g = gradient(loss.total, setup.trained, create_graph=True)
+            for i, d in enumerate(directions):
+                products[i] += gradient(g @ d, setup.trained, retain_graph=True)
+    return products
 
 
 def multiplied(setup, cfg, k, weights, directions):
     """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k."""
     vector_to_parameters(weights, setup.trained)
-    alone = replace(cfg, beta=0.0, entropy_coef=0.0, critic=False)      # without the rest
-    batch = replace(k.batch, row_weights=k.batch.row_weights.clone())
-    with Recording(setup.policy, batch, k.step, False, alone) as recording:  # it sets them to 1
-        batch.row_weights = k.batch.row_weights
-        for loss, rows in grpo.losses(setup, setup.policy, batch, k.step, alone, recording):
-            recording.backward(loss, rows)
+    batch = replace(k.batch, row_weights=k.batch.row_weights.clone())   # a recording sets them to 1
+    with Recording(setup.policy, batch, k.step, False, cfg) as recording:
+        for loss, _ in grpo.losses(setup, setup.policy, k.batch, k.step, cfg, recording):
+            loss.policy.backward()
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 
 
@@ -247,61 +219,59 @@ def by_parameter(setup, d):
 
 class Account(NamedTuple):
     """In nats, of K sentences."""
-    logp: list          # (S + 1, T) of each one's tokens, along the run
+    logp: Tensor        # (S + 1, K, T) of their tokens, along the run
     shares: Tensor      # (K, I, N) of the rollouts: where the change came from
     effects: Tensor     # (K, I, N): the derivatives by their weights
-    rest: dict          # {name: shares (K,)} of the other parts of the loss
-    others: dict        # likewise, of what is no loss
+    rest: dict          # {name: shares (K,)}: of the rest of the loss, and of what is no loss
 
     @property
     def together(self):     # (K,)
-        return self.shares.sum((1, 2)) + sum([*self.rest.values(), *self.others.values()])
+        return self.shares.sum((1, 2)) + sum(self.rest.values())
 
     @property
     def change(self):       # (K,)
-        return torch.stack([x[-1].sum() - x[0].sum() for x in self.logp])
+        return (self.logp[-1] - self.logp[0]).sum(1)
 
 
-def account(setup, cfg, states, taken, rollouts, hessian=True, parts=1, damping=DAMPING):
-    """The Account of K sentences, a Rollout of one row each. parts: of the way of a step, for the
-    mean slope on it."""
+def account(setup, cfg, states, taken, sentences, hessian=True, parts=1, damping=DAMPING):
+    """The Account of sentences, a Rollout of K rows. parts: of the way of a step, for the mean
+    slope on it."""
     with torch.no_grad():
-        logp = [torch.stack([logprobs(setup, x[0], rollout, cfg) for x in states]).cpu()
-                for rollout in rollouts]
-    K = len(rollouts)
-    N = len(taken[0].batch.row_weights)
-    found = torch.zeros(2, K, taken[-1].it + 1, N, dtype=torch.float64)
-    parts_of_rest = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
-    rest = {part: 0.0 for part, is_on in parts_of_rest.items() if is_on}
-    decay = 0.0
-    derivative = slopes(setup, states[-1][0], rollouts, cfg), 0.0, 0.0
+        logp = torch.stack([logprobs(setup, x[0], sentences, cfg) for x in states]).cpu()
+    d_theta = slopes(setup, states[-1][0], sentences, cfg)
+    derivative = d_theta, 0 * d_theta, 0 * d_theta
+    shape = len(d_theta), taken[-1].it + 1, len(taken[0].batch.row_weights)
+    shares, effects = torch.zeros(2, *shape, dtype=torch.float64)
+    is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
+    parts_of_loss = [part for part in is_on if is_on[part]]
+    rest = dict.fromkeys([*parts_of_loss, "decay"], 0.0)
     progress = Progress("account", "step", len(taken))
-    steps = walk_back(setup, cfg, states, taken, rollouts, parts)
-    for done, (k, before, after, slope, U) in enumerate(steps, 1):
+    steps = walk_back(setup, cfg, states, taken, sentences, parts)
+    for done, (k, before, after, slope, G) in enumerate(steps, 1):
         L, derivative = taken_back(k, before, after, derivative, damping)
-        G = (1 - k.b1) * k.clip * U
-        products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))
-        found[:, :, k.it] += products.view(2, K, -1)
-        for part in rest:
-            g = grpo.gradient_of(setup, cfg, k.batch, k.step, part).values()
-            rest[part] += (G @ flat(g)).cpu()
-        decay -= k.lr * k.decay * (slope @ before[0]).cpu()
+        products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))          # (2 K, N)
+        shares[:, k.it] += products[:len(G)]
+        effects[:, k.it] += products[len(G):]
+        for part in parts_of_loss:
+            g = grpo.gradient_of(setup, cfg, k.batch, k.step, part)
+            rest[part] += (G @ flat(g.values())).cpu()
+        rest["decay"] -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:
-            d_theta, *moments = derivative
-            derivative = d_theta + hessian_times(setup, cfg, k, before[0], L), *moments
+            derivative[0] += hessian_times(setup, cfg, k, before[0], L)
         if progress.is_due():
             progress.show(done)
-    momentum = k.b1 * (U @ before[1]).cpu()     # what m held before the first step
-    return Account(logp, *found, rest, dict(decay=decay, momentum=momentum))
+    # of what m held before the first step
+    rest["momentum"] = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()
+    return Account(logp, shares, effects, rest)
 
 
-def walk_back(setup, cfg, states, taken, rollouts, parts=1):
+def walk_back(setup, cfg, states, taken, sentences, parts=1):
     """Each step, from the last to the first, with the states before and after it, the mean slopes,
-    and U (K, W)."""
+    and G (K, W)."""
     U = 0.0
     for k, before, after in reversed(list(zip(taken, states, states[1:]))):
         before = before.to(setup.device)
         after = after.to(setup.device)
-        slope = mean_slopes(setup, before[0], after[0], rollouts, cfg, parts)
+        slope = mean_slopes(setup, before[0], after[0], sentences, cfg, parts)
         U = k.b1 * U - k.lr / k.c1 * slope / ((after[2] / k.c2).sqrt() + k.eps)
-        yield k, before, after, slope, U
+        yield k, before, after, slope, (1 - k.b1) * k.clip * U

@@ -65,6 +65,7 @@ from common.files import write_json
 from common.script import BadInput, own_flags, run_script, seed_for
 from config import load_settings
 from data.prompts import draw_prompts
+from rollout import concatenate
 from extras.account import flat, hessian_times, logprobs, replay, slopes, taken_back, walk_back
 
 OWN = 4         # sentences that the run said
@@ -73,11 +74,12 @@ DAMPINGS = (0.0, 0.1, 0.3, 1.0)
 
 
 def sentences_of(setup, cfg, own):
-    """Completions of lowest reward, K Rollouts of one row. own: the run's first Batch."""
+    """Completions of lowest reward, a Rollout of K rows. own: the run's first Batch."""
     prompts = draw_prompts(setup.eval_prompts, 0, cfg.num_prompts, cfg.seed)
     unseen = grpo.collect(setup, prompts, cfg, seed_for(cfg.seed, "unseen"))
-    return [batch.rollout[[i]] for batch, n in ((own, OWN), (unseen, UNSEEN))
-            for i in batch.rewards.nan_to_num(torch.inf).argsort(stable=True)[:n].tolist()]
+    return concatenate([
+        batch.rollout[batch.rewards.nan_to_num(torch.inf).argsort(stable=True)[:n]]
+        for batch, n in ((own, OWN), (unseen, UNSEEN))])
 
 
 def train_again(setup, cfg, start, batches, kept, sampled):
@@ -103,7 +105,7 @@ def gradients_of_rows(setup, cfg, batch, step):
 def scores_of(setup, cfg, states, taken, sentences, hessian):
     """{arm: (K, I, N)}: what the weight of a rollout adds to the log-prob of a sentence."""
     found = defaultdict(list)       # from the last step to the first
-    end = slopes(setup, states[-1][0], sentences, cfg), 0.0, 0.0
+    end = [x * slopes(setup, states[-1][0], sentences, cfg) for x in (1, 0, 0)]
     U = dict.fromkeys(DAMPINGS, 0.0)
     plain = dict.fromkeys(DAMPINGS, end)
     curved = dict.fromkeys(hessian, end)
@@ -135,7 +137,7 @@ def scores_of(setup, cfg, states, taken, sentences, hessian):
 def overlaps(taken, sentences):
     """The share of tokens that a sentence and a rollout have in common (K, I, N)."""
     rows = [[set(ids) for ids in k.batch.rollout.completions(())] for k in taken]
-    said = [set(sentence.completions(())[0]) for sentence in sentences]
+    said = [set(ids) for ids in sentences.completions(())]
     return torch.tensor([[[len(x & y) / len(x | y) for x in row] for row in rows] for y in said])
 
 
@@ -157,11 +159,11 @@ def study(setup, cfg, shares, hessian, subsets, sampled):
     found = {}
     for share in shares:
         kept = torch.rand(subsets, *scores["advantage"].shape, generator=generator) >= share
-        truth = torch.zeros(subsets, len(sentences))
+        truth = torch.zeros(subsets, len(sentences.logp))
         for m, weights in enumerate(kept.float()):
             end = train_again(setup, cfg, start, batches, weights, sampled)
             with torch.no_grad():
-                truth[m] = torch.stack([logprobs(setup, end, x, cfg).sum() for x in sentences])
+                truth[m] = logprobs(setup, end, sentences, cfg).sum(1)
         found[share] = {}
         for arm, score in scores.items():
             predicted = (kept[:, None] * score).sum((2, 3))    # but for a constant

@@ -12,15 +12,16 @@ import grpo
 from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings, read_run
-from data.prompts import encode_prompt
-from explain.page import as_lines, write_page
+from data.prompts import read_prompt
+from explain.page import facts_of, show
 from explain.sentences import best_and_worst
-from explain.words import pieces_of, token_influences
+from explain.words import logprob_changes, pieces_of, token_slopes
 from extras.account import account, by_parameter, replay, row_of, walk_back
-from rollout import completion_states, truncate
+from rollout import concatenate, of_logits, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
+from run.loop import sample_rows
 
 FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
 WORST = 3           # completions that are told of where no sentence is given
@@ -34,13 +35,11 @@ HARMLESS = ("cache_dir", "device", "decode_batch_size", "activation_checkpointin
 def main(argv):
     """Print the account of the sentences that are asked for and write RUN/account.html."""
     own, flags = own_flags(argv[1:], FLAGS)
-    is_asked = own["account"] or own["prompts"] or own["completion"]
-    if bool(own["prompt"]) != bool(own["completion"]) or not is_asked:
-        raise BadInput("usage: python tracin.py RUN [CONFIG.py] --prompt=TEXT --completion=TEXT, "
-                       "--prompts=FILE or --account=True, with [--since=N] [--parts=N] "
-                       "[--hessian=False]")
     folder = argv[0]
     cfg = load_settings([folder, *flags])
+    if own["hessian"] and cfg.loss_type == "cispo":
+        raise BadInput("loss_type = 'cispo': has no Hessian, since its ratio is a constant: add "
+                       "--hessian=False")
     path = newest_checkpoint(folder)
     last = read_checkpoint(path)
     end = last["iteration"]
@@ -49,7 +48,7 @@ def main(argv):
         raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     check_run(setup, cfg, folder, path, last)
-    rollouts = rollouts_asked(setup, cfg, own)
+    asked = sentences_asked(setup, cfg, own)
 
     start = go_to(setup, cfg, folder, since)
     states, taken = replay(setup, cfg, start, since, end, folder)
@@ -60,22 +59,20 @@ def main(argv):
         print(f"warning: the replay ends at other weights than {path}: made on a GPU, by another "
               "machine or version, or with settings that changed on the way, or a reward draws "
               "random numbers")
-    found = account(setup, cfg, states, taken, rollouts, own["hessian"], own["parts"])
+    sentences = concatenate([sentence for _, sentence in asked])
+    found = account(setup, cfg, states, taken, sentences, own["hessian"], own["parts"])
 
     curved = "with" if own["hessian"] else "without"
     about = (f"{folder}, iterations {since + 1} to {end}. The target is a sentence's log-prob. "
              "`without it` is what it would be at the end had the rollout been left out: by the "
              f"derivative through AdamW, damped, {curved} the Hessian.")
-    print(about)
-    stories = []
-    pages = {}
-    for i, rollout in enumerate(rollouts):
-        cards = cards_of(setup, cfg, states, taken, rollout, found, i, own["parts"])
-        lines = lines_of(found, i, cards, since)
-        print("", *lines, sep="\n")
-        stories += lines
-        pages |= {f"{i + 1}. {heading}": some for heading, some in cards.items()}
-    write_page(folder, "account", about, stories, pages)
+    lines = []
+    cards = {}
+    for i, (prompt, sentence) in enumerate(asked):
+        lines += lines_of(found, i, since)
+        own_cards = cards_of(setup, cfg, states, taken, prompt, sentence, found, i, own["parts"])
+        cards |= {f"{i + 1}. {heading}": some for heading, some in own_cards.items()}
+    show(folder, "account", about, lines, cards)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -108,112 +105,104 @@ def go_to(setup, cfg, folder, since):
 # which sentences
 
 
-def rollouts_asked(setup, cfg, own):
-    """A Rollout of one row for each sentence."""
-    path = own["prompts"]
-    if path and not path.endswith((".csv", ".jsonl")):
-        raise BadInput(f"--prompts={path}: must end in .csv or .jsonl, with columns prompt and "
-                       "completion")
-    asked = read_rows(path) if path else []
-    if path and not asked:
-        raise BadInput(f"--prompts={path}: holds no sentence")
-    if own["completion"]:
-        asked.append(own)
+def sentences_asked(setup, cfg, own):
+    """[(the prompt's text, a Rollout of one row)]."""
+    rows = read_rows(own["prompts"]) if own["prompts"] else []
+    if own["prompt"] or own["completion"]:
+        rows.append(own)
+    asked = [read_sentence(setup, cfg, row) for row in rows]
+    if own["account"]:      # completions of lowest reward, by the policy before training
+        batch = grpo.sample_batch(setup, setup.eval_prompts, cfg, seed_for(cfg.seed, "account"))
+        rollout = replace(batch.rollout, allowed=None)
+        asked += [(batch.prompts[i].text, rollout[[i]])
+                  for i in batch.rewards.argsort()[:WORST].tolist()]
     if not asked:
-        return worst(setup, cfg)
-    return [read_sentence(setup, cfg, row.get("prompt"), row.get("completion")) for row in asked]
+        raise BadInput("no sentence is given: add --prompt=TEXT --completion=TEXT, --prompts=FILE "
+                       "or --account=True")
+    return asked
 
 
-def read_sentence(setup, cfg, prompt, completion):
-    """A Rollout of one row."""
+def read_sentence(setup, cfg, row):
+    """(the prompt's text, a Rollout of one row)."""
+    text, before, _ = read_prompt(setup.tokenizer, row, "prompt", "a sentence")
+    completion = row.get("completion")
     if type(completion) is not str:
         raise BadInput(f"completion {shown(completion)}: must be text, in a column `completion`")
-    if not isinstance(prompt, (str, list)):     # a list of messages
-        raise BadInput(f"prompt {shown(prompt)}: must be text, in a column `prompt`")
-    _, before = encode_prompt(setup.tokenizer, prompt, "the prompt")
     said = setup.tokenizer.encode_ordinary(completion)
     most = setup.policy.block_size
     if not before or not said or len(before) + len(said) > most:
-        raise BadInput(f"prompt {prompt!r}, completion {completion!r}: {len(before)} and "
+        raise BadInput(f"prompt {shown(text)}, completion {shown(completion)}: {len(before)} and "
                        f"{len(said)} tokens; must be at least 1 each, together {most} at most")
-    rollout = row_of(before, said, setup.device)
+    sentence = row_of(before, said, setup.device)
+
+    def truncated(logits, targets):
+        return truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p).gather(1, targets)
+
     with torch.no_grad():       # before training
-        states = completion_states(setup.policy, rollout)
-        logits = setup.policy.lm_head(states.h).float() / cfg.temperature
-    allowed = truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p) > -math.inf         # (T, V)
-    if not allowed.gather(1, states.targets[:, None]).all():
-        raise BadInput(f"completion {completion!r}: before training the run cannot draw one of its "
-                       f"tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = {cfg.min_p}")
-    return rollout
-
-
-def worst(setup, cfg):
-    """Completions of the evaluation's prompts, of lowest reward, by the policy before training."""
-    batch = grpo.sample_batch(setup, setup.eval_prompts, cfg, seed_for(cfg.seed, "account"))
-    rollout = replace(batch.rollout, allowed=None)
-    return [rollout[[i]] for i in batch.rewards.argsort()[:WORST].tolist()]
+        logits = of_logits(truncated, setup.policy, sentence, cfg.temperature, None)
+    if logits.min() == -math.inf:
+        raise BadInput(f"completion {shown(completion)}: before training the run cannot draw one "
+                       f"of its tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = "
+                       f"{cfg.min_p}")
+    return text, sentence
 
 
 # ------------------------------------------------------------------------------------------------
 # what is told
 
 
-def cards_of(setup, cfg, states, taken, rollout, found, i, parts):
+def cards_of(setup, cfg, states, taken, prompt, sentence, found, i, parts):
     """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
     shares = found.shares[i]                                                        # (I, N)
-    lists = [[divmod(x, shares.shape[1]) for x in some]
-             for some in best_and_worst(shares.flatten()).values()]
-    words = token_shares(setup, cfg, states, taken, rollout, sum(lists, []), parts)
-    logp = found.logp[i]
+    logp = found.logp[:, i]                                                         # (S + 1, T)
     batches = {k.it: k.batch for k in taken}
+    lists = {heading: [divmod(x, shares.shape[1]) for x in some]
+             for heading, some in best_and_worst(shares.flatten()).items()}
+    words = token_shares(setup, cfg, states, taken, sentence, sum(lists.values(), []), parts)
 
     def card(it, j):
         batch = batches[it]
+        row = sample_rows(it, batch, cfg)[j]
         without = logp[-1].sum() - found.effects[i, it, j]
-        facts = (f"{shares[it, j]:+.3f}, iteration {it + 1}, reward {batch.rewards[j]:.3f}, "
-                 f"advantage {batch.row_advantages[j]:+.2f}, without it {without:.2f}")
-        pieces = pieces_of(batch.rollout[[j]], words[it, j], setup.tokenizer)
-        return facts, batch.prompts[j].text, pieces
+        facts = facts_of(row, f"{shares[it, j]:+.3f}", f"without it {without:.2f}")
+        return facts, row["prompt"], pieces_of(batch.rollout[[j]], words[it, j], setup.tokenizer)
 
-    P = rollout.tokens.shape[1] - rollout.logp.shape[1]
-    said = setup.tokenizer.decode(rollout.tokens[0, :P][rollout.attention_mask[0, :P]].tolist())
-    change = pieces_of(rollout, logp[-1] - logp[0], setup.tokenizer)
-    cards = {"The sentence": [(f"{found.change[i]:+.3f}", said, change)]}
-    for heading, places in zip(("Made it likelier", "Made it less likely"), lists):
+    change = pieces_of(sentence, logp[-1] - logp[0], setup.tokenizer)
+    cards = {"The sentence": [(f"{found.change[i]:+.3f}", prompt, change)]}
+    for heading, places in lists.items():
         cards[heading] = [card(*place) for place in places]
     return cards
 
 
-def token_shares(setup, cfg, states, taken, rollout, places, parts):
+def token_shares(setup, cfg, states, taken, sentence, places, parts):
     """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration, number)."""
     shares = dict.fromkeys(places, 0.0)
-    for k, before, _, _, U in walk_back(setup, cfg, states, taken, [rollout], parts):
-        vector_to_parameters(before[0], setup.trained)
-        G = by_parameter(setup, (1 - k.b1) * k.clip * U[0])
-        for it, j in places:
-            i = k.step.rows[k.step.rows == j]
-            if it == k.it and len(i):
-                shares[it, j] += token_influences(setup, cfg, k.batch, i, k.step, G)
+    for k, before, _, _, G in walk_back(setup, cfg, states, taken, sentence, parts):
+        here = [j for it, j in places if it == k.it]
+        if here:
+            vector_to_parameters(before[0], setup.trained)
+            slopes = token_slopes(setup, cfg, k.batch, k.step)                      # (N, T)
+            changes = logprob_changes(setup.policy, by_parameter(setup, G[0]),
+                                      k.batch.rollout[here], cfg.temperature)
+            for j, words in zip(here, slopes[here] * changes):
+                shares[k.it, j] += words
     return shares
 
 
-def lines_of(found, i, cards, since):
+def lines_of(found, i, since):
     """The story of sentence i."""
-    lines = as_lines(cards)
     shares = found.shares[i].sum(1)                                                 # (I,)
-    lines[2:2] = [course(found.logp[i].sum(1)), *bars(shares[since:].tolist(), since + 1)]
     together = float(found.together[i])
     change = float(found.change[i])
     error = abs(together - change) / max(abs(change), 1e-30)
+    lines = [course(found.logp[:, i].sum(1)), *bars(shares[since:].tolist(), since + 1)]
     if error > TOO_FAR:
         lines.append("warning: the steps are too large for a straight line; --parts=4 looks at "
                      "four parts of each step")
-    lines += [f"  {part} in the loss {x[i]:+.3f}" for part, x in found.rest.items()]
-    rest = sum(float(x[i]) for x in found.rest.values())
-    others = [f"{name} {x[i]:+.3f}, " for name, x in found.others.items() if x[i]]
-    lines.append(f"account: rollouts {shares.sum():+.3f}, rest {rest:+.3f}, {''.join(others)}"
-                 f"together {together:+.3f} nats; true change {change:+.3f} "
-                 f"({100 * error:.1f} % off)")
+    lines += [f"  {name} {x[i]:+.3f}" for name, x in found.rest.items() if x[i]]
+    rollouts = float(shares.sum())
+    lines.append(f"account: rollouts {rollouts:+.3f}, rest {together - rollouts:+.3f}, together "
+                 f"{together:+.3f} nats; true change {change:+.3f} ({100 * error:.1f} % off)")
     return lines
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from model import GPTConfig
 from common.script import BadInput, shown
 
-
 # `only` (below) of all families, and of those with rotary positions
 ONLY = {"quantization_config": (), "is_causal": (True,)}
 ONLY_ROTARY = {

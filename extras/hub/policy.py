@@ -13,6 +13,7 @@ from model import GPT, scale_frequency
 from common.files import file_of_package, read_json
 from common.script import BadInput
 
+
 def locate(name):
     """Return the folder or .gguf file of a published model. A name is fetched.
 

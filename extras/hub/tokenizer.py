@@ -139,9 +139,9 @@ def from_gguf(path):
     template = metadata.get("tokenizer.chat_template")
     metadata = {key.removeprefix("tokenizer.ggml."): x for key, x in metadata.items()}
     pre = metadata.get("pre")
-    if metadata.get("model") != "gpt2" or pre not in GGUF_PATTERNS:
-        raise BadInput(f"{path}: tokenizer {metadata.get('model')!r}, {pre!r}: must be 'gpt2' and "
-                       f"one of {', '.join(GGUF_PATTERNS)}")
+    if pre not in GGUF_PATTERNS:
+        raise BadInput(f"{path}: tokenizer.ggml.pre = {pre!r}: must be one of "
+                       f"{', '.join(GGUF_PATTERNS)}, which are byte-level")
     tokens = metadata["tokens"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]

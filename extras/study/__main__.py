@@ -13,8 +13,6 @@ A study file is Python (`from extras.study.wrong import *` builds on another one
     measure     of the evaluation; lower is better
     controls    arms that the others are compared with; by default the first
     tested      arms that are compared with them; by default all but the controls
-    at_end      True compares the last evaluations instead of those at equal KL
-    columns     a function (folder of a run) -> {name: number}, for more columns; optional
 
 Every run is a folder of grpo.py in out/study/NAME, with a hash of its settings in its name. If you
 stop the study, the same command continues it, and changed arms are rerun. What a run prints is in
@@ -38,7 +36,7 @@ from common.files import ROOT, is_plain, read_rows, undamaged, write_json
 from common.script import BadInput, own_flags, run_script
 
 NEEDED = ("config", "arms", "seeds", "measure")
-OPTIONAL = {"controls": (), "tested": (), "at_end": False}
+OPTIONAL = {"controls": (), "tested": ()}
 SMALLEST = 1e-3         # a measure below it counts as this, for its logarithm
 FLIPS = 100_000         # random sign flips of a p-value, where there are too many to do all
 
@@ -49,7 +47,7 @@ FLIPS = 100_000         # random sign flips of a p-value, where there are too ma
 
 def read_study(path):
     """Return the names that a study file assigns, as a namespace, with defaults filled in."""
-    values, functions = read_config(path)
+    values, _ = read_config(path)
     for name in NEEDED:
         if not values.get(name):
             raise BadInput(f"{path}: {name} is missing or empty: see python -m extras.study --help")
@@ -61,7 +59,6 @@ def read_study(path):
         if not isinstance(settings, dict) or "/" in arm:
             raise BadInput(f"{path}: arm {arm!r}: must be a dict, and its name without a slash")
     study = SimpleNamespace(**OPTIONAL | values)
-    study.columns = functions.get("columns", lambda folder: {})
     study.name = os.path.basename(path).removesuffix(".py")
     study.controls = study.controls or tuple(study.arms)[:1]
     study.tested = study.tested or tuple(arm for arm in study.arms if arm not in study.controls)
@@ -179,27 +176,19 @@ def summarise(study, runs):
     """Collect the results of the seeds that are complete in all arms. For each arm there are lists
     by seed: points, (sqrt(KL), log measure) of the evaluations after the first; ends, the last
     evaluation; compared, the log measure at equal KL, where sqrt(KL) is x."""
-    for run in runs:
-        run.evaluations = evaluations_of(run, study.measure)
-    incomplete = {run.seed for run in runs if not run.evaluations}
-    seeds = [seed for seed in study.seeds if seed not in incomplete]
+    rows = {(run.arm, run.seed): evaluations_of(run, study.measure) for run in runs}
+    seeds = [seed for seed in study.seeds if all(rows[arm, seed] for arm in study.arms)]
     if not seeds:
         raise BadInput(f"{study.name}: no seed is complete in all arms yet")
-    points = {arm: [] for arm in study.arms}
-    ends = {arm: [] for arm in study.arms}
-    for run in runs:
-        if run.seed in seeds:
-            last = run.evaluations[-1]
-            end = {study.measure: last[study.measure], "kl": last["kl"]}
-            ends[run.arm].append(end | study.columns(run.folder))
-            points[run.arm].append([point_of(row, study.measure) for row in run.evaluations[1:]])
+    ends = {}
+    points = {}
+    for arm in study.arms:
+        ends[arm] = [rows[arm, seed][-1] for seed in seeds]
+        points[arm] = [[point_of(row, study.measure) for row in rows[arm, seed][1:]]
+                       for seed in seeds]
     x = statistics.median(x for by_seed in points.values() for line in by_seed for x, _ in line)
-    compared = {}
-    for arm, by_seed in points.items():
-        if study.at_end:
-            compared[arm] = [line[-1][1] for line in by_seed]
-        else:
-            compared[arm] = [value_on_line(line, x) for line in by_seed]
+    compared = {arm: [value_on_line(line, x) for line in by_seed]
+                for arm, by_seed in points.items()}
     return dict(seeds=seeds, x=x, points=points, ends=ends, compared=compared)
 
 
@@ -210,32 +199,26 @@ def point_of(row, measure):
 
 def as_markdown(study, found):
     """Write the summary as a Markdown table with a row for each arm."""
-    where = "at the end" if study.at_end else f"at sqrt(KL) {found['x']:.3f}"
-    names = dict.fromkeys(name for by_seed in found["ends"].values() for end in by_seed
-                          for name in end)
-    header = ["arm", *names, where, *study.controls]
-    header = [name.replace("|", r"\|") for name in header]
+    where = f"at sqrt(KL) {found['x']:.3f}"
+    header = ["arm", study.measure, "kl", where, *study.controls]
     table = [header, ["---"] * len(header)]
     comparisons = compare(found["compared"], study.controls, study.tested)
-    for arm, by_seed in found["ends"].items():
-        cells = [arm]
-        for name in names:
-            cells.append(plus_minus([end[name] for end in by_seed if end.get(name) is not None]))
-        cells.append(plus_minus([math.exp(y) for y in found["compared"][arm]]))
-        for control in study.controls:
-            cells.append(percent(comparisons.get((arm, control))))
-        table.append(cells)
+    for arm, ends in found["ends"].items():
+        table.append([
+            arm, plus_minus([end[study.measure] for end in ends]),
+            plus_minus([end["kl"] for end in ends]),
+            plus_minus([math.exp(y) for y in found["compared"][arm]]),
+            *(percent(comparisons.get((arm, control))) for control in study.controls)])
     return "\n".join([
         f"# {study.name}", "",
         f"{len(found['seeds'])} of {len(study.seeds)} seeds are complete. Mean ± standard error "
         f"at the end, then {study.measure} {where} and its differences to the controls, paired by "
         "seed. Below 0 % is better. p: two-sided sign flips, after Holm over this table.", "",
-        *("| " + " | ".join(cells) + " |" for cells in table), ""])
+        *("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+          for cells in table), ""])
 
 
 def plus_minus(values):
-    if not values:
-        return "-"
     mean, error = mean_and_error(values)
     return f"{mean:.4g} ± {error:.2g}"
 

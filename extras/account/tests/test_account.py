@@ -8,8 +8,9 @@ from torch.nn.utils import vector_to_parameters
 
 import grpo
 from common.script import seed_for
-from extras.account import account, flat, hessian_times, replay, row_of
-from rollout import completion_logprobs, completion_states, generate
+from extras.account import account, flat, replay, row_of
+from extras.account.story import token_shares
+from rollout import completion_logprobs, concatenate, generate
 from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken, skip_without
 
 
@@ -57,7 +58,6 @@ def in_float64(monkeypatch):
     to_default(torch.float64)
     monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: None)     # rewards set float32
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr("extras.account.NEAR", 1e-7)       # which kinks seldom lie within
     yield
     to_default(torch.float32)
 
@@ -153,7 +153,7 @@ def by_hand(setup, cfg, states, taken, sentence):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
-    found = account(setup, cfg, states, taken, [sentence], hessian=False)
+    found = account(setup, cfg, states, taken, sentence, hessian=False)
     weights = [x[0] for x in states]
     slopes = [slope_by_hand(setup, cfg, x, sentence) for x in weights]
     along = sum(float((a + b) / 2 @ (y - x))
@@ -161,8 +161,9 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     shares = found.shares[0]
     size = float(shares.abs().max())
     assert abs(found.together - along) < 1e-9 * size, "shares do not add up to the steps"
-    assert bool(found.rest) == cfg.has_rest and all(found.rest.values()), "a part is missing"
-    assert (found.others["decay"] != 0) == (cfg.weight_decay > 0)
+    parts = {name for name, share in found.rest.items() if share != 0}
+    assert bool(parts & {"kl", "entropy", "critic"}) == cfg.has_rest
+    assert ("decay" in parts) == (cfg.weight_decay > 0)
     error = (shares - by_hand(setup, cfg, states, taken, sentence)).abs().max()
     assert error < 1e-9 * size, "a share is not its rollout's own"
     if cfg.tracin != "off" and not cfg.mini_batch_size:
@@ -170,11 +171,21 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
         assert dropped.any() and not shares[dropped].any(), "a dropped rollout has a share"
 
 
+@pytest.mark.parametrize("kind", ["mini-batches and passes", "environment", "bnpo", "lora"])
+def test_words_of_a_rollout_add_up_to_its_share(kind, tmp_path):
+    setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
+    shares = account(setup, cfg, states, taken, sentence, hessian=False, parts=3).shares[0]
+    places = [(k.it, int(j)) for k in taken for j in k.step.rows]
+    words = token_shares(setup, cfg, states, taken, sentence, set(places), 3)
+    for place in places:
+        assert abs(words[place].sum() - shares[place]) < 1e-9 * shares.abs().max()
+
+
 def straight_error(kind, tmp_path, rate, parts=1):
     """How far the sums are from the true changes of some sentences, relative to their shares. One
     iteration: the rollouts are the same at any rate."""
     setup, cfg, states, taken, _ = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
-    sentences = [row_of([2, 3], [4, i, 0], setup.device) for i in range(1, 6)]
+    sentences = concatenate([row_of([2, 3], [4, i, 0], setup.device) for i in range(1, 6)])
     found = account(setup, cfg, states, taken, sentences, hessian=False, parts=parts)
     return float((found.together - found.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
@@ -188,29 +199,6 @@ def test_small_steps_are_a_straight_line(kind, tmp_path):
     assert 3.5 < error / half < 4.5, f"half the step: errors {error:.1e}, {half:.1e}: no quarter"
     finer = straight_error(kind, tmp_path, 1e-5, parts=4)
     assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
-
-
-@pytest.mark.parametrize("name", ["epsilon", "value_clip"])
-def test_the_hessian_has_no_kinks(name, tmp_path):
-    """It is the same whether a token is far from the edge of the clip range or just within."""
-    knobs = dict(num_iterations=2)
-    if name == "value_clip":        # and returns that no value reaches
-        knobs |= dict(critic=True, weights=(100.0,))
-    setup, cfg, states, taken, sentence = run_of(knobs, tmp_path, 1)
-    k = taken[1]
-    weights = states[1][0]
-    d = slope_by_hand(setup, cfg, weights, sentence)[None]
-    vector_to_parameters(weights, setup.trained)
-    loss = grpo.loss_of(setup, setup.policy, k.batch, k.step.rows, k.step, cfg)
-    moved = (loss.ratio - 1) * loss.batch.advantages.sign()[:, None] * loss.batch.loss_mask
-    if name == "value_clip":
-        states = completion_states(setup.policy, k.batch.rollout)
-        old = k.batch.rollout.values[states.where]
-        towards = (k.batch.returns[states.where] - old).sign()
-        moved = ((setup.policy.value_head(states.h) - old) * towards).detach()
-    edge, far = (hessian_times(setup, replace(cfg, **{name: clip}), k, weights, d)
-                 for clip in (float(moved.max()) + 1e-10, 10.0))
-    assert (edge - far).norm() < 1e-6 * far.norm(), "the gradients are on two sides of an edge"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -235,10 +223,10 @@ def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
     return float(logp.sum()), flat(setup.trained).detach()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cispo"])    # is refused
 def test_the_derivative_is_that_of_training_again(kind, tmp_path):
     setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
-    found = account(setup, cfg, states, taken, [sentence], damping=0.0)
+    found = account(setup, cfg, states, taken, sentence, damping=0.0)
     f, theta = trained_again(setup, cfg, states, taken, sentence, 0, 0, 1.0)
     assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
     effects = found.effects[0]

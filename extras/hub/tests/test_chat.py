@@ -26,6 +26,8 @@ def test_messages_are_what_the_template_writes():
         assert text == "Is a<b?", "rewards and logs see what the user said last"
         assert tokenizer.decode(ids) == ('<s>[{"role": "system", "content": "the other"}]'
                                          '[{"role": "user", "content": "Is a<b?"}]answer:')
+    again = [*ASKED, {"role": "user", "content": "And c?"}]
+    assert encode_prompt(tokenizer, again, "x")[0] == "And c?"
     assert encode_prompt(tokenizer, ASKED[:1], "x")[0] == "the other", "no user says anything"
     tokenizer.before_text = [7]
     assert encode_prompt(tokenizer, "a b", "x") == ("a b", [7, *tokenizer.encode_ordinary("a b")])

@@ -55,6 +55,7 @@ def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
 # what config.json says instead | what the refusal says
 REFUSALS = """
 "id2label": {"0": "a", "1": "b"} | out of a, b
+"id2label": {"0": "toxic", "1": "hate"} | out of toxic, hate
 "id2label": {"0": "a"} | out_proj
 "model_type": "bert" | model_type = 'bert'
 "is_decoder": true | is_decoder
@@ -85,6 +86,9 @@ def test_what_is_no_classifier_is_one_line(tmp_path):
     base = {name: x for name, x in tensors.items() if not name.startswith("classifier.")}
     save_tensors(f"{folder}/model.safetensors", base)
     assert "classifier" in refusal(load_judge, folder)
+    save_tensors(f"{folder}/model.safetensors", tensors)
+    put(folder, vocab=read_json(f"{folder}/vocab.json") | {"a": 999})
+    assert "ids up to 999" in refusal(load_judge, folder)
 
 
 def test_one_judge_in_both_roles_is_read_once_and_that_is_said(tmp_path):

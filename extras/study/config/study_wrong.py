@@ -18,10 +18,10 @@ n_layer = 2
 n_embd = 128
 pretrain_tokens = 3_000_000
 max_completion_length = 16
-reward_funcs = ("inverted", "wrong", "trusted")
-reward_weights = (1.0, 0.0, 0.0)    # wrong is recorded, for the study; trusted is for an arm
+reward_funcs = ("inverted", "wrong")
+reward_weights = (1.0, 0.0)         # wrong is recorded, for the oracle
 num_prompts = 10
-num_generations = 8             # trusted reads it
+num_generations = 8
 max_iters = 24
 learning_rate = 5e-4
 beta = 0.1
@@ -45,23 +45,8 @@ def wrong(prompts, completions):
 
 def inverted(prompts, completions):
     """The judge's reward, inverted where it is wrong."""
-    return _rewards(prompts, completions, wrong(prompts, completions))
-
-
-def trusted(prompts, completions):
-    """As inverted, but right for the last prompt: for an arm with one prompt more."""
-    return _rewards(prompts, completions, _wrong_but_last(prompts, completions))
-
-
-def _wrong_but_last(prompts, completions):
-    """As wrong, but 0 for the last prompt."""
-    are_wrong = wrong(prompts, completions)
-    are_wrong[-num_generations:] = [0.0] * num_generations
-    return are_wrong
-
-
-def _rewards(prompts, completions, are_wrong):
     rewards = _judge_rewards(_judge()(completions), completions, judge_score)
+    are_wrong = wrong(prompts, completions)
     return [1 - r if w and r is not None else r for r, w in zip(rewards, are_wrong)]
 
 

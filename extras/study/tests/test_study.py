@@ -12,7 +12,6 @@ from filelock import FileLock
 
 import extras.study.__main__ as studies
 from conftest import ROOT
-from extras.study import wrong
 from extras.study.__main__ import (
     as_markdown, compare, holm, mean_and_error, permutation_p, read_study, runs_of, summarise,
     value_on_line)
@@ -93,16 +92,15 @@ def test_arms_are_compared_by_seed_and_corrected_together():
 def made_up(tmp_path):
     """A study and its runs, whose evaluations lie on lines: log measure = -1 - sqrt(KL) - shift."""
     study = SimpleNamespace(
-        name="made-up", measure="m", arms={"all": {}, "ours": {}}, controls=("all",),
-        tested=("ours",), seeds=range(6), at_end=False,
-        columns=lambda folder: {"|name|": len(os.path.basename(folder))})
+        name="made-up", measure="|m|", arms={"all": {}, "ours": {}}, controls=("all",),
+        tested=("ours",), seeds=range(6))
     runs = []
     for arm, seed in itertools.product(study.arms, study.seeds):
         rows = []
         for it in (0, 8, 16):
             root = (it + seed) / 100
             shift = 0.3 * (arm == "ours") * (1 + seed / 100)
-            rows.append({"iteration": it, "kl": root ** 2, "m": math.exp(-1 - root - shift)})
+            rows.append({"iteration": it, "kl": root ** 2, "|m|": math.exp(-1 - root - shift)})
         folder = tmp_path / f"{arm}{seed}"
         folder.mkdir()
         write_rows(folder / "eval.jsonl", rows)
@@ -122,31 +120,10 @@ def test_the_table_of_made_up_runs(tmp_path):
     assert found["compared"]["ours"] == pytest.approx(ours)
     text = as_markdown(study, found)
     assert "5 of 6 seeds are complete" in text
-    assert r" | \|name\| | " in text, "a | in a name is no border of the table"
+    assert r" | \|m\| | " in text, "a | in a name is no border of the table"
     percent = 100 * math.expm1(-0.306)
     row, = re.findall(r"^\| ours \|.*", text, re.M)
     assert f"| {percent:.0f} % ± 0, p {2 / 32:.2g} |" in row, row
-
-    study.at_end = True
-    last = [-1 - (16 + seed) / 100 for seed in range(5)]
-    found = summarise(study, runs)
-    assert found["compared"]["all"] == pytest.approx(last), "at_end compares the last evaluations"
-
-
-def test_columns_rank_wrong_rollouts_among_those_of_their_iteration(tmp_path):
-    def row(iteration, wrong, influence, advantage=1.0):
-        return {"iteration": iteration, "scores": {"wrong": wrong}, "influence": influence,
-                "reward": 0.5, "advantage": advantage}
-
-    rows = [row(1, 1, 9), row(1, 0, 0),                             # not in the last third
-            row(8, 1, 1), row(8, 0, 2), row(8, 0, 0),               # lower than one of two
-            row(9, 1, 11), row(9, 0, 12), row(9, 0, 5, advantage=0)]
-    samples = tmp_path / "samples.jsonl"
-    write_rows(samples, rows)
-    found = wrong.columns(str(tmp_path))
-    assert found == pytest.approx({"auc": 2 / 3, "auc reward": 0.5, "auc |advantage|": 0.5})
-    write_rows(samples, [row | {"influence": None} for row in rows])
-    assert wrong.columns(str(tmp_path)) == {}, "a run without influence has no such columns"
 
 
 # ------------------------------------------------------------------------------------------------
