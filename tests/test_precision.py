@@ -32,3 +32,17 @@ def test_bfloat16_that_does_not_hold_is_turned_off(monkeypatch):
     out = printed(precision.check_precision, setup, cfg)
     assert out.startswith("note: bfloat16 off: log-probs are off by 0.5")
     assert setup.dtype == torch.float32
+
+
+def test_sampling_that_does_not_hold_is_found():
+    setup, cfg = word_nets()
+    generate = setup.generate
+
+    def off(*args, **how):
+        rollout = generate(*args, **how)
+        rollout.logp += 0.5
+        return rollout
+
+    setup.generate = off
+    out = printed(precision.check_precision, setup, cfg)
+    assert out.startswith("note: bfloat16 off: log-probs of sampling are off by 0.5")

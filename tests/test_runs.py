@@ -392,7 +392,7 @@ def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(copy_of_six, go_on):
     assert notes.read_text() == "years of work"
 
 
-def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, go_on, tmp_path):
+def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, go_on, tmp_path):
     content = load_file(tiny.policy, "policy")
     content["model"]["ln_f.bias"] += 1
     save_file(f"{tmp_path}/other.pt", **content)
@@ -400,6 +400,8 @@ def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, go_on, tmp_p
     for flag, part in ((f"--policy={tmp_path}/other.pt", "policy was"), ("--n_layer=3", "n_layer"),
                        ("--lora_rank=2", "lora_rank")):
         assert part in refusal(go_on, flag)
+    other = [str(copy_of_six), noise, f"--policy={tmp_path}/other.pt"]
+    assert "began from another policy" in refusal(evaluate.main, other)
     assert snapshot(copy_of_six) == before
 
 

@@ -12,7 +12,7 @@ import grpo
 from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings, read_run
-from data.prompts import encode_prompt
+from data.prompts import read_prompt
 from explain.page import facts_of, show
 from explain.sentences import best_and_worst
 from explain.words import logprob_changes, pieces_of, token_slopes
@@ -124,16 +124,14 @@ def sentences_asked(setup, cfg, own):
 
 def read_sentence(setup, cfg, row):
     """(the prompt's text, a Rollout of one row)."""
-    prompt = row.get("prompt")
+    text, before, _ = read_prompt(setup.tokenizer, row, "prompt", "a sentence")
     completion = row.get("completion")
-    if not isinstance(prompt, (str, list)) or type(completion) is not str:
-        raise BadInput(f"prompt {shown(prompt)}, completion {shown(completion)}: must be text, in "
-                       "columns `prompt` and `completion`")
-    text, before = encode_prompt(setup.tokenizer, prompt, "the prompt")     # or messages
+    if type(completion) is not str:
+        raise BadInput(f"completion {shown(completion)}: must be text, in a column `completion`")
     said = setup.tokenizer.encode_ordinary(completion)
     most = setup.policy.block_size
     if not before or not said or len(before) + len(said) > most:
-        raise BadInput(f"prompt {shown(prompt)}, completion {shown(completion)}: {len(before)} and "
+        raise BadInput(f"prompt {shown(text)}, completion {shown(completion)}: {len(before)} and "
                        f"{len(said)} tokens; must be at least 1 each, together {most} at most")
     sentence = row_of(before, said, setup.device)
 

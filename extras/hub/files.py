@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
@@ -104,9 +105,14 @@ def save_tensors(path, tensors):
 
 
 class Reader(GGUFReader):
+    """It would read millions of numbers one by one, also those behind the file's end."""
+    left = 2 ** 21      # large vocabularies have half of them
+
     def _get(self, offset, *args, **kwargs):
-        if offset >= len(self.data):    # it would read on behind the file's end, without an end
-            raise ValueError("its metadata is cut short")
+        self.data = self.data.view(np.ndarray)      # a memmap is slow to cut
+        self.left -= 1
+        if self.left < 0 or offset >= len(self.data):
+            raise ValueError("its metadata is too long, or cut short")
         return super()._get(offset, *args, **kwargs)
 
 

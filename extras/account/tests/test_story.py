@@ -162,9 +162,9 @@ def test_refusals(run, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "the", "completion": ["a"]}')
     assert "must be text" in refused(f"--prompts={rows}")
-    for prompt in ("5", '{"a": 1}', "null"):
+    for prompt in ('{"a": 1}', "null"):
         rows.write_text(f'{{"prompt": {prompt}, "completion": "a"}}')
-        assert refused(f"--prompts={rows}").startswith("prompt "), prompt
+        assert "a sentence" in refused(f"--prompts={rows}"), prompt
     rows.write_text("")
     assert "no sentence" in refused(f"--prompts={rows}")
     top_k = run("one backward")

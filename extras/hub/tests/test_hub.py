@@ -19,7 +19,7 @@ from common.files import read_json
 from data.tokenizer import load_tokenizer
 from extras.hub.export import export
 from extras.hub.families import spelled_out
-from extras.hub.files import fetch, load_tensors, save_tensors
+from extras.hub.files import Reader, fetch, load_tensors, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import from_folder
 from model import GPT, GPTConfig
@@ -192,7 +192,7 @@ GGUF_REFUSALS = """
 """
 
 
-def test_gguf_of_another_kind_or_cut_short_is_one_line(tmp_path):
+def test_gguf_of_another_kind_or_cut_short_is_one_line(tmp_path, monkeypatch):
     for line in GGUF_REFUSALS.strip().splitlines():
         changes, says = line.split(" | ")
         changes = json.loads("{" + changes + "}")
@@ -205,6 +205,9 @@ def test_gguf_of_another_kind_or_cut_short_is_one_line(tmp_path):
     for kind in (0, 6, 8, 9):
         (tmp_path / "m.gguf").write_bytes(head + pack("<IQ", kind, 2 ** 61))
         assert path in refusal(load, path), "an array of 2^61 numbers"
+    monkeypatch.setattr(Reader, "left", 1000)
+    (tmp_path / "m.gguf").write_bytes(head + pack("<IQ", 6, 2000) + bytes(8000))
+    assert "too long" in refusal(load, path), "more metadata than anybody would wait for"
 
 
 # ------------------------------------------------------------------------------------------------
