@@ -114,7 +114,7 @@ def variants_of(argv):
             groups[-1].append(arg)
     first, *more = groups
     if more and not all(groups):
-        raise BadInput("vs: must stand between settings and what differs")
+        raise BadInput("vs: must be between settings and what differs")
     flags_of = {" ".join(first) or "no settings": first}
     flags_of |= {f"vs {' '.join(flags)}": [*first, *flags] for flags in more}
     variants = {}
