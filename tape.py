@@ -254,7 +254,7 @@ class Tape:
         return record
 
     def rows_of(self, layer, module, x):
-        """Whose the entries of x's first dimension are: (k,)."""
+        """The row of each entry of x's first dimension: (k,)."""
         rows = self.numbers
         if module in self.flat:
             owners = self.flat[module]
