@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from model import GPTConfig, Policy
 from common.script import BadInput, shown
+from model import GPTConfig, Policy
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

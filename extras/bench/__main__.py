@@ -29,11 +29,11 @@ import grpo     # before torch: sets how its threads wait
 
 import torch
 
+from common.script import BadInput, optional, own_flags, run_script, seed_for
 from config import load_settings
 from config.check import need
 from extras.bench.shapes import compare_tape
 from pretrain import new_policy
-from common.script import BadInput, optional, own_flags, run_script, seed_for
 
 THREADS = torch.get_num_threads()
 
