@@ -133,8 +133,8 @@ class Tape:
 
     def choose(self, weights):
         """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight}.
-        Rows of weight 0 cost nothing, and may hold NaN. A GPU is waited for three times, however
-        large k is."""
+        Rows of weight 0 cost nothing, and may hold NaN. A GPU is synchronised three times,
+        however large k is."""
         rows = list(dict.fromkeys(r.rows for records in self.records.values() for r in records))
         rows_on_cpu = copied(rows, "cpu")
         weights = weights.cpu()
@@ -254,7 +254,7 @@ class Tape:
         return record
 
     def rows_of(self, layer, module, x):
-        """Whose the entries of x's first dimension are: (k,)."""
+        """The row of each entry of x's first dimension: (k,)."""
         rows = self.numbers
         if module in self.flat:
             owners = self.flat[module]
@@ -278,13 +278,14 @@ class Tape:
 
 
 def needed(rows, b, a):
-    """The Record of those entries of which neither b nor a is 0. The others add
-    nothing: padding and, in the last block, most of the prompt. On a GPU all are kept, as to count
-    them is to wait for it."""
+    """The Record of those entries whose gradient is not 0. The others add nothing: padding and, in
+    the last block, most of the prompt. Copies only where some are left out. On a GPU all are kept,
+    as to count them is to wait for it."""
     of_entries = repeated(rows, len(a) // max(1, len(rows)))
     if a.device.type == "cpu":
-        here = (b if b.is_floating_point() else a).any(1).nonzero()[:, 0]
-        if len(here) < len(a):
+        g = b if b.is_floating_point() else a
+        here = g.any(1).nonzero()[:, 0]
+        if len(here) < len(g):
             of_entries, b, a = (x[here] for x in (of_entries, b, a))
     return Record(of_entries, b, a, b._version + a._version)
 

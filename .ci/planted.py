@@ -128,11 +128,11 @@ TAPE = of(
      "F.linear(a, G).mul_(b.roll(1, 0))"),
     ("embeddings forgotten", "x = F.embedding(b, G).mul_(a)", "x = 0 * a"),
     ("tokens that are needed are left out", ".any(1)", ".sum(1).relu()"),
-    ("last use of a layer", "self.records[p].append(found)",
-     "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim() or "
+    ("last use of a layer", "tape.records[p].append(found)",
+     "tape.records[p][:] = [r for r in tape.records[p] if r.b.dim() != found.b.dim() or "
      "r.rows.max() < found.rows.min()] + [found]"),
-    ("last micro-batch", "self.records[p].append(found)",
-     "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim()] + [found]"),
+    ("last micro-batch", "tape.records[p].append(found)",
+     "tape.records[p][:] = [r for r in tape.records[p] if r.b.dim() != found.b.dim()] + [found]"),
     ("no bias in the score", "x = (b @ G).mul_(a)", "x = (b @ G).mul_(a) * (a.shape[1] > 1)"),
     ("b of another row", "layer.kind(module, name, x, b)",
      "layer.kind(module, name, x, b.roll(1, 0))"),

@@ -3,7 +3,6 @@ import contextlib
 import csv
 import glob
 import importlib.util
-import io
 import json
 import os
 import shutil
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from model import GPTConfig, Policy
 from common.script import BadInput, shown
+from model import GPTConfig, Policy
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -84,44 +83,55 @@ def write_json(path, content):
         json.dump(content, f, indent=2, ensure_ascii=False)
 
 
-def read_text(path):
-    """The text of a UTF-8 file. BadInput names the line of what is no text."""
+@contextlib.contextmanager
+def opened_text(path):
+    """A UTF-8 file to read. BadInput names the line of what is no text."""
     if not os.path.isfile(path):    # a pipe is waited for, a device may have no end
         raise BadInput(f"{path}: no such file")
     try:
-        with open(path, "rb") as f:
-            return f.read().decode("utf-8-sig")
+        with open(path, encoding="utf-8-sig", newline="") as f:
+            yield f
     except OSError as e:
         raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
     except UnicodeDecodeError as e:
-        line = e.object.count(b"\n", 0, e.start) + 1
+        with open(path, "rb") as f:
+            line = next(n for n, x in enumerate(f, 1) if x.decode(errors="ignore").encode() != x)
         raise BadInput(f"{path}: line {line} is not UTF-8; save the file as UTF-8 text") from e
 
 
+def read_text(path):
+    with opened_text(path) as f:
+        return f.read()
+
+
 def read_rows(path):
-    """Rows of a .csv (with a header) or .jsonl file as dicts; of a .txt file {"text": line}.
-    BadInput names the row."""
+    return list(each_row(path))
+
+
+def each_row(path):
+    """Rows of a .csv (with a header) or .jsonl file as dicts; of a .txt file {"text": line}. One by
+    one: the file may be large. BadInput names the row."""
     ending = os.path.splitext(path)[1]
     if ending not in (".txt", ".csv", ".jsonl"):
         raise BadInput(f"{path}: must end in .txt, .csv or .jsonl")
-    lines = io.StringIO(read_text(path), newline="")
-    if ending == ".txt":
-        return [{"text": line.rstrip("\r\n")} for line in lines]
-    if ending == ".csv":
-        csv.field_size_limit(2 ** 30)
-        rows = list(csv.DictReader(lines))
-        for number, row in enumerate(rows, 1):
-            if None in row or None in row.values():
-                raise BadInput(f"{path}: row {number} has not as many columns as the header: quote "
-                               "a value that holds a comma")
-        return rows
-    rows = []
-    for number, line in enumerate(filter(str.strip, lines), 1):
-        try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as e:
-            raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
-    return rows
+    with opened_text(path) as lines:
+        if ending == ".txt":
+            for line in lines:
+                yield {"text": line.rstrip("\r\n")}
+        elif ending == ".csv":
+            csv.field_size_limit(2 ** 30)
+            for number, row in enumerate(csv.DictReader(lines), 1):
+                if None in row or None in row.values():
+                    raise BadInput(f"{path}: row {number} has not as many columns as the header: "
+                                   "quote a value that holds a comma")
+                yield row
+        else:
+            for number, line in enumerate(filter(str.strip, lines), 1):
+                try:
+                    row = dict(json.loads(line))
+                except (ValueError, TypeError, RecursionError) as e:
+                    raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
+                yield row
 
 
 def save_file(path, kind, **content):

@@ -16,7 +16,7 @@ policy and the judges.
 import hashlib
 import math
 
-from common.files import file_of_package, read_rows
+from common.files import each_row, file_of_package
 from common.script import BadInput, shown
 
 # percentiles of a hash of the text: the order of the file does not matter, and duplicates share a
@@ -34,7 +34,7 @@ def load_comments(path=None):
     -> [(text, label)], label 1.0 for toxic and 0.0 for clean."""
     path = path or default_comments()
     comments = []
-    for number, row in enumerate(read_rows(path), 1):
+    for number, row in enumerate(each_row(path), 1):
         where = f"{path}: row {number}"
         for field in ("text", "is_offensive"):
             if row.get(field) is None:

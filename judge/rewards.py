@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from judge import reward_functions
 from common.script import BadInput, shown, user_error
+from judge import reward_functions
 
 LARGEST = 1e16      # the square of a reward must fit into float32
 

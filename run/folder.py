@@ -8,10 +8,10 @@ import os
 
 from filelock import FileLock, Timeout
 
-from config import read_run
-from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 from common.files import is_plain
 from common.script import BadInput, shown
+from config import read_run
+from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 
 LOCK = ".lock"
 # settings that no --resume can change: the weights would not fit

@@ -1,4 +1,4 @@
-"""Whole runs on a tiny model: what they print and leave behind, how they go on after an
+"""Whole runs on a tiny model: what they print and leave behind, how they continue after an
 interruption, what they refuse."""
 import functools
 import importlib
@@ -75,7 +75,7 @@ def copy_of_six(six, tmp_path):
 
 @pytest.fixture
 def go_on(copy_of_six, noise, grpo):
-    """go_on("--max_iters=7") goes on with the copy."""
+    """go_on("--max_iters=7") continues the copy."""
     return functools.partial(grpo, copy_of_six, noise, *SIX, "--resume=True")
 
 
