@@ -6,10 +6,12 @@ This command measures the last checkpoint of a run, with other settings if you l
 """
 import os
 
-from common.script import BadInput, run_script, seed_for    # before torch: how its threads wait
+from common.script import BadInput, run_script, seed_for    # before torch: see common
 
 import torch
 
+from common.files import load_gpt, rebuilt, undamaged
+from common.processes import all_gather, shard
 from config import HINTS, Settings, load_settings
 from config.check import check_policy
 from data.tokenizer import end_tokens, load_tokenizer
@@ -18,13 +20,11 @@ from judge.rewards import score
 from judge.scorer import says_nothing
 from model import Policy
 from pretrain import is_published, trainable
+from rollout import completion_logprobs
 from run.build import prepare, read_inputs
 from run.checkpoint import load_checkpoint, newest_checkpoint, read_checkpoint
 from run.metrics import call_metrics
 from run.report import print_table
-from common.files import load_gpt, rebuilt, undamaged
-from common.processes import all_gather, shard
-from rollout import completion_logprobs
 
 NUM_SHOWN = 4   # completions that are printed
 AT_ONCE = 64    # completions that are sampled or scored together; limits memory

@@ -10,20 +10,19 @@ import copy
 import math
 import random
 
-from common.script import (     # before torch: sets how its threads wait
-    BadInput, run_script, seed_for, shown)
+from common.script import BadInput, run_script, seed_for, shown     # before torch: see common
 
 import torch
 from torch.nn import functional as F
 
+from common.device import autocast, fast_dtype, pick_device
+from common.files import load_gpt, save_gpt
+from common.supervised import fit, made_once
 from config import Settings, load_settings, usage
 from data.comments import get_splits
 from data.tokenizer import load_tokenizer
 from judge.train import trained_judges
 from model import GPTConfig, Policy
-from common.device import autocast, fast_dtype, pick_device
-from common.files import load_gpt, save_gpt
-from common.supervised import fit, made_once
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")

@@ -7,13 +7,14 @@ With --chat=True the prompt is what a user says to a chat model, in the model's 
 --before=True prints those of the policy before training first, with the same noise. Settings are
 the run's unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
+from common.script import BadInput, own_flags, run_script, seed_for     # before torch: see common
+
 import torch
 
 from data.prompts import Prompt, encode_prompt
 from data.tokenizer import texts_of
 from evaluate import open_run
 from judge.rewards import score
-from common.script import BadInput, own_flags, run_script, seed_for
 
 
 @torch.no_grad()

@@ -133,8 +133,8 @@ class Tape:
 
     def choose(self, weights):
         """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight}.
-        Rows of weight 0 cost nothing, and may hold NaN. A GPU is waited for three times, however
-        large k is."""
+        Rows of weight 0 cost nothing, and may hold NaN. A GPU is synchronised three times,
+        however large k is."""
         rows = list(dict.fromkeys(r.rows for records in self.records.values() for r in records))
         rows_on_cpu = copied(rows, "cpu")
         weights = weights.cpu()
@@ -254,7 +254,7 @@ class Tape:
         return record
 
     def rows_of(self, layer, module, x):
-        """Whose the entries of x's first dimension are: (k,)."""
+        """The row of each entry of x's first dimension: (k,)."""
         rows = self.numbers
         if module in self.flat:
             owners = self.flat[module]

@@ -1,9 +1,8 @@
-"""What imports nothing of the project: command line, files, devices, processes, the supervised
-loop. Imported before torch, whose threads read the environment when they start."""
+"""Command line, files, devices, processes, the supervised loop of pretraining
+and judges. Imported before torch, whose threads read the environment when they start."""
 import os
 
-# imported before torch, whose threads then spin for a moment only: on a busy machine a step takes a
-# third of the time
+# threads then spin for a moment only: on a busy machine a step takes a third of the time
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 

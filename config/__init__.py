@@ -23,9 +23,9 @@ import typing
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from config.check import check
 from common.files import read_json, read_text
 from common.script import BadInput, in_one_line, shown
+from config.check import check
 
 
 @dataclass

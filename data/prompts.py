@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from data.comments import as_text
 from common.files import read_rows
 from common.script import BadInput, seed_for, shown
+from data.comments import as_text
 
 SEED = 0                # of what a config file makes up
 NUM_QUESTIONS = 4096

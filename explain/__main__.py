@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import torch
 
 import grpo
+from common.files import read_rows, undamaged
+from common.processes import rank_and_size
+from common.script import BadInput, own_flags, run_script, seed_for
 from config import load_settings, read_run
 from config.check import need
 from explain.page import facts_of, show
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
-from common.files import read_rows, undamaged
-from common.processes import rank_and_size
 from run.loop import sample_rows
 from run.metrics import tolerance_of
-from common.script import BadInput, own_flags, run_script, seed_for
 from tracin import Recording, keep_helpful, true_error
 
 # flags of extras/account

@@ -11,8 +11,8 @@ import contextlib
 
 import torch
 
-from judge.scorer import SAYS_NOTHING, load_scorer, logits_of, says_nothing
 from common.script import BadInput
+from judge.scorer import SAYS_NOTHING, load_scorer, logits_of, says_nothing
 
 
 def load_judge(name, device="cpu"):

@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from judge import reward_functions
 from common.script import BadInput, shown, user_error
+from judge import reward_functions
 
 LARGEST = 1e16      # the square of a reward must fit into float32
 
@@ -43,6 +43,8 @@ def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
+    if name == "judge":     # ours: what it raises, such as out of memory, is said elsewhere
+        return [math.nan if x is None else x for x in function(completions)]
     values = call(f"reward {name!r}", function, prompts, completions)
     try:
         if isinstance(values, dict):    # a list of it has the keys

@@ -9,10 +9,10 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pad_sequence
 
+from common.files import load_gpt
 from data.comments import clean
 from data.tokenizer import load_tokenizer
 from model import GPT
-from common.files import load_gpt
 
 SAYS_NOTHING = -5.0     # the logit of a text that says nothing, about that of clean text
 

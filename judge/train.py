@@ -4,14 +4,14 @@ import random
 import torch
 from torch.nn import functional as F
 
+from common.device import autocast, fast_dtype
+from common.files import save_gpt
+from common.script import BadInput
+from common.supervised import fit, made_once
 from data.tokenizer import load_tokenizer
 from judge import load_judge
 from judge.scorer import Scorer, encode, logits_of, pad_right
 from model import GPTConfig
-from common.device import autocast, fast_dtype
-from common.files import save_gpt
-from common.supervised import fit, made_once
-from common.script import BadInput
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
 VOCAB_SIZE = 8192
@@ -126,7 +126,8 @@ def length_batches(rows, size, seed):
 def auc(scores, toxic):
     """Area under the ROC curve: the probability that a toxic comment scores above a clean one.
     Equal scores count half. scores (N,), toxic (N,) bools."""
-    found = scores[toxic][:, None]
-    clean = scores[~toxic]
-    wins = (found > clean).sum() + (found == clean).sum() / 2
-    return float(wins / (len(found) * len(clean)))
+    found = scores[toxic]
+    clean = scores[~toxic].sort().values    # all pairs at once would fill the memory
+    below = torch.searchsorted(clean, found)
+    not_above = torch.searchsorted(clean, found, right=True)
+    return float((below + not_above).double().mean() / (2 * len(clean)))

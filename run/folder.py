@@ -8,10 +8,10 @@ import os
 
 from filelock import FileLock, Timeout
 
-from config import read_run
-from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 from common.files import is_plain
 from common.script import BadInput, shown
+from config import read_run
+from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 
 LOCK = ".lock"
 # settings that no --resume can change: the weights would not fit
@@ -36,7 +36,7 @@ def claimed_folder(cfg):
                        f"written ({e})") from e
     with lock:      # until the block ends, or the process
         check_folder(folder, cfg)       # which another run may have used meanwhile
-        for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.tmp"):
+        for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.pt.*.tmp"):
             os.remove(path)     # of a process that was killed while it wrote
         is_continued = bool(checkpoints(folder))
         if cfg.resume and not is_continued:

@@ -7,13 +7,13 @@ import math
 import os
 import time
 
-from run.checkpoint import append_rows, begin_logs, resume, save_checkpoint, write_run_config
 from common.files import read_rows
+from common.processes import all_gather, rank_and_size
+from common.script import BadInput, hash_of, interrupts, optional
+from run.checkpoint import append_rows, begin_logs, resume, save_checkpoint, write_run_config
 from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
-from common.processes import all_gather, rank_and_size
 from run.report import StepLog, print_iteration, print_table, print_warnings
-from common.script import BadInput, hash_of, interrupts, optional
 
 
 class Run:

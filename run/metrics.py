@@ -28,7 +28,7 @@ class Meter:
         self.num_begun = 0          # steps, also those for which influence keeps no row
         self.num_empty = 0          # steps for which it keeps no row
         self.grad_norms = []        # of the steps that were taken
-        self.first_pass = [zeros]   # |trainer's - sampler's log-prob|: sum, largest, count
+        self.gaps = [zeros]         # |trainer's - sampler's log-prob|: sum, largest, count
 
     @torch.no_grad()
     def add(self, loss):
@@ -38,8 +38,8 @@ class Meter:
         if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
             sampled = rollout.sampled_mask
-            gaps = (loss.logp - rollout.logp).abs().masked_fill(~sampled, 0).double()   # (n, T)
-            self.first_pass.append(torch.stack([gaps.sum(), gaps.max(), sampled.sum()]))
+            gap = (loss.logp - rollout.logp).abs().masked_fill(~sampled, 0).double()    # (n, T)
+            self.gaps.append(torch.stack([gap.sum(), gap.max(), sampled.sum()]))
         self.log.loss(loss)
 
     def count(self, pairs):
@@ -51,9 +51,9 @@ class Meter:
 
     def logp_difference(self):
         """(mean, largest) difference of the trainer's log-probs from the sampler's, over the tokens
-        of the first pass in all processes."""
-        # to the CPU in one piece, since a GPU is waited for
-        total, largest, count = all_gather(torch.stack(self.first_pass).cpu()).unbind(1)
+        before the first optimizer step, in all processes."""
+        # in one piece, which synchronises a GPU once
+        total, largest, count = all_gather(torch.stack(self.gaps).cpu()).unbind(1)
         return float(total.sum() / count.sum().clamp(min=1)), float(largest.max())
 
     def check_ratio(self):
@@ -87,7 +87,7 @@ class Meter:
         self.num_empty += not found.row_weights.any()
 
     def check_finite(self, grad_norm):
-        """End the run if the loss or the gradient of a step is not finite."""
+        """Note the norm of a step's gradient. End the run if it or the loss is not finite."""
         # the loss of the steps so far, all but the last of which were finite
         own_loss, norm = torch.stack([self.losses["loss"], grad_norm.double()]).tolist()
         loss = sum(all_gather([own_loss]))

@@ -241,7 +241,7 @@ def test_texts_that_are_none_are_one_line(made_up):
 
 
 def test_the_key_of_a_prepared_policy_stays():
-    """Files that were prepared for the same settings and comments go on being found."""
+    """Files that were prepared for the same settings and comments are still found."""
     cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
     message = refusal(get_policy, cfg, dict.fromkeys(SPLITS, []), CPU, may_train=False)
     assert "/nowhere/policy-4x256-e5affc42.pt" in message

@@ -1,4 +1,4 @@
-"""lesson.py runs, its numbers agree, and it is the notebook that stands beside it."""
+"""lesson.py runs, its numbers agree, and the notebook beside it is the same."""
 import json
 import os
 import re

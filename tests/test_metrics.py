@@ -107,7 +107,7 @@ def test_an_update_sums_over_its_micro_batches_and_steps():
         assert found[0] == pytest.approx(found[1], 1e-4, 1e-6)
     assert found[0]["num_steps"] == 6
     assert found[0]["ratio"] != 1.0
-    assert found[0]["sampling/sampling_logp_difference/max"] < 1e-5, "of the first pass alone"
+    assert found[0]["sampling/sampling_logp_difference/max"] < 1e-5, "before the first step alone"
     once, twice = (updated(settings(num_iterations=n, entropy_coef=0.1), lr=0) for n in (1, 2))
     for name in ("loss", "grad_norm"):
         assert once[name] == pytest.approx(twice[name], 1e-4), "not the mean over the steps"

@@ -19,7 +19,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), dict(causal=False)], ids=[*SHAPES, "judge"])
 def test_forward_equals_a_forward_by_hand_padded_or_not(shape):
-    """What stands on padding, and the other rows, change nothing."""
+    """Ids on padding, and the other rows, change nothing."""
     model = random_gpt(**shape).double()
     assert hasattr(model, "lm_head") == model.config.causal
     rows = [row[:n] for row, n in zip(random_ids(3, 9).tolist(), (4, 9, 1))]

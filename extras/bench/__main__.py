@@ -29,11 +29,11 @@ import grpo     # before torch: sets how its threads wait
 
 import torch
 
+from common.script import BadInput, optional, own_flags, run_script, seed_for
 from config import load_settings
 from config.check import need
 from extras.bench.shapes import compare_tape
 from pretrain import new_policy
-from common.script import BadInput, optional, own_flags, run_script, seed_for
 
 THREADS = torch.get_num_threads()
 
@@ -114,7 +114,7 @@ def variants_of(argv):
             groups[-1].append(arg)
     first, *more = groups
     if more and not all(groups):
-        raise BadInput("vs: must stand between settings and what differs")
+        raise BadInput("vs: must be between settings and what differs")
     flags_of = {" ".join(first) or "no settings": first}
     flags_of |= {f"vs {' '.join(flags)}": [*first, *flags] for flags in more}
     variants = {}

@@ -17,7 +17,7 @@ with optional("chess"):
     import chess
     import chess.engine
 
-PLIES = (2, 6)      # positions after so many moves of a game: the opening, where FENs are short
+PLIES = (2, 6)      # moves before a position, fewest and most: the opening, where FENs are short
 HISTORY = 10        # moves, at most
 CANDIDATES = 5      # moves, fewer where fewer are legal
 MATE = 10_000       # centipawns that a mate is worth
@@ -87,7 +87,7 @@ def rules_prompt(board, move, history=HISTORY):
 
 def rules_answer(board, move):
     """The right completion of A:. The reward is the mover's: 1.0 for mate, 0.5 for a draw, 0.001
-    while the game goes on. No game here is truncated."""
+    while the game continues. No game here is truncated."""
     board = board.copy()
     board.push(move)
     outcome = board.outcome()
@@ -155,8 +155,8 @@ def add_evaluations(rows, nodes=10_000):
 
 
 def by(column):
-    """Make a reward function of score(completion, truth). The truth stands in this column; without
-    one the row is of the other task."""
+    """Make a reward function of score(completion, truth), with the truth from this column. A row
+    without one is of the other task."""
     def decorate(score):
         def reward(completions, **columns):
             truths = columns[column]

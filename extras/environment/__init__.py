@@ -49,7 +49,7 @@ def try_environment(cfg, prompts):
 def respond(tokenizer, asked, function, stop_strings, max_turns, first, r, rows, t, column):
     """Let the environment answer those of the rows (n,) of r that end a turn with token t.
 
-    Row i of r completes asked[first + i]. column: where token t stands in r.tokens. An answer's
+    Row i of r completes asked[first + i]. column: that of token t in r.tokens. An answer's
     tokens are forced as far as there is room. The row has ended where the answer is None, where it
     is "" after an end token, and where it would be one more than max_turns.
     """

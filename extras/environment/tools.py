@@ -44,7 +44,7 @@ def find_calls(text):
 
 def reply(transcript, tools):
     """What the environment adds to a completion that reached STOP or its end: the answer to the
-    last call, or "" if that is answered, or words stand behind it, or there is none."""
+    last call; "" if that is answered, if words follow it, or if there is none."""
     calls = find_calls(transcript)
     if not calls or re.search(r"[\w=]", transcript[calls[-1].end:]):
         return ""

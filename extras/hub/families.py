@@ -289,7 +289,7 @@ def config_to_json(config):
 
 
 def spelled_out(c):
-    """The GPTConfig in which no value stands for another one."""
+    """The GPTConfig with its defaults written out."""
     return replace(
         c, n_kv_head=c.n_kv_head or c.n_head, head_dim=c.head_dim or c.n_embd // c.n_head,
         n_inner=c.n_inner or 4 * c.n_embd,

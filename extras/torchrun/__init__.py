@@ -64,7 +64,7 @@ def or_peer_is_gone():
         reason = str(e).split(". ")[0]
         raise SystemExit(
             "stopped: another process is gone, which has said why or is named below "
-            f"({reason}); the last checkpoint stands") from None
+            f"({reason}); the last checkpoint is good") from None
 
 
 def all_gather(rows):

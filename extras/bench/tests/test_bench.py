@@ -66,7 +66,7 @@ def test_what_is_typed_wrong_is_one_line(quick):
     assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
     assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])
     for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
-        assert "must stand between" in refusal(bench.main, argv)
+        assert "must be between" in refusal(bench.main, argv)
 
 
 def test_the_tape_beside_a_forward_and_backward(monkeypatch):

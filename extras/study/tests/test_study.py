@@ -149,7 +149,7 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
     study = read_study(made.path)
     left, = [run for run in runs_of(study, "out/study/halves")
              if not studies.evaluations_of(run, study.measure)]
-    assert left.arm == "half", "an arm that was changed runs anew, and no other"
+    assert left.arm == "half", "an arm that was changed runs again, and no other"
     os.mkdir(left.folder)
     with FileLock(f"{left.folder}/.lock"):      # another study is at work there
         assert "not done" in printed(studies.make, left)

@@ -161,7 +161,7 @@ def world(tiny, tmp_path_factory):
 
     tokens = {}
     run_all([*((flags(name, 1), True) for name in HERE), (flags("long", 1), False)], tokens)
-    # the long run is begun by two processes, goes on in one and ends in three
+    # the long run is begun by two processes, continued by one and ended by three
     process = start(2, [*((flags(name, 2), True) for name in HERE),
                         (flags("long", 2, "--max_iters=2"), False),
                         (flags("killed", 2, "--max_iters=99"), False)])
