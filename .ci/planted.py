@@ -63,7 +63,6 @@ LOSS = of(
      "x.sum() / mask.sum()"),
     ("dapo divides by rows", "x.sum() / max(step.num_tokens, 1)", "x.sum() / step.num_rows"),
     ("dapo divides by positions", "x.sum() / max(step.num_tokens, 1)", "x.sum() / mask.numel()"),
-    ("mask forgotten in the sum", "    x = x * mask\n", ""),
     ("loss on padding", "loss_mask = rollout.sampled_mask\n",
      "loss_mask = torch.ones_like(rollout.sampled_mask)\n"),
     ("end token without loss", "loss_mask = rollout.sampled_mask\n",
@@ -174,7 +173,11 @@ ACCOUNT = of(
     ("account: row weights forgotten", "setup.policy, k.batch, k.step, cfg, recording)",
      "setup.policy, batch, k.step, cfg, recording)"))
 
-MISTAKES = BATCH + LOSS + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE + ACCOUNT
+SUM = of(
+    "grpo.py", "test_loss.py",
+    ("mask forgotten in the sum", "    x = x * mask\n", ""))
+
+MISTAKES = BATCH + LOSS + SUM + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE + ACCOUNT
 
 
 def why_not(mistake):
