@@ -154,8 +154,9 @@ def load_file(path, kind):
         check_sums(here)
         content = torch.load(here, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
-        raise BadInput(f"{path}: not a readable checkpoint, perhaps damaged or cut short (a run "
-                       "continues from the one before, once this is deleted)") from e
+        advice = " (a run continues from the one before, once this is deleted)" * (kind == "run")
+        raise BadInput(
+            f"{path}: not a readable checkpoint, perhaps damaged or cut short{advice}") from e
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
         raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")

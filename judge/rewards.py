@@ -43,6 +43,8 @@ def score_by(name, function, prompts, completions):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
+    if name == "judge":     # ours: what it raises, such as out of memory, is said elsewhere
+        return [math.nan if x is None else x for x in function(completions)]
     values = call(f"reward {name!r}", function, prompts, completions)
     try:
         if isinstance(values, dict):    # a list of it has the keys

@@ -126,7 +126,8 @@ def length_batches(rows, size, seed):
 def auc(scores, toxic):
     """Area under the ROC curve: the probability that a toxic comment scores above a clean one.
     Equal scores count half. scores (N,), toxic (N,) bools."""
-    found = scores[toxic][:, None]
-    clean = scores[~toxic]
-    wins = (found > clean).sum() + (found == clean).sum() / 2
-    return float(wins / (len(found) * len(clean)))
+    found = scores[toxic]
+    clean = scores[~toxic].sort().values    # all pairs at once would fill the memory
+    below = torch.searchsorted(clean, found)
+    not_above = torch.searchsorted(clean, found, right=True)
+    return float((below + not_above).double().mean() / (2 * len(clean)))

@@ -123,6 +123,9 @@ def read_checkpoint(path):
         for name in TABLES:
             if not isinstance(content[name], dict):
                 raise TypeError(f"{name} is no table")
+    if content["iteration"] != iterations_of(path):     # the newest is found by its name
+        raise BadInput(f"{path}: was written after {content['iteration']} iterations: give it its "
+                       f"name back, ckpt_{content['iteration']:06}.pt")
     return content
 
 

@@ -36,7 +36,7 @@ def claimed_folder(cfg):
                        f"written ({e})") from e
     with lock:      # until the block ends, or the process
         check_folder(folder, cfg)       # which another run may have used meanwhile
-        for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.tmp"):
+        for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.pt.*.tmp"):
             os.remove(path)     # of a process that was killed while it wrote
         is_continued = bool(checkpoints(folder))
         if cfg.resume and not is_continued:

@@ -71,7 +71,9 @@ def test_a_broken_checkpoint_is_one_line(tmp_path):
     ends = (0, 10, 1000, len(data) // 2, len(data) - 1)
     for content in (*(data[:n] for n in ends), b"not a checkpoint"):
         path.write_bytes(content)
-        assert "cut.pt: not a readable checkpoint" in refusal(load_gpt, str(path))
+        said = refusal(load_gpt, str(path))
+        assert "cut.pt: not a readable checkpoint" in said
+        assert "once this is deleted" not in said, "no run makes a policy again"
     for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind="judge")):
         torch.save(content, path)
         assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, str(path))

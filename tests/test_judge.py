@@ -59,6 +59,11 @@ def test_auc_counts_pairs_and_equal_scores_half():
     assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
 
 
+def test_auc_of_many_comments_needs_little_memory():
+    scores = torch.arange(200_000.0)        # all pairs are 10 ** 10
+    assert auc(scores, scores >= 100_000) == 1
+
+
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
     whole = " ".join(map(str, range(100)))
     toxic = [("bad word", 1.0), ("a bad one", 1.0)]
@@ -178,6 +183,18 @@ def test_a_reward_that_returns_something_else_is_named():
                    [1e20, 1], [10 ** 400, 1], itertools.repeat(1.0), map(float, ("inf", "1"))):
         said = refusal(score, {"r": lambda completions: values}, ASKED, ANSWERS)
         assert "reward 'r' returned" in said
+
+
+def test_a_judge_that_runs_out_of_memory_is_called_once_and_blames_no_reward():
+    calls = []
+
+    def judge(completions):
+        calls.append(completions)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        score({"judge": judge}, ASKED, ANSWERS)
+    assert calls == [ANSWERS]
 
 
 def test_a_reward_may_do_as_it_likes(tmp_path):

@@ -353,6 +353,21 @@ def test_a_run_that_is_resumed_with_another_target_averages_that_alone(grpo, tmp
     assert ages == [1, 2, 1], "the average holds gradients of the target before"
 
 
+def test_a_checkpoint_by_another_name_is_refused(copy_of_six, go_on):
+    """Under a later name it would stay the newest: the run would begin there again and again."""
+    (copy_of_six / "ckpt_000004.pt").rename(copy_of_six / "ckpt_000009.pt")
+    before = snapshot(copy_of_six)
+    said = refusal(go_on, "--max_iters=12")
+    assert "ckpt_000009.pt: was written after 4 iterations" in said
+    assert snapshot(copy_of_six) == before
+
+
+def test_a_file_of_the_user_that_ends_in_tmp_is_kept(copy_of_six, go_on):
+    (copy_of_six / "ckpt_best.tmp").write_text("mine")
+    go_on()
+    assert (copy_of_six / "ckpt_best.tmp").read_text() == "mine"
+
+
 def test_checkpoints_that_are_kept_remove_nothing_of_the_user(grpo, tmp_path):
     (tmp_path / "mine").write_text("mine")
     run = tmp_path / "run"
