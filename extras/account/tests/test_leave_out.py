@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from extras.account import leave_out, logprobs, replay
-from worlds import nets_of, refusal, settings
+from worlds import refusal, settings, setup_of
 
 
 def odd_reward(prompts, completions):
@@ -13,7 +13,7 @@ def odd_reward(prompts, completions):
 def toy(**knobs):
     """A policy whose steps are smooth: AdamW with a large eps."""
     cfg = settings(odd_reward, max_iters=3, learning_rate=0.005, kl_in="loss", beta=0.2, **knobs)
-    setup = nets_of(cfg)
+    setup = setup_of(cfg)
     setup.optimizer = torch.optim.AdamW(
         setup.trained, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=0.1, weight_decay=0, fused=True)
     return setup, cfg
