@@ -14,6 +14,7 @@ AT_LEAST = {        # all other numbers: 0
     "num_eval_prompts": 1, "num_eval_generations": 1,
 }
 AT_MOST = {
+    "max_iters": 999_999,       # six digits in the names of checkpoints
     "threads": max(64, os.cpu_count()), "top_p": 1, "min_p": 1, "gae_gamma": 1, "gae_lambda": 1,
     "top_entropy_quantile": 1, "ref_model_mixup_alpha": 1, "tracin_fraction": 1,
     "lora_rank": 4096, "num_eval_generations": 4096,    # far beyond use: memory would end first

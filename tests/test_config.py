@@ -98,6 +98,7 @@ pytest.ini | (.py)
 --beta=-1e400 | beta
 --seed=9223372036854775808 | seed | 2 ** 63
 --threads=100000 | threads = 100000 | at most
+--max_iters=1000000 | max_iters = 1000000 | at most 999999
 --out_dir= | out_dir | empty
 --prompt_words=('a','b') | prompt_words
 --prompt_words=(5,3) | prompt_words

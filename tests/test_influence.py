@@ -19,7 +19,7 @@ from rollout import completion_entropies, completion_logprobs
 from tracin import choose_targets, row_weights_of, select, target_coefficients
 from tape import cosine
 from worlds import (
-    WORD_PROMPTS, WORDS, generator_of, gradient, nets_of, refusal, shaken, steps_of, whole_step,
+    WORDS, WORD_PROMPTS, generator_of, gradient, refusal, setup_of, shaken, steps_of, whole_step,
     word_gpt, words)
 
 # a row's loss is a multiple of its log-prob, and nothing is left besides
@@ -32,13 +32,13 @@ def with_functions(cfg, functions, **more):
     return check(replace(cfg, functions=cfg.functions | functions, **more))
 
 
-def nets_for(cfg, policy=None, lr=.05, optimizer=None, prompts=WORD_PROMPTS):
+def setup_for(cfg, policy=None, lr=.05, optimizer=None, prompts=WORD_PROMPTS):
     policy = policy or word_gpt()
-    return nets_of(cfg, policy, prompts, WORDS, shaken(word_gpt(), .02), lr, optimizer)
+    return setup_of(cfg, policy, prompts, WORDS, shaken(word_gpt(), .02), lr, optimizer)
 
 
 def batch_of(cfg, seed=7, prompts=WORD_PROMPTS, policy=None):
-    return collect(nets_for(cfg, policy, prompts=prompts), prompts, cfg, seed)
+    return collect(setup_for(cfg, policy, prompts=prompts), prompts, cfg, seed)
 
 
 def row_gradients(setup, batch, cfg):
@@ -98,7 +98,7 @@ TARGETS = ("self", "reward", "advantage", "contrastive")
 def test_influence_and_step_against_one_backward_per_row(name, target, held):
     cfg = words(**dict(micro_batch_size=8) | ROWS[name])
     cfg = with_functions(cfg, {"target": likely_seven} if target == "target" else {}, tracin=target)
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     if cfg.lora_rank:
         shaken(setup.policy, .05)    # adapters that do something; frozen weights too
     batch, held_out = (collect(setup, WORD_PROMPTS, cfg, seed) for seed in (7, 8))
@@ -126,7 +126,7 @@ def test_influence_and_step_against_one_backward_per_row(name, target, held):
 def test_leave_one_out_and_self_share(knobs):
     cfg = words(**knobs)
     batch = batch_of(cfg)
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     g = row_gradients(setup, batch, cfg)
     own = g.square().sum(1)
     if cfg.tracin != "self":    # the target's part of row i as a multiple of g_i
@@ -135,7 +135,7 @@ def test_leave_one_out_and_self_share(knobs):
     raw = g @ target_gradient(setup, batch, ALL_ROWS, cfg)
     for leave_one_out, expected, every in ((False, raw, 4), (True, raw - own, 1)):
         cfg = replace(cfg, tracin_leave_one_out=leave_one_out)
-        _, m = steps_of(nets_for(cfg), batch, cfg)
+        _, m = steps_of(setup_for(cfg), batch, cfg)
         assert close(batch.influence, expected, 1e-3), f"leave one out: {leave_one_out}"
         share = own[::every].abs().sum() / raw[::every].abs().sum()     # of all rows, or of four
         assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
@@ -148,7 +148,7 @@ def test_all_rows_kept_are_plain_grpo(target):
     found = []
     for more in ({}, dict(tracin=target, tracin_select="all")):
         cfg = words(**knobs, **more)
-        found.append(steps_of(nets_for(cfg), copy.copy(batch), cfg)[0])
+        found.append(steps_of(setup_for(cfg), copy.copy(batch), cfg)[0])
     plain, kept = found
     assert len(plain) == len(kept) == 4 and all(close(a, b) for a, b in zip(kept, plain))
 
@@ -162,7 +162,7 @@ def test_groups_without_spread_stop_no_run(rest):
         batch = batch_of(cfg, seed)
         batch.advantages = torch.zeros(16)
         batch.rewards = (ALL_ROWS // cfg.num_generations % 2).float()
-        steps_of(nets_for(cfg), batch, cfg, check=True)
+        steps_of(setup_for(cfg), batch, cfg, check=True)
         assert not batch.influence.any(), "a rollout without advantage has influence"
 
 
@@ -171,13 +171,13 @@ def test_bnpo_passes_the_check_of_the_first_step(target):
     """A part of the rollouts has other divisors than all: nothing can be compared with it."""
     cfg = words(tracin=target, loss_type="bnpo", micro_batch_size=5)
     batch = batch_of(cfg)
-    steps_of(nets_for(cfg), batch, cfg, check=True)
+    steps_of(setup_for(cfg), batch, cfg, check=True)
     assert batch.influence.isfinite().all()
 
 
 def test_the_target_is_halved_by_prompt_and_one_prompt_has_no_halves():
     cfg = words(tracin="self", beta=.1)
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     batch = batch_of(cfg)
     alone = row_gradients(setup, batch, cfg)
     first, second = alone[:8].sum(0), alone[8:].sum(0)
@@ -187,7 +187,7 @@ def test_the_target_is_halved_by_prompt_and_one_prompt_has_no_halves():
 
     one = words(tracin="self", num_prompts=1, num_generations=16, beta=.1)
     batch = batch_of(one, prompts=WORD_PROMPTS[:1])
-    _, m = steps_of(nets_for(one, prompts=WORD_PROMPTS[:1]), batch, one)
+    _, m = steps_of(setup_for(one, prompts=WORD_PROMPTS[:1]), batch, one)
     assert math.isnan(m["tracin/target_cosine"]), "not 0: nothing is known of its noise"
 
 
@@ -226,7 +226,7 @@ def test_a_reward_of_their_own_scores_held_out_rollouts_only():
 
     cfg = words(tracin="reward", tracin_val_prompts=4, tracin_val_size=5)
     cfg = with_functions(cfg, {"shouted": shouted}, tracin_val_reward="shouted")
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     held_out, rows = grpo.collect_held_out(setup, 0, cfg)
     assert held_out.rewards.tolist() == shouted(None, held_out.completions) and len(rows) == 5
     batch = collect(setup, WORD_PROMPTS, cfg, 7)
@@ -243,7 +243,7 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")
     cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
-    text = refusal(try_functions, cfg, nets_for(cfg), collect, update)
+    text = refusal(try_functions, cfg, setup_for(cfg), collect, update)
     assert text.startswith(f"{name} returned") and said in text and len(text) < 260
 
 
@@ -311,7 +311,7 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
                 tracin_normalizer=normalizer)
     cfg = with_functions(cfg, {"weigh": soft}, tracin_select=how)
     batch = batch_of(cfg)
-    setup = nets_for(cfg, lr=0.0)        # the weights stay, so all passes are alike
+    setup = setup_for(cfg, lr=0.0)        # the weights stay, so all passes are alike
     g = row_gradients(setup, batch, cfg)
     seen, _ = steps_of(setup, batch, cfg)
     share = (batch.row_weights > 0).float()
@@ -331,7 +331,7 @@ def test_a_dropped_rollout_of_any_size_leaves_nothing_behind(beta):
     cfg = with_functions(cfg, {"weigh": soft}, tracin_select="weigh")
     batch = batch_of(cfg)
     batch.advantages[5] = 1e7
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     g = row_gradients(setup, batch, cfg)
     rest = rest_gradient(setup, batch, cfg)
     (found,), _ = steps_of(setup, batch, cfg, check=True)
@@ -384,17 +384,17 @@ def test_the_first_step_is_checked_against_ordinary_backwards(mistake, monkeypat
     right = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *given: spoil(right(*given), *given))
     cfg = words(tracin="reward", beta=.1, micro_batch_size=8)
-    said = refusal(steps_of, nets_for(cfg), batch_of(cfg), cfg, check=True)
+    said = refusal(steps_of, setup_for(cfg), batch_of(cfg), cfg, check=True)
     assert "the influences do not add up" in said
 
 
 def test_nothing_selected_is_no_step():
     cfg = words(tracin="self", tracin_select="top", tracin_fraction=0.0, num_iterations=2)
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     seen, m = steps_of(setup, batch_of(cfg), cfg)
     assert not seen and m["num_steps"] == 0
     cfg = replace(cfg, beta=.1)         # the KL is learned from all rows all the same
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     batch = batch_of(cfg)
     rest = rest_gradient(setup, batch, cfg)
     seen, _ = steps_of(setup, batch, cfg)
@@ -405,7 +405,7 @@ def test_a_row_that_is_not_a_number_stops_before_the_step():
     cfg = words(tracin="self", beta=.1)
     batch = batch_of(cfg)
     batch.advantages[5] = NAN
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     before = setup.policy.wte.weight.detach().clone()
     assert "influence is not finite" in refusal(steps_of, setup, batch, cfg)
     assert torch.equal(setup.policy.wte.weight, before)
@@ -413,7 +413,7 @@ def test_a_row_that_is_not_a_number_stops_before_the_step():
 
 def test_the_target_is_averaged_over_steps():
     cfg = words(tracin="reward", tracin_target_ema=.8)
-    setup = nets_for(cfg, lr=0.0)
+    setup = setup_for(cfg, lr=0.0)
     batches = [batch_of(cfg, seed) for seed in (7, 8)]
     g = row_gradients(setup, batches[1], cfg)
     a, b = (target_gradient(setup, batch, ALL_ROWS, cfg) for batch in batches)
@@ -453,7 +453,7 @@ def test_influence_in_steps_of_adamw():
     """In the first step the second moment is the squared gradient of all rows and of the rest. A
     row's own part has the same scale."""
     cfg = words(tracin="reward", tracin_adam=True, tracin_leave_one_out=True, beta=.1)
-    setup = nets_for(cfg)
+    setup = setup_for(cfg)
     setup.optimizer = torch.optim.AdamW(setup.trained, lr=1e-4, eps=.01)
     batch = batch_of(cfg)
     g = row_gradients(setup, batch, cfg)

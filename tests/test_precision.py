@@ -3,12 +3,12 @@ import torch
 
 from rollout import completion_logprobs
 from run import precision
-from worlds import WORD_PROMPTS, WORDS, nets_of, printed, settings, word_gpt
+from worlds import WORDS, WORD_PROMPTS, printed, settings, setup_of, word_gpt
 
 
 def word_nets():
     cfg = settings(num_generations=4)
-    setup = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     setup.dtype = torch.bfloat16
     return setup, cfg
 

@@ -10,8 +10,7 @@ from common.script import seed_for
 from data.prompts import Prompt, draw_prompts
 from data.tokenizer import texts_of
 from run.metrics import batch_metrics
-from worlds import (
-    WORDS, letters, nets_of, read_rows, settings, shaken, untimed_metrics, word_gpt)
+from worlds import WORDS, letters, read_rows, settings, setup_of, shaken, untimed_metrics, word_gpt
 
 TEXTS = ("I am", "you are so", "what", "the end of it", "no", "why would you say that", "it is",
          "a b c d", "and then", "o")
@@ -33,7 +32,7 @@ def setup_and_cfg(function=some_dull, **knobs):
     knobs = dict(num_prompts=5, num_generations=G, max_completion_length=8, max_resamples=2,
                  zero_std_groups="resample", scale_rewards="batch") | knobs
     cfg = settings(function, **knobs)
-    return nets_of(cfg, word_gpt(), PROMPTS, WORDS, shaken(word_gpt(), .02), .05), cfg
+    return setup_of(cfg, word_gpt(), PROMPTS, WORDS, shaken(word_gpt(), .02), .05), cfg
 
 
 def differs(rows):

@@ -23,8 +23,7 @@ from common.files import load_file, read_json, save_file
 from common.script import BadInput
 from run.checkpoint import LOGS, newest_checkpoint
 from worlds import (
-    mean_token, nets_of, printed, read_rows, refusal, settings, skip_without,
-    untimed_metrics)
+    mean_token, printed, read_rows, refusal, settings, setup_of, skip_without, untimed_metrics)
 
 explain = importlib.import_module("explain.__main__")
 NOISE = """
@@ -546,7 +545,7 @@ def test_the_evaluation_has_a_temperature_of_its_own(copy_of_six, noise):
 
 def test_a_perplexity_beyond_all_numbers_is_infinite():
     cfg = settings(mean_token, eval_temperature=1e-6)
-    setup = nets_of(cfg)
+    setup = setup_of(cfg)
     rollout = trainer.sample_groups(setup, setup.prompts, cfg, seed=1)
     perplexity, _ = evaluate.perplexity_under(setup.policy.requires_grad_(False), rollout, cfg)
     assert perplexity == math.inf, "tokens that are not the likeliest ones have probability 0"

@@ -14,14 +14,14 @@ from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics
 from rollout import Rollout, generate
 from worlds import (
-    WORD_PROMPTS, WORDS, forcing, forward, gradient, letters, nets_of, plain_logps, random_ids,
-    refusal, shaken, steps_of, word_gpt, words)
+    WORDS, WORD_PROMPTS, forcing, forward, gradient, letters, plain_logps, random_ids, refusal,
+    setup_of, shaken, steps_of, word_gpt, words)
 
 NAN, INF = math.nan, math.inf
 
 
 def nets_and_batch(cfg, policy=None, reference=None, seed=7, optimizer=None, lr=.05):
-    setup = nets_of(cfg, policy or word_gpt(), WORD_PROMPTS, WORDS, reference, lr, optimizer)
+    setup = setup_of(cfg, policy or word_gpt(), WORD_PROMPTS, WORDS, reference, lr, optimizer)
     return setup, collect(setup, WORD_PROMPTS, cfg, seed)
 
 
@@ -196,7 +196,7 @@ def forced_batch(cfg, policy, reference, **sampling):
     ids = 3 + random_ids(16, 8, 97)
     forced = ids.where(random_ids(16, 8, 10, seed=2) < 3, -1)
     forced[1] = ids[1]
-    setup = nets_of(cfg, policy, WORD_PROMPTS, WORDS, reference)
+    setup = setup_of(cfg, policy, WORD_PROMPTS, WORDS, reference)
     more = dict(respond=forcing(forced)) | sampling
     setup.generate = lambda *args, **kwargs: generate(*args, **kwargs | more)
     return setup, collect(setup, WORD_PROMPTS, cfg, 7)

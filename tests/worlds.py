@@ -225,8 +225,8 @@ def settings(functions=letters, weights=None, **knobs):
                          reward_funcs=tuple(functions), reward_weights=weights))
 
 
-def nets_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01,
-            optimizer=None):
+def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01,
+             optimizer=None):
     """Setup as grpo.py works with, around this very policy. The optimizer is SGD, so that a step
     goes straight down the gradient."""
     given = SimpleNamespace(
@@ -242,8 +242,8 @@ def nets_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=No
 
 
 def world(cfg, seed=1, **more):
-    """Setup, and a Batch that they have sampled."""
-    setup = nets_of(cfg, **more)
+    """Setup, and a Batch that its policy has sampled."""
+    setup = setup_of(cfg, **more)
     return setup, grpo.collect(setup, setup.prompts, cfg, seed)
 
 

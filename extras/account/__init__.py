@@ -10,7 +10,7 @@ run, g the gradient of a step, P_i rollout i's part of it, c = 1 - b^t for AdamW
 
 Where did the change come from? In a step f changes by <slope, theta' - theta>, with slope the mean
 of grad f on the way. With s and clip as they were, theta' - theta is a sum over all gradients so
-far. So rollout i of step t has the share <P_i, G_t>, made from the last step to the first:
+far. So rollout i of step t has the share <P_i, G_t>. G_t is made from the last step to the first:
 
     G_t = (1 - b1) clip U_t             U_t = b1 U_{t+1} - lr slope / c1 / (s + eps)
 
@@ -61,7 +61,7 @@ class Taken(NamedTuple):
 
 
 def replay(setup, cfg, start, since, end, folder):
-    """Does iterations start .. end - 1 as grpo.train did -> the states before each step since
+    """Repeats iterations start .. end - 1 as grpo.train did -> the states before each step since
     iteration `since` and after the last one, (3, W) each, and these steps, S of Taken."""
     states = []
     taken = []
@@ -152,7 +152,7 @@ def gradient(x, weights, **how):
 
 
 def mean_slopes(setup, before, after, sentences, cfg, parts):
-    """The mean of grad f (K, W) on the straight way between two weights, by the trapezoid rule."""
+    """The mean of grad f (K, W) on the straight line between two weights, by the trapezoid rule."""
     found = [slopes(setup, before.lerp(after, i / parts), sentences, cfg)
              for i in range(parts + 1)]
     return (sum(found) - (found[0] + found[-1]) / 2) / parts
@@ -165,20 +165,20 @@ def mean_slopes(setup, before, after, sentences, cfg, parts):
 def adamw(k, g, theta, m, v, damping):
     """What step k makes of theta, m, v (W,) with the gradient g (W,)."""
     clip = k.clip
-    if clip < 1:        # it is a limit / (norm + 1e-6)
+    if clip < 1:        # it is limit / (norm + 1e-6): the same number, with its derivative by g
         norm = g.norm() + 1e-6
         clip = clip * norm.detach() / norm
     m = k.b1 * m + (1 - k.b1) * clip * g
     v = k.b2 * v + (1 - k.b2) * (clip * g).square()
     s = (v / k.c2 + 1e-30).sqrt()       # which has no derivative at 0
-    bottom = s + k.eps + damping * s.detach().square().mean().sqrt()
-    return (1 - k.lr * k.decay) * theta - k.lr / k.c1 * m / bottom, m, v
+    denominator = s + k.eps + damping * s.detach().square().mean().sqrt()
+    return (1 - k.lr * k.decay) * theta - k.lr / k.c1 * m / denominator, m, v
 
 
 def taken_back(k, before, after, derivative, damping):
     """L_t (K, W), and (d_theta, d_m, d_v) before step k from those after it, without H. before,
     after: the states."""
-    g = (after[1] - k.b1 * before[1]) / (1 - k.b1) / k.clip
+    g = (after[1] - k.b1 * before[1]) / (1 - k.b1) / k.clip      # what m' was made of
     _, back = torch.func.vjp(lambda *inputs: adamw(k, *inputs, damping), g, *before)
     L, *derivative = torch.vmap(back)(tuple(derivative))
     return L, derivative

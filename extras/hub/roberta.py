@@ -90,7 +90,9 @@ def load_roberta(name, device="cpu"):
     its logit if there are no others or the labels are independent (multi_label_classification).
     A text that is longer than the model's positions is cut.
     """
-    name, _, label = name.partition(":")
+    label = ""
+    if ":" in name and not os.path.isdir(name):     # a folder: C:\models
+        name, _, label = name.rpartition(":")
 
     def encode(texts):
         return [[c.bos_token_id, *tokenizer.encode_ordinary(text)[:most], c.eos_token_id]
@@ -98,7 +100,8 @@ def load_roberta(name, device="cpu"):
 
     folder = fetch(name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
-        config = DEFAULTS | read_json(os.path.join(folder, "config.json"))
+        config = read_json(os.path.join(folder, "config.json"))
+        config = DEFAULTS | {key: x for key, x in config.items() if x is not None}
         check_only(ONLY, config, name)
         c = SimpleNamespace(**config)
         model = fill(lambda: Roberta(c), c.num_hidden_layers, load_tensors(folder, "roberta."),

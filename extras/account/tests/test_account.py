@@ -11,7 +11,7 @@ from common.script import seed_for
 from extras.account import account, flat, replay, row_of
 from extras.account.story import token_shares
 from rollout import completion_logprobs, concatenate, generate
-from worlds import TOKENIZER, forcing, nets_of, number_gpt, settings, shaken, skip_without
+from worlds import TOKENIZER, forcing, number_gpt, settings, setup_of, shaken, skip_without
 
 
 
@@ -62,13 +62,13 @@ def in_float64(monkeypatch):
     to_default(torch.float32)
 
 
-def nets_for(cfg, answers=False):
+def setup_for(cfg, answers=False):
     """A random policy with AdamW, whose eps is large enough to be smooth."""
     policy = number_gpt().double()
     if cfg.mask_truncated_completions:      # some end, so that there is something to learn from
         towards = policy.wte.weight[TOKENIZER.eot_token].detach()
         policy.ln_f.bias.data += 2 * towards / towards.norm()
-    setup = nets_of(cfg, policy, reference=shaken(number_gpt(), 0.05).double())
+    setup = setup_of(cfg, policy, reference=shaken(number_gpt(), 0.05).double())
     if cfg.lora_rank or cfg.critic:
         shaken(setup.policy, 0.05)
     setup.optimizer = torch.optim.AdamW(
@@ -90,7 +90,7 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     select = knobs.pop("tracin_select", "positive")     # its function is not there yet
     cfg = settings(**knobs)
     cfg = replace(cfg, functions=cfg.functions | FUNCTIONS, tracin_select=select)
-    setup = nets_for(cfg, answers)
+    setup = setup_for(cfg, answers)
     states, taken = replay(setup, cfg, 0, 0, iterations, str(tmp_path))
     assert taken[0].it == 0, "the first iteration took no step"
     sentence = row_of([2, 3], [4, 1, 0], setup.device)

@@ -9,7 +9,7 @@ import extras.bench.__main__ as bench
 import grpo
 from conftest import ROOT
 from extras.bench import shapes
-from worlds import assert_near, nets_of, printed, refusal, settings, skip_without
+from worlds import assert_near, printed, refusal, settings, setup_of, skip_without
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def quick(comments):
 
 def test_an_iteration_is_that_of_a_run():
     cfg = settings(beta=0.1)
-    here, there = nets_of(cfg), nets_of(cfg)
+    here, there = setup_of(cfg), setup_of(cfg)
     found = bench.iteration(here, cfg, 3)
     batch, _ = grpo.sample_iteration(there, 3, cfg)
     grpo.update(there, batch, None, cfg, bench.seed_for(cfg.seed, "rows", 3))

@@ -12,7 +12,7 @@ from extras.compiled import BUCKET, Decoder, compile_nets
 from rollout import completion_logprobs, generate
 from run.precision import check_precision
 from worlds import (
-    SHAPES, WORD_PROMPTS, WORDS, nets_of, printed, random_gpt, read_rows, same_rollout, settings,
+    SHAPES, WORDS, WORD_PROMPTS, printed, random_gpt, read_rows, same_rollout, settings, setup_of,
     shaken, skip_without, word_gpt)
 
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
@@ -83,7 +83,7 @@ def test_a_critic_is_asked():
 
 def word_nets():
     cfg = settings(num_generations=4)
-    return nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), replace(cfg, compile=True)
+    return setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), replace(cfg, compile=True)
 
 
 def compiled(change=lambda h: h):

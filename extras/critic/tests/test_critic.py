@@ -14,8 +14,8 @@ from extras.critic import explained_variance, gae, token_advantages, value_loss,
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, completion_states, generate
 from worlds import (
-    END, PROMPTS, assert_near, forcing, forward, generator_of, gradient, nets_of, printed, settings,
-    shaken, steps_of, untimed_metrics, world)
+    END, PROMPTS, assert_near, forcing, forward, generator_of, gradient, printed, settings,
+    setup_of, shaken, steps_of, untimed_metrics, world)
 
 PLAIN = Settings(whiten_advantages=False)
 CRITIC = dict(critic=True, value_coef=.5)
@@ -40,7 +40,7 @@ def speaking(setup):
 def critic_world(seed=1, **knobs):
     """Setup with a critic that says something, and a Batch that they have sampled."""
     cfg = settings(**CRITIC | knobs)
-    setup = speaking(nets_of(cfg))
+    setup = speaking(setup_of(cfg))
     return cfg, setup, grpo.collect(setup, setup.prompts, cfg, seed)
 
 
@@ -126,7 +126,7 @@ def values_by_forward(policy, r):
 
 
 def test_recorded_values_are_those_of_a_forward_pass():
-    policy = speaking(nets_of(settings(**CRITIC))).policy
+    policy = speaking(setup_of(settings(**CRITIC))).policy
     ids = [prompt.ids for prompt in PROMPTS]
     forced = torch.full((8, 6), -1)
     forced[1:4, 2] = 5
@@ -164,7 +164,7 @@ def test_the_loss_is_that_of_the_policy_plus_that_of_the_values(loss_type):
 def test_the_kl_in_the_reward_is_taken_off_token_by_token():
     cfg = settings(**CRITIC, kl_in="reward", kl_estimator="k1", beta=.3, gae_lambda=1.0,
                    whiten_advantages=False)
-    setup = speaking(nets_of(cfg))
+    setup = speaking(setup_of(cfg))
     shaken(setup.policy, .1, seed=9)
     batch = grpo.collect(setup, setup.prompts, cfg, 1)
     sampled = batch.rollout.sampled_mask
@@ -183,7 +183,7 @@ def test_values_are_learned_and_one_completion_of_each_prompt_is_enough():
         return [float(len(prompt)) for prompt in prompts]
 
     cfg = settings(by_prompt, critic=True, value_coef=1.0, num_generations=1)
-    setup = nets_of(cfg)
+    setup = setup_of(cfg)
     setup.optimizer = torch.optim.Adam(setup.trained, lr=.01)
     for it in range(25):
         batch = grpo.collect(setup, setup.prompts, cfg, it)

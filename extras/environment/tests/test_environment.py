@@ -20,8 +20,7 @@ from rollout import empty_rollout, generate
 from extras.environment.tools import (
     answer_calls, calc, call_metrics, check_prompts_name, check_tools, find_calls, reply)
 from extras.environment import answering, try_environment
-from worlds import (
-    WORD_PROMPTS, WORDS, nets_of, printed, refusal, settings, word_gpt)
+from worlds import WORDS, WORD_PROMPTS, printed, refusal, settings, setup_of, word_gpt
 
 T = 20
 STOPS = tuple("aihlmrsu ?")     # none is in <|endoftext|>
@@ -138,7 +137,7 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
     prompts = [Prompt(text, ids, {"text": text, "number": i})
                for i, (text, ids, _) in enumerate(WORD_PROMPTS)]
     cfg = with_game(tell, num_eval_generations=3, num_generations=2)
-    setup = nets_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
+    setup = setup_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
     try_environment(cfg, prompts)
     for sampling in (lambda: sample_groups(setup, prompts, cfg, 3),
                      lambda: evaluate(setup, setup.policy, cfg)):
@@ -151,7 +150,7 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
 
 def test_metrics_count_what_the_policy_drew():
     cfg = with_game(num_eval_generations=8)
-    setup = nets_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
+    setup = setup_of(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
     batch = collect(setup, WORD_PROMPTS, cfg, 7)
     own = int(batch.loss_mask.sum())
     share = own / int(batch.rollout.completion_mask.sum())

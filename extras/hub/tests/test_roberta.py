@@ -52,6 +52,13 @@ def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
 
 
+def test_a_folder_may_have_a_colon_and_a_config_null(tmp_path):
+    folder = make_roberta(tmp_path / "disk:c", ("nothate", "hate"))
+    assert len(load_judge(folder)(["a"])) == len(load_judge(f"{folder}:nothate")(["a"])) == 1
+    put(folder, config=read_json(f"{folder}/config.json") | {"id2label": None})
+    assert "out of LABEL_0, LABEL_1" in refusal(load_judge, folder)
+
+
 # what config.json says instead | what the refusal says
 REFUSALS = """
 "id2label": {"0": "a", "1": "b"} | out of a, b

@@ -8,7 +8,7 @@ from torch import nn
 from extras.lora import LoRA, add_lora
 from grpo import collect, update
 from worlds import (
-    WORD_PROMPTS, WORDS, assert_near, nets_of, random_gpt, random_ids, with_lora, word_gpt, words)
+    WORDS, WORD_PROMPTS, assert_near, random_gpt, random_ids, setup_of, with_lora, word_gpt, words)
 
 
 def adapted_layers(model):
@@ -49,7 +49,7 @@ def test_only_adapters_get_gradients():
 
 def test_a_step_moves_the_adapters_only():
     cfg = words(lora_rank=2, beta=.1)
-    setup = nets_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     batch = collect(setup, WORD_PROMPTS, cfg, 7)
     before = {name: x.clone() for name, x in setup.policy.state_dict().items()}
     m = update(setup, batch, None, cfg, 3, check=True)
