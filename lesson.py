@@ -158,7 +158,7 @@ setup.policy.load_state_dict(start)      # back to where we were
 # %%
 def gradient_of(rows):
     """{parameter: gradient} of the loss of these rows, by a plain backward."""
-    return grpo.gradient_of(setup, cfg, batch, step._replace(rows=rows), "policy")
+    return tracin.gradient_of(grpo.losses, setup, cfg, batch, step._replace(rows=rows), "policy")
 
 
 target = gradient_of(step.rows)

@@ -48,7 +48,9 @@ class Scored(NamedTuple):
 def next_iteration(setup, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
     it = load_checkpoint(path, setup, cfg)["iteration"]
-    batch, held_out = grpo.sample_iteration(setup, it, cfg)
+    batch = grpo.sample_iteration(setup, it, cfg)
+    grpo.add_advantages(setup, batch, cfg)
+    held_out = grpo.collect_held_out(setup, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
@@ -57,7 +59,7 @@ def next_iteration(setup, path, cfg):
         for loss, rows in grpo.losses(setup, setup.policy, batch, step, cfg, recording):
             recording.backward(loss, rows)
     found = keep_helpful(
-        recording, held_out, setup, cfg, seed_for(seed, "select", 0), grpo.gradient_of)
+        grpo.losses, recording, held_out, setup, cfg, seed_for(seed, "select", 0))
     rows = sample_rows(it, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the slopes
     slopes = token_slopes(setup, cfg, batch, step)
@@ -80,7 +82,7 @@ def check(scored, cfg):
     """A sentence: the tape's influences beside a plain backward."""
     setup, recording, found, rows, _ = scored
     error = float(true_error(
-        setup, recording.batch, recording.step, found, cfg, grpo.gradient_of))
+        grpo.losses, setup, recording.batch, recording.step, found, cfg))
     verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
     return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward pass (relative "
             f"error {error:.0e}).")

@@ -1,6 +1,5 @@
 """
-A run around its loop: folder, logs, checkpoints, evaluations, signals, the learning rate. The loop
-is grpo.train.
+A run around its loop: folder, logs, checkpoints, evaluations, signals. The loop is grpo.train.
 """
 import contextlib
 import math
@@ -11,6 +10,7 @@ from common.files import read_rows
 from common.processes import all_gather, rank_and_size
 from common.script import BadInput, hash_of, interrupts, optional
 from run.checkpoint import append_rows, begin_logs, resume, save_checkpoint, write_run_config
+from run.evaluation import evaluate
 from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
 from run.report import StepLog, print_iteration, print_table, print_warnings
@@ -68,14 +68,9 @@ class Run:
             name = os.path.basename(self.folder)
             self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
         self.start = done or 0
-        self.is_new = done is None
-
-    def is_stopped(self):
-        """True once a signal has asked any process to stop."""
-        return any(all_gather([self.stopped()]))
-
-    def leave(self, done):
-        raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
+        if done is None:        # before training, to compare with
+            self.log_evaluation(0, *evaluate(setup, setup.policy, cfg))
+            self.save(0)
 
     def step_log(self):
         if self.began is None:
@@ -100,6 +95,18 @@ class Run:
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         if self.wandb:
             self.wandb.log(m, step=it + 1)
+
+    def after(self, done):
+        """Evaluates and saves, where that is due. After Ctrl-C it saves and leaves."""
+        cfg = self.cfg
+        last = done == cfg.max_iters
+        stopped = any(all_gather([self.stopped()]))     # a signal has asked any process to stop
+        if last or is_due(done, cfg.eval_interval):
+            self.log_evaluation(done, *evaluate(self.setup, self.setup.policy, cfg))
+        if last or stopped or is_due(done, cfg.save_interval):
+            self.save(done)
+        if stopped and not last:
+            raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
 
     def log_evaluation(self, iteration, measures, samples):
         """What evaluate.evaluate returned."""
@@ -128,18 +135,6 @@ class Run:
 def is_due(done, interval):
     """True after every `interval` iterations; 0: never."""
     return interval > 0 and done % interval == 0
-
-
-def learning_rate(it, cfg):
-    """Rate of iteration it: linear warm-up, then constant, or linear or cosine decay to 0."""
-    if it < cfg.warmup_iters:
-        return cfg.learning_rate * (it + 1) / cfg.warmup_iters
-    done = (it - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)
-    if cfg.lr_decay == "linear":
-        return cfg.learning_rate * (1 - done)
-    if cfg.lr_decay == "cosine":
-        return cfg.learning_rate * (0.5 + 0.5 * math.cos(math.pi * done))
-    return cfg.learning_rate
 
 
 def print_verdict(rows, cfg):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import grpo
+import tracin
 from common.files import load_gpt, save_gpt
 from explain.words import logprob_changes, token_slopes
 from rollout import completion_logprobs, generate
@@ -138,10 +139,10 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
     cfg = settings(mean_token)
     setup, batch = world(cfg, policy=lstm())
     step = whole_step(batch)
-    G = grpo.gradient_of(setup, cfg, batch, step)
+    G = tracin.gradient_of(grpo.losses, setup, cfg, batch, step)
     slopes = token_slopes(setup, cfg, batch, step)
     for i in step.rows[:3]:
-        own = grpo.gradient_of(setup, cfg, batch, step._replace(rows=i[None]))
+        own = tracin.gradient_of(grpo.losses, setup, cfg, batch, step._replace(rows=i[None]))
         words = slopes[i] * logprob_changes(setup.policy, G, batch.rollout[i[None]], 1.0)[0]
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
 

@@ -73,7 +73,8 @@ def test_groups_are_those_of_plain_python(function, it):
     setup, cfg = setup_and_cfg(function)
     groups, sizes = resampled_by_hand(setup, cfg, it)
     assert function == letters or len(sizes) > 1, "this world resamples nothing"
-    batch, _ = trainer.sample_iteration(setup, it, cfg)
+    batch = trainer.sample_iteration(setup, it, cfg)
+    trainer.add_advantages(setup, batch, cfg)
     prompts, completions, rewards = zip(*sum(groups, []))
     assert tuple(prompt.text for prompt in batch.prompts) == prompts
     assert tuple(batch.completions) == completions, "a row has another row's completion"
@@ -96,7 +97,7 @@ def test_groups_are_those_of_plain_python(function, it):
 
 def test_a_target_of_held_out_prompts_is_not_resampled():
     setup, cfg = setup_and_cfg(tracin="reward", tracin_val_prompts=4)
-    _, held_out = trainer.sample_iteration(setup, 0, cfg)
+    held_out = trainer.collect_held_out(setup, 0, cfg)
     prompts = draw_prompts(setup.val_prompts, 0, 4, cfg.seed)
     assert held_out.batch.prompts[::G] == prompts and len(held_out.batch.rounds) == 1
 

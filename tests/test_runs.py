@@ -22,6 +22,7 @@ import grpo as trainer
 from common.files import load_file, read_json, save_file
 from common.script import BadInput
 from run.checkpoint import LOGS, newest_checkpoint
+from run.evaluation import perplexity_under
 from worlds import (
     mean_token, printed, read_rows, refusal, settings, setup_of, skip_without, untimed_metrics)
 
@@ -236,11 +237,11 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, grpo, tmp_path, mo
     assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/parts")
 
 
-@pytest.mark.parametrize("part", ("prepare", "evaluate", "update"))
+@pytest.mark.parametrize("part", ("grpo.prepare", "run.loop.evaluate", "grpo.update"))
 def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, monkeypatch):
     argv = (tmp_path / "run", *FINISHED)
     with monkeypatch.context() as m, pytest.raises(Crash):
-        m.setattr(trainer, part, dies)
+        m.setattr(part, dies)
         grpo(*argv)
     grpo(*argv)     # the same command
     assert_same_run(finished, f"{tmp_path}/run")
@@ -547,7 +548,7 @@ def test_a_perplexity_beyond_all_numbers_is_infinite():
     cfg = settings(mean_token, eval_temperature=1e-6)
     setup = setup_of(cfg)
     rollout = trainer.sample_groups(setup, setup.prompts, cfg, seed=1)
-    perplexity, _ = evaluate.perplexity_under(setup.policy.requires_grad_(False), rollout, cfg)
+    perplexity, _ = perplexity_under(setup.policy.requires_grad_(False), rollout, cfg)
     assert perplexity == math.inf, "tokens that are not the likeliest ones have probability 0"
 
 

@@ -37,7 +37,7 @@ from common.device import free_memory
 from common.script import BadInput, seed_for
 from common.supervised import Progress
 from rollout import completion_logprobs, empty_rollout
-from tracin import Recording
+from tracin import Recording, gradient_of
 
 DAMPING = 0.3
 
@@ -67,8 +67,10 @@ def replay(setup, cfg, start, since, end, folder):
     taken = []
     progress = Progress("replay", "iteration", end, start)
     for it in range(start, end):
-        setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(it, cfg)
-        batch, held_out = grpo.sample_iteration(setup, it, cfg)
+        grpo.set_learning_rate(setup.optimizer, it, cfg)
+        batch = grpo.sample_iteration(setup, it, cfg)
+        grpo.add_advantages(setup, batch, cfg)
+        held_out = grpo.collect_held_out(setup, it, cfg)
 
         def watch(step, norm):
             if it >= since:
@@ -253,7 +255,7 @@ def account(setup, cfg, states, taken, sentences, hessian=True, parts=1, damping
         shares[:, k.it] += products[:len(G)]
         effects[:, k.it] += products[len(G):]
         for part in parts_of_loss:
-            g = grpo.gradient_of(setup, cfg, k.batch, k.step, part)
+            g = gradient_of(grpo.losses, setup, cfg, k.batch, k.step, part)
             rest[part] += (G @ flat(g.values())).cpu()
         rest["decay"] -= k.lr * k.decay * (slope @ before[0]).cpu()
         if hessian:

@@ -70,7 +70,9 @@ def iteration(setup, cfg, it):
     if setup.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(setup.device)
     start = now(setup.device)
-    batch, held_out = grpo.sample_iteration(setup, it, cfg)
+    batch = grpo.sample_iteration(setup, it, cfg)
+    grpo.add_advantages(setup, batch, cfg)
+    held_out = grpo.collect_held_out(setup, it, cfg)
     grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it))
     seconds = now(setup.device) - start
     return Round(seconds, int(batch.rollout.sampled_mask.sum()), peak_memory(setup.device))

@@ -10,8 +10,8 @@ from run.report import problems
 from common.script import seed_for
 
 
-def debug_step(setup, cfg, sample_iteration, update):
-    """The first iteration of a run, phase by phase, by these two functions of grpo.py."""
+def debug_step(setup, cfg, batch, held_out, update):
+    """The first iteration of a run, phase by phase: its batch, and an update by grpo.update."""
     count = itertools.count(1)
 
     def phase(title):
@@ -19,7 +19,6 @@ def debug_step(setup, cfg, sample_iteration, update):
 
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
           "token of the best and of the worst completion")
-    batch, held_out = sample_iteration(setup, 0, cfg)
     print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), setup, batch)
     print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), setup, batch)
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn.utils import vector_to_parameters
 
 import grpo
+import tracin
 from common.script import seed_for
 from extras.account import account, flat, replay, row_of
 from extras.account.story import token_shares
@@ -109,7 +110,7 @@ def slope_by_hand(setup, cfg, weights, sentence):
 
 def whole(setup, cfg, k):
     """The gradient of step k."""
-    return flat(grpo.gradient_of(setup, cfg, k.batch, k.step).values())
+    return flat(tracin.gradient_of(grpo.losses, setup, cfg, k.batch, k.step).values())
 
 
 def part(setup, cfg, k, i, name="policy"):
@@ -117,7 +118,7 @@ def part(setup, cfg, k, i, name="policy"):
     factors = torch.zeros_like(k.batch.row_weights)
     factors[i] = k.batch.row_weights[i]
     batch = replace(k.batch, row_weights=factors)
-    return flat(grpo.gradient_of(setup, cfg, batch, k.step, name).values())
+    return flat(tracin.gradient_of(grpo.losses, setup, cfg, batch, k.step, name).values())
 
 
 def by_hand(setup, cfg, states, taken, sentence):

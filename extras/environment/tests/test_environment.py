@@ -13,7 +13,7 @@ from config import load_settings
 from config.check import check
 from conftest import ROOT
 from data.prompts import Prompt
-from evaluate import evaluate
+from run.evaluation import evaluate
 from grpo import collect, sample_groups
 from run.metrics import batch_metrics
 from rollout import empty_rollout, generate
