@@ -12,9 +12,9 @@ from common.files import load_gpt, rebuilt, undamaged
 from config import HINTS, Settings, load_settings
 from config.check import check_policy
 from data.tokenizer import load_tokenizer
+from grpo import prepare, read_inputs
 from model import Policy
 from pretrain import is_published, trainable
-from run.build import prepare, read_inputs
 from run.checkpoint import load_checkpoint, newest_checkpoint, read_checkpoint
 from run.evaluation import evaluate
 from run.report import print_table

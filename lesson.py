@@ -62,7 +62,7 @@ N = len(prompts) * G
 # ask how much likelier the token has become since. The policy as it was here is the **sampler**.
 
 # %%
-rollout = grpo.sample_groups(setup, prompts, cfg, seed=1)
+rollout = grpo.sample_batch(setup, prompts, cfg, seed=1).rollout
 texts = texts_of(setup.tokenizer, rollout)
 print(repr(prompts[0].text), "->", *map(repr, texts[:G]), sep="\n")
 plt.figure(figsize=(7, 3))

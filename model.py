@@ -64,22 +64,6 @@ def scale_frequency(frequency, factor, low, high, block_size):
     return frequency * (kept + (1 - kept) / factor)
 
 
-def attend(q, k, v, mask, causal, scale):
-    """softmax(scale * q k^T) v with q (B, nh, T, hs) and k, v (B, nkv, S, hs) -> (B, nh, T, hs).
-    mask (B, 1, T, S): True where a query sees a key. scale None: 1 / sqrt(hs)."""
-    nh, T = q.shape[1:3]
-    nkv = k.shape[1]
-    formula_up_to = 128 if q.dtype == torch.bfloat16 else 1     # tokens, as measured
-    if q.device.type == "cpu" and T <= formula_up_to:
-        return attend_on_cpu(q, k, v, mask, causal, scale)
-    if nkv < nh and q.is_cuda:      # torch's fast kernels do not take groups together with a mask
-        k = k.repeat_interleave(nh // nkv, 1)
-        v = v.repeat_interleave(nh // nkv, 1)
-    grouped = True if k.shape[1] < nh else False    # torch.compile needs a bool, not a symbol
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-
-
 def attend_on_cpu(q, k, v, mask, causal, scale):
     """attend by its formula. On a CPU this is faster than torch's kernel for a single token, and in
     bfloat16 for short sequences."""
@@ -98,6 +82,22 @@ def attend_on_cpu(q, k, v, mask, causal, scale):
         scores = scores.masked_fill(~mask, -math.inf)
     weights = scores.softmax(-1).to(v.dtype)                            # (B, nh, T, S)
     return (weights.view(B, nkv, -1, S) @ v).view(B, nh, T, hs)
+
+
+def attend(q, k, v, mask, causal, scale):
+    """softmax(scale * q k^T) v with q (B, nh, T, hs) and k, v (B, nkv, S, hs) -> (B, nh, T, hs).
+    mask (B, 1, T, S): True where a query sees a key. scale None: 1 / sqrt(hs)."""
+    nh, T = q.shape[1:3]
+    nkv = k.shape[1]
+    formula_up_to = 128 if q.dtype == torch.bfloat16 else 1     # tokens, as measured
+    if q.device.type == "cpu" and T <= formula_up_to:
+        return attend_on_cpu(q, k, v, mask, causal, scale)
+    if nkv < nh and q.is_cuda:      # torch's fast kernels do not take groups together with a mask
+        k = k.repeat_interleave(nh // nkv, 1)
+        v = v.repeat_interleave(nh // nkv, 1)
+    grouped = True if k.shape[1] < nh else False    # torch.compile needs a bool, not a symbol
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

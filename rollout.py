@@ -184,63 +184,10 @@ def draw(probs, u):
     return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
-def draw_token(logits, u):
-    """Draw a token per row of logits (n, V) -> token, log-prob, entropy, (n,) each. u as in draw.
-    softmax and log_softmax would each read and write all V numbers once more."""
-    logits = logits - logits.amax(-1, keepdim=True)
-    weights = logits.exp()
-    total = weights.sum(-1)                     # weights / total are the probabilities
-    token = draw(weights, u)
-    log_total = total.log()
-    logp = logits.gather(1, token[:, None])[:, 0] - log_total
-    entropy = log_total - (logits * weights).nansum(-1) / total     # 0 * -inf counts as 0
-    return token, logp, entropy
-
-
-def sample_token(model, h, r, rows, t, noise, sampling):
-    """Sample token t of these rows (n,) of a rollout from their hidden states h (n, C), and record
-    it in r. noise (N, T)."""
-    logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
-    if r.allowed is not None:
-        logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
-        r.allowed[rows, t] = logits > -math.inf
-    token, logp, entropy = draw_token(logits, noise[rows, t])
-    values = None if r.values is None else model.value_head(h)
-    r.record(rows, t, token, logp, entropy, values, sampling.eos)
-
-
 # ------------------------------------------------------------------------------------------------
 # decoding
 
 CHECK_EVERY = {"cpu": 1, "cuda": 16}    # tokens; a check for finished rows synchronises the GPU
-
-
-def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
-    """Fill in r, the empty rollout of prompts (B, P). Rows that have ended leave the batch, so that
-    a step costs only what still runs.
-
-    attention_mask (B, P): False on the prompts' padding, or None where no prompt is padded.
-    respond(r, rows, t, column) is called when token t of rows (n,) is recorded in r.tokens[:,
-    column]. An environment may write its tokens after it, and say which rows have ended.
-    """
-    B, P = prompt.shape
-    N, T = r.logp.shape
-    check_every = CHECK_EVERY.get(prompt.device.type, 16)
-    h, cache = read_prompts(model, prompt, attention_mask, N // B, P + T)
-    rows = torch.arange(N, device=prompt.device)    # of r, in the order of the cache
-    for t in range(T):
-        sample_token(model, h, r, rows, t, noise, sampling)
-        if respond:
-            respond(r, rows, t, P + t)
-        if t == T - 1:
-            break
-        if (t + 1) % check_every == 0:
-            rows = drop_finished(rows, cache, r.ended)
-            if len(rows) == 0:
-                break
-        ids = r.tokens[rows, :P + t + 1]
-        mask = None if attention_mask is None else r.attention_mask[rows, :P + t + 1]
-        h = read_last(model, ids, mask, cache)                                      # (n, C)
 
 
 def read_prompts(model, prompt, attention_mask, num_generations, S):
@@ -278,8 +225,73 @@ def drop_finished(rows, cache, ended):
     return rows[order]
 
 
+def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
+    """Fill in r, the empty rollout of prompts (B, P). Rows that have ended leave the batch, so that
+    a step costs only what still runs.
+
+    attention_mask (B, P): False on the prompts' padding, or None where no prompt is padded.
+    respond(r, rows, t, column) is called when token t of rows (n,) is recorded in r.tokens[:,
+    column]. An environment may write its tokens after it, and say which rows have ended.
+    """
+    B, P = prompt.shape
+    N, T = r.logp.shape
+    check_every = CHECK_EVERY.get(prompt.device.type, 16)
+    # the prompts are read once for all of their completions
+    h, cache = read_prompts(model, prompt, attention_mask, N // B, P + T)           # (N, C)
+    rows = torch.arange(N, device=prompt.device)    # of r, in the order of the cache
+    for t in range(T):
+        # how likely is each token to come next? -inf where truncation rules it out
+        logits = model.lm_head(h).float() / sampling.temperature                    # (n, V)
+        if r.allowed is not None:
+            logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
+            r.allowed[rows, t] = logits > -math.inf
+
+        # draw one. By hand, since softmax and log_softmax would each read and write all V again
+        logits = logits - logits.amax(-1, keepdim=True)
+        weights = logits.exp()
+        total = weights.sum(-1)                     # weights / total are the probabilities
+        token = draw(weights, noise[rows, t])                                       # (n,)
+
+        # the trainer asks later how much likelier it has become, so keep its log-prob
+        log_total = total.log()
+        logp = logits.gather(1, token[:, None])[:, 0] - log_total
+        entropy = log_total - (logits * weights).nansum(-1) / total     # 0 * -inf counts as 0
+        values = None if r.values is None else model.value_head(h)
+        r.record(rows, t, token, logp, entropy, values, sampling.eos)
+        del logits, weights                         # large: gone before the next token is read
+        if respond:
+            respond(r, rows, t, P + t)
+        if t == T - 1:
+            break
+
+        # read it, in the rows that still run
+        if (t + 1) % check_every == 0:
+            rows = drop_finished(rows, cache, r.ended)
+            if len(rows) == 0:
+                break
+        ids = r.tokens[rows, :P + t + 1]
+        mask = None if attention_mask is None else r.attention_mask[rows, :P + t + 1]
+        h = read_last(model, ids, mask, cache)                                      # (n, C)
+
+
 # ------------------------------------------------------------------------------------------------
 # generate
+
+
+def pad_left(sequences, device="cpu"):
+    """Pad lists of ids on the left -> tokens (B, P) and attention_mask (B, P)."""
+    P = max(map(len, sequences))
+    padded = [[-1] * (P - len(ids)) + list(ids) for ids in sequences]
+    padded = torch.tensor(padded).to(device)
+    return padded.clamp(min=0), padded >= 0
+
+
+def check_prompts(prompts, most):
+    """Raise ValueError for a prompt that is empty or leaves no room for its completion."""
+    for number, ids in enumerate(prompts, 1):
+        if not 1 <= len(ids) <= most:
+            raise ValueError(f"prompt {number} has {len(ids)} tokens: must be 1 to {most} "
+                             "(block_size less max_completion_length)")
 
 
 @torch.no_grad()
@@ -328,44 +340,11 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     return r if part else concatenate([r])
 
 
-def pad_left(sequences, device="cpu"):
-    """Pad lists of ids on the left -> tokens (B, P) and attention_mask (B, P)."""
-    P = max(map(len, sequences))
-    padded = [[-1] * (P - len(ids)) + list(ids) for ids in sequences]
-    padded = torch.tensor(padded).to(device)
-    return padded.clamp(min=0), padded >= 0
-
-
-def check_prompts(prompts, most):
-    """Raise ValueError for a prompt that is empty or leaves no room for its completion."""
-    for number, ids in enumerate(prompts, 1):
-        if not 1 <= len(ids) <= most:
-            raise ValueError(f"prompt {number} has {len(ids)} tokens: must be 1 to {most} "
-                             "(block_size less max_completion_length)")
-
-
 # ------------------------------------------------------------------------------------------------
 # log-probs of a rollout
 
 LOGITS_KEPT = 2 ** 27       # at most, for the backward: 0.5 GB, for entropies three times that
 LOGITS_AT_ONCE = 2 ** 23    # at most on a CPU, where allocating memory is slow
-
-
-def completion_logprobs(model, rollout, temperature=1.0, states=None):
-    """Return the log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
-    what completion_states returns, if something else is computed from it too."""
-    return of_logits(LogProb.apply, model, rollout, temperature, states)
-
-
-def completion_entropies(model, rollout, temperature=1.0, states=None):
-    """Return the entropies (N, T), in nats and with gradient, of the distributions that a rollout's
-    tokens are sampled from; 0 elsewhere. states: as in completion_logprobs."""
-    def entropies(logits, targets):
-        logp = logits.log_softmax(-1)
-        finite = logp.masked_fill(logp == -math.inf, 0)
-        return -(logp.exp() * finite).sum(-1, keepdim=True)     # 0 * -inf counts as 0
-
-    return of_logits(entropies, model, rollout, temperature, states)
 
 
 class States(NamedTuple):
@@ -398,25 +377,6 @@ def completion_states(model, rollout):
     return States(h[where], tokens[:, -T:][where], allowed, where)
 
 
-class LogProb(torch.autograd.Function):
-    """Log-probs (m, 1) of ids targets (m, 1) from logits (m, V). The logits' gradient is formed in
-    one tensor: torch would make five, and allocating memory is slow."""
-
-    @staticmethod
-    def forward(ctx, logits, targets):
-        total = logits.logsumexp(-1, keepdim=True)                                  # (m, 1)
-        ctx.save_for_backward(logits, targets, total)
-        return logits.gather(1, targets) - total
-
-    @staticmethod
-    def backward(ctx, grad):
-        logits, targets, total = ctx.saved_tensors
-        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
-            return (logits.softmax(-1) * -grad).scatter_add(1, targets, grad), None
-        found = (logits - total).exp_().mul_(-grad)                                 # (m, V)
-        return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
-
-
 def of_logits(function, model, rollout, temperature, states):
     """Apply function(logits (m, V), targets (m, 1)) -> (m, 1) at the M sampled tokens of a rollout
     -> (N, T), 0 elsewhere.
@@ -445,3 +405,39 @@ def of_logits(function, model, rollout, temperature, states):
         pieces.append(formed(*some))
     found = torch.cat(pieces)[:, 0]                                                 # (M,)
     return found.new_zeros(rollout.logp.shape).index_put(where, found)
+
+
+class LogProb(torch.autograd.Function):
+    """Log-probs (m, 1) of ids targets (m, 1) from logits (m, V). The logits' gradient is formed in
+    one tensor: torch would make five, and allocating memory is slow."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        total = logits.logsumexp(-1, keepdim=True)                                  # (m, 1)
+        ctx.save_for_backward(logits, targets, total)
+        return logits.gather(1, targets) - total
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, targets, total = ctx.saved_tensors
+        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
+            return (logits.softmax(-1) * -grad).scatter_add(1, targets, grad), None
+        found = (logits - total).exp_().mul_(-grad)                                 # (m, V)
+        return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
+
+
+def completion_logprobs(model, rollout, temperature=1.0, states=None):
+    """Return the log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
+    what completion_states returns, if something else is computed from it too."""
+    return of_logits(LogProb.apply, model, rollout, temperature, states)
+
+
+def completion_entropies(model, rollout, temperature=1.0, states=None):
+    """Return the entropies (N, T), in nats and with gradient, of the distributions that a rollout's
+    tokens are sampled from; 0 elsewhere. states: as in completion_logprobs."""
+    def entropies(logits, targets):
+        logp = logits.log_softmax(-1)
+        finite = logp.masked_fill(logp == -math.inf, 0)
+        return -(logp.exp() * finite).sum(-1, keepdim=True)     # 0 * -inf counts as 0
+
+    return of_logits(entropies, model, rollout, temperature, states)

@@ -15,6 +15,7 @@ from data.prompts import Prompt, encode_prompt
 from data.tokenizer import texts_of
 from evaluate import open_run
 from judge.rewards import score
+from run.evaluation import sample
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
     asked = Prompt(prompt, ids, {"text": prompt})
     seed = seed_for(cfg.seed, "speak", prompt)
     try:
-        rollout = setup.sample(policy, [asked], num, cfg, seed=seed, **cfg.sampling)
+        rollout = sample(setup, policy, [asked], num, cfg, seed=seed, **cfg.sampling)
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
     completions = texts_of(setup.tokenizer, rollout)

@@ -38,7 +38,7 @@ ACCOUNT = ("--prompt", "--completion", "--prompts", "--account", "--since", "--p
 
 class Scored(NamedTuple):
     """An optimizer step that is scored and not taken."""
-    setup: Any           # run.build.Setup
+    setup: Any           # run.setup.Setup
     recording: Any      # tracin.Recording
     found: Any          # tracin.Findings
     rows: list          # as in samples.jsonl

@@ -1,17 +1,28 @@
 """What an evaluation measures: the completions that a policy writes for held-out prompts."""
 import torch
 
-from common.processes import all_gather, shard
+from common.processes import all_gather, all_gather_rollout, shard
 from common.script import seed_for
 from data.tokenizer import end_tokens
 from judge import judge_rewards
 from judge.rewards import score
 from judge.scorer import says_nothing
-from rollout import completion_logprobs
+from rollout import completion_logprobs, concatenate
 from run.metrics import call_metrics
 
 NUM_SHOWN = 4   # completions that are printed
 AT_ONCE = 64    # completions that are sampled or scored together; limits memory
+
+
+def sample(setup, policy, prompts, num_generations, cfg, **how):
+    """Completions of any prompts by any policy -> Rollout, in the way of grpo.sample_batch. how:
+    further arguments of rollout.generate."""
+    with setup.autocast():
+        share = setup.generate(
+            policy, [prompt.ids for prompt in prompts], num_generations, cfg.max_completion_length,
+            eos=end_tokens(setup.tokenizer), part=shard(len(prompts)),
+            respond=setup.environment(prompts, num_generations, cfg), **how)
+    return concatenate(all_gather_rollout(share))
 
 
 @torch.no_grad()
@@ -19,8 +30,8 @@ def evaluate(setup, policy, cfg):
     """Sample num_eval_generations completions of each prompt, always with the same noise, and
     measure them -> ({measure: number}, the first completions with their prompts)."""
     k = cfg.num_eval_generations
-    rollout = setup.sample(
-        policy, setup.eval_prompts, k, cfg, seed=seed_for("evaluation"), batch_size=AT_ONCE,
+    rollout = sample(
+        setup, policy, setup.eval_prompts, k, cfg, seed=seed_for("evaluation"), batch_size=AT_ONCE,
         temperature=cfg.eval_temperature)
     ids = rollout.completions(end_tokens(setup.tokenizer))
     completions = [setup.tokenizer.decode(row) for row in ids]

@@ -14,7 +14,7 @@ import grpo
 import tracin
 from config.check import check
 from grpo import Batch, Step, collect, update
-from run.build import try_functions
+from run.setup import try_functions
 from rollout import completion_entropies, completion_logprobs
 from tracin import choose_targets, row_weights_of, select, target_coefficients
 from tape import cosine
@@ -243,7 +243,7 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")
     cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
-    text = refusal(try_functions, cfg, setup_for(cfg), collect, update)
+    text = refusal(try_functions, cfg, setup_for(cfg), grpo.make, collect, update)
     assert text.startswith(f"{name} returned") and said in text and len(text) < 260
 
 

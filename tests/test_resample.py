@@ -41,7 +41,7 @@ def differs(rows):
 
 def groups_by_hand(setup, cfg, prompts, seed):
     """[(prompt, completion, reward) of each row] of each group."""
-    completions = texts_of(setup.tokenizer, trainer.sample_groups(setup, prompts, cfg, seed))
+    completions = texts_of(setup.tokenizer, trainer.sample_batch(setup, prompts, cfg, seed).rollout)
     told = [prompt.text for prompt in prompts for _ in range(G)]
     rows = list(zip(told, completions, cfg.functions["reward"](told, completions)))
     return [rows[i:i + G] for i in range(0, len(rows), G)]
@@ -117,15 +117,16 @@ def test_a_run_counts_all_rounds_and_goes_on_after_a_break(grpo, tmp_path, monke
     rule = tmp_path / "rule.py"
     rule.write_text(RULE)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    sample_groups = trainer.sample_groups
+    sample_batch = trainer.sample_batch
     rollouts = []
 
     def noted(*args):
-        rollouts.append(sample_groups(*args))
-        return rollouts[-1]
+        batch = sample_batch(*args)
+        rollouts.append(batch.rollout)
+        return batch
 
     with monkeypatch.context() as patch:
-        patch.setattr("grpo.sample_groups", noted)
+        patch.setattr("grpo.sample_batch", noted)
         out = grpo(whole, rule, "--max_iters=4")
     grpo(parts, rule, "--max_iters=2")
     grpo(parts, rule, "--max_iters=4", "--resume=True")

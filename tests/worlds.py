@@ -30,7 +30,6 @@ from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
 from rollout import Rollout
-from run.build import build
 
 WORLD_SEED = int(os.environ.get("WORLD_SEED", 0))   # other numbers, the same tests: see conftest.py
 
@@ -233,7 +232,7 @@ def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=N
         device=torch.device("cpu"), dtype=torch.float32, tokenizer=tokenizer, prompts=prompts,
         eval_prompts=prompts, val_prompts=prompts)
     policy = policy or number_gpt()
-    setup = build(cfg, given, copy.deepcopy(reference or policy), {})
+    setup = grpo.make(cfg, given, copy.deepcopy(reference or policy), {})
     if not cfg.lora_rank and not cfg.critic:
         setup.policy = setup.policy_fn = policy.requires_grad_(True)
         setup.trained = list(policy.parameters())

@@ -14,7 +14,7 @@ from config.check import check
 from conftest import ROOT
 from data.prompts import Prompt
 from run.evaluation import evaluate
-from grpo import collect, sample_groups
+from grpo import collect, sample_batch
 from run.metrics import batch_metrics
 from rollout import empty_rollout, generate
 from extras.environment.tools import (
@@ -139,7 +139,7 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
     cfg = with_game(tell, num_eval_generations=3, num_generations=2)
     setup = setup_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
     try_environment(cfg, prompts)
-    for sampling in (lambda: sample_groups(setup, prompts, cfg, 3),
+    for sampling in (lambda: sample_batch(setup, prompts, cfg, 3),
                      lambda: evaluate(setup, setup.policy, cfg)):
         seen.clear()
         sampling()
