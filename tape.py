@@ -19,8 +19,9 @@ there. Weights are frozen while their layer runs, since the tape forms their gra
 autograd then skips a third of the work. A weight that still gets a gradient was used somewhere
 else, where the tape cannot see it, and is refused.
 
-In the order of the file: the Tape, which keeps a and b; the hooks; the kinds of layers; gradients
-and checks. It needs only torch and works on your own models. A gradient is {parameter: tensor}.
+In the order of the file: gradients; the kinds of layers; records of a and b; the hooks that see
+them; the Tape, which keeps them, with an example; a check. It needs only torch and works on your
+own models. A gradient is {parameter: tensor}.
 """
 import functools
 import weakref
@@ -31,276 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # ------------------------------------------------------------------------------------------------
-# the tape
-
-
-class Layer(NamedTuple):
-    name: str
-    kind: Any       # one of the functions in KINDS
-    trained: dict   # {its name in the layer: parameter}
-
-
-class Record(NamedTuple):
-    """A parameter's gradient from one call of its layer: the sum of outer products b_t a_t^T over
-    its entries, which are tokens; those of a vector are rows."""
-    rows: Tensor    # (m,) the row of each entry
-    b: Tensor       # (m, out); of an Embedding the ids (m,), which stand for one-hot vectors
-    a: Tensor       # (m, in); of a vector 1 (m, 1)
-    version: int    # of both, which counts changes in place
-
-
-class Tape:
-    """Records the backward of some rows, in one or several micro-batches, of any model whose
-    parameters are those of layers in KINDS. Rows are numbered 0, 1, .., num_rows - 1.
-
-        check_exact(model, loss_of, torch.arange(n))    # once for a model and a loss
-        with Tape(model, n) as tape:
-            for numbers in torch.arange(n).split(8):
-                tape.rows(numbers)
-                loss_of(numbers).backward()     # the sum of the rows' losses, not their mean
-        G = tape.gradient(torch.ones(n))        # {parameter: tensor}: what .grad would have held
-        influence = tape.dot(G)                 # (n,)
-        update = tape.gradient(influence > 0)   # the gradient of some rows
-
-    Rows are the first dimension of what a layer is given; for other layers see `flat` of rows().
-    Each forward has one backward. Records hold every layer's input and its output's gradient.
-    Each process records rows of its own; results cover all processes. all_reduce(tensors) sums
-    tensors in place over processes.
-
-    What the tape cannot handle it refuses by name. Only check_exact sees dropout, a loss or a model
-    that mixes rows, hooks on all modules of torch, and inputs with time before rows (T, B, C).
-    """
-
-    def __init__(self, model, num_rows, all_reduce=lambda tensors: None):
-        self.model = model
-        self.num_rows = num_rows
-        self.all_reduce = all_reduce
-        self.names = trained_parameters(model)
-        self.layers = trained_layers(model)         # {module: Layer}
-        self.device = next(model.parameters()).device
-        self.numbers = torch.zeros(0, dtype=torch.long, device=self.device)     # see rows()
-        self.flat = {}          # {module: numbers (M,) of its tokens' rows}
-        self.given = {}         # {module in flat: tokens that it has been given}
-        self.records = {p: [] for p in self.names}
-        self.summing = False    # in backward_summed
-        self.sum = {}           # its gradient
-
-    def rows(self, numbers, flat={}):
-        """The next forward and backward are of the rows of these numbers (n,).
-
-        flat: {module: owners (M,)} of modules that are given the tokens of all rows flattened
-        (M, ..), at once or in pieces. owners: the index into numbers of each token's row.
-        """
-        self.check_flat()
-        self.numbers = numbers.to(self.device)
-        self.flat = {}
-        for module, owners in flat.items():
-            self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.to(self.device)])
-        self.given = dict.fromkeys(self.flat, 0)
-
-    def gradient(self, weights):
-        """sum_i weights_i g_i, of weights (num_rows,)."""
-        return self.gradients(weights[None])[0]
-
-    def gradients(self, weights):
-        """The same for each of weights (k, num_rows) -> [gradient]."""
-        weights = weights.to(self.device)
-        found = []
-        for w, entries in zip(weights, self.choose(weights)):
-            G = {p: self.summed(p, w, entries) for p in self.names}
-            found.append(self.over_processes(G))
-        return found
-
-    def dot(self, G):
-        """<g_i, G> for every row (num_rows,), in float64."""
-        scores = torch.zeros(self.num_rows, dtype=torch.float64, device=self.device)
-        for p in self.names:
-            for rows, b, a in self.read(p):
-                scores.index_add_(0, rows, products(b, a, G[p].to(a.dtype)).double())
-        self.all_reduce([scores])
-        return scores
-
-    def squared_norms(self, rows, scale={}):
-        """sum of scale * g_i^2 (k,) of some rows, in float64."""
-        found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        is_row = F.one_hot(rows.to(self.device), self.num_rows)         # (k, num_rows)
-        for k, entries in enumerate(self.choose(is_row)):
-            for p in self.names:        # one parameter at a time stays in the cache
-                g = self.summed(p, is_row[k], entries)
-                found[k] += inner({p: g}, {p: g * scale.get(p, 1)})
-        self.all_reduce([found])
-        return found
-
-    def choose(self, weights):
-        """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight}.
-        Rows of weight 0 cost nothing, and may hold NaN. A GPU is synchronised three times,
-        however large k is."""
-        rows = list(dict.fromkeys(r.rows for records in self.records.values() for r in records))
-        rows_on_cpu = copied(rows, "cpu")
-        weights = weights.cpu()
-        entries = [w[part].nonzero()[:, 0] for part in rows_on_cpu for w in weights]
-        entries = copied(entries, self.device)
-        k = len(weights)
-        return [dict(zip(rows, entries[i::k])) for i in range(k)]
-
-    def summed(self, p, weights, entries):
-        """One parameter's part of a gradient. entries: from choose, for these weights."""
-        total = torch.zeros_like(p)
-        for rows, b, a in self.read(p):
-            here = entries[rows]
-            if len(here) < len(rows):
-                rows, b, a = (x[here] for x in (rows, b, a))
-            weighed = (a * weights[rows][:, None]).to(a.dtype)  # a weight is not rounded to it
-            add_outer(total, b, weighed)
-        return total
-
-    def read(self, p):
-        """(rows, b, a) of each record of a parameter."""
-        for rows, b, a, version in self.records[p]:
-            if b._version + a._version != version:
-                refuse(self.names[p], "its layer's input, or the gradient of its output, was "
-                                      "changed in place after the backward: give the layer a copy")
-            yield rows, b, a
-
-    def backward_summed(self, loss):
-        """Backward of a further loss of these rows, of which only the sum over rows is kept. The
-        one that is recorded comes after it."""
-        self.sum = self.sum or self.zeros()
-        self.summing = True
-        loss.backward(retain_graph=True)
-        self.summing = False
-
-    def summed_gradient(self):
-        """Of what went through backward_summed. To be called once: it sums over processes."""
-        return self.over_processes(self.sum or self.zeros())
-
-    def zeros(self):
-        return {p: torch.zeros_like(p) for p in self.names}
-
-    def over_processes(self, G):
-        self.all_reduce(list(G.values()))
-        return G
-
-    # The hooks. You may skip to the kinds of layers
-
-    def __enter__(self):
-        self.handles = []
-        for module in self.layers:
-            self.handles.append(module.register_forward_pre_hook(self.before_forward))
-            self.handles.append(module.register_forward_hook(self.after_forward))
-        for p, name in self.names.items():      # called where a .grad is to be made
-            self.handles.append(p.register_hook(functools.partial(outside, name)))
-        return self
-
-    def __exit__(self, *error):
-        for handle in self.handles:
-            handle.remove()
-        for p in self.names:    # a checkpoint may have ended a layer's forward early
-            p.requires_grad_(True)
-        if error[0] is None:
-            self.check_flat()
-            for p, name in trained_parameters(self.model).items() ^ self.names.items():
-                refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
-
-    def before_forward(self, module, inputs):
-        """Freezes the weights: no .grad is to be made."""
-        layer = self.layers[module]
-        replaced = any(getattr(module, name) is not p for name, p in layer.trained.items())
-        if replaced or torch._C._are_functorch_transforms_active():
-            refuse(layer.name, "runs in torch.func (functional_call, vmap, ..) or with other "
-                               "weights than its own: call the model itself")
-        for p in layer.trained.values():
-            p.requires_grad_(False)
-
-    def after_forward(self, module, inputs, out):
-        """Keeps the input, and has b kept when the backward gets there."""
-        layer = self.layers[module]
-        for p in layer.trained.values():
-            p.requires_grad_(True)
-        if not torch.is_grad_enabled():     # no backward will come
-            return out
-        if len(inputs) != 1:
-            refuse(layer.name, "called by keyword: call layer(x), or the tape does not see x")
-        if torch._C._current_graph_task_id() != -1:
-            # within a backward: a checkpoint repeats this forward. Only a reentrant one asks for b
-            return observe_gradient(out, lambda b: refuse(
-                layer.name, "computed again in a backward of its own, where its rows are unknown: "
-                "set use_reentrant=False"))
-        return observe_gradient(out, self.recorder(layer, module, inputs[0]))
-
-    def recorder(self, layer, module, x):
-        """A function of b, the gradient of the output, that records this call of a layer."""
-        tape = weakref.proxy(self)      # who keeps a loss keeps its hooks, and not the records
-        rows = self.rows_of(layer, module, x)
-        x = x.detach()
-        version = x._version
-
-        def record(b):
-            nonlocal x
-            if x is None:
-                refuse(layer.name, "a second backward of the same forward would count twice: add "
-                                   "the losses up, or see backward_summed")
-            if x._version != version:
-                refuse(layer.name, "its input was changed in place before the backward")
-            for name, p in layer.trained.items():
-                found = needed(rows, *layer.kind(module, name, x, b))
-                if tape.summing:
-                    add_outer(tape.sum[p], found.b, found.a)
-                else:
-                    tape.records[p].append(found)
-            if not tape.summing:
-                x = None        # recorded
-
-        return record
-
-    def rows_of(self, layer, module, x):
-        """The row of each entry of x's first dimension: (k,)."""
-        rows = self.numbers
-        if module in self.flat:
-            owners = self.flat[module]
-            start = self.given[module] % max(1, len(owners))    # 0 where the layer is used again
-            rows = owners[start:start + len(x)]
-            self.given[module] += len(x)
-        is_lookup = isinstance(module, nn.Embedding)
-        if len(x) != len(rows) or is_lookup and x.dim() == 1 and module not in self.flat:
-            refuse(layer.name,
-                   f"its input {tuple(x.shape)} does not tell which of {len(self.numbers)} rows is "
-                   "whose. Look positions up for each row, wpe(arange(T).expand(B, T)); for "
-                   "flattened tokens see Tape.rows")
-        return rows
-
-    def check_flat(self):
-        for module, count in self.given.items():
-            owners = self.flat[module]
-            if count % max(1, len(owners)):
-                refuse(self.layers[module].name,
-                       f"{count} tokens, where rows() was told of {len(owners)}")
-
-
-def needed(rows, b, a):
-    """The Record of those entries whose gradient is not 0. The others add nothing: padding and, in
-    the last block, most of the prompt. Copies only where some are left out. On a GPU all are kept,
-    as to count them is to wait for it."""
-    of_entries = repeated(rows, len(a) // max(1, len(rows)))
-    if a.device.type == "cpu":
-        g = b if b.is_floating_point() else a
-        here = g.any(1).nonzero()[:, 0]
-        if len(here) < len(g):
-            of_entries, b, a = (x[here] for x in (of_entries, b, a))
-    return Record(of_entries, b, a, b._version + a._version)
-
-
-@functools.lru_cache(maxsize=2)
-def repeated(rows, times):
-    """Cached, so that layers share a tensor, which choose() then sees once."""
-    return rows.repeat_interleave(times)
-
-
-def copied(tensors, device):
-    """Copies tensors (k,) to a device in one piece, since each copy waits for a GPU."""
-    if not tensors:
-        return ()
-    return torch.cat(tensors).to(device).split([len(x) for x in tensors])
+# gradients {parameter: tensor}
 
 
 def refuse(name, why):
@@ -308,46 +40,25 @@ def refuse(name, why):
     raise ValueError(f"{name}: {why}")
 
 
-def outside(name, grad):
-    refuse(name, "used outside its layer, or in a compiled model, where the tape cannot see it")
+def add(G, H, factor=1):
+    """G + factor * H of two gradients; {} is 0."""
+    if not G or not H:
+        return G or {p: factor * h for p, h in H.items()}
+    return {p: torch.add(g, H[p], alpha=factor) for p, g in G.items()}
 
 
-def observe_gradient(out, callback):
-    """callback(gradient of out) when the backward gets there. Returns a view of out: whoever
-    changes that in place (relu_) leaves the hook where it is."""
-    if out.requires_grad:
-        out.register_hook(callback)
-    else:       # nothing before it is trained: a leaf, whose gradient autograd keeps and adds to
-        out.requires_grad_().register_hook(lambda b: callback(b.clone()))
-    # not view_as: autograd forbids changing the view of a leaf in place
-    return torch.ops.aten._unsafe_view(out, out.shape)
+def inner(G, H):
+    """<G, H>: ()."""
+    return torch.stack([G[p].flatten() @ H[p].flatten() for p in H]).double().sum()
+
+
+def cosine(G, H):
+    """NaN where one of them is 0."""
+    return float(inner(G, H) / (inner(G, G) * inner(H, H)).sqrt())
 
 
 # ------------------------------------------------------------------------------------------------
-# the kinds of layers, and what is done with outer products
-
-
-def add_outer(total, b, a):
-    """total += the sum of b_t a_t^T."""
-    total = total.view(len(total), -1)      # a vector is a matrix of one column
-    if not b.is_floating_point():
-        total.index_add_(0, b, a.to(total.dtype))
-    elif total.dtype == b.dtype:
-        total.addmm_(b.T, a)
-    else:
-        total += b.T @ a
-
-
-def products(b, a, G):
-    """<b_t a_t^T, G> of each entry (m,)."""
-    G = G.view(len(G), -1)
-    if not b.is_floating_point():
-        x = F.embedding(b, G).mul_(a)
-    elif len(G) > G.shape[1]:       # the other way round is smaller: the vocabulary head
-        x = (b @ G).mul_(a)
-    else:
-        x = F.linear(a, G).mul_(b)
-    return x.sum(1, dtype=wide(x.dtype))
+# the kinds of layers
 
 
 def wide(dtype):
@@ -393,6 +104,12 @@ def kind_of(module):
         return KINDS.get(getattr(module, "kind", type(module)))
 
 
+class Layer(NamedTuple):
+    name: str
+    kind: Any       # one of the functions in KINDS
+    trained: dict   # {its name in the layer: parameter}
+
+
 def trained_parameters(model):
     return {p: name for name, p in model.named_parameters() if p.requires_grad}
 
@@ -418,24 +135,334 @@ def trained_layers(model):
 
 
 # ------------------------------------------------------------------------------------------------
-# gradients {parameter: tensor}, and checks
+# records, and what is done with outer products
 
 
-def add(G, H, factor=1):
-    """G + factor * H of two gradients; {} is 0."""
-    if not G or not H:
-        return G or {p: factor * h for p, h in H.items()}
-    return {p: torch.add(g, H[p], alpha=factor) for p, g in G.items()}
+class Record(NamedTuple):
+    """A parameter's gradient from one call of its layer: the sum of outer products b_t a_t^T over
+    its entries, which are tokens; those of a vector are rows."""
+    rows: Tensor    # (m,) the row of each entry
+    b: Tensor       # (m, out); of an Embedding the ids (m,), which stand for one-hot vectors
+    a: Tensor       # (m, in); of a vector 1 (m, 1)
+    version: int    # of both, which counts changes in place
 
 
-def inner(G, H):
-    """<G, H>: ()."""
-    return torch.stack([G[p].flatten() @ H[p].flatten() for p in H]).double().sum()
+@functools.lru_cache(maxsize=2)
+def repeated(rows, times):
+    """Cached, so that layers share a tensor, which choose() then sees once."""
+    return rows.repeat_interleave(times)
 
 
-def cosine(G, H):
-    """NaN where one of them is 0."""
-    return float(inner(G, H) / (inner(G, G) * inner(H, H)).sqrt())
+def needed(rows, b, a):
+    """The Record of those entries whose gradient is not 0. The others add nothing: padding and, in
+    the last block, most of the prompt. Copies only where some are left out. On a GPU all are kept,
+    as to count them is to wait for it."""
+    of_entries = repeated(rows, len(a) // max(1, len(rows)))
+    if a.device.type == "cpu":
+        g = b if b.is_floating_point() else a
+        here = g.any(1).nonzero()[:, 0]
+        if len(here) < len(g):
+            of_entries, b, a = (x[here] for x in (of_entries, b, a))
+    return Record(of_entries, b, a, b._version + a._version)
+
+
+def copied(tensors, device):
+    """Copies tensors (k,) to a device in one piece, since each copy waits for a GPU."""
+    if not tensors:
+        return ()
+    return torch.cat(tensors).to(device).split([len(x) for x in tensors])
+
+
+def add_outer(total, b, a):
+    """total += the sum of b_t a_t^T."""
+    total = total.view(len(total), -1)      # a vector is a matrix of one column
+    if not b.is_floating_point():
+        total.index_add_(0, b, a.to(total.dtype))
+    elif total.dtype == b.dtype:
+        total.addmm_(b.T, a)
+    else:
+        total += b.T @ a
+
+
+def products(b, a, G):
+    """<b_t a_t^T, G> of each entry (m,)."""
+    G = G.view(len(G), -1)
+    if not b.is_floating_point():
+        x = F.embedding(b, G).mul_(a)
+    elif len(G) > G.shape[1]:       # the other way round is smaller: the vocabulary head
+        x = (b @ G).mul_(a)
+    else:
+        x = F.linear(a, G).mul_(b)
+    return x.sum(1, dtype=wide(x.dtype))
+
+
+# ------------------------------------------------------------------------------------------------
+# what the hooks call
+
+
+def outside(name, grad):
+    refuse(name, "used outside its layer, or in a compiled model, where the tape cannot see it")
+
+
+def observe_gradient(out, callback):
+    """callback(gradient of out) when the backward gets there. Returns a view of out: whoever
+    changes that in place (relu_) leaves the hook where it is."""
+    if out.requires_grad:
+        out.register_hook(callback)
+    else:       # nothing before it is trained: a leaf, whose gradient autograd keeps and adds to
+        out.requires_grad_().register_hook(lambda b: callback(b.clone()))
+    # not view_as: autograd forbids changing the view of a leaf in place
+    return torch.ops.aten._unsafe_view(out, out.shape)
+
+
+class Call:
+    """One call of a layer, to be recorded when the backward gets to it."""
+
+    def __init__(self, tape, layer, module, x):
+        # weak: whoever keeps a loss keeps its hooks, and with them this, but not all records
+        self.tape = weakref.proxy(tape)
+        self.layer = layer
+        self.module = module
+        self.rows = tape.rows_of(layer, module, x)      # (k,) of each entry of x's first dimension
+        self.x = x.detach()                             # None: recorded
+        self.version = x._version
+
+    def record(self, b):
+        """b: the gradient of the layer's output."""
+        # is x what the layer was given, and not counted yet?
+        if self.x is None:
+            refuse(self.layer.name, "a second backward of the same forward would count twice: add "
+                                    "the losses up, or see backward_summed")
+        if self.x._version != self.version:
+            refuse(self.layer.name, "its input was changed in place before the backward")
+
+        # the weights of this layer, one by one
+        tape = self.tape
+        for name, p in self.layer.trained.items():
+            found = needed(self.rows, *self.layer.kind(self.module, name, self.x, b))
+            if tape.summing:
+                add_outer(tape.sum[p], found.b, found.a)
+            else:
+                tape.records[p].append(found)
+        if not tape.summing:
+            self.x = None
+
+
+# ------------------------------------------------------------------------------------------------
+# the tape
+
+
+class Tape:
+    """Records the backward of some rows, in one or several micro-batches, of any model whose
+    parameters are those of layers in KINDS. Rows are numbered 0, 1, .., num_rows - 1.
+
+        check_exact(model, loss_of, torch.arange(n))    # once for a model and a loss
+        with Tape(model, n) as tape:
+            for numbers in torch.arange(n).split(8):
+                tape.rows(numbers)
+                loss_of(numbers).backward()     # the sum of the rows' losses, not their mean
+        G = tape.gradient(torch.ones(n))        # {parameter: tensor}: what .grad would have held
+        influence = tape.dot(G)                 # (n,)
+        update = tape.gradient(influence > 0)   # the gradient of some rows
+
+    Rows are the first dimension of what a layer is given; for other layers see `flat` of rows().
+    Each forward has one backward. Records hold every layer's input and its output's gradient.
+    Each process records rows of its own; results cover all processes. all_reduce(tensors) sums
+    tensors in place over processes.
+
+    What the tape cannot handle it refuses by name. Only check_exact sees dropout, a loss or a model
+    that mixes rows, hooks on all modules of torch, and inputs with time before rows (T, B, C).
+    """
+
+    def __init__(self, model, num_rows, all_reduce=lambda tensors: None):
+        self.model = model
+        self.num_rows = num_rows
+        self.all_reduce = all_reduce
+        self.names = trained_parameters(model)
+        self.layers = trained_layers(model)         # {module: Layer}
+        self.device = next(model.parameters()).device
+        self.numbers = torch.zeros(0, dtype=torch.long, device=self.device)     # see rows()
+        self.flat = {}          # {module: numbers (M,) of its tokens' rows}
+        self.given = {}         # {module in flat: tokens that it has been given}
+        self.records = {p: [] for p in self.names}
+        self.summing = False    # in backward_summed
+        self.sum = {}           # its gradient
+
+    # before a forward: whose rows are they?
+
+    def check_flat(self):
+        for module, count in self.given.items():
+            owners = self.flat[module]
+            if count % max(1, len(owners)):
+                refuse(self.layers[module].name,
+                       f"{count} tokens, where rows() was told of {len(owners)}")
+
+    def rows(self, numbers, flat={}):
+        """The next forward and backward are of the rows of these numbers (n,).
+
+        flat: {module: owners (M,)} of modules that are given the tokens of all rows flattened
+        (M, ..), at once or in pieces. owners: the index into numbers of each token's row.
+        """
+        self.check_flat()
+        self.numbers = numbers.to(self.device)
+        self.flat = {}
+        for module, owners in flat.items():
+            self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.to(self.device)])
+        self.given = dict.fromkeys(self.flat, 0)
+
+    def rows_of(self, layer, module, x):
+        """The row of each entry of x's first dimension: (k,)."""
+        rows = self.numbers
+        if module in self.flat:
+            owners = self.flat[module]
+            start = self.given[module] % max(1, len(owners))    # 0 where the layer is used again
+            rows = owners[start:start + len(x)]
+            self.given[module] += len(x)
+        is_lookup = isinstance(module, nn.Embedding)
+        if len(x) != len(rows) or is_lookup and x.dim() == 1 and module not in self.flat:
+            refuse(layer.name,
+                   f"its input {tuple(x.shape)} does not tell which of {len(self.numbers)} rows is "
+                   "whose. Look positions up for each row, wpe(arange(T).expand(B, T)); for "
+                   "flattened tokens see Tape.rows")
+        return rows
+
+    # while a `with` block runs: the hooks
+
+    def __enter__(self):
+        self.handles = []
+        for module in self.layers:
+            self.handles.append(module.register_forward_pre_hook(self.before_forward))
+            self.handles.append(module.register_forward_hook(self.after_forward))
+        for p, name in self.names.items():      # called where a .grad is to be made
+            self.handles.append(p.register_hook(functools.partial(outside, name)))
+        return self
+
+    def __exit__(self, *error):
+        for handle in self.handles:
+            handle.remove()
+        for p in self.names:    # a checkpoint may have ended a layer's forward early
+            p.requires_grad_(True)
+        if error[0] is None:
+            self.check_flat()
+            for p, name in trained_parameters(self.model).items() ^ self.names.items():
+                refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
+
+    def before_forward(self, module, inputs):
+        """Freezes the weights: no .grad is to be made."""
+        layer = self.layers[module]
+        replaced = any(getattr(module, name) is not p for name, p in layer.trained.items())
+        if replaced or torch._C._are_functorch_transforms_active():
+            refuse(layer.name, "runs in torch.func (functional_call, vmap, ..) or with other "
+                               "weights than its own: call the model itself")
+        for p in layer.trained.values():
+            p.requires_grad_(False)
+
+    def after_forward(self, module, inputs, out):
+        """Keeps the input, and has b kept when the backward gets there."""
+        layer = self.layers[module]
+        for p in layer.trained.values():
+            p.requires_grad_(True)
+        if not torch.is_grad_enabled():     # no backward will come
+            return out
+        if len(inputs) != 1:
+            refuse(layer.name, "called by keyword: call layer(x), or the tape does not see x")
+        if torch._C._current_graph_task_id() != -1:
+            # within a backward: a checkpoint repeats this forward. Only a reentrant one asks for b
+            return observe_gradient(out, lambda b: refuse(
+                layer.name, "computed again in a backward of its own, where its rows are unknown: "
+                "set use_reentrant=False"))
+        return observe_gradient(out, Call(self, layer, module, inputs[0]).record)
+
+    # a further loss, of which the sum over rows is enough
+
+    def zeros(self):
+        return {p: torch.zeros_like(p) for p in self.names}
+
+    def over_processes(self, G):
+        self.all_reduce(list(G.values()))
+        return G
+
+    def backward_summed(self, loss):
+        """Backward of a further loss of these rows, of which only the sum over rows is kept. The
+        one that is recorded comes after it."""
+        self.sum = self.sum or self.zeros()
+        self.summing = True
+        loss.backward(retain_graph=True)
+        self.summing = False
+
+    def summed_gradient(self):
+        """Of what went through backward_summed. To be called once: it sums over processes."""
+        return self.over_processes(self.sum or self.zeros())
+
+    # after it: what was recorded
+
+    def read(self, p):
+        """(rows, b, a) of each record of a parameter."""
+        for rows, b, a, version in self.records[p]:
+            if b._version + a._version != version:
+                refuse(self.names[p], "its layer's input, or the gradient of its output, was "
+                                      "changed in place after the backward: give the layer a copy")
+            yield rows, b, a
+
+    def choose(self, weights):
+        """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight}.
+        Rows of weight 0 cost nothing, and may hold NaN. A GPU is synchronised three times,
+        however large k is."""
+        rows = list(dict.fromkeys(r.rows for records in self.records.values() for r in records))
+        rows_on_cpu = copied(rows, "cpu")
+        weights = weights.cpu()
+        entries = [w[part].nonzero()[:, 0] for part in rows_on_cpu for w in weights]
+        entries = copied(entries, self.device)
+        k = len(weights)
+        return [dict(zip(rows, entries[i::k])) for i in range(k)]
+
+    def summed(self, p, weights, entries):
+        """One parameter's part of a gradient. entries: from choose, for these weights."""
+        total = torch.zeros_like(p)
+        for rows, b, a in self.read(p):
+            here = entries[rows]
+            if len(here) < len(rows):
+                rows, b, a = (x[here] for x in (rows, b, a))
+            weighed = (a * weights[rows][:, None]).to(a.dtype)  # a weight is not rounded to it
+            add_outer(total, b, weighed)
+        return total
+
+    def gradients(self, weights):
+        """[sum_i weights_i g_i] for each of weights (k, num_rows)."""
+        weights = weights.to(self.device)
+        found = []
+        for w, entries in zip(weights, self.choose(weights)):
+            G = {p: self.summed(p, w, entries) for p in self.names}
+            found.append(self.over_processes(G))
+        return found
+
+    def gradient(self, weights):
+        """The same, of weights (num_rows,)."""
+        return self.gradients(weights[None])[0]
+
+    def dot(self, G):
+        """<g_i, G> for every row (num_rows,), in float64."""
+        scores = torch.zeros(self.num_rows, dtype=torch.float64, device=self.device)
+        for p in self.names:
+            for rows, b, a in self.read(p):
+                scores.index_add_(0, rows, products(b, a, G[p].to(a.dtype)).double())
+        self.all_reduce([scores])
+        return scores
+
+    def squared_norms(self, rows, scale={}):
+        """sum of scale * g_i^2 (k,) of some rows, in float64."""
+        found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        is_row = F.one_hot(rows.to(self.device), self.num_rows)         # (k, num_rows)
+        for k, entries in enumerate(self.choose(is_row)):
+            for p in self.names:        # one parameter at a time stays in the cache
+                g = self.summed(p, is_row[k], entries)
+                found[k] += inner({p: g}, {p: g * scale.get(p, 1)})
+        self.all_reduce([found])
+        return found
+
+
+# ------------------------------------------------------------------------------------------------
+# a check
 
 
 def check_exact(model, loss_of, rows, flat={}, tolerance=0.01):

@@ -133,20 +133,20 @@ TAPE = of(
     ("last micro-batch", "tape.records[p].append(found)",
      "tape.records[p][:] = [r for r in tape.records[p] if r.b.dim() != found.b.dim()] + [found]"),
     ("no bias in the score", "x = (b @ G).mul_(a)", "x = (b @ G).mul_(a) * (a.shape[1] > 1)"),
-    ("b of another row", "layer.kind(module, name, x, b)",
-     "layer.kind(module, name, x, b.roll(1, 0))"),
+    ("b of another row", "layer.kind(self.module, name, self.x, b)",
+     "layer.kind(self.module, name, self.x, b.roll(1, 0))"),
     ("a not normalised",
      "b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps)", "b * x"),
     ("own part not scaled", "g * scale.get(p, 1)", "g"),
     ("rows are not weighed", "(a * weights[rows][:, None])", "a"),
     ("a weight is rounded to bfloat16", "weights[rows][:, None])", "weights[rows][:, None].to(a.dtype))"),
     ("flattened tokens begin anew with every piece", "self.given[module] += len(x)", "pass"),
-    ("a second backward counts twice", "x = None        # recorded", "pass"))
+    ("a second backward counts twice", "            self.x = None", "            pass"))
 
 INFLUENCE = of(
     "tracin.py", "test_influence.py",
     ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
-    ("own part left in", "found.scores - own.to(found.scores)", "found.scores"),
+    ("own part left in", "raw - own.to(raw) if cfg", "raw if cfg"),
     ("rest of the loss dropped", "self.tape.backward_summed(loss.rest)",
      "self.tape.backward_summed(0 * loss.rest)"))
 INFLUENCE += of(

@@ -30,7 +30,7 @@ from explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.loop import sample_rows
 from run.metrics import tolerance_of
-from tracin import Recording, keep_helpful, true_error
+from tracin import Recording, find_helpful, true_error
 
 # flags of extras/account
 ACCOUNT = ("--prompt", "--completion", "--prompts", "--account", "--since", "--parts", "--hessian")
@@ -40,7 +40,7 @@ class Scored(NamedTuple):
     """An optimizer step that is scored and not taken."""
     setup: Any           # run.setup.Setup
     recording: Any      # tracin.Recording
-    found: Any          # tracin.Findings
+    found: Any          # tracin.Influence
     rows: list          # as in samples.jsonl
     slopes: Any         # (N, T) of the loss by the log-probs of tokens
 
@@ -58,7 +58,7 @@ def next_iteration(setup, path, cfg):
     with Recording(setup.policy, batch, step, True, cfg) as recording:
         for loss, rows in grpo.losses(setup, setup.policy, batch, step, cfg, recording):
             recording.backward(loss, rows)
-    found = keep_helpful(
+    found = find_helpful(
         grpo.losses, recording, held_out, setup, cfg, seed_for(seed, "select", 0))
     rows = sample_rows(it, batch, cfg)
     batch.row_weights.fill_(1.0)                # they would weigh the slopes
@@ -68,14 +68,13 @@ def next_iteration(setup, path, cfg):
 
 def scored_against(scored, cfg, j):
     """{parameter: tensor}: what the rollout at position j of the step is scored against."""
-    found = scored.found
-    if not cfg.tracin_leave_one_out or found.target_coef is None:
-        return found.G
+    scores = scored.found.scores
+    if not cfg.tracin_leave_one_out or scores.coef is None:
+        return scores.G
     i = int(scored.recording.step.rows[j])
-    itself = torch.arange(len(found.target_coef), device=found.scores.device) == i
+    itself = torch.arange(len(scores.coef), device=scores.raw.device) == i
     own = scored.recording.tape.gradient(itself)
-    return {p: g - found.target_coef[i] * found.scale.get(p, 1) * own[p]
-            for p, g in found.G.items()}
+    return {p: g - scores.coef[i] * scores.scale.get(p, 1) * own[p] for p, g in scores.G.items()}
 
 
 def check(scored, cfg):
@@ -94,7 +93,7 @@ def words_of(scored, cfg, j):
     row = scored.recording.batch.rollout[i]
     G = scored_against(scored, cfg, j)
     changes = logprob_changes(scored.setup.policy, G, row, cfg.temperature)         # (1, T)
-    unit = float(scored.found.scores.std(correction=0)) or 1.0
+    unit = float(scored.found.scores.influence.std(correction=0)) or 1.0
     influence = (scored.slopes[i] * changes)[0] / unit
     return pieces_of(row, influence, scored.setup.tokenizer)
 

@@ -4,13 +4,12 @@ The metrics of an iteration. docs/running.md says what each of them means.
 Add one of your own to loss_metrics (of an update) or to batch_metrics (of the rollouts). The sums
 of an update stay on the device until its end, so that a GPU is synchronised once.
 """
-import functools
 import math
 
 import torch
 
 from common.processes import all_gather, shard
-from tape import add, cosine, inner
+from tape import cosine, inner
 
 
 class Meter:
@@ -79,12 +78,12 @@ class Meter:
                 f"{tolerance:g}); the tape has a bug (or try dtype = 'float32')")
 
     def add_influence(self, found):
-        """Count a step's influence in, by its tracin.Findings."""
+        """Count a step's influence in, by its tracin.Influence."""
         metrics = influence_metrics(found)
         if self.cfg.tracin_target_ema:
             metrics["tracin/target_age"] = self.setup.target_average.age
         self.count({name: (x, 1) for name, x in metrics.items()})
-        self.num_empty += not found.row_weights.any()
+        self.num_empty += not found.selection.weights.any()
 
     def check_finite(self, grad_norm):
         """Note the norm of a step's gradient. End the run if it or the loss is not finite."""
@@ -182,25 +181,25 @@ def on_cpu(tensors):
 
 
 def influence_metrics(found):
-    """Metrics of a step's influence, by its tracin.Findings: tensors () and numbers. A target that
+    """Metrics of a step's influence, by its tracin.Influence: tensors () and numbers. A target that
     is a function of the config file has neither halves nor rollouts."""
-    target_grad = functools.reduce(add, found.halves)
+    target, scores, selection = found
+    target_grad = target.gradient
     metrics = {
-        "tracin/positive_ratio": (found.scores > 0).float().mean(),
-        "tracin/mean_ip": found.scores.mean(),
-        "tracin/selected_ratio": (found.row_weights != 0).float().mean(),
-        "tracin/self_share": found.self_influence,
-        "tracin/fallback": found.fallback,
+        "tracin/positive_ratio": (scores.influence > 0).float().mean(),
+        "tracin/mean_ip": scores.influence.mean(),
+        "tracin/selected_ratio": (selection.weights != 0).float().mean(),
+        "tracin/self_share": scores.self_share,
+        "tracin/fallback": selection.fallback,
         "tracin/target_grad_norm": inner(target_grad, target_grad).sqrt(),
         "tracin/target_cosine": math.nan}
-    if found.batch_grad is not None:        # else it would cost another gradient
-        metrics["tracin/invariant_error"] = invariant_error(
-            found.raw_scores, found.batch_grad, found.G)
-    if len(found.halves) == 2:
-        batch, rows = found.target
-        rewards = batch.rewards[rows.to(batch.rewards.device)]
-        metrics["tracin/target_cosine"] = cosine(*found.halves)     # NaN: one half is empty
-        metrics["tracin/target_contrast"] = std(rewards) / max(std(batch.rewards), 1e-12)
+    if target.is_whole_step:        # else it would cost another gradient
+        metrics["tracin/invariant_error"] = invariant_error(scores.raw, target_grad, scores.G)
+    if len(target.halves) == 2:
+        rewards = target.batch.rewards
+        chosen = rewards[target.rows.to(rewards.device)]
+        metrics["tracin/target_cosine"] = cosine(*target.halves)    # NaN: one half is empty
+        metrics["tracin/target_contrast"] = std(chosen) / max(std(rewards), 1e-12)
     return metrics
 
 

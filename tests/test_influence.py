@@ -374,8 +374,8 @@ MISTAKES = {
         tracin.Recording, "policy_gradient", lambda G, *given: times(.99, G)),
     "what is learned is not a number": (
         tracin.Recording, "policy_gradient", lambda G, *given: times(NAN, G)),
-    "the target is a little less": (tracin, "target_gradient", lambda found, *given: (
-        [times(.99, half) for half in found[0]], found[1]))}
+    "the target is a little less": (tracin, "target_of", lambda target, *given: (
+        target._replace(halves=[times(.99, half) for half in target.halves])))}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
