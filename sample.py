@@ -13,8 +13,9 @@ import torch
 
 from data.prompts import Prompt, encode_prompt
 from data.tokenizer import texts_of
-from evaluate import open_run
+from grpo import prepare, read_inputs
 from judge.rewards import score
+from run.checkpoint import last_of, load_checkpoint
 from run.evaluation import sample
 
 
@@ -47,7 +48,10 @@ def main(argv):
     if not prompt:
         raise BadInput('usage: python sample.py RUN [CONFIG.py] --prompt="You are" [--num=5] '
                        "[--before=True] [--chat=True] [--setting=value ...]")
-    cfg, setup, iteration = open_run(argv)
+    cfg, path = last_of(argv)
+    setup = prepare(cfg, read_inputs(cfg), may_train=False)
+    iteration = load_checkpoint(path, setup, cfg)["iteration"]
+    print(f"{path}: after {iteration} iterations")
     policies = {f"after {iteration} iterations": setup.policy}
     if own["before"]:
         policies = {"before training": setup.base} | policies

@@ -9,9 +9,9 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pad_sequence
 
-from common.files import load_gpt
 from data.comments import clean
 from data.tokenizer import load_tokenizer
+from data.weights import load_gpt
 from model import GPT
 
 SAYS_NOTHING = -5.0     # the logit of a text that says nothing, about that of clean text

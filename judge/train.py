@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from common.device import autocast, fast_dtype
-from common.files import save_gpt
 from common.script import BadInput
 from common.supervised import fit, made_once
 from data.tokenizer import load_tokenizer
+from data.weights import save_gpt
 from judge import load_judge
 from judge.scorer import Scorer, encode, logits_of, pad_right
 from model import GPTConfig

@@ -23,6 +23,7 @@ from common.files import (
     flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of
+from config import load_settings
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 # settings that may differ in the same run
@@ -206,3 +207,15 @@ def set_random_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+
+
+def last_of(argv):
+    """Settings of a run that is looked at, and its last checkpoint -> (cfg, path). argv: its
+    folder, then the config file that has its functions, and settings that differ."""
+    first = argv[0] if argv else "no argument"
+    if not os.path.isdir(first):
+        raise BadInput(f"{first}: must be the folder of a run: RUN [CONFIG.py] [--setting=value "
+                       "...]")
+    cfg = load_settings(argv)
+    cfg.compile = False     # compiling would take longer than what it saves here
+    return cfg, newest_checkpoint(first)

@@ -11,7 +11,7 @@ from data.comments import get_splits
 from data.prompts import load_prompts
 from judge.rewards import try_rewards
 from judge.train import named_judges
-from pretrain import load_policy, new_policy
+from run.policy import load_policy, new_policy
 
 
 @dataclass

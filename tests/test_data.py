@@ -13,7 +13,8 @@ from data.comments import SPLITS, default_comments, get_splits, load_comments, s
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
 from judge.train import named_judges
-from pretrain import BATCH_SIZE, get_policy, load_policy, text_starts, windows
+from run.policy import load_policy
+from run.pretraining import BATCH_SIZE, get_policy, text_starts, windows
 from worlds import WORDS, printed, refusal, write_rows
 
 gpt2 = functools.lru_cache(load_tokenizer)

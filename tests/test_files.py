@@ -19,10 +19,10 @@ from torch.nn import functional as F
 import common.device
 from config import Settings
 from conftest import ROOT
-from pretrain import optimizers
+from run.pretraining import optimizers
 from common.device import free_memory, pick_device, pick_dtype
-from common.files import (load_file, load_gpt, read_json, read_rows, replacing,
-                       save_file, save_gpt, write_json)
+from common.files import (load_file, read_json, read_rows, replacing, save_file, write_json)
+from data.weights import load_gpt, save_gpt
 from common.supervised import fit
 from common.script import BadInput, hash_of, interrupts, run_script, seed_for
 from worlds import random_gpt, random_ids, refusal

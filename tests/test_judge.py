@@ -17,7 +17,8 @@ from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
 from judge.train import auc, even_lengths, length_batches, train_judge
 from model import GPTConfig
-from common.files import load_file, save_gpt
+from common.files import load_file
+from data.weights import save_gpt
 from worlds import assert_near, refusal, seed_of
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from torch import nn
 
 import grpo
 import tracin
-from common.files import load_gpt, save_gpt
+from data.weights import load_gpt, save_gpt
 from explain.words import logprob_changes, token_slopes
 from rollout import completion_logprobs, generate
 from tape import inner

@@ -23,6 +23,7 @@ from common.files import load_file, read_json, save_file
 from common.script import BadInput
 from run.checkpoint import LOGS, newest_checkpoint
 from run.evaluation import perplexity_under
+from run.policy import load_run
 from worlds import (
     mean_token, printed, read_rows, refusal, settings, setup_of, skip_without, untimed_metrics)
 
@@ -436,7 +437,7 @@ def test_a_checkpoint_never_holds_what_is_not_finite(grpo, tmp_path, monkeypatch
 @pytest.fixture
 def fresh(tiny, tmp_path, monkeypatch):
     """Start grpo.py with nothing prepared yet; training anything fails the test."""
-    for module in ("pretrain", "judge.train"):
+    for module in ("run.pretraining", "judge.train"):
         monkeypatch.setattr(sys.modules[module], "fit",
                             lambda *args, **more: pytest.fail("trained before it looked"))
 
@@ -513,7 +514,7 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
 def test_a_run_of_another_version_has_a_policy(copy_of_six):
     content = checkpoint_of(copy_of_six)
     rewrite_checkpoint(copy_of_six, settings=content["settings"] | {"speed": 1})
-    policy, _ = evaluate.load_run(str(copy_of_six))
+    policy, _ = load_run(str(copy_of_six))
     assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
 
 
@@ -521,7 +522,7 @@ def test_a_policy_with_a_part_that_is_not_here_is_one_line(copy_of_six, monkeypa
     settings = checkpoint_of(copy_of_six)["settings"]
     rewrite_checkpoint(copy_of_six, settings=settings | {"lora_rank": 2})
     monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(copy_of_six))
-    said = refusal(evaluate.load_run, str(copy_of_six))
+    said = refusal(load_run, str(copy_of_six))
     assert said == "lora_rank = 2 needs extras/lora, which is not here"
 
 

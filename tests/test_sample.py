@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from evaluate import open_run
+from grpo import prepare, read_inputs
+from run.checkpoint import last_of, load_checkpoint
 import sample as speak
 from worlds import command, printed, read_rows, refusal
 
@@ -38,7 +39,9 @@ def test_completions_have_the_scores_of_the_judges(run):
     assert "after 3 iterations" in lines[1]
     assert len(spoken(lines)) == 3
     assert len(spoken(say(run, "--prompt=a green river"))) == 5
-    cfg, setup, _ = open_run([run])
+    cfg, path = last_of([run])
+    setup = prepare(cfg, read_inputs(cfg), may_train=False)
+    load_checkpoint(path, setup, cfg)
     said, scores = speak.speak(setup, setup.policy, cfg, "my grumble", 4)
     for name, judge in setup.judges.items():
         expected = torch.sigmoid(judge(said))

@@ -33,7 +33,7 @@ from common.script import BadInput, optional, own_flags, run_script, seed_for
 from config import load_settings
 from config.check import need
 from extras.bench.shapes import compare_tape
-from pretrain import new_policy
+from run.policy import new_policy
 
 THREADS = torch.get_num_threads()
 

@@ -95,7 +95,7 @@ def save_tokenizer(folder, tokenizer):
 
 
 def main(argv, load_run):
-    """load_run: of evaluate.py, which may import this folder."""
+    """load_run: of run/policy.py, which may import this folder."""
     if len(argv) != 2:
         raise BadInput("usage: python -m extras.hub.export RUN_OR_PT FOLDER")
     path, folder = argv
@@ -105,5 +105,5 @@ def main(argv, load_run):
 
 
 if __name__ == "__main__":
-    from evaluate import load_run
+    from run.policy import load_run
     run_script(lambda argv: main(argv, load_run))

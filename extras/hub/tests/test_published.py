@@ -16,6 +16,7 @@ import pretrain
 from extras.hub.files import load_tensors
 from extras.hub.tokenizer import from_folder
 from judge import judge_rewards, load_judge
+from run.policy import load_run
 from model import GPTConfig
 from extras.hub.tests.published import (
     CHAT, chat_core, gguf_of_core, load, logits, make_chat, make_gpt2, make_prompts, make_roberta,
@@ -83,7 +84,7 @@ def start(main, *argv):
 
 
 def export_run(argv):
-    extras.hub.export.main(argv, evaluate.load_run)
+    extras.hub.export.main(argv, load_run)
 
 
 def flags_of(world, kind):
@@ -110,7 +111,7 @@ def test_run_leaves_as_its_policy_is(kind, finished, world, tmp_path):
     base = getattr(world, kind)
     idx = torch.tensor([[7, 280, 3, 299, 44, 45]])
     exported = logits(load(f"{tmp_path}/out"), idx)
-    assert_near(exported, logits(evaluate.load_run(finished(kind))[0], idx))
+    assert_near(exported, logits(load_run(finished(kind))[0], idx))
     assert (logits(load(base), idx) - exported).abs().max() > 1e-3, "nothing was trained"
     if os.path.isdir(base):
         assert set(os.listdir(base)) <= set(os.listdir(tmp_path / "out"))
@@ -177,7 +178,7 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
     start(export_run, finished(kind), tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     idx = torch.randint(300, (2, 20), generator=generator_of(0))
-    found = logits(evaluate.load_run(finished(kind))[0], idx)
+    found = logits(load_run(finished(kind))[0], idx)
     assert_near(theirs(idx).logits.detach(), found, 1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = from_folder(f"{tmp_path}/out")

@@ -1,0 +1,86 @@
+"""The policy: from a file, a published model, a run, or new; and what of it is trained."""
+import copy
+import os
+
+import torch
+
+from common.files import undamaged
+from common.script import seed_for
+from config import HINTS, Settings
+from config.check import check_policy
+from data.tokenizer import load_tokenizer
+from data.weights import load_gpt, rebuilt
+from model import GPTConfig, Policy
+from run.checkpoint import newest_checkpoint, read_checkpoint
+
+# the settings that give a new policy its shape: the first fields of GPTConfig, in their order
+SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+
+
+def is_published(cfg):
+    """Tell whether the policy is a published model, neither pretrained here nor a .pt file."""
+    return cfg.policy != "train" and not cfg.policy.endswith(".pt")
+
+
+def load_policy(cfg):
+    """Load the policy of a file or a published name -> (policy, tokenizer); the policy is None for
+    "train". Its shape overrides the settings, and a note names each setting that differs."""
+    if cfg.policy == "train":
+        return None, load_tokenizer(cfg.vocab_size)
+    if is_published(cfg):
+        from extras.hub.policy import load
+        policy, tokenizer = load(cfg.policy)
+    else:
+        policy = load_gpt(cfg.policy)
+        tokenizer = load_tokenizer(policy.config.vocab_size)
+    for name in SHAPE:
+        wanted = getattr(cfg, name)
+        found = getattr(policy.config, name)
+        if wanted not in (getattr(Settings, name), found):
+            print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {found}")
+        setattr(cfg, name, found)
+    return policy, tokenizer
+
+
+def new_policy(cfg):
+    """Make a policy of the shape in the settings, with random weights."""
+    return Policy(GPTConfig(*(getattr(cfg, name) for name in SHAPE)))
+
+
+def trainable(base, cfg):
+    """Copy the base into the policy that is trained, with gradients on. With cfg.lora_rank it gets
+    adapters and shares all other weights, frozen, with the base. With cfg.critic it gets a value
+    head, which is always trained."""
+    if cfg.lora_rank:
+        from extras.lora import add_lora
+        shared = {id(p): p for p in base.parameters()}
+        policy = copy.deepcopy(base, shared)
+        torch.manual_seed(seed_for(cfg.seed, "lora"))
+        add_lora(policy, cfg.lora_rank, cfg.lora_alpha)
+    else:
+        policy = copy.deepcopy(base).requires_grad_(True)
+    if cfg.critic:
+        from extras.critic import ValueHead
+        weight = base.lm_head.weight                                                # (V, C)
+        policy.value_head = ValueHead(weight.shape[1]).to(weight)
+    return policy
+
+
+def load_run(path):
+    """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). In place of the
+    tokenizer of a published model comes the folder or file that has it."""
+    if not os.path.isdir(path):
+        policy = load_gpt(path)
+        return policy, load_tokenizer(policy.config.vocab_size)
+    path = newest_checkpoint(path)
+    content = read_checkpoint(path)
+    with undamaged(path):
+        kept = content["settings"].items()     # other versions may have other settings
+        cfg = Settings(**{name: value for name, value in kept if name in HINTS})
+        check_policy(cfg)
+        policy = rebuilt(path, content["shape"], content["policy"],
+                         lambda config: trainable(Policy(config), cfg))
+    if is_published(cfg):
+        from extras.hub.policy import locate
+        return policy, locate(cfg.policy)
+    return policy, load_tokenizer(cfg.vocab_size)
