@@ -1,7 +1,7 @@
 """
 Rollouts: sampling completions, and the log-probs of what was sampled.
 
-What is asked of a policy, a torch.nn.Module:
+A policy, a torch.nn.Module, must provide:
 
     policy(ids, attention_mask)   ids (B, T) -> hidden states (B, T, C), each of its token and those
                                   before it. attention_mask (B, T) is False on padding, which is on
@@ -9,10 +9,10 @@ What is asked of a policy, a torch.nn.Module:
     policy.lm_head(h)             hidden states (..., C) -> logits (..., V); an nn.Linear
     policy.block_size             the most tokens of a prompt with its completion
 
-What it may offer:
+Optional:
 
     policy.new_cache(S)           an empty cache with room for S tokens of each sequence. Without
-                                  it, each new token costs reading all tokens before it again
+                                  it, every new token re-reads the whole prefix
     policy(ids, mask, cache)      reads ids after the tokens in the cache, then adds them to it;
                                   the mask is that of both
     cache.repeat(n, S)            a cache with n copies of each sequence side by side
@@ -162,7 +162,7 @@ def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         probs = ordered.softmax(-1)
-        drop = probs.cumsum(-1) - probs >= top_p    # the more likely tokens have that much already
+        drop = probs.cumsum(-1) - probs >= top_p    # the more likely ones add up to top_p
         logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
     if min_p > 0:
         likeliest = logits.amax(-1, keepdim=True)
@@ -177,10 +177,10 @@ def draw(probs, u):
     where = u * cdf[:, -1]
     token = torch.searchsorted(cdf, where[:, None], right=True)
     token = token.clamp(max=probs.shape[1] - 1)                                     # (N, 1)
-    # where rounding in the sum has given a token of probability 0 a sliver, take the likeliest one
+    # if rounding lands on a token of probability 0, fall back to the likeliest one
     possible = probs.gather(1, token) > 0
     if probs.device.type == "cpu" and possible.all():
-        return token[:, 0]      # argmax is slow on a CPU. On a GPU, looking would wait for it
+        return token[:, 0]      # argmax is slow on a CPU; on a GPU this check would synchronise
     return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
@@ -212,12 +212,12 @@ def read_last(model, ids, attention_mask, cache):
 
 
 def drop_finished(rows, cache, ended):
-    """Return rows (n,) without those that have ended, which leave the cache too. The last running
-    rows take the places of those, so that few have to move."""
+    """Return rows (n,) without those that have ended, which leave the cache too."""
     running = ~ended[rows]
     n = int(running.sum())
     if n == len(rows):
         return rows
+    # freed places are filled from the end, so that few rows move
     order = torch.arange(n, device=rows.device)
     order[~running[:n]] = n + running[n:].nonzero()[:, 0]
     if cache is not None:
@@ -226,8 +226,8 @@ def drop_finished(rows, cache, ended):
 
 
 def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
-    """Fill in r, the empty rollout of prompts (B, P). Rows that have ended leave the batch, so that
-    a step costs only what still runs.
+    """Fill in r, the empty rollout of prompts (B, P). Finished rows are dropped, so that a token
+    costs only what still runs.
 
     attention_mask (B, P): False on the prompts' padding, or None where no prompt is padded.
     respond(r, rows, t, column) is called when token t of rows (n,) is recorded in r.tokens[:,
@@ -299,10 +299,10 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
              respond=None, **sampling):
     """Sample num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
 
-    The noise is a number per row and token, drawn in advance from `seed` on the CPU. It is the same
-    on every device and for every batch_size (completions sampled at once; 0: all), which changes
-    memory only.
-    part: a slice of the prompts to complete. `concatenate` makes of all parts what one call for all
+    The noise is one uniform number per row and token, drawn up front from `seed` on the CPU: the
+    same on every device and for every batch_size (completions sampled at once; 0: all), which
+    changes memory only.
+    part: a slice of the prompts to complete. Concatenating all parts gives what one call for all
     prompts returns.
     respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all. What
     it writes is read like any other token, but has no log-prob and ends no completion.

@@ -17,11 +17,11 @@ from run.report import StepLog, print_iteration, print_table, print_warnings
 
 
 class Run:
-    """The iterations of a run with its folder and its lines; see main and train of grpo.py."""
+    """A run: its folder, its logs and what it prints; see main and train of grpo.py."""
 
     def __init__(self, cfg):
         self.cfg = cfg
-        self.warned = {}                        # {kind of trouble: iteration it was last said}
+        self.warned = {}                        # {kind of warning: iteration it was last printed}
         self.wandb = None
         self.began = None                       # the first iteration
         if cfg.wandb_project and rank_and_size()[0] == 0:

@@ -48,7 +48,7 @@ class Setup:
 
 
 def read_inputs(cfg):
-    """Finds what a user can get wrong, before anything is trained."""
+    """Loads and checks every input before any training starts."""
     device = pick_device(cfg.device, cfg.threads)
     dtype = pick_dtype(cfg.dtype, device)
     base, tokenizer = load_policy(cfg)
