@@ -44,6 +44,14 @@ def fast_dtype(device):
     return torch.bfloat16 if has_it else torch.float32
 
 
+def set_precision(device, dtype):
+    """float32 products of a GPU, as those of the vocabulary head, are in the faster TF32 where
+    others are in bfloat16, never where float32 is asked for."""
+    if device.type == "cuda":
+        exact = dtype == torch.float32
+        torch.set_float32_matmul_precision("highest" if exact else "high")
+
+
 def pick_dtype(name, device):
     """torch dtype of the forward passes for the setting dtype; see fast_dtype."""
     dtype = torch.float32
@@ -53,14 +61,6 @@ def pick_dtype(name, device):
         dtype = torch.bfloat16
     set_precision(device, dtype)
     return dtype
-
-
-def set_precision(device, dtype):
-    """float32 products of a GPU, as those of the vocabulary head, are in the faster TF32 where
-    others are in bfloat16, never where float32 is asked for."""
-    if device.type == "cuda":
-        exact = dtype == torch.float32
-        torch.set_float32_matmul_precision("highest" if exact else "high")
 
 
 def autocast(device, dtype):

@@ -24,6 +24,20 @@ def file_of_package(name, module, package):
     raise BadInput(f"{name} is missing: pip install {package}")
 
 
+def remove(path):
+    """Removes a file, a link or a folder, if there is one."""
+    shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        os.remove(path)
+
+
+def flush(path):
+    """Waits until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Yields a temporary name. The file or folder made there takes the name `path` at the end: a
@@ -43,41 +57,11 @@ def replacing(path):
         remove(tmp)
 
 
-def remove(path):
-    """Removes a file, a link or a folder, if there is one."""
-    shutil.rmtree(path, ignore_errors=True)
-    if os.path.lexists(path):
-        os.remove(path)
-
-
-def flush(path):
-    """Waits until a file, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    os.fsync(number)
-    os.close(number)
-
-
 def is_plain(path):
     """True where a file can be written in place: nothing is there, or a regular file that has no
     other link. A link leads to a file of another folder, and a pipe is waited for."""
     is_file = os.path.isfile(path) and not os.path.islink(path)
     return os.stat(path).st_nlink == 1 if is_file else not os.path.lexists(path)
-
-
-def read_json(path, missing=None):
-    """What a JSON file holds, or `missing`, if given, when there is no such file."""
-    if missing is not None and not os.path.exists(path):
-        return missing
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise BadInput(f"{path}: cannot be read as JSON ({e})") from e
-
-
-def write_json(path, content):
-    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8", errors="backslashreplace") as f:
-        json.dump(content, f, indent=2, ensure_ascii=False)
 
 
 @contextlib.contextmanager
@@ -101,8 +85,20 @@ def read_text(path):
         return f.read()
 
 
-def read_rows(path):
-    return list(each_row(path))
+def read_json(path, missing=None):
+    """What a JSON file holds, or `missing`, if given, when there is no such file."""
+    if missing is not None and not os.path.exists(path):
+        return missing
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise BadInput(f"{path}: cannot be read as JSON ({e})") from e
+
+
+def write_json(path, content):
+    with replacing(path) as tmp, open(tmp, "w", encoding="utf-8", errors="backslashreplace") as f:
+        json.dump(content, f, indent=2, ensure_ascii=False)
 
 
 def each_row(path):
@@ -131,6 +127,10 @@ def each_row(path):
                 yield row
 
 
+def read_rows(path):
+    return list(each_row(path))
+
+
 def save_file(path, kind, **content):
     """Write a checkpoint of this kind: "policy", "judge", "run", ..."""
     with replacing(path) as tmp:
@@ -139,6 +139,14 @@ def save_file(path, kind, **content):
             torch.save({"kind": kind, **content}, tmp)
         except RuntimeError as e:   # how torch reports it
             raise OSError("the disk is full, or a file may not be that large") from e
+
+
+def check_sums(path):
+    """Raises ValueError if a check sum is wrong, which torch does not look at, or if a part is
+    compressed: it may be far larger than the file."""
+    with zipfile.ZipFile(path) as f:
+        if any(part.compress_type for part in f.infolist()) or f.testzip():
+            raise ValueError
 
 
 def load_file(path, kind):
@@ -158,14 +166,6 @@ def load_file(path, kind):
     if found != kind:
         raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")
     return content
-
-
-def check_sums(path):
-    """Raises ValueError if a check sum is wrong, which torch does not look at, or if a part is
-    compressed: it may be far larger than the file."""
-    with zipfile.ZipFile(path) as f:
-        if any(part.compress_type for part in f.infolist()) or f.testzip():
-            raise ValueError
 
 
 @contextlib.contextmanager

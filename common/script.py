@@ -60,19 +60,6 @@ def optional(packages):
         raise BadInput(f"{e}; this needs an optional package: pip install {packages}") from e
 
 
-def run_script(main, usage=None):
-    """Calls main(argv) as a command: see exit_codes.
-
-    --help prints usage(True), or the text at the top of main's file. A command that has a usage and
-    is called without arguments prints usage(False) and starts nothing.
-    """
-    join()
-    if rank_and_size()[0] > 0:
-        sys.stdout = open(os.devnull, "w")
-    with exit_codes(), leaving():
-        call(main, sys.argv[1:], usage)
-
-
 @contextlib.contextmanager
 def exit_codes():
     """Around a command, its exit codes: 0 done, 1 stopped, 2 bad input (one line), 130 interrupted.
@@ -115,6 +102,19 @@ def call(main, argv, usage):
         sys.exit(2)
     else:
         main(argv)
+
+
+def run_script(main, usage=None):
+    """Calls main(argv) as a command: see exit_codes.
+
+    --help prints usage(True), or the text at the top of main's file. A command that has a usage and
+    is called without arguments prints usage(False) and starts nothing.
+    """
+    join()
+    if rank_and_size()[0] > 0:
+        sys.stdout = open(os.devnull, "w")
+    with exit_codes(), leaving():
+        call(main, sys.argv[1:], usage)
 
 
 WANTED = {bool: "True or False", int: "N, from 1 to 99999", str: "..."}

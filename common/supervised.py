@@ -22,40 +22,6 @@ def made_once(cfg, name, made_of, make, may_train):
     return path
 
 
-def fit(model, optimizers, loss_at, steps, partial, label):
-    """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x trapezoid(...).
-
-    The state is saved to the file `partial` every SAVE_SECONDS, and a call that finds the file
-    continues from it. loss_at must depend on the weights and the step alone, so that an
-    interruption changes no result. Prints loss and remaining time under the name `label`.
-    """
-    rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
-    start = load_partial(partial, model, optimizers, label, steps)
-    progress = Progress(label, "step", steps, start)
-    saved = time.time()
-    mean = None     # of the loss, over about the last 50 steps
-    for step in range(start, steps):
-        for optimizer, base in zip(optimizers, rates):
-            for group, rate in zip(optimizer.param_groups, base):
-                group["lr"] = rate * trapezoid(step, steps)
-        loss = loss_at(step)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        mean = loss.detach() if mean is None else mean.lerp(loss.detach(), 0.02)
-        if progress.is_due() or step + 1 == steps:
-            progress.show(step + 1, f"loss {float(mean):.3f}, ")
-        if time.time() - saved > SAVE_SECONDS:
-            save_file(partial, "partial", model=model.state_dict(), step=step + 1,
-                      optimizers=[o.state_dict() for o in optimizers])
-            saved = time.time()
-    if mean is not None and not math.isfinite(float(mean)):
-        raise SystemExit(f"stopped: the loss of {label} became {float(mean)}; remove {partial} and "
-                         "lower its learning rate")
-
-
 def trapezoid(step, steps):
     """Return the factor of the learning rate at a step. It rises over the first 2 % of the steps,
     stays at 1, and falls to almost 0 over the last half."""
@@ -101,3 +67,37 @@ class Progress:
         left = (self.last - self.began) / (done - self.start) * (self.total - done)
         print(f"{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
               flush=True)
+
+
+def fit(model, optimizers, loss_at, steps, partial, label):
+    """Minimise loss_at(step) for `steps` steps, each optimizer at its rate x trapezoid(...).
+
+    The state is saved to the file `partial` every SAVE_SECONDS, and a call that finds the file
+    continues from it. loss_at must depend on the weights and the step alone, so that an
+    interruption changes no result. Prints loss and remaining time under the name `label`.
+    """
+    rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
+    start = load_partial(partial, model, optimizers, label, steps)
+    progress = Progress(label, "step", steps, start)
+    saved = time.time()
+    mean = None     # of the loss, over about the last 50 steps
+    for step in range(start, steps):
+        for optimizer, base in zip(optimizers, rates):
+            for group, rate in zip(optimizer.param_groups, base):
+                group["lr"] = rate * trapezoid(step, steps)
+        loss = loss_at(step)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        mean = loss.detach() if mean is None else mean.lerp(loss.detach(), 0.02)
+        if progress.is_due() or step + 1 == steps:
+            progress.show(step + 1, f"loss {float(mean):.3f}, ")
+        if time.time() - saved > SAVE_SECONDS:
+            save_file(partial, "partial", model=model.state_dict(), step=step + 1,
+                      optimizers=[o.state_dict() for o in optimizers])
+            saved = time.time()
+    if mean is not None and not math.isfinite(float(mean)):
+        raise SystemExit(f"stopped: the loss of {label} became {float(mean)}; remove {partial} and "
+                         "lower its learning rate")

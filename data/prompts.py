@@ -19,6 +19,88 @@ class Prompt(NamedTuple):
     row: dict   # all columns of its row in the file, for rewards; without columns {"text": text}
 
 
+def starts_of(comments, cfg):
+    """Take the first words of each comment, their number drawn from prompt_words. Comments that
+    leave nothing to complete are skipped."""
+    rows = []
+    for text, _ in comments:
+        words = text.split(" ")
+        count = random.Random(text).randint(*cfg.prompt_words)
+        if len(words) > count:
+            rows.append({"text": " ".join(words[:count])})
+    return rows
+
+
+def check_text(content, where):
+    """Raise BadInput for a lone surrogate, which JSON can hold and no file."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
+        raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
+
+
+def encode_prompt(tokenizer, content, where):
+    """Encode a prompt, a text or a list of messages for a chat model -> (its text for rewards and
+    logs, its ids). The ids of a text begin with the <bos> that the model's own tokenizer puts
+    there. where: names the prompt in a BadInput."""
+    check_text(content, where)
+    if isinstance(content, list):
+        if getattr(tokenizer, "chat_template", None) is None:   # only a published model has one
+            raise BadInput(f"{where} is a list of messages, and this policy has no chat template: "
+                           "give text, or a policy with a template")
+        return tokenizer.encode_chat(content, where)
+    ids = tokenizer.encode_ordinary(content)
+    before = getattr(tokenizer, "before_text", [])
+    return content, [*before, *ids] if ids else []      # an empty prompt stays empty
+
+
+def field_of(row, name):
+    """A field of a row, None without; "a.b" is b inside a."""
+    for part in name.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row
+
+
+def read_prompt(tokenizer, row, field, where):
+    """Make the Prompt of a row: a text, or a list of messages. `where` names it in a BadInput."""
+    content = field_of(row, field)
+    if content is None:
+        raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
+    if isinstance(content, list):
+        row = row | {"messages": content}
+    else:
+        content = as_text(content, field, where)
+    text, ids = encode_prompt(tokenizer, content, where)
+    return Prompt(text, ids, row)
+
+
+def prompts_from(path, comments, cfg, tokenizer, limit):
+    """Return the prompts of at most `limit` tokens of a file's rows; else of those that
+    questions(n, seed) of the config file makes up, about n dicts with the prompt's "text" and what
+    rewards ask for; else of comments."""
+    source = path
+    field = "text"
+    if path:
+        rows = read_rows(path)
+        if not path.endswith(".txt"):
+            field = cfg.prompt_field
+    elif "questions" in cfg.functions:
+        source = "questions"
+        rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
+        if not isinstance(rows, list):
+            raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
+    else:
+        rows = starts_of(comments, cfg)
+    prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
+               for number, row in enumerate(rows, 1)]
+    fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
+    left_out = len(prompts) - len(fitting)
+    if left_out and source:     # of comments there are enough
+        print(f"{source}: {left_out} of {len(rows)} prompts are empty or longer than {limit} "
+              "tokens (block_size - max_completion_length) and are left out")
+    return fitting
+
+
 def load_prompts(cfg, tokenizer, splits):
     """Return the training prompts, the evaluation prompts and the other held-out prompts, lists of
     Prompt. Each has at least one token, and block_size leaves room for a completion."""
@@ -49,29 +131,6 @@ def load_prompts(cfg, tokenizer, splits):
     return train, held_out[:n], held_out[n:]
 
 
-def encode_prompt(tokenizer, content, where):
-    """Encode a prompt, a text or a list of messages for a chat model -> (its text for rewards and
-    logs, its ids). The ids of a text begin with the <bos> that the model's own tokenizer puts
-    there. where: names the prompt in a BadInput."""
-    check_text(content, where)
-    if isinstance(content, list):
-        if getattr(tokenizer, "chat_template", None) is None:   # only a published model has one
-            raise BadInput(f"{where} is a list of messages, and this policy has no chat template: "
-                           "give text, or a policy with a template")
-        return tokenizer.encode_chat(content, where)
-    ids = tokenizer.encode_ordinary(content)
-    before = getattr(tokenizer, "before_text", [])
-    return content, [*before, *ids] if ids else []      # an empty prompt stays empty
-
-
-def check_text(content, where):
-    """Raise BadInput for a lone surrogate, which JSON can hold and no file."""
-    try:
-        json.dumps(content, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
-        raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
-
-
 def draw_prompts(prompts, it, num_prompts, seed):
     """Return the prompts of iteration it: all come once in random order, then again in another."""
     n = len(prompts)
@@ -82,62 +141,3 @@ def draw_prompts(prompts, it, num_prompts, seed):
         order += torch.randperm(n, generator=generator).tolist()
         epoch += 1
     return [prompts[i] for i in order[first:first + num_prompts]]
-
-
-def prompts_from(path, comments, cfg, tokenizer, limit):
-    """Return the prompts of at most `limit` tokens of a file's rows; else of those that
-    questions(n, seed) of the config file makes up, about n dicts with the prompt's "text" and what
-    rewards ask for; else of comments."""
-    source = path
-    field = "text"
-    if path:
-        rows = read_rows(path)
-        if not path.endswith(".txt"):
-            field = cfg.prompt_field
-    elif "questions" in cfg.functions:
-        source = "questions"
-        rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
-        if not isinstance(rows, list):
-            raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
-    else:
-        rows = starts_of(comments, cfg)
-    prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
-               for number, row in enumerate(rows, 1)]
-    fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
-    left_out = len(prompts) - len(fitting)
-    if left_out and source:     # of comments there are enough
-        print(f"{source}: {left_out} of {len(rows)} prompts are empty or longer than {limit} "
-              "tokens (block_size - max_completion_length) and are left out")
-    return fitting
-
-
-def starts_of(comments, cfg):
-    """Take the first words of each comment, their number drawn from prompt_words. Comments that
-    leave nothing to complete are skipped."""
-    rows = []
-    for text, _ in comments:
-        words = text.split(" ")
-        count = random.Random(text).randint(*cfg.prompt_words)
-        if len(words) > count:
-            rows.append({"text": " ".join(words[:count])})
-    return rows
-
-
-def read_prompt(tokenizer, row, field, where):
-    """Make the Prompt of a row: a text, or a list of messages. `where` names it in a BadInput."""
-    content = field_of(row, field)
-    if content is None:
-        raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
-    if isinstance(content, list):
-        row = row | {"messages": content}
-    else:
-        content = as_text(content, field, where)
-    text, ids = encode_prompt(tokenizer, content, where)
-    return Prompt(text, ids, row)
-
-
-def field_of(row, name):
-    """A field of a row, None without; "a.b" is b inside a."""
-    for part in name.split("."):
-        row = row.get(part) if isinstance(row, dict) else None
-    return row

@@ -30,19 +30,19 @@ class Scorer(nn.Module):
         return self.score(x[:, 0])[:, 0]
 
 
+def encode(tokenizer, texts, block_size):
+    """Turn texts into lists of at most block_size ids, the end token first as class token. They are
+    cleaned like the comments, since completions begin with a space and may hold line breaks."""
+    rows = tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
+    return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in rows]
+
+
 def load_scorer(path, device="cpu"):
     """Load the judge that judge/train.py wrote to a .pt file -> (Scorer, a function that encodes
     texts as its rows of ids); BadInput for any other file."""
     model = load_gpt(path, "judge", Scorer).to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(model.config.vocab_size)
     return model, functools.partial(encode, tokenizer, block_size=model.config.block_size)
-
-
-def encode(tokenizer, texts, block_size):
-    """Turn texts into lists of at most block_size ids, the end token first as class token. They are
-    cleaned like the comments, since completions begin with a space and may hold line breaks."""
-    rows = tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
-    return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in rows]
 
 
 def pad_right(rows):

@@ -32,6 +32,10 @@ COUNTS = ("iteration", "num_tokens", *LOGS)     # in a checkpoint; of a log its 
 TABLES = ("settings", "shape", "policy")
 
 
+def is_nan_or_inf(x):
+    return isinstance(x, float) and not math.isfinite(x)
+
+
 def append_rows(folder, name, rows):
     """Add rows to a log. NaN and infinity become null; other values that JSON does not know, which
     a user's columns may have, become text."""
@@ -41,10 +45,6 @@ def append_rows(folder, name, rows):
         for row in rows:
             row = {k: None if is_nan_or_inf(v) else v for k, v in row.items()}
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-
-
-def is_nan_or_inf(x):
-    return isinstance(x, float) and not math.isfinite(x)
 
 
 def write_run_config(folder, cfg, device):
@@ -62,6 +62,26 @@ def write_run_config(folder, cfg, device):
         config = f"{folder}/config.py"
         with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
             f.write(cfg.source)
+
+
+def checkpoints(folder):
+    """Paths of a run's checkpoints, the newest last. A link or a folder of such a name is the
+    user's."""
+    paths = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
+    return [path for path in paths if os.path.isfile(path) and not os.path.islink(path)]
+
+
+def random_state():
+    """State of the global generators, which a reward function may use."""
+    kind, keys, *rest = np.random.get_state()
+    return dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest),
+                torch=torch.get_rng_state())
+
+
+def set_random_state(state):
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
 
 
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
@@ -91,13 +111,6 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     if cfg.keep_checkpoints:
         for path in checkpoints(folder)[:-max(2, cfg.keep_checkpoints)]:
             os.remove(path)
-
-
-def checkpoints(folder):
-    """Paths of a run's checkpoints, the newest last. A link or a folder of such a name is the
-    user's."""
-    paths = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
-    return [path for path in paths if os.path.isfile(path) and not os.path.islink(path)]
 
 
 def iterations_of(path):
@@ -151,28 +164,6 @@ def begin_logs(folder, cfg):
     torch.manual_seed(cfg.seed)
 
 
-def resume(folder, setup, cfg):
-    """Puts everything back as the last checkpoint has it and cuts the logs to match. -> (iterations
-    done, tokens seen)"""
-    path = newest_checkpoint(folder)
-    content = load_checkpoint(path, setup, cfg)
-    sizes = {f"{folder}/{name}": content[name] for name in LOGS}
-    for log, size in sizes.items():
-        if not os.path.exists(log) or os.path.getsize(log) < size:
-            raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
-                           "continue: put the file back, or choose another --out_dir")
-    for name, (old, new) in changed_settings(content["settings"], cfg).items():
-        if name != "max_iters":
-            print(f"resumed with another {name}: {old!r} -> {new!r}")
-    if rank_and_size()[0] == 0:
-        for log, size in sizes.items():
-            os.truncate(log, size)
-    print(f"resumed {path} after {content['iteration']} iterations")
-    if content["iteration"] >= cfg.max_iters:
-        print(f"nothing is left to do: max_iters = {cfg.max_iters}")
-    return content["iteration"], content["num_tokens"]
-
-
 def load_checkpoint(path, setup, cfg):
     """Loads a checkpoint into policy, optimizer, reference, influence and the global generators
     -> its content."""
@@ -196,17 +187,26 @@ def load_checkpoint(path, setup, cfg):
     return content
 
 
-def random_state():
-    """State of the global generators, which a reward function may use."""
-    kind, keys, *rest = np.random.get_state()
-    return dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest),
-                torch=torch.get_rng_state())
-
-
-def set_random_state(state):
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+def resume(folder, setup, cfg):
+    """Puts everything back as the last checkpoint has it and cuts the logs to match. -> (iterations
+    done, tokens seen)"""
+    path = newest_checkpoint(folder)
+    content = load_checkpoint(path, setup, cfg)
+    sizes = {f"{folder}/{name}": content[name] for name in LOGS}
+    for log, size in sizes.items():
+        if not os.path.exists(log) or os.path.getsize(log) < size:
+            raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
+                           "continue: put the file back, or choose another --out_dir")
+    for name, (old, new) in changed_settings(content["settings"], cfg).items():
+        if name != "max_iters":
+            print(f"resumed with another {name}: {old!r} -> {new!r}")
+    if rank_and_size()[0] == 0:
+        for log, size in sizes.items():
+            os.truncate(log, size)
+    print(f"resumed {path} after {content['iteration']} iterations")
+    if content["iteration"] >= cfg.max_iters:
+        print(f"nothing is left to do: max_iters = {cfg.max_iters}")
+    return content["iteration"], content["num_tokens"]
 
 
 def last_of(argv):

@@ -25,42 +25,6 @@ def sample(setup, policy, prompts, num_generations, cfg, **how):
     return concatenate(all_gather_rollout(share))
 
 
-@torch.no_grad()
-def evaluate(setup, policy, cfg):
-    """Sample num_eval_generations completions of each prompt, always with the same noise, and
-    measure them -> ({measure: number}, the first completions with their prompts)."""
-    k = cfg.num_eval_generations
-    rollout = sample(
-        setup, policy, setup.eval_prompts, k, cfg, seed=seed_for("evaluation"), batch_size=AT_ONCE,
-        temperature=cfg.eval_temperature)
-    ids = rollout.completions(end_tokens(setup.tokenizer))
-    completions = [setup.tokenizer.decode(row) for row in ids]
-    prompts = [prompt for prompt in setup.eval_prompts for _ in range(k)]
-    mine = shard(len(completions), k)
-    logits = {name: judge(completions[mine]) for name, judge in setup.judges.items()}
-    functions = dict(setup.reward_funcs)
-    if "judge" in functions:    # it has judged them already
-        functions["judge"] = lambda completions: judge_rewards(
-            logits["judge"], completions, cfg.judge_score)
-    rewards = all_gather(score(functions, prompts[mine], completions[mine]))        # (N, K)
-
-    measures = {f"rewards/{name}": float(column.nanmean())
-                for name, column in zip(functions, rewards.T)}
-    measures |= call_metrics(completions, cfg)
-    for name in setup.judges:
-        toxicity = torch.sigmoid(all_gather(logits[name])).view(-1, k)
-        measures |= toxicity_measures(name, toxicity)
-    measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, cfg)
-    measures["distinct_1"] = distinct(ids, k, 1)
-    measures["distinct_2"] = distinct(ids, k, 2)
-    measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
-    measures["ended"] = float(rollout.ended.float().mean())
-    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
-    samples = [dict(prompt=prompts[i].text, completion=completions[i])
-               for i in range(0, len(prompts), k)[:NUM_SHOWN]]
-    return measures, samples
-
-
 def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
     token (k3) of the policy that wrote them to it, both at the temperature they were sampled at."""
@@ -98,3 +62,39 @@ def distinct(completions, k, n):
                  for gram in zip(*(ids[start:] for start in range(n)))]
         shares.append(len(set(grams)) / max(len(grams), 1))
     return sum(shares) / len(shares)
+
+
+@torch.no_grad()
+def evaluate(setup, policy, cfg):
+    """Sample num_eval_generations completions of each prompt, always with the same noise, and
+    measure them -> ({measure: number}, the first completions with their prompts)."""
+    k = cfg.num_eval_generations
+    rollout = sample(
+        setup, policy, setup.eval_prompts, k, cfg, seed=seed_for("evaluation"), batch_size=AT_ONCE,
+        temperature=cfg.eval_temperature)
+    ids = rollout.completions(end_tokens(setup.tokenizer))
+    completions = [setup.tokenizer.decode(row) for row in ids]
+    prompts = [prompt for prompt in setup.eval_prompts for _ in range(k)]
+    mine = shard(len(completions), k)
+    logits = {name: judge(completions[mine]) for name, judge in setup.judges.items()}
+    functions = dict(setup.reward_funcs)
+    if "judge" in functions:    # it has judged them already
+        functions["judge"] = lambda completions: judge_rewards(
+            logits["judge"], completions, cfg.judge_score)
+    rewards = all_gather(score(functions, prompts[mine], completions[mine]))        # (N, K)
+
+    measures = {f"rewards/{name}": float(column.nanmean())
+                for name, column in zip(functions, rewards.T)}
+    measures |= call_metrics(completions, cfg)
+    for name in setup.judges:
+        toxicity = torch.sigmoid(all_gather(logits[name])).view(-1, k)
+        measures |= toxicity_measures(name, toxicity)
+    measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, cfg)
+    measures["distinct_1"] = distinct(ids, k, 1)
+    measures["distinct_2"] = distinct(ids, k, 2)
+    measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
+    measures["ended"] = float(rollout.ended.float().mean())
+    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
+    samples = [dict(prompt=prompts[i].text, completion=completions[i])
+               for i in range(0, len(prompts), k)[:NUM_SHOWN]]
+    return measures, samples

@@ -18,47 +18,9 @@ LOCK = ".lock"
 FIXED = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
-@contextlib.contextmanager
-def claimed_folder(cfg):
-    """Within this block out_dir is this process's -> (folder, whether a run in it is continued).
-    BadInput where it holds something else. With --resume the run in it may have any settings."""
-    folder = cfg.out_dir.rstrip("/") or "/"
-    try:
-        os.makedirs(cfg.cache_dir, exist_ok=True)
-        check_folder(folder, cfg)       # before even a lock is made there
-        os.makedirs(folder, exist_ok=True)
-        lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
-    except Timeout:
-        raise BadInput(f"out_dir = {folder!r}: another run is at work there: wait for it, or "
-                       "choose another --out_dir") from None
-    except (OSError, UnicodeError) as e:
-        raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
-                       f"written ({e})") from e
-    with lock:      # until the block ends, or the process
-        check_folder(folder, cfg)       # which another run may have used meanwhile
-        for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.pt.*.tmp"):
-            os.remove(path)     # of a process that was killed while it wrote
-        is_continued = bool(checkpoints(folder))
-        if cfg.resume and not is_continued:
-            print(f"{folder}: has no checkpoint, so the run starts from the beginning")
-        yield folder, is_continued
-
-
-def check_folder(folder, cfg):
-    """BadInput for a folder with anything but a run that is continued with these settings, or with
-    links where a run would write."""
-    for name in (LOCK, *LOGS):
-        if not is_plain(f"{folder}/{name}"):
-            raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
-                           "would write there")
-    if is_free(folder):
-        return
-    try:
-        reason = why_not_continued(folder, cfg)
-    except BadInput as e:       # its config.json cannot be read
-        reason = str(e)
-    if reason:
-        raise BadInput(f"out_dir = {folder!r}: {reason}; choose another --out_dir")
+def in_words(changed):
+    """What the settings that changed were before."""
+    return ", ".join(f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items())
 
 
 def why_not_continued(folder, cfg):
@@ -86,11 +48,6 @@ def why_not_continued(folder, cfg):
     return ""
 
 
-def in_words(changed):
-    """What the settings that changed were before."""
-    return ", ".join(f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items())
-
-
 def is_free(folder):
     """True where nothing would be lost: no folder, or at most a lock, unfinished files and empty
     logs."""
@@ -99,3 +56,46 @@ def is_free(folder):
         if not (name == LOCK or name.endswith(".tmp") or is_empty_log):
             return False
     return True
+
+
+def check_folder(folder, cfg):
+    """BadInput for a folder with anything but a run that is continued with these settings, or with
+    links where a run would write."""
+    for name in (LOCK, *LOGS):
+        if not is_plain(f"{folder}/{name}"):
+            raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
+                           "would write there")
+    if is_free(folder):
+        return
+    try:
+        reason = why_not_continued(folder, cfg)
+    except BadInput as e:       # its config.json cannot be read
+        reason = str(e)
+    if reason:
+        raise BadInput(f"out_dir = {folder!r}: {reason}; choose another --out_dir")
+
+
+@contextlib.contextmanager
+def claimed_folder(cfg):
+    """Within this block out_dir is this process's -> (folder, whether a run in it is continued).
+    BadInput where it holds something else. With --resume the run in it may have any settings."""
+    folder = cfg.out_dir.rstrip("/") or "/"
+    try:
+        os.makedirs(cfg.cache_dir, exist_ok=True)
+        check_folder(folder, cfg)       # before even a lock is made there
+        os.makedirs(folder, exist_ok=True)
+        lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
+    except Timeout:
+        raise BadInput(f"out_dir = {folder!r}: another run is at work there: wait for it, or "
+                       "choose another --out_dir") from None
+    except (OSError, UnicodeError) as e:
+        raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
+                       f"written ({e})") from e
+    with lock:      # until the block ends, or the process
+        check_folder(folder, cfg)       # which another run may have used meanwhile
+        for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.pt.*.tmp"):
+            os.remove(path)     # of a process that was killed while it wrote
+        is_continued = bool(checkpoints(folder))
+        if cfg.resume and not is_continued:
+            print(f"{folder}: has no checkpoint, so the run starts from the beginning")
+        yield folder, is_continued

@@ -16,6 +16,53 @@ from run.metrics import batch_metrics, rollout_toxicity
 from run.report import StepLog, print_iteration, print_table, print_warnings
 
 
+def is_due(done, interval):
+    """True after every `interval` iterations; 0: never."""
+    return interval > 0 and done % interval == 0
+
+
+def reward_of(row, cfg):
+    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing, or was not
+    asked before the run was resumed."""
+    found = [row.get(f"rewards/{name}") for name in cfg.reward_funcs]
+    if None in found:
+        return math.nan
+    return sum(weight * x for weight, x in zip(cfg.reward_weights, found))
+
+
+def print_verdict(rows, cfg):
+    """Says whether the reward rose by cfg.expect_rise from the first evaluation to the last. Ends
+    the run with exit code 1 if it did not."""
+    before = reward_of(rows[0], cfg)
+    after = reward_of(rows[-1], cfg)
+    if after - before >= cfg.expect_rise:
+        print(f"verdict: works, the reward rose from {before:.3f} to {after:.3f}")
+        return
+    raise SystemExit(
+        f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
+        f"rise by {cfg.expect_rise:g}; `python -m pytest tests/test_algorithm.py` names classic "
+        "mistakes, --debug_step=True prints every number of a step")
+
+
+def sample_rows(it, batch, cfg):
+    """Rows of samples.jsonl: every completion with its reward and advantage."""
+    columns = {"reward": batch.rewards, "advantage": batch.row_advantages}
+    if cfg.tracin != "off":
+        columns |= {"influence": batch.influence, "weight": batch.row_weights}
+    columns = {name: x.tolist() for name, x in columns.items()}
+    rows = []
+    for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
+        row = dict(iteration=it + 1, prompt=prompt.text, completion=completion)
+        row |= {name: x[i] for name, x in columns.items()}
+        if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
+            row["row"] = prompt.row
+        if len(cfg.reward_funcs) > 1:
+            scores = [None if math.isnan(x) else x for x in batch.scores[i].tolist()]
+            row["scores"] = dict(zip(cfg.reward_funcs, scores))
+        rows.append(row)
+    return rows
+
+
 class Run:
     """A run: its folder, its logs and what it prints; see main and train of grpo.py."""
 
@@ -130,50 +177,3 @@ class Run:
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt")
         if self.cfg.expect_rise:
             print_verdict(rows, self.cfg)
-
-
-def is_due(done, interval):
-    """True after every `interval` iterations; 0: never."""
-    return interval > 0 and done % interval == 0
-
-
-def print_verdict(rows, cfg):
-    """Says whether the reward rose by cfg.expect_rise from the first evaluation to the last. Ends
-    the run with exit code 1 if it did not."""
-    before = reward_of(rows[0], cfg)
-    after = reward_of(rows[-1], cfg)
-    if after - before >= cfg.expect_rise:
-        print(f"verdict: works, the reward rose from {before:.3f} to {after:.3f}")
-        return
-    raise SystemExit(
-        f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
-        f"rise by {cfg.expect_rise:g}; `python -m pytest tests/test_algorithm.py` names classic "
-        "mistakes, --debug_step=True prints every number of a step")
-
-
-def reward_of(row, cfg):
-    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing, or was not
-    asked before the run was resumed."""
-    found = [row.get(f"rewards/{name}") for name in cfg.reward_funcs]
-    if None in found:
-        return math.nan
-    return sum(weight * x for weight, x in zip(cfg.reward_weights, found))
-
-
-def sample_rows(it, batch, cfg):
-    """Rows of samples.jsonl: every completion with its reward and advantage."""
-    columns = {"reward": batch.rewards, "advantage": batch.row_advantages}
-    if cfg.tracin != "off":
-        columns |= {"influence": batch.influence, "weight": batch.row_weights}
-    columns = {name: x.tolist() for name, x in columns.items()}
-    rows = []
-    for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
-        row = dict(iteration=it + 1, prompt=prompt.text, completion=completion)
-        row |= {name: x[i] for name, x in columns.items()}
-        if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
-            row["row"] = prompt.row
-        if len(cfg.reward_funcs) > 1:
-            scores = [None if math.isnan(x) else x for x in batch.scores[i].tolist()]
-            row["scores"] = dict(zip(cfg.reward_funcs, scores))
-        rows.append(row)
-    return rows

@@ -12,6 +12,111 @@ from common.processes import all_gather, shard
 from tape import cosine, inner
 
 
+def tolerance_of(dtype):
+    """How far two computations of the same number may differ, with forward passes in dtype."""
+    return 1e-3 if dtype == torch.float32 else 5e-2
+
+
+def logp_error(mean, largest, dtype):
+    """How far log-probs differ that should be equal -> (nats, tolerance): the largest difference in
+    float32, the mean in bfloat16."""
+    return largest if dtype == torch.float32 else mean, tolerance_of(dtype)
+
+
+def loss_parts(loss, cfg):
+    """The parts of a micro-batch's loss -> {name: tensor ()}. Each is already divided by the size
+    of the whole step, so the log has their sum over micro-batches and their mean over steps."""
+    parts = {
+        # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
+        "loss": loss.total.double() + 0 * loss.batch.rollout.logp.sum(),
+        "policy_loss": loss.policy.double() + loss.kl}      # TRL's
+    if cfg.kl_in_loss:
+        parts["kl_loss"] = loss.kl.double()
+    if cfg.entropy_coef:
+        parts["entropy_loss"] = loss.entropy.double()
+    if cfg.critic:
+        parts["critic_loss"] = loss.critic.double()
+    return parts
+
+
+def loss_metrics(loss, cfg):
+    """Other metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
+    sum / count over all micro-batches, steps and processes, of every name in here."""
+    mask = loss.batch.loss_mask
+    ratio = loss.ratio                # (n, T), or (n, 1) at sequence level: then rows count
+    unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
+    units = unit.sum()
+    A = loss.batch.advantages.view(len(mask), -1)                       # (n, 1), or (n, T)
+    low_bound, high_bound = cfg.clip_range
+    low = (ratio < low_bound) & (A < 0) & unit
+    high = (ratio > high_bound) & (A > 0) & unit
+    metrics = {"ratio": ((ratio * unit).sum(), units)}
+    if cfg.loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = (high.sum(), units)
+    elif cfg.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
+        metrics["clip_ratio/low_mean"] = (low.sum(), units)
+        metrics["clip_ratio/high_mean"] = (high.sum(), units)
+        metrics["clip_ratio/region_mean"] = ((low | high).sum(), units)
+    if loss.kl_by_token is not None:
+        metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())
+    return metrics
+
+
+def summed(dicts):
+    """Add up dicts of numbers or tensors by name."""
+    total = {}
+    for values in dicts:
+        for name, x in values.items():
+            total[name] = total.get(name, 0) + x
+    return total
+
+
+def on_cpu(tensors):
+    """Copy {name: tensor}, all of one shape, to the CPU. Synchronises a GPU once."""
+    if not tensors:
+        return {}
+    return dict(zip(tensors, torch.stack(list(tensors.values())).cpu()))
+
+
+def invariant_error(scores, batch_grad, G):
+    """How far sum_i I_i = <sum_i grad P_i, G> is violated: (). Relative to sum_i |I_i|, or to a
+    tenth of the longest product, if that is more: all advantages may be 0."""
+    longest = (inner(batch_grad, batch_grad) * inner(G, G)).sqrt()
+    size = torch.maximum(scores.double().abs().sum(), 0.1 * longest)
+    return (scores.double().sum() - inner(batch_grad, G)).abs() / size.clamp(min=1e-30)
+
+
+def std(x):
+    """Standard deviation without NaN; exactly 0.0 if all values are equal."""
+    x = x[~x.isnan()]
+    if len(x) < 2 or x.min() == x.max():
+        return 0.0
+    return float(x.std())
+
+
+def influence_metrics(found):
+    """Metrics of a step's influence, by its tracin.Influence: tensors () and numbers. A target that
+    is a function of the config file has neither halves nor rollouts."""
+    target, scores, selection = found
+    target_grad = target.gradient
+    metrics = {
+        "tracin/positive_ratio": (scores.influence > 0).float().mean(),
+        "tracin/mean_ip": scores.influence.mean(),
+        "tracin/selected_ratio": (selection.weights != 0).float().mean(),
+        "tracin/self_share": scores.self_share,
+        "tracin/fallback": selection.fallback,
+        "tracin/target_grad_norm": inner(target_grad, target_grad).sqrt(),
+        "tracin/target_cosine": math.nan}
+    if target.is_whole_step:        # else it would cost another gradient
+        metrics["tracin/invariant_error"] = invariant_error(scores.raw, target_grad, scores.G)
+    if len(target.halves) == 2:
+        rewards = target.batch.rewards
+        chosen = rewards[target.rows.to(rewards.device)]
+        metrics["tracin/target_cosine"] = cosine(*target.halves)    # NaN: one half is empty
+        metrics["tracin/target_contrast"] = std(chosen) / max(std(rewards), 1e-12)
+    return metrics
+
+
 class Meter:
     """Collects the metrics of an update, and ends the run where they show a bug."""
 
@@ -114,111 +219,6 @@ class Meter:
         return metrics
 
 
-def tolerance_of(dtype):
-    """How far two computations of the same number may differ, with forward passes in dtype."""
-    return 1e-3 if dtype == torch.float32 else 5e-2
-
-
-def logp_error(mean, largest, dtype):
-    """How far log-probs differ that should be equal -> (nats, tolerance): the largest difference in
-    float32, the mean in bfloat16."""
-    return largest if dtype == torch.float32 else mean, tolerance_of(dtype)
-
-
-def loss_parts(loss, cfg):
-    """The parts of a micro-batch's loss -> {name: tensor ()}. Each is already divided by the size
-    of the whole step, so the log has their sum over micro-batches and their mean over steps."""
-    parts = {
-        # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
-        "loss": loss.total.double() + 0 * loss.batch.rollout.logp.sum(),
-        "policy_loss": loss.policy.double() + loss.kl}      # TRL's
-    if cfg.kl_in_loss:
-        parts["kl_loss"] = loss.kl.double()
-    if cfg.entropy_coef:
-        parts["entropy_loss"] = loss.entropy.double()
-    if cfg.critic:
-        parts["critic_loss"] = loss.critic.double()
-    return parts
-
-
-def loss_metrics(loss, cfg):
-    """Other metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
-    sum / count over all micro-batches, steps and processes, of every name in here."""
-    mask = loss.batch.loss_mask
-    ratio = loss.ratio                # (n, T), or (n, 1) at sequence level: then rows count
-    unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
-    units = unit.sum()
-    A = loss.batch.advantages.view(len(mask), -1)                       # (n, 1), or (n, T)
-    low_bound, high_bound = cfg.clip_range
-    low = (ratio < low_bound) & (A < 0) & unit
-    high = (ratio > high_bound) & (A > 0) & unit
-    metrics = {"ratio": ((ratio * unit).sum(), units)}
-    if cfg.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = (high.sum(), units)
-    elif cfg.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
-        metrics["clip_ratio/low_mean"] = (low.sum(), units)
-        metrics["clip_ratio/high_mean"] = (high.sum(), units)
-        metrics["clip_ratio/region_mean"] = ((low | high).sum(), units)
-    if loss.kl_by_token is not None:
-        metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())
-    return metrics
-
-
-def summed(dicts):
-    """Add up dicts of numbers or tensors by name."""
-    total = {}
-    for values in dicts:
-        for name, x in values.items():
-            total[name] = total.get(name, 0) + x
-    return total
-
-
-def on_cpu(tensors):
-    """Copy {name: tensor}, all of one shape, to the CPU. Synchronises a GPU once."""
-    if not tensors:
-        return {}
-    return dict(zip(tensors, torch.stack(list(tensors.values())).cpu()))
-
-
-def influence_metrics(found):
-    """Metrics of a step's influence, by its tracin.Influence: tensors () and numbers. A target that
-    is a function of the config file has neither halves nor rollouts."""
-    target, scores, selection = found
-    target_grad = target.gradient
-    metrics = {
-        "tracin/positive_ratio": (scores.influence > 0).float().mean(),
-        "tracin/mean_ip": scores.influence.mean(),
-        "tracin/selected_ratio": (selection.weights != 0).float().mean(),
-        "tracin/self_share": scores.self_share,
-        "tracin/fallback": selection.fallback,
-        "tracin/target_grad_norm": inner(target_grad, target_grad).sqrt(),
-        "tracin/target_cosine": math.nan}
-    if target.is_whole_step:        # else it would cost another gradient
-        metrics["tracin/invariant_error"] = invariant_error(scores.raw, target_grad, scores.G)
-    if len(target.halves) == 2:
-        rewards = target.batch.rewards
-        chosen = rewards[target.rows.to(rewards.device)]
-        metrics["tracin/target_cosine"] = cosine(*target.halves)    # NaN: one half is empty
-        metrics["tracin/target_contrast"] = std(chosen) / max(std(rewards), 1e-12)
-    return metrics
-
-
-def invariant_error(scores, batch_grad, G):
-    """How far sum_i I_i = <sum_i grad P_i, G> is violated: (). Relative to sum_i |I_i|, or to a
-    tenth of the longest product, if that is more: all advantages may be 0."""
-    longest = (inner(batch_grad, batch_grad) * inner(G, G)).sqrt()
-    size = torch.maximum(scores.double().abs().sum(), 0.1 * longest)
-    return (scores.double().sum() - inner(batch_grad, G)).abs() / size.clamp(min=1e-30)
-
-
-def std(x):
-    """Standard deviation without NaN; exactly 0.0 if all values are equal."""
-    x = x[~x.isnan()]
-    if len(x) < 2 or x.min() == x.max():
-        return 0.0
-    return float(x.std())
-
-
 @torch.no_grad()
 def rollout_toxicity(batch, setup):
     """Mean toxicity of the rollouts by the eval judge, which training never sees; {} without it."""
@@ -228,6 +228,14 @@ def rollout_toxicity(batch, setup):
     mine = shard(len(batch.prompts))
     logits = all_gather(judge(batch.completions[mine]))
     return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
+
+
+def call_metrics(completions, cfg):
+    """Metrics of the calls of tools in completions; {} where no tool answers."""
+    if not cfg.tools or not cfg.answers:
+        return {}
+    from extras.environment import tools
+    return tools.call_metrics(completions)
 
 
 def batch_metrics(batch, cfg):
@@ -267,11 +275,3 @@ def batch_metrics(batch, cfg):
         metrics["val/var_explained"] = explained_variance(
             rollout.values[known], batch.returns[known])
     return metrics
-
-
-def call_metrics(completions, cfg):
-    """Metrics of the calls of tools in completions; {} where no tool answers."""
-    if not cfg.tools or not cfg.answers:
-        return {}
-    from extras.environment import tools
-    return tools.call_metrics(completions)

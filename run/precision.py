@@ -17,54 +17,6 @@ from rollout import completion_logprobs
 from run.metrics import logp_error, tolerance_of
 
 
-def check_precision(setup, cfg):
-    """Make setup compute as fast as the settings ask for and the check allows."""
-    plain = replace(setup, dtype=torch.float32)
-    if cfg.compile:
-        from extras.compiled import compile_nets
-        compile_nets(setup)
-        problem = find_problem(setup, plain, cfg)
-        if not problem:
-            return
-        print(f"note: compile off: {problem}")
-        setup.policy_fn = plain.policy_fn
-        setup.reference_fn = plain.reference_fn
-        setup.generate = plain.generate
-    if setup.dtype != torch.float32:
-        problem = find_problem(setup, plain, cfg)
-        if not problem:
-            return
-        print(f"note: bfloat16 off: {problem}")
-        setup.dtype = torch.float32
-    set_precision(setup.device, setup.dtype)
-
-
-def find_problem(setup, plain, cfg):
-    """Say how setup computes otherwise than plain, in any process; "" if it does not."""
-    try:
-        problem = compare(setup, plain, cfg)
-    except Exception as e:      # a driver or a compiler may raise anything
-        problem = shown(e, 160)
-    return next(filter(None, all_gather([problem])), "")
-
-
-def compare(setup, plain, cfg):
-    """Say what differs too much from plain float32; "" if nothing does."""
-    rollout = few_rows(setup, cfg)
-    expected, expected_gradient = logp_and_gradient(plain, rollout, cfg)
-    logp, gradient = logp_and_gradient(setup, rollout, cfg)
-    errors = {}
-    for name, found in (("log-probs", logp), ("log-probs of sampling", rollout.logp)):
-        gaps = (found - expected).abs()
-        errors[name] = logp_error(float(gaps.mean()), float(gaps.max()), setup.dtype)
-    error = (gradient - expected_gradient).norm() / expected_gradient.norm()
-    errors["gradients"] = float(error), 2 * tolerance_of(setup.dtype)
-    for name, (error, tolerance) in errors.items():
-        if not error <= tolerance:      # true for NaN too
-            return f"{name} are off by {error:.2g}, more than {tolerance:g}"
-    return ""
-
-
 def few_rows(setup, cfg):
     """Sample five completions of two prompts, one of which is padded; none of them ends early. Ten
     rows, since torch.compile treats dimensions of equal size as the same symbol."""
@@ -87,3 +39,51 @@ def logp_and_gradient(setup, rollout, cfg):
     total = (logp * factors).sum()
     gradients = torch.autograd.grad(total, setup.trained, materialize_grads=True)
     return logp.detach(), torch.cat([g.flatten() for g in gradients])
+
+
+def compare(setup, plain, cfg):
+    """Say what differs too much from plain float32; "" if nothing does."""
+    rollout = few_rows(setup, cfg)
+    expected, expected_gradient = logp_and_gradient(plain, rollout, cfg)
+    logp, gradient = logp_and_gradient(setup, rollout, cfg)
+    errors = {}
+    for name, found in (("log-probs", logp), ("log-probs of sampling", rollout.logp)):
+        gaps = (found - expected).abs()
+        errors[name] = logp_error(float(gaps.mean()), float(gaps.max()), setup.dtype)
+    error = (gradient - expected_gradient).norm() / expected_gradient.norm()
+    errors["gradients"] = float(error), 2 * tolerance_of(setup.dtype)
+    for name, (error, tolerance) in errors.items():
+        if not error <= tolerance:      # true for NaN too
+            return f"{name} are off by {error:.2g}, more than {tolerance:g}"
+    return ""
+
+
+def find_problem(setup, plain, cfg):
+    """Say how setup computes otherwise than plain, in any process; "" if it does not."""
+    try:
+        problem = compare(setup, plain, cfg)
+    except Exception as e:      # a driver or a compiler may raise anything
+        problem = shown(e, 160)
+    return next(filter(None, all_gather([problem])), "")
+
+
+def check_precision(setup, cfg):
+    """Make setup compute as fast as the settings ask for and the check allows."""
+    plain = replace(setup, dtype=torch.float32)
+    if cfg.compile:
+        from extras.compiled import compile_nets
+        compile_nets(setup)
+        problem = find_problem(setup, plain, cfg)
+        if not problem:
+            return
+        print(f"note: compile off: {problem}")
+        setup.policy_fn = plain.policy_fn
+        setup.reference_fn = plain.reference_fn
+        setup.generate = plain.generate
+    if setup.dtype != torch.float32:
+        problem = find_problem(setup, plain, cfg)
+        if not problem:
+            return
+        print(f"note: bfloat16 off: {problem}")
+        setup.dtype = torch.float32
+    set_precision(setup.device, setup.dtype)

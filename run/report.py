@@ -107,6 +107,35 @@ def print_table(rows):
         print(f"    after:  {new['completion']!r}")
 
 
+def problems_of_influence(m, cfg, dtype):
+    if m["tracin/empty_steps"] > 0:
+        yield "empty", (
+            "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
+            "target equal? Take more tracin_val_prompts, or another reward")
+    if m["tracin/fallback"] > 0:
+        yield "fallback", (
+            f"only {m['tracin/positive_ratio']:.0%} of the rollouts have positive influence: kept "
+            "the better half instead; is the target too small or of another kind?")
+    if cfg.tracin != "target" and m["tracin/target_contrast"] < 0.3:
+        yield "contrast", (
+            f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
+            "it was chosen from: use tracin_val_select = 'random' or more tracin_val_prompts")
+    if m["tracin/target_cosine"] < 0.1:
+        yield "noise", (
+            "the target's rollouts are too few: the gradients of its two halves have cosine "
+            f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
+            "tracin_val_size")
+    if m["tracin/self_share"] > 0.5 and not cfg.tracin_leave_one_out:
+        yield "self", (
+            "self-influence (each rollout's own part in the target) adds up to "
+            f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
+    error = m.get("tracin/invariant_error", 0.0)    # of steps that compute the batch's gradient
+    if not error <= tolerance_of(dtype):
+        yield "invariant", (
+            f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
+            "scores are wrong, do not trust this run")
+
+
 def problems(m, cfg, dtype):
     """Find what is wrong in the metrics m of an iteration -> (kind, sentence) of each problem.
     Metrics that not every run has are read only under their setting: a misspelled name fails."""
@@ -149,35 +178,6 @@ def problems(m, cfg, dtype):
             "a constant (0): sample more completions an iteration, or lower learning_rate")
     if "tracin/selected_ratio" in m:        # influence has scored a step
         yield from problems_of_influence(m, cfg, dtype)
-
-
-def problems_of_influence(m, cfg, dtype):
-    if m["tracin/empty_steps"] > 0:
-        yield "empty", (
-            "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
-            "target equal? Take more tracin_val_prompts, or another reward")
-    if m["tracin/fallback"] > 0:
-        yield "fallback", (
-            f"only {m['tracin/positive_ratio']:.0%} of the rollouts have positive influence: kept "
-            "the better half instead; is the target too small or of another kind?")
-    if cfg.tracin != "target" and m["tracin/target_contrast"] < 0.3:
-        yield "contrast", (
-            f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
-            "it was chosen from: use tracin_val_select = 'random' or more tracin_val_prompts")
-    if m["tracin/target_cosine"] < 0.1:
-        yield "noise", (
-            "the target's rollouts are too few: the gradients of its two halves have cosine "
-            f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
-            "tracin_val_size")
-    if m["tracin/self_share"] > 0.5 and not cfg.tracin_leave_one_out:
-        yield "self", (
-            "self-influence (each rollout's own part in the target) adds up to "
-            f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
-    error = m.get("tracin/invariant_error", 0.0)    # of steps that compute the batch's gradient
-    if not error <= tolerance_of(dtype):
-        yield "invariant", (
-            f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
-            "scores are wrong, do not trust this run")
 
 
 def print_warnings(m, cfg, dtype, warned):
