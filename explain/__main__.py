@@ -104,7 +104,8 @@ def cards_of(scored, cfg):
 
     def card(j):
         row = scored.rows[j]
-        facts = facts_of(row, f"influence {z[j]:+.2f}", f"weight {row['weight']:.3g}")
+        weight = "" if row["weight"] == 1 else f"weight {row['weight']:.3g}"
+        facts = facts_of(row, f"influence {z[j]:+.2f}", weight)
         return facts, row["prompt"], words_of(scored, cfg, j)
 
     return {heading: list(map(card, some)) for heading, some in best_and_worst(z).items()}
