@@ -177,7 +177,12 @@ SUM = of(
     "grpo.py", "test_loss.py",
     ("mask forgotten in the sum", "    x = x * mask\n", ""))
 
-MISTAKES = BATCH + LOSS + SUM + KL + STEP + NETWORK + ROLLOUT + SAMPLER + TAPE + INFLUENCE + ACCOUNT
+DEVICE = of(
+    "common/device.py", "test_files.py",
+    ("a GPU without its number", 'name = f"cuda:{number}"', 'name = "cuda"'))
+
+MISTAKES = [*BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
+            *ACCOUNT, *DEVICE]
 
 
 def why_not(mistake):

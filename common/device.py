@@ -18,8 +18,9 @@ def pick_device(name, threads=0):
         torch.set_num_threads(threads)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and rank_and_size()[1] > 1:
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    if name == "cuda":      # torch.cuda.set_device refuses a GPU without a number
+        number = os.environ["LOCAL_RANK"] if rank_and_size()[1] > 1 else 0
+        name = f"cuda:{number}"
     try:
         torch.zeros(1, device=name).item()      # "meta" holds no numbers
     except (RuntimeError, AssertionError) as e:

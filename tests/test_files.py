@@ -274,6 +274,21 @@ def test_devices_and_precisions(monkeypatch):
         assert torch.get_float32_matmul_precision() == expected, "TF32 goes with bfloat16 alone"
 
 
+def test_a_gpu_has_a_number(monkeypatch):
+    """torch.cuda.set_device refuses "cuda", on any build of torch: here its own check is asked."""
+    plain = torch.zeros
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: plain(*size))
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    for name, number in (("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:3", 3)):
+        assert pick_device(name) == torch.device("cuda", number), f"device = {name!r}"
+    monkeypatch.setattr(common.device, "rank_and_size", lambda: (5, 8))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pick_device("auto") == torch.device("cuda:1"), "a process has its machine's next GPU"
+    assert chosen == [0, 0, 0, 3, 1]
+
+
 def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
     cpu = torch.device("cpu")
     assert 2 ** 20 < free_memory(cpu) < 2 ** 50
