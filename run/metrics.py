@@ -4,12 +4,17 @@ The metrics of an iteration. docs/running.md says what each of them means.
 Add one of your own to loss_metrics (of an update) or to batch_metrics (of the rollouts). The sums
 of an update stay on the device until its end, so that a GPU is synchronised once.
 """
+import itertools
 import math
+from collections import Counter
 
 import torch
 
+from torch.nn.utils import get_total_norm
+
 from common.processes import all_gather, shard
 from tape import cosine, inner
+from tracin import target_coefficients
 
 
 def tolerance_of(dtype):
@@ -39,12 +44,18 @@ def loss_parts(loss, cfg):
     return parts
 
 
+def units_of(loss):
+    """Where a ratio counts: tokens with loss (n, T), or at sequence level rows with loss (n, 1)."""
+    mask = loss.batch.loss_mask
+    return mask if loss.ratio.shape == mask.shape else mask.any(1, keepdim=True)
+
+
 def loss_metrics(loss, cfg):
     """Other metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
     sum / count over all micro-batches, steps and processes, of every name in here."""
     mask = loss.batch.loss_mask
-    ratio = loss.ratio                # (n, T), or (n, 1) at sequence level: then rows count
-    unit = mask if ratio.shape == mask.shape else mask.any(1, keepdim=True)
+    ratio = loss.ratio
+    unit = units_of(loss)
     units = unit.sum()
     A = loss.batch.advantages.view(len(mask), -1)                       # (n, 1), or (n, T)
     low_bound, high_bound = cfg.clip_range
@@ -60,6 +71,40 @@ def loss_metrics(loss, cfg):
     if loss.kl_by_token is not None:
         metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())
     return metrics
+
+
+def suspects_of(loss):
+    """What a step must not be taken with, in a micro-batch -> (3,): tokens under the loss that the
+    policy did not choose, advantages and log-probs that are not finite."""
+    sampled = loss.batch.rollout.sampled_mask
+    strays = loss.batch.loss_mask & ~sampled                            # (n, T)
+    logps = ~(loss.logp + loss.batch.rollout.logp).isfinite() & sampled     # (n, T)
+    counts = [strays.sum(), (~loss.batch.advantages.isfinite()).sum(), logps.sum()]
+    return torch.stack(counts).double()
+
+
+def spread_parts(ratio, unit):
+    """What ratio_spread needs of a micro-batch's ratios where unit is True: (5,), count, sums of
+    ratio - 1 and of its square, least and greatest."""
+    # around 1, where the ratios are, so that no digits are lost in the difference of two squares
+    deviation = (ratio - 1).masked_fill(~unit, 0).double()
+    least = ratio.masked_fill(~unit, math.inf).min().double()
+    greatest = ratio.masked_fill(~unit, -math.inf).max().double()
+    return torch.stack(
+        [unit.sum().double(), deviation.sum(), deviation.square().sum(), least, greatest])
+
+
+def ratio_spread(parts):
+    """Standard deviation, least and greatest of all ratios, from the parts (M, 5) of micro-batches.
+    {} if there was none."""
+    count, total, squares = parts[:, :3].sum(0).tolist()
+    if count == 0:
+        return {}
+    variance = (squares - total ** 2 / count) / max(count - 1, 1)
+    return {
+        "ratio_std": max(variance, 0.0) ** 0.5,
+        "ratio_min": float(parts[:, 3].min()),
+        "ratio_max": float(parts[:, 4].max())}
 
 
 def summed(dicts):
@@ -94,14 +139,50 @@ def std(x):
     return float(x.std())
 
 
+def score_metrics(influence):
+    """Metrics of the influence (n,) of all rollouts that an iteration has scored, on the CPU."""
+    return {
+        "tracin/positive_ratio": float((influence > 0).float().mean()),
+        "tracin/negative_ratio": float((influence < 0).float().mean()),
+        "tracin/zero_ratio": float((influence == 0).float().mean()),
+        "tracin/mean_ip": float(influence.mean()),
+        "tracin/std_ip": std(influence),
+        "tracin/min_ip": float(influence.min()),
+        "tracin/max_ip": float(influence.max())}
+
+
+def target_metrics(target):
+    """Metrics of a target's rollouts: tensors () and numbers. A rollout's loss is minus its value
+    (reward, advantage or half) times its log-prob, as it was sampled."""
+    batch = target.batch
+    rows = target.rows
+    kind = "advantage" if target.kind == "self" else target.kind
+    coef = target_coefficients(batch, rows, kind)       # (N,) or (N, T): -value / m
+    logp = batch.rollout.logp.masked_fill(~batch.loss_mask, 0)                      # (N, T)
+    by_rollout = (coef.view(len(logp), -1) * logp).sum(1)[rows] * len(rows)         # (m,)
+    advantages = batch.row_advantages[rows]
+    return {
+        "tracin/target_rows": len(rows),
+        "tracin/target_loss": by_rollout.mean(),
+        "tracin/target_loss_min": by_rollout.min(),
+        "tracin/target_loss_max": by_rollout.max(),
+        "tracin/target_advantage_min": advantages.min(),
+        "tracin/target_advantage_max": advantages.max()}
+
+
+def first_layers(policy, G):
+    """Norms of a gradient {parameter: tensor} on the first three weights -> {name: tensor ()}."""
+    names = {p: name for name, p in policy.named_parameters() if p in G}
+    return {f"tracin/target_grad_norm/{name}": G[p].norm()
+            for p, name in itertools.islice(names.items(), 3)}
+
+
 def influence_metrics(found):
     """Metrics of a step's influence, by its tracin.Influence: tensors () and numbers. A target that
     is a function of the config file has neither halves nor rollouts."""
     target, scores, selection = found
     target_grad = target.gradient
     metrics = {
-        "tracin/positive_ratio": (scores.influence > 0).float().mean(),
-        "tracin/mean_ip": scores.influence.mean(),
         "tracin/selected_ratio": (selection.weights != 0).float().mean(),
         "tracin/self_share": scores.self_share,
         "tracin/fallback": selection.fallback,
@@ -114,7 +195,30 @@ def influence_metrics(found):
         chosen = rewards[target.rows.to(rewards.device)]
         metrics["tracin/target_cosine"] = cosine(*target.halves)    # NaN: one half is empty
         metrics["tracin/target_contrast"] = std(chosen) / max(std(rewards), 1e-12)
+        metrics |= target_metrics(target)
     return metrics
+
+
+def not_finite(setup, advantages, logps):
+    """Says what is not finite, the cause before its effects, and what to do. advantages, logps: how
+    many of them are not."""
+    # a step with such moments has spoilt the weights, too
+    states = setup.optimizer.state.values()
+    moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
+    if not all(x.isfinite().all() for x in moments):
+        return "A moment of AdamW is not finite: continue from an earlier checkpoint"
+    weights = setup.policy.named_parameters()
+    if bad := [name for name, p in weights if not p.isfinite().all()]:
+        return (f"The weights of {bad[0]} are not finite: the policy's file or the checkpoint "
+                "is damaged, continue from an earlier one")
+    if advantages:
+        return ("A reward, or the advantage made of it, is not finite: let the reward function "
+                "return less")
+    if logps:
+        return ("A log-prob of a sampled token is not finite: raise temperature, or take dtype "
+                "= 'float32'")
+    return ("Weights, moments, rewards and log-probs are finite, the gradient overflowed: "
+            "lower learning_rate or raise beta, then --resume=True")
 
 
 class Meter:
@@ -129,9 +233,15 @@ class Meter:
         # {name: tensor ()}, sums over the micro-batches so far, of which there may be none
         self.losses = {"loss": zeros[0], "policy_loss": zeros[0]}
         self.sums = {}              # {name: tensor (2,)}, sum and count of the other metrics
+        # spread_parts of the micro-batches, after those of none
+        self.ratios = [torch.tensor([0, 0, 0, math.inf, -math.inf], dtype=torch.float64).to(zeros)]
+        self.influences = []        # (n,) of the scored rollouts of each step
+        # tokens under the loss that the policy did not choose; advantages, log-probs not finite
+        self.suspects = zeros
         self.num_begun = 0          # steps, also those for which influence keeps no row
         self.num_empty = 0          # steps for which it keeps no row
         self.grad_norms = []        # of the steps that were taken
+        self.head_norms = []        # of the critic's head in these
         self.gaps = [zeros]         # |trainer's - sampler's log-prob|: sum, largest, count
 
     @torch.no_grad()
@@ -139,6 +249,8 @@ class Meter:
         """Count a micro-batch in, by its grpo.Loss."""
         self.losses = summed([self.losses, loss_parts(loss, self.cfg)])
         self.count(loss_metrics(loss, self.cfg))
+        self.ratios.append(spread_parts(loss.ratio, units_of(loss)))
+        self.suspects = self.suspects + suspects_of(loss)
         if not self.grad_norms:     # the policy is still the one that sampled
             rollout = loss.batch.rollout
             sampled = rollout.sampled_mask
@@ -167,11 +279,15 @@ class Meter:
         if not self.check or self.grad_norms:
             return
         error, tolerance = logp_error(*self.logp_difference(), self.setup.dtype)
+        if not math.isfinite(error):
+            _, *suspects = self.suspects.tolist()
+            raise SystemExit(
+                f"stopped before the first step: {not_finite(self.setup, *suspects)}")
         if not error <= tolerance:
             raise SystemExit(
                 "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
-                f"by {error:.3g} nats on a token; something in the model is random, not finite or "
-                "sees padding (or try dtype = 'float32', or device = 'cpu')")
+                f"by {error:.3g} nats on a token; something in the model is random or sees padding "
+                "(or try dtype = 'float32', or device = 'cpu')")
 
     def check_influence(self, error):
         """End the run if influence is not that of plain backwards, by tracin.true_error."""
@@ -184,7 +300,9 @@ class Meter:
 
     def add_influence(self, found):
         """Count a step's influence in, by its tracin.Influence."""
+        self.influences.append(found.scores.influence)
         metrics = influence_metrics(found)
+        metrics |= first_layers(self.setup.policy, found.target.gradient)
         if self.cfg.tracin_target_ema:
             metrics["tracin/target_age"] = self.setup.target_average.age
         self.count({name: (x, 1) for name, x in metrics.items()})
@@ -192,15 +310,33 @@ class Meter:
 
     def check_finite(self, grad_norm):
         """Note the norm of a step's gradient. End the run if it or the loss is not finite."""
-        # the loss of the steps so far, all but the last of which were finite
-        own_loss, norm = torch.stack([self.losses["loss"], grad_norm.double()]).tolist()
+        # the loss of the steps so far, all but the last of which were finite. In one piece, which
+        # synchronises a GPU once
+        head_norm = self.head_norm(grad_norm)
+        numbers = torch.stack([self.losses["loss"], grad_norm.double(), head_norm])
+        own_loss, norm, head_norm, *suspects = torch.cat([numbers, self.suspects]).tolist()
         loss = sum(all_gather([own_loss]))
+        strays, *suspects = (sum(x) for x in zip(*all_gather([suspects])))
+        if strays:
+            raise SystemExit(
+                f"stopped: {strays:.0f} tokens under the loss are the environment's, which the "
+                "policy did not choose; this step was not taken. A loss mask must stay within "
+                "rollout.sampled_mask")
         if not math.isfinite(loss + norm):
             raise SystemExit(
                 f"stopped: loss {loss}, grad_norm {norm}; this step was not taken and the last "
-                "checkpoint is good. Look for a reward that is not finite, or lower "
-                "learning_rate or raise beta, then --resume=True")
+                f"checkpoint is good. {not_finite(self.setup, *suspects)}")
         self.grad_norms.append(norm)
+        self.head_norms.append(head_norm)
+
+    def head_norm(self, grad_norm):
+        """Norm () of the gradient of the critic's head before clipping; 0 without one."""
+        if not self.cfg.critic:
+            return torch.zeros_like(grad_norm.double())
+        head = [p.grad for p in self.setup.policy.value_head.parameters() if p.grad is not None]
+        # it is clipped by now
+        most = self.cfg.max_grad_norm or math.inf
+        return get_total_norm(head).double() * (grad_norm / most).clamp(min=1)
 
     def metrics(self):
         """Put together the metrics of the whole update, over all processes -> {name: number}."""
@@ -213,6 +349,11 @@ class Meter:
             metrics[name] = float(total / max(1, self.num_begun))
         metrics["grad_norm"] = sum(self.grad_norms) / max(1, num_steps)
         metrics["num_steps"] = num_steps
+        if self.cfg.critic:
+            metrics["val/grad_norm"] = sum(self.head_norms) / max(1, num_steps)
+        metrics |= ratio_spread(all_gather(torch.stack(self.ratios).cpu()))
+        if self.influences:
+            metrics |= score_metrics(torch.cat(self.influences).cpu())
         mean, largest = self.logp_difference()
         metrics["sampling/sampling_logp_difference/mean"] = mean
         metrics["sampling/sampling_logp_difference/max"] = largest
@@ -238,6 +379,15 @@ def call_metrics(completions, cfg):
     return tools.call_metrics(completions)
 
 
+def repeated(completions, num_generations):
+    """Share of completions (texts) whose group has the same text again."""
+    count = 0
+    for i in range(0, len(completions), num_generations):
+        group = completions[i:i + num_generations]
+        count += sum(n for n in Counter(group).values() if n > 1)
+    return count / len(completions)
+
+
 def batch_metrics(batch, cfg):
     """Metrics of a Batch -> {name: number}, with TRL's names where it has the metric."""
     rollout = batch.rollout
@@ -247,13 +397,20 @@ def batch_metrics(batch, cfg):
     sampled = rollout.sampled_mask
     lengths = sampled.sum(1).float()
     terminated = lengths[rollout.ended]
+    A = batch.advantages        # (N,), with a critic of tokens
+    A = A.cpu() if A.dim() == 1 else A[sampled].cpu()
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
         "reward_min": float(known.min()),
         "reward_max": float(known.max()),
         "frac_reward_zero_std": float(batch.equal_rows(cfg.num_generations).float().mean()),
+        "advantage_std": std(A),
+        "advantage_min": float(A.min()),
+        "advantage_max": float(A.max()),
+        "identical_completions": repeated(batch.completions, cfg.num_generations),
         "entropy": float(rollout.entropy[batch.loss_mask].mean()),
+        "logp": float(rollout.logp[sampled].mean()),
         "num_completion_tokens": int(batch.loss_mask.sum()),
         "forced": 1 - int(sampled.sum()) / int(rollout.completion_mask.sum()),
         "completions/clipped_ratio": float((~rollout.ended).float().mean()),
@@ -272,6 +429,10 @@ def batch_metrics(batch, cfg):
     if cfg.critic:      # what it expected while sampling
         from extras.critic import explained_variance
         known = batch.loss_mask & ~batch.returns.isnan()
-        metrics["val/var_explained"] = explained_variance(
-            rollout.values[known], batch.returns[known])
+        values = rollout.values[known].cpu()
+        returns = batch.returns[known].cpu()
+        metrics["val/mean"] = float(values.mean())
+        metrics["val/std"] = std(values)
+        metrics["returns/mean"] = float(returns.mean())
+        metrics["val/var_explained"] = explained_variance(values, returns)
     return metrics

@@ -9,7 +9,8 @@ import grpo
 import tracin
 from run import metrics
 from run.metrics import batch_metrics, logp_error, rollout_toxicity
-from worlds import forward, generator_of, letters, mean_token, number_gpt, settings, shaken, world
+from worlds import (
+    forward, generator_of, letters, mean_token, number_gpt, refusal, settings, shaken, world)
 
 CLIP = 0.01     # so narrow that a pass after a step is clipped
 
@@ -38,7 +39,9 @@ def by_hand(setup, batch, cfg):
             kl += [math.exp(x) - x - 1 for x in d]
     below = mean(float(ratio < low and A < 0) for ratio, A in units)
     above = mean(float(ratio > high and A > 0) for ratio, A in units)
-    found = {"ratio": mean(ratio for ratio, _ in units)}
+    ratios = [ratio for ratio, _ in units]
+    found = {"ratio": mean(ratios), "ratio_std": stdev(ratios), "ratio_min": min(ratios),
+             "ratio_max": max(ratios)}
     if cfg.loss_type == "cispo":
         found["cispo_clip_ratio"] = above
     elif cfg.loss_type != "sapo":
@@ -81,10 +84,12 @@ def updated(cfg, check=True, **more):
 
 def test_an_update_has_these_metrics():
     always = {
-        "ratio", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+        "ratio", "ratio_std", "ratio_min", "ratio_max", "clip_ratio/low_mean",
+        "clip_ratio/high_mean", "clip_ratio/region_mean",
         "loss", "policy_loss", "grad_norm", "num_steps",
         "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
         "reward", "reward_std", "reward_min", "reward_max",
+        "advantage_std", "advantage_min", "advantage_max", "identical_completions", "logp",
         "frac_reward_zero_std", "entropy", "num_completion_tokens", "forced",
         "completions/clipped_ratio", "completions/mean_length",
         "completions/mean_terminated_length", "rewards/reward/mean", "rewards/reward/std"}
@@ -94,7 +99,9 @@ def test_an_update_has_these_metrics():
     assert more.keys() - plain >= {"kl", "kl_loss", "entropy_loss"}
     more = updated(settings(tracin="reward"))
     assert more.keys() - plain >= {"tracin/" + name for name in (
-        "positive_ratio", "mean_ip", "selected_ratio", "self_share", "fallback",
+        "positive_ratio", "negative_ratio", "zero_ratio", "mean_ip", "std_ip", "min_ip", "max_ip",
+        "selected_ratio", "self_share", "fallback", "target_loss", "target_loss_min",
+        "target_loss_max", "target_advantage_min", "target_advantage_max", "target_rows",
         "target_grad_norm", "target_cosine", "target_contrast", "empty_steps")}
     own_loss = updated(settings(tracin="self"))
     assert own_loss.keys() - more.keys() == {"tracin/invariant_error"}
@@ -145,11 +152,17 @@ def test_metrics_of_a_batch_are_those_of_plain_python():
     cfg = settings({"a": letters, "b": mean_token}, weights=(1.0, 0.5))
     _, batch = world(cfg)
     batch.rewards[3] = batch.scores[3] = math.nan
+    # three of the first group are alike, and one of the second is like these
+    batch.completions[:] = ["a", "b", "a", "c", "a", "d", "a", "b", "c", "d", "e", "f"]
     r = batch.rollout
     m = batch_metrics(batch, cfg)
     known = [x for x in batch.rewards.tolist() if not math.isnan(x)]
     lengths = r.sampled_mask.sum(1).tolist()
+    A = batch.advantages.tolist()
     expected = {
+        "advantage_std": stdev(A), "advantage_min": min(A), "advantage_max": max(A),
+        "identical_completions": 3 / 12,
+        "logp": mean(x for row, n in zip(r.logp.tolist(), lengths) for x in row[:n]),
         "reward": mean(known), "reward_std": stdev(known), "reward_min": min(known),
         "reward_max": max(known), "completions/mean_length": mean(lengths),
         "completions/clipped_ratio": 1 - mean(map(float, r.ended)),
@@ -168,15 +181,114 @@ def test_a_batch_without_rewards():
 
 
 def test_metrics_of_influence():
-    cfg = settings(tracin="reward")
+    for size in (0, 4):     # one step, or three
+        cfg = settings(tracin="reward", mini_batch_size=size)
+        setup, batch = world(cfg, lr=0)
+        batch.rewards[:6] = 0.5
+        batch.advantages[:6] = 0.0      # a group that teaches nothing has influence 0
+        m = grpo.update(setup, batch, None, cfg, seed=1)
+        scores = batch.influence.tolist()
+        expected = {
+            "tracin/positive_ratio": mean(float(x > 0) for x in scores),
+            "tracin/negative_ratio": mean(float(x < 0) for x in scores),
+            "tracin/zero_ratio": mean(float(x == 0) for x in scores),
+            "tracin/selected_ratio": mean(float(x != 0) for x in batch.row_weights.tolist()),
+            "tracin/mean_ip": mean(scores), "tracin/std_ip": stdev(scores),
+            "tracin/min_ip": min(scores), "tracin/max_ip": max(scores)}
+        assert {name: m[name] for name in expected} == pytest.approx(expected), size
+        shares = (m[f"tracin/{kind}_ratio"] for kind in ("positive", "negative", "zero"))
+        assert sum(shares) == pytest.approx(1)
+
+
+def values_by_hand(kind, rewards, advantages):
+    """What each rollout of a target is worth."""
+    if kind == "reward":
+        return [(r - mean(rewards)) / (stdev(rewards) + 1e-4) for r in rewards]
+    if kind == "contrastive":
+        middle = sorted(rewards)[len(rewards) // 2]
+        return [1.0 if r >= middle else -1.0 for r in rewards]
+    return advantages
+
+
+@pytest.mark.parametrize("kind", ("self", "reward", "advantage", "contrastive"))
+def test_metrics_of_a_target(kind):
+    """Of the batch, and of some held-out rollouts; the loss is minus value times log-prob."""
+    cfg = settings(mean_token, tracin=kind)
     setup, batch = world(cfg)
+    other = grpo.collect(setup, setup.prompts, cfg, seed=5)
+    for held_out in (None, tracin.HeldOut(other, torch.tensor([1, 2, 4, 6, 7, 8, 10, 11]))):
+        source, rows = held_out or (batch, torch.arange(12))
+        m = grpo.update(setup, batch, held_out, cfg, seed=1)
+        logps = source.rollout.logp.sum(1)[rows].tolist()
+        advantages = source.advantages[rows].tolist()
+        values = values_by_hand(kind, source.rewards[rows].tolist(), advantages)
+        losses = [-value * logp for value, logp in zip(values, logps)]
+        expected = {
+            "tracin/target_rows": len(rows), "tracin/target_loss": mean(losses),
+            "tracin/target_loss_min": min(losses), "tracin/target_loss_max": max(losses),
+            "tracin/target_advantage_min": min(advantages),
+            "tracin/target_advantage_max": max(advantages)}
+        assert {name: m[name] for name in expected} == pytest.approx(expected, 1e-3), kind
+
+
+def test_the_targets_gradient_is_measured_as_a_whole_and_on_the_first_weights():
+    cfg = settings(tracin="reward")
+    setup, batch = world(cfg, lr=0)
+    rewards = batch.rewards
+    values = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    loss = -(values * forward(setup, batch, cfg).logp.sum(1)).mean()
+    names, weights = zip(*setup.policy.named_parameters())
+    norms = [float(g.norm()) for g in torch.autograd.grad(loss, weights)]
     m = grpo.update(setup, batch, None, cfg, seed=1)
-    scores = batch.influence.tolist()
-    expected = {
-        "tracin/positive_ratio": mean(float(x > 0) for x in scores),
-        "tracin/selected_ratio": mean(float(x != 0) for x in batch.row_weights.tolist()),
-        "tracin/mean_ip": mean(scores), "tracin/target_contrast": 1.0}
-    assert {name: m[name] for name in expected} == pytest.approx(expected)
+    assert m["tracin/target_grad_norm"] == pytest.approx(math.hypot(*norms), 1e-3)
+    for name, norm in zip(names[:3], norms):
+        assert m[f"tracin/target_grad_norm/{name}"] == pytest.approx(norm, 1e-3), name
+    assert sum(name.startswith("tracin/target_grad_norm/") for name in m) == 3
+
+
+def spoil_weights(setup, batch):
+    setup.policy.wpe.weight.data.fill_(math.nan)
+
+
+def spoil_moments(setup, batch):
+    """And, after a step with them, the weights."""
+    setup.optimizer.state[setup.trained[0]]["exp_avg"] = torch.tensor([math.inf])
+    spoil_weights(setup, batch)
+
+
+def spoil_rewards(setup, batch):
+    batch.advantages.fill_(math.inf)
+
+
+def spoil_logps(setup, batch):
+    batch.rollout.logp.fill_(-math.inf)
+
+
+# what is made wrong, and what the line that ends the run names
+NOT_FINITE = {"wpe.weight": spoil_weights, "AdamW": spoil_moments, "reward": spoil_rewards,
+              "log-prob": spoil_logps}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_what_is_not_finite_is_named(name):
+    for check in (False, True):     # in the first iteration of a run the ratio is checked, too
+        setup, batch = world(settings())
+        NOT_FINITE[name](setup, batch)
+        before = setup.trained[0].clone()
+        found = refusal(grpo.update, setup, batch, None, settings(), seed=1, check=check)
+        assert name in found, found
+        assert torch.equal(setup.trained[0], before), "a step was taken"
+
+
+def test_an_environments_token_under_the_loss_stops_the_run():
+    for kind in ("off", "self"):
+        cfg = settings(tracin=kind, micro_batch_size=5)
+        setup, batch = world(cfg)
+        batch.rollout.sampled_mask = batch.rollout.sampled_mask.clone()     # not the loss's
+        batch.rollout.sampled_mask[7, 0] = False        # as if an environment had written it
+        before = [p.clone() for p in setup.trained]
+        assert "1 token" in refusal(grpo.update, setup, batch, None, cfg, seed=1)
+        assert all(map(torch.equal, before, setup.trained)), "a step was taken"
 
 
 def test_the_error_is_the_largest_in_float32_and_the_mean_in_bfloat16():

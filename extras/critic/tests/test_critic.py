@@ -2,6 +2,7 @@
 import importlib
 import math
 from dataclasses import replace
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -227,6 +228,19 @@ def test_metrics_clip_by_the_token_and_say_what_the_critic_knows():
     assert metrics["clip_ratio/high_mean"] == pytest.approx(high)
     assert metrics["critic_loss"] > 0
     assert batch_metrics(batch, cfg)["val/var_explained"] < 1
+
+
+def test_metrics_of_the_values_are_those_of_plain_python():
+    cfg, setup, batch = critic_world(max_grad_norm=0.01)
+    values = batch.rollout.values[batch.loss_mask].tolist()
+    returns = batch.returns[batch.loss_mask].tolist()
+    expected = {"val/mean": mean(values), "val/std": stdev(values), "returns/mean": mean(returns)}
+    m = batch_metrics(batch, cfg)
+    assert {name: m[name] for name in expected} == pytest.approx(expected, 1e-4)
+    head = gradient(forward(setup, batch, cfg).total, setup.policy.value_head.parameters())
+    m = grpo.update(setup, batch, None, cfg, 3)
+    assert m["grad_norm"] > 0.01, "nothing is clipped here"
+    assert m["val/grad_norm"] == pytest.approx(float(head.norm()), 1e-3), "before clipping"
 
 
 def test_a_run_goes_on_where_it_stopped_and_is_explained(grpo, tmp_path):
