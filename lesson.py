@@ -338,4 +338,4 @@ picture("12_left_out", "derivative", "log-prob with it less without it")
 
 # %% [markdown]
 # `python tracin.py out/lesson_run --account=True` does both for a whole run, through AdamW, where
-# shares predict badly: extras/account says why.
+# shares predict badly: docs/account.md says why.

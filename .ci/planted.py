@@ -154,7 +154,7 @@ INFLUENCE += of(
     ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))
 
 ACCOUNT = of(
-    "extras/account/__init__.py", "test_account.py",
+    "explain/account.py", "test_account.py",
     ("account: momentum forgotten", "U = k.b1 * U -", "U = 0 * U -"),
     ("account: momentum forgotten in the derivative", "m = k.b1 * m +", "m = k.b1 * m.detach() +"),
     ("account: clip forgotten", "(1 - k.b1) * k.clip * U", "(1 - k.b1) * U"),

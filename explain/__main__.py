@@ -10,10 +10,9 @@ The sentences are about all rollouts that the run has scored. The lists are of t
 follows the last checkpoint, which is sampled and scored here and changes nothing.
 
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
-                                    # where did the run learn to say this? See extras/account
+                                    # where did the run learn to say this? See docs/account.md
 """
 import os
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from common.files import read_rows, undamaged
 from common.processes import rank_and_size
 from common.script import BadInput, own_flags, run_script, seed_for
 from config import load_settings, read_run
-from config.check import need
+from explain import story
 from explain.page import facts_of, show
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, token_slopes
@@ -32,7 +31,7 @@ from run.loop import sample_rows
 from run.metrics import tolerance_of
 from tracin import Recording, find_helpful, true_error
 
-# flags of extras/account
+# flags of explain/story.py
 ACCOUNT = ("--prompt", "--completion", "--prompts", "--account", "--since", "--parts", "--hessian")
 
 
@@ -124,10 +123,8 @@ def settings_of(folder, flags):
 def main(argv):
     if rank_and_size()[1] > 1:
         raise BadInput("one process explains a run: start it without torchrun")
-    if asked := [arg for arg in argv if arg.partition("=")[0] in ACCOUNT]:
-        need("account", asked[0])
-        # by name: an extra imports from here, not the other way round
-        return import_module("extras.account.story").main(argv)
+    if any(arg.partition("=")[0] in ACCOUNT for arg in argv):
+        return story.main(argv)
     if not argv:
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--setting=value ...]")
     own, flags = own_flags(argv[1:], dict(before=False))

@@ -9,8 +9,8 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 import tracin
 from common.script import seed_for
-from extras.account import account, flat, replay, row_of
-from extras.account.story import token_shares
+from explain.account import account, flat, replay, row_of
+from explain.story import token_shares
 from rollout import completion_logprobs, concatenate, generate
 from worlds import TOKENIZER, forcing, number_gpt, settings, setup_of, shaken, skip_without
 

@@ -1,6 +1,6 @@
 """
 The story of a sentence: how its log-prob went along a run, which rollouts did that, and what it
-would be without them. __init__.py has the arithmetic.
+would be without them. account.py has the arithmetic.
 """
 import math
 from dataclasses import replace
@@ -13,10 +13,10 @@ from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from config import load_settings, read_run
 from data.prompts import read_prompt
+from explain.account import account, by_parameter, replay, row_of, walk_back
 from explain.page import facts_of, show
 from explain.sentences import best_and_worst
 from explain.words import logprob_changes, pieces_of, token_slopes
-from extras.account import account, by_parameter, replay, row_of, walk_back
 from rollout import concatenate, of_logits, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,

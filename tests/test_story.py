@@ -10,11 +10,12 @@ import shutil
 import pytest
 import torch
 
-import extras.account
-from extras.account import replay, story
+from explain import story
+from explain.account import replay
 from worlds import printed, read_rows, refusal, skip_without
 
 explain = importlib.import_module("explain.__main__")
+accounts = importlib.import_module("explain.account")
 RULE = """
 judge = eval_judge = None
 
@@ -121,7 +122,7 @@ def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch)
     folder = run("plain")
     before = contents(folder)
     in_memory = told(folder, *ASKED, "--hessian=False")
-    monkeypatch.setattr(extras.account, "free_memory", lambda device: 0)
+    monkeypatch.setattr(accounts, "free_memory", lambda device: 0)
     assert told(folder, *ASKED, "--hessian=False") == in_memory
 
     def interrupted(*rest):

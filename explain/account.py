@@ -52,7 +52,7 @@ class Taken(NamedTuple):
     step: Any       # grpo.Step
     clip: float     # what its gradient was multiplied by
     lr: float
-    decay: float
+    decay: Tensor   # (W,) of each weight
     eps: float
     b1: float
     b2: float
@@ -65,6 +65,8 @@ def replay(setup, cfg, start, since, end, folder):
     iteration `since` and after the last one, (3, W) each, and these steps, S of Taken."""
     states = []
     taken = []
+    check_optimizer(setup.optimizer)
+    decay = decay_of(setup)                                                         # (W,)
     progress = Progress("replay", "iteration", end, start)
     for it in range(start, end):
         grpo.set_learning_rate(setup.optimizer, it, cfg)
@@ -75,7 +77,7 @@ def replay(setup, cfg, start, since, end, folder):
         def watch(step, norm):
             if it >= since:
                 states.append(kept(state_of(setup), folder))
-                taken.append(step_of(setup, cfg, it, batch, step, float(norm)))
+                taken.append(step_of(setup, cfg, it, batch, step, float(norm), decay))
 
         grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
         if grpo.is_due(it + 1, cfg.ref_model_sync_steps):
@@ -85,14 +87,42 @@ def replay(setup, cfg, start, since, end, folder):
     return [*states, state_of(setup)], taken
 
 
-def step_of(setup, cfg, it, batch, step, norm):
+def check_optimizer(optimizer):
+    """Refuse another optimizer than the formulas above are of."""
+    name = type(optimizer).__name__
+    if type(optimizer) is not torch.optim.AdamW:
+        raise BadInput(f"optimizer {name}: an account knows the steps of torch.optim.AdamW alone")
+    first, *others = optimizer.param_groups
+    if first["amsgrad"] or first["maximize"]:
+        raise BadInput(f"optimizer {name}: an account knows neither amsgrad nor maximize")
+    for name in ("lr", "betas", "eps", "amsgrad", "maximize"):
+        if any(group[name] != first[name] for group in others):
+            raise BadInput(f"optimizer: its groups have several {name}; an account needs one")
+
+
+def decay_of(setup):
+    """The weight decay (W,) of each trained weight."""
+    found = {p: group["weight_decay"] for group in setup.optimizer.param_groups
+             for p in group["params"]}
+    return flat(torch.full_like(p, found[p]) for p in setup.trained).detach()
+
+
+def step_of(setup, cfg, it, batch, step, norm, decay):
     """A step that the run is about to take."""
-    group, = setup.optimizer.param_groups       # one for all weights
-    count = 1 + int(setup.optimizer.state[setup.trained[0]].get("step", 0))
+    # AdamW skips a weight without gradient. One that never has any stands still; of others it would
+    # have several counts
+    steps = {p: int(state["step"]) for p, state in setup.optimizer.state.items() if state}
+    moved = {1 + steps.get(p, 0) for p in setup.trained if p.grad is not None}
+    skipped = any(p.grad is None and p in steps for p in setup.trained)
+    if len(moved) > 1 or skipped:
+        raise BadInput(f"iteration {it + 1}: a weight has no gradient in some steps, which AdamW "
+                       "skips; an account knows weights that have one always or never")
+    count, = moved
+    group = setup.optimizer.param_groups[0]     # all have the same, but for the decay
     b1, b2 = group["betas"]
     clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
     batch = replace(batch, row_weights=batch.row_weights.clone())
-    return Taken(it, batch, step, clip, group["lr"], group["weight_decay"], group["eps"],
+    return Taken(it, batch, step, clip, group["lr"], decay, group["eps"],
                  b1, b2, 1 - b1 ** count, 1 - b2 ** count)
 
 
@@ -257,7 +287,7 @@ def account(setup, cfg, states, taken, sentences, hessian=True, parts=1, damping
         for part in parts_of_loss:
             g = gradient_of(grpo.losses, setup, cfg, k.batch, k.step, part)
             rest[part] += (G @ flat(g.values())).cpu()
-        rest["decay"] -= k.lr * k.decay * (slope @ before[0]).cpu()
+        rest["decay"] -= k.lr * (slope @ (k.decay * before[0])).cpu()
         if hessian:
             derivative[0] += hessian_times(setup, cfg, k, before[0], L)
         if progress.is_due():
