@@ -13,7 +13,7 @@ from run.checkpoint import append_rows, begin_logs, resume, save_checkpoint, wri
 from run.evaluation import evaluate
 from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
-from run.report import StepLog, print_iteration, print_table, print_warnings
+from run.report import StepLog, print_fallen, print_iteration, print_table, print_warnings
 
 
 def is_due(done, interval):
@@ -71,6 +71,9 @@ class Run:
         self.warned = {}                        # {kind of warning: iteration it was last printed}
         self.wandb = None
         self.began = None                       # the first iteration
+        self.first = None                       # metrics of the run's first iteration
+        self.first_evaluation = None
+        self.seconds = []                       # of each iteration
         if cfg.wandb_project and rank_and_size()[0] == 0:
             with optional("wandb"):
                 import wandb
@@ -103,6 +106,8 @@ class Run:
         done = None
         if cfg.resume:
             done, self.num_tokens = resume(self.folder, setup, cfg)
+            self.first = self.first_row("metrics.jsonl")
+            self.first_evaluation = self.first_row("eval.jsonl")
         else:
             begin_logs(self.folder, cfg)
         everyone = all_gather([(self.base_hash, done, hash_of(setup.policy))])
@@ -118,6 +123,13 @@ class Run:
         if done is None:        # before training, to compare with
             self.log_evaluation(0, *evaluate(setup, setup.policy, cfg))
             self.save(0)
+
+    def first_row(self, log):
+        """The first row of a log, NaN where nothing is known; None if there is none."""
+        rows = read_rows(f"{self.folder}/{log}")
+        if not rows:
+            return None
+        return {name: math.nan if x is None else x for name, x in rows[0].items()}
 
     def step_log(self):
         if self.began is None:
@@ -137,7 +149,10 @@ class Run:
              **rollout_toxicity(batch, self.setup)}
         each = (time.time() - self.began) / (it + 1 - self.start)
         print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - it - 1))
-        print_warnings(m, cfg, self.setup.dtype, self.warned)
+        self.first = self.first or m
+        groups = batch.rewards.view(-1, cfg.num_generations)
+        print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds)
+        self.seconds.append(seconds)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         if self.wandb:
@@ -161,8 +176,19 @@ class Run:
         print(f"eval {iteration}: {values}", flush=True)
         row = dict(iteration=iteration, **measures, samples=samples)
         append_rows(self.folder, "eval.jsonl", [row])
+        self.first_evaluation = self.first_evaluation or row
+        if self.first:
+            self.compare(self.first_evaluation, row)
         if self.wandb:
             self.wandb.log({f"eval/{k}": v for k, v in measures.items()}, step=iteration)
+
+    def compare(self, before, after):
+        """Warns of what fell between two evaluations."""
+        cfg = self.cfg
+        rows = [row | {"reward": reward_of(row, cfg)} for row in (before, after)]
+        num_rows = cfg.num_eval_prompts * cfg.num_eval_generations
+        noise = self.first["reward_std"] * math.sqrt(2 / num_rows)      # of the difference
+        print_fallen(*rows, noise)
 
     def save(self, iteration):
         save_checkpoint(

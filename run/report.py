@@ -1,11 +1,12 @@
-"""What a run prints: lines inside an iteration, the line of an iteration, warnings."""
+"""What a run prints: lines inside an iteration, the line of an iteration, its red flags."""
 import math
 import time
 
 import torch
 
 from common.device import memory
-from run.metrics import std, tolerance_of
+from run.flags import notes, problems, problems_of_evaluation
+from run.metrics import std
 
 
 class StepLog:
@@ -107,83 +108,19 @@ def print_table(rows):
         print(f"    after:  {new['completion']!r}")
 
 
-def problems_of_influence(m, cfg, dtype):
-    if m["tracin/empty_steps"] > 0:
-        yield "empty", (
-            "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
-            "target equal? Take more tracin_val_prompts, or another reward")
-    if m["tracin/fallback"] > 0:
-        yield "fallback", (
-            f"only {m['tracin/positive_ratio']:.0%} of the rollouts have positive influence: kept "
-            "the better half instead; is the target too small or of another kind?")
-    if cfg.tracin != "target" and m["tracin/target_contrast"] < 0.3:
-        yield "contrast", (
-            f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
-            "it was chosen from: use tracin_val_select = 'random' or more tracin_val_prompts")
-    if m["tracin/target_cosine"] < 0.1:
-        yield "noise", (
-            "the target's rollouts are too few: the gradients of its two halves have cosine "
-            f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
-            "tracin_val_size")
-    if m["tracin/self_share"] > 0.5 and not cfg.tracin_leave_one_out:
-        yield "self", (
-            "self-influence (each rollout's own part in the target) adds up to "
-            f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
-    error = m.get("tracin/invariant_error", 0.0)    # of steps that compute the batch's gradient
-    if not error <= tolerance_of(dtype):
-        yield "invariant", (
-            f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
-            "scores are wrong, do not trust this run")
-
-
-def problems(m, cfg, dtype):
-    """Find what is wrong in the metrics m of an iteration -> (kind, sentence) of each problem.
-    Metrics that not every run has are read only under their setting: a misspelled name fails."""
-    by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
-    if math.isnan(m["reward"]):
-        yield "reward", "no reward function scored any completion: all returned None"
-    elif by_reward:
-        pass        # what cancels in the sum is learned from
-    elif m["reward_min"] == m["reward_max"]:
-        yield "equal", (
-            f"all rewards of the batch are {m['reward_min']:.4g}, so they teach nothing: read "
-            "samples.jsonl, check the judge or the reward function")
-    elif m["frac_reward_zero_std"] == 1 and not cfg.critic:
-        yield "groups", (
-            "rewards are equal within each group, so they teach nothing: raise temperature or "
-            "num_generations")
-    if m["num_completion_tokens"] == 0:
-        yield "tokens", (
-            "no completion tokens carry loss, so there was no step: raise max_completion_length or "
-            "unset mask_truncated_completions")
-    # the mean of the ratio stays near 1 whatever is wrong; its spread does not
-    difference = m["sampling/sampling_logp_difference/mean"]
-    if difference > 0.05:
-        yield "ratio", (
-            "ratio off on the first pass: sampler and trainer disagree by "
-            f"{difference:.3f} nats a token; try dtype = 'float32'")
-    if cfg.beta and m["num_steps"] and m["kl"] > 5:
-        yield "kl", (
-            f"KL {m['kl']:.1f} nats per token is exploding: lower learning_rate or raise beta")
-    if m["completions/clipped_ratio"] == 1:
-        yield "length", (
-            f"every completion was truncated at {cfg.max_completion_length} tokens: length is not "
-            "learned: raise max_completion_length")
-    if cfg.tools and cfg.answers and m["tools/failure_frequency"] == 1:
-        yield "tools", (
-            "every call was answered with an error: read samples.jsonl, a tool may have a bug")
-    if cfg.critic and m["val/var_explained"] < 0 and m["iteration"] > 20:
-        yield "critic", (
-            f"the critic explains {m['val/var_explained']:.2f} of the returns' variance, less than "
-            "a constant (0): sample more completions an iteration, or lower learning_rate")
-    if "tracin/selected_ratio" in m:        # influence has scored a step
-        yield from problems_of_influence(m, cfg, dtype)
-
-
-def print_warnings(m, cfg, dtype, warned):
-    """Print the problems of an iteration, each kind at most every ten iterations. warned: {kind:
-    iteration of its last warning}."""
-    for kind, text in problems(m, cfg, dtype):
-        if m["iteration"] - warned.get(kind, -10) >= 10:
+def print_warnings(m, cfg, dtype, warned, first=None, groups=None, earlier=()):
+    """Print the red flags of an iteration, each kind at most every ten iterations. warned: {kind:
+    iteration of its last warning}. The others: see run/flags.py."""
+    found = [("WARNING", *flag) for flag in problems(m, cfg, dtype, first, groups)]
+    found += [("note", *flag) for flag in notes(m, earlier)]
+    for what, kind, text in found:
+        again = math.inf if kind == "zero" else 10      # what is right is said once
+        if m["iteration"] - warned.get(kind, -again) >= again:
             warned[kind] = m["iteration"]
-            print(f"WARNING: {text}")
+            print(f"{what}: {text}")
+
+
+def print_fallen(before, after, noise):
+    """Print what fell from the first evaluation to this one."""
+    for _, text in problems_of_evaluation(before, after, noise):
+        print(f"WARNING: {text}")

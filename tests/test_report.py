@@ -11,7 +11,8 @@ from config import Settings
 from grpo import Loss
 from run import report
 from common.supervised import Progress
-from run.report import StepLog, print_iteration, print_warnings, problems
+from run.flags import notes, problems, problems_of_evaluation
+from run.report import StepLog, print_iteration, print_warnings
 from worlds import printed
 
 CPU = torch.device("cpu")
@@ -103,24 +104,39 @@ def test_progress_is_a_line_every_ten_seconds(clock, capsys):
 
 
 GOOD = {
-    "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0,
-    "frac_reward_zero_std": 0.5, "num_completion_tokens": 9, "num_steps": 1,
+    "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "reward_std": 0.3,
+    "frac_reward_zero_std": 0.5, "num_completion_tokens": 9, "num_steps": 1, "grad_norm": 0.8,
+    "advantage_min": -1.2, "advantage_max": 1.5, "identical_completions": 0.1, "entropy": 2.0,
+    "logp": -2.0, "loss": 0.01, "step_time": 2.0,
     "sampling/sampling_logp_difference/mean": 0.0, "completions/clipped_ratio": 0.5}
 INFLUENCE = {
     "tracin/selected_ratio": 0.6, "tracin/empty_steps": 0, "tracin/fallback": 0.0,
     "tracin/positive_ratio": 0.6, "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9,
     "tracin/self_share": 0.1, "tracin/invariant_error": 1e-7}
-EVERYTHING = GOOD | INFLUENCE | {"kl": 0.1, "val/var_explained": 0.5, "tools/failure_frequency": 0}
+EVERYTHING = GOOD | INFLUENCE | {
+    "kl": 0.1, "kl_grad_share": 0.2, "val/var_explained": 0.5, "val/std": 0.1, "val/mean": 0.2,
+    "tools/failure_frequency": 0, "rewards/a/std": 0.3, "rewards/b/std": 0.2, "rewards/a/mean": 0.5,
+    "rewards/b/mean": 0.25, "ref_tensors_differing": 0, "ref_distance_left": 0.0}
 # kind | what is wrong | words of its sentence
 CASES = """
 reward | "reward": NaN, "reward_min": NaN, "reward_max": NaN | returned None
 equal | "reward_min": 0.5, "reward_max": 0.5 | of the batch are 0.5,
+constant b | "rewards/b/std": 0.0 | 'b' gave every completion 0.25
 tokens | "num_completion_tokens": 0 | no completion tokens carry loss
+identical | "identical_completions": 0.75 | 75% of the completions
+logp | "logp": -1e-4 | mean -1.0e-04
+entropy | "entropy": 0.1 | from 2.000 to 0.100
+gradient | "grad_norm": 5e-7 | grad_norm 5.0e-07
 ratio | "sampling/sampling_logp_difference/mean": 0.0512 | disagree by 0.051 nats
 kl | "kl": 5.25 | KL 5.2 nats per token is exploding
+negative | "kl": -0.01 | KL -0.01 is negative
+kl share | "kl_grad_share": 3.0 | 3.0 times the policy's
+kl share | "kl_grad_share": 1e-5, "kl": 0.4 | at a KL of 0.40
 length | "completions/clipped_ratio": 1.0 | truncated at 32 tokens
 tools | "tools/failure_frequency": 1.0 | every call was answered with an error
+values | "val/std": 0.0 | all are 0.2
 critic | "val/var_explained": -0.2 | explains -0.20 of the returns' variance
+sync | "ref_tensors_differing": 3 | 3 tensors of the reference
 empty | "tracin/empty_steps": 1 | kept no rollout
 fallback | "tracin/fallback": 1.0, "tracin/positive_ratio": 0.05 | only 5% of the rollouts
 contrast | "tracin/target_contrast": 0.2 | spread 0.20 times as wide
@@ -129,12 +145,13 @@ self | "tracin/self_share": 1.18 | 1.18 times all influence
 invariant | "tracin/invariant_error": 2e-3 | relative error 2.0e-03
 """
 PLAIN = Settings()
-FULL = Settings(tracin="self", beta=0.1, critic=True,
-                functions={"tools": {"add": len}, "environment": None})
+FULL = Settings(tracin="self", beta=0.1, critic=True, ref_model_mixup_alpha=1.0,
+                reward_funcs=("a", "b"), functions={"tools": {"add": len}, "environment": None})
+GROUPS = torch.tensor([[0.0, 0.5, 1.0], [0.2, 0.2, 0.6]])
 
 
-def found(m, cfg=FULL, dtype=torch.float32):
-    return dict(problems(m, cfg, dtype))
+def found(m, cfg=FULL, dtype=torch.float32, first=GOOD, groups=GROUPS):
+    return dict(problems(m, cfg, dtype, first, groups))
 
 
 def test_each_warning_fires_in_its_case_alone():
@@ -147,27 +164,91 @@ def test_each_warning_fires_in_its_case_alone():
 
 
 def test_groups_of_equal_rewards_teach_nothing_without_a_critic():
-    equal = GOOD | {"frac_reward_zero_std": 1.0}
-    assert list(found(equal, PLAIN)) == ["groups"]
+    equal = GOOD | {"frac_reward_zero_std": 1.0, "advantage_min": 0.0, "advantage_max": 0.0}
+    assert list(found(equal, PLAIN)) == ["advantages"]
+    assert "[0 0.5 1], [0.2 0.2 0.6]" in found(equal, PLAIN)["advantages"], "rewards by group"
+    tiny = GOOD | {"advantage_min": -1e-8, "advantage_max": 1e-8}
+    assert list(found(tiny, PLAIN)) == ["advantages"]
     assert list(found(equal | {"reward": math.nan}, PLAIN)) == ["reward"], "nothing was scored"
     by_reward = Settings(multi_objective_aggregation="normalize_then_sum")
     assert found(equal | {"reward_min": 1.0}, by_reward) == {}, "rewards that cancel teach"
     critic = Settings(critic=True)
-    assert found(equal | {"val/var_explained": 0.5}, critic) == {}, "its baseline is its own"
+    values = {"val/var_explained": 0.5, "val/std": 0.1}
+    assert found(equal | values, critic) == {}, "its baseline is its own"
+
+
+def test_a_spread_that_is_rounding():
+    """Of the rewards in a group, however far the groups are apart."""
+    rounding = GROUPS * 1e-6 + torch.tensor([[0.0], [300.0]])
+    for cfg in (PLAIN, Settings(scale_rewards="none")):
+        assert found(GOOD | {"reward": 150.0}, cfg, groups=rounding.double()).keys() == {"rounding"}
+    small = GROUPS * 1e-5
+    assert list(found(GOOD | {"reward": 5e-6}, PLAIN, groups=small)) == ["rounding"]
+    assert found(GOOD | {"reward": 5e-6}, Settings(scale_rewards="none"), groups=small) == {}
+    assert found(GOOD, PLAIN, groups=GROUPS * 1e-2) == {}
+
+
+def test_a_gradient_near_zero():
+    """Below 1e-6, or a millionth of the first one."""
+    small = GOOD | {"grad_norm": 5e-5}
+    assert found(small, PLAIN) == {}
+    assert list(found(small, PLAIN, first=GOOD | {"grad_norm": 80.0})) == ["gradient"]
+    constant = {"reward_min": 0.5, "reward_max": 0.5, "advantage_min": 0.0, "advantage_max": 0.0}
+    assert list(found(GOOD | {"grad_norm": 0.0} | constant, PLAIN)) == ["equal"], "it says why"
+
+
+def test_where_the_reward_has_risen_one_answer_may_be_right():
+    solved = GOOD | {"reward": 0.95, "identical_completions": 1.0, "entropy": 0.01}
+    assert found(solved, PLAIN) == {}
+    assert found(solved | {"reward": 0.75}, PLAIN).keys() == {"identical", "entropy"}
+
+
+def test_a_kl_of_k1_may_be_negative_by_chance():
+    k1 = Settings(beta=0.1, kl_estimator="k1")
+    assert found(GOOD | {"kl": -0.01}, k1) == {}
+    assert list(found(GOOD | {"kl": -0.01, "num_completion_tokens": 5000}, k1)) == ["negative"]
+    assert found(GOOD | {"kl": -1e-4, "num_completion_tokens": 5000}, k1) == {}
+
+
+def test_a_sync_that_mixes_leaves_a_part_of_the_distance():
+    mixes = Settings(beta=0.1, ref_model_mixup_alpha=0.6)
+    synced = GOOD | {"kl": 0.1, "ref_tensors_differing": 9}
+    assert found(synced | {"ref_distance_left": 0.4}, mixes) == {}
+    assert list(found(synced | {"ref_distance_left": 1.0}, mixes)) == ["sync"]
+
+
+def test_what_fell_between_two_evaluations():
+    before = {"reward": 0.5, "distinct_2": 0.9}
+    for after, kinds in (
+            ({"reward": 0.46, "distinct_2": 0.5}, []), ({"reward": 0.9, "distinct_2": 0.1},
+             ["distinct"]), ({"reward": 0.4, "distinct_2": 0.9}, ["fell"]),
+            ({"reward": math.nan, "distinct_2": 0.9}, [])):
+        assert [kind for kind, _ in problems_of_evaluation(before, after, noise=0.02)] == kinds
+
+
+def test_notes_of_what_may_be_right(capsys):
+    assert dict(notes(GOOD, [1.0] * 9)) == {}
+    assert list(dict(notes(GOOD | {"step_time": 9.0}, [30.0, 1.0, 2.0, 2.0]))) == ["slow"]
+    assert dict(notes(GOOD | {"step_time": 9.0}, [1.0] * 3)) == {}, "too few to compare with"
+    warned = {}
+    for it in (1, 2, 30):
+        m = GOOD | {"iteration": it, "loss": 1e-6}
+        print_warnings(m, PLAIN, torch.float32, warned, GOOD, GROUPS, [])
+    assert capsys.readouterr().out.count("note: a loss of 0.0000") == 1, "said once"
 
 
 def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
     """A misspelled name must not be a warning that never comes."""
     for missing in re.findall(r'\w \| "(.+?)"', CASES):
-        if missing == "tracin/invariant_error":         # not every step computes it
-            continue
+        if missing in ("tracin/invariant_error", "kl_grad_share", "ref_tensors_differing"):
+            continue        # not every iteration has them
         some = {name: x for name, x in EVERYTHING.items() if name != missing}
         with pytest.raises(KeyError, match=missing):
-            found(some)
+            found(some, first=some)
 
 
 def test_a_run_lacks_the_metrics_that_its_settings_do_not_bring():
-    no_step = GOOD | {"num_completion_tokens": 0, "num_steps": 0}
+    no_step = GOOD | {"num_completion_tokens": 0, "num_steps": 0, "logp": 0.0}
     assert list(found(no_step, Settings(tracin="self", beta=0.1))) == ["tokens"]
     unknown = {"tracin/target_cosine": math.nan, "tracin/self_share": math.nan}
     of_function = EVERYTHING | unknown

@@ -6,7 +6,7 @@ import itertools
 import math
 
 from run.metrics import batch_metrics, std
-from run.report import problems
+from run.flags import problems
 from common.script import seed_for
 
 

@@ -1,0 +1,240 @@
+"""
+Red flags: what is wrong with an iteration, or between two evaluations, and what to do.
+
+Each is (kind, sentence). Numbers that not every run has are read only under their setting, so that
+a misspelled name fails and is no warning that never comes.
+"""
+import math
+import statistics
+
+import torch
+
+from run.metrics import std, tolerance_of
+
+
+def in_groups(groups, most=4):
+    """Rewards (B, G) as text, those of the first groups."""
+    rows = ["[" + " ".join(f"{x:.4g}" for x in row) + "]" for row in groups[:most].tolist()]
+    return ", ".join(rows) + ", ..." * (len(groups) > most)
+
+
+def has_risen(m, first):
+    """True if the reward is above that of the run's first iteration by its standard deviation."""
+    return m["reward"] > first["reward"] + first["reward_std"]
+
+
+def problems_of_rewards(m, cfg, groups):
+    """Of rewards and advantages. groups: (B, G) the rewards."""
+    if math.isnan(m["reward"]):
+        yield "reward", "no reward function scored any completion: all returned None"
+        return
+    if len(cfg.reward_funcs or ()) > 1:
+        for name in cfg.reward_funcs:
+            if m[f"rewards/{name}/std"] == 0:
+                yield f"constant {name}", (
+                    f"reward {name!r} gave every completion {m[f'rewards/{name}/mean']:.4g}, so it "
+                    "teaches nothing: check the function and its weight, or drop it")
+    by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
+    if by_reward:
+        return      # what cancels in the sum is learned from
+    if m["reward_min"] == m["reward_max"]:
+        yield "equal", (
+            f"all rewards of the batch are {m['reward_min']:.4g}, so they teach nothing: read "
+            "samples.jsonl, check the judge or the reward function")
+        return
+    if cfg.critic:
+        return      # the group is no baseline
+    largest = max(-m["advantage_min"], m["advantage_max"])
+    if m["frac_reward_zero_std"] == 1 or largest < 1e-6:
+        yield "advantages", (
+            "all advantages are near zero, since the rewards of each group are equal, so they "
+            f"teach nothing: raise temperature or num_generations. Rewards by group: "
+            f"{in_groups(groups)}")
+        return
+    # the 1e-4 that is added to the std of rewards hides what is smaller
+    spread = std((groups - groups.nanmean(1, keepdim=True)).flatten())
+    hidden = 1e-4 if cfg.scale_rewards != "none" else 0.0
+    if 0 < spread < max(hidden, 1e-6 * abs(m["reward"])):
+        yield "rounding", (
+            f"the rewards of a group spread by {spread:.1e}, which is rounding, or less than the "
+            "1e-4 that is added to their std: multiply the reward, or check what it computes")
+
+
+def problems_of_exploration(m, cfg, first):
+    """Of a policy that writes the same again and again. A task may have one right answer, so
+    completions that are alike are no problem where the reward has risen."""
+    solved = has_risen(m, first)
+    remedy = "raise temperature or beta, or go back to an earlier checkpoint"
+    if m["identical_completions"] > 0.5 and not solved:
+        yield "identical", (
+            f"{m['identical_completions']:.0%} of the completions stand in their group again, word "
+            f"for word, and the reward has not risen: exploration has collapsed; {remedy}")
+    if m["num_completion_tokens"] == 0:
+        return
+    if m["logp"] > -1e-3:
+        yield "logp", (
+            f"all log-probs are near zero (mean {m['logp']:.1e}): the policy is certain of every "
+            f"token; {remedy}")
+    elif m["entropy"] < 0.1 * first["entropy"] and not solved:
+        yield "entropy", (
+            f"the entropy has collapsed, from {first['entropy']:.3f} to {m['entropy']:.3f} nats a "
+            f"token, and the reward has not risen: {remedy}")
+    if m["completions/clipped_ratio"] == 1:
+        yield "length", (
+            f"every completion was truncated at {cfg.max_completion_length} tokens: length is not "
+            "learned: raise max_completion_length")
+
+
+def problems_of_step(m, cfg, first):
+    """Of the log-probs, the KL and the gradient."""
+    # the mean of the ratio stays near 1 whatever is wrong; its spread does not
+    difference = m["sampling/sampling_logp_difference/mean"]
+    if difference > 0.05:
+        yield "ratio", (
+            "ratio off on the first pass: sampler and trainer disagree by "
+            f"{difference:.3f} nats a token; try dtype = 'float32'")
+    if not m["num_steps"]:
+        return
+    # AdamW makes full steps of rounding
+    teaches = m["advantage_max"] > m["advantage_min"]
+    least = max(1e-6, 1e-6 * first["grad_norm"])
+    if teaches and m["grad_norm"] < least:
+        yield "gradient", (
+            f"the gradient is near zero (grad_norm {m['grad_norm']:.1e}), the advantages are not: "
+            "does the policy still explore (entropy, logp)? Is the loss cut off from it?")
+    if cfg.beta:
+        yield from problems_of_kl(m, cfg)
+
+
+def problems_of_kl(m, cfg):
+    if m["kl"] > 5:
+        yield "kl", (
+            f"KL {m['kl']:.1f} nats per token is exploding: lower learning_rate or raise beta")
+    # k1 is a difference that noise can make negative; k2 and k3 are never below 0
+    is_noise = cfg.kl_estimator == "k1" and m["num_completion_tokens"] < 4096
+    least = 1e-3 if cfg.kl_estimator == "k1" else 1e-6
+    if m["kl"] < -least and not is_noise:
+        yield "negative", (
+            f"KL {m['kl']:.2g} is negative on average, which no KL is: the log-probs are not those "
+            "of the distribution that was sampled from; check temperature and masks")
+    share = m.get("kl_grad_share", math.nan)    # not in every iteration
+    if share > 1:
+        yield "kl share", (
+            f"the KL's gradient is {share:.1f} times the policy's, so the step goes back to the "
+            "reference: lower beta. A tenth to a third is a rule of thumb, no more")
+    elif share < 1e-3 and m["kl"] > 0.1:
+        yield "kl share", (
+            f"the KL's gradient is {share:.0e} times the policy's and holds nothing back, at a KL "
+            f"of {m['kl']:.2f}: raise beta. A tenth to a third is a rule of thumb, no more")
+
+
+def problems_of_critic(m, cfg):
+    if m["iteration"] > 2 and m["val/std"] == 0:
+        yield "values", (
+            f"the critic's values do not move, all are {m['val/mean']:.4g}: raise value_coef or "
+            "learning_rate, and look at val/grad_norm")
+    elif m["val/var_explained"] < 0 and m["iteration"] > 20:
+        yield "critic", (
+            f"the critic explains {m['val/var_explained']:.2f} of the returns' variance, less than "
+            "a constant (0): sample more completions an iteration, or lower learning_rate")
+
+
+def problems_of_influence(m, cfg, dtype):
+    if m["tracin/empty_steps"] > 0:
+        yield "empty", (
+            "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
+            "target equal? Take more tracin_val_prompts, or another reward")
+    if m["tracin/fallback"] > 0:
+        yield "fallback", (
+            f"only {m['tracin/positive_ratio']:.0%} of the rollouts have positive influence: kept "
+            "the better half instead; is the target too small or of another kind?")
+    if cfg.tracin != "target" and m["tracin/target_contrast"] < 0.3:
+        yield "contrast", (
+            f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
+            "it was chosen from: use tracin_val_select = 'random' or more tracin_val_prompts")
+    if m["tracin/target_cosine"] < 0.1:
+        yield "noise", (
+            "the target's rollouts are too few: the gradients of its two halves have cosine "
+            f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
+            "tracin_val_size")
+    if m["tracin/self_share"] > 0.5 and not cfg.tracin_leave_one_out:
+        yield "self", (
+            "self-influence (each rollout's own part in the target) adds up to "
+            f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
+    error = m.get("tracin/invariant_error", 0.0)    # of steps that compute the batch's gradient
+    if not error <= tolerance_of(dtype):
+        yield "invariant", (
+            f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
+            "scores are wrong, do not trust this run")
+
+
+def problems_of_sync(m, cfg):
+    """Of a reference that has just followed the policy."""
+    if cfg.ref_model_mixup_alpha == 1:
+        if m["ref_tensors_differing"]:
+            yield "sync", (
+                f"{m['ref_tensors_differing']} tensors of the reference differ from the policy "
+                "right after it was copied: the sync has a bug, and the KL is to something else")
+    elif m["ref_distance_left"] > 1.01 - cfg.ref_model_mixup_alpha:
+        yield "sync", (
+            f"{m['ref_distance_left']:.2f} of the distance from the reference to the policy is "
+            f"left after a sync that should leave {1 - cfg.ref_model_mixup_alpha:.2f}: it has a "
+            "bug, and the KL is to something else")
+
+
+def problems(m, cfg, dtype, first=None, groups=None):
+    """What is wrong in the metrics m of an iteration. first: those of the run's first iteration.
+    groups (B, G): the rewards. None: m is of the first one; they are not known."""
+    first = first or m
+    groups = torch.empty(0, 1) if groups is None else groups
+    yield from problems_of_rewards(m, cfg, groups)
+    if m["num_completion_tokens"] == 0:
+        yield "tokens", (
+            "no completion tokens carry loss, so there was no step: raise max_completion_length or "
+            "unset mask_truncated_completions")
+    yield from problems_of_exploration(m, cfg, first)
+    yield from problems_of_step(m, cfg, first)
+    if cfg.tools and cfg.answers and m["tools/failure_frequency"] == 1:
+        yield "tools", (
+            "every call was answered with an error: read samples.jsonl, a tool may have a bug")
+    if cfg.critic:
+        yield from problems_of_critic(m, cfg)
+    if "ref_tensors_differing" in m:        # in iterations that end with a sync
+        yield from problems_of_sync(m, cfg)
+    if "tracin/selected_ratio" in m:        # influence has scored a step
+        yield from problems_of_influence(m, cfg, dtype)
+
+
+def problems_of_evaluation(before, after, noise):
+    """What is wrong in an evaluation, beside the first one of the run. Each: its measures, and
+    "reward", their weighted sum. noise: standard error of that sum; NaN: unknown."""
+    fall = before["reward"] - after["reward"]
+    if fall > 3 * noise:
+        yield "fell", (
+            f"the held-out reward fell from {before['reward']:.4f} to {after['reward']:.4f}, more "
+            "than noise does: lower learning_rate, raise beta, or more num_prompts; is it a reward "
+            "that training does not raise either (reward in metrics.jsonl)?")
+    if after["distinct_2"] < 0.2 * before["distinct_2"]:
+        yield "distinct", (
+            f"the text has collapsed: distinct_2 fell from {before['distinct_2']:.3f} to "
+            f"{after['distinct_2']:.3f}, whatever the reward says; read the samples below, raise "
+            "beta or stop earlier")
+
+
+def is_slow(seconds, earlier):
+    """True if an iteration took several times the median of earlier ones."""
+    return len(earlier) >= 4 and seconds > 4 * statistics.median(earlier)
+
+
+def notes(m, earlier):
+    """What looks wrong in the metrics m of an iteration and may be right. earlier: seconds of
+    the iterations before it."""
+    if abs(m["loss"]) < 5e-5 and m["num_steps"] and m["grad_norm"] > 1e-6:
+        yield "zero", (
+            "a loss of 0.0000 is right here: the ratio is 1 and the advantages of a group sum to "
+            "0. Its gradient is not 0: watch reward and grad_norm")
+    if is_slow(m["step_time"], earlier):
+        yield "slow", (
+            f"this iteration took {m['step_time']:.1f} s, the median is "
+            f"{statistics.median(earlier):.1f}: does torch.compile compile again (compile = "
+            "False)? Is the machine busy?")
