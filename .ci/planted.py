@@ -72,7 +72,7 @@ LOSS = of(
 KL = of(
     "grpo.py", "test_algorithm.py",
     ("KL the wrong way", "d = ref_logp - logp\n", "d = logp - ref_logp\n"),
-    ("KL sign", "return torch.expm1(d) - d", "return d - torch.expm1(d)"),
+    ("KL sign", "return torch.expm1(bounded(d)) - d", "return d - torch.expm1(bounded(d))"),
     ("KL taken off the loss", "return self.policy + self.rest", "return self.policy - self.rest"),
     ("KL left out", "loss.kl = cfg.beta * aggregate(", "loss.kl = 0 * aggregate("),
     ("KL added to the reward", "rewards - cfg.beta * batch.kl.sum", "rewards + cfg.beta * batch.kl.sum"),
@@ -175,6 +175,11 @@ ACCOUNT = of(
 
 SUM = of(
     "grpo.py", "test_loss.py",
+    ("KL corrected by the row's ratio", "of_policy = kl * token_ratio", "of_policy = kl * ratio"),
+    ("KL logged as of the sampler", "loss.kl_by_token = of_policy.detach()",
+     "loss.kl_by_token = kl.detach()"),
+    ("ratios without a bound", "token_ratio = bounded(log_ratio).exp()",
+     "token_ratio = log_ratio.exp()"),
     ("mask forgotten in the sum", "    x = x * mask\n", ""))
 
 DEVICE = of(

@@ -154,7 +154,8 @@ def plain_loss(logp, old, advantages, mask, ref, policy_mask, cfg, num_rows, num
             if cfg.beta:
                 d = ref[i, t] - logp[i, t]
                 kl = {"k1": -d, "k2": d ** 2 / 2, "k3": d.exp() - 1 - d}[cfg.kl_estimator]
-                loss = loss + cfg.beta * kl * (ratio if cfg.use_bias_correction_kl else 1)
+                own = (logp[i, t] - old[i, t]).exp()    # at sequence level too
+                loss = loss + cfg.beta * kl * (own if cfg.use_bias_correction_kl else 1)
             by_row = num_rows * len(tokens)
             divisor = {"grpo": by_row, "sapo": by_row, "dapo": num_tokens, "cispo": num_tokens,
                        "dr_grpo": num_rows * cfg.max_completion_length,
@@ -228,3 +229,79 @@ def test_nothing_reads_what_stands_under_the_mask(loss_type, level):
         assert not slope[~mask.flatten()].any()
         found.append(torch.cat([loss[None], slope]).detach())
         assert_near(found[-1], found[0], atol=1e-12)
+
+
+def completions_by_table(table):
+    """Every completion of two tokens by a policy by table (4, 3): row 0 has the logits of the first
+    token, row 1 + i those behind token i -> log-probs (9, 2)."""
+    logp = table.log_softmax(1)
+    return torch.stack([torch.stack([logp[0, i], logp[1 + i, j]])
+                        for i in range(3) for j in range(3)])
+
+
+def kl_by_table(table, ref, old):
+    """The KL of the policy to the reference, (), over the prefixes that the sampler wrote."""
+    logp = table.log_softmax(1)
+    by_prefix = (logp.exp() * (logp - ref.log_softmax(1))).sum(1)               # (4,)
+    reached = torch.cat([torch.ones(1, dtype=torch.float64), old.softmax(1)[0]])
+    return (reached * by_prefix).sum()
+
+
+def mean_over_completions(tables, **knobs):
+    """Means over what the sampler writes, of the KL in the loss (with gradient) and in the log."""
+    table, old, ref = tables
+    logp, old_logp, ref_logp = map(completions_by_table, tables)
+    on = torch.ones(1, 2, dtype=torch.bool)
+    in_loss = in_log = 0.0
+    for i, weight in enumerate(old_logp.sum(1).exp()):
+        loss = loss_of_rows(logp[[i]], old_logp[[i]], torch.zeros(1), on, ref_logp[[i]],
+                            num_tokens=1, beta=1.0, **knobs)
+        in_loss = in_loss + weight * loss.kl
+        in_log += weight * loss.kl_by_token.sum()
+    return in_loss, in_log
+
+
+@pytest.mark.parametrize("moved", (0.0, 0.7))
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_kl_is_the_kl_over_all_completions_of_a_table(level, moved):
+    """With its correction k1 and k3 have the value and the gradient of the KL, after a step too.
+    Without it k1 and k3 have the value on fresh rollouts, and k2 the gradient. What is logged is
+    the KL with either."""
+    g = generator_of(8)
+    old, ref, step = torch.randn(3, 4, 3, generator=g, dtype=torch.float64)
+    table = (old + moved * step).requires_grad_()
+    right = kl_by_table(table, ref, old)
+    slope = gradient(right, [table])
+    for estimator, corrected in (("k1", True), ("k3", True), ("k1", False), ("k2", False),
+                                 ("k3", False)):
+        knobs = dict(kl_estimator=estimator, use_bias_correction_kl=corrected,
+                     importance_sampling_level=level)
+        found, logged = mean_over_completions((table, old, ref), **knobs)
+        if estimator != "k2":
+            assert_near(logged.detach(), right.detach(), 1e-9)
+        if corrected or not moved and estimator != "k2":
+            assert_near(found.detach(), right.detach(), 1e-9)
+        if corrected or not moved and estimator == "k2":
+            assert_near(gradient(found, [table]), slope, 1e-9)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_no_log_ratio_overflows(loss_type, level):
+    """Of policy to sampler, and of reference to policy, in float32. A clip takes a token out as
+    ever, and one that is to become less likely still does."""
+    on = torch.ones(1, 2, dtype=torch.bool)
+    high = 2.0 if loss_type == "cispo" else None
+    for now, before, ref in ((-1.0, -150.0, -1.0), (-150.0, -1.0, -1.0), (-150.0, -150.0, -1.0)):
+        for A in (1.0, 0.0, -1.0):
+            logp = torch.full((1, 2), now).requires_grad_()
+            loss = loss_of_rows(
+                logp, torch.full((1, 2), before), torch.tensor([A]), on, torch.full((1, 2), ref),
+                loss_type=loss_type, importance_sampling_level=level, beta=0.1, epsilon_high=high)
+            slope, = torch.autograd.grad(loss.policy, logp, retain_graph=True)
+            assert loss.total.isfinite() and gradient(loss.total, [logp]).isfinite().all(), (
+                f"log-probs {now}, {before}, {ref} and the advantage {A} give no finite gradient")
+            if A == 0 or (now > before and A > 0 and loss_type not in ("cispo", "sapo")):
+                assert not slope.any(), "a token that is clipped, or has no advantage, moves"
+            if now > before and A < 0 and loss_type != "sapo":
+                assert (slope > 0).all(), "a token that should become less likely does not"

@@ -36,7 +36,8 @@ def by_hand(setup, batch, cfg):
         units += [(math.exp(x), float(batch.advantages[i])) for x in log_ratios]
         if cfg.beta:
             d = (batch.ref_logp[i] - logp[i])[mask].tolist()
-            kl += [math.exp(x) - x - 1 for x in d]
+            own = (logp[i] - batch.rollout.logp[i])[mask].tolist()
+            kl += [math.exp(r) * (math.exp(x) - x - 1) for r, x in zip(own, d)]
     below = mean(float(ratio < low and A < 0) for ratio, A in units)
     above = mean(float(ratio > high and A > 0) for ratio, A in units)
     ratios = [ratio for ratio, _ in units]
@@ -56,6 +57,8 @@ def by_hand(setup, batch, cfg):
 LOSSES = [
     *(dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")),
     dict(importance_sampling_level="sequence", loss_type="grpo"), dict(beta=0.1),
+    dict(importance_sampling_level="sequence", loss_type="grpo", beta=0.1),
+    dict(use_bias_correction_kl=False, beta=0.1),
     dict(mask_truncated_completions=True, beta=0.1),
     dict(mask_truncated_completions=True, importance_sampling_level="sequence", loss_type="grpo")]
 
