@@ -186,8 +186,15 @@ DEVICE = of(
     "common/device.py", "test_files.py",
     ("a GPU without its number", 'name = f"cuda:{number}"', 'name = "cuda"'))
 
+FILES = of(
+    "common/files.py", "test_data.py",
+    ("a quote swallows the rest", "csv.DictReader(lines, strict=True)", "csv.DictReader(lines)")) + of(
+    "data/comments.py", "test_data.py",
+    ("a name with a dot is always a path", "if row.get(name) is not None:",
+     'if "." not in name and row.get(name) is not None:'))
+
 MISTAKES = [*BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
-            *ACCOUNT, *DEVICE]
+            *ACCOUNT, *DEVICE, *FILES]
 
 
 def why_not(mistake):

