@@ -28,7 +28,6 @@ from common.files import ROOT
 from common.script import BadInput, exit_codes
 from config import load_settings
 from data.prompts import draw_prompts
-from data.tokenizer import texts_of
 from explain.words import logprob_changes, pieces_of
 from rollout import completion_logprobs
 from tape import Tape, cosine, inner
@@ -62,8 +61,7 @@ N = len(prompts) * G
 # ask how much likelier the token has become since. The policy as it was here is the **sampler**.
 
 # %%
-rollout = grpo.sample_batch(setup, prompts, cfg, seed=1).rollout
-texts = texts_of(setup.tokenizer, rollout)
+rollout, asked, texts = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=1)
 print(repr(prompts[0].text), "->", *map(repr, texts[:G]), sep="\n")
 plt.figure(figsize=(7, 3))
 logp = rollout.logp.masked_fill(~rollout.completion_mask, float("nan"))        # (N, T)
@@ -85,7 +83,7 @@ picture("2_rollout", "token of the completion", "rollout")
 # of each prompt add up to 0.
 
 # %%
-scores = grpo.score_rows(setup.reward_funcs, prompts, texts, cfg)                # (N, K)
+scores = grpo.score_rows(setup.reward_funcs, asked, texts, cfg)                  # (N, K)
 rewards = grpo.total_reward(scores, cfg.reward_weights, G)                      # (N,)
 advantages = grpo.group_advantages(rewards, G, cfg.scale_rewards)               # (N,)
 print("standard deviations:", [f"{x:.3f}" for x in rewards.view(-1, G).std(1)])

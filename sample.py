@@ -7,16 +7,17 @@ With --chat=True the prompt is what a user says to a chat model, in the model's 
 --before=True prints those of the policy before training first, with the same noise. Settings are
 the run's unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
+from dataclasses import replace
+
 from common.script import BadInput, own_flags, run_script, seed_for     # before torch: see common
 
 import torch
 
 from data.prompts import Prompt, encode_prompt
-from data.tokenizer import texts_of
 from grpo import prepare, read_inputs
 from judge.rewards import score
 from run.checkpoint import last_of, load_checkpoint
-from run.evaluation import sample
+from run.sampling import sample_completions
 
 
 @torch.no_grad()
@@ -27,16 +28,17 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
     asked = Prompt(prompt, ids, {"text": prompt})
     seed = seed_for(cfg.seed, "speak", prompt)
     try:
-        rollout = sample(setup, policy, [asked], num, cfg, seed=seed, **cfg.sampling)
+        samples = sample_completions(
+            setup, policy, [asked], replace(cfg, num_generations=num), seed)
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
-    completions = texts_of(setup.tokenizer, rollout)
+    completions = samples.texts
     scores = {name: torch.sigmoid(judge(completions)).tolist()
               for name, judge in setup.judges.items()}
     for name, function in setup.reward_funcs.items():
         try:
             if name != "judge":
-                scores[name] = score({name: function}, [asked] * num, completions)[:, 0].tolist()
+                scores[name] = score({name: function}, samples.prompts, completions)[:, 0].tolist()
         except BadInput as e:   # it may need more of a prompt than its text, such as an answer
             print(f"note: no column for {name!r}: {e}")
     return completions, scores

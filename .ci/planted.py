@@ -44,9 +44,11 @@ BATCH = of(
      "advantages = r - r.nanmean()"),
     ("std with n", "(squares / (n - 1).clamp(min=1)).sqrt()", "(squares / n.clamp(min=1)).sqrt()"),
     ("std over the prompts", "nanstd(r if", "r.std(0) if scale_rewards != 'batch' else nanstd(r if"),
-    ("std of the batch", "nanstd(r if", "nanstd(rewards if"),
-    ("scored for another prompt", "prompt_of_row = [prompt for prompt in prompts for _ in range(G)]",
-     "prompt_of_row = list(prompts) * G"),
+    ("std of the batch", "nanstd(r if", "nanstd(rewards if"))
+BATCH += of(
+    "run/sampling.py", "test_algorithm.py",
+    ("scored for another prompt", "for prompt in prompts for _ in range(cfg.num_generations)]",
+     "for _ in range(cfg.num_generations) for prompt in prompts]"),
     ("sampling temperature forgotten", "**cfg.sampling)", '**cfg.sampling | {"temperature": 1.0})'))
 
 LOSS = of(

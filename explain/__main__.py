@@ -47,8 +47,7 @@ class Scored(NamedTuple):
 def next_iteration(setup, path, cfg):
     """The iteration that grpo.py would do next from this checkpoint -> Scored."""
     it = load_checkpoint(path, setup, cfg)["iteration"]
-    batch = grpo.sample_iteration(setup, it, cfg)
-    grpo.add_advantages(setup, batch, cfg)
+    batch = grpo.collect_iteration(setup, it, cfg)
     held_out = grpo.collect_held_out(setup, it, cfg)
     seed = seed_for(cfg.seed, "rows", it)
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)

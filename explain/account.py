@@ -70,8 +70,7 @@ def replay(setup, cfg, start, since, end, folder):
     progress = Progress("replay", "iteration", end, start)
     for it in range(start, end):
         grpo.set_learning_rate(setup.optimizer, it, cfg)
-        batch = grpo.sample_iteration(setup, it, cfg)
-        grpo.add_advantages(setup, batch, cfg)
+        batch = grpo.collect_iteration(setup, it, cfg)
         held_out = grpo.collect_held_out(setup, it, cfg)
 
         def watch(step, norm):

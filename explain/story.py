@@ -22,6 +22,7 @@ from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
 from run.loop import sample_rows
+from run.sampling import sample_completions
 
 FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
 WORST = 3           # completions that are told of where no sentence is given
@@ -112,7 +113,9 @@ def sentences_asked(setup, cfg, own):
         rows.append(own)
     asked = [read_sentence(setup, cfg, row) for row in rows]
     if own["account"]:      # completions of lowest reward, by the policy before training
-        batch = grpo.sample_batch(setup, setup.eval_prompts, cfg, seed_for(cfg.seed, "account"))
+        seed = seed_for(cfg.seed, "account")
+        samples = sample_completions(setup, setup.policy, setup.eval_prompts, cfg, seed)
+        batch = grpo.score_batch(setup, samples, cfg)
         rollout = replace(batch.rollout, allowed=None)
         asked += [(batch.prompts[i].text, rollout[[i]])
                   for i in batch.rewards.argsort()[:WORST].tolist()]

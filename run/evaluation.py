@@ -1,28 +1,20 @@
 """What an evaluation measures: the completions that a policy writes for held-out prompts."""
+from dataclasses import replace
+
 import torch
 
-from common.processes import all_gather, all_gather_rollout, shard
+from common.processes import all_gather, shard
 from common.script import seed_for
 from data.tokenizer import end_tokens
 from judge import judge_rewards
 from judge.rewards import score
 from judge.scorer import says_nothing
-from rollout import completion_logprobs, concatenate
+from rollout import completion_logprobs
 from run.metrics import call_metrics
+from run.sampling import sample_completions
 
 NUM_SHOWN = 4   # completions that are printed
 AT_ONCE = 64    # completions that are sampled or scored together; limits memory
-
-
-def sample(setup, policy, prompts, num_generations, cfg, **how):
-    """Completions of any prompts by any policy -> Rollout, in the way of grpo.sample_batch. how:
-    further arguments of rollout.generate."""
-    with setup.autocast():
-        share = setup.generate(
-            policy, [prompt.ids for prompt in prompts], num_generations, cfg.max_completion_length,
-            eos=end_tokens(setup.tokenizer), part=shard(len(prompts)),
-            respond=setup.environment(prompts, num_generations, cfg), **how)
-    return concatenate(all_gather_rollout(share))
 
 
 def perplexity_under(base, rollout, cfg):
@@ -68,13 +60,14 @@ def distinct(completions, k, n):
 def evaluate(setup, policy, cfg):
     """Sample num_eval_generations completions of each prompt, always with the same noise, and
     measure them -> ({measure: number}, the first completions with their prompts)."""
+    # of whole distributions, at a temperature of their own
     k = cfg.num_eval_generations
-    rollout = sample(
-        setup, policy, setup.eval_prompts, k, cfg, seed=seed_for("evaluation"), batch_size=AT_ONCE,
-        temperature=cfg.eval_temperature)
-    ids = rollout.completions(end_tokens(setup.tokenizer))
-    completions = [setup.tokenizer.decode(row) for row in ids]
-    prompts = [prompt for prompt in setup.eval_prompts for _ in range(k)]
+    how = replace(cfg, num_generations=k, decode_batch_size=AT_ONCE,
+                  temperature=cfg.eval_temperature, top_k=0, top_p=1.0, min_p=0.0)
+    rollout, prompts, completions = sample_completions(
+        setup, policy, setup.eval_prompts, how, seed_for("evaluation"))
+
+    # each process judges and scores its share
     mine = shard(len(completions), k)
     logits = {name: judge(completions[mine]) for name, judge in setup.judges.items()}
     functions = dict(setup.reward_funcs)
@@ -83,6 +76,7 @@ def evaluate(setup, policy, cfg):
             logits["judge"], completions, cfg.judge_score)
     rewards = all_gather(score(functions, prompts[mine], completions[mine]))        # (N, K)
 
+    # what they are like, by the rewards, the judges, the policy before training, and themselves
     measures = {f"rewards/{name}": float(column.nanmean())
                 for name, column in zip(functions, rewards.T)}
     measures |= call_metrics(completions, cfg)
@@ -90,6 +84,7 @@ def evaluate(setup, policy, cfg):
         toxicity = torch.sigmoid(all_gather(logits[name])).view(-1, k)
         measures |= toxicity_measures(name, toxicity)
     measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, cfg)
+    ids = rollout.completions(end_tokens(setup.tokenizer))
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)
     measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())

@@ -1,6 +1,5 @@
-"""What the loop of grpo.py works with, and what can be wrong with it. It is made in grpo.make."""
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+"""What a run starts from, and what the loop of grpo.py works with. grpo.prepare makes it."""
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from data.comments import get_splits
 from data.prompts import load_prompts
 from judge.rewards import try_rewards
 from judge.train import named_judges
-from run.policy import load_policy, new_policy
+from run.policy import load_policy
 
 
 @dataclass
@@ -39,16 +38,31 @@ class Setup:
         """The context of forward passes: in self.dtype."""
         return autocast(self.device, self.dtype)
 
-    def environment(self, prompts, num_generations, cfg):
-        """What answers completions of these prompts (rollout.generate's respond), or None."""
+    def environment(self, prompts, cfg):
+        """What answers completions, one of each of these prompts (N), while they are sampled
+        (rollout.generate's respond), or None."""
         if not cfg.answers:
             return None
         from extras.environment import answering
-        return answering(self.tokenizer, cfg, prompts, num_generations)
+        return answering(self.tokenizer, cfg, prompts)
+
+
+@dataclass
+class Inputs:
+    """What comes from files: loaded and checked, not trained."""
+    device: torch.device
+    dtype: torch.dtype
+    base: torch.nn.Module | None        # None: to be pretrained
+    judges: dict                        # those that are not to be trained
+    splits: dict                        # {split: [(comment, label)]}
+    tokenizer: Any
+    prompts: list                       # of data.prompts.Prompt
+    eval_prompts: list
+    val_prompts: list
 
 
 def read_inputs(cfg):
-    """Loads and checks every input before any training starts."""
+    """Loads and checks every input before any training starts -> Inputs."""
     device = pick_device(cfg.device, cfg.threads)
     dtype = pick_dtype(cfg.dtype, device)
     base, tokenizer = load_policy(cfg)
@@ -60,24 +74,5 @@ def read_inputs(cfg):
     if cfg.answers:
         from extras.environment import try_environment
         try_environment(cfg, prompts + eval_prompts + val_prompts)
-    return SimpleNamespace(
-        device=device, dtype=dtype, base=base, judges=judges, splits=splits, tokenizer=tokenizer,
-        prompts=prompts, eval_prompts=eval_prompts, val_prompts=val_prompts)
-
-
-def try_functions(cfg, inputs, make, collect, update):
-    """Calls the config file's target and weigh, before anything is trained: takes a step on short
-    completions of two prompts with made-up rewards, by a policy that may be random. make, collect
-    and update are grpo.py's."""
-    if cfg.tracin != "target" and cfg.tracin_select != "weigh":
-        return
-    short = replace(cfg, max_turns=0, mask_truncated_completions=False,
-                    max_completion_length=min(4, cfg.max_completion_length))
-    setup = make(short, inputs, inputs.base or new_policy(cfg), judges={})
-
-    def made_up(completions):
-        return 0.1 * torch.arange(len(completions))
-
-    setup.reward_funcs = dict.fromkeys(cfg.reward_funcs, made_up)
-    batch = collect(setup, inputs.prompts[:2], short, seed=0)
-    update(setup, batch, None, short, seed=0)
+    return Inputs(
+        device, dtype, base, judges, splits, tokenizer, prompts, eval_prompts, val_prompts)

@@ -13,14 +13,13 @@ import torch
 import grpo
 import tracin
 from config.check import check
-from grpo import Batch, Step, collect, update
-from run.setup import try_functions
+from grpo import Batch, Step, collect, try_functions, update
 from rollout import completion_entropies, completion_logprobs
 from tracin import choose_targets, row_weights_of, select, target_coefficients
 from tape import cosine
 from worlds import (
-    WORDS, WORD_PROMPTS, generator_of, gradient, refusal, setup_of, shaken, steps_of, whole_step,
-    word_gpt, words)
+    WORDS, WORD_PROMPTS, generator_of, gradient, inputs_of, refusal, setup_of, shaken, steps_of,
+    whole_step, word_gpt, words)
 
 # a row's loss is a multiple of its log-prob, and nothing is left besides
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
@@ -243,7 +242,7 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")
     cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
-    text = refusal(try_functions, cfg, setup_for(cfg), grpo.make, collect, update)
+    text = refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
     assert text.startswith(f"{name} returned") and said in text and len(text) < 260
 
 

@@ -10,6 +10,7 @@ from common.script import seed_for
 from data.prompts import Prompt, draw_prompts
 from data.tokenizer import texts_of
 from run.metrics import batch_metrics
+from run.sampling import sample_completions
 from worlds import WORDS, letters, read_rows, settings, setup_of, shaken, untimed_metrics, word_gpt
 
 TEXTS = ("I am", "you are so", "what", "the end of it", "no", "why would you say that", "it is",
@@ -41,7 +42,7 @@ def differs(rows):
 
 def groups_by_hand(setup, cfg, prompts, seed):
     """[(prompt, completion, reward) of each row] of each group."""
-    completions = texts_of(setup.tokenizer, trainer.sample_batch(setup, prompts, cfg, seed).rollout)
+    completions = sample_completions(setup, setup.policy, prompts, cfg, seed).texts
     told = [prompt.text for prompt in prompts for _ in range(G)]
     rows = list(zip(told, completions, cfg.functions["reward"](told, completions)))
     return [rows[i:i + G] for i in range(0, len(rows), G)]
@@ -73,8 +74,7 @@ def test_groups_are_those_of_plain_python(function, it):
     setup, cfg = setup_and_cfg(function)
     groups, sizes = resampled_by_hand(setup, cfg, it)
     assert function == letters or len(sizes) > 1, "this world resamples nothing"
-    batch = trainer.sample_iteration(setup, it, cfg)
-    trainer.add_advantages(setup, batch, cfg)
+    batch = trainer.collect_iteration(setup, it, cfg)
     prompts, completions, rewards = zip(*sum(groups, []))
     assert tuple(prompt.text for prompt in batch.prompts) == prompts
     assert tuple(batch.completions) == completions, "a row has another row's completion"
@@ -117,16 +117,15 @@ def test_a_run_counts_all_rounds_and_goes_on_after_a_break(grpo, tmp_path, monke
     rule = tmp_path / "rule.py"
     rule.write_text(RULE)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    sample_batch = trainer.sample_batch
     rollouts = []
 
     def noted(*args):
-        batch = sample_batch(*args)
-        rollouts.append(batch.rollout)
-        return batch
+        samples = sample_completions(*args)
+        rollouts.append(samples.rollout)
+        return samples
 
     with monkeypatch.context() as patch:
-        patch.setattr("grpo.sample_batch", noted)
+        patch.setattr("grpo.sample_completions", noted)
         out = grpo(whole, rule, "--max_iters=4")
     grpo(parts, rule, "--max_iters=2")
     grpo(parts, rule, "--max_iters=4", "--resume=True")

@@ -24,6 +24,7 @@ from common.script import BadInput
 from run.checkpoint import LOGS, newest_checkpoint
 from run.evaluation import perplexity_under
 from run.policy import load_run
+from run.sampling import sample_completions
 from worlds import (
     mean_token, printed, read_rows, refusal, settings, setup_of, skip_without, untimed_metrics)
 
@@ -548,7 +549,7 @@ def test_the_evaluation_has_a_temperature_of_its_own(copy_of_six, noise):
 def test_a_perplexity_beyond_all_numbers_is_infinite():
     cfg = settings(mean_token, eval_temperature=1e-6)
     setup = setup_of(cfg)
-    rollout = trainer.sample_batch(setup, setup.prompts, cfg, seed=1).rollout
+    rollout = sample_completions(setup, setup.policy, setup.prompts, cfg, seed=1).rollout
     perplexity, _ = perplexity_under(setup.policy.requires_grad_(False), rollout, cfg)
     assert perplexity == math.inf, "tokens that are not the likeliest ones have probability 0"
 

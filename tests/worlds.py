@@ -14,6 +14,7 @@ import math
 import os
 import random
 import runpy
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
 from rollout import Rollout
+from run.setup import Inputs
 
 WORLD_SEED = int(os.environ.get("WORLD_SEED", 0))   # other numbers, the same tests: see conftest.py
 
@@ -224,15 +226,19 @@ def settings(functions=letters, weights=None, **knobs):
                          reward_funcs=tuple(functions), reward_weights=weights))
 
 
+def inputs_of(base, prompts=PROMPTS, tokenizer=TOKENIZER):
+    """What read_inputs would return: this policy before training, no judges, no comments."""
+    return Inputs(torch.device("cpu"), torch.float32, base, judges={},
+                  splits=defaultdict(list), tokenizer=tokenizer, prompts=prompts,
+                  eval_prompts=prompts, val_prompts=prompts)
+
+
 def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01,
              optimizer=None):
     """Setup as grpo.py works with, around this very policy. The optimizer is SGD, so that a step
     goes straight down the gradient."""
-    given = SimpleNamespace(
-        device=torch.device("cpu"), dtype=torch.float32, tokenizer=tokenizer, prompts=prompts,
-        eval_prompts=prompts, val_prompts=prompts)
     policy = policy or number_gpt()
-    setup = grpo.make(cfg, given, copy.deepcopy(reference or policy), {})
+    setup = grpo.prepare(cfg, inputs_of(copy.deepcopy(reference or policy), prompts, tokenizer))
     if not cfg.lora_rank and not cfg.critic:
         setup.policy = setup.policy_fn = policy.requires_grad_(True)
         setup.trained = list(policy.parameters())

@@ -70,8 +70,7 @@ def iteration(setup, cfg, it):
     if setup.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(setup.device)
     start = now(setup.device)
-    batch = grpo.sample_iteration(setup, it, cfg)
-    grpo.add_advantages(setup, batch, cfg)
+    batch = grpo.collect_iteration(setup, it, cfg)
     held_out = grpo.collect_held_out(setup, it, cfg)
     grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it))
     seconds = now(setup.device) - start

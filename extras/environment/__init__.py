@@ -20,9 +20,8 @@ from common.script import BadInput, shown
 from extras.environment.tools import STOP, answer_calls, check_prompts_name, check_tools
 
 
-def answering(tokenizer, cfg, prompts, num_generations):
-    """The `respond` of rollout.generate for these prompts."""
-    asked = [prompt for prompt in prompts for _ in range(num_generations)]
+def answering(tokenizer, cfg, asked):
+    """The `respond` of rollout.generate. asked: the prompt of each completion (N)."""
     return functools.partial(respond, tokenizer, asked, *environment_of(cfg), cfg.max_turns)
 
 

@@ -24,8 +24,7 @@ def test_an_iteration_is_that_of_a_run():
     cfg = settings(beta=0.1)
     here, there = setup_of(cfg), setup_of(cfg)
     found = bench.iteration(here, cfg, 3)
-    batch = grpo.sample_iteration(there, 3, cfg)
-    grpo.add_advantages(there, batch, cfg)
+    batch = grpo.collect_iteration(there, 3, cfg)
     grpo.update(there, batch, None, cfg, bench.seed_for(cfg.seed, "rows", 3))
     for a, b in zip(here.trained, there.trained):
         assert torch.equal(a, b)

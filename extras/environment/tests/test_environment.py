@@ -14,8 +14,9 @@ from config.check import check
 from conftest import ROOT
 from data.prompts import Prompt
 from run.evaluation import evaluate
-from grpo import collect, sample_batch
+from grpo import collect
 from run.metrics import batch_metrics
+from run.sampling import sample_completions
 from rollout import empty_rollout, generate
 from extras.environment.tools import (
     answer_calls, calc, call_metrics, check_prompts_name, check_tools, find_calls, reply)
@@ -70,7 +71,7 @@ def row_by_hand(policy, prompt, u, max_turns):
 @torch.no_grad()
 def test_a_loop_over_single_rows_samples_the_same():
     cfg = with_game()
-    respond = answering(WORDS, cfg, WORD_PROMPTS, 8)
+    respond = answering(WORDS, cfg, [prompt for prompt in WORD_PROMPTS for _ in range(8)])
     ids = [prompt.ids for prompt in WORD_PROMPTS]
     r = generate(word_gpt(), ids, 8, T, seed=7, eos=(END,), batch_size=8, respond=respond)
     turns = set()
@@ -114,7 +115,7 @@ def test_a_stop_string_counts_once_and_where_it_is_complete():
         heard.clear()
         cfg = replace(with_game(listen), stop_strings=stop_strings)
         t = int(r.completion_mask.sum(1).max()) - 1
-        answering(WORDS, cfg, WORD_PROMPTS, 1)(0, r, torch.arange(len(r.tokens)), t, t + 1)
+        answering(WORDS, cfg, WORD_PROMPTS)(0, r, torch.arange(len(r.tokens)), t, t + 1)
         return heard
 
     found = heard_after(drawn(["x</a>", "x</b>", "</a>y", "</a>>"]), "</a>", ">>>>>>>")
@@ -139,7 +140,7 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
     cfg = with_game(tell, num_eval_generations=3, num_generations=2)
     setup = setup_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
     try_environment(cfg, prompts)
-    for sampling in (lambda: sample_batch(setup, prompts, cfg, 3),
+    for sampling in (lambda: sample_completions(setup, setup.policy, prompts, cfg, 3),
                      lambda: evaluate(setup, setup.policy, cfg)):
         seen.clear()
         sampling()
@@ -262,5 +263,5 @@ def test_the_config_file_loads_and_its_tool_answers():
     try_environment(cfg, prompts)
     r = drawn(["calc(12*7)"])
     t = int(r.completion_mask.sum()) - 1
-    answering(WORDS, cfg, prompts, 1)(0, r, torch.arange(1), t, t + 1)
+    answering(WORDS, cfg, prompts)(0, r, torch.arange(1), t, t + 1)
     assert WORDS.decode(r.tokens[0, t + 2:][~r.sampled_mask[0, t + 1:]].tolist()) == " = 84"
