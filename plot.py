@@ -14,7 +14,7 @@ import math
 import os
 
 import config
-from common.files import read_rows, replacing, undamaged
+from common.files import read_log, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
 from run.checkpoint import FREE
 
@@ -41,7 +41,7 @@ LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersiz
 
 def read_logs(folder):
     """Read the logs of a run -> {"metrics": rows, "eval": rows}."""
-    return {log: read_rows(os.path.join(folder, f"{log}.jsonl")) for log in ("metrics", "eval")}
+    return {log: read_log(os.path.join(folder, f"{log}.jsonl")) for log in ("metrics", "eval")}
 
 
 def groups_of(folders):

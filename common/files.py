@@ -1,6 +1,7 @@
 """Files: written to a temporary name and renamed, read without running what is in them."""
 import contextlib
 import csv
+import errno
 import gzip
 import importlib.util
 import json
@@ -33,11 +34,24 @@ def remove(path):
         os.remove(path)
 
 
+# what a disk answers that cannot do it: some network and FUSE disks, folders on Windows
+CANNOT_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF)
+
+
 def flush(path):
-    """Waits until a file, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    os.fsync(number)
-    os.close(number)
+    """Waits until a file, or the names in a folder, are on the disk. False where that disk cannot
+    be waited for."""
+    try:
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+    except OSError as e:
+        if e.errno not in CANNOT_FLUSH:
+            raise
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -155,6 +169,27 @@ def read_rows(path):
     return list(each_row(path))
 
 
+def read_log(path):
+    """Rows of a log of a run. Of a run that was killed, or is at work, half a last line is left
+    out."""
+    if not os.path.isfile(path):
+        raise BadInput(f"{path}: no such file")
+    with open(path, "rb") as f:
+        *lines, last = f.read().split(b"\n")
+    try:
+        json.loads(last)
+        lines.append(last)      # it is whole
+    except ValueError:
+        pass
+    rows = []
+    for number, line in enumerate(filter(bytes.strip, lines), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as e:
+            raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
+    return rows
+
+
 def save_file(path, kind, **content):
     """Write a checkpoint of this kind: "policy", "judge", "run", ..."""
     with replacing(path) as tmp:
@@ -183,7 +218,7 @@ def load_file(path, kind):
         check_sums(here)
         content = torch.load(here, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
-        advice = " (a run continues from the one before, once this is deleted)" * (kind == "run")
+        advice = " (a run continues from the one before, once this is moved away)" * (kind == "run")
         raise BadInput(
             f"{path}: not a readable checkpoint, perhaps damaged or cut short{advice}") from e
     found = content.get("kind") if isinstance(content, dict) else None
@@ -213,13 +248,20 @@ def load_weights(path, module, weights):
         raise BadInput(f"{path}: does not fit these settings ({shown(e, 300)})") from e
 
 
+MOMENTS = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
+           torch.optim.Muon: {"momentum_buffer"}}
+
+
 def load_optimizer(optimizer, state):
-    """optimizer <- the moments in state. ValueError where one has another shape than its weights:
-    AdamW would not notice, and read and write other memory."""
+    """optimizer <- the moments in state. ValueError where one is missing, or has another shape than
+    its weights: AdamW would not notice, and read and write other memory."""
     groups = optimizer.state_dict()["param_groups"]     # the settings', not the file's
     optimizer.load_state_dict(state | {"param_groups": groups})
+    wanted = MOMENTS.get(type(optimizer))
     for p, moments in optimizer.state.items():
+        if wanted and moments.keys() != wanted:
+            raise ValueError(f"the moments are {sorted(moments)}, must be {sorted(wanted)}")
         for name, x in moments.items():
             shape = () if name == "step" else p.shape
-            if x.shape != shape or not x.is_contiguous():
+            if x.shape != shape or not x.is_contiguous() or not x.is_floating_point():
                 raise ValueError(f"{name} is {tuple(x.shape)} for weights {tuple(p.shape)}")

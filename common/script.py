@@ -25,8 +25,37 @@ class BadInput(ValueError):
 
 def shown(value, most=80):
     """repr of what a user gave, on one line and cut after `most` characters."""
-    text = " ".join(repr(value).splitlines())
+    try:
+        text = " ".join(repr(value).splitlines())
+    except Exception:   # a number of thousands of digits, or an object's own __repr__
+        text = f"<{type(value).__name__}, which cannot be printed>"
     return text if len(text) <= most else text[:most] + "..."
+
+
+@contextlib.contextmanager
+def panics_as_errors():
+    """Around calls of a package written in Rust: its panics are no Exception in Python."""
+    try:
+        yield
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":    # of each such package its own
+            raise
+        raise RuntimeError(f"PanicException: {e}") from e
+
+
+@contextlib.contextmanager
+def own_torch():
+    """Around a user's code: what it changes of torch, which all code shares, is put back."""
+    device = torch.get_default_device()
+    dtype = torch.get_default_dtype()
+    has_grad = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(has_grad)
 
 
 def user_error(what, e, example=""):
@@ -43,7 +72,8 @@ def in_one_line(name, function):
     """A function of a config file, whose errors end in one line."""
     def call(*args):
         try:
-            return function(*args)
+            with contextlib.chdir("."), own_torch(), panics_as_errors():
+                return function(*args)
         except BadInput:
             raise
         except (Exception, SystemExit) as e:
@@ -66,17 +96,22 @@ def exit_codes():
     Under torchrun the last line names the process and its machine."""
     rank, size = rank_and_size()
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
+    if sys.stdout is None:      # closed, as by `>&-`
+        sys.stdout = open(os.devnull, "w")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):    # it may not know every character
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        yield
+        with panics_as_errors():
+            yield
         sys.stdout.flush()
     except BadInput as e:
         print(f"error: {who}{e}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as e:
         if rank == 0:  # the others end alike
-            print(f"interrupted: {who}{e or 'by Ctrl-C'}", file=sys.stderr)
+            print(f"interrupted: {who}{str(e) or 'by Ctrl-C'}", file=sys.stderr)
         sys.exit(130)
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
@@ -87,6 +122,8 @@ def exit_codes():
         raise SystemExit(f"{who}stopped: {e}") from None
     except (MemoryError, RuntimeError) as e:
         said = "out of memory" in str(e) or "can't allocate memory" in str(e)       # GPU, host
+        if str(e).startswith("PanicException"):
+            raise SystemExit(f"{who}stopped: a package failed ({shown(e, 200)})") from None
         if not said and not isinstance(e, MemoryError):
             raise
         raise SystemExit(f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, "
@@ -139,21 +176,36 @@ def own_flags(argv, own):
     return found, rest
 
 
+def heard_signals():
+    """Those that ask a run to save and leave. SIGHUP, of a lost connection, is not there on Windows
+    and is ignored under nohup."""
+    heard = [signal.SIGINT, signal.SIGTERM]
+    lost = getattr(signal, "SIGHUP", None)
+    if lost and signal.getsignal(lost) != signal.SIG_IGN:
+        heard.append(lost)
+    return heard
+
+
 @contextlib.contextmanager
 def interrupts():
-    """Within this block SIGINT and SIGTERM do not kill. They make the yielded function return True,
-    so that work can be saved first. A second signal ends the block at once."""
+    """Within this block SIGINT, SIGTERM and SIGHUP do not kill. They make the yielded function
+    return True, so that work can be saved first. A second signal ends the block at once."""
     seen = []
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def handler(number, frame):
         if seen:
             raise KeyboardInterrupt("at once; what was saved last is kept")
         seen.append(number)
+        for fd in terminals:
+            if not os.isatty(fd):       # the connection is lost: print to nobody, and save
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if rank_and_size()[0] == 0:     # os.write: print could be in the middle of another line
-            os.write(2, b"signal heard: finishing and saving what is in progress; a second one "
-                        b"quits at once\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"signal heard: finishing and saving what is in progress; a second one "
+                            b"quits at once\n")
 
-    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    previous = {s: signal.signal(s, handler) for s in heard_signals()}
     try:
         yield lambda: bool(seen)
     finally:

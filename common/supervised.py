@@ -1,6 +1,7 @@
 """Supervised training of the default policy and the judges: once, and its loop."""
 import math
 import os
+import tempfile
 import time
 
 from common.files import load_file, load_optimizer, load_weights, save_file, undamaged
@@ -17,9 +18,20 @@ def made_once(cfg, name, made_of, make, may_train):
         if not may_train:
             raise BadInput(f"{path}: is missing, and this run is made of it; make it again: "
                            f"python pretrain.py {cfg.out_dir}")
+        check_writable(cfg.cache_dir)       # before minutes of training
         make(path)
     print(f"{name}: {path}")
     return path
+
+
+def check_writable(folder):
+    """Raise BadInput for a folder in which no file can be made."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise BadInput(f"cache_dir = {folder!r}: cannot be written ({e.strerror})") from e
 
 
 def trapezoid(step, steps):
@@ -56,14 +68,14 @@ class Progress:
         self.unit = unit
         self.total = total
         self.start = start
-        self.began = time.time()
+        self.began = time.monotonic()
         self.last = self.began
 
     def is_due(self):
-        return time.time() - self.last > self.EVERY
+        return time.monotonic() - self.last > self.EVERY
 
     def show(self, done, about=""):
-        self.last = time.time()
+        self.last = time.monotonic()
         left = (self.last - self.began) / (done - self.start) * (self.total - done)
         print(f"{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
               flush=True)
@@ -79,7 +91,7 @@ def fit(model, optimizers, loss_at, steps, partial, label):
     rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
     start = load_partial(partial, model, optimizers, label, steps)
     progress = Progress(label, "step", steps, start)
-    saved = time.time()
+    saved = time.monotonic()
     mean = None     # of the loss, over about the last 50 steps
     for step in range(start, steps):
         for optimizer, base in zip(optimizers, rates):
@@ -94,10 +106,10 @@ def fit(model, optimizers, loss_at, steps, partial, label):
         mean = loss.detach() if mean is None else mean.lerp(loss.detach(), 0.02)
         if progress.is_due() or step + 1 == steps:
             progress.show(step + 1, f"loss {float(mean):.3f}, ")
-        if time.time() - saved > SAVE_SECONDS:
+        if time.monotonic() - saved > SAVE_SECONDS:
             save_file(partial, "partial", model=model.state_dict(), step=step + 1,
                       optimizers=[o.state_dict() for o in optimizers])
-            saved = time.time()
+            saved = time.monotonic()
     if mean is not None and not math.isfinite(float(mean)):
-        raise SystemExit(f"stopped: the loss of {label} became {float(mean)}; remove {partial} and "
-                         "lower its learning rate")
+        raise SystemExit(f"stopped: the loss of {label} became {float(mean)}; move {partial} away "
+                         "and lower its learning rate")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from common.files import read_json, read_text
-from common.script import BadInput, in_one_line, shown
+from common.script import BadInput, in_one_line, own_torch, panics_as_errors, shown
 from config.check import check
 
 
@@ -370,7 +370,8 @@ def read_config(path):
         raise BadInput(f"{path}: is neither a config file (.py) nor the folder of a run; a setting "
                        "is written --name=value")
     try:
-        names = runpy.run_path(path, run_name=DEFINED_HERE)
+        with own_torch(), panics_as_errors():
+            names = runpy.run_path(path, run_name=DEFINED_HERE)
     except BadInput:
         raise
     except (Exception, SystemExit) as e:    # whatever a user's file may raise, in one line

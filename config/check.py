@@ -19,13 +19,19 @@ AT_MOST = {
     "top_entropy_quantile": 1, "ref_model_mixup_alpha": 1, "tracin_fraction": 1,
     "lora_rank": 4096, "num_eval_generations": 4096,    # far beyond use: memory would end first
 }
+# settings that may be paths of this machine
+PATHS = ("out_dir", "cache_dir", "comments", "prompts", "eval_prompts", "policy", "judge",
+         "eval_judge")
 ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile", "value_clip")
 BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")     # an average must forget
 
 
 def check(cfg):
-    """Raise BadInput for the first setting that cannot work. Fill in None. Return cfg."""
+    """Raise BadInput for the first setting that cannot work. Fill in None, and the home folder for
+    a ~ at the beginning of a path. Return cfg."""
     hints = typing.get_type_hints(type(cfg))
+    for name in PATHS:
+        setattr(cfg, name, at_home(name, getattr(cfg, name)))
     for name, value in cfg.public().items():
         if wanted := what_it_must_be(name, value, hints[name]):
             raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
@@ -52,13 +58,38 @@ def check_policy(cfg):
         need("critic", "critic = True")
 
 
+def at_home(name, path):
+    """A path with the home folder in place of ~, since a shell writes it only where a word begins,
+    not in --name=~/folder."""
+    if not isinstance(path, str) or not path.startswith("~"):
+        return path
+    found = os.path.expanduser(path)
+    if found == path:
+        raise BadInput(f"{name} = {shown(path)}: there is no such home folder; a folder of the "
+                       f"name is ./{path}")
+    return found
+
+
+def is_text(name, value):
+    """True for text that can be written to a file, and for a path that the machine can have."""
+    try:
+        if name in PATHS:
+            os.fsencode(value)
+        else:
+            value.encode()
+    except UnicodeEncodeError:      # half a character
+        return False
+    return value != "" and "\0" not in value
+
+
 def what_it_must_be(name, value, hint):
     """What this value of a setting must be and is not; "" if it is good by itself."""
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal and value not in choices:
         return f"one of {', '.join(choices)}"
-    if value == "" or type(value) is str and "\0" in value:
-        return "text that is not empty and has no NUL"
+    texts = value if type(value) is tuple else (value,)
+    if not all(is_text(name, text) for text in texts if type(text) is str):
+        return "text that is not empty and has no NUL and no half character"
     if type(value) not in (int, float):
         return ""
     if not abs(value) < 2 ** 63:    # or NaN
@@ -89,7 +120,8 @@ def check_models(cfg):
 
 def check_rows(cfg):
     words = cfg.prompt_words
-    if len(words) != 2 or any(type(n) is not int for n in words) or not 1 <= words[0] <= words[1]:
+    are_counts = len(words) == 2 and all(type(n) is int and n < 2 ** 63 for n in words)
+    if not are_counts or not 1 <= words[0] <= words[1]:
         raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers "
                        "from 1")
     N = cfg.num_prompts * cfg.num_generations

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import grpo
-from common.files import read_rows, undamaged
+from common.files import read_log, undamaged
 from common.processes import rank_and_size
 from common.script import BadInput, own_flags, run_script, seed_for
 from config import load_settings, read_run
@@ -132,10 +132,10 @@ def main(argv):
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
     path = newest_checkpoint(folder, own["before"])
     scored = next_iteration(setup, path, cfg)
-    recorded = [row for row in read_rows(os.path.join(folder, "samples.jsonl"))
+    recorded = [row for row in read_log(os.path.join(folder, "samples.jsonl"))
                 if None not in (row.get("reward"), row.get("influence"))]
     rows = recorded or scored.rows
-    metrics = read_rows(os.path.join(folder, "metrics.jsonl")) if recorded else []
+    metrics = read_log(os.path.join(folder, "metrics.jsonl")) if recorded else []
 
     about = (f"{folder}: {len(rows)} rollouts, target {cfg.tracin!r}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")

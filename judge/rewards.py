@@ -6,13 +6,15 @@ import contextlib
 import inspect
 import itertools
 import math
+import time
 
 import torch
 
-from common.script import BadInput, shown, user_error
+from common.script import BadInput, own_torch, panics_as_errors, shown, user_error
 from judge import reward_functions
 
 LARGEST = 1e16      # the square of a reward must fit into float32
+SEARCH_SECONDS = 10     # for the example that makes a function fail
 
 
 def arguments_of(what, function, prompts, texts, name="completions"):
@@ -44,7 +46,7 @@ def call(what, function, prompts, texts, name="completions"):
     called alone; the function's own traceback is a note of the BadInput."""
     arguments = arguments_of(what, function, prompts, list(texts), name)    # it may change its list
     try:
-        with contextlib.chdir("."):     # it may leave the folder
+        with contextlib.chdir("."), own_torch(), panics_as_errors():    # it may leave the folder
             return function(**arguments)
     except BadInput:
         raise
@@ -53,8 +55,10 @@ def call(what, function, prompts, texts, name="completions"):
     if len(texts) == 1:
         example = f", for the prompt {shown(prompts[0].text)} and completion {shown(texts[0])}"
         raise user_error(what, error, example)
+    until = time.monotonic() + SEARCH_SECONDS
     for prompt, text in zip(prompts, texts):
-        call(what, function, [prompt], [text], name)
+        if time.monotonic() < until:
+            call(what, function, [prompt], [text], name)
     raise user_error(what, error)       # each alone is fine
 
 
@@ -66,7 +70,7 @@ def score_by(name, function, prompts, completions):
         return [math.nan if x is None else x for x in function(completions)]
     values = call(f"reward {name!r}", function, prompts, completions)
     try:
-        if isinstance(values, dict):    # a list of it has the keys
+        if isinstance(values, (dict, bytes, bytearray)):    # a list of it has the keys, the bytes
             raise TypeError
         values = list(itertools.islice(values, len(completions) + 1))   # it may have no end
         numbers = [math.nan if v is None else float(v) for v in values]
@@ -84,7 +88,7 @@ def score_by(name, function, prompts, completions):
     return numbers
 
 
-@torch.no_grad()    # and a user's function that switches gradients off does so until here
+@torch.no_grad()
 def score(reward_funcs, prompts, completions):
     """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K).
 
@@ -92,7 +96,6 @@ def score(reward_funcs, prompts, completions):
     """
     columns = [score_by(name, function, prompts, completions)
                for name, function in reward_funcs.items()]
-    torch.set_default_dtype(torch.float32)      # of this too
     return torch.tensor(columns).T
 
 

@@ -47,9 +47,10 @@ def append_rows(folder, name, rows):
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def write_run_config(folder, cfg, device):
-    """config.json: settings, versions, device, git revision, names of functions, and the text of
-    the config files. config.py: that text once more, to be named in a command."""
+def write_run_config(folder, cfg, device, is_printed=False):
+    """config.json: settings, versions, device, git revision, names of functions, the text of the
+    config files, whether the run's table was printed. config.py: that text once more, to be named
+    in a command."""
     if rank_and_size()[0] > 0:
         return
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
@@ -57,7 +58,7 @@ def write_run_config(folder, cfg, device):
     write_json(f"{folder}/config.json", dict(
         settings=cfg.public(), functions=sorted(cfg.functions), source=cfg.source,
         device=str(device), torch=torch.__version__, python=platform.python_version(),
-        threads=torch.get_num_threads(), git=git))
+        threads=torch.get_num_threads(), git=git, is_printed=is_printed))
     if cfg.source is not None:
         config = f"{folder}/config.py"
         with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:

@@ -8,7 +8,7 @@ import os
 
 from filelock import FileLock, Timeout
 
-from common.files import is_plain
+from common.files import flush, is_plain
 from common.script import BadInput, shown
 from config import read_run
 from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
@@ -42,10 +42,18 @@ def why_not_continued(folder, cfg):
     if about:
         way_out = ", which --resume=True would continue" if done and not fixed else ""
         return f"holds a run of other settings ({about}){way_out}"
-    if done and done[-1] >= cfg.max_iters:
+    if done and done[-1] >= cfg.max_iters and before.get("is_printed"):
         return ("holds a run that is complete, which --resume=True with more --max_iters would "
                 "continue")
     return ""
+
+
+def how_plain(path):
+    """A command that makes a link a file of its own, or moves away what is no file. Neither loses
+    what a user made."""
+    if os.path.isfile(path):
+        return "`cp F F.2 && mv F.2 F` makes it a file of its own"
+    return "`mv F F.2` moves it away"
 
 
 def is_free(folder):
@@ -61,10 +69,11 @@ def is_free(folder):
 def check_folder(folder, cfg):
     """BadInput for a folder with anything but a run that is continued with these settings, or with
     links where a run would write."""
-    for name in (LOCK, *LOGS):
-        if not is_plain(f"{folder}/{name}"):
-            raise BadInput(f"{folder}/{name}: is a link or no plain file: remove it, since a run "
-                           "would write there")
+    names = [name for name in (LOCK, *LOGS) if not is_plain(f"{folder}/{name}")]
+    if names:
+        first = f"{folder}/{names[0]}"
+        raise BadInput(f"{first}: is a link or no plain file, and a run would write there. In that "
+                       f"folder, for each F of {', '.join(names)}: {how_plain(first)}")
     if is_free(folder):
         return
     try:
@@ -93,6 +102,9 @@ def claimed_folder(cfg):
                        f"written ({e})") from e
     with lock:      # until the block ends, or the process
         check_folder(folder, cfg)       # which another run may have used meanwhile
+        if not flush(folder):
+            print(f"note: {folder}: this disk cannot be waited for (fsync of a folder), so a power "
+                  "failure may lose what was saved last")
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.pt.*.tmp"):
             os.remove(path)     # of a process that was killed while it wrote
         is_continued = bool(checkpoints(folder))

@@ -6,10 +6,12 @@ import math
 import os
 import time
 
-from common.files import read_rows
+from common.files import read_log
 from common.processes import all_gather, rank_and_size
-from common.script import BadInput, hash_of, interrupts, optional
-from run.checkpoint import append_rows, begin_logs, resume, save_checkpoint, write_run_config
+from common.script import BadInput, hash_of, interrupts, optional, shown
+from run.checkpoint import (
+    append_rows, begin_logs, random_state, resume, save_checkpoint, set_random_state,
+    write_run_config)
 from run.evaluation import evaluate
 from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
@@ -63,6 +65,14 @@ def sample_rows(it, batch, cfg):
     return rows
 
 
+def is_failure(error):
+    """Whether a block ended by a failure: not by its end, by words that end a run, or by a second
+    signal. A KeyboardInterrupt without words is that of another process."""
+    if isinstance(error, KeyboardInterrupt):
+        return not error.args
+    return isinstance(error, Exception)
+
+
 class Run:
     """A run: its folder, its logs and what it prints; see main and train of grpo.py."""
 
@@ -74,10 +84,12 @@ class Run:
         self.first = None                       # metrics of the run's first iteration
         self.first_evaluation = None
         self.seconds = []                       # of each iteration
+        self.stopped = lambda: False            # whether a signal was heard
+        self.done = None                        # iterations, as what is in memory has them
         if cfg.wandb_project and rank_and_size()[0] == 0:
             with optional("wandb"):
                 import wandb
-            self.wandb = wandb
+                self.wandb = wandb
 
     def __enter__(self):
         cfg = self.cfg
@@ -93,8 +105,34 @@ class Run:
         print("settings: " + ", ".join(f"{k}={v!r}" for k, v in changed.items()))
         return self
 
-    def __exit__(self, *error):
-        self.until_end.close()
+    def __exit__(self, kind, error, trace):
+        with self.until_end:
+            if self.stopped() and is_failure(error):
+                self.leave(error)
+
+    def leave(self, error):
+        """After a signal something failed, since a terminal's Ctrl-C ends also the processes that a
+        reward waits for. No step was taken since the last whole iteration, unless the failure was
+        within a step: so that iteration is saved."""
+        if self.done is None or self.has_stepped:
+            reason = "what was saved last is kept, and the same command continues"
+        else:
+            set_random_state(self.random)
+            self.setup.target_average.age, self.setup.target_average.total = self.average
+            self.save(self.done)
+            reason = f"saved after iteration {self.done}; the same command continues"
+        raise KeyboardInterrupt(f"{reason} (meanwhile: {shown(str(error), 120)})") from error
+
+    def mark_whole(self):
+        """What is in memory is a whole iteration: remember what changes before the next step."""
+        self.has_stepped = False
+        self.random = random_state()
+        average = self.setup.target_average
+        self.average = average.age, average.total
+
+    def step_begins(self, *_):
+        """Called by the optimizer."""
+        self.has_stepped = True
 
     def begin(self, setup):
         """From the start, or from the checkpoint of an interrupted run."""
@@ -116,30 +154,54 @@ class Run:
                 f"the processes begin with different weights: out_dir = {self.folder!r} and "
                 f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
         write_run_config(self.folder, cfg, setup.device)
-        if self.wandb:
-            name = os.path.basename(self.folder)
-            self.wandb.init(project=cfg.wandb_project, name=name, config=cfg.public())
+        name = os.path.basename(self.folder)
+        self.tell_wandb("init", project=cfg.wandb_project, name=name, config=cfg.public())
         self.start = done or 0
         if done is None:        # before training, to compare with
-            self.log_evaluation(0, *evaluate(setup, setup.policy, cfg))
+            self.evaluate(0)
             self.save(0)
+        elif self.is_evaluated(done) and not self.has_evaluation(done):
+            self.evaluate(done)     # it failed after a signal
+        self.done = self.start
+        self.mark_whole()
+        setup.optimizer.register_step_pre_hook(self.step_begins)
+
+    def is_evaluated(self, done):
+        return done == self.cfg.max_iters or is_due(done, self.cfg.eval_interval)
+
+    def has_evaluation(self, done):
+        """Whether the log has it, as rank 0 sees it."""
+        found = [row["iteration"] for row in read_log(f"{self.folder}/eval.jsonl")]
+        return all_gather([done in found])[0]
+
+    def tell_wandb(self, what, *args, **kwargs):
+        """Calls a function of wandb, where that is asked for. If it fails, the run goes on."""
+        if self.wandb is None:
+            return
+        try:
+            getattr(self.wandb, what)(*args, **kwargs)
+        except (Exception, SystemExit) as e:    # whatever it raises: no network, no key, ...
+            print(f"note: wandb.{what} failed ({type(e).__name__}: {shown(str(e))}): the run goes "
+                  f"on without wandb; {self.folder}/metrics.jsonl has all metrics", flush=True)
+            self.wandb = None
 
     def first_row(self, log):
         """The first row of a log, NaN where nothing is known; None if there is none."""
-        rows = read_rows(f"{self.folder}/{log}")
+        rows = read_log(f"{self.folder}/{log}")
         if not rows:
             return None
         return {name: math.nan if x is None else x for name, x in rows[0].items()}
 
     def step_log(self):
+        self.mark_whole()
         if self.began is None:
-            self.began = time.time()
+            self.began = time.monotonic()
         return StepLog(self.setup.device, self.cfg.micro_batch_size, self.cfg.log_micro)
 
     def record(self, it, batch, metrics, log):
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
-        seconds = time.time() - log.start
+        seconds = time.monotonic() - log.start
         self.num_tokens += log.num_tokens
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
@@ -147,7 +209,7 @@ class Run:
              "epoch": (it + 1) * cfg.num_prompts / len(self.setup.prompts),
              "step_time": seconds,
              **rollout_toxicity(batch, self.setup)}
-        each = (time.time() - self.began) / (it + 1 - self.start)
+        each = (time.monotonic() - self.began) / (it + 1 - self.start)
         print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - it - 1))
         self.first = self.first or m
         groups = batch.rewards.view(-1, cfg.num_generations)
@@ -155,23 +217,25 @@ class Run:
         self.seconds.append(seconds)
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
-        if self.wandb:
-            self.wandb.log(m, step=it + 1)
+        self.tell_wandb("log", m, step=it + 1)
 
     def after(self, done):
         """Evaluates and saves, where that is due. After Ctrl-C it saves and leaves."""
         cfg = self.cfg
+        self.done = done
+        self.mark_whole()
         last = done == cfg.max_iters
         stopped = any(all_gather([self.stopped()]))     # a signal has asked any process to stop
-        if last or is_due(done, cfg.eval_interval):
-            self.log_evaluation(done, *evaluate(self.setup, self.setup.policy, cfg))
+        if self.is_evaluated(done):
+            self.evaluate(done)
         if last or stopped or is_due(done, cfg.save_interval):
             self.save(done)
         if stopped and not last:
             raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
 
-    def log_evaluation(self, iteration, measures, samples):
-        """What evaluate.evaluate returned."""
+    def evaluate(self, iteration):
+        """Prints and logs an evaluation of the policy."""
+        measures, samples = evaluate(self.setup, self.setup.policy, self.cfg)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
         row = dict(iteration=iteration, **measures, samples=samples)
@@ -179,8 +243,7 @@ class Run:
         self.first_evaluation = self.first_evaluation or row
         if self.first:
             self.compare(self.first_evaluation, row)
-        if self.wandb:
-            self.wandb.log({f"eval/{k}": v for k, v in measures.items()}, step=iteration)
+        self.tell_wandb("log", {f"eval/{k}": v for k, v in measures.items()}, step=iteration)
 
     def compare(self, before, after):
         """Warns of what fell between two evaluations."""
@@ -198,8 +261,13 @@ class Run:
         """The table of before and after, and the verdict where one is expected."""
         if rank_and_size()[0] > 0:
             return
-        rows = read_rows(os.path.join(self.folder, "eval.jsonl"))
+        rows = read_log(f"{self.folder}/eval.jsonl")
         print_table(rows)
-        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt")
-        if self.cfg.expect_rise:
-            print_verdict(rows, self.cfg)
+        print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt",
+              flush=True)
+        self.tell_wandb("finish")
+        try:
+            if self.cfg.expect_rise:
+                print_verdict(rows, self.cfg)
+        finally:    # a run that was killed before this prints the table when it is started again
+            write_run_config(self.folder, self.cfg, self.setup.device, is_printed=True)

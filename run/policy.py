@@ -6,7 +6,7 @@ import torch
 
 from common.files import undamaged
 from common.script import seed_for
-from config import HINTS, Settings
+from config import HINTS, Settings, assign
 from config.check import check_policy
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, rebuilt
@@ -75,8 +75,10 @@ def load_run(path):
     path = newest_checkpoint(path)
     content = read_checkpoint(path)
     with undamaged(path):
-        kept = content["settings"].items()     # other versions may have other settings
-        cfg = Settings(**{name: value for name, value in kept if name in HINTS})
+        cfg = Settings()
+        for name, value in content["settings"].items():
+            if name in HINTS:       # other versions may have others
+                assign(cfg, name, value, path)
         check_policy(cfg)
         policy = rebuilt(path, content["shape"], content["policy"],
                          lambda config: trainable(Policy(config), cfg))

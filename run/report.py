@@ -20,7 +20,7 @@ class StepLog:
         self.micro = 0
         self.num_tokens = 0     # of prompts and completions, without padding
         self.num_sampled = 0    # of those the policy's
-        self.start = time.time()
+        self.start = time.monotonic()
         self.last = self.start
         self.line("[Micro 0] 1. Iteration start")
 
@@ -56,7 +56,7 @@ class StepLog:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        now = time.time()
+        now = time.monotonic()
         spent = f"time={now - self.last:.3f}s"
         if last:    # the optimizer's own time, and the sum of all
             spent = f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
@@ -74,6 +74,7 @@ def print_iteration(m, cfg, tokens, seconds_left):
     seconds = m["step_time"]
     left = int(seconds_left)
     kl = m.get("kl_loss", 0.0)
+    speed = f"{tokens / seconds:.0f}" if seconds > 0 else "?"      # a clock may stand still
     main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
     more = ""
     if cfg.answers:
@@ -84,7 +85,7 @@ def print_iteration(m, cfg, tokens, seconds_left):
     print(f"iter {m['iteration']}/{cfg.max_iters}: loss {m['loss']:.4f} "
           f"(main {main:.4f}, {critic}beta*kl {kl:.4f}), "
           f"reward {m['reward']:.4f}, "
-          f"grad_norm {m['grad_norm']:.3f}, {more}{tokens / seconds:.0f} tok/s, "
+          f"grad_norm {m['grad_norm']:.3f}, {more}{speed} tok/s, "
           f"time {seconds:.2f}s, eta {left // 60}m{left % 60:02d}s", flush=True)
 
 

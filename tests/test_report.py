@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def clock(monkeypatch):
     """A clock that a test moves; memory is 812 MB."""
     now = SimpleNamespace(time=100.0)
-    monkeypatch.setattr(report.time, "time", lambda: now.time)
+    monkeypatch.setattr(report.time, "monotonic", lambda: now.time)
     monkeypatch.setattr(report, "memory", lambda device: 812 * 2 ** 20)
     return now
 

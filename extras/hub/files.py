@@ -15,7 +15,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from extras.hub.families import published
-from common.script import BadInput, shown
+from common.script import BadInput, panics_as_errors, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -31,7 +31,8 @@ NO_WEIGHTS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_
 def one_line(what, advice="download it again"):
     """Turns whatever a package raises into one line that names the file."""
     try:
-        yield
+        with panics_as_errors():
+            yield
     except BadInput:
         raise
     except Exception as e:  # the packages raise their own errors, and a dozen of Python's

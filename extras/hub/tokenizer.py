@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from data.tokenizer import GPT2_PATTERN, byte_alphabet
 from extras.hub.chat import write_chat
-from extras.hub.files import read_gguf
+from extras.hub.files import one_line, read_gguf
 from common.files import read_json, read_text
 from common.script import BadInput
 
@@ -66,7 +66,8 @@ class Tokenizer:
     def encode_chat(self, messages, where):
         """Encode a list of messages -> (its text for rewards and logs, its ids)."""
         said, text = write_chat(self.chat_template, self.names, messages, where)
-        return said, self.encode_marked(text)
+        with one_line(f"{where}: what the chat template writes cannot be read", "change them"):
+            return said, self.encode_marked(text)
 
     def encode_marked(self, text):
         """Encode a text, in which the special tokens are written out."""
