@@ -28,6 +28,7 @@ Shapes: B prompts of width P (left-padded), N = B * num_generations completions 
 V = vocab_size, C channels, n completions that still run, M sampled tokens of all completions. A
 token of a completion is sampled by the policy or written by an environment.
 """
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -294,6 +295,20 @@ def check_prompts(prompts, most):
                              "(block_size less max_completion_length)")
 
 
+@contextlib.contextmanager
+def casts_kept(model):
+    """Around decoding. autocast keeps its casts of weights that ask for gradients; it would cast
+    frozen ones, such as LoRA's base, again for each token."""
+    frozen = [p for p in getattr(model, "parameters", tuple)() if not p.requires_grad]
+    try:
+        for p in frozen:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0, part=None,
              respond=None, **sampling):
@@ -333,7 +348,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         shortest = min(len(ids) for ids in prompts[first:end][some])
         mask = attention_mask[some] if shortest < prompt.shape[1] else None
         answer = functools.partial(respond, (first + b) * G) if respond else None
-        decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
+        with casts_kept(model):
+            decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
     # an environment may have written tokens after the end
     r.sampled_mask &= r.completion_mask
     r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.eos[0])

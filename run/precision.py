@@ -18,15 +18,17 @@ from run.metrics import logp_error, tolerance_of
 
 
 def few_rows(setup, cfg):
-    """Sample five completions of two prompts, one of which is padded; none of them ends early. Ten
-    rows, since torch.compile treats dimensions of equal size as the same symbol."""
+    """Sample the rows that are compared; no completion ends early -> [Rollout]: rows of which some
+    are padded, rows without padding, a single row, and one that was sampled alone."""
     ids = min((prompt.ids for prompt in setup.prompts), key=len)
-    prompts = [ids, ids[1:] or ids]
     T = min(cfg.max_completion_length, 8)
     set_precision(setup.device, setup.dtype)
     with autocast(setup.device, setup.dtype):
-        return setup.generate(
-            setup.policy, prompts, 5, T, seed=0, eos=(-1,), **cfg.sampling)
+        how = dict(seed=0, eos=(-1,), **cfg.sampling)
+        # ten rows, since torch.compile treats dimensions of equal size as the same symbol
+        rows = setup.generate(setup.policy, [ids, ids[1:] or ids], 5, T, **how)
+        alone = setup.generate(setup.policy, [ids], 1, T, **how)
+    return [rows, rows[:5], rows[:1], alone]
 
 
 def logp_and_gradient(setup, rollout, cfg):
@@ -41,9 +43,8 @@ def logp_and_gradient(setup, rollout, cfg):
     return logp.detach(), torch.cat([g.flatten() for g in gradients])
 
 
-def compare(setup, plain, cfg):
-    """Say what differs too much from plain float32; "" if nothing does."""
-    rollout = few_rows(setup, cfg)
+def compare(setup, plain, cfg, rollout):
+    """Say what differs too much from plain float32 on a rollout; "" if nothing does."""
     expected, expected_gradient = logp_and_gradient(plain, rollout, cfg)
     logp, gradient = logp_and_gradient(setup, rollout, cfg)
     errors = {}
@@ -61,7 +62,8 @@ def compare(setup, plain, cfg):
 def find_problem(setup, plain, cfg):
     """Say how setup computes otherwise than plain, in any process; "" if it does not."""
     try:
-        problem = compare(setup, plain, cfg)
+        problems = [compare(setup, plain, cfg, rollout) for rollout in few_rows(setup, cfg)]
+        problem = next(filter(None, problems), "")
     except Exception as e:      # a driver or a compiler may raise anything
         problem = shown(e, 160)
     return next(filter(None, all_gather([problem])), "")
@@ -74,9 +76,11 @@ def check_precision(setup, cfg):
         from extras.compiled import compile_nets
         compile_nets(setup)
         problem = find_problem(setup, plain, cfg)
-        if not problem:
+        failed = all_gather([setup.policy_fn is plain.policy_fn])   # the compiler; a note says how
+        if not problem and not any(failed):
             return
-        print(f"note: compile off: {problem}")
+        if not failed[0]:
+            print(f"note: compile off: {problem or 'another process cannot compile'}")
         setup.policy_fn = plain.policy_fn
         setup.reference_fn = plain.reference_fn
         setup.generate = plain.generate

@@ -7,15 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from extras.compiled import BUCKET, Decoder, compile_nets
+import extras.compiled as compiled_module
+from extras.compiled import BUCKET, Decoder, OrPlain, compile_nets, read_again, read_one
 from rollout import completion_logprobs, generate
 from run.precision import check_precision
 from worlds import (
     SHAPES, WORDS, WORD_PROMPTS, printed, random_gpt, read_rows, same_rollout, settings, setup_of,
-    shaken, skip_without, word_gpt)
+    shaken, skip_without, with_lora, word_gpt)
 
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
+torch_compile = torch.compile
 
 # ------------------------------------------------------------------------------------------------
 # the decoder
@@ -45,8 +49,8 @@ def test_memory_is_kept_between_calls_and_holds_nothing_of_the_last_one():
     one_token = [[5], [3], [9]]
     for prompts in (PROMPTS, [[1], [2, 8, 8, 8], [30, 4]], unpadded, one_token, PROMPTS):
         assert_same_tokens(decoder, prompts)
-    (N, S, _), = decoder.kept
-    assert (N, S) == (6, BUCKET)
+    cache, = decoder.kept
+    assert (cache.N, cache.S) == (BUCKET, BUCKET)
 
 
 def test_all_completions_are_read_in_one_shape_until_all_have_ended():
@@ -54,7 +58,75 @@ def test_all_completions_are_read_in_one_shape_until_all_have_ended():
     shapes = []
     model.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
     generate(Decoder(model), [[5, 6, 1], [3, 4], [2]], 4, 12, seed=3, eos=(7,))
-    assert set(shapes[1:]) == {(12, 1, 32)}
+    assert set(shapes[1:]) == {(BUCKET, 1, 32)}
+
+
+def test_few_shapes_are_compiled_and_kept_whatever_counts_come(monkeypatch):
+    """Compiled as on a GPU, once for each shape."""
+    monkeypatch.setattr(compiled_module, "BUCKET", 4)
+    monkeypatch.setattr(compiled_module, "MOST", 2)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(read_one, backend=backend, dynamic=False)
+    decoder = Decoder(random_gpt(n_layer=1), step)
+    for count in (5, 1, 9, 3, 30):      # prompts, two completions of each
+        prompts = [[5, 6, 7 + i % 3][:1 + i % 3] for i in range(count)]
+        assert_same_tokens(decoder, prompts)
+    assert len(decoder.kept) <= 2, "memory is kept for every number of rows"
+    assert len(graphs) <= 2, "every number of rows is another compilation"
+
+
+class CastsOfMatrices(TorchDispatchMode):
+    """Counts the casts to bfloat16 of matrices (rows, 32) or (32, columns), the weights' shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_cast = function.overloadpacket is torch.ops.aten._to_copy
+        if is_cast and kwargs.get("dtype") == torch.bfloat16 and args[0].dim() == 2:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def casts(model, T, cache_enabled=True):
+    """Casts of weights while T tokens are sampled in bfloat16, but those of the head, which on a
+    GPU is in float32."""
+    head = getattr(model, "model", model).lm_head
+    head.forward = lambda h: torch.autocast("cpu", enabled=False)(F.linear)(h, head.weight)
+    with CastsOfMatrices() as found, torch.autocast(
+            "cpu", torch.bfloat16, cache_enabled=cache_enabled):
+        generate(model, PROMPTS, 2, T, seed=3, eos=(-1,))
+    return found.count
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_are_cast_once_for_all_tokens(frozen):
+    model = random_gpt().requires_grad_(not frozen)
+    assert casts(model, 2) == casts(model, 9), "sampling casts the weights for each token"
+    assert all(p.requires_grad != frozen for p in model.parameters())
+    decoder = Decoder(model)
+    casts(decoder, 2, False)    # a graph keeps no casts of its own, hence no cache
+    assert casts(decoder, 2, False) == casts(decoder, 9, False), "a graph casts for each token"
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "lora"])
+def test_a_decoder_in_bfloat16_has_the_weights_of_now(shape):
+    model = random_gpt(**SHAPES.get(shape, {}))
+    if shape == "lora":
+        model = with_lora(model)
+    decoder = Decoder(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        first = assert_same_tokens(decoder)
+    shaken(model, 0.3, seed=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        second = assert_same_tokens(decoder)
+    assert not torch.equal(first.logp, second.logp)
 
 
 def test_an_environment_is_heard():
@@ -103,6 +175,34 @@ def raising(*args):
     raise RuntimeError("no compiler\nhere")
 
 
+def failing_after(calls):
+    """In place of torch.compile: the function as it is, which raises after so many calls."""
+    def compile(function, **how):
+        left = iter(range(calls))
+
+        def call(*args):
+            found = function(*args)
+            if next(left, None) is None:
+                raising()
+            return found
+        return call
+    return compile
+
+
+def without_backward(function, **how):
+    """In place of torch.compile: torch's own, whose compiler fails in the backward."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def fails(graph, inputs):
+        raise RuntimeError("no backward")
+
+    def works(graph, inputs):
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=works, bw_compiler=fails, inference_compiler=works)
+    return torch_compile(function, backend=backend, **how)
+
+
 def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
     monkeypatch.setattr(torch, "compile", compiled())
     for dtype in (torch.float32, torch.bfloat16):
@@ -133,11 +233,80 @@ def test_compile_that_does_not_hold_is_turned_off(monkeypatch, change, says):
     assert setup.generate is generate
 
 
+@pytest.mark.parametrize("wrong", ["unpadded", "single"])
+def test_the_check_sees_rows_without_padding_and_a_single_row(monkeypatch, wrong):
+    def change(ids, mask):
+        return 1.1 if (mask is None if wrong == "unpadded" else len(ids) == 1) else 1.0
+
+    def compile(function, **how):
+        def call(ids, mask):
+            return change(ids, mask) * function(ids, mask)
+        call.lm_head = function.lm_head if isinstance(function, nn.Module) else None
+        return call if isinstance(function, nn.Module) else function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    setup, cfg = word_nets()
+    assert printed(check_precision, setup, cfg).startswith("note: compile off: log-probs are off")
+
+
+def test_a_backward_that_cannot_be_compiled_is_noticed_before_training(monkeypatch):
+    monkeypatch.setattr(torch, "compile", without_backward)
+    net = nn.Linear(2, 3)
+    setup = SimpleNamespace(
+        policy=net, policy_fn=net, reference=net, reference_fn=net, generate=generate)
+    compile_nets(setup)
+    setup.policy_fn(torch.ones(1, 2)).sum().backward()
+    assert setup.policy_fn is setup.policy
+    assert setup.policy.weight.grad is not None
+
+
+@pytest.mark.parametrize("compile", [failing_after(0), failing_after(9)])
+def test_a_compiler_that_fails_is_turned_off_and_the_run_goes_on(
+        grpo, tmp_path, monkeypatch, compile):
+    plain = tmp_path / "plain"
+    late = tmp_path / "late"
+    flags = ("--beta=0.1", "--max_iters=2", "--ref_model_sync_steps=1")
+    grpo(plain, *flags)
+    monkeypatch.setattr(torch, "compile", compile)
+    out = grpo(late, *flags, "--compile=True")
+    assert out.count("note: compile off: RuntimeError('no ") == 1
+    for log in ("metrics.jsonl", "samples.jsonl"):
+        assert_same_rows(plain / log, late / log)
+
+
+def test_a_step_that_failed_half_way_is_read_again():
+    """The token was written to the memory before the error came."""
+    model = random_gpt()
+    notes = []
+    step = OrPlain(failing_after(3)(read_one), read_again, notes.append)
+    assert_same_tokens(Decoder(model, step))
+    assert len(notes) == 1
+
+
+def test_running_out_of_memory_is_no_failure_of_the_compiler():
+    def full(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        OrPlain(full, lambda: 1, None)()
+
+
 def test_sampling_from_a_policy_that_is_no_gpt_is_not_compiled():
     setup = SimpleNamespace(policy=nn.Linear(2, 3), reference=nn.Linear(2, 3), generate=generate)
     compile_nets(setup)
     assert setup.policy_fn is not setup.policy
     assert setup.generate is generate
+
+
+def assert_same_rows(log, other):
+    """Two logs say the same, up to rounding."""
+    for a, b in zip(read_rows(log), read_rows(other), strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"step_time"}:
+            expected = a[name]
+            if isinstance(expected, float):
+                expected = pytest.approx(expected, 1e-3, 1e-5)
+            assert b[name] == expected, name
 
 
 def test_a_run_is_the_same_compiled(grpo, tmp_path, monkeypatch):
@@ -149,10 +318,4 @@ def test_a_run_is_the_same_compiled(grpo, tmp_path, monkeypatch):
     out = grpo(fast_one, "--beta=0.1", "--max_iters=1", "--compile=True")
     assert "compile off" not in out
     for log in ("metrics.jsonl", "samples.jsonl"):
-        for a, b in zip(read_rows(plain / log), read_rows(fast_one / log), strict=True):
-            assert a.keys() == b.keys()
-            for name in a.keys() - {"step_time"}:
-                expected = a[name]
-                if isinstance(expected, float):
-                    expected = pytest.approx(expected, 1e-3, 1e-5)
-                assert b[name] == expected, name
+        assert_same_rows(plain / log, fast_one / log)
