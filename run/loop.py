@@ -166,9 +166,6 @@ class Run:
         self.mark_whole()
         setup.optimizer.register_step_pre_hook(self.step_begins)
 
-    def is_evaluated(self, done):
-        return done == self.cfg.max_iters or is_due(done, self.cfg.eval_interval)
-
     def has_evaluation(self, done):
         """Whether the log has it, as rank 0 sees it."""
         found = [row["iteration"] for row in read_log(f"{self.folder}/eval.jsonl")]
@@ -211,6 +208,9 @@ class Run:
              **rollout_toxicity(batch, self.setup)}
         each = (time.monotonic() - self.began) / (it + 1 - self.start)
         print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - it - 1))
+        if "ref_tensors_differing" in m:
+            print(f"reference synced: {m['ref_tensors_differing']} tensors differ from the policy, "
+                  f"{m['ref_distance_left']:.2f} of the distance is left")
         self.first = self.first or m
         groups = batch.rewards.view(-1, cfg.num_generations)
         print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds)
@@ -218,6 +218,10 @@ class Run:
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         self.tell_wandb("log", m, step=it + 1)
+
+    def is_evaluated(self, done):
+        """True if an evaluation follows after so many iterations."""
+        return done == self.cfg.max_iters or is_due(done, self.cfg.eval_interval)
 
     def after(self, done):
         """Evaluates and saves, where that is due. After Ctrl-C it saves and leaves."""

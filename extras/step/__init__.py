@@ -1,103 +1,297 @@
-"""The first iteration of a run, taken apart: every phase with its numbers, and red flags.
+"""
+One iteration of a run, taken apart: every phase with its numbers, what it changed, red flags.
 
-    python grpo.py config/toxicity.py --debug_step=True
+    python grpo.py config/toxicity.py --debug_step=True     # the first one
+    python grpo.py out/toxicity --debug_step=True           # the one after the run's checkpoint
+
+The phases are those of an iteration, between two evaluations. Nothing is written.
 """
 import itertools
 import math
+import os
 
-from run.metrics import batch_metrics, std
-from run.flags import problems
+import torch
+
 from common.script import seed_for
+from rollout import completion_logprobs
+from run.checkpoint import load_checkpoint, newest_checkpoint
+from run.evaluation import evaluate
+from run.flags import problems, problems_of_evaluation
+from run.metrics import batch_metrics, std
 
 
-def debug_step(setup, cfg, batch, held_out, update):
-    """The first iteration of a run, phase by phase: its batch, and an update by grpo.update."""
+def start_of(argv, setup, cfg):
+    """The iteration to take apart: 0, or if argv names the folder of a run the one after its
+    checkpoint, which is loaded."""
+    folders = [arg for arg in argv if os.path.isdir(arg)]
+    if not folders:
+        return 0
+    return load_checkpoint(newest_checkpoint(folders[0]), setup, cfg)["iteration"]
+
+
+def debug_step(setup, cfg, it, batch, held_out, update, kl_grad_share):
+    """Iteration `it`, from 0, phase by phase: its batch, and an update. update, kl_grad_share:
+    those of grpo.py."""
     count = itertools.count(1)
 
     def phase(title):
         print(f"\n--- {next(count)}. {title}")
 
-    phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
-          "token of the best and of the worst completion")
-    print_completion("best", batch.rewards.nan_to_num(-math.inf).argmax(), setup, batch)
-    print_completion("worst", batch.rewards.nan_to_num(math.inf).argmin(), setup, batch)
+    phase(f"set-up of iteration {it + 1}")
+    print_setup(setup, cfg)
+    phase(f"evaluation before: {len(setup.eval_prompts)} prompts x {cfg.num_eval_generations}")
+    before = measured(setup, cfg)
+    print_measures(before)
 
-    source = "by token, of a critic" if cfg.critic else "(reward - mean) / std"
-    phase(f"rewards, by group; advantage = {source}")
-    print_rewards(batch, cfg)
+    # what was sampled, and what it is worth
+    striking = {"best": int(batch.rewards.nan_to_num(-math.inf).argmax()),
+                "worst": int(batch.rewards.nan_to_num(math.inf).argmin())}
+    print_batch(phase, striking, setup, cfg, batch)
 
+    # the update, and what it did
+    seed = seed_for(cfg.seed, "rows", it)
+    share = kl_grad_share(setup, batch, cfg, seed) if cfg.kl_in_loss else math.nan
+    old = [p.detach().clone() for p in setup.trained]
+    norms = {}
+    m = update(setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms))
     phase("loss")
-    norms = {}      # of each weight's gradient, in the last step
-
-    def watch(*args):
-        for name, p in setup.policy.named_parameters():
-            if p.grad is not None:
-                norms[name] = p.grad.norm()
-
-    seed = seed_for(cfg.seed, "rows", 0)
-    m = update(setup, batch, held_out, cfg, seed, check=True, watch=watch)
-    print_loss(m)
+    print_loss(m, share, cfg)
     if "tracin/selected_ratio" in m:    # influence has scored a step
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
         print_influence(m, setup, batch)
-
-    phase("gradient norms after clipping, before a step at the full learning_rate")
-    for name, norm in norms.items():
-        print(f"  {name:28} {norm:.3e}")
-    print(f"  all {m['grad_norm']:.3e} before clipping to max_grad_norm = {cfg.max_grad_norm:g}")
+    phase("gradient norms before and after clipping")
+    print_norms(norms, cfg)
+    phase("moved: what the update changed")
+    print_moved(setup, cfg, batch, old, striking)
+    phase("evaluation after: the same prompts and random numbers")
+    after = measured(setup, cfg)
+    print_measures(after, before)
 
     phase("red flags")
-    m |= batch_metrics(batch, cfg) | {"iteration": 1}
-    flags = [text for _, text in problems(m, cfg, setup.dtype)]
-    for flag in flags or ["none"]:
+    m |= batch_metrics(batch, cfg) | {"iteration": it + 1, "kl_grad_share": share}
+    for flag in flags_of(m, before, after, batch, setup, cfg) or ["none"]:
         print("  " + flag)
 
 
+# ------------------------------------------------------------------------------------------------
+# before the step
+
+
+def print_batch(phase, striking, setup, cfg, batch):
+    """The phases of the rollout. striking: {why: row} of the rows to show in full."""
+    phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
+          "token of the best and of the worst completion")
+    for what, row in striking.items():
+        print_completion(what, row, setup, batch)
+    phase("rewards, by function")
+    print_scores(batch, cfg)
+    phase("advantages")
+    if cfg.critic:
+        print_values(striking, batch)
+    else:
+        print_advantages(batch, cfg)
+
+
+def print_setup(setup, cfg):
+    """What the step is made with."""
+    trained = sum(p.numel() for p in setup.trained)
+    everything = sum(p.numel() for p in setup.policy.parameters())
+    print(f"  policy: {everything:,} weights, {trained:,} of them trained, {setup.dtype} on "
+          f"{setup.device}")
+    if not cfg.beta:
+        print("  reference: none, since beta = 0")
+    elif cfg.ref_model_sync_steps:
+        print(f"  reference: follows the policy every {cfg.ref_model_sync_steps} iterations")
+    else:
+        print("  reference: the policy before training, frozen")
+    names = ("seed", "num_prompts", "num_generations", "max_completion_length", "temperature",
+             "top_k", "top_p", "beta", "max_grad_norm", "num_iterations")
+    print("  " + ", ".join(f"{name} {getattr(cfg, name):g}" for name in names)
+          + f", learning rate {setup.optimizer.param_groups[0]['lr']:g}")
+
+
+def measured(setup, cfg):
+    """The measures of an evaluation, with "reward": the weighted sum of its rewards."""
+    measures, _ = evaluate(setup, setup.policy, cfg)
+    rewards = [measures[f"rewards/{name}"] for name in cfg.reward_funcs]
+    total = sum(weight * x for weight, x in zip(cfg.reward_weights, rewards))
+    return {"reward": total} | measures
+
+
+def print_measures(measures, before=None):
+    """Each measure, and how far it is from before."""
+    for name, x in measures.items():
+        change = f"  {x - before[name]:+.4f}" if before else ""
+        print(f"  {name:28} {x:10.4f}{change}")
+
+
 def print_completion(what, row, setup, batch):
-    """Tokens of a row, each with its log-prob."""
-    i = int(row)
-    rollout = batch.rollout[i]
+    """Tokens of a row, each with its log-prob, behind a slash that of the reference."""
+    rollout = batch.rollout[row]
     T = int(rollout.completion_mask.sum())
     ids = rollout.tokens[-len(rollout.completion_mask):][:T].tolist()
-    words = [f"{setup.tokenizer.decode([token])!r} {logp:.2f}"
-             for token, logp in zip(ids, rollout.logp.tolist())]
-    prompt = batch.prompts[i].text
-    print(f"  {what}: row {i}, reward {batch.rewards[i]:.4f}, advantage "
-          f"{batch.row_advantages[i]:+.4f}")
-    print(f"    {prompt!r} -> " + " ".join(words))
+    words = []
+    for t, token in enumerate(ids):
+        number = "environment"
+        if rollout.sampled_mask[t]:
+            number = f"{rollout.logp[t]:.2f}"
+            if batch.ref_logp is not None:
+                number += f"/{batch.ref_logp[row, t]:.2f}"
+        words.append(f"{setup.tokenizer.decode([token])!r} {number}")
+    print(f"  {what}: row {row}, reward {batch.rewards[row]:.4f}, advantage "
+          f"{batch.row_advantages[row]:+.4f}, log-prob {sum_of(batch.rollout.logp, row, batch)}")
+    if batch.ref_logp is not None:
+        print(f"    log-prob of the reference {sum_of(batch.ref_logp, row, batch)}; below "
+              "policy/reference")
+    print(f"    {batch.prompts[row].text!r} -> " + " ".join(words))
 
 
-def print_rewards(batch, cfg):
-    """Mean of each reward function, then rewards and advantages of each group."""
+def sum_of(logp, row, batch):
+    """Sum of a row's log-probs over the tokens that the policy chose, as text."""
+    return f"{float(logp[row][batch.rollout.sampled_mask[row]].sum()):.3f}"
+
+
+def print_scores(batch, cfg):
+    """Mean and spread of each reward function, its weight, and how often it abstains."""
     for name, weight, scores in zip(cfg.reward_funcs, cfg.reward_weights, batch.scores.T):
-        print(f"  {name} mean {scores.nanmean():.4f}, weight {weight:g}")
-    groups = batch.rewards.view(-1, cfg.num_generations)
-    advantages = batch.row_advantages.view(-1, cfg.num_generations)
-    for i, (r, A) in enumerate(zip(groups, advantages)):
-        pairs = " ".join(f"{x:.4f} ({a:+.4f})" for x, a in zip(r.tolist(), A.tolist()))
-        print(f"  group {i}: mean {r.nanmean():.4f}, std {std(r):.4f}; rewards "
-              f"(advantages): {pairs}")
+        abstains = float(scores.isnan().float().mean())
+        print(f"  {name}: mean {scores.nanmean():.4f}, std {std(scores):.4f}, weight {weight:g}, "
+              f"abstains for {abstains:.0%}")
 
 
-def print_loss(m):
-    """The parts of the loss, and how near to 1 the ratio was on the first pass."""
+def digits(x):
+    return " ".join(f"{value:.4f}" for value in x.tolist())
+
+
+def print_advantages(batch, cfg):
+    """The rewards that are compared in each group, the divisor, and the advantages."""
+    rewards = batch.rewards
+    if cfg.kl_in_reward:
+        rewards = rewards - cfg.beta * batch.kl.sum(1).cpu()
+        print("  the rewards here are less beta * KL, as they are compared")
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        print("  normalize_then_sum: each function's scores are divided by the std of their group, "
+              "their sum by that of the batch; the divisors here are not used")
+    divisor = {"none": 1.0, "batch": std(rewards) + 1e-4}.get(cfg.scale_rewards)
+    G = cfg.num_generations
+    for i, (r, A) in enumerate(zip(rewards.view(-1, G), batch.row_advantages.view(-1, G))):
+        by = std(r) + 1e-4 if divisor is None else divisor
+        print(f"  group {i}: mean {r.nanmean():.4f}, divisor {by:.4f} (scale_rewards = "
+              f"{cfg.scale_rewards!r})")
+        print(f"    rewards    {digits(r)}\n    advantages {digits(A)}")
+
+
+def print_values(striking, batch):
+    """What the critic makes of some rows, token by token."""
+    print("  by token, of a critic: values as they were sampled, returns, advantages")
+    for what, row in striking.items():
+        here = batch.rollout.sampled_mask[row]
+        print(f"  {what}: row {row}")
+        for name, x in (("values", batch.rollout.values), ("returns", batch.returns),
+                        ("advantages", batch.advantages)):
+            print(f"    {name:10} {digits(x[row][here])}")
+
+
+# ------------------------------------------------------------------------------------------------
+# the step
+
+
+def watcher(setup, norms):
+    """A `watch` of grpo.update that puts the norms of the last step into norms: {name: norm after
+    clipping}, and "": of all before it."""
+    def watch(step, grad_norm):
+        norms[""] = float(grad_norm)
+        for name, p in setup.policy.named_parameters():
+            if p.grad is not None:
+                norms[name] = float(p.grad.norm())
+
+    return watch
+
+
+def print_loss(m, share, cfg):
+    """The parts of the loss, the KL's share of loss and gradient, and how near to 1 the ratio was
+    on the first pass."""
     kl = m.get("kl_loss", 0.0)
     policy = m["policy_loss"] - kl      # which is logged with the KL
     others = m["loss"] - m["policy_loss"]
     print(f"  policy gradient {policy:.6f} + beta * KL {kl:.6f} + entropy and critic {others:.6f} "
           f"= loss {m['loss']:.6f}")
     print("  at ratio 1 the policy gradient's part is near 0; its gradient is not")
+    if cfg.kl_in_loss:
+        of_loss = abs(kl) / (abs(policy) + abs(kl) + 1e-8)
+        print(f"  the KL has {of_loss:.1%} of the loss; the norm of its gradient is {share:.3f} of "
+              "the policy's (0 where policy and reference are the same)")
     difference = m["sampling/sampling_logp_difference/max"]
-    print(f"  ratio: mean {m.get('ratio', math.nan):.6f} (1: these weights sampled); the largest "
-          f"difference of log-probs is {difference:.1e}")
+    spread = ", ".join(f"{x} {m.get(f'ratio_{x}', math.nan):.6f}" for x in ("std", "min", "max"))
+    print(f"  ratio: mean {m.get('ratio', math.nan):.6f}, {spread} (1: these weights sampled); the "
+          f"largest difference of log-probs is {difference:.1e}")
 
 
 def print_influence(m, setup, batch):
     """How many rows help, and the one that helps most and the one that harms most."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
-          f"{100 * m['tracin/selected_ratio']:.0f} % are kept")
+          f"{100 * m['tracin/negative_ratio']:.0f} % negative, {100 * m['tracin/zero_ratio']:.0f} "
+          f"% zero; {100 * m['tracin/selected_ratio']:.0f} % are kept")
+    print(f"  influence: mean {m['tracin/mean_ip']:.3e}, std {m['tracin/std_ip']:.3e}, min "
+          f"{m['tracin/min_ip']:.3e}, max {m['tracin/max_ip']:.3e}")
     print("  check: a weighted sum of the scores, and the gradients, agree with plain backwards")
-    helps = batch.influence.nan_to_num(-math.inf).argmax()      # NaN: left out of the step
-    harms = batch.influence.nan_to_num(math.inf).argmin()
+    helps = int(batch.influence.nan_to_num(-math.inf).argmax())      # NaN: left out of the step
+    harms = int(batch.influence.nan_to_num(math.inf).argmin())
     for what, i in (("helps", helps), ("harms", harms)):
         print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, setup, batch)
+
+
+def print_norms(norms, cfg):
+    """Of the last step that was taken, by weight."""
+    if not norms:
+        print("  no step was taken")
+        return
+    before = norms.pop("")
+    most = cfg.max_grad_norm or math.inf
+    cut = max(1.0, before / most)
+    for name, norm in norms.items():
+        print(f"  {name:28} {norm * cut:.3e}  {norm:.3e}")
+    print(f"  {'all':28} {before:.3e}  {before / cut:.3e}  (max_grad_norm = "
+          f"{cfg.max_grad_norm:g}; of the last step)")
+
+
+# ------------------------------------------------------------------------------------------------
+# after the step
+
+
+@torch.no_grad()
+def print_moved(setup, cfg, batch, old, striking):
+    """What the update made of the weights, and of the log-probs of what was sampled."""
+    changed = sum(not torch.equal(p, q) for p, q in zip(setup.trained, old))
+    distance = math.hypot(*(float((p - q).norm()) for p, q in zip(setup.trained, old)))
+    length = math.hypot(*(float(q.norm()) for q in old))
+    print(f"  {changed} of {len(old)} trained tensors changed, by {distance / length:.1e} of their "
+          "length")
+
+    rows = torch.arange(len(batch.rewards), device=setup.device).split(cfg.micro_batch_size)
+    with setup.autocast():
+        logp = torch.cat([completion_logprobs(setup.policy, batch.rollout[i], cfg.temperature)
+                          for i in rows])                                           # (N, T)
+    mask = batch.loss_mask
+    ratio = (logp - batch.rollout.logp)[mask].exp()
+    print(f"  ratio of the tokens with loss: mean {ratio.mean():.6f}, std {std(ratio):.6f}, min "
+          f"{ratio.min():.6f}, max {ratio.max():.6f}")
+    if batch.ref_logp is not None:
+        kls = []
+        for x in (batch.rollout.logp, logp):
+            d = (batch.ref_logp - x)[mask]
+            kls.append(float((d.expm1() - d).mean()))
+        print(f"  KL to the reference on these tokens (k3): {kls[0]:.6f} -> {kls[1]:.6f}")
+    for what, row in striking.items():
+        print(f"  {what} completion, row {row}, advantage {batch.row_advantages[row]:+.4f}: "
+              f"log-prob {sum_of(batch.rollout.logp, row, batch)} -> {sum_of(logp, row, batch)}")
+
+
+def flags_of(m, before, after, batch, setup, cfg):
+    """Sentences: the red flags of the iteration and of the evaluations around it."""
+    groups = batch.rewards.view(-1, cfg.num_generations)
+    num_rows = len(setup.eval_prompts) * cfg.num_eval_generations
+    noise = m["reward_std"] * math.sqrt(2 / num_rows)
+    found = [*problems(m, cfg, setup.dtype, groups=groups),
+             *problems_of_evaluation(before, after, noise)]
+    return [text for _, text in found]
