@@ -1,4 +1,5 @@
 """Device, precision and memory."""
+import contextlib
 import math
 import os
 import re
@@ -51,6 +52,17 @@ def set_precision(device, dtype):
     if device.type == "cuda":
         exact = dtype == torch.float32
         torch.set_float32_matmul_precision("highest" if exact else "high")
+
+
+@contextlib.contextmanager
+def full_precision():
+    """Around products outside autocast that are called float32: they are not in TF32 either."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def pick_dtype(name, device):

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import vector_to_parameters
 
 import grpo
-from common.device import free_memory
+from common.device import free_memory, full_precision
 from common.script import BadInput, seed_for
 from common.supervised import Progress
 from rollout import completion_logprobs, empty_rollout
@@ -165,12 +165,14 @@ def row_of(before, said, device):
     return row
 
 
+@full_precision()
 def logprobs(setup, weights, sentences, cfg):
     """Log-probs (K, T) of the sentences' tokens at the run's temperature; nothing is truncated."""
     vector_to_parameters(weights.to(setup.device), setup.trained)
     return completion_logprobs(setup.policy, sentences, cfg.temperature)
 
 
+@full_precision()
 def slopes(setup, weights, sentences, cfg):
     """grad f (K, W)."""
     f = logprobs(setup, weights, sentences, cfg).sum(1)                             # (K,)
@@ -215,6 +217,7 @@ def taken_back(k, before, after, derivative, damping):
     return L, derivative
 
 
+@full_precision()
 def hessian_times(setup, cfg, k, weights, directions):
     """H d (K, W) of the loss of step k, in full precision: the derivative of <gradient, d>."""
     exact = replace(setup, dtype=weights.dtype)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
+from common.device import full_precision
 from data.tokenizer import end_tokens
 from rollout import completion_logprobs
 
@@ -25,6 +26,7 @@ class Piece(NamedTuple):
     sampled: bool       # by the policy
 
 
+@full_precision()
 def logprob_changes(policy, G, rollout, temperature):
     """d log-prob / d e (n, T) of the tokens of n rows, at weights + e G. G: {parameter: tensor}."""
     weights, directions = zip(*G.items())

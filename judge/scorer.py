@@ -17,6 +17,13 @@ from model import GPT
 SAYS_NOTHING = -5.0     # the logit of a text that says nothing, about that of clean text
 
 
+def exact_linear(layer, x):
+    """Apply a Linear to x (..., C) in the dtype of its weights, also under autocast: bfloat16 would
+    round logits near -5, which are those of clean texts, by 0.016 and make many of them equal."""
+    with torch.autocast(x.device.type, enabled=False):
+        return layer(x.to(layer.weight.dtype))
+
+
 class Scorer(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -27,7 +34,7 @@ class Scorer(nn.Module):
     def forward(self, idx, attention_mask):
         """Score idx (B, T), the class token first -> logits of toxic (B,)."""
         x = self.trunk(idx, attention_mask)  # (B, T, C)
-        return self.score(x[:, 0])[:, 0]
+        return exact_linear(self.score, x[:, 0])[:, 0]
 
 
 def encode(tokenizer, texts, block_size):

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import torch
 
+from common.device import full_precision
 from common.processes import all_gather, shard
 from common.script import seed_for
 from data.tokenizer import end_tokens
@@ -17,6 +18,7 @@ NUM_SHOWN = 4   # completions that are printed
 AT_ONCE = 64    # completions that are sampled or scored together; limits memory
 
 
+@full_precision()
 def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
     token (k3) of the policy that wrote them to it, both at the temperature they were sampled at."""

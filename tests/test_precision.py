@@ -1,6 +1,10 @@
-"""run/precision.py: bfloat16 that does not hold is turned off."""
+"""run/precision.py: bfloat16 that does not hold is turned off. What is called float32 is."""
+import pytest
 import torch
 
+import run.evaluation
+from explain import account, words
+from common.device import full_precision
 from rollout import completion_logprobs
 from run import precision
 from worlds import WORDS, WORD_PROMPTS, printed, settings, setup_of, word_gpt
@@ -46,3 +50,44 @@ def test_sampling_that_does_not_hold_is_found():
     setup.generate = off
     out = printed(precision.check_precision, setup, cfg)
     assert out.startswith("note: bfloat16 off: log-probs of sampling are off by 0.5")
+
+
+@pytest.fixture
+def tf32():
+    """As in a bfloat16 run on a GPU."""
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_full_precision_ends_with_its_block(tf32):
+    with pytest.raises(ValueError), full_precision():
+        assert torch.get_float32_matmul_precision() == "highest"
+        raise ValueError
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.parametrize("module, call", [
+    (run.evaluation, lambda setup, rollout, cfg: run.evaluation.perplexity_under(
+        setup.base, rollout, cfg)),
+    (account, lambda setup, rollout, cfg: account.slopes(
+        setup, account.flat(setup.trained).detach(), rollout, cfg)),
+    (words, lambda setup, rollout, cfg: words.logprob_changes(
+        setup.policy, {p: p.detach() for p in setup.trained}, rollout, 1.0))],
+    ids=["perplexity", "account", "words"])
+def test_what_is_called_float32_is_not_tf32(tf32, monkeypatch, module, call):
+    """Forward and backward, which another hook sees."""
+    setup, cfg = word_nets()
+    rollout = precision.few_rows(setup, cfg)[0]
+    seen = []
+
+    def watched(*args):
+        logp = completion_logprobs(*args)
+        seen.append(torch.get_float32_matmul_precision())
+        if logp.requires_grad:
+            logp.register_hook(lambda g: seen.append(torch.get_float32_matmul_precision()))
+        return logp
+
+    monkeypatch.setattr(module, "completion_logprobs", watched)
+    call(setup, rollout, cfg)
+    assert set(seen) == {"highest"}, "products would be rounded to 10 bits on a GPU"

@@ -17,6 +17,7 @@ from extras.hub.files import fetch, fill, load_tensors, one_line
 from extras.hub.tokenizer import from_folder
 from common.files import read_json
 from common.script import BadInput, shown
+from judge.scorer import exact_linear
 
 TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is named
 # key of config.json -> the values it may have, if it is there
@@ -76,7 +77,7 @@ class Roberta(nn.Module):
         x = self.norm(x)
         x = self.encoder(x, src_key_padding_mask=~attention_mask)
         x = torch.tanh(self.dense(x[:, 0]))                                  # (B, C), of <s> alone
-        logits = self.out(x)                                                       # (B, labels)
+        logits = exact_linear(self.out, x)                                         # (B, labels)
         if not self.others:
             return logits[:, self.toxic]
         return logits[:, self.toxic] - logits[:, self.others].logsumexp(1)
