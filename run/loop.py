@@ -162,6 +162,7 @@ class Run:
             self.save(0)
         elif self.is_evaluated(done) and not self.has_evaluation(done):
             self.evaluate(done)     # it failed after a signal
+            self.save(done)
         self.done = self.start
         self.mark_whole()
         setup.optimizer.register_step_pre_hook(self.step_begins)

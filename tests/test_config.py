@@ -7,9 +7,10 @@ import sys
 import typing
 
 import pytest
+import torch
 
 from config import HINTS, load_settings, types_of
-from config.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1
+from config.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1, PATHS
 from conftest import ROOT
 from worlds import command, refusal
 
@@ -137,6 +138,7 @@ pytest.ini | (.py)
 --tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | at least 2
 --stop_strings=('x',) | environment
 --stop_strings=(1,) | must be text
+--out_dir=~nobody_of_this_name/run | out_dir | ./~nobody_of_this_name/run
 """
 
 
@@ -165,6 +167,34 @@ def test_every_range_is_checked():
         check_refuses(name, 0, 0, "above")
     for name in BELOW_1:
         check_refuses(name, 1, 0, "below")
+
+
+def test_half_a_character_is_one_line():
+    """JSON, a flag and a config file can hold it; no other file and no tokenizer can."""
+    for name in NAMES:
+        if str in types_of(name) and name not in CHOICES:
+            assert f"{name} = '\\ud800" in refused(f"--{name}=\ud800"), name
+    for name in ("stop_strings", "reward_funcs"):
+        assert f"{name} = ('a', '\\ud800" in refused(f"--{name}=('a', '\\ud800')"), name
+    latin = os.fsdecode(b"caf\xe9")     # a folder may have this name
+    assert load_settings([f"--out_dir={latin}"]).out_dir == latin
+
+
+def test_a_number_of_thousands_of_digits_is_one_line(write):
+    for name in NAMES:
+        if {int, float} & set(types_of(name)):
+            assert f"{name} = <int" in refused(write(f"{name} = 10 ** 10000")), name
+    for name in ("prompt_words", "reward_weights"):
+        assert name in refused(write(f"{name} = (1, 10 ** 10000)"))
+
+
+def test_the_home_folder_stands_for_a_tilde(monkeypatch):
+    """A shell writes it where a word begins, not behind the = of a flag."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for name in PATHS:
+        found = load_settings([f"--{name}=~/a.pt"])
+        assert getattr(found, name) == "/home/me/a.pt"
+        assert getattr(load_settings([f"--{name}=./~/a.pt"]), name) == "./~/a.pt"
 
 
 def test_choices(write, tmp_path):
@@ -239,6 +269,24 @@ def test_what_a_config_file_imports_is_its_own_business(write):
     cfg = load_settings([write(text + CONSTANT.format(1))])
     assert cfg.beta == 0.5
     assert list(cfg.functions) == ["reward"]
+
+
+def test_what_a_users_code_does_to_torch_ends_with_it(write):
+    spoil = ("torch.set_default_device('meta')", "torch.set_default_dtype(torch.float64)",
+             "torch.set_grad_enabled(False)")
+    for text in spoil:
+        code = f"import torch\n{text}\ndef texts(n, seed):\n    {text}\n    return []\n"
+        load_settings([write(code)]).functions["texts"](1, 2)
+        x = torch.zeros(1)
+        assert x.device.type == "cpu" and x.dtype == torch.float32, text
+        assert torch.is_grad_enabled()
+
+
+def test_a_panic_of_a_package_is_an_error(write):
+    """Those of packages in Rust are no Exception."""
+    cfg = load_settings([write("_Panic = type('PanicException', (BaseException,), {})\n"
+                               "def texts(n, seed):\n    raise _Panic('slice index')\n")])
+    assert "slice index" in refusal(cfg.functions["texts"], 1, 2)
 
 
 def test_a_named_function_that_raises_is_one_line(write):

@@ -3,6 +3,7 @@ Files are written whole or not at all, and what is read is checked and never run
 supervised loop and its partial file, devices, exit codes, signals, output that nobody reads.
 """
 import contextlib
+import errno
 import math
 import os
 import re
@@ -21,10 +22,11 @@ from config import Settings
 from conftest import ROOT
 from run.pretraining import optimizers
 from common.device import free_memory, pick_device, pick_dtype
-from common.files import (load_file, read_json, read_rows, replacing, save_file, write_json)
+from common.files import (
+    load_file, read_json, read_log, read_rows, replacing, save_file, write_json)
 from data.weights import load_gpt, save_gpt
 from common.supervised import fit
-from common.script import BadInput, hash_of, interrupts, run_script, seed_for
+from common.script import BadInput, hash_of, interrupts, run_script, seed_for, shown
 from worlds import random_gpt, random_ids, refusal
 
 
@@ -187,6 +189,33 @@ def test_rows_that_cannot_be_read_are_one_line(tmp_path):
     assert "must end in .txt, .csv or .jsonl" in refusal(read_rows, "/dev/zero")
 
 
+def test_half_a_last_line_of_a_log_is_left_out(tmp_path):
+    """A kill within a write leaves it, and a run that is at work may."""
+    log = tmp_path / "log.jsonl"
+    whole = '{"a": "\u00fc\u2028"}\n{"a": 2}\n'.encode()
+    log.write_bytes(whole)
+    rows = read_log(log)
+    assert rows == [{"a": "\u00fc\u2028"}, {"a": 2}]
+    for cut in range(1, len(whole)):
+        log.write_bytes(whole[:cut])
+        done = whole[:cut].count(b"}")      # a row that lacks only its line end is whole
+        assert read_log(log) == rows[:done], whole[:cut]
+    log.write_bytes(b'{"a": 1}\n{"a":\n{"a": 3}\n')
+    assert "row 2 is no JSON object" in refusal(read_log, log)
+    log.write_bytes(b'{"a": "\xff"}\n{}\n')
+    assert "row 1" in refusal(read_log, log)
+    assert "no such file" in refusal(read_log, tmp_path)
+
+
+def test_what_cannot_be_printed_has_a_name():
+    class Odd:
+        def __repr__(self):
+            raise ValueError
+
+    for value in (10 ** 10000, Odd(), [Odd()]):
+        assert type(value).__name__ in shown(value)
+
+
 def train(partial, crash_in=None, error=None):
     """Train a GPT on random tokens for 8 steps -> it and the steps that were made."""
     model = random_gpt(seed=int(os.path.exists(partial)))
@@ -232,8 +261,12 @@ def test_a_partial_file_of_other_content_is_refused(tmp_path):
     for step in (-1, 9, "3", None):
         assert "damaged" in refused(step, {}), step
     assert "damaged" in refused(3, 1)
+    zeros = torch.zeros_like(model.wte.weight)
+    whole = {"step": torch.ones(()), "exp_avg": zeros, "exp_avg_sq": zeros}
+    for name in whole:
+        assert "damaged" in refused(3, {0: {k: x for k, x in whole.items() if k != name}}), name
     for moment in (torch.zeros(3), torch.zeros(()), torch.zeros(1, 1).expand_as(model.wte.weight)):
-        assert "damaged" in refused(3, {0: {"exp_avg": moment}}), moment.shape
+        assert "damaged" in refused(3, {0: whole | {"exp_avg": moment}}), moment.shape
 
 
 def test_the_rates_of_a_fit(tmp_path):
@@ -320,7 +353,7 @@ def test_seeds_and_hashes():
     assert hash_of(model) != before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_interrupts(number, capfd):
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), interrupts() as stop:
@@ -332,6 +365,41 @@ def test_the_first_signal_asks_and_the_second_interrupts(number, capfd):
     assert signal.getsignal(number) == before
 
 
+def test_a_command_under_nohup_hears_no_hangup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+LOST = """
+    import time
+    from common.script import interrupts
+    with interrupts() as stop:
+        print("ready", flush=True)
+        while not stop():
+            time.sleep(0.01)
+        print("on with it", flush=True)
+        open({!r}, "w").close()
+"""
+
+
+def test_a_lost_connection_does_not_end_what_prints_to_it(tmp_path):
+    ours, theirs = os.openpty()
+    text = SCRIPT.format(LOST.strip().format(str(tmp_path / "saved")))
+    process = subprocess.Popen([sys.executable, "-c", text], stdin=theirs, stdout=theirs,
+                               stderr=theirs, env=os.environ | {"PYTHONPATH": ROOT},
+                               start_new_session=True)
+    os.close(theirs)
+    assert b"ready" in os.read(ours, 100)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0 and (tmp_path / "saved").exists()
+
+
 def raising(error):
     def main(argv):
         raise error
@@ -341,6 +409,7 @@ def raising(error):
 @pytest.mark.parametrize("error, code, text", [
     (BadInput("x = 1: no"), 2, "error: x = 1: no\n"), (SystemExit("stopped"), "stopped", ""),
     (KeyboardInterrupt("saved"), 130, "interrupted: saved\n"),
+    (KeyboardInterrupt(), 130, "interrupted: by Ctrl-C\n"),
     (OSError(2, "not there", "log"), "stopped: [Errno 2] not there: 'log'", "")])
 def test_errors_become_exit_codes(error, code, text, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -376,6 +445,15 @@ def test_output_that_knows_few_characters():
     assert (done.returncode, done.stdout, done.stderr) == (0, "gr\\xfc\\xdf \\ud800\n", "")
 
 
+def test_output_that_is_closed():
+    for closed in (">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"):
+        command = f'exec "$0" -c "$1" {closed}'
+        done = subprocess.run(["bash", "-c", command, sys.executable, SCRIPT.format("print('x')")],
+                              env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True)
+        assert done.returncode == 0, (closed, done.stderr)
+        assert done.stderr == b"", closed
+
+
 def test_output_that_nobody_reads_or_that_finds_no_room():
     read, write = os.pipe()
     os.close(read)
@@ -397,6 +475,21 @@ def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
     save_file(f"{tmp_path}/a.pt", "run", x=1)
     file, folder = (os.stat(path).st_ino for path in (tmp_path / "a.pt", tmp_path))
     assert done == [file, "rename", folder]
+
+
+@pytest.mark.parametrize("number, is_refused", [
+    (errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True), (errno.ENOSPC, True)])
+def test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not(
+        number, is_refused, tmp_path, monkeypatch):
+    def fails(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    if is_refused:
+        assert os.strerror(number) in refusal(save_file, f"{tmp_path}/a.pt", "run", x=1)
+    else:
+        save_file(f"{tmp_path}/a.pt", "run", x=1)
+        assert load_file(f"{tmp_path}/a.pt", "run")["x"] == 1
 
 
 SPY = """

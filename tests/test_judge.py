@@ -219,6 +219,7 @@ def test_a_reward_may_do_as_it_likes(tmp_path):
         os.chdir(tmp_path)
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
         return [1] * len(completions)
 
     before = os.getcwd()
@@ -227,6 +228,7 @@ def test_a_reward_may_do_as_it_likes(tmp_path):
     assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
     assert found.dtype == torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
+    assert torch.zeros(1).device.type == "cpu", "tensors of the run are now made elsewhere"
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():

@@ -1,13 +1,16 @@
 """Whole runs on a tiny model: what they print and leave behind, how they continue after an
 interruption, what they refuse."""
+import errno
 import functools
 import importlib
 import io
+import json
 import math
 import os
 import re
 import shutil
 import signal
+import stat
 import statistics
 import subprocess
 import sys
@@ -38,9 +41,12 @@ _calls = itertools.count(1)
 
 
 def noise(prompts, completions):
-    if next(_calls) == 5 and "SIGNAL" in os.environ:    # in iteration 3
+    found = [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completions]
+    if next(_calls) == int(os.environ.get("CALL", 5)) and "SIGNAL" in os.environ:   # iteration 3
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
-    return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completions]
+        if "FAILS" in os.environ:
+            raise ChildProcessError("Ctrl-C has ended it too")
+    return found
 """
 FINISHED = ["--beta=0.1", "--micro_batch_size=8", "--eval_interval=2", "--keep_checkpoints=1"]
 SIX = ["--max_iters=6", "--eval_interval=3", "--save_interval=2"]
@@ -199,7 +205,24 @@ def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, go_on, grp
     LINKS[kind](path, notes)
     for message in (refusal(go_on, "--max_iters=7"), refusal(grpo, copy_of_six, "--max_iters=0")):
         assert f"{name}: is a link or no plain file" in message
+        assert "remove" not in message, "who obeys would lose the run"
     assert notes.read_text() == years, f"what {name} leads to was written to"
+
+
+def test_the_advice_about_links_loses_nothing(copy_of_six, six, tmp_path, go_on):
+    os.symlink(tmp_path / "samples.jsonl", tmp_path / "other")
+    shutil.move(copy_of_six / "samples.jsonl", tmp_path / "samples.jsonl")
+    os.symlink(tmp_path / "samples.jsonl", copy_of_six / "samples.jsonl")
+    for name in (".lock", "metrics.jsonl", "eval.jsonl"):       # as `cp -al` makes them
+        os.link(copy_of_six / name, tmp_path / name)
+    message = refusal(go_on)
+    command = re.search("`(.*)`", message)[1]
+    names = re.search("each F of (.*):", message)[1].split(", ")
+    assert sorted(names) == sorted([".lock", *LOGS])
+    for name in names:
+        subprocess.run(command.replace("F", name), shell=True, check=True, cwd=copy_of_six)
+    assert "nothing is left to do" in go_on()
+    assert_same_run(six, copy_of_six)
 
 
 class Crash(Exception):
@@ -251,7 +274,7 @@ def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, mon
 
 @pytest.mark.parametrize("number, iteration, code, said", [
     (signal.SIGKILL, 2, -9, ""),
-    (signal.SIGTERM, 3, 130, "interrupted: saved after iteration 3; the same command continues")])
+    (signal.SIGHUP, 3, 130, "interrupted: saved after iteration 3; the same command continues")])
 def test_signals(number, iteration, code, said, tiny, noise, six, grpo, tmp_path):
     where = tmp_path / "run"
     command = [sys.executable, trainer.__file__, *tiny.flags, noise, f"--out_dir={where}", *SIX]
@@ -262,6 +285,60 @@ def test_signals(number, iteration, code, said, tiny, noise, six, grpo, tmp_path
     assert f"resumed {where}/ckpt_00000{iteration}.pt after {iteration} iterations" in text
     assert_same_run(six, where)
     assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
+
+
+# number of the reward's call that fails: the iteration that is saved
+FAILED = {2: None, 4: 1, 5: 2, 6: 3, 10: 6}     # the first evaluation, the second, ..., the last
+
+
+@pytest.mark.parametrize("call", FAILED)
+def test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail(
+        call, noise, six, grpo, tmp_path, monkeypatch):
+    """A terminal sends the signal to all processes of a command, so a reward's own child dies."""
+    where = tmp_path / "run"
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="ended it too") as e:
+        for name, x in (("SIGNAL", int(signal.SIGINT)), ("CALL", call), ("FAILS", 1)):
+            m.setenv(name, str(x))
+        grpo(where, noise, *SIX)
+    if FAILED[call]:
+        assert f"saved after iteration {FAILED[call]}; the same command continues" in str(e.value)
+        assert checkpoint_of(where)["iteration"] == FAILED[call]
+    assert "after/before" in grpo(where, noise, *SIX)
+    assert_same_run(six, where)
+
+
+def test_half_an_iteration_is_not_saved(noise, six, grpo, tmp_path, monkeypatch):
+    where = tmp_path / "run"
+    update = trainer.update
+    left = iter(range(2))
+
+    def fails_behind_the_third_step(*args, **more):
+        metrics = update(*args, **more)
+        if next(left, None) is None:
+            signal.raise_signal(signal.SIGINT)
+            raise ChildProcessError
+        return metrics
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="saved last is kept"):
+        m.setattr(trainer, "update", fails_behind_the_third_step)
+        grpo(where, noise, *SIX)
+    assert checkpoint_of(where)["iteration"] == 2
+    grpo(where, noise, *SIX)
+    assert_same_run(six, where)
+
+
+def test_a_failure_without_a_signal_is_no_interruption(grpo, noise, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "update", dies)
+    with pytest.raises(Crash):
+        grpo(tmp_path / "run", noise, *SIX)
+
+
+def test_a_run_that_was_killed_before_its_table_prints_it(copy_of_six, six, noise, grpo):
+    about = read_json(f"{copy_of_six}/config.json")
+    (copy_of_six / "config.json").write_text(json.dumps(about | {"is_printed": False}))
+    assert "after/before" in grpo(copy_of_six, noise, *SIX)
+    assert_same_run(six, copy_of_six)
+    assert "a run that is complete" in refusal(grpo, copy_of_six, noise, *SIX)
 
 
 def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, go_on):
@@ -316,7 +393,8 @@ def test_a_damaged_run_is_refused_and_kept(part, copy_of_six, go_on):
 @pytest.mark.parametrize("change", [
     dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1),
     dict.fromkeys(LOGS), dict.fromkeys(LOGS, -1), dict.fromkeys(LOGS, 0.5), dict(policy=None),
-    dict(shape=None), dict(optimizer=None)], ids=str)
+    dict(shape=None), dict(optimizer=None),
+    dict(optimizer={"state": {0: {"step": torch.ones(())}}})], ids=str)
 def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, go_on):
     rewrite_checkpoint(copy_of_six, **change)
     before = snapshot(copy_of_six)
@@ -527,6 +605,14 @@ def test_a_policy_with_a_part_that_is_not_here_is_one_line(copy_of_six, monkeypa
     assert said == "lora_rank = 2 needs extras/lora, which is not here"
 
 
+@pytest.mark.parametrize("change", [
+    dict(policy=None), dict(policy=3), dict(vocab_size=[300]), dict(lora_rank="2"), dict(critic=7)],
+    ids=str)
+def test_settings_of_another_type_in_a_checkpoint_are_one_line(change, copy_of_six):
+    rewrite_checkpoint(copy_of_six, settings=checkpoint_of(copy_of_six)["settings"] | change)
+    assert f"{[*change][0]} = " in refusal(load_run, str(copy_of_six))
+
+
 def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
     assert "RUN CONFIG.py" in refusal(evaluate.main, [str(copy_of_six)])
     os.remove(copy_of_six / "ckpt_000006.pt")
@@ -577,6 +663,45 @@ def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
     rewards = [row["reward"] for _, row in logged if "loss" in row]
     assert rewards == [row["reward"] for row in read_rows(f"{tmp_path}/run/metrics.jsonl")]
     assert [step for step, row in logged if "eval/perplexity" in row] == [0, 2]
+
+
+@pytest.mark.parametrize("part", ["init", "log", "finish"])
+def test_a_failing_wandb_is_a_note(part, grpo, tmp_path, monkeypatch):
+    def fails(*args, **more):
+        calls.append(part)
+        raise SystemExit("no key") if part == "init" else ConnectionError("api unreachable")
+
+    calls = []
+    fake = ModuleType("wandb")
+    for name in ("init", "log", "finish"):
+        setattr(fake, name, fails if name == part else lambda *args, **more: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    text = grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
+    note, = [line for line in text.splitlines() if line.startswith("note: wandb")]
+    assert f"wandb.{part} failed" in note and "metrics.jsonl" in note
+    assert len(calls) == 1, "it is asked again and again"
+    assert "after/before" in text and checkpoint_of(f"{tmp_path}/run")["iteration"] == 2
+
+
+def test_a_disk_that_cannot_wait_for_a_folder(grpo, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def of_files(number):
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    text = grpo(tmp_path / "run", "--max_iters=1")
+    assert re.search("^note: .*power failure", text, re.M) and "after/before" in text
+
+
+def test_the_home_folder_in_a_flag(grpo, tmp_path, monkeypatch):
+    """A shell leaves the ~ of --out_dir=~/run alone."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    grpo("~/run", "--max_iters=1")
+    assert os.listdir(tmp_path) == ["home"] and "eval.jsonl" in os.listdir(tmp_path / "home/run")
 
 
 def test_the_verdict(grpo, tmp_path):

@@ -66,7 +66,7 @@ class Tokenizer:
     def encode_chat(self, messages, where):
         """Encode a list of messages -> (its text for rewards and logs, its ids)."""
         said, text = write_chat(self.chat_template, self.names, messages, where)
-        with one_line(f"{where}: what the chat template writes cannot be read", "change them"):
+        with one_line(f"{where}: what the chat template writes is no text", "change the template"):
             return said, self.encode_marked(text)
 
     def encode_marked(self, text):

@@ -43,5 +43,6 @@ def test_what_is_wrong_with_messages_is_one_line():
             ("{{ raise_exception('no\nsystem') }}", ASKED, "messages: ValueError: no system"),
             ("{{ ''.__class__.__mro__ }}", ASKED, "refuses the messages"),
             ("{% set _ = messages.append(1) %}", ASKED, "refuses the messages"),
-            ("{% if %}", ASKED, "refuses the messages")):
+            ("{% if %}", ASKED, "refuses the messages"),
+            ("{{ '\ud800' }}", ASKED, "writes is no text")):
         assert said in refusal(encode_prompt, chat(template), messages, "asked.jsonl: row 2")

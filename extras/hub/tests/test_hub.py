@@ -334,6 +334,11 @@ def test_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
     assert "byte-level" in refusal(tokenizer_of, folder)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert folder in refusal(tokenizer_of, folder)
+    chat_core().save(f"{tmp_path}/tokenizer.json")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "##"        # the package panics
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert folder in refusal(tokenizer_of, folder)
     os.remove(tmp_path / "tokenizer.json")
     assert folder in refusal(tokenizer_of, folder)
 
