@@ -172,8 +172,8 @@ ACCOUNT = of(
      "gradient(loss.policy,"),
     ("account: the Hessian of the last micro-batch", "products[i] += gradient",
      "products[i] = gradient"),
-    ("account: row weights forgotten", "setup.policy, k.batch, k.step, cfg, recording)",
-     "setup.policy, batch, k.step, cfg, recording)"))
+    ("account: row weights forgotten", "Recording(grpo.losses, setup, k.batch, ",
+     "Recording(grpo.losses, setup, replace(k.batch, row_weights=0 * k.batch.row_weights + 1), "))
 
 SUM = of(
     "grpo.py", "test_loss.py",

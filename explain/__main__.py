@@ -29,7 +29,7 @@ from explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.loop import sample_rows
 from run.metrics import tolerance_of
-from tracin import Recording, find_helpful, true_error
+from tracin import Recording, find_helpful, remember, true_error
 
 # flags of explain/story.py
 ACCOUNT = ("--prompt", "--completion", "--prompts", "--account", "--since", "--parts", "--hessian")
@@ -40,6 +40,7 @@ class Scored(NamedTuple):
     setup: Any           # run.setup.Setup
     recording: Any      # tracin.Recording
     found: Any          # tracin.Influence
+    error: float        # by tracin.true_error
     rows: list          # as in samples.jsonl
     slopes: Any         # (N, T) of the loss by the log-probs of tokens
 
@@ -53,44 +54,43 @@ def next_iteration(setup, path, cfg):
     step = next(grpo.optimizer_steps(batch, cfg, seed), None)
     if step is None:
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
-    with Recording(setup.policy, batch, step, True, cfg) as recording:
-        for loss, rows in grpo.losses(setup, setup.policy, batch, step, cfg, recording):
+    with Recording(grpo.losses, setup, batch, step, True, cfg) as recording:
+        for loss, rows in recording.passes():
             recording.backward(loss, rows)
-    found = find_helpful(
-        grpo.losses, recording, held_out, setup, cfg, seed_for(seed, "select", 0))
-    rows = sample_rows(it, batch, cfg)
-    batch.row_weights.fill_(1.0)                # they would weigh the slopes
+    found = find_helpful(recording, held_out, seed_for(seed, "select", 0))
     slopes = token_slopes(setup, cfg, batch, step)
-    return Scored(setup, recording, found, [rows[i] for i in step.rows.tolist()], slopes)
+    error = float(true_error(recording, found))
+    remember(batch, step.rows, found)
+    rows = sample_rows(it, batch, cfg)
+    return Scored(setup, recording, found, error, [rows[i] for i in step.rows.tolist()], slopes)
 
 
 def scored_against(scored, cfg, j):
     """{parameter: tensor}: what the rollout at position j of the step is scored against."""
     scores = scored.found.scores
-    if not cfg.tracin_leave_one_out or scores.coef is None:
-        return scores.G
+    if not cfg.tracin_leave_one_out:
+        return scores.direction
     i = int(scored.recording.step.rows[j])
     itself = torch.arange(len(scores.coef), device=scores.raw.device) == i
     own = scored.recording.tape.gradient(itself)
-    return {p: g - scores.coef[i] * scores.scale.get(p, 1) * own[p] for p, g in scores.G.items()}
+    return {p: g - scores.coef[i] * scores.scale.get(p, 1) * own[p]
+            for p, g in scores.direction.items()}
 
 
-def check(scored, cfg):
+def check(scored):
     """A sentence: the tape's influences beside a plain backward."""
-    setup, recording, found, rows, _ = scored
-    error = float(true_error(
-        grpo.losses, setup, recording.batch, recording.step, found, cfg))
-    verdict = "agrees with" if error < tolerance_of(setup.dtype) else "CONTRADICTS"
-    return (f"Iteration {rows[0]['iteration']}: the tape {verdict} a plain backward pass (relative "
-            f"error {error:.0e}).")
+    agrees = scored.error < tolerance_of(scored.setup.dtype)
+    verdict = "agrees with" if agrees else "CONTRADICTS"
+    return (f"Iteration {scored.rows[0]['iteration']}: the tape {verdict} a plain backward pass "
+            f"(relative error {scored.error:.0e}).")
 
 
 def words_of(scored, cfg, j):
     """Pieces of the rollout at position j of the step, influence in standard deviations."""
     i = scored.recording.step.rows[[j]]
     row = scored.recording.batch.rollout[i]
-    G = scored_against(scored, cfg, j)
-    changes = logprob_changes(scored.setup.policy, G, row, cfg.temperature)         # (1, T)
+    direction = scored_against(scored, cfg, j)
+    changes = logprob_changes(scored.setup.policy, direction, row, cfg.temperature)         # (1, T)
     unit = float(scored.found.scores.influence.std(correction=0)) or 1.0
     influence = (scored.slopes[i] * changes)[0] / unit
     return pieces_of(row, influence, scored.setup.tokenizer)
@@ -141,7 +141,7 @@ def main(argv):
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
     with undamaged(folder):
         sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)
-        sentences.append(check(scored, cfg))
+        sentences.append(check(scored))
     show(folder, "influence", about, sentences, cards_of(scored, cfg))
 
 

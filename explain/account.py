@@ -3,18 +3,18 @@ The account of a run: which rollouts made a sentence likelier or less likely, an
 log-prob be had one of them been left out?
 
 f = log p(completion | prompt). theta_0 .. theta_S are the weights along the S optimizer steps of a
-run, g the gradient of a step, P_i rollout i's part of it, c = 1 - b^t for AdamW's two betas:
+run, g the gradient of a step, g_i rollout i's part of it, c = 1 - b^t for AdamW's two betas:
 
     m' = b1 m + (1 - b1) clip g         v' = b2 v + (1 - b2) (clip g)^2         s = sqrt(v' / c2)
     theta' = (1 - lr decay) theta - lr m' / c1 / (s + eps)
 
 Where did the change come from? In a step f changes by <slope, theta' - theta>, with slope the mean
 of grad f on the way. With s and clip as they were, theta' - theta is a sum over all gradients so
-far. So rollout i of step t has the share <P_i, G_t>. G_t is made from the last step to the first:
+far. So rollout i of step t has the share <g_i, G_t>. G_t is made from the last step to the first:
 
     G_t = (1 - b1) clip U_t             U_t = b1 U_{t+1} - lr slope / c1 / (s + eps)
 
-What if it had been left out? The derivative of f(theta_S) by the rollout's weight is <P_i, L_t>,
+What if it had been left out? The derivative of f(theta_S) by the rollout's weight is <g_i, L_t>,
 with L_t the derivative by g_t. AdamW's step, clipping included, takes derivatives by theta', m', v'
 back to those by theta, m, v and g; the one by theta then gets H L_t too, since g depends on theta.
 H is the Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v
@@ -234,9 +234,8 @@ def hessian_times(setup, cfg, k, weights, directions):
 def multiplied(setup, cfg, k, weights, directions):
     """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k."""
     vector_to_parameters(weights, setup.trained)
-    batch = replace(k.batch, row_weights=k.batch.row_weights.clone())   # a recording sets them to 1
-    with Recording(setup.policy, batch, k.step, False, cfg) as recording:
-        for loss, _ in grpo.losses(setup, setup.policy, k.batch, k.step, cfg, recording):
+    with Recording(grpo.losses, setup, k.batch, k.step, False, cfg) as recording:
+        for loss, _ in recording.passes():
             loss.policy.backward()
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 

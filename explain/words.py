@@ -27,13 +27,14 @@ class Piece(NamedTuple):
 
 
 @full_precision()
-def logprob_changes(policy, G, rollout, temperature):
-    """d log-prob / d e (n, T) of the tokens of n rows, at weights + e G. G: {parameter: tensor}."""
-    weights, directions = zip(*G.items())
+def logprob_changes(policy, direction, rollout, temperature):
+    """d log-prob / d e (n, T) of the tokens of n rows, at weights + e direction, which is
+    {parameter: tensor}."""
+    weights, directions = zip(*direction.items())
     with sdpa_kernel(SDPBackend.MATH):      # no other attention has a second derivative
         logp = completion_logprobs(policy, rollout, temperature)
         factors = torch.zeros_like(logp, requires_grad=True)
-        # the gradient of <factors, logp>; its product with G is <factors, changes>
+        # the gradient of <factors, logp>; its product with direction is <factors, changes>
         mixed = torch.autograd.grad(
             logp, weights, factors, create_graph=True, materialize_grads=True)
         return torch.autograd.grad(mixed, factors, directions)[0]

@@ -123,12 +123,12 @@ def on_cpu(tensors):
     return dict(zip(tensors, torch.stack(list(tensors.values())).cpu()))
 
 
-def invariant_error(scores, batch_grad, G):
-    """How far sum_i I_i = <sum_i grad P_i, G> is violated: (). Relative to sum_i |I_i|, or to a
-    tenth of the longest product, if that is more: all advantages may be 0."""
-    longest = (inner(batch_grad, batch_grad) * inner(G, G)).sqrt()
+def invariant_error(scores, batch_grad, direction):
+    """How far sum_i I_i = <sum_i grad L_i, direction> is violated: (). Relative to sum_i |I_i|, or
+    to a tenth of the longest product, if that is more: all advantages may be 0."""
+    longest = (inner(batch_grad, batch_grad) * inner(direction, direction)).sqrt()
     size = torch.maximum(scores.double().abs().sum(), 0.1 * longest)
-    return (scores.double().sum() - inner(batch_grad, G)).abs() / size.clamp(min=1e-30)
+    return (scores.double().sum() - inner(batch_grad, direction)).abs() / size.clamp(min=1e-30)
 
 
 def std(x):
@@ -170,10 +170,10 @@ def target_metrics(target):
         "tracin/target_advantage_max": advantages.max()}
 
 
-def first_layers(policy, G):
+def first_layers(policy, gradient):
     """Norms of a gradient {parameter: tensor} on the first three weights -> {name: tensor ()}."""
-    names = {p: name for name, p in policy.named_parameters() if p in G}
-    return {f"tracin/target_grad_norm/{name}": G[p].norm()
+    names = {p: name for name, p in policy.named_parameters() if p in gradient}
+    return {f"tracin/target_grad_norm/{name}": gradient[p].norm()
             for p, name in itertools.islice(names.items(), 3)}
 
 
@@ -189,7 +189,8 @@ def influence_metrics(found):
         "tracin/target_grad_norm": inner(target_grad, target_grad).sqrt(),
         "tracin/target_cosine": math.nan}
     if target.is_whole_step:        # else it would cost another gradient
-        metrics["tracin/invariant_error"] = invariant_error(scores.raw, target_grad, scores.G)
+        metrics["tracin/invariant_error"] = invariant_error(
+            scores.raw, target_grad, scores.direction)
     if len(target.halves) == 2:
         rewards = target.batch.rewards
         chosen = rewards[target.rows.to(rewards.device)]

@@ -370,9 +370,9 @@ MISTAKES = {
     "scores whose errors cancel": (
         tracin.Recording, "scores", lambda scores, *given: apart(scores)),
     "less is learned": (
-        tracin.Recording, "policy_gradient", lambda G, *given: times(.99, G)),
+        tracin.Recording, "policy_gradient", lambda g, *given: times(.99, g)),
     "what is learned is not a number": (
-        tracin.Recording, "policy_gradient", lambda G, *given: times(NAN, G)),
+        tracin.Recording, "policy_gradient", lambda g, *given: times(NAN, g)),
     "the target is a little less": (tracin, "target_of", lambda target, *given: (
         target._replace(halves=[times(.99, half) for half in target.halves])))}
 
