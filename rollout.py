@@ -185,6 +185,29 @@ def draw(probs, u):
     return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
 
 
+def sample_token(model, h, r, rows, t, u, sampling):
+    """Draw token t of rows (n,) from the hidden states h (n, C) before it, by numbers u (n,), and
+    write it into r with what is known of it."""
+    # how likely is each token to come next? -inf where truncation rules it out
+    logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
+    if r.allowed is not None:
+        logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
+        r.allowed[rows, t] = logits > -math.inf
+
+    # draw one. By hand, since softmax and log_softmax would each read and write all V again
+    logits = logits - logits.amax(-1, keepdim=True)
+    weights = logits.exp()
+    total = weights.sum(-1)                         # weights / total are the probabilities
+    token = draw(weights, u)                                                        # (n,)
+
+    # the trainer asks later how much likelier it has become, so keep its log-prob
+    log_total = total.log()
+    logp = logits.gather(1, token[:, None])[:, 0] - log_total
+    entropy = log_total - (logits * weights).nansum(-1) / total     # 0 * -inf counts as 0
+    values = None if r.values is None else model.value_head(h)
+    r.record(rows, t, token, logp, entropy, values, sampling.eos)
+
+
 # ------------------------------------------------------------------------------------------------
 # decoding
 
@@ -241,25 +264,8 @@ def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
     h, cache = read_prompts(model, prompt, attention_mask, N // B, P + T)           # (N, C)
     rows = torch.arange(N, device=prompt.device)    # of r, in the order of the cache
     for t in range(T):
-        # how likely is each token to come next? -inf where truncation rules it out
-        logits = model.lm_head(h).float() / sampling.temperature                    # (n, V)
-        if r.allowed is not None:
-            logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
-            r.allowed[rows, t] = logits > -math.inf
-
-        # draw one. By hand, since softmax and log_softmax would each read and write all V again
-        logits = logits - logits.amax(-1, keepdim=True)
-        weights = logits.exp()
-        total = weights.sum(-1)                     # weights / total are the probabilities
-        token = draw(weights, noise[rows, t])                                       # (n,)
-
-        # the trainer asks later how much likelier it has become, so keep its log-prob
-        log_total = total.log()
-        logp = logits.gather(1, token[:, None])[:, 0] - log_total
-        entropy = log_total - (logits * weights).nansum(-1) / total     # 0 * -inf counts as 0
-        values = None if r.values is None else model.value_head(h)
-        r.record(rows, t, token, logp, entropy, values, sampling.eos)
-        del logits, weights                         # large: gone before the next token is read
+        # draw a token in each row. An environment may answer it
+        sample_token(model, h, r, rows, t, noise[rows, t], sampling)
         if respond:
             respond(r, rows, t, P + t)
         if t == T - 1:
@@ -327,20 +333,24 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     check_prompts(prompts, model.block_size - max_new_tokens)
     G = num_generations
     weight = model.lm_head.weight                                                   # (V, C)
+
+    # all prompts count for the noise and for the width, so that a part gets what the whole would
     first, end, _ = (part or slice(None)).indices(len(prompts))
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator)
     noise = noise[first * G:end * G].to(weight.device)                              # (N, T)
-    prompt, attention_mask = pad_left(prompts, weight.device)       # equally wide for all parts
+    prompt, attention_mask = pad_left(prompts, weight.device)
     prompt = prompt[first:end]                                                      # (B, P)
     attention_mask = attention_mask[first:end]
 
+    # what is filled in, token by token
     r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.eos[0])
     if sampling.truncates:
         r.allowed = torch.ones(*r.logp.shape, len(weight), dtype=bool, device=weight.device)
     if getattr(model, "value_head", None) is not None:
         r.values = torch.zeros_like(r.logp)
 
+    # as many prompts at once as memory allows, each with all of its completions
     at_once = max(1, batch_size // G) if batch_size else len(prompts)
     for b in range(0, len(prompt), at_once):
         some = slice(b, b + at_once)
@@ -350,6 +360,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
         answer = functools.partial(respond, (first + b) * G) if respond else None
         with casts_kept(model):
             decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
+
     # an environment may have written tokens after the end
     r.sampled_mask &= r.completion_mask
     r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.eos[0])
@@ -378,16 +389,22 @@ def completion_states(model, rollout):
     sampled = rollout.sampled_mask
     if len(sampled) == 0:
         raise ValueError("the rollout has no rows")
+
+    # from the first column that is no padding, to the last sampled token of any row. The three
+    # numbers in one transfer, since each waits for a GPU
     P = attention_mask.shape[1] - sampled.shape[1]
     first = attention_mask.any(0).long().argmax()
     T = sampled.any(0).cumsum(0).argmax() + 1
     shortest = attention_mask.sum(1).min()
-    # the three in one transfer, since each waits for a GPU
     first, T, shortest = torch.stack([first, T, shortest]).tolist()
+
+    # the hidden state of a token predicts the next one, so the last token is not read
     tokens = rollout.tokens[:, first:P + T]
     padded = shortest < attention_mask.shape[1] - first
     input_mask = attention_mask[:, first:P + T - 1] if padded else None
     h = model(tokens[:, :-1].contiguous(), input_mask)[:, -T:]                      # (N, T, C)
+
+    # of the sampled tokens alone: the vocabulary head is expensive
     where = sampled.nonzero(as_tuple=True)
     allowed = None if rollout.allowed is None else rollout.allowed[where]
     return States(h[where], tokens[:, -T:][where], allowed, where)
