@@ -1,17 +1,27 @@
 """
 Gradients of every row of a batch, exact on the whole model, from one backward pass.
 
+    check_exact(model, loss_of, torch.arange(n))    # once for a model and a loss
+    with Tape(model, n) as tape:
+        for numbers in torch.arange(n).split(8):
+            tape.rows(numbers)
+            loss_of(numbers).backward()     # the sum of the rows' losses, not their mean
+    target = tape.gradient(is_good)         # {parameter: tensor}: what .grad would have held of
+                                            # these rows alone, or of all with any weights (n,)
+    influence = tape.dot(target)            # (n,) the product of each row's gradient with it
+    update = tape.gradient(influence > 0)   # the gradient of some rows
+
 Why one backward is enough: the loss is a sum over rows, and rows do not mix in the model. So row
 i's part of the gradient of a layer's output is what row i alone would give. For a layer, let
     a_i     be row i's part of its input
     b_i     row i's part of the gradient of its output
     g_i     row i's gradient of its weight
-    G       the target's gradient of its weight
+    t       another gradient of that weight, the target's
 then, summed over tokens,
-    Linear      g_i = b_i^T a_i     so <g_i, G> = b_i . (G a_i), and g_i need not be formed
-    Embedding   g_i adds b_i to the embeddings of ids a_i
+    Linear      g_i = b_i^T a_i     so <g_i, t> = b_i . (t a_i), and g_i need not be formed
+    Embedding   the same, if a_i are one-hot vectors: b_i is added to the embeddings of these ids
     vectors     (biases, weights of norms) g_i is no larger than b_i, and is formed at once
-A matrix that is embedding and head (tied) has g_i = g_embedding + g_head, each against the same G.
+A matrix that is embedding and head (tied) has g_i = g_embedding + g_head, each against the same t.
 
 How a and b are seen: by hooks, so that the model stays as it is and may be anybody's. A forward
 hook keeps a layer's input and puts a hook on its output, which keeps b when the backward gets
@@ -20,8 +30,8 @@ autograd then skips a third of the work. A weight that still gets a gradient was
 else, where the tape cannot see it, and is refused.
 
 In the order of the file: gradients; the kinds of layers; records of a and b; the hooks that see
-them; the Tape, which keeps them, with an example; a check. It needs only torch and works on your
-own models. A gradient is {parameter: tensor}.
+them; the Tape, which keeps them; a check. It needs only torch and works on your own models. A
+gradient is {parameter: tensor}.
 """
 import functools
 import weakref
@@ -40,21 +50,21 @@ def refuse(name, why):
     raise ValueError(f"{name}: {why}")
 
 
-def add(G, H, factor=1):
-    """G + factor * H of two gradients; {} is 0."""
-    if not G or not H:
-        return G or {p: factor * h for p, h in H.items()}
-    return {p: torch.add(g, H[p], alpha=factor) for p, g in G.items()}
+def add(g, h, factor=1):
+    """g + factor * h of two gradients; {} is 0."""
+    if not g or not h:
+        return g or {p: factor * x for p, x in h.items()}
+    return {p: torch.add(x, h[p], alpha=factor) for p, x in g.items()}
 
 
-def inner(G, H):
-    """<G, H>: ()."""
-    return torch.stack([G[p].flatten() @ H[p].flatten() for p in H]).double().sum()
+def inner(g, h):
+    """<g, h>: ()."""
+    return torch.stack([g[p].flatten() @ h[p].flatten() for p in h]).double().sum()
 
 
-def cosine(G, H):
+def cosine(g, h):
     """NaN where one of them is 0."""
-    return float(inner(G, H) / (inner(G, G) * inner(H, H)).sqrt())
+    return float(inner(g, h) / (inner(g, g) * inner(h, h)).sqrt())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -90,8 +100,8 @@ def norm(module, name, x, b):
     return vector(b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps))
 
 
-# To add a kind of layer, give a function: the rule, a and b of its parameter `name` by token, from
-# its input x and the gradient b of its output
+# To add a kind of layer, write a function of this kind. From the layer's input x and the gradient b
+# of its output it returns, for the parameter called `name`, the pair (b, a) of a Record
 KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm}
 PLAIN = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}    # of an Embedding
 
@@ -123,6 +133,8 @@ def trained_layers(model):
         trained = {k: p for k, p in own if p.requires_grad}
         if not trained:
             continue
+
+        # a layer whose rule is known, and which is what it says
         kind = kind_of(module)
         if kind is None or not trained.keys() <= {"weight", "bias"}:
             refuse(name,
@@ -140,9 +152,10 @@ def trained_layers(model):
 
 class Record(NamedTuple):
     """A parameter's gradient from one call of its layer: the sum of outer products b_t a_t^T over
-    its entries, which are tokens; those of a vector are rows."""
+    its entries, which are tokens; those of a vector are rows. An Embedding's matrix has a row for
+    each id, so there the ids take the place of b, and the gradient of the output that of a."""
     rows: Tensor    # (m,) the row of each entry
-    b: Tensor       # (m, out); of an Embedding the ids (m,), which stand for one-hot vectors
+    b: Tensor       # (m, out); of an Embedding ids (m,), which stand for one-hot vectors
     a: Tensor       # (m, in); of a vector 1 (m, 1)
     version: int    # of both, which counts changes in place
 
@@ -184,15 +197,15 @@ def add_outer(total, b, a):
         total += b.T @ a
 
 
-def products(b, a, G):
-    """<b_t a_t^T, G> of each entry (m,)."""
-    G = G.view(len(G), -1)
+def products(b, a, target):
+    """<b_t a_t^T, target> of each entry (m,). target: of the same parameter."""
+    target = target.view(len(target), -1)
     if not b.is_floating_point():
-        x = F.embedding(b, G).mul_(a)
-    elif len(G) > G.shape[1]:       # the other way round is smaller: the vocabulary head
-        x = (b @ G).mul_(a)
+        x = F.embedding(b, target).mul_(a)
+    elif len(target) > target.shape[1]:       # the other way round is smaller: the vocabulary head
+        x = (b @ target).mul_(a)
     else:
-        x = F.linear(a, G).mul_(b)
+        x = F.linear(a, target).mul_(b)
     return x.sum(1, dtype=wide(x.dtype))
 
 
@@ -256,22 +269,13 @@ class Tape:
     """Records the backward of some rows, in one or several micro-batches, of any model whose
     parameters are those of layers in KINDS. Rows are numbered 0, 1, .., num_rows - 1.
 
-        check_exact(model, loss_of, torch.arange(n))    # once for a model and a loss
-        with Tape(model, n) as tape:
-            for numbers in torch.arange(n).split(8):
-                tape.rows(numbers)
-                loss_of(numbers).backward()     # the sum of the rows' losses, not their mean
-        G = tape.gradient(torch.ones(n))        # {parameter: tensor}: what .grad would have held
-        influence = tape.dot(G)                 # (n,)
-        update = tape.gradient(influence > 0)   # the gradient of some rows
-
     Rows are the first dimension of what a layer is given; for other layers see `flat` of rows().
     Each forward has one backward. Records hold every layer's input and its output's gradient.
     Each process records rows of its own; results cover all processes. all_reduce(tensors) sums
     tensors in place over processes.
 
-    What the tape cannot handle it refuses by name. Only check_exact sees dropout, a loss or a model
-    that mixes rows, hooks on all modules of torch, and inputs with time before rows (T, B, C).
+    What the tape cannot handle it refuses by name. Only check_exact notices dropout, a loss or a
+    model that mixes rows, hooks on all modules of torch, and inputs with time first (T, B, C).
     """
 
     def __init__(self, model, num_rows, all_reduce=lambda tensors: None):
@@ -312,12 +316,15 @@ class Tape:
 
     def rows_of(self, layer, module, x):
         """The row of each entry of x's first dimension: (k,)."""
+        # rows are the first dimension, but where they are flattened
         rows = self.numbers
         if module in self.flat:
             owners = self.flat[module]
             start = self.given[module] % max(1, len(owners))    # 0 where the layer is used again
             rows = owners[start:start + len(x)]
             self.given[module] += len(x)
+
+        # positions of all rows may have been looked up once, as (T,): then T is no number of rows
         is_lookup = isinstance(module, nn.Embedding)
         if len(x) != len(rows) or is_lookup and x.dim() == 1 and module not in self.flat:
             refuse(layer.name,
@@ -378,9 +385,9 @@ class Tape:
     def zeros(self):
         return {p: torch.zeros_like(p) for p in self.names}
 
-    def over_processes(self, G):
-        self.all_reduce(list(G.values()))
-        return G
+    def over_processes(self, gradient):
+        self.all_reduce(list(gradient.values()))
+        return gradient
 
     def backward_summed(self, loss):
         """Backward of a further loss of these rows, of which only the sum over rows is kept. The
@@ -408,9 +415,12 @@ class Tape:
         """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight}.
         Rows of weight 0 cost nothing, and may hold NaN. A GPU is synchronised three times,
         however large k is."""
+        # layers share the tensor that says whose their tokens are: look at each once
         rows = list(dict.fromkeys(r.rows for records in self.records.values() for r in records))
         rows_on_cpu = copied(rows, "cpu")
         weights = weights.cpu()
+
+        # in the order: for each of these tensors, those of each of the weights
         entries = [w[part].nonzero()[:, 0] for part in rows_on_cpu for w in weights]
         entries = copied(entries, self.device)
         k = len(weights)
@@ -434,20 +444,20 @@ class Tape:
         weights = weights.to(self.device)
         found = []
         for w, entries in zip(weights, self.choose(weights)):
-            G = {p: self.summed(p, w, entries) for p in self.names}
-            found.append(self.over_processes(G))
+            gradient = {p: self.summed(p, w, entries) for p in self.names}
+            found.append(self.over_processes(gradient))
         return found
 
     def gradient(self, weights):
         """The same, of weights (num_rows,)."""
         return self.gradients(weights[None])[0]
 
-    def dot(self, G):
-        """<g_i, G> for every row (num_rows,), in float64."""
+    def dot(self, target):
+        """<g_i, target> for every row (num_rows,), in float64. target: any gradient."""
         scores = torch.zeros(self.num_rows, dtype=torch.float64, device=self.device)
         for p in self.names:
             for rows, b, a in self.read(p):
-                scores.index_add_(0, rows, products(b, a, G[p].to(a.dtype)).double())
+                scores.index_add_(0, rows, products(b, a, target[p].to(a.dtype)).double())
         self.all_reduce([scores])
         return scores
 
@@ -471,6 +481,7 @@ def check_exact(model, loss_of, rows, flat={}, tolerance=0.01):
     """Raises ValueError unless, for the three rows of largest gradient, the tape's gradient is the
     one that autograd gives for that row alone, parameter by parameter. loss_of(rows) -> (): the sum
     of their losses. flat: see Tape.rows."""
+    # all rows together, on a tape
     n = len(rows)
     with Tape(model, n) as tape:
         tape.rows(torch.arange(n), flat)
@@ -480,6 +491,8 @@ def check_exact(model, loss_of, rows, flat={}, tolerance=0.01):
         refuse("check_exact", f"row {i} has a gradient that is not finite")
     if n < 2 or not norms.max() > 0:
         refuse("check_exact", "give two rows or more, one of them with a gradient")
+
+    # each of the largest beside a backward of its own
     for i in norms.topk(min(n, 3)).indices.tolist():
         among = tape.gradient(torch.arange(n) == i)
         alone = torch.autograd.grad(loss_of(rows[i:i + 1]), list(among), materialize_grads=True)
@@ -488,5 +501,6 @@ def check_exact(model, loss_of, rows, flat={}, tolerance=0.01):
             error = float((g - h).norm() / (h.norm() + floor))
             if not error < tolerance:
                 refuse(tape.names[p],
-                       f"row {i} has another gradient among {n} rows than alone, by {error:.0%}: "
-                       "give the sum of the rows' losses, not a mean; rows may not mix")
+                       f"row {i}'s gradient among {n} rows differs from its gradient alone by "
+                       f"{error:.0%}: give the sum of the rows' losses, not a mean; rows must not "
+                       "mix")

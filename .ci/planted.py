@@ -116,7 +116,7 @@ ROLLOUT = of(
 
 SAMPLER = of(
     "rollout.py", "test_rollout.py",
-    ("noise of another row", "noise[rows, t])", "noise[rows.roll(1), t])"),
+    ("noise of another row", "noise[rows, t], sampling)", "noise[rows.roll(1), t], sampling)"),
     ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found"),
     ("an environment's end token ends a row", "|= sampled & (token == end)",
      "|= self.tokens[rows, column] == end"))
@@ -125,16 +125,16 @@ TAPE = of(
     "tape.py", "test_tape.py",
     ("tokens of other rows in the product", "total.addmm_(b.T, a)",
      "total.addmm_(b.T, a.roll(1, 0))"),
-    ("tokens of other rows in the score", "F.linear(a, G).mul_(b)",
+    ("tokens of other rows in the score", "F.linear(a, target).mul_(b)",
      "F.linear(a, G).mul_(b.roll(1, 0))"),
-    ("embeddings forgotten", "x = F.embedding(b, G).mul_(a)", "x = 0 * a"),
+    ("embeddings forgotten", "x = F.embedding(b, target).mul_(a)", "x = 0 * a"),
     ("tokens that are needed are left out", ".any(1)", ".sum(1).relu()"),
     ("last use of a layer", "tape.records[p].append(found)",
      "tape.records[p][:] = [r for r in tape.records[p] if r.b.dim() != found.b.dim() or "
      "r.rows.max() < found.rows.min()] + [found]"),
     ("last micro-batch", "tape.records[p].append(found)",
      "tape.records[p][:] = [r for r in tape.records[p] if r.b.dim() != found.b.dim()] + [found]"),
-    ("no bias in the score", "x = (b @ G).mul_(a)", "x = (b @ G).mul_(a) * (a.shape[1] > 1)"),
+    ("no bias in the score", "x = (b @ target).mul_(a)", "x = (b @ target).mul_(a) * (a.shape[1] > 1)"),
     ("b of another row", "layer.kind(self.module, name, self.x, b)",
      "layer.kind(self.module, name, self.x, b.roll(1, 0))"),
     ("a not normalised",
@@ -147,7 +147,7 @@ TAPE = of(
 
 INFLUENCE = of(
     "tracin.py", "test_influence.py",
-    ("influence of the wrong sign", "coef * self.tape.dot", "coef * -self.tape.dot"),
+    ("influence of the wrong sign", "self.policy_coef * products)", "-self.policy_coef * products)"),
     ("own part left in", "raw - own.to(raw) if cfg", "raw if cfg"),
     ("rest of the loss dropped", "self.tape.backward_summed(loss.rest)",
      "self.tape.backward_summed(0 * loss.rest)"))

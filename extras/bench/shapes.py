@@ -34,10 +34,10 @@ def with_tape(model, N, loss):
     with Tape(model, N) as tape:
         tape.rows(torch.arange(N))
         loss().backward()
-    G = tape.gradient(torch.ones(N))
-    scores = tape.dot(G)
+    target = tape.gradient(torch.ones(N))
+    scores = tape.dot(target)
     dropped = torch.zeros(N).index_fill(0, scores.argsort()[:round(DROPPED * N)], 1.0)
-    return scores, add(G, tape.gradient(dropped), -1)
+    return scores, add(target, tape.gradient(dropped), -1)
 
 
 def with_dattri(model, N, loss):
