@@ -65,6 +65,15 @@ def sample_rows(it, batch, cfg):
     return rows
 
 
+def logged_rewards(path):
+    """{iteration: reward} of a log of metrics; {} where it cannot be read, which resume says."""
+    try:
+        rows = read_log(path)
+    except BadInput:
+        return {}
+    return {row.get("iteration", 0): row.get("reward") for row in rows}
+
+
 def is_failure(error):
     """Whether a block ended by a failure: not by its end, by words that end a run, or by a second
     signal. A KeyboardInterrupt without words is that of another process."""
@@ -84,6 +93,8 @@ class Run:
         self.first = None                       # metrics of the run's first iteration
         self.first_evaluation = None
         self.seconds = []                       # of each iteration
+        self.earlier = {}                       # {iteration: reward} that a resumed run repeats
+        self.gaps = []                          # of the rewards of repeated iterations
         self.stopped = lambda: False            # whether a signal was heard
         self.done = None                        # iterations, as what is in memory has them
         if cfg.wandb_project and rank_and_size()[0] == 0:
@@ -143,7 +154,9 @@ class Run:
         self.num_tokens = 0
         done = None
         if cfg.resume:
-            done, self.num_tokens = resume(self.folder, setup, cfg)
+            rewards = logged_rewards(f"{self.folder}/metrics.jsonl")
+            done, self.num_tokens = resume(self.folder, setup, cfg)     # cuts the log
+            self.earlier = {it: reward for it, reward in rewards.items() if it > done}
             self.first = self.first_row("metrics.jsonl")
             self.first_evaluation = self.first_row("eval.jsonl")
         else:
@@ -219,6 +232,23 @@ class Run:
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         self.tell_wandb("log", m, step=it + 1)
+        if it + 1 in self.earlier:
+            self.compare_replay(it + 1, m["reward"])
+
+    def compare_replay(self, iteration, reward):
+        """Says how far the iterations that were done before the interruption, and have now been
+        repeated, are from what they were. A GPU adds in no fixed order, so tokens may differ."""
+        was = self.earlier.pop(iteration)
+        self.gaps.append(0.0 if was is None else abs(reward - was))
+        if self.earlier:
+            return
+        text = f"repeated iterations {iteration + 1 - len(self.gaps)} to {iteration}: rewards "
+        if max(self.gaps) == 0:
+            print(text + "as before the interruption")
+            return
+        print(f"note: {text}differ by at most {max(self.gaps):.2g} from those before the "
+              "interruption: a GPU adds in no fixed order (docs/gpus.md), or settings, data, torch "
+              "or a reward's own random numbers have changed")
 
     def is_evaluated(self, done):
         """True if an evaluation follows after so many iterations."""

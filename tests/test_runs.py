@@ -29,7 +29,8 @@ from run.evaluation import perplexity_under
 from run.policy import load_run
 from run.sampling import sample_completions
 from worlds import (
-    mean_token, printed, read_rows, refusal, settings, setup_of, skip_without, untimed_metrics)
+    mean_token, printed, read_rows, refusal, settings, setup_of, skip_without, untimed_metrics,
+    write_rows)
 
 explain = importlib.import_module("explain.__main__")
 NOISE = """
@@ -258,8 +259,41 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, grpo, tmp_path, mo
         grpo(f"{tmp_path}/parts", *argv)
     assert len(read_rows(f"{tmp_path}/parts/metrics.jsonl")) == 3
     assert checkpoint_of(f"{tmp_path}/parts")["iteration"] == 2
-    assert "ckpt_000002.pt after 2 iterations" in grpo(f"{tmp_path}/parts", *argv)
+    out = grpo(f"{tmp_path}/parts", *argv)
+    assert "ckpt_000002.pt after 2 iterations" in out
+    assert "repeated iterations 3 to 3: rewards as before the interruption" in out
     assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/parts")
+
+
+def test_a_resumed_run_says_how_far_its_repetition_is_from_the_run(finished, grpo, tmp_path):
+    """As on a GPU, where a repeated iteration may sample other tokens."""
+    where = tmp_path / "run"
+    shutil.copytree(finished, where)
+    os.remove(where / "ckpt_000003.pt")
+    rows = read_rows(where / "metrics.jsonl")
+    rows[2]["reward"] += 0.25
+    write_rows(where / "metrics.jsonl", rows)
+    out = grpo(where, *FINISHED)
+    assert "note: repeated iterations 3 to 3: rewards differ by at most 0.25" in out
+    again = grpo(where, *FINISHED, "--max_iters=4", "--resume=True")
+    assert "repeated" not in again, "nothing was repeated"
+
+
+@pytest.mark.parametrize("flags", [
+    ("--beta=0.1", "--top_p=0.9", "--dtype=bfloat16"),
+    ("--tracin=reward", "--tracin_leave_one_out=True", "--lora_rank=2",
+     "--activation_checkpointing=True")], ids=["plain", "influence"])
+def test_a_run_works_with_torchs_deterministic_algorithms(flags, grpo, tmp_path):
+    """torch refuses operations that it knows no deterministic form of; the numbers stay."""
+    if "--lora_rank=2" in flags:
+        skip_without("lora")
+    grpo(tmp_path / "plain", *flags, "--max_iters=2")
+    torch.use_deterministic_algorithms(True)
+    try:
+        grpo(tmp_path / "fixed", *flags, "--max_iters=2")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_run(str(tmp_path / "plain"), str(tmp_path / "fixed"))
 
 
 @pytest.mark.parametrize("part", ("grpo.prepare", "run.loop.evaluate", "grpo.update"))

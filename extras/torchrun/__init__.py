@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+WAIT = timedelta(minutes=30)    # for a process whose share took longer, or that has hung
 PATIENCE = timedelta(hours=12)  # while rank 0 makes policy and judges
 
 
@@ -35,7 +36,7 @@ def join():
     # now: its functions keep for good the group that they find, and AdamW would import it later
     importlib.import_module("torch.distributed.nn.functional")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE)
+    dist.init_process_group(backend, timeout=WAIT)
 
 
 @contextlib.contextmanager
@@ -56,25 +57,26 @@ def leaving():
 
 @contextlib.contextmanager
 def or_peer_is_gone():
-    """Ends this process when another one is gone, a second later, so that torchrun blames that."""
+    """Ends this process when another one is gone or has hung, a second later, so that torchrun
+    blames that."""
     try:
         yield
     except RuntimeError as e:
         time.sleep(1)
         reason = str(e).split(". ")[0]
         raise SystemExit(
-            "stopped: another process is gone, which has said why or is named below "
+            "stopped: another process is gone, which has said why or is named below, or has hung "
             f"({reason}); the last checkpoint is good") from None
 
 
-def all_gather(rows):
+def all_gather(rows, group=None):
     """A list or a tensor (n, ...) from each process, n may differ -> on every process all of them,
-    joined in rank order."""
+    joined in rank order. group: of processes, which has a timeout of its own; None: all."""
     parts = [None] * dist.get_world_size()
     is_tensor = isinstance(rows, torch.Tensor)
     sent = rows.cpu().clone() if is_tensor else rows   # a clone: a view would bring all it views
     with or_peer_is_gone():
-        dist.all_gather_object(parts, sent)
+        dist.all_gather_object(parts, sent, group=group)
     return torch.cat(parts).to(rows.device) if is_tensor else sum(parts, [])
 
 
@@ -86,12 +88,14 @@ def all_gather_rollout(rollout):
 
 
 def all_reduce(tensors):
-    """Each tensor <- its sum over the processes, in place."""
+    """Each tensor <- its sum over the processes, in place. All of a dtype travel in one piece."""
     with or_peer_is_gone():
-        for x in tensors:
-            total = x.contiguous()
-            dist.all_reduce(total)
-            x.copy_(total)
+        for dtype in dict.fromkeys(x.dtype for x in tensors):
+            same = [x for x in tensors if x.dtype == dtype]
+            flat = torch.cat([x.flatten() for x in same])
+            dist.all_reduce(flat)
+            for x, total in zip(same, flat.split([x.numel() for x in same])):
+                x.copy_(total.view_as(x))
 
 
 def sum_gradients(parameters):
@@ -106,8 +110,10 @@ def sum_gradients(parameters):
 def rank0_first():
     """Rank 0 runs the block first; the others then find the files that it made."""
     rank, _ = rank_and_size()
+    patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     if rank > 0:
-        all_gather([])      # waits for rank 0
+        all_gather([], patient)     # waits for rank 0
     yield
     if rank == 0:
-        all_gather([])
+        all_gather([], patient)
+    dist.destroy_process_group(patient)

@@ -25,7 +25,7 @@ from common.files import load_file  # noqa: E402
 from common.processes import all_gather  # noqa: E402
 from common.script import hash_of, run_script  # noqa: E402
 from run.checkpoint import newest_checkpoint  # noqa: E402
-from worlds import assert_near, read_rows, skip_without  # noqa: E402
+from worlds import assert_near, random_gpt, read_rows, skip_without  # noqa: E402
 
 CASES = {
     "judge": ("--beta=0.1", "--judge=train", "--reward_funcs=('judge', 'reward')",
@@ -279,6 +279,63 @@ def test_shares(monkeypatch):
             sizes.append(len(part))
         assert taken == list(range(n))
         assert max(sizes) - min(sizes) <= group
+
+
+def test_gradients_travel_in_one_piece(monkeypatch):
+    """One call, not one for each parameter, and each gets its own sum."""
+    calls = []
+
+    def three_equal_processes(x):
+        calls.append(x)
+        x *= 3
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", three_equal_processes)
+    parameters = list(random_gpt().parameters())
+    for number, p in enumerate(parameters[1:]):     # the first one had no part in this share's loss
+        p.grad = torch.full_like(p.T, number).T     # not contiguous
+    extras.torchrun.sum_gradients(parameters)
+    assert len(calls) == 1
+    assert not parameters[0].grad.any()
+    for number, p in enumerate(parameters[1:]):
+        assert torch.equal(p.grad, torch.full_like(p, 3 * number))
+    mixed = [torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(())]
+    extras.torchrun.all_reduce(mixed)
+    assert len(calls) == 3
+    assert [float(x.sum()) for x in mixed] == [6, 9, 3]
+
+
+WAITS = """
+import sys, time
+sys.path.insert(0, {root!r})
+from datetime import timedelta
+import extras.torchrun
+from common.processes import all_gather, rank0_first, rank_and_size
+from common.script import run_script
+
+def main(argv):
+    rank, _ = rank_and_size()
+    with rank0_first():
+        time.sleep(0 if rank else 8)
+    print("gathered", all_gather([rank]))
+    time.sleep(0 if rank else 300)
+    all_gather([rank])
+
+extras.torchrun.WAIT = timedelta(seconds=4)
+run_script(main)
+"""
+
+
+def test_rank_0_may_take_long_to_prepare_and_nothing_else_may(tmp_path):
+    """The second process waits twice as long as for a collective, and then not for one that hangs.
+    """
+    program = tmp_path / "waits.py"
+    program.write_text(WAITS.format(root=ROOT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               str(program)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert "gathered [0, 1]" in found.stdout, found.stderr
+    assert re.search(r"rank 1 of 2 on \S+: stopped: .*hung", found.stderr), found.stderr
+    assert found.returncode != 0
 
 
 if __name__ == "__main__":
