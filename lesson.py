@@ -54,7 +54,7 @@ G = cfg.num_generations
 N = len(prompts) * G
 
 # %% [markdown]
-# **Try:** copy `reward` from `config/quick_test.py` to the end of `config/lesson.py`, with o for e.
+# **Try:** in `reward` at the end of `config/lesson.py` take o for e.
 #
 # ## 2. Rollout
 # The policy writes six completions of each prompt. Each token's log-prob is kept: training will

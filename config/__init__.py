@@ -160,8 +160,8 @@ class Settings:
     tracin: Literal["off", "self", "reward", "advantage", "contrastive", "target"] = "off"
     tracin_val_prompts: int = 0         # held-out prompts to sample as target; 0: the batch itself
     tracin_val_size: int = 0            # rollouts of those to keep; 0: all
-    # which of those: random ones, or those of the highest rewards
-    tracin_val_select: Literal["random", "best"] = "random"
+    # which of those: random ones, those of the highest or the lowest rewards, half of each
+    tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"
     tracin_val_reward: str | None = None  # judge or function for those; None: reward_funcs
     tracin_target_ema: float = 0.0      # decay per step of the target gradient's average; 0: off
     # which rollouts are kept (tracin.py). bottom to top_reward are controls; weigh: the config

@@ -166,8 +166,8 @@ def check_influence(cfg):
     for setting, name in (("tracin", "target"), ("tracin_select", "weigh")):
         if getattr(cfg, setting) == name and name not in cfg.functions:
             raise BadInput(f"{setting} = {name!r}: the config file defines no function {name}")
-    if cfg.tracin == "target" and (cfg.tracin_val_prompts or cfg.tracin_leave_one_out):
-        raise BadInput("tracin = 'target': unset tracin_val_prompts and tracin_leave_one_out")
+    if cfg.tracin == "target" and cfg.tracin_leave_one_out:
+        raise BadInput("tracin = 'target': unset tracin_leave_one_out: self-influence is unknown")
     if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
         raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
     one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)

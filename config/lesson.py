@@ -35,3 +35,8 @@ def texts(n, seed):
 def questions(n, seed):
     """The first three words of such sentences."""
     return [{"text": " ".join(text.split()[:3])} for text in texts(n, seed)]
+
+
+def reward(prompts, completions):
+    """Share of the letter e."""
+    return [text.count("e") / max(1, len(text)) for text in completions]

@@ -17,9 +17,9 @@ judge = None
 eval_judge = None
 num_eval_prompts = 16
 num_eval_generations = 8
-expect_rise = 0.3  # from 0.09; seeds end at 0.83 to 0.92
+expect_rise = 0.3  # from 0.33; it ends near 0.97
 
 
 def reward(prompts, completions):
-    """Share of the letter e."""
-    return [text.count("e") / max(1, len(text)) for text in completions]
+    """Share of the letter e, by a quarter of the text: for more the text would become eeee."""
+    return [min(1.0, 4 * text.count("e") / max(1, len(text))) for text in completions]

@@ -79,7 +79,7 @@ def problems_of_exploration(m, cfg, first):
         yield "entropy", (
             f"the entropy has collapsed, from {first['entropy']:.3f} to {m['entropy']:.3f} nats a "
             f"token, and the reward has not risen: {remedy}")
-    if m["completions/clipped_ratio"] == 1:
+    if m["completions/clipped_ratio"] == 1 and not solved:
         yield "length", (
             f"every completion was truncated at {cfg.max_completion_length} tokens: length is not "
             "learned: raise max_completion_length")
@@ -103,10 +103,10 @@ def problems_of_step(m, cfg, first):
             f"the gradient is near zero (grad_norm {m['grad_norm']:.1e}), the advantages are not: "
             "does the policy still explore (entropy, logp)? Is the loss cut off from it?")
     if cfg.beta:
-        yield from problems_of_kl(m, cfg)
+        yield from problems_of_kl(m, cfg, first)
 
 
-def problems_of_kl(m, cfg):
+def problems_of_kl(m, cfg, first):
     if m["kl"] > 5:
         yield "kl", (
             f"KL {m['kl']:.1f} nats per token is exploding: lower learning_rate or raise beta")
@@ -118,10 +118,10 @@ def problems_of_kl(m, cfg):
             f"KL {m['kl']:.2g} is negative on average, which no KL is: the log-probs are not those "
             "of the distribution that was sampled from; check temperature and masks")
     share = m.get("kl_grad_share", math.nan)    # not in every iteration
-    if share > 1:
+    if share > 1 and not has_risen(m, first):   # where a run has arrived the two are in balance
         yield "kl share", (
-            f"the KL's gradient is {share:.1f} times the policy's, so the step goes back to the "
-            "reference: lower beta. A tenth to a third is a rule of thumb, no more")
+            f"the KL's gradient is {share:.1f} times the policy's, and the reward has not risen: "
+            "lower beta. A tenth to a third is a rule of thumb, no more")
     elif share < 1e-3 and m["kl"] > 0.1:
         yield "kl share", (
             f"the KL's gradient is {share:.0e} times the policy's and holds nothing back, at a KL "
@@ -151,7 +151,7 @@ def problems_of_influence(m, cfg, dtype):
     if cfg.tracin != "target" and m["tracin/target_contrast"] < 0.3:
         yield "contrast", (
             f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
-            "it was chosen from: use tracin_val_select = 'random' or more tracin_val_prompts")
+            "it was chosen from: use tracin_val_select = 'random' or 'balanced', or more prompts")
     if m["tracin/target_cosine"] < 0.1:
         yield "noise", (
             "the target's rollouts are too few: the gradients of its two halves have cosine "

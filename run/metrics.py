@@ -197,6 +197,8 @@ def influence_metrics(found):
         metrics["tracin/target_cosine"] = cosine(*target.halves)    # NaN: one half is empty
         metrics["tracin/target_contrast"] = std(chosen) / max(std(rewards), 1e-12)
         metrics |= target_metrics(target)
+    if target.loss is not None:
+        metrics["tracin/target_loss"] = target.loss
     return metrics
 
 

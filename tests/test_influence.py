@@ -12,6 +12,7 @@ import torch
 
 import grpo
 import tracin
+from common.files import ROOT
 from config.check import check
 from grpo import Batch, Step, collect, try_functions, update
 from rollout import completion_entropies, completion_logprobs
@@ -215,8 +216,34 @@ def test_which_held_out_rollouts_are_the_target():
     g = generator_of(1)
     assert choose_targets(rewards, 2, "best", g).tolist() == [1, 3]
     assert sorted(choose_targets(rewards, 0, "random", g).tolist()) == list(range(6))
+    assert choose_targets(rewards, 2, "worst", g).tolist() == [5, 0]
+    assert choose_targets(rewards, 4, "balanced", g).tolist() == [1, 3, 5, 0]
+    assert choose_targets(rewards, 3, "balanced", g).tolist() == [1, 3, 0]
+    for how in ("best", "worst", "balanced"):
+        assert sorted(choose_targets(rewards, 0, how, g).tolist()) == list(range(6))
     rewards[1] = NAN
     assert choose_targets(rewards, 2, "best", g).tolist() == [3, 2]
+    assert choose_targets(rewards, 2, "worst", g).tolist() == [5, 0]
+    assert choose_targets(rewards, 2, "balanced", g).tolist() == [3, 0]
+
+
+def test_a_target_function_is_given_the_held_out_rollouts():
+    """The function that docs/influence.md shows: reward times log-prob, not normalised."""
+    page = open(f"{ROOT}/docs/influence.md").read()
+    code, = (code for code in page.split("```") if "\ndef target(" in code)
+    shown = {}
+    exec(code.removeprefix("python\n"), shown)
+    cfg = with_functions(words(), {"target": shown["target"]}, tracin="target",
+                         tracin_val_prompts=shown["tracin_val_prompts"])
+    setup = setup_for(cfg)
+    batch, other = batch_of(cfg), batch_of(cfg, seed=8)
+    g = row_gradients(setup, batch, cfg)
+    rows = torch.tensor([1, 3, 4, 8, 15])
+    logp = completion_logprobs(setup.policy, other.rollout)[rows].sum(1)
+    by_hand = -gradient((other.rewards[rows] * logp).mean(), setup.trained)
+    _, m = steps_of(setup, batch, cfg, tracin.HeldOut(other, rows))
+    assert close(batch.influence, g @ by_hand)
+    assert m["tracin/target_loss"] == pytest.approx(-float((other.rewards[rows] * logp.detach()).mean()))
 
 
 def test_a_reward_of_their_own_scores_held_out_rollouts_only():

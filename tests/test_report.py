@@ -198,9 +198,12 @@ def test_a_gradient_near_zero():
 
 
 def test_where_the_reward_has_risen_one_answer_may_be_right():
-    solved = GOOD | {"reward": 0.95, "identical_completions": 1.0, "entropy": 0.01}
-    assert found(solved, PLAIN) == {}
-    assert found(solved | {"reward": 0.75}, PLAIN).keys() == {"identical", "entropy"}
+    solved = GOOD | {"reward": 0.95, "identical_completions": 1.0, "entropy": 0.01, "kl": 0.5,
+                     "kl_grad_share": 1.5, "completions/clipped_ratio": 1.0}
+    with_kl = Settings(beta=0.1)
+    assert found(solved, with_kl) == {}
+    kinds = {"identical", "entropy", "kl share", "length"}
+    assert found(solved | {"reward": 0.75}, with_kl).keys() == kinds
 
 
 def test_a_kl_of_k1_may_be_negative_by_chance():
