@@ -9,19 +9,13 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pad_sequence
 
+from common.device import exact_linear
 from data.comments import clean
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt
 from model import GPT
 
 SAYS_NOTHING = -5.0     # the logit of a text that says nothing, about that of clean text
-
-
-def exact_linear(layer, x):
-    """Apply a Linear to x (..., C) in the dtype of its weights, also under autocast: bfloat16 would
-    round logits near -5, which are those of clean texts, by 0.016 and make many of them equal."""
-    with torch.autocast(x.device.type, enabled=False):
-        return layer(x.to(layer.weight.dtype))
 
 
 class Scorer(nn.Module):

@@ -15,9 +15,9 @@ import torch.nn as nn
 from extras.hub.families import check_only
 from extras.hub.files import fetch, fill, load_tensors, one_line
 from extras.hub.tokenizer import from_folder
+from common.device import exact_linear
 from common.files import read_json
 from common.script import BadInput, shown
-from judge.scorer import exact_linear
 
 TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is named
 # key of config.json -> the values it may have, if it is there
