@@ -12,6 +12,7 @@ iteration t comes after t steps. A missing value leaves a gap in the line.
 import json
 import math
 import os
+import textwrap
 
 import config
 from common.files import read_log, replacing, undamaged
@@ -22,21 +23,28 @@ with optional("matplotlib"):
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure
+    from matplotlib.textpath import TextPath
+    from matplotlib.ticker import MaxNLocator
 
 PANELS = [  # title, log, metric
     ("toxicity, eval judge", "eval", "eval_judge/toxicity"),
-    ("perplexity under the policy before", "eval", "perplexity"),
-    ("share that ends by itself", "eval", "ended"),
+    ("perplexity under the\npolicy before", "eval", "perplexity"),
+    ("share that ends\nby itself", "eval", "ended"),
     ("reward, mean", "metrics", "reward"),
-    ("KL to reference, nats per token", "metrics", "kl"),
-    ("entropy, nats per token", "metrics", "entropy"),
+    ("KL to reference,\nnats per token", "metrics", "kl"),
+    ("entropy,\nnats per token", "metrics", "entropy"),
     ("mean length, tokens", "metrics", "completions/mean_length"),
-    ("gradient norm before clipping", "metrics", "grad_norm"),
+    ("gradient norm\nbefore clipping", "metrics", "grad_norm"),
     ("share of rollouts kept", "metrics", "tracin/selected_ratio"),
-    ("share with positive influence", "metrics", "tracin/positive_ratio"),
-    ("cosine of the target's two halves", "metrics", "tracin/target_cosine")]
-LOOK = {"font.size": 9, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3,
-        "axes.titlesize": 9, "svg.fonttype": "none"}
+    ("share with\npositive influence", "metrics", "tracin/positive_ratio"),
+    ("cosine of the\ntarget's two halves", "metrics", "tracin/target_cosine")]
+WIDTH = 6.6     # inches; on a phone three panels still have letters that can be read
+FONT_SIZE = 10
+LOOK = {"font.size": FONT_SIZE, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3.5,
+        "axes.titlesize": FONT_SIZE, "svg.fonttype": "none"}
+# ten colours, each with a marker of its own; the next ten runs have dashed lines, and so on
+MARKERS = "osD^v<>pX*"
+DASHES = ("-", "--", ":", "-.")
 
 
 def read_logs(folder):
@@ -76,23 +84,60 @@ def draw_runs(groups, most=len(PANELS)):
     panels = panels[:most]
     if not panels:
         raise BadInput(f"{', '.join(groups)}: nothing to draw yet; wait for the first iteration")
+    names, names_in_row = legend_names(groups)
+    lines_of_names = sum(1 + name.count("\n") for name in names[::names_in_row])
     columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(8.6, 0.5 + 2.1 * rows), layout="constrained")
+    height = 0.4 + 0.2 * lines_of_names + 2.0 * rows
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     for place, (title, log, curves) in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, place, title=title)
-        ax.locator_params("x", integer=True)
-        for name, (x, y) in zip(groups, curves):
-            line, = ax.plot(x, y.mean(0), label=name, marker="o" if log == "eval" else None)
-            if len(y) > 1:
-                ax.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2,
-                                linewidth=0)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+        for number, (x, y) in enumerate(curves):
+            draw_curve(ax, x, y, number, all_marked=log == "eval")
         if log == "eval":
-            ax.set_ylim(bottom=0)
-    figure.supxlabel("iteration", fontsize=9)
-    lines, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside upper left", ncols=3, frameon=False)
+            start_at_zero(ax, [y for _, y in curves])
+    figure.supxlabel("iteration", fontsize=FONT_SIZE)
+    figure.legend(figure.axes[0].lines, names, loc="outside upper left", ncols=names_in_row,
+                  frameon=False)
     return figure
+
+
+def draw_curve(ax, x, y, number, all_marked):
+    """The mean of the runs of a group, y (runs, iterations), and their range. Marked are all values
+    or those that have no neighbour, of which no line is seen."""
+    mean = y.mean(0)
+    gap = np.isnan(np.pad(mean, 1, constant_values=np.nan))
+    alone = gap[:-2] & gap[2:]
+    marked = np.ones_like(alone) if all_marked else alone
+    line, = ax.plot(
+        x, mean, color=f"C{number % 10}", linestyle=DASHES[number // 10 % len(DASHES)],
+        marker=MARKERS[number % 10] if marked.any() else None,
+        markevery=marked.nonzero()[0].tolist())
+    if len(y) > 1:
+        ax.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+
+
+def start_at_zero(ax, values):
+    """A y axis from 0, with room above the highest value."""
+    known = np.concatenate([y[~np.isnan(y)] for y in values])
+    ax.set_ylim(0, 1.1 * known.max() or 1)
+
+
+def legend_names(groups):
+    """(names that fit into the picture, how many of them fit side by side)."""
+    room = 72 * WIDTH - 5 * FONT_SIZE       # in points; a name's own line and margins take the rest
+
+    def width(name):
+        return TextPath((0, 0), name, FONT_SIZE, usetex=False).get_extents().width
+
+    names = []
+    for name in groups:
+        name = " ".join(name.split()).replace("$", r"\$")       # else it would begin a formula
+        least = math.floor(len(name) * min(1, room / width(name)))
+        names.append("\n".join(textwrap.wrap(name, max(1, least))))
+    longest = max(map(width, names))
+    return names, min(3, max(1, int(72 * WIDTH / (longest + 5 * FONT_SIZE))))
 
 
 def curves_of(runs, log, metric):

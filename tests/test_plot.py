@@ -2,16 +2,21 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
+import matplotlib  # noqa: E402
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
+
 import plot  # noqa: E402
 from worlds import printed, read_rows, refusal, write_rows  # noqa: E402
 
 METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
 TITLES = [title for title, *_ in plot.PANELS]
+TITLE_OF = {metric: title for title, _, metric in plot.PANELS}
 
 
 def make_run(folder, rows=(), evaluations=(), source=None, **settings):
@@ -78,8 +83,8 @@ def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
     band, = ax.collections      # a single run has no range
     corners = band.get_paths()[0].to_polygons()[0]
     assert corners.max(0).tolist() == [2, 0.7] and corners.min(0).tolist() == [1, 0.1]
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == [f"{runs[0]}: mean and range of 3 seeds", other, edited]
+    names = ["".join(text.get_text().split()) for text in figure.legends[0].get_texts()]
+    assert names == [f"{runs[0]}:meanandrangeof3seeds", other, edited]
 
 
 def test_a_run_is_counted_once_and_threads_make_no_other_run(tmp_path):
@@ -93,7 +98,7 @@ def test_a_seed_without_evaluations_hides_no_other(tmp_path):
     runs = [make_run(tmp_path / "0", rewarded(0.5))]
     runs += [make_run(tmp_path / f"{i}", [], [{"iteration": 0, "perplexity": 20.0 + i}], seed=i)
              for i in (2, 4)]
-    line, = figure_of(*runs)[0]["perplexity under the policy before"]
+    line, = figure_of(*runs)[0][TITLE_OF["perplexity"]]
     assert_line(line, [0], [23.0])
 
 
@@ -103,6 +108,73 @@ def test_logs_alone_are_drawn(tmp_path):
         os.remove(os.path.join(folder, "config.json"))
     assert len(figure_of(*folders)[0]["reward, mean"]) == 2, "without settings each is itself"
     assert "no such file" in refusal(plot.main, [str(tmp_path / "nothing")])
+
+
+def drawn_to_the_end(*folders):
+    """The Figure after its layout is known."""
+    with matplotlib.rc_context(plot.LOOK):
+        figure = plot.draw_runs(plot.groups_of(folders))
+        FigureCanvasAgg(figure).draw()
+    return figure
+
+
+@pytest.mark.parametrize("names", [
+    "a", "ab", [f"toxicity_beta0.04_learning_rate3e-4_group_std_seed{i}" for i in range(3)],
+    ["_hidden", "price_$x$_$", "two words"], ["W" * 200, "i" * 60], list("abcdefghijkl")], ids=str)
+def test_every_name_is_in_the_picture_beside_its_line(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [make_run(Path(name), rewarded(0.5), [{"iteration": 0, "ended": 0.5}], beta=i)
+               for i, name in enumerate(names)]
+    figure = drawn_to_the_end(*folders)
+    legend = figure.legends[0]
+    found = ["".join(text.get_text().split()) for text in legend.get_texts()]
+    assert [name.replace("\\$", "$") for name in found] == ["".join(x.split()) for x in names]
+    inside = figure.bbox.extents
+    for text in legend.get_texts():
+        x0, y0, x1, y1 = text.get_window_extent().extents
+        assert inside[0] <= x0 < x1 <= inside[2] and inside[1] <= y0 < y1 <= inside[3]
+    for ax in figure.axes:
+        assert not legend.get_window_extent().overlaps(ax.get_tightbbox()), "it hides a panel"
+
+
+def test_runs_are_told_apart_without_colour_too(tmp_path):
+    evaluations = [{"iteration": 0, "ended": 0.5}]
+    runs = [make_run(tmp_path / f"{i}", rewarded(0.5, 0.6), evaluations, beta=i)
+            for i in range(24)]
+    drawn, _ = figure_of(*runs)
+    looks = {(line.get_marker(), line.get_linestyle()) for line in drawn[TITLE_OF["ended"]]}
+    assert len(looks) == 24
+    looks = {(line.get_color(), line.get_linestyle()) for line in drawn["reward, mean"]}
+    assert len(looks) == 24
+
+
+def test_a_value_without_neighbours_is_seen(tmp_path):
+    gaps = [0.5, None, 0.5, 0.5, None, 0.5]
+    for rewards, alone in (([0.5], [0]), (gaps, [0, 5]), ([0.1, 0.2], [])):
+        run = make_run(tmp_path / str(len(rewards)), rewarded(*rewards))
+        line, = figure_of(run)[0]["reward, mean"]
+        marked = line.get_markevery() if line.get_marker() not in ("None", None) else []
+        assert marked == alone, f"of {rewards} no line leads to these"
+
+
+def test_axes_have_whole_iterations_and_room_at_the_top(tmp_path):
+    for last in (1, 2, 3, 7, 40):
+        evaluations = [{"iteration": i, "perplexity": 28.0, "ended": 0.0} for i in range(last + 1)]
+        run = make_run(tmp_path / str(last), rewarded(*[0.5] * last), evaluations)
+        for ax in drawn_to_the_end(run).axes:
+            labels = [text.get_text() for text in ax.get_xticklabels()]
+            ticks = [float(text.replace("\u2212", "-")) for text in labels]
+            assert ticks and all(tick.is_integer() for tick in ticks)
+            highest = max(ax.lines[0].get_ydata())
+            bottom, top = ax.get_ylim()
+            assert (highest - bottom) / (top - bottom) < 0.95, "a flat curve lies on the frame"
+
+
+def test_half_a_last_line_hides_no_run(run):
+    with open(f"{run}/metrics.jsonl", "ab") as f:
+        f.write('{"iteration": 6, "reward": "\u00fc'.encode()[:-1])
+    line, = figure_of(run)[0]["reward, mean"]
+    assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
 
 
 def test_grpo_writes_every_metric_that_is_drawn(grpo, tmp_path):
