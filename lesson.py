@@ -26,10 +26,10 @@ import grpo
 import tracin
 from common.files import ROOT
 from common.script import BadInput, exit_codes
-from config import load_settings
 from data.prompts import draw_prompts
 from explain.words import logprob_changes, pieces_of
 from rollout import completion_logprobs
+from run.settings import load_settings
 from tape import Tape, cosine, inner
 
 

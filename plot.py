@@ -14,10 +14,10 @@ import math
 import os
 import textwrap
 
-import config
 from common.files import read_log, replacing, undamaged
 from common.script import BadInput, optional, own_flags, run_script
 from run.checkpoint import FREE
+from run.settings import read_run
 
 with optional("matplotlib"):
     import matplotlib
@@ -68,7 +68,7 @@ def kind_of(folder):
     """What runs have in common that differ by their seed alone: settings, text of the config."""
     if not os.path.exists(f"{folder}/config.json"):     # logs alone: a colour of its own
         return folder
-    run = config.read_run(folder)
+    run = read_run(folder)
     free = (*FREE, "cache_dir", "seed")
     kept = {name: x for name, x in run["settings"].items() if name not in free}
     return json.dumps([kept, run["source"]])

@@ -9,10 +9,10 @@ grpo.py does so at first use, too.
 from common.script import BadInput, run_script     # before torch: see common
 
 from common.device import pick_device
-from config import load_settings, usage
 from data.comments import get_splits
 from judge.train import trained_judges
 from run.pretraining import get_policy
+from run.settings import load_settings, usage
 
 
 def main(argv):

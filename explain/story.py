@@ -11,7 +11,6 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
-from config import load_settings, read_run
 from data.prompts import read_prompt
 from explain.account import account, by_parameter, replay, row_of, walk_back
 from explain.page import facts_of, show
@@ -23,6 +22,7 @@ from run.checkpoint import (
     read_checkpoint)
 from run.loop import sample_rows
 from run.sampling import sample_completions
+from run.settings import load_settings, read_run
 
 FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
 WORST = 3           # completions that are told of where no sentence is given

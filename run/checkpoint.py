@@ -23,7 +23,7 @@ from common.files import (
     flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of
-from config import load_settings
+from run.settings import load_settings
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 # settings that may differ in the same run

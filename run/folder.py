@@ -10,8 +10,8 @@ from filelock import FileLock, Timeout
 
 from common.files import flush, is_plain
 from common.script import BadInput, shown
-from config import read_run
 from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
+from run.settings import read_run
 
 LOCK = ".lock"
 # settings that no --resume can change: the weights would not fit

@@ -6,12 +6,12 @@ import torch
 
 from common.files import undamaged
 from common.script import seed_for
-from config import HINTS, Settings, assign
-from config.check import check_policy
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, rebuilt
 from model import GPTConfig, Policy
+from run.check import check_policy
 from run.checkpoint import newest_checkpoint, read_checkpoint
+from run.settings import HINTS, Settings, assign
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")

@@ -9,9 +9,9 @@ import typing
 import pytest
 import torch
 
-from config import HINTS, load_settings, types_of
-from config.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1, PATHS
 from conftest import ROOT
+from run.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1, PATHS
+from run.settings import HINTS, load_settings, types_of
 from worlds import command, refusal
 
 NAMES = list(HINTS)
@@ -36,7 +36,7 @@ def refused(*argv):
 
 
 def test_every_setting_can_be_given_as_a_flag(monkeypatch):
-    monkeypatch.setattr(sys.modules["config.check"], "need", lambda *folder: None)
+    monkeypatch.setattr(sys.modules["run.check"], "need", lambda *folder: None)
     for name in NAMES:
         value = getattr(load_settings([]), name)
         assert type(value) in types_of(name), name
@@ -309,7 +309,7 @@ tools = {{'twice': lambda text: 2 * text}} | tools | environment
 
 
 def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(tmp_path))
+    monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(tmp_path))
     for line in MISSING.strip().splitlines():
         asks, asked_by, folder = line.split(" | ")
         message = refused(asks if asks.startswith("--") else write(asks))

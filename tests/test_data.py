@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from common.files import read_rows
-from config import load_settings
 from conftest import ROOT, TINY
 from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
 from data.prompts import draw_prompts, load_prompts
@@ -19,6 +18,7 @@ from data.tokenizer import load_tokenizer
 from judge.train import named_judges
 from run.policy import load_policy
 from run.pretraining import BATCH_SIZE, get_policy, text_starts, windows
+from run.settings import load_settings
 from worlds import WORDS, printed, refusal, write_rows
 
 gpt2 = functools.lru_cache(load_tokenizer)

@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import common.device
-from config import Settings
 from conftest import ROOT
 from run.pretraining import optimizers
 from common.device import free_memory, pick_device, pick_dtype
@@ -27,6 +26,7 @@ from common.files import (
 from data.weights import load_gpt, save_gpt
 from common.supervised import fit
 from common.script import BadInput, hash_of, interrupts, run_script, seed_for, shown
+from run.settings import Settings
 from worlds import random_gpt, random_ids, refusal
 
 

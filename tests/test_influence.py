@@ -13,9 +13,9 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
-from config.check import check
 from grpo import Batch, Step, collect, try_functions, update
 from rollout import completion_entropies, completion_logprobs
+from run.check import check
 from tracin import choose_targets, row_weights_of, select, target_coefficients
 from tape import cosine
 from worlds import (

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from config import load_settings
 from data.comments import load_comments
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
@@ -19,6 +18,7 @@ from judge.train import auc, even_lengths, length_batches, train_judge
 from model import GPTConfig
 from common.files import load_file
 from data.weights import save_gpt
+from run.settings import load_settings
 from worlds import assert_near, refusal, seed_of
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import statistics
 import pytest
 import torch
 
-from config import Settings
 from grpo import decoupled_advantages, group_advantages, kl_estimate, total_reward
+from run.settings import Settings
 from worlds import assert_near, generator_of, gradient, loss_of_rows
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from config import Settings
 from grpo import Loss
 from run import report
 from common.supervised import Progress
 from run.flags import notes, problems, problems_of_evaluation
 from run.report import StepLog, print_iteration, print_warnings
+from run.settings import Settings
 from worlds import printed
 
 CPU = torch.device("cpu")

@@ -634,7 +634,7 @@ def test_a_run_of_another_version_has_a_policy(copy_of_six):
 def test_a_policy_with_a_part_that_is_not_here_is_one_line(copy_of_six, monkeypatch):
     settings = checkpoint_of(copy_of_six)["settings"]
     rewrite_checkpoint(copy_of_six, settings=settings | {"lora_rank": 2})
-    monkeypatch.setattr(sys.modules["config.check"], "ROOT", str(copy_of_six))
+    monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(copy_of_six))
     said = refusal(load_run, str(copy_of_six))
     assert said == "lora_rank = 2 needs extras/lora, which is not here"
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import grpo
-from config import Settings
 from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics
 from rollout import Rollout, generate
+from run.settings import Settings
 from worlds import (
     WORDS, WORD_PROMPTS, forcing, forward, gradient, letters, plain_logps, random_ids, refusal,
     setup_of, shaken, steps_of, word_gpt, words)

@@ -24,13 +24,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import grpo
-from config import Settings, load_settings
-from config.check import check
 from common.files import ROOT, read_rows
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
 from rollout import Rollout
+from run.check import check
+from run.settings import Settings, load_settings
 from run.setup import Inputs
 
 WORLD_SEED = int(os.environ.get("WORLD_SEED", 0))   # other numbers, the same tests: see conftest.py

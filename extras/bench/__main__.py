@@ -30,10 +30,10 @@ import grpo     # before torch: sets how its threads wait
 import torch
 
 from common.script import BadInput, optional, own_flags, run_script, seed_for
-from config import load_settings
-from config.check import need
 from extras.bench.shapes import compare_tape
+from run.check import need
 from run.policy import new_policy
+from run.settings import load_settings
 
 THREADS = torch.get_num_threads()
 

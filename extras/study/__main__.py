@@ -31,9 +31,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from config import load_settings, read_config
 from common.files import ROOT, is_plain, read_rows, undamaged, write_json
 from common.script import BadInput, own_flags, run_script
+from run.settings import load_settings, read_config
 
 NEEDED = ("config", "arms", "seeds", "measure")
 OPTIONAL = {"controls": (), "tested": ()}

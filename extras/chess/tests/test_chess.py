@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from config import load_settings
 from conftest import ROOT
 from data.prompts import Prompt
 from judge.rewards import score
+from run.settings import load_settings
 from worlds import refusal, skip_without
 
 pytest.importorskip("chess")

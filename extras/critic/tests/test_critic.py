@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import grpo
-from config import Settings, load_settings
 from conftest import ROOT
 from extras.critic import explained_variance, gae, token_advantages, value_loss, whiten
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, completion_states, generate
+from run.settings import Settings, load_settings
 from worlds import (
     END, PROMPTS, assert_near, forcing, forward, generator_of, gradient, printed, settings,
     setup_of, shaken, steps_of, untimed_metrics, world)

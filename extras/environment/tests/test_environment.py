@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import sample
-from config import load_settings
-from config.check import check
 from conftest import ROOT
 from data.prompts import Prompt
+from run.check import check
 from run.evaluation import evaluate
 from grpo import collect
 from run.metrics import batch_metrics
@@ -21,6 +20,7 @@ from rollout import empty_rollout, generate
 from extras.environment.tools import (
     answer_calls, calc, call_metrics, check_prompts_name, check_tools, find_calls, reply)
 from extras.environment import answering, try_environment
+from run.settings import load_settings
 from worlds import WORDS, WORD_PROMPTS, printed, refusal, settings, setup_of, word_gpt
 
 T = 20

@@ -25,7 +25,7 @@ from typing import Literal
 
 from common.files import read_json, read_text
 from common.script import BadInput, in_one_line, own_torch, panics_as_errors, shown
-from config.check import check
+from run.check import check
 
 
 @dataclass
