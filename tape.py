@@ -179,11 +179,17 @@ def needed(rows, b, a):
     return Record(of_entries, b, a, b._version + a._version)
 
 
-def copied(tensors, device):
-    """Copies tensors (k,) to a device in one piece, since each copy waits for a GPU."""
-    if not tensors:
-        return ()
-    return torch.cat(tensors).to(device).split([len(x) for x in tensors])
+def entries_by_row(rows, everyone):
+    """{tensor: [its entries of row 0, of row 1, ..]} of each tensor (m,) in a list. everyone: all
+    rows. A GPU is waited for once, however many there are."""
+    if not rows:
+        return {}
+    # sorted by row, a row's entries are a slice
+    found = [x.sort(stable=True) for x in rows]
+    starts = torch.stack([torch.searchsorted(x.values, everyone) for x in found])
+    ends = torch.stack([torch.searchsorted(x.values, everyone, right=True) for x in found])
+    counts = (ends - starts).tolist()
+    return {x: order.indices.split(n) for x, order, n in zip(rows, found, counts)}
 
 
 def add_outer(total, b, a):
@@ -256,13 +262,16 @@ class Call:
             if tape.summing:
                 add_outer(tape.sum[p], found.b, found.a)
             else:
-                tape.records[p].append(found)
+                tape.keep(p, found)
         if not tape.summing:
             self.x = None
 
 
 # ------------------------------------------------------------------------------------------------
 # the tape
+
+
+AT_ONCE = 2 ** 22   # numbers in the gradients of single rows that are formed before they are used
 
 
 class Tape:
@@ -285,10 +294,12 @@ class Tape:
         self.names = trained_parameters(model)
         self.layers = trained_layers(model)         # {module: Layer}
         self.device = next(model.parameters()).device
-        self.numbers = torch.zeros(0, dtype=torch.long, device=self.device)     # see rows()
+        self.everyone = torch.arange(num_rows, device=self.device)      # rows of a vector's record
+        self.numbers = self.everyone[:0]        # see rows()
         self.flat = {}          # {module: numbers (M,) of its tokens' rows}
         self.given = {}         # {module in flat: tokens that it has been given}
         self.records = {p: [] for p in self.names}
+        self.found = {}         # see entries()
         self.summing = False    # in backward_summed
         self.sum = {}           # its gradient
 
@@ -380,6 +391,21 @@ class Tape:
                 "set use_reentrant=False"))
         return observe_gradient(out, Call(self, layer, module, inputs[0]).record)
 
+    def keep(self, p, found):
+        """Adds a Record of a parameter."""
+        self.found = {}
+        if p.dim() > 1:
+            self.records[p].append(found)
+            return
+        # most parameters are vectors, so each has one record of all rows, to which this one is
+        # added: what is asked later is then a call for each vector, not for each micro-batch of it
+        if not self.records[p]:
+            g = found.b.new_zeros(self.num_rows, len(p))
+            self.records[p] = [Record(self.everyone, g, g.new_ones(self.num_rows, 1), version=0)]
+        whole, = self.records[p]
+        whole.b.index_add_(0, found.rows, found.b)
+        self.records[p] = [whole._replace(version=whole.b._version)]
+
     # a further loss, of which the sum over rows is enough
 
     def zeros(self):
@@ -411,27 +437,32 @@ class Tape:
                                       "changed in place after the backward: give the layer a copy")
             yield rows, b, a
 
-    def choose(self, weights):
-        """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight}.
-        Rows of weight 0 cost nothing, and may hold NaN. A GPU is synchronised three times,
-        however large k is."""
-        # layers share the tensor that says whose their tokens are: look at each once
-        rows = list(dict.fromkeys(r.rows for records in self.records.values() for r in records))
-        rows_on_cpu = copied(rows, "cpu")
-        weights = weights.cpu()
+    def entries(self):
+        """See entries_by_row. It is asked once for all that was recorded."""
+        if not self.found:
+            records = [record for found in self.records.values() for record in found]
+            # layers share the tensor that says whose their tokens are: look at each once
+            rows = list(dict.fromkeys(record.rows for record in records))
+            self.found = entries_by_row(rows, self.everyone)
+        return self.found
 
-        # in the order: for each of these tensors, those of each of the weights
-        entries = [w[part].nonzero()[:, 0] for part in rows_on_cpu for w in weights]
-        entries = copied(entries, self.device)
-        k = len(weights)
-        return [dict(zip(rows, entries[i::k])) for i in range(k)]
+    def choose(self, weights):
+        """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight},
+        in their order. Rows of weight 0 cost nothing, and may hold NaN."""
+        chosen = []
+        for w in weights.tolist():      # waits for a GPU, once
+            numbers = [i for i, weight in enumerate(w) if weight != 0]
+            chosen.append({
+                rows: torch.cat([rows[:0], *(of_row[i] for i in numbers)]).sort().values
+                for rows, of_row in self.entries().items()})
+        return chosen
 
     def summed(self, p, weights, entries):
         """One parameter's part of a gradient. entries: from choose, for these weights."""
         total = torch.zeros_like(p)
         for rows, b, a in self.read(p):
             here = entries[rows]
-            if len(here) == 0:      # a row is in one micro-batch: spare a GPU the empty calls
+            if len(here) == 0:      # spares a GPU calls that do nothing
                 continue
             if len(here) < len(rows):
                 rows, b, a = (x[here] for x in (rows, b, a))
@@ -461,14 +492,35 @@ class Tape:
         self.all_reduce([scores])
         return scores
 
+    def by_row(self, p, rows, numbers):
+        """One parameter's part of g_i for some rows (k,), whose numbers are also given as a list:
+        (k, *p.shape)."""
+        if p.dim() == 1:
+            return self.records[p][0].b[rows]
+        records = list(self.read(p))
+        g = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
+        for total, number in zip(g, numbers):
+            for of_record, b, a in records:
+                here = self.entries()[of_record][number]
+                if len(here) > 0:       # a row is in one micro-batch, so most records lack it
+                    add_outer(total, b[here], a[here])
+        return g
+
     def squared_norms(self, rows, scale={}):
         """sum of scale * g_i^2 (k,) of some rows, in float64."""
+        rows = rows.to(self.device)
+        numbers = rows.tolist()
         found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        is_row = F.one_hot(rows.to(self.device), self.num_rows)         # (k, num_rows)
-        for k, entries in enumerate(self.choose(is_row)):
-            for p in self.names:        # one parameter at a time stays in the cache
-                g = self.summed(p, is_row[k], entries)
-                found[k] += inner({p: g}, {p: g * scale.get(p, 1)})
+        for p, records in self.records.items():
+            if not records:     # p was not used
+                continue
+            # several rows in a call: on a GPU a call costs more than what it does to a small matrix
+            k = max(1, AT_ONCE // p.numel())
+            for start in range(0, len(rows), k):
+                some = slice(start, start + k)
+                g = self.by_row(p, rows[some], numbers[some])
+                scaled = g * scale[p] if p in scale else g
+                found[some] += (g * scaled).flatten(1).sum(1)
         self.all_reduce([found])
         return found
 
