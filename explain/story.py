@@ -11,7 +11,7 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 from common.files import read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
-from data.prompts import read_prompt
+from data.prompts import check_text, read_prompt
 from explain.account import account, by_parameter, replay, row_of, walk_back
 from explain.page import facts_of, show
 from explain.sentences import best_and_worst
@@ -131,6 +131,7 @@ def read_sentence(setup, cfg, row):
     completion = row.get("completion")
     if type(completion) is not str:
         raise BadInput(f"completion {shown(completion)}: must be text, in a column `completion`")
+    check_text(completion, "completion")
     said = setup.tokenizer.encode_ordinary(completion)
     most = setup.policy.block_size
     if not before or not said or len(before) + len(said) > most:

@@ -114,6 +114,9 @@ def need(folder, asked_by):
 def check_models(cfg):
     for setting in ("policy", "judge", "eval_judge"):
         name = getattr(cfg, setting)
+        if name and name.startswith("train:"):
+            raise BadInput(f"{setting} = {shown(name)}: 'train' has no labels to choose from; a "
+                           "label belongs to a published judge, OWNER/NAME:LABEL")
         if name not in (None, "train") and not name.endswith(".pt"):
             need("hub", f"{setting} = {shown(name)}: is no .pt file and")
 

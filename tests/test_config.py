@@ -125,6 +125,7 @@ pytest.ini | (.py)
 --critic=True --importance_sampling_level=sequence | advantages are by token
 --reward_weights=(1,2) | (1, 2)
 --judge=None | judge = None | 'train'
+--judge=train:toxic | judge = 'train:toxic' | label
 --reward_funcs=('judge','judge') --reward_weights=(1,2) | twice
 --reward_funcs=nobody | 'nobody'
 --tracin_val_reward=nobody --tracin_val_prompts=1 | 'nobody'

@@ -163,6 +163,7 @@ def test_refusals(run, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "the", "completion": ["a"]}')
     assert "must be text" in refused(f"--prompts={rows}")
+    assert "must be text" in refused("--prompt=the", "--completion=\ud800"), "half a character"
     for prompt in ('{"a": 1}', "null"):
         rows.write_text(f'{{"prompt": {prompt}, "completion": "a"}}')
         assert "a sentence" in refused(f"--prompts={rows}"), prompt

@@ -31,7 +31,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from common.files import ROOT, is_plain, read_rows, undamaged, write_json
+from common.files import ROOT, is_plain, read_log, undamaged, write_json
 from common.script import BadInput, own_flags, run_script
 from run.settings import load_settings, read_config
 
@@ -87,7 +87,7 @@ def runs_of(study, out):
 def evaluations_of(run, measure):
     """Read the run's eval.jsonl: [] until the run is done."""
     path = os.path.join(run.folder, "eval.jsonl")
-    rows = read_rows(path) if os.path.exists(path) else []
+    rows = read_log(path) if os.path.exists(path) else []
     if not rows or rows[-1].get("iteration") != run.iterations:
         return []
     if measure not in rows[-1]:
@@ -99,7 +99,7 @@ def make(run):
     """Make a run, or continue it."""
     grpo = os.path.join(ROOT, "grpo.py")
     if not is_plain(f"{run.folder}.log"):
-        raise BadInput(f"{run.folder}.log: is a link or no file: remove it")
+        raise BadInput(f"{run.folder}.log: is a link or no file: move it away")
     with open(f"{run.folder}.log", "a", encoding="utf-8") as log:
         process = subprocess.run([sys.executable, grpo, *run.argv], stdout=log, stderr=log)
     result = f"not done, see {run.folder}.log" if process.returncode else "done"
