@@ -15,14 +15,15 @@ import torch
 
 from data.prompts import Prompt, encode_prompt
 from grpo import prepare, read_inputs
-from judge.rewards import score
+from judge.rewards import score, told
 from run.checkpoint import last_of, load_checkpoint
 from run.sampling import sample_completions
 
 
 @torch.no_grad()
-def speak(setup, policy, cfg, prompt, num, chat=False):
-    """Sample completions of a prompt, always the same ones -> (completions, {name: scores})."""
+def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
+    """Sample completions of a prompt, always the same ones -> (completions, {name: scores}).
+    iteration: how many the policy has learned from, for rewards that ask."""
     content = [{"role": "user", "content": prompt}] if chat else prompt
     _, ids = encode_prompt(setup.tokenizer, content, f"--prompt with --chat={chat}")
     asked = Prompt(prompt, ids, {"text": prompt})
@@ -38,7 +39,9 @@ def speak(setup, policy, cfg, prompt, num, chat=False):
     for name, function in setup.reward_funcs.items():
         try:
             if name != "judge":
-                scores[name] = score({name: function}, samples.prompts, completions)[:, 0].tolist()
+                more = told(samples.rollout, iteration)
+                found = score({name: function}, samples.prompts, completions, more)
+                scores[name] = found[:, 0].tolist()
         except BadInput as e:   # it may need more of a prompt than its text, such as an answer
             print(f"note: no column for {name!r}: {e}")
     return completions, scores
@@ -54,13 +57,13 @@ def main(argv):
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")
-    policies = {f"after {iteration} iterations": setup.policy}
+    policies = {f"after {iteration} iterations": (setup.policy, iteration)}
     if own["before"]:
-        policies = {"before training": setup.base} | policies
+        policies = {"before training": (setup.base, 0)} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
     print(repr(prompt))
-    for title, speaker in policies.items():
-        completions, scores = speak(setup, speaker, cfg, prompt, own["num"], own["chat"])
+    for title, (speaker, done) in policies.items():
+        completions, scores = speak(setup, speaker, cfg, prompt, own["num"], own["chat"], done)
         print("  " + "".join(f"{name:>12}" for name in scores) + f"  {title}")
         for completion, *numbers in zip(completions, *scores.values()):
             print("  " + "".join(f"{x:12.3f}" for x in numbers) + f"  {completion!r}")

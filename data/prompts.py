@@ -1,4 +1,5 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file or of a function."""
+import copy
 import json
 import random
 import re
@@ -74,6 +75,15 @@ def note_marks(tokenizer, prompts, field, source):
               "text there and becomes no special token; give a chat as a list of messages")
 
 
+def own_copy(row, where):
+    """A copy of a row that shares nothing with other rows, or with what made it."""
+    try:
+        return copy.deepcopy(row)
+    except Exception as e:      # whatever an object of a user's says
+        raise BadInput(f"{where} is {shown(row)}: cannot be copied ({shown(e)}); every completion "
+                       "gets a copy: put in numbers, text, lists and dicts") from e
+
+
 def read_prompt(tokenizer, row, field, where):
     """Make the Prompt of a row: a text, or a list of messages. `where` names it in a BadInput."""
     content = field_of(row, field)
@@ -102,6 +112,7 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
         rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
         if not isinstance(rows, list):
             raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
+        rows = [own_copy(row, f"questions: row {number}") for number, row in enumerate(rows, 1)]
     else:
         rows = starts_of(comments, cfg)
     prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")

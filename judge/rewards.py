@@ -3,6 +3,7 @@
 A mistake in a user's function ends in one line that names the function and an example.
 """
 import contextlib
+import copy
 import inspect
 import itertools
 import math
@@ -15,36 +16,59 @@ from judge import reward_functions
 
 LARGEST = 1e16      # the square of a reward must fit into float32
 SEARCH_SECONDS = 10     # for the example that makes a function fail
+TOLD = ("completion_ids", "ended", "iteration")     # see told
+ONLY_IN_TRL = ("trainer_state", "log_metric", "log_extra")
 
 
-def arguments_of(what, function, prompts, texts, name="completions"):
-    """Collect the arguments of a user's function -> {name of a parameter: argument}.
-
-    As in TRL all go by name: prompts, completions (for an environment: transcripts), and columns of
-    the prompts' file. **kwargs takes all of these.
-    """
+def check_arguments(what, function, prompts, name="completions", given=()):
+    """Refuse a user's function that does not take `name`, or asks for a column that one of the
+    prompts lacks. given: what it may ask for beside columns."""
     signature = inspect.signature(function)
-    parameters = signature.parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if name not in parameters and not takes_all:
+    parameters = signature.parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if name not in signature.parameters and not takes_all:
         raise BadInput(f"{what} takes {signature}: must take (prompts, {name}), by these names; "
                        "columns of the prompts' file may follow")
-    needed = {p.name for p in parameters.values()
+    needed = {p.name for p in parameters
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    asked = sorted(needed - {"prompts", name, *given})
     for prompt in prompts:
-        for column in sorted(needed - {"prompts", name} - set(prompt.row)):
+        for column in asked:
+            if column in prompt.row:
+                continue
+            if column in ONLY_IN_TRL:
+                raise BadInput(f"{what} asks for {column!r}, which TRL has and this project has "
+                               f"not: there are prompts, {name}, {', '.join(given)}, and columns "
+                               "of the prompts' file")
             raise BadInput(f"{what} asks for the column {column!r}: add it to the prompts' file; "
                            f"the prompt {shown(prompt.text)} has {sorted(map(str, prompt.row))}")
+
+
+def arguments_of(what, function, prompts, texts, name="completions", more=None):
+    """Collect the arguments of a user's function -> {name of a parameter: argument}.
+
+    As in TRL all go by name: prompts, completions (for an environment: transcripts), columns of the
+    prompts' file, and what `more` holds. **kwargs takes all of these. Each row has a copy of its
+    own, so that a function that changes one changes no other row, call or log.
+    """
+    more = more or {}
+    check_arguments(what, function, prompts, name, more)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     columns = {column for prompt in prompts for column in prompt.row}
-    known = {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
+    known = dict(more)
+    known |= {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
     known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
-    return {column: x for column, x in known.items() if takes_all or column in parameters}
+    asked = {column: x for column, x in known.items() if takes_all or column in parameters}
+    # value by value: one deepcopy of a list keeps what its rows share
+    return {column: [copy.deepcopy(value) for value in x] if isinstance(x, list) else x
+            for column, x in asked.items()}
 
 
-def call(what, function, prompts, texts, name="completions"):
+def call(what, function, prompts, texts, name="completions", more=None):
     """Call a user's function. If it raises, BadInput names the first example that makes it raise,
     called alone; the function's own traceback is a note of the BadInput."""
-    arguments = arguments_of(what, function, prompts, list(texts), name)    # it may change its list
+    arguments = arguments_of(what, function, prompts, texts, name, more)
     try:
         with contextlib.chdir("."), own_torch(), panics_as_errors():    # it may leave the folder
             return function(**arguments)
@@ -56,19 +80,32 @@ def call(what, function, prompts, texts, name="completions"):
         example = f", for the prompt {shown(prompts[0].text)} and completion {shown(texts[0])}"
         raise user_error(what, error, example)
     until = time.monotonic() + SEARCH_SECONDS
-    for prompt, text in zip(prompts, texts):
+    for i, (prompt, text) in enumerate(zip(prompts, texts)):
         if time.monotonic() < until:
-            call(what, function, [prompt], [text], name)
+            call(what, function, [prompt], [text], name, rows_of(more, slice(i, i + 1)))
     raise user_error(what, error)       # each alone is fine
 
 
-def score_by(name, function, prompts, completions):
+def rows_of(more, rows):
+    """What `more` holds of some rows."""
+    return more and {name: x[rows] if isinstance(x, list) else x for name, x in more.items()}
+
+
+def told(rollout, iteration):
+    """What a reward may ask for by name beside columns: the ids of each completion, its end token
+    included; whether it ended by itself; the iteration, from 1, and in an evaluation the number of
+    those that are done."""
+    return {"completion_ids": rollout.completions(()), "ended": rollout.ended.tolist(),
+            "iteration": iteration}
+
+
+def score_by(name, function, prompts, completions, more=None):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
     if name == "judge":     # ours: what it raises, such as out of memory, is said elsewhere
         return [math.nan if x is None else x for x in function(completions)]
-    values = call(f"reward {name!r}", function, prompts, completions)
+    values = call(f"reward {name!r}", function, prompts, completions, more=more)
     try:
         if isinstance(values, (dict, bytes, bytearray)):    # a list of it has the keys, the bytes
             raise TypeError
@@ -89,23 +126,37 @@ def score_by(name, function, prompts, completions):
 
 
 @torch.no_grad()
-def score(reward_funcs, prompts, completions):
-    """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K).
+def score(reward_funcs, prompts, completions, more=None):
+    """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K), in
+    float64, where 1e8 + 1 is not 1e8.
 
     A function returns one number per completion, higher is better. None abstains and becomes NaN.
+    more: what told() returns of these completions.
     """
-    columns = [score_by(name, function, prompts, completions)
+    columns = [score_by(name, function, prompts, completions, more)
                for name, function in reward_funcs.items()]
-    return torch.tensor(columns).T
+    return torch.tensor(columns, dtype=torch.float64).T
 
 
 def try_rewards(cfg, prompts):
     """Try the config file's rewards before anything is trained: every prompt must have the columns
-    that they ask for. They score a few prompts in place of completions, and an empty one."""
+    that they ask for. They score two whole groups, since a reward may compare the completions of a
+    prompt: none, one, two ... words of prompts in place of completions."""
     functions = reward_functions(cfg, judges={})
     functions.pop("judge", None)
     for name, function in functions.items():
-        arguments_of(f"reward {name!r}", function, prompts, [])
-    texts = [prompt.text for prompt in prompts[:8]]
-    if functions:
-        score(functions, prompts[:8] + prompts[:1], [*texts, ""])
+        check_arguments(f"reward {name!r}", function, prompts, given=TOLD)
+        for parameter in set(ONLY_IN_TRL) & set(inspect.signature(function).parameters):
+            if not any(parameter in prompt.row for prompt in prompts):
+                print(f"note: reward {name!r} takes {parameter!r}, which TRL has and this project "
+                      f"has not; it keeps its default. There are {', '.join(TOLD)}")
+    if not functions:
+        return
+    G = cfg.num_generations
+    asked = [prompt for prompt in (prompts[0], prompts[-1]) for _ in range(G)]
+    counts = [i % 64 for i in range(2 * G)]
+    words = [word for prompt in prompts[:8] for word in prompt.text.split()] * 64
+    ids = [i for prompt in prompts[:8] for i in prompt.ids] * 64
+    more = {"completion_ids": [ids[:count] for count in counts], "ended": [True] * 2 * G,
+            "iteration": 0}
+    score(functions, asked, [" ".join(words[:count]) for count in counts], more)

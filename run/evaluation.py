@@ -8,7 +8,7 @@ from common.processes import all_gather, shard
 from common.script import seed_for
 from data.tokenizer import end_tokens
 from judge import judge_rewards
-from judge.rewards import score
+from judge.rewards import rows_of, score, told
 from judge.scorer import says_nothing
 from rollout import completion_logprobs
 from run.metrics import call_metrics
@@ -59,9 +59,10 @@ def distinct(completions, k, n):
 
 
 @torch.no_grad()
-def evaluate(setup, policy, cfg):
+def evaluate(setup, policy, cfg, iteration=0):
     """Sample num_eval_generations completions of each prompt, always with the same noise, and
-    measure them -> ({measure: number}, the first completions with their prompts)."""
+    measure them -> ({measure: number}, the first completions with their prompts). iteration: how
+    many are done, for rewards that ask."""
     # of whole distributions, at a temperature of their own
     k = cfg.num_eval_generations
     how = replace(cfg, num_generations=k, decode_batch_size=AT_ONCE,
@@ -76,7 +77,8 @@ def evaluate(setup, policy, cfg):
     if "judge" in functions:    # it has judged them already
         functions["judge"] = lambda completions: judge_rewards(
             logits["judge"], completions, cfg.judge_score)
-    rewards = all_gather(score(functions, prompts[mine], completions[mine]))        # (N, K)
+    more = rows_of(told(rollout, iteration), mine)
+    rewards = all_gather(score(functions, prompts[mine], completions[mine], more))  # (N, K)
 
     # what they are like, by the rewards, the judges, the policy before training, and themselves
     measures = {f"rewards/{name}": float(column.nanmean())

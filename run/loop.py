@@ -25,11 +25,12 @@ def is_due(done, interval):
 
 def reward_of(row, cfg):
     """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing, or was not
-    asked before the run was resumed."""
-    found = [row.get(f"rewards/{name}") for name in cfg.reward_funcs]
+    asked before the run was resumed. One of weight 0 counts for nothing."""
+    counted = {name: weight for name, weight in zip(cfg.reward_funcs, cfg.reward_weights) if weight}
+    found = [row.get(f"rewards/{name}") for name in counted]
     if None in found:
         return math.nan
-    return sum(weight * x for weight, x in zip(cfg.reward_weights, found))
+    return sum(weight * x for weight, x in zip(counted.values(), found))
 
 
 def print_verdict(rows, cfg):
@@ -270,7 +271,7 @@ class Run:
 
     def evaluate(self, iteration):
         """Prints and logs an evaluation of the policy."""
-        measures, samples = evaluate(self.setup, self.setup.policy, self.cfg)
+        measures, samples = evaluate(self.setup, self.setup.policy, self.cfg, iteration)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
         row = dict(iteration=iteration, **measures, samples=samples)

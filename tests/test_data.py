@@ -235,7 +235,11 @@ def test_questions_are_the_prompts(prompts_of):
     train, evaluation, others = prompts_of(config=good)
     assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
     assert train[0].row["answer"] == int(train[0].text.split()[0])
+    one_list = "(lambda shared: [{'text': str(i), 'answers': shared} for i in range(50)])([])"
+    train = prompts_of(config=made.format(one_list))[0]
+    assert train[0].row["answers"] is not train[1].row["answers"], "two rows share a list"
     for rows, part in (("3", "must be a list"), ("[1]", "row 1 is 1"),
+                       ("[{'text': 'x', 'module': __import__('os')}]", "row 1"),
                        ('[{"prompt": "x"}]', "row 1"),
                        ('[{"text": "a \\ud800 1"}]', "row 1 is 'a \\ud800 1': must be text"),
                        ("1 / 0", "questions raised ZeroDivisionError")):

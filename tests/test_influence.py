@@ -273,6 +273,41 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
     assert text.startswith(f"{name} returned") and said in text and len(text) < 260
 
 
+@pytest.mark.parametrize("name", ("target", "weigh"))
+def test_what_a_function_does_to_its_batch_stays_there(name):
+    """Columns, texts and rewards. Rows of one prompt are one object."""
+    prompts = [prompt._replace(row={"text": prompt.text, "tests": [1, 2]})
+               for prompt in WORD_PROMPTS]
+    seen = []
+
+    def careless(batch):
+        seen.extend(len(prompt.row.pop("tests")) for prompt in batch.prompts)
+        for column in (batch.completions, batch.prompts):
+            column.reverse()
+        batch.rewards.zero_()
+        batch.scores.zero_()
+
+    def target(policy, tokenizer, batch):
+        careless(batch)
+        return policy.lm_head.weight.sum()
+
+    def weigh(influence, batch):
+        careless(batch)
+        return torch.ones_like(influence)
+
+    knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
+                                                                tracin_select="weigh")
+    cfg = with_functions(words(num_iterations=2), dict(target=target, weigh=weigh), **knobs)
+    setup = setup_for(cfg, prompts=prompts)
+    batch = collect(setup, prompts, cfg, 7)
+    before = copy.deepcopy((batch.prompts, batch.completions, batch.rewards, batch.scores))
+    update(setup, batch, None, cfg, 3)
+    assert seen == [2] * 16, "a row has what is left of another one's column"
+    after = batch.prompts, batch.completions, batch.rewards, batch.scores
+    for x, y in zip(after, before):
+        assert torch.equal(x, y) if torch.is_tensor(x) else x == y
+
+
 @pytest.mark.parametrize("how, fraction, rows", [
     ("positive", .5, [0, 3, 5]), ("all", .5, list(range(10))), ("top", .2, [0, 3]),
     ("top", .17, [0, 3]), ("top", 0.0, []), ("bottom", .5, [1, 4, 6]), ("drop", 1.0, [0, 2, 3, 5]),

@@ -1,7 +1,9 @@
 """judge/: the small scorer and its training, reward functions."""
+import copy
 import itertools
 import math
 import os
+from statistics import stdev
 from types import SimpleNamespace
 
 import numpy as np
@@ -226,7 +228,7 @@ def test_a_reward_may_do_as_it_likes(tmp_path):
     found = score({"a": careless, "b": by_column}, ASKED, ANSWERS)
     assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
     assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
-    assert found.dtype == torch.get_default_dtype() == torch.float32
+    assert found.dtype == torch.float64 and torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
     assert torch.zeros(1).device.type == "cpu", "tensors of the run are now made elsewhere"
 
@@ -242,6 +244,82 @@ def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
                           functions={"r": by_column})
     later = [*ASKED * 9, Prompt("odd", [1], {"text": "odd"})]     # not among those that are tried
     assert "the prompt 'odd'" in refusal(try_rewards, cfg, later)
+
+
+def test_what_a_reward_does_to_its_columns_stays_with_its_row():
+    """Rows of one prompt are one object, and two prompts may share a list."""
+    shared = ["a", "b"]
+    prompts = [Prompt("x", [1], {"text": "x", "tests": shared, "more": {"in": [1]}}),
+               Prompt("y", [1], {"text": "y", "tests": shared, "more": {"in": [1]}})]
+    before = copy.deepcopy(prompts)
+
+    def reward(prompts, completions, tests, more, completion_ids):
+        found = [len(tests_of_row) + len(row["in"]) for tests_of_row, row in zip(tests, more)]
+        for column in (prompts, completions, tests, completion_ids):
+            for row in column:
+                isinstance(row, list) and row.clear()
+            column.clear()
+        for row in more:
+            row["in"].append(2)
+        return found
+
+    told = {"completion_ids": [[1], [2], [3], [4]], "ended": [True] * 4, "iteration": 1}
+    asked = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    for _ in range(2):
+        found = score({"a": reward, "b": reward}, asked, list("abcd"), told)
+        assert found.tolist() == [[3, 3]] * 4, "a row has what is left of another one's column"
+    assert prompts == before and told["completion_ids"] == [[1], [2], [3], [4]]
+
+
+def by_group(prompts, completions):
+    """Recipes for TRL: the place in the row of eight, and a spread."""
+    lengths = np.array([len(text) for text in completions], float).reshape(-1, 8)
+    spreads = [stdev(group) for group in lengths]
+    return ((lengths - lengths.mean(1, keepdims=True)) / np.array(spreads)[:, None]).ravel().tolist()
+
+
+def test_a_reward_that_compares_the_completions_of_a_prompt_passes_the_trial():
+    """Two whole groups, side by side, also where there is one prompt alone."""
+    cfg = SimpleNamespace(reward_funcs=("r",), tracin_val_reward=None, num_generations=8,
+                          functions={"r": by_group})
+    try_rewards(cfg, ASKED)
+    try_rewards(cfg, ASKED[:1])
+    calls = []
+
+    def noted(prompts, completions):
+        calls.append((prompts, completions))
+        return [0] * len(completions)
+
+    cfg.functions = {"r": noted}
+    try_rewards(cfg, ASKED * 6)
+    (prompts, completions), = calls
+    groups = [len(list(rows)) for _, rows in itertools.groupby(prompts)]
+    assert groups == [8, 8] and completions[0] == "" and len(set(completions)) == 16
+
+
+def test_a_reward_asks_for_what_the_step_knows_and_is_told_what_only_trl_has(capsys):
+    def reward(completions, completion_ids, ended, iteration):
+        return [len(ids) + 10 * end + 100 * iteration for ids, end in zip(completion_ids, ended)]
+
+    told = {"completion_ids": [[4, 2, 0], [5]], "ended": [True, False], "iteration": 3}
+    assert score({"r": reward}, ASKED, ANSWERS, told).tolist() == [[313], [301]]
+    column = [Prompt("q", [1], {"text": "q", "iteration": 7})]
+    found = score({"r": lambda completions, iteration: iteration}, column, ["x"], told)
+    assert found.tolist() == [[7]], "a column of the prompts' file goes before"
+    cfg = SimpleNamespace(reward_funcs=("r",), tracin_val_reward=None, num_generations=2,
+                          functions={"r": reward})
+    try_rewards(cfg, ASKED)
+    for name in ("trainer_state", "log_metric", "log_extra"):
+        names = {}
+        exec(f"def needs(completions, {name}): return [0] * len(completions)\n"
+             f"def may(completions, {name}=None): return [0] * len(completions)", names)
+        cfg.functions = {"r": names["needs"]}
+        said = refusal(try_rewards, cfg, ASKED)
+        assert name in said and "TRL" in said and "completion_ids" in said and "add it" not in said
+        cfg.functions = {"r": names["may"]}
+        capsys.readouterr()
+        try_rewards(cfg, ASKED)
+        assert name in capsys.readouterr().out
 
 
 def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():

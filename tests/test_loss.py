@@ -117,6 +117,85 @@ def test_total_reward():
     assert found == pytest.approx([0.0, 2.0, 4.0, NAN, 2.0, 4.0, 6.0, NAN], nan_ok=True)
 
 
+def random_scores(g, K, B=6, G=4):
+    """Scores (N, K) of K functions; each abstains on some rows."""
+    scores = torch.randn(B * G, K, generator=g, dtype=torch.float64)
+    return scores.masked_fill(torch.rand(B * G, K, generator=g) < .3, NAN)
+
+
+@pytest.mark.parametrize("scale", ("group", "batch", "none"))
+def test_a_function_of_weight_0_changes_nothing(scale):
+    """To the bit, wherever it stands, also where it alone knows a row."""
+    g = generator_of(5)
+    for _ in range(20):
+        scores = random_scores(g, 2)
+        watched = torch.randn(24, generator=g).double() * 1e3
+        watched[::5] = NAN
+        for place in (0, 1, 2):
+            more = [*scores.T]
+            more.insert(place, watched)
+            more = torch.stack(more, 1)
+            weights = [.7, -.2]
+            weights.insert(place, 0)
+            found, total = (total_reward(x, w, 4) for x, w in ((more, weights), (scores, (.7, -.2))))
+            assert torch.equal(found.nan_to_num(-9), total.nan_to_num(-9)), (
+                "a function of weight 0 changes the reward")
+            assert torch.equal(
+                *(group_advantages(x, 4, scale) for x in (found, total)))
+            assert torch.equal(decoupled_advantages(more, weights, 4),
+                               decoupled_advantages(scores, (.7, -.2), 4))
+    alone = total_reward(torch.tensor([[1.0, 5], [0, 6], [NAN, 7], [1, 8]]), (1.0, 0.0), 4)
+    assert group_advantages(alone, 4).tolist() == pytest.approx([.577, -1.155, 0, .577], abs=1e-3)
+
+
+@pytest.mark.parametrize("weights, scores", [
+    ((.1, .7, .3, .1), [(0, 300, 0, 100), (100, 0, 700, 0)]),
+    ((.1, .2, -.3), [(1, 1, 1), (.3, .3, .3), (1e6, 1e6, 1e6)]),     # the sum is 0, the terms are not
+    ((1.0,), [(.1 + .2,), (.3,)]), ((1e8,), [(.1 + .2,), (.3,)])])
+def test_sums_that_are_equal_but_for_rounding_teach_nothing(weights, scores):
+    for order in itertools.permutations(scores):
+        rows = torch.tensor([*order, *order], dtype=torch.float64)
+        total = total_reward(rows, weights, len(rows))
+        assert len(set(total.tolist())) == 1
+        assert not group_advantages(total, len(rows)).any()
+    nearly = (rows.double() @ torch.tensor(weights, dtype=torch.float64))
+    if nearly.abs().min() > 1e-9:
+        assert not group_advantages(nearly, len(rows)).any()
+
+
+def test_decimal_weights_and_scores_as_exact_fractions():
+    """Groups of two of random decimals: the advantages are 0 where the sums are equal as fractions,
+    and there alone."""
+    random = torch.Generator().manual_seed(9)
+    equal = 0
+    for _ in range(3000):
+        weights = torch.randint(1, 8, (3,), generator=random).tolist()
+        scores = torch.randint(0, 6, (2, 3), generator=random).tolist()
+        first, second = (sum(w * x for w, x in zip(weights, row)) for row in scores)
+        total = total_reward(torch.tensor(scores, dtype=torch.float64) / 10,
+                             [w / 10 for w in weights], 2)
+        assert group_advantages(total, 2).any() == (first != second)
+        equal += first == second
+    assert equal > 50
+
+
+def test_large_rewards_keep_their_differences():
+    plain = group_advantages(torch.arange(1.0, 5).double(), 4)
+    for offset in (1e6, 1e8, -1e8):
+        total = total_reward(offset + torch.arange(1.0, 5).double()[:, None], (1.0,), 4)
+        assert_near(group_advantages(total, 4), plain)
+
+
+def test_rewards_by_hand_of_other_trainers_reports():
+    """Seven equal rewards against one; two functions of which one abstains."""
+    rewards = torch.tensor([.35] * 7 + [-.25], dtype=torch.float64)
+    expected = [.35339] * 7 + [-2.47371]
+    assert group_advantages(rewards, 8).tolist() == pytest.approx(expected, abs=1e-5)
+    scores = torch.tensor([[1, 0], [0, NAN], [1, 1], [0, 0]])
+    found = decoupled_advantages(scores, (1.0, 1.0), 4)
+    assert found.tolist() == pytest.approx([.18897, -.56691, 1.32279, -.94485], abs=1e-5)
+
+
 def test_rewards_that_are_normalised_before_they_are_summed():
     """As TRL's normalize_then_sum: over the group, weighed and summed, then over the batch."""
     scores = [[1, 100], [2, 300], [4, NAN], [NAN, NAN], [0, 10], [1, 10.5], [.5, 11], [0, 12]]

@@ -11,6 +11,7 @@ from grpo import Loss
 from run import report
 from common.supervised import Progress
 from run.flags import notes, problems, problems_of_evaluation
+from run.loop import reward_of
 from run.report import StepLog, print_iteration, print_warnings
 from run.settings import Settings
 from worlds import printed
@@ -43,6 +44,13 @@ NUMBERED = """
 [Micro 1] 4. | time=0.000s | pg_loss=0.250000 | critic=2.000000 | beta*kl=0.001000 | total=2.251000
 5. | mem=812 MB | step=1.000s | time=2.875s
 """
+
+
+def test_a_function_of_weight_0_has_no_part_in_the_verdict():
+    cfg = Settings(reward_funcs=("a", "watched"), reward_weights=(2.0, 0.0))
+    for watched in (math.nan, None, 1e9):
+        row = {"rewards/a": 0.5, "rewards/watched": watched}
+        assert reward_of({k: x for k, x in row.items() if x is not None}, cfg) == 1.0
 
 
 def test_the_numbered_lines_have_times_scores_and_losses(clock, capsys):

@@ -45,8 +45,7 @@ def token_advantages(rollout, rewards, penalty, cfg):
     """
     values = rollout.values
     sampled = rollout.sampled_mask
-    rewards = rewards.to(values.device)
-    rewards = rewards - rewards.nanmean()   # the values start at 0, near their mean
+    rewards = (rewards - rewards.nanmean()).to(values)      # the values start at 0, near their mean
     last = sampled & (sampled.cumsum(1) == sampled.sum(1, keepdim=True))            # (N, T)
     by_token = torch.where(last, rewards[:, None], 0.0) - penalty
     advantages = gae(by_token, values, sampled, cfg.gae_gamma, cfg.gae_lambda)

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from data.tokenizer import texts_of
-from judge.rewards import arguments_of, call
+from judge.rewards import call, check_arguments
 from common.script import BadInput, shown
 from extras.environment.tools import STOP, answer_calls, check_prompts_name, check_tools
 
@@ -40,7 +40,7 @@ def try_environment(cfg, prompts):
         check_tools(cfg.tools)
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
     function, stop_strings = environment_of(cfg)
-    arguments_of("environment", function, prompts, [], "transcripts")
+    check_arguments("environment", function, prompts, "transcripts")
     transcripts = ["", *stop_strings]
     ask(function, prompts[:1] * len(transcripts), transcripts)
 
