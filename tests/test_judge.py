@@ -274,8 +274,8 @@ def test_what_a_reward_does_to_its_columns_stays_with_its_row():
 def by_group(prompts, completions):
     """Recipes for TRL: the place in the row of eight, and a spread."""
     lengths = np.array([len(text) for text in completions], float).reshape(-1, 8)
-    spreads = [stdev(group) for group in lengths]
-    return ((lengths - lengths.mean(1, keepdims=True)) / np.array(spreads)[:, None]).ravel().tolist()
+    spreads = np.array([[stdev(group)] for group in lengths])
+    return ((lengths - lengths.mean(1, keepdims=True)) / spreads).ravel().tolist()
 
 
 def test_a_reward_that_compares_the_completions_of_a_prompt_passes_the_trial():

@@ -137,7 +137,8 @@ def test_a_function_of_weight_0_changes_nothing(scale):
             more = torch.stack(more, 1)
             weights = [.7, -.2]
             weights.insert(place, 0)
-            found, total = (total_reward(x, w, 4) for x, w in ((more, weights), (scores, (.7, -.2))))
+            found = total_reward(more, weights, 4)
+            total = total_reward(scores, (.7, -.2), 4)
             assert torch.equal(found.nan_to_num(-9), total.nan_to_num(-9)), (
                 "a function of weight 0 changes the reward")
             assert torch.equal(
@@ -150,7 +151,7 @@ def test_a_function_of_weight_0_changes_nothing(scale):
 
 @pytest.mark.parametrize("weights, scores", [
     ((.1, .7, .3, .1), [(0, 300, 0, 100), (100, 0, 700, 0)]),
-    ((.1, .2, -.3), [(1, 1, 1), (.3, .3, .3), (1e6, 1e6, 1e6)]),     # the sum is 0, the terms are not
+    ((.1, .2, -.3), [(1, 1, 1), (.3, .3, .3), (1e6, 1e6, 1e6)]),     # the terms cancel
     ((1.0,), [(.1 + .2,), (.3,)]), ((1e8,), [(.1 + .2,), (.3,)])])
 def test_sums_that_are_equal_but_for_rounding_teach_nothing(weights, scores):
     for order in itertools.permutations(scores):

@@ -173,7 +173,7 @@ def test_the_kl_in_the_reward_is_taken_off_token_by_token():
     assert kl.abs().max() > .01
     assert_near(batch.kl * sampled, kl)
     later = kl.flip(1).cumsum(1).flip(1)        # of a token and those after it
-    rewards = batch.rewards - batch.rewards.mean()
+    rewards = (batch.rewards - batch.rewards.mean()).float()
     expected = rewards[:, None] - .3 * later - batch.rollout.values
     assert_near(batch.advantages[sampled], expected[sampled], 1e-4)
 
