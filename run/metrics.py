@@ -116,6 +116,14 @@ def summed(dicts):
     return total
 
 
+def on_device(x, device):
+    """A tensor () or a number as float64 on a device. A number is filled in there: to copy it from
+    the CPU is to wait for a GPU."""
+    if torch.is_tensor(x):
+        return x.to(device).double()
+    return torch.full((), float(x), dtype=torch.float64, device=device)
+
+
 def on_cpu(tensors):
     """Copy {name: tensor}, all of one shape, to the CPU. Synchronises a GPU once."""
     if not tensors:
@@ -263,8 +271,7 @@ class Meter:
 
     def count(self, pairs):
         """Add pairs {name: (sum, count)}, tensors () or numbers, to the metrics of these names."""
-        pairs = {name: torch.stack([torch.as_tensor(x, device=self.setup.device).double()
-                                    for x in pair])
+        pairs = {name: torch.stack([on_device(x, self.setup.device) for x in pair])
                  for name, pair in pairs.items()}
         self.sums = summed([self.sums, pairs])
 
