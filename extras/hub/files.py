@@ -6,7 +6,7 @@ HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE from the environment.
 """
 import contextlib
 import os
-from pathlib import Path
+import re
 
 import huggingface_hub
 import numpy as np
@@ -15,12 +15,15 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from extras.hub.families import published
+from common.files import read_json
 from common.script import BadInput, panics_as_errors, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                    "generation_config.json")
-MODEL_FILES = ("config.json", "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES)
+INDEX = "model.safetensors.index.json"
+MODEL_FILES = ("config.json", "model.safetensors", "model-*.safetensors", INDEX,
+               "adapter_config.json", *TOKENIZER_FILES)
 
 # endings of tensors that change nothing
 NO_WEIGHTS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq",
@@ -57,19 +60,68 @@ def fetch(name):
             repo, revision=revision or None, allow_patterns=MODEL_FILES)
 
 
-def load_tensors(folder, prefix=""):
-    """{name without prefix: tensor} of model.safetensors in a folder, or of its shards
-    model-00001-of-00002.safetensors, ..."""
-    folder = Path(folder)
-    paths = [*folder.glob("model.safetensors")] or [*folder.glob("model-*.safetensors")]
-    if not paths:
+def named_by_index(folder, found):
+    """Return {tensor: its file} as the index has it. Files that it does not name are not read: they
+    lie there now and then, of another precision or from an older upload."""
+    place = read_json(f"{folder}/{INDEX}")["weight_map"]
+    for name in place.values():
+        if os.path.basename(name) != name:
+            raise BadInput(f"{folder}: {INDEX} names {shown(name)}, which is in another folder")
+    for name in found:
+        if name not in place.values():
+            print(f"note: {folder}: {name} is not read: {INDEX} does not name it")
+    return place
+
+
+def named_by_number(folder, found):
+    """Return the names of all shards -00001-of-00003, ..., where there is no index."""
+    counts = {name[-len("00003.safetensors"):] for name in found}
+    if len(counts) > 1:
+        raise BadInput(f"{folder}: {found[0]} and {found[-1]} are not of one model, and {INDEX}, "
+                       "which says what is, is missing: download it, or remove the others")
+    numbered = re.fullmatch(r"model-\d{5}-of-(\d{5})\.safetensors", found[0])
+    if not numbered:
+        raise BadInput(f"{folder}: {found[0]} has no number, and {INDEX}, which says what it is, "
+                       "is missing: call it model.safetensors if it is the model")
+    return [f"model-{i:05}-of-{numbered[1]}.safetensors" for i in range(1, int(numbered[1]) + 1)]
+
+
+def shards_of(folder):
+    """Return the files that hold a model's tensors -> {path: names of its tensors, None: all}."""
+    if os.path.exists(f"{folder}/model.safetensors"):
+        return {f"{folder}/model.safetensors": None}
+    found = sorted(name for name in os.listdir(folder)
+                   if name.startswith("model-") and name.endswith(".safetensors"))
+    if os.path.exists(f"{folder}/{INDEX}"):
+        place = named_by_index(folder, found)
+        shards = {name: [x for x in place if place[x] == name] for name in place.values()}
+    elif found:
+        shards = dict.fromkeys(named_by_number(folder, found))
+    else:
         raise BadInput(f"{folder}: no model.safetensors. (A pytorch_model.bin is a pickle, which "
                        "can run code, and is never opened; look for a revision with safetensors: "
                        "NAME@refs/pr/1)")
+    for name in shards:
+        if not os.path.isfile(f"{folder}/{name}"):
+            raise BadInput(f"{folder}: {name} is missing, one of {len(shards)} files that the "
+                           "model is in: download it again")
+    return {f"{folder}/{name}": names for name, names in shards.items()}
+
+
+def load_tensors(folder, prefix=""):
+    """{name without prefix: tensor} of model.safetensors in a folder, or of its shards
+    model-00001-of-00002.safetensors, ..."""
     tensors = {}
-    for path in paths:
+    with one_line(f"{folder}: {INDEX}"):
+        shards = shards_of(str(folder))
+    for path, names in shards.items():
         with one_line(path):
-            tensors |= load_file(path)
+            held = load_file(path)
+            for name in held if names is None else names:
+                if name not in held:
+                    raise BadInput(f"{path}: {name} is missing, which {INDEX} says is there: "
+                                   "download both again")
+                tensors[name] = held[name]
     return {name.removeprefix(prefix): x for name, x in tensors.items()}
 
 

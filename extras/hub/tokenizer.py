@@ -10,11 +10,11 @@ import os
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from data.tokenizer import GPT2_PATTERN, byte_alphabet
+from data.tokenizer import GPT2_PATTERN, GPT2_SIZE, byte_alphabet
 from extras.hub.chat import write_chat
 from extras.hub.files import one_line, read_gguf
 from common.files import read_json, read_text
-from common.script import BadInput
+from common.script import BadInput, shown
 
 LLAMA3_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
@@ -26,6 +26,9 @@ GGUF_PATTERNS = {
     "llama-bpe": LLAMA3_PATTERN,
     "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
+# model_type -> the class of its tokenizer, where tokenizer_config.json names none
+CLASSES = {"gpt2": "GPT2Tokenizer", "gpt_neo": "GPT2Tokenizer", "roberta": "RobertaTokenizer",
+           "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 BYTE_OF = byte_alphabet()
 
 
@@ -63,6 +66,12 @@ class Tokenizer:
         self.core.encode_special_tokens = True      # as text
         return self.core.encode(text, add_special_tokens=False).ids
 
+    @property
+    def special_tokens_set(self):
+        """The special tokens, written out: the name that tiktoken gives them."""
+        return {token.content for token in self.core.get_added_tokens_decoder().values()
+                if token.special}
+
     def encode_chat(self, messages, where):
         """Encode a list of messages -> (its text for rewards and logs, its ids)."""
         said, text = write_chat(self.chat_template, self.names, messages, where)
@@ -94,42 +103,133 @@ def from_folder(folder):
 
     def known(ids):
         """The ids of a config that the tokenizer has: one, several or none."""
-        ids = ids if isinstance(ids, list) else [ids]
-        return [i for i in ids if i is not None and core.id_to_token(i) is not None]
+        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+        for i in ids:
+            if type(i) is not int:
+                raise BadInput(f"{folder}: eos_token_id = {shown(i)}: must be a number")
+        return [i for i in ids if core.id_to_token(i) is not None]
 
-    if os.path.exists(path_of("tokenizer.json")):
-        core = tokenizers.Tokenizer.from_file(path_of("tokenizer.json"))
-    else:
-        core = gpt2_core(path_of("vocab.json"), path_of("merges.txt"))
     config = read("special_tokens_map.json") | read("tokenizer_config.json")
-    names = {key: x["content"] if isinstance(x, dict) else x
-             for key, x in config.items() if key.endswith("_token") and x}
-    own = known(core.token_to_id(names.get("eos_token", "")))
-    # no others end a completion if generation_config.json names some
-    ends = (known(read("generation_config.json").get("eos_token_id"))
-            or own + known(read("config.json").get("eos_token_id")))
-    ends = sorted(ends, key=lambda i: i not in own)     # the tokenizer's own first
     template = config.get("chat_template")
     if isinstance(template, list):      # several, each with a name
         template = {x["name"]: x["template"] for x in template}.get("default")
     if os.path.exists(path_of("chat_template.jinja")):
         template = read_text(path_of("chat_template.jinja"))
+    names = {key: content_of(x) for key, x in config.items() if key.endswith("_token")}
+    names = {key: x for key, x in names.items() if isinstance(x, str)}      # not add_bos_token
+
+    added = added_tokens(config, read("added_tokens.json"), names, template or "")
+    if os.path.exists(path_of("tokenizer.json")):
+        core = tokenizers.Tokenizer.from_file(path_of("tokenizer.json"))
+    else:
+        numbers = {token: i for i, (token, _) in added.items()}
+        core = two_files(folder, config, read("config.json").get("model_type"), numbers)
+    own = known(core.token_to_id(names.get("eos_token", "")))
+    add_tokens(core, folder, added, config, names)
+    set_flags(core, config, names)
+    # no others end a completion if generation_config.json names some
+    ends = (known(read("generation_config.json").get("eos_token_id"))
+            or own + known(read("config.json").get("eos_token_id")))
+    ends = sorted(ends, key=lambda i: i not in own)     # the tokenizer's own first
     return Tokenizer(core, folder, ends, names, template)
 
 
-def gpt2_core(vocab, merges, vocab_size=None):
+def content_of(token):
+    """The text of a token in a config: a text, or a dict that holds it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def extra_tokens(config):
+    """Further special tokens that a tokenizer_config.json names, in order."""
+    return [content_of(token) for key in ("additional_special_tokens", "extra_special_tokens")
+            for token in config.get(key) or ()]
+
+
+def added_tokens(config, numbers, names, template):
+    """The tokens that a folder adds to its vocabulary -> {id: (token, whether it is special)}.
+    numbers: {token: id} of added_tokens.json, which does not say what is special: what has a name,
+    and what the chat template writes."""
+    named = {*names.values(), *extra_tokens(config)}
+    added = {i: (token, token in named or token in template) for token, i in numbers.items()}
+    for i, token in (config.get("added_tokens_decoder") or {}).items():
+        added[int(i)] = token["content"], bool(token.get("special"))
+    return dict(sorted(added.items()))
+
+
+def add_tokens(core, folder, added, config, names):
+    """core <- the tokens of added_tokens, and named ones that have no id yet, at the end."""
+    there = core.get_added_tokens_decoder()
+    for i, (token, special) in added.items():
+        if i not in there or there[i].content != token:
+            core.add_tokens([tokenizers.AddedToken(token, normalized=not special, special=special)])
+        if core.token_to_id(token) != i:
+            raise BadInput(f"{folder}: its configs give {shown(token)} the id {i}, and its "
+                           f"tokenizer has {core.token_to_id(token)}: they do not belong together")
+    others = [token for token in (*names.values(), *extra_tokens(config))
+              if core.token_to_id(token) is None]
+    core.add_special_tokens(others)
+
+
+def set_flags(core, config, names):
+    """core <- what tokenizer_config.json says of the way a text is read. What tokenizer.json keeps
+    of its training is turned off: cut and padded prompts, merges left out at random."""
+    core.no_truncation()
+    core.no_padding()
+    if getattr(core.model, "dropout", None):
+        core.model.dropout = None
+    if config.get("add_prefix_space") is not None:
+        cut = core.pre_tokenizer
+        parts = cut if isinstance(cut, pre_tokenizers.Sequence) else [cut]
+        for part in parts:
+            if isinstance(part, pre_tokenizers.ByteLevel):
+                part.add_prefix_space = config["add_prefix_space"]
+    if "add_bos_token" in config or "add_eos_token" in config:
+        bos = names.get("bos_token") if config.get("add_bos_token") else None
+        put_before(core, bos)
+
+
+def put_before(core, token):
+    """core <- the token that its own texts begin with. None: they begin with their words."""
+    known = [] if token is None else [(token, core.token_to_id(token))]
+    core.post_processor = processors.TemplateProcessing(
+        single=[token for token, _ in known] + ["$A"], special_tokens=known)
+
+
+def two_files(folder, config, model_type, added):
+    """Read vocab.json and merges.txt as the class that tokenizer_config.json names does, or the one
+    that the model type has. added: {token: id} of further tokens."""
+    files = [os.path.join(folder, name) for name in ("vocab.json", "merges.txt")]
+    if not all(map(os.path.exists, files)):
+        raise BadInput(f"{folder}: has neither tokenizer.json nor vocab.json and merges.txt. (Only "
+                       "byte-level BPE is supported; tokenizer.model is of sentencepiece, and is "
+                       "not read)")
+    kind = (config.get("tokenizer_class") or CLASSES.get(model_type, "")).removesuffix("Fast")
+    if kind not in CLASSES.values():
+        raise BadInput(f"{folder}: tokenizer_class = {shown(kind)}: without its tokenizer.json only "
+                       f"{', '.join(dict.fromkeys(CLASSES.values()))} are supported")
+    core = gpt2_core(*files, added=added)
+    if kind == "Qwen2Tokenizer":
+        core.normalizer = normalizers.NFC()
+        core.pre_tokenizer = cut_by(GGUF_PATTERNS["qwen2"])
+    return core
+
+
+def gpt2_core(vocab, merges, vocab_size=None, added=None):
     """Read vocab.json and merges.txt, the files of GPT-2, GPT-Neo and RoBERTa. vocab_size: cut them
-    down as data/tokenizer.py does."""
+    down as data/tokenizer.py does. added: {token: id} of further tokens."""
     vocabulary, merges = models.BPE.read_file(vocab, merges)
     if vocab_size:
-        end = vocab_size - 1
+        end = min(vocab_size, GPT2_SIZE) - 1
         vocabulary = {token: i for token, i in vocabulary.items() if i < end}
         vocabulary["<|endoftext|>"] = end
         merges = merges[:end - 256]
-    core = bpe_core(vocabulary, merges, GPT2_PATTERN)
+    added = added or {}
+    core = bpe_core(vocabulary | added, merges, GPT2_PATTERN)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)   # by the same pattern
     # special are the tokens that no merge makes
     made = {left + right for left, right in merges}
-    core.add_special_tokens([t for t in vocabulary if t not in BYTE_OF and t not in made])
+    core.add_special_tokens([token for token in vocabulary if token not in BYTE_OF
+                             and token not in made and token not in added])
     return core
 
 
@@ -162,16 +262,20 @@ def from_gguf(path):
     names = {f"{role}_token": tokens[i] for role, i in ids.items()}
     bos = ids.pop("bos", None)
     if bos is not None and metadata.get("add_bos_token", pre == "llama-bpe"):
-        core.post_processor = processors.TemplateProcessing(
-            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
+        put_before(core, tokens[bos])
     return Tokenizer(core, path, list(ids.values()), names, template)
+
+
+def cut_by(pattern):
+    """What cuts a text into words by a pattern, and these into characters of BYTE_OF."""
+    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([words, characters])
 
 
 def bpe_core(vocabulary, merges, pattern):
     """A tokenizers.Tokenizer of byte-level BPE. merges: (left, right), in order."""
     core = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-    characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.pre_tokenizer = pre_tokenizers.Sequence([words, characters])
+    core.pre_tokenizer = cut_by(pattern)
     core.decoder = decoders.ByteLevel()
     return core
