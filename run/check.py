@@ -1,4 +1,5 @@
 """Refuse settings that cannot work, in one line: the setting, its value, the fix."""
+import json
 import os
 import typing
 
@@ -36,6 +37,7 @@ def check(cfg):
         if wanted := what_it_must_be(name, value, hints[name]):
             raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
     check_models(cfg)
+    check_chat(cfg)
     check_rows(cfg)
     check_loss(cfg)
     check_influence(cfg)
@@ -119,6 +121,19 @@ def check_models(cfg):
                            "label belongs to a published judge, OWNER/NAME:LABEL")
         if name not in (None, "train") and not name.endswith(".pt"):
             need("hub", f"{setting} = {shown(name)}: is no .pt file and")
+
+
+def check_chat(cfg):
+    if cfg.chat_template_kwargs is None:
+        return
+    try:
+        json.dumps(cfg.chat_template_kwargs)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise BadInput(f"chat_template_kwargs = {shown(cfg.chat_template_kwargs)}: must hold what "
+                       f"JSON can ({e})") from e
+    if cfg.policy == "train" or cfg.policy.endswith(".pt"):
+        raise BadInput(f"chat_template_kwargs: policy = {shown(cfg.policy)} has no chat template; "
+                       "name a published chat model, or leave them out")
 
 
 def check_rows(cfg):

@@ -30,6 +30,7 @@ def load_policy(cfg):
     if is_published(cfg):
         from extras.hub.policy import load
         policy, tokenizer = load(cfg.policy)
+        tokenizer.give_template(cfg.chat_template_kwargs or {})
     else:
         policy = load_gpt(cfg.policy)
         tokenizer = load_tokenizer(policy.config.vocab_size)

@@ -70,6 +70,8 @@ class Settings:
     n_head: int = 4                     # attention heads
     n_embd: int = 256                   # channels
     pretrain_tokens: int = 3_000_000    # some four minutes on two cores
+    # what the chat template of a published model asks for: {"enable_thinking": False}
+    chat_template_kwargs: dict | None = None
     lora_rank: int = 0                  # 0: train all weights; else adapters (extras/lora)
     lora_alpha: float = 32.0            # adapters are scaled by lora_alpha / lora_rank
 
@@ -346,7 +348,7 @@ def types_of(name, source=""):
 
 
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text",
-         tuple: "a tuple", types.NoneType: "None"}
+         tuple: "a tuple", dict: "a dict", types.NoneType: "None"}
 
 
 def assign(cfg, name, value, source):

@@ -8,47 +8,97 @@ import datetime
 import functools
 import json
 
+from jinja2 import nodes
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from extras.hub.files import one_line
 from common.script import BadInput, shown
 
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "       # stands where an answer that has begun goes on
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")       # one field by three names
+
 
 def write_chat(template, names, messages, where):
     """Write a list of messages as the chat template does, up to where the policy's answer begins ->
-    (the last thing that the user says, the whole text). names: {"eos_token": text, ...}, which a
-    template may ask for. where: names the prompt in a BadInput."""
+    (the last thing that the user says, the whole text). A last message of the assistant is the
+    beginning of the answer, which goes on behind it.
+
+    names: {"eos_token": text, ...}, and whatever else a template may ask for. where: names the
+    prompt in a BadInput.
+    """
     if not messages:
         raise BadInput(f"{where}: the list of messages is empty")
     read = [read_message(message, f"{where}: message {number}")
             for number, message in enumerate(messages, 1)]
     said = [message["content"] for message in read if message["role"] == "user"]
+    said = said[-1] if said else read[-1]["content"]
+    goes_on = read[-1]["role"] == "assistant"
+    if goes_on:
+        read[-1]["content"] += CONTINUED
+    known = {"tools": None, "documents": None} | names      # None unless somebody sets them
     # a template may divide by zero, or raise whatever it likes
     with one_line(f"{where}: the chat template refuses the messages", "change them"):
         text = compile_template(template).render(
-            messages=read, add_generation_prompt=True, **names)
-    return said[-1] if said else read[-1]["content"], text
+            messages=read, add_generation_prompt=not goes_on, **known)
+    if goes_on:
+        text = text_until_mark(text, where)
+    return said, text
+
+
+def text_until_mark(text, where):
+    """Cut a rendered chat where its last message goes on. A template may have stripped it."""
+    mark = CONTINUED.rstrip()
+    if mark not in text:
+        raise BadInput(f"{where}: the last message is the assistant's, which the policy would "
+                       "continue, and the chat template leaves it out")
+    start, _, rest = text.rpartition(mark)
+    return start if rest.startswith(" ") else start.rstrip()
 
 
 def read_message(message, where):
     """Return a message as a template may read it, without fields that are None."""
     match message:
         case {"role": str(), "content": str()}:
-            return {name: x for name, x in message.items() if x is not None}
-    raise BadInput(f'{where} is {shown(message)}: must be {{"role": ..., "content": ...}}, both '
-                   "texts")
+            read = {name: x for name, x in message.items() if x is not None}
+        case _:
+            raise BadInput(f'{where} is {shown(message)}: must be {{"role": ..., "content": ...}}, '
+                           "both texts")
+    thoughts = [read[name] for name in THOUGHTS if name in read]
+    if thoughts:
+        read = {"thinking": thoughts[0]} | read | {"reasoning_content": thoughts[0]}
+    return read
+
+
+class Generation(Extension):
+    """{% generation %} ... {% endgeneration %}, which marks an answer for a training on answers
+    alone: its content is written."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.CallBlock(self.call_method("write"), [], [], body).set_lineno(line)
+
+    def write(self, caller):
+        return caller()
 
 
 @functools.cache
 def compile_template(text):
     """Compile a chat template in the environment that transformers gives one."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    # jinja2's own filter of this name escapes < and >, which models do not read
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = datetime.datetime.now().strftime
     return environment.from_string(text)
+
+
+def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """JSON text. jinja2's own filter of this name escapes < and >, which models do not read."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)
 
 
 def raise_exception(message):

@@ -56,6 +56,7 @@ GPT2 = Family(
         "activation_function": ("gelu", "gelu_new"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
     },
     fields={},
     written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},    # if missing: 0.1

@@ -5,6 +5,7 @@ The package huggingface_hub downloads into the cache that transformers uses too.
 HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE from the environment.
 """
 import contextlib
+import glob
 import os
 import re
 
@@ -48,8 +49,15 @@ def fetch(name):
     name: a local folder, or OWNER/NAME (or gpt2), with @REVISION for another branch, tag, commit or
     refs/pr/1 than main.
     """
-    if os.path.isdir(name):
-        return name
+    folder = name if os.path.isdir(name) else download(name)
+    is_adapter = os.path.exists(f"{folder}/adapter_config.json")
+    if is_adapter and not glob.glob(f"{glob.escape(folder)}/model*.safetensors"):
+        raise BadInput(f"{name}: is an adapter (LoRA) without the model that it changes: merge it "
+                       "into that one (merge_and_unload of peft), save the result, and name that")
+    return folder
+
+
+def download(name):
     if os.path.isfile(name):
         raise BadInput(f"{name}: must end in .pt or .gguf, or be the folder of a published model")
     repo, _, revision = name.partition("@")
@@ -83,7 +91,12 @@ def named_by_number(folder, found):
     if not numbered:
         raise BadInput(f"{folder}: {found[0]} has no number, and {INDEX}, which says what it is, "
                        "is missing: call it model.safetensors if it is the model")
-    return [f"model-{i:05}-of-{numbered[1]}.safetensors" for i in range(1, int(numbered[1]) + 1)]
+    names = [f"model-{i:05}-of-{numbered[1]}.safetensors" for i in range(1, int(numbered[1]) + 1)]
+    for name in found:
+        if name not in names:
+            raise BadInput(f"{folder}: {name} has no place among {len(names)} files, and {INDEX}, "
+                           "which says what is, is missing: download it, or remove the file")
+    return names
 
 
 def shards_of(folder):
@@ -136,8 +149,10 @@ def fill(make, num_layers, tensors, kv_rows, family, path):
     module.to_empty(device="cpu")
     for name, p in published(module.state_dict(), kv_rows, family).items():
         if name not in tensors:
-            raise BadInput(f"{path}: {name} is missing (lm_head.weight alone may be, where "
-                           "config.json says tie_word_embeddings = true)")
+            tied = (" (it may be, where config.json says tie_word_embeddings = true)"
+                    * (name == "lm_head.weight"))
+            raise BadInput(f"{path}: {name} is missing{tied}: the model is not whole, or of another "
+                           "kind")
         x = tensors.pop(name)
         if x.shape != p.shape or not x.is_floating_point():
             raise BadInput(f"{path}: {name} is {x.dtype} {tuple(x.shape)}, must be "

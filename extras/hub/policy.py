@@ -35,7 +35,8 @@ def load(name):
 
 
 def model_of(path):
-    with one_line(path, "its config.json and its tensors must fit together"):
+    described = "metadata" if path.endswith(".gguf") else "config.json"
+    with one_line(path, f"its {described} and its tensors must fit together"):
         return load_gguf(path) if path.endswith(".gguf") else load_folder(path)
 
 
@@ -68,8 +69,25 @@ def gpt_of(config, family, tensors, path):
     return model
 
 
+def check_whole(metadata, stored, path):
+    """Raise BadInput for a GGUF file that holds no whole model, and say what it is."""
+    parts = metadata.get("split.count", 1)
+    if parts > 1:
+        raise BadInput(f"{path}: is part {metadata['split.no'] + 1} of {parts}: join them by "
+                       "llama-gguf-split --merge FIRST_PART WHOLE.gguf, and name the whole")
+    if metadata.get("general.type") == "adapter" or "adapter.type" in metadata:
+        raise BadInput(f"{path}: is an adapter (LoRA) without the model that it changes: merge it "
+                       "into that one by llama-export-lora, and name the result")
+    if not stored:
+        raise BadInput(f"{path}: holds a vocabulary alone, and no model")
+    if not any(x.name == "token_embd.weight" for x in stored):
+        raise BadInput(f"{path}: has no token_embd.weight: it is no language model, or a part of "
+                       "one")
+
+
 def load_gguf(path):
     metadata, stored = read_gguf(path)
+    check_whole(metadata, stored, path)
     kind = metadata.get("general.architecture")
     family = family_of(kind, GGUF_FAMILIES, path)
     tensors = {x.name: torch.tensor(dequantize(x.data, x.tensor_type)) for x in stored}

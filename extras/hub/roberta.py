@@ -105,8 +105,11 @@ def load_roberta(name, device="cpu"):
         config = DEFAULTS | {key: x for key, x in config.items() if x is not None}
         check_only(ONLY, config, name)
         c = SimpleNamespace(**config)
-        model = fill(lambda: Roberta(c), c.num_hidden_layers, load_tensors(folder, "roberta."),
-                     c.hidden_size, NAMES, name)
+        tensors = load_tensors(folder, "roberta.")
+        if not any(tensor.startswith("classifier.") for tensor in tensors):
+            raise BadInput(f"{name}: has no classifier head, it is a language model or an encoder: "
+                           "name a RobertaForSequenceClassification")
+        model = fill(lambda: Roberta(c), c.num_hidden_layers, tensors, c.hidden_size, NAMES, name)
         model.eval().requires_grad_(False).to(device)
         tokenizer = from_folder(folder)
         tokenizer.check_fit(c.vocab_size)
@@ -119,7 +122,21 @@ def load_roberta(name, device="cpu"):
         model(idx, idx != c.eos_token_id)       # a number that does not fit fails here
     if c.problem_type != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
+    if len(labels) > 2 or len(labels) == 2 and not model.others:
+        print(reading(name, labels, model))
     return model, encode
+
+
+def reading(name, labels, model):
+    """A note: of several labels, how the toxic one is read. Many files do not say which is right,
+    and it decides whether a text of two kinds is likely or unlikely toxic."""
+    toxic = labels[model.toxic]
+    if model.others:
+        return (f"note: judge {name}: {toxic!r} is read by softmax, as one of {len(labels)} labels "
+                "that exclude each other; if they do not, set problem_type = "
+                '"multi_label_classification" in its config.json')
+    return (f"note: judge {name}: {toxic!r} is read by sigmoid, whatever its other "
+            f"{len(labels) - 1} labels are (problem_type = \"multi_label_classification\")")
 
 
 def find_label(name, labels, label):

@@ -5,6 +5,7 @@ SmolLM2, Qwen2, Qwen3.
 No text becomes a special token, whatever it says. Only encode_marked reads special tokens, in a
 chat that a template has written.
 """
+import math
 import os
 
 import tokenizers
@@ -48,6 +49,7 @@ class Tokenizer:
         self.eot_token = ends[0]
         self.names = names
         self.chat_template = template
+        self.template_arguments = {}    # further ones, such as enable_thinking
         # ids that the model's own tokenizer puts before a text
         some = core.encode("a")
         self.before_text = some.ids[:some.special_tokens_mask.index(0)]
@@ -72,9 +74,19 @@ class Tokenizer:
         return {token.content for token in self.core.get_added_tokens_decoder().values()
                 if token.special}
 
+    def give_template(self, arguments):
+        """Give the chat template what it may ask for beside the messages: {name: value}. BadInput
+        for what it never asks for, and would ignore."""
+        for name in arguments:
+            if name not in (self.chat_template or ""):
+                raise BadInput(f"chat_template_kwargs: the chat template of {self.source} does not "
+                               f"ask for {shown(name)}")
+        self.template_arguments = arguments
+
     def encode_chat(self, messages, where):
         """Encode a list of messages -> (its text for rewards and logs, its ids)."""
-        said, text = write_chat(self.chat_template, self.names, messages, where)
+        names = self.names | self.template_arguments
+        said, text = write_chat(self.chat_template, names, messages, where)
         with one_line(f"{where}: what the chat template writes is no text", "change the template"):
             return said, self.encode_marked(text)
 
@@ -119,17 +131,25 @@ def from_folder(folder):
     names = {key: x for key, x in names.items() if isinstance(x, str)}      # not add_bos_token
 
     added = added_tokens(config, read("added_tokens.json"), names, template or "")
-    if os.path.exists(path_of("tokenizer.json")):
+    model = read("config.json")
+    kind = config.get("tokenizer_class") or CLASSES.get(model.get("model_type"), "")
+    kind = kind.removesuffix("Fast")
+    in_one = os.path.exists(path_of("tokenizer.json"))
+    if in_one:
         core = tokenizers.Tokenizer.from_file(path_of("tokenizer.json"))
+        without_training(core)
     else:
-        numbers = {token: i for i, (token, _) in added.items()}
-        core = two_files(folder, config, read("config.json").get("model_type"), numbers)
-    own = known(core.token_to_id(names.get("eos_token", "")))
+        core = from_two_files(folder, kind, {token: i for i, (token, _) in added.items()})
     add_tokens(core, folder, added, config, names)
-    set_flags(core, config, names)
+    if kind in CLASSES.values():
+        set_prefix_space(core, bool(config.get("add_prefix_space")))
+    if not in_one and config.get("add_bos_token"):
+        put_before(core, names.get("bos_token"))
+    own = known(core.token_to_id(names.get("eos_token", "")))
+    own = [i for i in own if i < model.get("vocab_size", math.inf)]     # a name alone is no token
     # no others end a completion if generation_config.json names some
     ends = (known(read("generation_config.json").get("eos_token_id"))
-            or own + known(read("config.json").get("eos_token_id")))
+            or own + known(model.get("eos_token_id")))
     ends = sorted(ends, key=lambda i: i not in own)     # the tokenizer's own first
     return Tokenizer(core, folder, ends, names, template)
 
@@ -170,42 +190,41 @@ def add_tokens(core, folder, added, config, names):
     core.add_special_tokens(others)
 
 
-def set_flags(core, config, names):
-    """core <- what tokenizer_config.json says of the way a text is read. What tokenizer.json keeps
-    of its training is turned off: cut and padded prompts, merges left out at random."""
+def without_training(core):
+    """core <- without what tokenizer.json keeps of a training: prompts that are cut or padded,
+    merges that are left out at random."""
     core.no_truncation()
     core.no_padding()
     if getattr(core.model, "dropout", None):
         core.model.dropout = None
-    if config.get("add_prefix_space") is not None:
-        cut = core.pre_tokenizer
-        parts = cut if isinstance(cut, pre_tokenizers.Sequence) else [cut]
-        for part in parts:
-            if isinstance(part, pre_tokenizers.ByteLevel):
-                part.add_prefix_space = config["add_prefix_space"]
-    if "add_bos_token" in config or "add_eos_token" in config:
-        bos = names.get("bos_token") if config.get("add_bos_token") else None
-        put_before(core, bos)
+
+
+def set_prefix_space(core, value):
+    """core <- whether it puts a space before a text that begins with none."""
+    cut = core.pre_tokenizer
+    for part in cut if isinstance(cut, pre_tokenizers.Sequence) else [cut]:
+        if isinstance(part, pre_tokenizers.ByteLevel):
+            part.add_prefix_space = value
 
 
 def put_before(core, token):
-    """core <- the token that its own texts begin with. None: they begin with their words."""
-    known = [] if token is None else [(token, core.token_to_id(token))]
+    """core <- the special token that its own texts begin with."""
+    if token is None:
+        raise BadInput("add_bos_token = true: name bos_token in tokenizer_config.json")
     core.post_processor = processors.TemplateProcessing(
-        single=[token for token, _ in known] + ["$A"], special_tokens=known)
+        single=[token, "$A"], special_tokens=[(token, core.token_to_id(token))])
 
 
-def two_files(folder, config, model_type, added):
-    """Read vocab.json and merges.txt as the class that tokenizer_config.json names does, or the one
-    that the model type has. added: {token: id} of further tokens."""
+def from_two_files(folder, kind, added):
+    """Read vocab.json and merges.txt as the class `kind` of transformers does. added: {token: id}
+    of further tokens."""
     files = [os.path.join(folder, name) for name in ("vocab.json", "merges.txt")]
     if not all(map(os.path.exists, files)):
         raise BadInput(f"{folder}: has neither tokenizer.json nor vocab.json and merges.txt. (Only "
-                       "byte-level BPE is supported; tokenizer.model is of sentencepiece, and is "
+                       "byte-level BPE is supported; tokenizer.model is sentencepiece's, and is "
                        "not read)")
-    kind = (config.get("tokenizer_class") or CLASSES.get(model_type, "")).removesuffix("Fast")
     if kind not in CLASSES.values():
-        raise BadInput(f"{folder}: tokenizer_class = {shown(kind)}: without its tokenizer.json only "
+        raise BadInput(f"{folder}: tokenizer_class = {shown(kind)}: without tokenizer.json only "
                        f"{', '.join(dict.fromkeys(CLASSES.values()))} are supported")
     core = gpt2_core(*files, added=added)
     if kind == "Qwen2Tokenizer":
@@ -224,7 +243,7 @@ def gpt2_core(vocab, merges, vocab_size=None, added=None):
         vocabulary["<|endoftext|>"] = end
         merges = merges[:end - 256]
     added = added or {}
-    core = bpe_core(vocabulary | added, merges, GPT2_PATTERN)
+    core = bpe_core(added | vocabulary, merges, GPT2_PATTERN)
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)   # by the same pattern
     # special are the tokens that no merge makes
     made = {left + right for left, right in merges}

@@ -1,5 +1,13 @@
 """Lists of messages, as a chat template writes them."""
+import itertools
+import os
+
+import pytest
+
+from common.files import read_text
+from config import load_settings
 from data.prompts import encode_prompt
+from extras.hub.chat import write_chat
 from extras.hub.tests.published import chat_core
 from extras.hub.tokenizer import Tokenizer
 from worlds import refusal
@@ -32,6 +40,88 @@ def test_messages_are_what_the_template_writes():
     tokenizer.before_text = [7]
     assert encode_prompt(tokenizer, "a b", "x") == ("a b", [7, *tokenizer.encode_ordinary("a b")])
     assert encode_prompt(tokenizer, "", "x")[1] == []
+
+
+def write(template, messages, **arguments):
+    tokenizer = chat(template)
+    tokenizer.give_template(arguments)
+    return tokenizer.decode(tokenizer.encode_chat(messages, "x")[1])
+
+
+@pytest.mark.parametrize("template, expected", [
+    ("{% if tools is not none %}tools{% endif %}{% if documents is not none %}docs{% endif %}", ""),
+    ("{{ tools is defined }} {{ documents is defined }}", "True True"),
+    ("a{% generation %}b{{ messages[0].content }}{% endgeneration %}c", "abHic"),
+    ("{%- generation -%}  b\n  {%- endgeneration %}", "b"),
+    ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+    ("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}", "user"),
+    ("{{ {'b': 1, 'a': '\u00fc<'} | tojson }}", '{"b": 1, "a": "\u00fc<"}'),
+    ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, indent=1) }}", '{\n "a": 2,\n "b": 1\n}')])
+def test_a_template_gets_what_transformers_gives_it(template, expected):
+    assert write(template, [{"role": "user", "content": "Hi"}]) == expected
+
+
+MARKED = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}[assistant]{% endif %}")
+STRIPPED = MARKED.replace("m.content", "m.content | trim")
+
+
+@pytest.mark.parametrize("template, begun, ends", [
+    (MARKED, "The answer is", "[assistant]The answer is"),
+    (MARKED, "The answer is ", "[assistant]The answer is "),
+    (MARKED, "", "[assistant]"),
+    (MARKED, "user<|im_end|>", "[assistant]user<|im_end|>"),
+    (STRIPPED, "  The answer is ", "[assistant]The answer is")])
+def test_an_answer_that_has_begun_goes_on(template, begun, ends):
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": begun}]
+    found = write(template, messages)
+    assert found.endswith(ends), "the policy would begin a second answer"
+    assert messages[1]["content"] == begun
+    assert write(template, messages[:1]).endswith("2+2?<|im_end|>\n[assistant]")
+    assert chat(template).encode_chat(messages, "x")[0] == "2+2?"
+
+
+def test_an_answer_that_the_template_leaves_out_cannot_go_on():
+    assert "continue" in refusal(write, "{{ messages[0].content }}", [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+
+
+THINKS = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
+
+
+def test_arguments_of_a_template_reach_it_and_one_that_it_never_asks_for_is_refused():
+    asked = [{"role": "user", "content": "Hi"}]
+    assert write(THINKS, asked) == "Hi"
+    assert write(THINKS, asked, enable_thinking=False) == "Hi<think></think>"
+    assert write("{{ tools[0].name }}", asked, tools=[{"name": "f"}]) == "f"
+    assert "'enable_thoughts'" in refusal(write, THINKS, asked, enable_thoughts=False)
+    for policy in ("train", "x.pt"):
+        assert "chat_template_kwargs" in refusal(load_settings, [
+            f"--policy={policy}", "--chat_template_kwargs={'enable_thinking': False}"])
+    assert "JSON" in refusal(load_settings, ["--policy=a", "--chat_template_kwargs={'a': {1}}"])
+
+
+def test_templates_of_trl_are_written_as_transformers_writes_them():
+    trl = pytest.importorskip("trl")
+    transformers = pytest.importorskip("transformers")
+    folder = f"{os.path.dirname(trl.__file__)}/chat_templates"
+    tokens = dict(bos_token="<s>", eos_token="<|im_end|>")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=chat_core(), **tokens)
+    user = {"role": "user", "content": "Is a<b? "}
+    answer = {"role": "assistant", "content": "Yes, "}
+    for name, messages in itertools.product(
+            os.listdir(folder), ([user], [user, answer], [ASKED[0], user, answer, user])):
+        if not name.endswith(".jinja"):
+            continue
+        goes_on = messages[-1] is answer
+        template = read_text(f"{folder}/{name}")
+        try:
+            expected = theirs.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=not goes_on,
+                continue_final_message=goes_on)
+        except Exception:       # some do not take these messages
+            continue
+        assert write_chat(template, theirs.special_tokens_map, messages, "x")[1] == expected, name
 
 
 def test_what_is_wrong_with_messages_is_one_line():

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import unicodedata
 from struct import pack
 
 import pytest
@@ -17,16 +18,16 @@ import extras.hub.export
 from conftest import ROOT
 from common.files import read_json
 from data.tokenizer import load_tokenizer
-from extras.hub.export import export
+from extras.hub.export import export, own_core
 from extras.hub.families import spelled_out
 from extras.hub.files import Reader, fetch, load_tensors, save_tensors
 from extras.hub.policy import tokenizer_of
-from extras.hub.tokenizer import from_folder
+from extras.hub.tokenizer import GGUF_PATTERNS, bpe_core, from_folder
 from model import GPT, GPTConfig
 from extras.hub.tests.published import (
     GPT2, LAYOUTS, LLAMA, LLAMA3, MARKS, TEMPLATE, assert_holds, chat_core, gguf_of_core,
     load, make_tensors, put, write, write_gguf)
-from worlds import refusal
+from worlds import printed, refusal
 
 
 def test_without_its_packages_one_line_says_what_to_install(monkeypatch):
@@ -70,6 +71,70 @@ def test_shards(tmp_path):
     assert "is missing" in refusal(load, tmp_path)
 
 
+def make_shards(folder, tensors, count, index=True, total=None):
+    """model-00001-of-00003.safetensors, ... and their index -> its weight_map."""
+    put(folder, config=GPT2)
+    place = {}
+    for i in range(count):
+        shard = f"model-{i + 1:05}-of-{total or count:05}.safetensors"
+        part = {name: tensors[name] for name in sorted(tensors)[i::count]}
+        save_tensors(f"{folder}/{shard}", part)
+        place |= dict.fromkeys(part, shard)
+    if index:
+        put(folder, **{"model.safetensors.index": {"weight_map": place}})
+    return place
+
+
+@pytest.mark.parametrize("stray", [
+    "model-fp16.safetensors", "model-00003-of-00003.safetensors",
+    "model-00000-of-00002.safetensors", "model-00002-of-00002-old.safetensors"])
+def test_the_index_says_which_shards_are_the_model_and_strays_are_named(stray, tmp_path):
+    tensors = make_tensors(GPT2)
+    make_shards(tmp_path, tensors, 2)
+    save_tensors(f"{tmp_path}/{stray}", {name: x + 1 for name, x in tensors.items()})
+    assert stray in printed(load, tmp_path)
+    assert_holds(load(tmp_path), GPT2, tensors)
+    os.remove(tmp_path / "model.safetensors.index.json")
+    assert "index.json" in refusal(load, tmp_path), "nobody can say which one is the model"
+
+
+def test_a_tensor_is_read_from_the_shard_that_the_index_names(tmp_path):
+    tensors = make_tensors(GPT2)
+    place = make_shards(tmp_path, tensors, 2)
+    old = {name: x - 1 for name, x in tensors.items() if place[name] == max(place.values())}
+    first = {name: x for name, x in tensors.items() if place[name] == min(place.values())}
+    save_tensors(f"{tmp_path}/{min(place.values())}", first | old)
+    assert_holds(load(tmp_path), GPT2, tensors)
+    name = max(place)
+    put(tmp_path, **{"model.safetensors.index": {
+        "weight_map": place | {"transformer.ln_9.weight": place[name]}}})
+    assert "transformer.ln_9.weight is missing" in refusal(load, tmp_path)
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_shard_that_is_missing_is_named(lost, index, tmp_path):
+    make_shards(tmp_path, make_tensors(GPT2), 3, index)
+    name = f"model-0000{lost}-of-00003.safetensors"
+    os.remove(tmp_path / name)
+    assert f"{name} is missing" in refusal(load, tmp_path)
+
+
+@pytest.mark.parametrize("content", [
+    {"weight_map": {"a": "../m.safetensors"}}, {"weight_map": {"a": 3}}, {}, []])
+def test_an_index_that_is_none_is_one_line(content, tmp_path):
+    make_shards(tmp_path, make_tensors(GPT2), 2)
+    put(tmp_path, **{"model.safetensors.index": content})
+    assert "index.json" in refusal(load, tmp_path)
+
+
+def test_an_adapter_says_that_it_is_one(tmp_path):
+    put(tmp_path, adapter_config={"peft_type": "LORA", "base_model_name_or_path": "gpt2"})
+    save_tensors(f"{tmp_path}/adapter_model.safetensors", {"a": torch.zeros(1)})
+    assert "is an adapter" in refusal(fetch, str(tmp_path))
+    assert load(write(tmp_path, GPT2)), "a merged model may keep that file"
+
+
 def test_tensors_say_whether_the_head_is_tied(tmp_path):
     tensors = make_tensors(GPT2)        # config.json says tied
     for factor in (1, 2):
@@ -86,6 +151,7 @@ gpt2 | "model_type": "mixtral" | 'mixtral' is not supported, only gpt2
 gpt2 | "activation_function": "relu" | activation_function = 'relu' .* 'gelu'
 gpt2 | "scale_attn_by_inverse_layer_idx": true | scale_attn_by_inverse_layer_idx = True
 gpt2 | "scale_attn_weights": false | scale_attn_weights = False
+gpt2 | "add_cross_attention": true | add_cross_attention = True
 gpt2 | "n_head": null | n_head is missing
 gpt2 | "num_attention_heads": 3 | num_attention_heads = 3 .* only 4
 gpt2 | "n_head": 5 | n_embd = 12 must be a multiple of n_head
@@ -160,6 +226,7 @@ def test_names_are_downloaded_by_huggingface_hub(monkeypatch):
         ("gpt2", None), ("unitary/toxic", "refs/pr/2")]
     files = seen[0][1]["allow_patterns"]
     assert not any(name.endswith((".bin", ".pt", "*")) for name in files)
+    assert "model.safetensors.index.json" in files
 
 
 # ------------------------------------------------------------------------------------------------
@@ -190,6 +257,21 @@ GGUF_REFUSALS = """
 "llama.block_count": 1000000000 | tensors for 1000000000 layers
 "llama.attention.causal": false | causal = False
 """
+
+
+def test_gguf_that_is_no_whole_model_says_what_it_is(tmp_path):
+    tensors = make_tensors(LLAMA)
+    half = dict(list(tensors.items())[:5])
+    for held, metadata, says in (
+            (half, {"split.no": 0, "split.count": 2}, "part 1 of 2"),
+            (half, {"split.no": 2, "split.count": 3}, "part 3 of 3"),
+            (half, {"general.type": "adapter", "adapter.type": "lora"}, "is an adapter"),
+            ({}, {}, "vocabulary alone"),
+            ({"model.norm.weight": tensors["model.norm.weight"]}, {}, "token_embd.weight")):
+        path = write_gguf(tmp_path / "m.gguf", LLAMA, held, **metadata)
+        message = refusal(load, path)
+        assert says in message, message
+        assert "config.json" not in message, "a GGUF file has none"
 
 
 def test_gguf_of_another_kind_or_cut_short_is_one_line(tmp_path, monkeypatch):
@@ -254,6 +336,128 @@ def write_chat(folder, **config):
     core.save(f"{folder}/tokenizer.json")
     put(folder, tokenizer_config=dict(eos_token="<|im_end|>", chat_template=TEMPLATE) | config)
     return str(folder)
+
+
+TRAINED = {
+    "cut": {"truncation": dict(direction="Right", max_length=3, strategy="LongestFirst", stride=0)},
+    "cut on the left": {
+        "truncation": dict(direction="Left", max_length=2, strategy="LongestFirst", stride=0)},
+    "padded on the left": {"padding": dict(
+        strategy={"Fixed": 24}, direction="Left", pad_id=EOT, pad_type_id=0, pad_token=MARKS[0],
+        pad_to_multiple_of=None)},
+    "padded to eight": {"padding": dict(
+        strategy="BatchLongest", direction="Right", pad_id=EOT, pad_type_id=0, pad_token=MARKS[0],
+        pad_to_multiple_of=8)},
+    "merges left out": {}}
+
+
+@pytest.mark.parametrize("kept", TRAINED)
+def test_what_a_training_left_in_tokenizer_json_changes_no_prompt(kept, tmp_path):
+    folder = write_chat(tmp_path)
+    plain = from_folder(folder)
+    content = read_json(f"{folder}/tokenizer.json")
+    content["model"] |= {"dropout": 0.9} if not TRAINED[kept] else {}
+    put(folder, tokenizer=content | TRAINED[kept])
+    tokenizer = from_folder(folder)
+    assert tokenizer.before_text == plain.before_text == [EOT]
+    chat = [dict(role="user", content="Where is the other theatre?")]
+    assert tokenizer.encode_chat(chat, "x") == plain.encode_chat(chat, "x")
+    for text in TEXTS:
+        assert tokenizer.encode_ordinary(text) == plain.encode_ordinary(text)
+
+
+def write_two_files(folder, **contents):
+    """A chat model's tokenizer as vocab.json and merges.txt: 2000 tokens of GPT-2."""
+    own_core(2000).model.save(str(folder))
+    put(folder, **contents)
+    return str(folder)
+
+
+IN_ADDED = {"added_tokens": {MARKS[1]: START, MARKS[2]: END},
+            "tokenizer_config": {"eos_token": MARKS[2]}}
+IN_DECODER = {"tokenizer_config": {"eos_token": MARKS[2], "added_tokens_decoder": {
+    str(EOT + i): dict(content=token, special=True) for i, token in enumerate(MARKS)}}}
+IN_EXTRA = {"tokenizer_config": {"eos_token": MARKS[2], "additional_special_tokens": MARKS[1:]}}
+IN_MAP = {"tokenizer_config": {}, "special_tokens_map": {
+    "eos_token": {"content": MARKS[2]}, "additional_special_tokens": [MARKS[1], MARKS[2]]}}
+
+
+@pytest.mark.parametrize("where", [IN_ADDED, IN_DECODER, IN_EXTRA, IN_MAP],
+                         ids=["added_tokens", "decoder", "extra", "map"])
+def test_tokens_that_a_folder_adds_are_those_of_tokenizer_json(where, tmp_path):
+    os.makedirs(tmp_path / "one")
+    os.makedirs(tmp_path / "two")
+    one = from_folder(write_chat(tmp_path / "one"))
+    if where in (IN_EXTRA, IN_MAP):     # numbered in their order: the end token is named first
+        one.core = own_core(2000)
+        one.core.add_special_tokens([MARKS[2], MARKS[1]])
+    config = {"tokenizer_class": "GPT2Tokenizer", "chat_template": TEMPLATE}
+    two = from_folder(write_two_files(tmp_path / "two", **where | {
+        "tokenizer_config": config | where["tokenizer_config"]}))
+    assert two.eot_token == two.core.token_to_id(MARKS[2])
+    for text in TEXTS:
+        assert two.encode_ordinary(text) == one.encode_ordinary(text)
+        assert two.encode_marked(text) == one.encode_marked(text)
+    chat = [dict(role="user", content="Hi"), dict(role="system", content="no I'M")]
+    assert two.encode_chat(chat, "x") == one.encode_chat(chat, "x")
+    assert set(MARKS) <= two.special_tokens_set
+
+
+def test_an_added_word_is_one_token_in_every_text_and_ids_that_do_not_fit_are_refused(tmp_path):
+    contents = {"tokenizer_config": dict(tokenizer_class="GPT2Tokenizer", eos_token=MARKS[0])}
+    words = from_folder(write_two_files(tmp_path, added_tokens={"<mol>": 2007}, **contents))
+    assert words.encode_ordinary("a<mol>")[-1] == 2007, "it is no special token"
+    put(tmp_path, added_tokens={"a": 2005})
+    assert "'a'" in refusal(from_folder, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPT2TokenizerFast", "RobertaTokenizer"])
+@pytest.mark.parametrize("one_file", [True, False])
+def test_a_space_before_a_text_is_put_there_if_the_config_says_so(kind, one_file, tmp_path):
+    folder = write_chat(tmp_path) if one_file else write_two_files(tmp_path)
+    for value in (True, False):
+        put(folder, tokenizer_config=dict(tokenizer_class=kind, eos_token=MARKS[0],
+                                          add_prefix_space=value))
+        tokenizer = from_folder(folder)
+        for text in ("the cat's  hat\n", "Hi", "\nx", " the"):
+            spaced = " " + text if value and text[0] != " " else text
+            assert tokenizer.encode_ordinary(text) == load_tokenizer(2000).encode_ordinary(spaced)
+
+
+def test_a_begin_token_is_put_before_a_text_if_the_config_says_so(tmp_path):
+    for says, before in ((True, [EOT]), (False, [])):
+        put(tmp_path, tokenizer_config=dict(
+            tokenizer_class="GPT2Tokenizer", bos_token=MARKS[0], eos_token=MARKS[0],
+            add_bos_token=says))
+        assert from_folder(write_two_files(tmp_path)).before_text == before
+
+
+def test_qwens_two_files_are_cut_as_qwens(tmp_path):
+    """Its cut puts "'M" together, line ends apart, and a letter and its accent into one."""
+    config = dict(tokenizer_class="Qwen2Tokenizer", eos_token=MARKS[0])
+    qwen = from_folder(write_two_files(tmp_path, tokenizer_config=config))
+    core = bpe_core(read_json(f"{tmp_path}/vocab.json"),
+                    [tuple(line.split(" ")) for line in
+                     (tmp_path / "merges.txt").read_text().splitlines()[1:]],
+                    GGUF_PATTERNS["qwen2"])
+    for text in TEXTS:
+        composed = unicodedata.normalize("NFC", text)
+        assert qwen.encode_ordinary(text) == core.encode(composed, add_special_tokens=False).ids
+    gpt2 = from_folder(write_two_files(tmp_path, tokenizer_config=config | {
+        "tokenizer_class": "GPT2Tokenizer"}))
+    assert gpt2.encode_ordinary("x\n\n\ny 12") != qwen.encode_ordinary("x\n\n\ny 12")
+
+
+def test_a_tokenizer_that_cannot_be_read_says_what_it_is(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    assert "sentencepiece" in refusal(from_folder, str(tmp_path))
+    put(tmp_path, vocab={"a": 0})
+    assert "merges.txt" in refusal(from_folder, str(tmp_path))
+    write_two_files(tmp_path, tokenizer_config=dict(tokenizer_class="BertTokenizer"))
+    assert "'BertTokenizer'" in refusal(from_folder, str(tmp_path))
+    put(tmp_path, tokenizer_config=dict(tokenizer_class="GPT2Tokenizer"),
+        generation_config=dict(eos_token_id="301"))
+    assert "eos_token_id = '301'" in refusal(from_folder, str(tmp_path))
 
 
 def test_no_text_becomes_a_special_token_but_what_a_template_wrote_does(tmp_path):

@@ -92,10 +92,21 @@ def test_what_is_no_classifier_is_one_line(tmp_path):
     tensors = load_tensors(folder)
     base = {name: x for name, x in tensors.items() if not name.startswith("classifier.")}
     save_tensors(f"{folder}/model.safetensors", base)
-    assert "classifier" in refusal(load_judge, folder)
+    assert "has no classifier head" in refusal(load_judge, folder)
     save_tensors(f"{folder}/model.safetensors", tensors)
     put(folder, vocab=read_json(f"{folder}/vocab.json") | {"a": 999})
     assert "ids up to 999" in refusal(load_judge, folder)
+
+
+@pytest.mark.parametrize("labels, problem, says", [
+    (("toxicity", "severe", "obscene"), None, "softmax"),
+    (("toxicity", "severe", "obscene"), SIGMOID, "sigmoid"),
+    (("toxicity", "threat"), SIGMOID, "sigmoid"), (("nothate", "hate"), None, ""),
+    (("toxicity",), None, "")])
+def test_a_judge_of_several_labels_says_how_it_reads_them(labels, problem, says, tmp_path):
+    """The same logits are p = 0.04 by softmax and 0.76 by sigmoid, and files rarely say which."""
+    said = printed(load_judge, make_roberta(tmp_path, labels, problem_type=problem))
+    assert says in said if says else not said
 
 
 def test_one_judge_in_both_roles_is_read_once_and_that_is_said(tmp_path):
