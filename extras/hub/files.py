@@ -95,7 +95,7 @@ def named_by_number(folder, found):
     for name in found:
         if name not in names:
             raise BadInput(f"{folder}: {name} has no place among {len(names)} files, and {INDEX}, "
-                           "which says what is, is missing: download it, or remove the file")
+                           "which says what is, is missing: download it, or remove it")
     return names
 
 
@@ -151,8 +151,8 @@ def fill(make, num_layers, tensors, kv_rows, family, path):
         if name not in tensors:
             tied = (" (it may be, where config.json says tie_word_embeddings = true)"
                     * (name == "lm_head.weight"))
-            raise BadInput(f"{path}: {name} is missing{tied}: the model is not whole, or of another "
-                           "kind")
+            raise BadInput(f"{path}: {name} is missing{tied}: the model is not whole, or is of "
+                           "another kind")
         x = tensors.pop(name)
         if x.shape != p.shape or not x.is_floating_point():
             raise BadInput(f"{path}: {name} is {x.dtype} {tuple(x.shape)}, must be "

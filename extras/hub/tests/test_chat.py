@@ -5,7 +5,7 @@ import os
 import pytest
 
 from common.files import read_text
-from config import load_settings
+from run.settings import load_settings
 from data.prompts import encode_prompt
 from extras.hub.chat import write_chat
 from extras.hub.tests.published import chat_core
