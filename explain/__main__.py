@@ -19,6 +19,7 @@ import torch
 
 import grpo
 from common.files import read_log, undamaged
+from common.guards import tolerance_of
 from common.processes import rank_and_size
 from common.script import BadInput, own_flags, run_script, seed_for
 from explain import story
@@ -27,7 +28,6 @@ from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.loop import sample_rows
-from run.metrics import tolerance_of
 from run.settings import load_settings, read_run
 from tracin import Recording, find_helpful, remember, true_error
 

@@ -9,7 +9,8 @@ import statistics
 
 import torch
 
-from run.metrics import std, tolerance_of
+from common.guards import tolerance_of
+from run.metrics import std
 
 
 def in_groups(groups, most=4):

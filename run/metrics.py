@@ -17,17 +17,6 @@ from tape import cosine, inner
 from tracin import target_coefficients
 
 
-def tolerance_of(dtype):
-    """How far two computations of the same number may differ, with forward passes in dtype."""
-    return 1e-3 if dtype == torch.float32 else 5e-2
-
-
-def logp_error(mean, largest, dtype):
-    """How far log-probs differ that should be equal -> (nats, tolerance): the largest difference in
-    float32, the mean in bfloat16."""
-    return largest if dtype == torch.float32 else mean, tolerance_of(dtype)
-
-
 def loss_parts(loss, cfg):
     """The parts of a micro-batch's loss -> {name: tensor ()}. Each is already divided by the size
     of the whole step, so the log has their sum over micro-batches and their mean over steps."""
@@ -205,41 +194,19 @@ def influence_metrics(found):
         metrics["tracin/target_cosine"] = cosine(*target.halves)    # NaN: one half is empty
         metrics["tracin/target_contrast"] = std(chosen) / max(std(rewards), 1e-12)
         metrics |= target_metrics(target)
-    if target.loss is not None:
+    if target.kind == "target":
         metrics["tracin/target_loss"] = target.loss
     return metrics
 
 
-def not_finite(setup, advantages, logps):
-    """Says what is not finite, the cause before its effects, and what to do. advantages, logps: how
-    many of them are not."""
-    # a step with such moments has spoilt the weights, too
-    states = setup.optimizer.state.values()
-    moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
-    if not all(x.isfinite().all() for x in moments):
-        return "A moment of AdamW is not finite: continue from an earlier checkpoint"
-    weights = setup.policy.named_parameters()
-    if bad := [name for name, p in weights if not p.isfinite().all()]:
-        return (f"The weights of {bad[0]} are not finite: the policy's file or the checkpoint "
-                "is damaged, continue from an earlier one")
-    if advantages:
-        return ("A reward, or the advantage made of it, is not finite: let the reward function "
-                "return less")
-    if logps:
-        return ("A log-prob of a sampled token is not finite: raise temperature, or take dtype "
-                "= 'float32'")
-    return ("Weights, moments, rewards and log-probs are finite, the gradient overflowed: "
-            "lower learning_rate or raise beta, then --resume=True")
-
-
 class Meter:
-    """Collects the metrics of an update, and ends the run where they show a bug."""
+    """Collects the metrics of an update."""
 
     def __init__(self, setup, cfg, log, check=False):
         self.setup = setup
         self.cfg = cfg
         self.log = log
-        self.check = check          # compare trainer and sampler before the first step
+        self.check = check          # these are the first steps of a run
         zeros = torch.zeros(3, dtype=torch.float64, device=setup.device)
         # {name: tensor ()}, sums over the micro-batches so far, of which there may be none
         self.losses = {"loss": zeros[0], "policy_loss": zeros[0]}
@@ -255,6 +222,16 @@ class Meter:
         self.head_norms = []        # of the critic's head in these
         self.gaps = [zeros]         # |trainer's - sampler's log-prob|: sum, largest, count
 
+    @property
+    def is_fresh(self):
+        """No step was taken yet: the policy is the one that sampled."""
+        return not self.grad_norms
+
+    @property
+    def is_checked(self):
+        """The next step is the first one of a run, whose numbers are checked."""
+        return self.check and self.is_fresh
+
     @torch.no_grad()
     def add(self, loss):
         """Count a micro-batch in, by its grpo.Loss."""
@@ -262,7 +239,7 @@ class Meter:
         self.count(loss_metrics(loss, self.cfg))
         self.ratios.append(spread_parts(loss.ratio, units_of(loss)))
         self.suspects = self.suspects + suspects_of(loss)
-        if not self.grad_norms:     # the policy is still the one that sampled
+        if self.is_fresh:
             rollout = loss.batch.rollout
             sampled = rollout.sampled_mask
             gap = (loss.logp - rollout.logp).abs().masked_fill(~sampled, 0).double()    # (n, T)
@@ -282,32 +259,6 @@ class Meter:
         total, largest, count = all_gather(torch.stack(self.gaps).cpu()).unbind(1)
         return float(total.sum() / count.sum().clamp(min=1)), float(largest.max())
 
-    def check_ratio(self):
-        """Count a step. End the run if trainer and sampler, which have the same weights before the
-        first step, disagree about a token."""
-        self.num_begun += 1
-        if not self.check or self.grad_norms:
-            return
-        error, tolerance = logp_error(*self.logp_difference(), self.setup.dtype)
-        if not math.isfinite(error):
-            _, *suspects = self.suspects.tolist()
-            raise SystemExit(
-                f"stopped before the first step: {not_finite(self.setup, *suspects)}")
-        if not error <= tolerance:
-            raise SystemExit(
-                "stopped before the first step: the ratio is not 1, sampler and trainer disagree "
-                f"by {error:.3g} nats on a token; something in the model is random or sees padding "
-                "(or try dtype = 'float32', or device = 'cpu')")
-
-    def check_influence(self, error):
-        """End the run if influence is not that of plain backwards, by tracin.true_error."""
-        tolerance = tolerance_of(self.setup.dtype)
-        if not error <= tolerance:
-            raise SystemExit(
-                "stopped before the first step: the influences do not add up to the product of "
-                f"ordinary gradients (relative error {float(error):.1e}, at most "
-                f"{tolerance:g}); the tape has a bug (or try dtype = 'float32')")
-
     def add_influence(self, found):
         """Count a step's influence in, by its tracin.Influence."""
         self.influences.append(found.scores.influence)
@@ -318,26 +269,17 @@ class Meter:
         self.count({name: (x, 1) for name, x in metrics.items()})
         self.num_empty += not found.selection.weights.any()
 
-    def check_finite(self, grad_norm):
-        """Note the norm of a step's gradient. End the run if it or the loss is not finite."""
-        # the loss of the steps so far, all but the last of which were finite. In one piece, which
-        # synchronises a GPU once
+    def add_step(self, grad_norm):
+        """Count a step that is about to be taken, by the norm of its gradient () -> (loss of the
+        steps so far, norm, three counts of suspects_of), over all processes."""
+        # in one piece, which synchronises a GPU once
         head_norm = self.head_norm(grad_norm)
         numbers = torch.stack([self.losses["loss"], grad_norm.double(), head_norm])
-        own_loss, norm, head_norm, *suspects = torch.cat([numbers, self.suspects]).tolist()
-        loss = sum(all_gather([own_loss]))
-        strays, *suspects = (sum(x) for x in zip(*all_gather([suspects])))
-        if strays:
-            raise SystemExit(
-                f"stopped: {strays:.0f} tokens under the loss are the environment's, which the "
-                "policy did not choose; this step was not taken. A loss mask must stay within "
-                "rollout.sampled_mask")
-        if not math.isfinite(loss + norm):
-            raise SystemExit(
-                f"stopped: loss {loss}, grad_norm {norm}; this step was not taken and the last "
-                f"checkpoint is good. {not_finite(self.setup, *suspects)}")
+        loss, norm, head_norm, *suspects = torch.cat([numbers, self.suspects]).tolist()
         self.grad_norms.append(norm)
         self.head_norms.append(head_norm)
+        loss, *suspects = (sum(x) for x in zip(*all_gather([[loss, *suspects]])))
+        return loss, norm, *suspects
 
     def head_norm(self, grad_norm):
         """Norm () of the gradient of the critic's head before clipping; 0 without one."""

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from common.device import autocast, set_precision
+from common.guards import logp_error, tolerance_of
 from common.processes import all_gather
 from common.script import shown
 from rollout import completion_logprobs
-from run.metrics import logp_error, tolerance_of
 
 
 def few_rows(setup, cfg):

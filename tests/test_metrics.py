@@ -8,7 +8,8 @@ import torch
 import grpo
 import tracin
 from run import metrics
-from run.metrics import batch_metrics, logp_error, rollout_toxicity
+from common.guards import logp_error
+from run.metrics import batch_metrics, rollout_toxicity
 from worlds import (
     forward, generator_of, letters, mean_token, number_gpt, refusal, settings, shaken, world)
 

@@ -12,6 +12,7 @@ import os
 
 import torch
 
+import grpo
 from common.script import seed_for
 from rollout import completion_logprobs
 from run.checkpoint import load_checkpoint, newest_checkpoint
@@ -29,9 +30,12 @@ def start_of(argv, setup, cfg):
     return load_checkpoint(newest_checkpoint(folders[0]), setup, cfg)["iteration"]
 
 
-def debug_step(setup, cfg, it, batch, held_out, update, kl_grad_share):
-    """Iteration `it`, from 0, phase by phase: its batch, and an update. update, kl_grad_share:
-    those of grpo.py."""
+def debug_step(argv, setup, cfg):
+    """An iteration phase by phase: its batch, and an update. argv: as for start_of."""
+    it = start_of(argv, setup, cfg)
+    grpo.set_learning_rate(setup.optimizer, it, cfg)
+    batch = grpo.collect_iteration(setup, it, cfg)
+    held_out = grpo.collect_held_out(setup, it, cfg)
     count = itertools.count(1)
 
     def phase(title):
@@ -50,12 +54,12 @@ def debug_step(setup, cfg, it, batch, held_out, update, kl_grad_share):
 
     # the update, and what it did
     seed = seed_for(cfg.seed, "rows", it)
-    share = kl_grad_share(setup, batch, cfg, seed) if cfg.kl_in_loss else math.nan
     old = [p.detach().clone() for p in setup.trained]
     norms = {}
-    m = update(setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms))
+    m = grpo.update(setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms),
+                    compare_kl=True)
     phase("loss")
-    print_loss(m, share, cfg)
+    print_loss(m, cfg)
     if "tracin/selected_ratio" in m:    # influence has scored a step
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
         print_influence(m, setup, batch)
@@ -68,7 +72,7 @@ def debug_step(setup, cfg, it, batch, held_out, update, kl_grad_share):
     print_measures(after, before)
 
     phase("red flags")
-    m |= batch_metrics(batch, cfg) | {"iteration": it + 1, "kl_grad_share": share}
+    m |= batch_metrics(batch, cfg) | {"iteration": it + 1}
     for flag in flags_of(m, before, after, batch, setup, cfg) or ["none"]:
         print("  " + flag)
 
@@ -208,7 +212,7 @@ def watcher(setup, norms):
     return watch
 
 
-def print_loss(m, share, cfg):
+def print_loss(m, cfg):
     """The parts of the loss, the KL's share of loss and gradient, and how near to 1 the ratio was
     on the first pass."""
     kl = m.get("kl_loss", 0.0)
@@ -219,8 +223,9 @@ def print_loss(m, share, cfg):
     print("  at ratio 1 the policy gradient's part is near 0; its gradient is not")
     if cfg.kl_in_loss:
         of_loss = abs(kl) / (abs(policy) + abs(kl) + 1e-8)
-        print(f"  the KL has {of_loss:.1%} of the loss; the norm of its gradient is {share:.3f} of "
-              "the policy's (0 where policy and reference are the same)")
+        print(f"  the KL has {of_loss:.1%} of the loss; the norm of its gradient is "
+              f"{m['kl_grad_share']:.3f} of the policy's (0 where policy and reference are the "
+              "same)")
     difference = m["sampling/sampling_logp_difference/max"]
     spread = ", ".join(f"{x} {m.get(f'ratio_{x}', math.nan):.6f}" for x in ("std", "min", "max"))
     print(f"  ratio: mean {m.get('ratio', math.nan):.6f}, {spread} (1: these weights sampled); the "

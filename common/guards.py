@@ -1,0 +1,86 @@
+"""
+What ends a run: numbers that show a bug, or that would spoil the weights. Nothing is lost: the step
+is not taken, and the last checkpoint is good. grpo.py and tracin.py call these, with numbers that
+run/metrics.py has counted.
+"""
+import math
+
+import torch
+
+
+def tolerance_of(dtype):
+    """How far two computations of the same number may differ, with forward passes in dtype."""
+    return 1e-3 if dtype == torch.float32 else 5e-2
+
+
+def logp_error(mean, largest, dtype):
+    """How far log-probs differ that should be equal -> (nats, tolerance): the largest difference in
+    float32, the mean in bfloat16."""
+    return largest if dtype == torch.float32 else mean, tolerance_of(dtype)
+
+
+def not_finite(setup, advantages, logps):
+    """Says what is not finite, the cause before its effects, and what to do. advantages, logps: how
+    many of them are not."""
+    # a step with such moments has spoilt the weights, too
+    states = setup.optimizer.state.values()
+    moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
+    if not all(x.isfinite().all() for x in moments):
+        return "A moment of AdamW is not finite: continue from an earlier checkpoint"
+    weights = setup.policy.named_parameters()
+    if bad := [name for name, p in weights if not p.isfinite().all()]:
+        return (f"The weights of {bad[0]} are not finite: the policy's file or the checkpoint "
+                "is damaged, continue from an earlier one")
+    if advantages:
+        return ("A reward, or the advantage made of it, is not finite: let the reward function "
+                "return less")
+    if logps:
+        return ("A log-prob of a sampled token is not finite: raise temperature, or take dtype "
+                "= 'float32'")
+    return ("Weights, moments, rewards and log-probs are finite, the gradient overflowed: "
+            "lower learning_rate or raise beta, then --resume=True")
+
+
+def check_ratio(meter, setup):
+    """Before the first step of a run: do trainer and sampler, which have the same weights, agree
+    about every token?"""
+    error, tolerance = logp_error(*meter.logp_difference(), setup.dtype)
+    if not math.isfinite(error):
+        _, *suspects = meter.suspects.tolist()
+        raise SystemExit(f"stopped before the first step: {not_finite(setup, *suspects)}")
+    if not error <= tolerance:
+        raise SystemExit(
+            "stopped before the first step: the ratio is not 1, sampler and trainer disagree by "
+            f"{error:.3g} nats on a token; something in the model is random or sees padding (or "
+            "try dtype = 'float32', or device = 'cpu')")
+
+
+def check_scores(influence):
+    """Before a selection by the influence (n,) of rollouts."""
+    if not influence.isfinite().all():
+        raise SystemExit("stopped: an influence is not finite, because the weights or the target's "
+                         "rewards are not. The last checkpoint is intact")
+
+
+def check_influence(error, dtype):
+    """Before the first step of a run: is influence that of plain backwards? error: by
+    tracin.true_error."""
+    tolerance = tolerance_of(dtype)
+    if not error <= tolerance:
+        raise SystemExit(
+            "stopped before the first step: the influences do not add up to the product of "
+            f"ordinary gradients (relative error {float(error):.1e}, at most {tolerance:g}); the "
+            "tape has a bug (or try dtype = 'float32')")
+
+
+def check_step(setup, loss, grad_norm, strays, *suspects):
+    """Before each step, by what Meter.add_step returns."""
+    if strays:
+        raise SystemExit(
+            f"stopped: {strays:.0f} tokens under the loss are the environment's, which the policy "
+            "did not choose; this step was not taken. A loss mask must stay within "
+            "rollout.sampled_mask")
+    if not math.isfinite(loss + grad_norm):
+        raise SystemExit(
+            f"stopped: loss {loss}, grad_norm {grad_norm}; this step was not taken and the last "
+            f"checkpoint is good. {not_finite(setup, *suspects)}")
