@@ -76,7 +76,7 @@ def problems_of_exploration(m, cfg, first):
         yield "logp", (
             f"all log-probs are near zero (mean {m['logp']:.1e}): the policy is certain of every "
             f"token; {remedy}")
-    elif m["entropy"] < 0.1 * first["entropy"] and not solved:
+    elif m["entropy"] < 0.2 * first["entropy"] and not solved:
         yield "entropy", (
             f"the entropy has collapsed, from {first['entropy']:.3f} to {m['entropy']:.3f} nats a "
             f"token, and the reward has not risen: {remedy}")

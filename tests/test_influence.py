@@ -243,7 +243,8 @@ def test_a_target_function_is_given_the_held_out_rollouts():
     by_hand = -gradient((other.rewards[rows] * logp).mean(), setup.trained)
     _, m = steps_of(setup, batch, cfg, tracin.HeldOut(other, rows))
     assert close(batch.influence, g @ by_hand)
-    assert m["tracin/target_loss"] == pytest.approx(-float((other.rewards[rows] * logp.detach()).mean()))
+    assert m["tracin/target_loss"] == pytest.approx(
+        -float((other.rewards[rows] * logp.detach()).mean()))
 
 
 def test_a_reward_of_their_own_scores_held_out_rollouts_only():
