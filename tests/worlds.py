@@ -362,8 +362,10 @@ def write_rows(path, rows):
 
 
 def untimed_metrics(folder):
-    """Rows of a run's metrics.jsonl, without the times."""
-    return [row | {"step_time": 0} for row in read_rows(f"{folder}/metrics.jsonl")]
+    """Rows of a run's metrics.jsonl, without the times and without what is measured where an
+    evaluation follows, which is also the last iteration."""
+    return [row | {"step_time": 0, "kl_grad_share": None}
+            for row in read_rows(f"{folder}/metrics.jsonl")]
 
 
 def assert_near(found, expected, atol=1e-5):
