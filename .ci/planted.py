@@ -166,7 +166,6 @@ ACCOUNT = of(
     ("account: bias correction forgotten", "1 - b1 ** count, 1 - b2 ** count)", "1.0, 1.0)"),
     ("account: off by one step", "zip(taken, states, states[1:])",
      "zip(taken, states[1:], states[1:])"),
-    ("account: the slope before the step alone", "found[0] + found[-1]) / 2", "found[-1])"),
     ("account: weight decay forgotten", "(1 - k.lr * k.decay) * theta", "theta"),
     ("account: AdamW's v is a constant", "s = (v / k.c2", "s = (v.detach() / k.c2"),
     ("account: no Hessian", "derivative[0] += hessian_times(setup, cfg, k, before[0], L)", "pass"),
@@ -176,6 +175,18 @@ ACCOUNT = of(
      "products[i] = gradient"),
     ("account: row weights forgotten", "Recording(grpo.losses, setup, k.batch, ",
      "Recording(grpo.losses, setup, replace(k.batch, row_weights=0 * k.batch.row_weights + 1), "))
+
+TARGET = of(
+    "explain/target.py", "test_account.py",
+    ("held-out reward: baseline forgotten", "(groups - others).flatten()", "groups.flatten()"),
+    ("held-out reward: a completion is in its own baseline", "- groups) / max(1, count - 1)",
+     ") / count"),
+    ("held-out reward: completions of the wrong weights", "self.setup, self.setup.policy, self.prompts",
+     "self.setup, self.setup.base, self.prompts"),
+    ("account: the slope before the step alone", "shares = [0.5, *[1.0] * (parts - 1), 0.5]",
+     "shares = [1.0, *[1.0] * (parts - 1), 0.0]"),
+    ("account: the slope after the step alone", "shares = [0.5, *[1.0] * (parts - 1), 0.5]",
+     "shares = [0.0, *[1.0] * (parts - 1), 1.0]"))
 
 SUM = of(
     "grpo.py", "test_loss.py",
@@ -198,7 +209,7 @@ FILES = of(
      'if "." not in name and row.get(name) is not None:'))
 
 MISTAKES = [*BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
-            *ACCOUNT, *DEVICE, *FILES]
+            *ACCOUNT, *TARGET, *DEVICE, *FILES]
 
 
 def why_not(mistake):

@@ -1,148 +1,41 @@
 """
-Explains a run: which rollouts helped, which hurt, which words, and is the arithmetic right.
+Explains a run: which of the rollouts it was trained on made it better at what it was trained for,
+and which words of them. Prints it and writes account.html into the run's folder.
 
-    python tracin.py out/toxicity_tracin                    # prints it, writes influence.html there
-    python tracin.py out/toxicity --tracin=reward           # a run that was made without influence
-    python tracin.py out/toxicity --before                  # from the last checkpoint but one
-    python tracin.py out/toxicity config/mine.py --tracin=target    # the function in mine.py
-
-The sentences are about all rollouts that the run has scored. The lists are of the iteration that
-follows the last checkpoint, which is sampled and scored here and changes nothing.
-
+    python tracin.py out/toxicity                       # the reward on held-out prompts
+    python tracin.py out/toxicity --target=eval_judge   # as another judge, or reward, measures it
     python tracin.py out/toxicity --prompt="You are" --completion=" a good editor"
-                                    # where did the run learn to say this? See docs/account.md
+                                    # where did the run learn to say this?
+
+    --prompts=FILE      several sentences: .csv or .jsonl with the columns prompt and completion
+    --account=True      the completions of lowest reward before training
+    --held_out=N        held-out completions at each step: more are less noise and take longer
+    --since=N           the part of the run after N iterations
+    --parts=N           looks at N parts of each step, where steps are too large for a straight line
+    --hessian=False     is faster and predicts worse what would be without a rollout
+
+A run that has functions needs its config file, too: RUN CONFIG.py. See docs/account.md.
+
+    python tracin.py out/toxicity --next_iteration      # scores an iteration that the run has not
+                                                        # done, by influence: docs/influence.md
+    --before                                            # from the last checkpoint but one
+    --tracin=reward, ...                                # with settings of influence
 """
-import os
-from typing import Any, NamedTuple
-
-import torch
-
-import grpo
-from common.files import read_log, undamaged
-from common.guards import tolerance_of
 from common.processes import rank_and_size
-from common.script import BadInput, own_flags, run_script, seed_for
-from explain import story
-from explain.page import facts_of, show
-from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.words import logprob_changes, pieces_of, token_slopes
-from run.checkpoint import load_checkpoint, newest_checkpoint
-from run.loop import sample_rows
-from run.settings import load_settings, read_run
-from tracin import Recording, find_helpful, remember, true_error
-
-# flags of explain/story.py
-ACCOUNT = ("--prompt", "--completion", "--prompts", "--account", "--since", "--parts", "--hessian")
-
-
-class Scored(NamedTuple):
-    """An optimizer step that is scored and not taken."""
-    setup: Any           # run.setup.Setup
-    recording: Any      # tracin.Recording
-    found: Any          # tracin.Influence
-    error: float        # by tracin.true_error
-    rows: list          # as in samples.jsonl
-    slopes: Any         # (N, T) of the loss by the log-probs of tokens
-
-
-def next_iteration(setup, path, cfg):
-    """The iteration that grpo.py would do next from this checkpoint -> Scored."""
-    it = load_checkpoint(path, setup, cfg)["iteration"]
-    batch = grpo.collect_iteration(setup, it, cfg)
-    held_out = grpo.collect_held_out(setup, it, cfg)
-    seed = seed_for(cfg.seed, "rows", it)
-    step = next(grpo.optimizer_steps(batch, cfg, seed), None)
-    if step is None:
-        raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
-    with Recording(grpo.losses, setup, batch, step, True, cfg) as recording:
-        for loss, rows in recording.passes():
-            recording.backward(loss, rows)
-    found = find_helpful(recording, held_out, seed_for(seed, "select", 0))
-    slopes = token_slopes(setup, cfg, batch, step)
-    error = float(true_error(recording, found))
-    remember(batch, step.rows, found)
-    rows = sample_rows(it, batch, cfg)
-    return Scored(setup, recording, found, error, [rows[i] for i in step.rows.tolist()], slopes)
-
-
-def scored_against(scored, cfg, j):
-    """{parameter: tensor}: what the rollout at position j of the step is scored against."""
-    scores = scored.found.scores
-    if not cfg.tracin_leave_one_out:
-        return scores.direction
-    i = int(scored.recording.step.rows[j])
-    itself = torch.arange(len(scores.coef), device=scores.raw.device) == i
-    own = scored.recording.tape.gradient(itself)
-    return {p: g - scores.coef[i] * scores.scale.get(p, 1) * own[p]
-            for p, g in scores.direction.items()}
-
-
-def check(scored):
-    """A sentence: the tape's influences beside a plain backward."""
-    agrees = scored.error < tolerance_of(scored.setup.dtype)
-    verdict = "agrees with" if agrees else "CONTRADICTS"
-    return (f"Iteration {scored.rows[0]['iteration']}: the tape {verdict} a plain backward pass "
-            f"(relative error {scored.error:.0e}).")
-
-
-def words_of(scored, cfg, j):
-    """Pieces of the rollout at position j of the step, influence in standard deviations."""
-    i = scored.recording.step.rows[[j]]
-    row = scored.recording.batch.rollout[i]
-    direction = scored_against(scored, cfg, j)
-    changes = logprob_changes(scored.setup.policy, direction, row, cfg.temperature)         # (1, T)
-    unit = float(scored.found.scores.influence.std(correction=0)) or 1.0
-    influence = (scored.slopes[i] * changes)[0] / unit
-    return pieces_of(row, influence, scored.setup.tokenizer)
-
-
-def cards_of(scored, cfg):
-    """{heading: [(facts, prompt, Pieces)]} of the rollouts that help and harm most."""
-    z = own_units(scored.rows)
-
-    def card(j):
-        row = scored.rows[j]
-        weight = "" if row["weight"] == 1 else f"weight {row['weight']:.3g}"
-        facts = facts_of(row, f"influence {z[j]:+.2f}", weight)
-        return facts, row["prompt"], words_of(scored, cfg, j)
-
-    return {heading: list(map(card, some)) for heading, some in best_and_worst(z).items()}
-
-
-def settings_of(folder, flags):
-    """The run's settings with a target. By one that is not the run's own nothing is dropped."""
-    cfg = load_settings([folder, *flags])
-    if cfg.tracin == "off":
-        cfg.tracin = "reward"
-    if cfg.tracin != read_run(folder)["settings"]["tracin"]:
-        cfg.tracin_select = "all"
-    return cfg
+from common.script import BadInput, run_script
+from explain import next_iteration, story
 
 
 def main(argv):
     if rank_and_size()[1] > 1:
         raise BadInput("one process explains a run: start it without torchrun")
-    if any(arg.partition("=")[0] in ACCOUNT for arg in argv):
-        return story.main(argv)
-    if not argv:
-        raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--before] [--setting=value ...]")
-    own, flags = own_flags(argv[1:], dict(before=False))
-    folder = argv[0]
-    cfg = settings_of(folder, flags)
-    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
-    path = newest_checkpoint(folder, own["before"])
-    scored = next_iteration(setup, path, cfg)
-    recorded = [row for row in read_log(os.path.join(folder, "samples.jsonl"))
-                if None not in (row.get("reward"), row.get("influence"))]
-    rows = recorded or scored.rows
-    metrics = read_log(os.path.join(folder, "metrics.jsonl")) if recorded else []
-
-    about = (f"{folder}: {len(rows)} rollouts, target {cfg.tracin!r}. Influence is in standard "
-             "deviations of its iteration: above 0 helps the target, below 0 harms it.")
-    with undamaged(folder):
-        sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)
-        sentences.append(check(scored))
-    show(folder, "influence", about, sentences, cards_of(scored, cfg))
+    if not argv or argv[0].startswith("-"):
+        raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--target=NAME] [--prompt=TEXT "
+                       "--completion=TEXT] [--setting=value ...]; --help says more")
+    if any(arg.startswith("--next_iteration") for arg in argv):
+        next_iteration.main(argv)
+    else:
+        story.main(argv)
 
 
 if __name__ == "__main__":

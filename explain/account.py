@@ -1,9 +1,10 @@
 """
-The account of a run: which rollouts made a sentence likelier or less likely, and what would its
-log-prob be had one of them been left out?
+The account of a run: which rollouts made a number rise or fall, and what would it be had one of
+them been left out?
 
-f = log p(completion | prompt). theta_0 .. theta_S are the weights along the S optimizer steps of a
-run, g the gradient of a step, g_i rollout i's part of it, c = 1 - b^t for AdamW's two betas:
+f is the number, a function of the weights: the expected reward on held-out prompts, the log-prob of
+a sentence (target.py). theta_0 .. theta_S are the weights along the S optimizer steps of a run, g
+the gradient of a step, g_i rollout i's part of it, c = 1 - b^t for AdamW's two betas:
 
     m' = b1 m + (1 - b1) clip g         v' = b2 v + (1 - b2) (clip g)^2         s = sqrt(v' / c2)
     theta' = (1 - lr decay) theta - lr m' / c1 / (s + eps)
@@ -20,8 +21,10 @@ back to those by theta, m, v and g; the one by theta then gets H L_t too, since 
 H is the Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v
 is tiny a step is hardly more than a sign, and its derivative is huge and means nothing.
 
-S steps, I iterations of N rollouts, W trained weights end to end, K sentences of T tokens.
+S steps, I iterations of N rollouts, W trained weights end to end, K columns: sentences, or parts of
+one number.
 """
+import math
 import tempfile
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,13 +33,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import vector_to_parameters
+from torch.nn.utils import clip_grad_norm_, vector_to_parameters
 
 import grpo
 from common.device import free_memory, full_precision
 from common.script import BadInput, seed_for
 from common.supervised import Progress
-from rollout import completion_logprobs, empty_rollout
 from tracin import Recording, gradient_of
 
 DAMPING = 0.3
@@ -56,6 +58,7 @@ class Taken(NamedTuple):
     eps: float
     b1: float
     b2: float
+    count: int      # of AdamW's steps, this one included
     c1: float
     c2: float
 
@@ -122,7 +125,7 @@ def step_of(setup, cfg, it, batch, step, norm, decay):
     clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
     batch = replace(batch, row_weights=batch.row_weights.clone())
     return Taken(it, batch, step, clip, group["lr"], decay, group["eps"],
-                 b1, b2, 1 - b1 ** count, 1 - b2 ** count)
+                 b1, b2, count, 1 - b1 ** count, 1 - b2 ** count)
 
 
 def state_of(setup):
@@ -152,43 +155,15 @@ def kept(x, folder):
     return torch.from_numpy(np.memmap(file, x.numpy().dtype, "r+", shape=x.shape))
 
 
-# ------------------------------------------------------------------------------------------------
-# the sentence
-
-
-def row_of(before, said, device):
-    """A Rollout of one row, by the ids of a prompt and of a completion."""
-    prompt = torch.tensor([before], device=device)
-    row = empty_rollout(prompt, torch.ones_like(prompt) > 0, 1, len(said), 0)
-    row.tokens[0, len(before):] = torch.tensor(said)
-    row.completion_mask |= True
-    return row
-
-
-@full_precision()
-def logprobs(setup, weights, sentences, cfg):
-    """Log-probs (K, T) of the sentences' tokens at the run's temperature; nothing is truncated."""
-    vector_to_parameters(weights.to(setup.device), setup.trained)
-    return completion_logprobs(setup.policy, sentences, cfg.temperature)
-
-
-@full_precision()
-def slopes(setup, weights, sentences, cfg):
-    """grad f (K, W)."""
-    f = logprobs(setup, weights, sentences, cfg).sum(1)                             # (K,)
-    return torch.stack([gradient(x, setup.trained, retain_graph=True) for x in f])
-
-
 def gradient(x, weights, **how):
     """Of a number (): (W,)."""
     return flat(torch.autograd.grad(x, weights, materialize_grads=True, **how))
 
 
-def mean_slopes(setup, before, after, sentences, cfg, parts):
-    """The mean of grad f (K, W) on the straight line between two weights, by the trapezoid rule."""
-    found = [slopes(setup, before.lerp(after, i / parts), sentences, cfg)
-             for i in range(parts + 1)]
-    return (sum(found) - (found[0] + found[-1]) / 2) / parts
+def by_parameter(setup, d):
+    """(W,) -> {parameter: tensor}."""
+    parts = d.split([p.numel() for p in setup.trained])
+    return {p: part.view_as(p) for p, part in zip(setup.trained, parts)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -240,71 +215,104 @@ def multiplied(setup, cfg, k, weights, directions):
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 
 
-def by_parameter(setup, d):
-    """(W,) -> {parameter: tensor}."""
-    parts = d.split([p.numel() for p in setup.trained])
-    return {p: part.view_as(p) for p, part in zip(setup.trained, parts)}
-
-
 # ------------------------------------------------------------------------------------------------
 # from the last step to the first
 
 
 class Account(NamedTuple):
-    """In nats, of K sentences."""
-    logp: Tensor        # (S + 1, K, T) of their tokens, along the run
+    """In the unit of f, of K columns."""
     shares: Tensor      # (K, I, N) of the rollouts: where the change came from
-    effects: Tensor     # (K, I, N): the derivatives by their weights
-    rest: dict          # {name: shares (K,)}: of the rest of the loss, and of what is no loss
+    effects: Tensor     # (K, I, N): the derivatives of the end by their weights
+    rest: dict          # {name: shares (K, I)}: of the rest of the loss, and of what is no loss
+    directions: list    # S of (K, W): L_t, which the effects are products with
 
     @property
     def together(self):     # (K,)
-        return self.shares.sum((1, 2)) + sum(self.rest.values())
-
-    @property
-    def change(self):       # (K,)
-        return (self.logp[-1] - self.logp[0]).sum(1)
+        return self.shares.sum((1, 2)) + sum(x.sum(1) for x in self.rest.values())
 
 
-def account(setup, cfg, states, taken, sentences, hessian=True, parts=1, damping=DAMPING):
-    """The Account of sentences, a Rollout of K rows. parts: of the way of a step, for the mean
-    slope on it."""
-    with torch.no_grad():
-        logp = torch.stack([logprobs(setup, x[0], sentences, cfg) for x in states]).cpu()
-    d_theta = slopes(setup, states[-1][0], sentences, cfg)
-    derivative = d_theta, 0 * d_theta, 0 * d_theta
-    shape = len(d_theta), taken[-1].it + 1, len(taken[0].batch.row_weights)
+def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAMPING):
+    """The Account of the target whose target.Course along these states is given."""
+    derivative = course.last, 0 * course.last, 0 * course.last
+    iterations = taken[-1].it + 1
+    shape = len(course.last), iterations, len(taken[0].batch.row_weights)
     shares, effects = torch.zeros(2, *shape, dtype=torch.float64)
     is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
     parts_of_loss = [part for part in is_on if is_on[part]]
-    rest = dict.fromkeys([*parts_of_loss, "decay"], 0.0)
+    rest = {part: torch.zeros(shape[:2]).double() for part in (*parts_of_loss, "decay", "momentum")}
+    directions = []
     progress = Progress("account", "step", len(taken))
-    steps = walk_back(setup, cfg, states, taken, sentences, parts)
+    steps = walk_back(setup, states, taken, course.means)
     for done, (k, before, after, slope, G) in enumerate(steps, 1):
         L, derivative = taken_back(k, before, after, derivative, damping)
         products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))          # (2 K, N)
         shares[:, k.it] += products[:len(G)]
         effects[:, k.it] += products[len(G):]
+        directions.append(kept(L, folder))
         for part in parts_of_loss:
             g = gradient_of(grpo.losses, setup, cfg, k.batch, k.step, part)
-            rest[part] += (G @ flat(g.values())).cpu()
-        rest["decay"] -= k.lr * (slope @ (k.decay * before[0])).cpu()
+            rest[part][:, k.it] += (G @ flat(g.values())).cpu()
+        rest["decay"][:, k.it] -= k.lr * (slope @ (k.decay * before[0])).cpu()
         if hessian:
             derivative[0] += hessian_times(setup, cfg, k, before[0], L)
         if progress.is_due():
             progress.show(done)
     # of what m held before the first step
-    rest["momentum"] = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()
-    return Account(logp, shares, effects, rest)
+    rest["momentum"][:, k.it] = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()
+    return Account(shares, effects, rest, directions[::-1])
 
 
-def walk_back(setup, cfg, states, taken, sentences, parts=1):
-    """Each step, from the last to the first, with the states before and after it, the mean slopes,
+def walk_back(setup, states, taken, means):
+    """Each step, from the last to the first, with the states before and after it, the mean slope,
     and G (K, W)."""
     U = 0.0
-    for k, before, after in reversed(list(zip(taken, states, states[1:]))):
+    for k, before, after, slope in reversed(list(zip(taken, states, states[1:], means))):
         before = before.to(setup.device)
         after = after.to(setup.device)
-        slope = mean_slopes(setup, before[0], after[0], sentences, cfg, parts)
+        slope = slope.to(setup.device)
         U = k.b1 * U - k.lr / k.c1 * slope / ((after[2] / k.c2).sqrt() + k.eps)
         yield k, before, after, slope, (1 - k.b1) * k.clip * U
+
+
+# ------------------------------------------------------------------------------------------------
+# the run on its own rollouts, once more
+
+
+def train_again(setup, cfg, states, taken, factors):
+    """Weights (W,) at the end of the run on its own rollouts, with factors (I, N) on their losses.
+    """
+    # from where the run began, with what AdamW held there
+    sizes = [p.numel() for p in setup.trained]
+    theta, m, v = states[0].to(setup.device, copy=True)     # steps are in place
+    vector_to_parameters(theta, setup.trained)
+    for p, own_m, own_v in zip(setup.trained, m.split(sizes), v.split(sizes)):
+        step = torch.tensor(taken[0].count - 1.0, device=p.device)
+        setup.optimizer.state[p] = dict(
+            step=step, exp_avg=own_m.view_as(p), exp_avg_sq=own_v.view_as(p))
+
+    # its steps, as they were taken
+    for k in taken:
+        weights = k.batch.row_weights * factors[k.it].to(k.batch.row_weights)
+        batch = replace(k.batch, row_weights=weights)
+        for loss, _ in grpo.losses(setup, setup.policy, batch, k.step, cfg):
+            loss.total.backward()
+        clip_grad_norm_(setup.trained, cfg.max_grad_norm or math.inf)
+        for group in setup.optimizer.param_groups:
+            group["lr"] = k.lr
+        setup.optimizer.step()
+        setup.optimizer.zero_grad(set_to_none=True)
+    return flat(setup.trained).detach()
+
+
+def smoothness(setup, cfg, states, taken, seed):
+    """How far the signs agree of two movements of the last weights, by rollouts weighed 1 + 0.1 z
+    in place of 1 and 1 + 0.2 z in place of 1 + 0.1 z: 1 is smooth, 0 is chance (Engstrom et al.
+    2025, arXiv 2503.13751). z is one normal number for each rollout."""
+    z = torch.randn(taken[-1].it + 1, len(taken[0].batch.row_weights),
+                    generator=torch.Generator().manual_seed(seed))
+    ends = [states[-1][0].to(setup.device)]
+    ends += [train_again(setup, cfg, states, taken, 1 + size * z) for size in (0.1, 0.2)]
+    first = ends[1] - ends[0]
+    second = ends[2] - ends[1]
+    size = (first + second).abs()
+    return float((size * first.sign() * second.sign()).sum() / size.sum().clamp(min=1e-30))

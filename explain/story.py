@@ -1,80 +1,40 @@
 """
-The story of a sentence: how its log-prob went along a run, which rollouts did that, and what it
-would be without them. account.py has the arithmetic.
+The story of a run: how the held-out reward, or the log-prob of a sentence, went along it, which
+rollouts did that, and what it would be without them. account.py has the arithmetic, target.py what
+is explained, told.py what is said.
 """
 import math
+import os
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.utils import vector_to_parameters
 
 import grpo
-from common.files import read_rows
+from common.files import read_json, read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from data.prompts import check_text, read_prompt
-from explain.account import account, by_parameter, replay, row_of, walk_back
-from explain.page import facts_of, show
-from explain.sentences import best_and_worst
-from explain.words import logprob_changes, pieces_of, token_slopes
-from rollout import concatenate, of_logits, truncate
+from explain import told
+from explain.account import account, flat, replay, smoothness, walk_back
+from explain.page import show
+from explain.target import Function, HeldOut, Sentences, follow
+from explain.words import pieces_of
+from rollout import concatenate, empty_rollout, of_logits, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
-from run.loop import sample_rows
 from run.sampling import sample_completions
 from run.settings import load_settings, read_run
 
-FLAGS = dict(prompt="", completion="", prompts="", account=False, since=0, parts=1, hessian=True)
-WORST = 3           # completions that are told of where no sentence is given
-TOO_FAR = 0.05      # the sum from the true change
-BLOCKS = "▁▂▃▄▅▆▇█"
+FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, held_out=0, since=0,
+             parts=1, hessian=True)
+WORST = 3           # completions that are told of with --account=True
+OTHER = 0.1         # of the change that a replay may be off
+SLOWER = 3          # times of the run that an account takes, beside the held-out completions
+SMOOTH = 0.8        # below it nothing is said of single rollouts left out
 # settings that change no training
 HARMLESS = ("cache_dir", "device", "decode_batch_size", "activation_checkpointing",
             "save_interval", "eval_interval", "num_eval_generations", "expect_rise")
-
-
-def main(argv):
-    """Print the account of the sentences that are asked for and write RUN/account.html."""
-    own, flags = own_flags(argv[1:], FLAGS)
-    folder = argv[0]
-    cfg = load_settings([folder, *flags])
-    if own["hessian"] and cfg.loss_type == "cispo":
-        raise BadInput("loss_type = 'cispo': has no Hessian, since its ratio is a constant: add "
-                       "--hessian=False")
-    path = newest_checkpoint(folder)
-    last = read_checkpoint(path)
-    end = last["iteration"]
-    since = own["since"]
-    if since >= end:
-        raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
-    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
-    check_run(setup, cfg, folder, path, last)
-    asked = sentences_asked(setup, cfg, own)
-
-    start = go_to(setup, cfg, folder, since)
-    states, taken = replay(setup, cfg, start, since, end, folder)
-    if not taken:
-        raise BadInput(f"{path}: no optimizer step was taken since iteration {since}")
-    weights = setup.policy.state_dict()
-    if not all(torch.equal(x.cpu(), last["policy"][name]) for name, x in weights.items()):
-        print(f"warning: the replay ends at other weights than {path}: made on a GPU, by another "
-              "machine or version, or with settings that changed on the way, or a reward draws "
-              "random numbers")
-    sentences = concatenate([sentence for _, sentence in asked])
-    found = account(setup, cfg, states, taken, sentences, own["hessian"], own["parts"])
-
-    curved = "with" if own["hessian"] else "without"
-    about = (f"{folder}, iterations {since + 1} to {end}. The target is a sentence's log-prob. "
-             "`without it` is what it would be at the end had the rollout been left out: by the "
-             f"derivative through AdamW, damped, {curved} the Hessian.")
-    lines = []
-    cards = {}
-    for i, (prompt, sentence) in enumerate(asked):
-        lines += lines_of(found, i, since)
-        own_cards = cards_of(setup, cfg, states, taken, prompt, sentence, found, i, own["parts"])
-        cards |= {f"{i + 1}. {heading}": some for heading, some in own_cards.items()}
-    show(folder, "account", about, lines, cards)
-
 
 # ------------------------------------------------------------------------------------------------
 # which run
@@ -106,9 +66,94 @@ def go_to(setup, cfg, folder, since):
 # which sentences
 
 
+def say_cost(folder, cfg, target, since, end, parts):
+    """Print what the account will cost, by the times that the run itself took."""
+    rows = read_rows(f"{folder}/metrics.jsonl") if os.path.exists(f"{folder}/metrics.jsonl") else []
+    rows = [row for row in rows if since < row.get("iteration", 0) <= end]
+    steps = sum(int(row.get("num_steps", 1)) for row in rows) or end - since
+    seconds = sum(float(row.get("step_time", 0)) for row in rows)
+    per_rollout = seconds / max(1, len(rows)) / (cfg.num_prompts * cfg.num_generations)
+    points = steps * parts + 1
+    held_out = points * target.rollouts
+    cost = SLOWER * seconds + per_rollout * held_out
+    said = f"about {cost / 60:.0f} min" if cost >= 90 else f"about {cost:.0f} s"
+    sampled = ""
+    if held_out:
+        sampled = (f", samples {target.rollouts} held-out completions at each of {points} points "
+                   "(--held_out=N)")
+    print(f"account: repeats iterations {since + 1} to {end}{sampled}, goes back over {steps} "
+          f"steps: {said}, by the run's own times", flush=True)
+
+
+def far_from_run(setup, target, course, states, folder, path, last):
+    """How far the replay is from the run, in the number that is explained: [] where it is the same
+    to the bit, else a line. BadInput where it is too far."""
+    names = {p: name for name, p in setup.policy.named_parameters()}
+    saved = flat(last["policy"][names[p]].to(states[-1][0]) for p in setup.trained)
+    if torch.equal(saved, states[-1][0].cpu()):
+        return []
+    ends = target.at(saved, with_slope=False).parts.sum(1)                          # (K,)
+    change = course.change
+    if target.adds_up:
+        ends = ends.sum(0, keepdim=True)
+        change = change.sum(0, keepdim=True)
+    replayed = course.values[-1].sum(0, keepdim=True) if target.adds_up else course.values[-1]
+    off = ((replayed - ends).abs() / change.abs().clamp(min=1e-30)).max()
+    threads = read_json(f"{folder}/config.json").get("threads")
+    line = (f"the replay ends at other weights than {path}, and is off by {100 * off:.2g} % of the "
+            f"change: made with another number of threads (then {threads}, now "
+            f"{torch.get_num_threads()}: --threads={threads}), on a GPU, by another machine or "
+            "version, with settings that changed on the way, or by a reward that draws random "
+            "numbers")
+    if not off <= OTHER:
+        raise BadInput(f"{line}; more than {100 * OTHER:.0f} % is another run")
+    return [f"warning: {line}"]
+
+
+# ------------------------------------------------------------------------------------------------
+# what is explained
+
+
+def target_asked(setup, cfg, own, sentences):
+    """The target of the account."""
+    name = own["target"]
+    if sentences:
+        if name:
+            raise BadInput(f"--target={name}: leave it out, or --prompt, --completion, --prompts "
+                           "and --account: one or the other is explained")
+        return Sentences(setup, cfg, concatenate([row for _, row in sentences]))
+    if name == "target" and "target" in cfg.functions:
+        return Function(setup, cfg, None)       # its batch is not there yet
+    functions = {name: setup.reward_funcs[name] for name in cfg.reward_funcs}
+    weights = list(cfg.reward_weights)
+    if name and not (name == "reward" and len(functions) == 1):
+        functions = {name: reward_named(setup, cfg, name)}
+        weights = [1.0]
+    prompts = setup.eval_prompts
+    count = max(2, own["held_out"] // len(prompts) or cfg.num_eval_generations)
+    if own["held_out"]:
+        prompts = prompts[:max(1, own["held_out"] // count)]
+    return HeldOut(name or "reward", setup, cfg, functions, weights, prompts, count)
+
+
+def reward_named(setup, cfg, name):
+    """A reward function or a judge by its name."""
+    if name in setup.reward_funcs:
+        return setup.reward_funcs[name]
+    if name in setup.judges:
+        def not_toxic(completions):
+            return (1 - torch.sigmoid(setup.judges[name](completions))).tolist()
+        return not_toxic
+    known = {"reward", *setup.reward_funcs, *setup.judges, *cfg.functions.keys() & {"target"}}
+    raise BadInput(f"--target={name}: must be one of {', '.join(sorted(known))}; a sentence is "
+                   "given by --prompt and --completion")
+
+
 def sentences_asked(setup, cfg, own):
     """[(the prompt's text, a Rollout of one row)]."""
     rows = read_rows(own["prompts"]) if own["prompts"] else []
+    if own["prompts"] and not rows:
+        raise BadInput(f"{own['prompts']}: has no row: must have the columns prompt and completion")
     if own["prompt"] or own["completion"]:
         rows.append(own)
     asked = [read_sentence(setup, cfg, row) for row in rows]
@@ -119,10 +164,16 @@ def sentences_asked(setup, cfg, own):
         rollout = replace(batch.rollout, allowed=None)
         asked += [(batch.prompts[i].text, rollout[[i]])
                   for i in batch.rewards.argsort()[:WORST].tolist()]
-    if not asked:
-        raise BadInput("no sentence is given: add --prompt=TEXT --completion=TEXT, --prompts=FILE "
-                       "or --account=True")
     return asked
+
+
+def row_of(before, said, device):
+    """A Rollout of one row, by the ids of a prompt and of a completion."""
+    prompt = torch.tensor([before], device=device)
+    row = empty_rollout(prompt, torch.ones_like(prompt) > 0, 1, len(said), 0)
+    row.tokens[0, len(before):] = torch.tensor(said)
+    row.completion_mask |= True
+    return row
 
 
 def read_sentence(setup, cfg, row):
@@ -152,76 +203,84 @@ def read_sentence(setup, cfg, row):
 
 
 # ------------------------------------------------------------------------------------------------
-# what is told
+# the command
 
 
-def cards_of(setup, cfg, states, taken, prompt, sentence, found, i, parts):
-    """{heading: [(facts, prompt, Pieces)]}: sentence i, and the rollouts that did most to it."""
-    shares = found.shares[i]                                                        # (I, N)
-    logp = found.logp[:, i]                                                         # (S + 1, T)
-    batches = {k.it: k.batch for k in taken}
-    lists = {heading: [divmod(x, shares.shape[1]) for x in some]
-             for heading, some in best_and_worst(shares.flatten()).items()}
-    words = token_shares(setup, cfg, states, taken, sentence, sum(lists.values(), []), parts)
-
-    def card(it, j):
-        batch = batches[it]
-        row = sample_rows(it, batch, cfg)[j]
-        without = logp[-1].sum() - found.effects[i, it, j]
-        facts = facts_of(row, f"{shares[it, j]:+.3f}", f"without it {without:.2f}")
-        return facts, row["prompt"], pieces_of(batch.rollout[[j]], words[it, j], setup.tokenizer)
-
-    change = pieces_of(sentence, logp[-1] - logp[0], setup.tokenizer)
-    cards = {"The sentence": [(f"{found.change[i]:+.3f}", prompt, change)]}
-    for heading, places in lists.items():
-        cards[heading] = [card(*place) for place in places]
-    return cards
+class Replayed(NamedTuple):
+    """A run, once more, and its account."""
+    setup: Any
+    cfg: Any
+    states: list        # of account.replay
+    taken: list
+    since: int
+    course: Any         # target.Course
+    found: Any          # account.Account
+    smooth: float
 
 
-def token_shares(setup, cfg, states, taken, sentence, places, parts):
-    """{place: shares (T,) of its tokens} of rollouts, whose places are (iteration, number)."""
-    shares = dict.fromkeys(places, 0.0)
-    for k, before, _, _, G in walk_back(setup, cfg, states, taken, sentence, parts):
-        here = [j for it, j in places if it == k.it]
-        if here:
-            vector_to_parameters(before[0], setup.trained)
-            slopes = token_slopes(setup, cfg, k.batch, k.step)                      # (N, T)
-            changes = logprob_changes(setup.policy, by_parameter(setup, G[0]),
-                                      k.batch.rollout[here], cfg.temperature)
-            for j, words in zip(here, slopes[here] * changes):
-                shares[k.it, j] += words
-    return shares
+def told_of(world, target, text, sentence, i):
+    """Story number i, its tables and its cards. text, sentence: a prompt, and a Rollout of one row;
+    or "" and None where the number is no sentence's."""
+    setup, cfg, states, taken, since, course, found, smooth = world
+    columns = list(range(len(found.shares))) if sentence is None else [i]
+    story = told.story_of(target, course, found, columns, taken, since, smooth)
+    tables = [told.by_iteration(story)]
+    cards = {}
+    if sentence is not None:
+        change = pieces_of(sentence, course.parts[-1, i] - course.parts[0, i], setup.tokenizer)
+        cards["The sentence"] = [(f"{story.change:+.3f}", text, change)]
+    if story.error > told.USELESS:
+        return story, tables, cards
+    steps = list(walk_back(setup, states, taken, course.means))[::-1]
+    by_share = [G[columns].sum(0) for *_, G in steps]
+    by_effect = [x[columns].sum(0) for x in found.directions]
+    tables += [told.gathered(story), told.by_token(story, setup, cfg, states, by_share)]
+    is_smooth = smooth >= SMOOTH
+    directions = by_effect if is_smooth else by_share
+    cards |= told.cards_of(story, setup, cfg, states, directions, is_smooth)
+    return story, tables, cards
 
 
-def lines_of(found, i, since):
-    """The story of sentence i."""
-    shares = found.shares[i].sum(1)                                                 # (I,)
-    together = float(found.together[i])
-    change = float(found.change[i])
-    error = abs(together - change) / max(abs(change), 1e-30)
-    lines = [course(found.logp[:, i].sum(1)), *bars(shares[since:].tolist(), since + 1)]
-    if error > TOO_FAR:
-        lines.append("warning: the steps are too large for a straight line; --parts=4 looks at "
-                     "four parts of each step")
-    lines += [f"  {name} {x[i]:+.3f}" for name, x in found.rest.items() if x[i]]
-    rollouts = float(shares.sum())
-    lines.append(f"account: rollouts {rollouts:+.3f}, rest {together - rollouts:+.3f}, together "
-                 f"{together:+.3f} nats; true change {change:+.3f} ({100 * error:.1f} % off)")
-    return lines
+def main(argv):
+    """Print the account of what is asked for and write RUN/account.html."""
+    own, flags = own_flags(argv[1:], FLAGS)
+    folder = argv[0]
+    cfg = load_settings([folder, *flags])
+    path = newest_checkpoint(folder)
+    last = read_checkpoint(path)
+    end = last["iteration"]
+    since = own["since"]
+    if since >= end:
+        raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
+    check_run(setup, cfg, folder, path, last)
+    sentences = sentences_asked(setup, cfg, own)
+    target = target_asked(setup, cfg, own, sentences)
+    say_cost(folder, cfg, target, since, end, own["parts"])
 
+    start = go_to(setup, cfg, folder, since)
+    states, taken = replay(setup, cfg, start, since, end, folder)
+    if not taken:
+        raise BadInput(f"{path}: no optimizer step was taken since iteration {since}")
+    if own["target"] == "target":
+        target = target._replace(batch=taken[0].batch)
+    course = follow(target, states, folder, own["parts"])
+    note = far_from_run(setup, target, course, states, folder, path, last)
+    has_hessian = own["hessian"] and cfg.loss_type != "cispo"   # its ratio is a constant
+    found = account(setup, cfg, states, taken, course, folder, has_hessian)
+    smooth = smoothness(setup, cfg, states, taken, seed_for("smoothness"))
 
-def course(logp):
-    """The line of log-probs (S + 1,) along the run."""
-    height = (logp - logp.min()) / (logp.max() - logp.min()).clamp(min=1e-30)
-    curve = "".join(BLOCKS[round(7 * x)] for x in height.tolist())
-    change = float(logp[-1] - logp[0])
-    word = "likelier" if change > 0 else "less likely"
-    return (f"  log p {logp[0]:.2f} {curve} {logp[-1]:.2f}: training made it "
-            f"{math.exp(min(700, abs(change))):.3g} times {word}")
-
-
-def bars(shares, first):
-    """A line for each iteration, numbered from `first`."""
-    longest = max(map(abs, shares)) or 1.0
-    return [f"  iteration {it:3} {x:+9.3f} {round(20 * abs(x) / longest) * '█'}"
-            for it, x in enumerate(shares, first)]
+    about = f"{folder}, iterations {since + 1} to {end}: {target.about}. {told.ABOUT}"
+    lines = [*note, told.say_smooth(smooth, SMOOTH)]
+    cards = {}
+    tables = []
+    figure = ""
+    world = Replayed(setup, cfg, states, taken, since, course, found, smooth)
+    for i, (text, sentence) in enumerate(sentences or [("", None)]):
+        story, own_tables, own_cards = told_of(world, target, text, sentence, i)
+        lines += told.lines_of(story)
+        figure += told.figure_of(story)
+        tables += own_tables
+        number = f"{i + 1}. " * (len(sentences) > 1)
+        cards |= {number + heading: some for heading, some in own_cards.items()}
+    show(folder, "account", about, lines, cards, tables, figure, told.TINT)

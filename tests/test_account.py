@@ -9,8 +9,10 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 import tracin
 from common.script import seed_for
-from explain.account import account, flat, replay, row_of
-from explain.story import token_shares
+from explain.account import account, flat, replay, train_again, walk_back
+from explain.story import row_of
+from explain.target import HeldOut, Sentences, follow
+from explain.told import token_parts
 from rollout import completion_logprobs, concatenate, generate
 from worlds import TOKENIZER, forcing, number_gpt, settings, setup_of, shaken, skip_without
 
@@ -98,6 +100,18 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     return setup, cfg, states, taken, sentence
 
 
+def account_of(world, sentence, tmp_path, parts=1, **how):
+    """The Course and the Account of a sentence, or of some."""
+    setup, cfg, states, taken, _ = world
+    course = follow(Sentences(setup, cfg, sentence), states, str(tmp_path), parts)
+    return course, account(setup, cfg, states, taken, course, str(tmp_path), **how)
+
+
+def held_out_of(setup, cfg, count=6):
+    """The reward on two prompts, by completions of each."""
+    return HeldOut("reward", setup, cfg, setup.reward_funcs, [1.0], setup.eval_prompts, count)
+
+
 # ------------------------------------------------------------------------------------------------
 # by brute force
 
@@ -121,12 +135,12 @@ def part(setup, cfg, k, i, name="policy"):
     return flat(tracin.gradient_of(grpo.losses, setup, cfg, batch, k.step, name).values())
 
 
-def by_hand(setup, cfg, states, taken, sentence):
-    """{iteration: shares (N,)} with AdamW's moments unrolled for each rollout alone."""
+def by_hand(setup, cfg, states, taken, slopes):
+    """Shares (I, N) with AdamW's moments unrolled for each rollout alone. slopes: of the target at
+    each state."""
     b1, b2 = cfg.adam_beta1, cfg.adam_beta2
     eps = setup.optimizer.param_groups[0]["eps"]
     weights = [x[0] for x in states]
-    slopes = [slope_by_hand(setup, cfg, x, sentence) for x in weights]
     v = torch.zeros_like(weights[0])
     per_unit = []       # what a unit of m does to the sentence in each step
     clips = []
@@ -151,21 +165,58 @@ def by_hand(setup, cfg, states, taken, sentence):
     return shares
 
 
+def held_out_slope_by_hand(setup, cfg, weights, count):
+    """grad of the expected reward by the score function, a completion at a time, by the weights
+    that drew them; and the mean reward."""
+    vector_to_parameters(weights, setup.trained)
+    target = held_out_of(setup, cfg, count)
+    rollout, scores = target.sample()
+    r = scores[:, 0]
+    total = 0.0
+    for i in range(len(r)):
+        first = i // count * count
+        others = [r[j] for j in range(first, first + count) if j != i]
+        baseline = sum(others) / len(others)
+        logp = completion_logprobs(setup.policy, rollout[[i]], cfg.eval_temperature).sum()
+        g = flat(torch.autograd.grad(logp, setup.trained, materialize_grads=True))
+        total = total + (r[i] - baseline) * g / len(r)
+    return total, r.mean()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
-    setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
-    found = account(setup, cfg, states, taken, sentence, hessian=False)
+    """Of a sentence's log-prob, and of the reward on held-out prompts."""
+    world = run_of(KINDS[kind], tmp_path)
+    setup, cfg, states, taken, sentence = world
     weights = [x[0] for x in states]
-    slopes = [slope_by_hand(setup, cfg, x, sentence) for x in weights]
+    course, found = account_of(world, sentence, tmp_path, hessian=False)
+    check_shares(world, found, [slope_by_hand(setup, cfg, x, sentence) for x in weights])
+
+    course = follow(held_out_of(setup, cfg), states, str(tmp_path))
+    found = account(setup, cfg, states, taken, course, str(tmp_path), hessian=False)
+    assert len(found.shares) == 2, "there are two halves of the held-out prompts"
+    whole = found._replace(shares=found.shares.sum(0, keepdim=True), rest={
+        name: x.sum(0, keepdim=True) for name, x in found.rest.items()})
+    by_score = [held_out_slope_by_hand(setup, cfg, x, 6) for x in weights]
+    check_shares(world, whole, [slope for slope, _ in by_score])
+    for t, (_, value) in enumerate(by_score):
+        assert abs(course.values[t].sum() - value) < 1e-9
+    gains = float(course.gains.sum())
+    assert abs(gains - whole.together) < 1e-9 * float(whole.shares.abs().max())
+
+
+def check_shares(world, found, slopes):
+    setup, cfg, states, taken, _ = world
+    weights = [x[0] for x in states]
     along = sum(float((a + b) / 2 @ (y - x))
                 for a, b, x, y in zip(slopes, slopes[1:], weights, weights[1:]))
     shares = found.shares[0]
     size = float(shares.abs().max())
     assert abs(found.together - along) < 1e-9 * size, "shares do not add up to the steps"
-    parts = {name for name, share in found.rest.items() if share != 0}
+    parts = {name for name, share in found.rest.items() if share.any()}
     assert bool(parts & {"kl", "entropy", "critic"}) == cfg.has_rest
     assert ("decay" in parts) == (cfg.weight_decay > 0)
-    error = (shares - by_hand(setup, cfg, states, taken, sentence)).abs().max()
+    error = (shares - by_hand(setup, cfg, states, taken, slopes)).abs().max()
     assert error < 1e-9 * size, "a share is not its rollout's own"
     if cfg.tracin != "off" and not cfg.mini_batch_size:
         dropped = torch.stack([k.batch.row_weights == 0 for k in taken if k.step.epoch == 0])
@@ -173,22 +224,27 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["mini-batches and passes", "environment", "bnpo", "lora"])
-def test_words_of_a_rollout_add_up_to_its_share(kind, tmp_path):
-    setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
-    shares = account(setup, cfg, states, taken, sentence, hessian=False, parts=3).shares[0]
+def test_words_of_a_rollout_add_up(kind, tmp_path):
+    """To its share, and to its effect."""
+    world = run_of(KINDS[kind], tmp_path)
+    setup, cfg, states, taken, sentence = world
+    course, found = account_of(world, sentence, tmp_path, parts=3)
     places = [(k.it, int(j)) for k in taken for j in k.step.rows]
-    words = token_shares(setup, cfg, states, taken, sentence, set(places), 3)
-    for place in places:
-        assert abs(words[place].sum() - shares[place]) < 1e-9 * shares.abs().max()
+    steps = list(walk_back(setup, states, taken, course.means))[::-1]
+    for expected, directions in ((found.shares[0], [G[0] for *_, G in steps]),
+                                 (found.effects[0], [L[0] for L in found.directions])):
+        words = token_parts(setup, cfg, states, taken, directions, set(places))
+        for place in places:
+            assert abs(words[place].sum() - expected[place]) < 1e-9 * expected.abs().max()
 
 
 def straight_error(kind, tmp_path, rate, parts=1):
     """How far the sums are from the true changes of some sentences, relative to their shares. One
     iteration: the rollouts are the same at any rate."""
-    setup, cfg, states, taken, _ = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
-    sentences = concatenate([row_of([2, 3], [4, i, 0], setup.device) for i in range(1, 6)])
-    found = account(setup, cfg, states, taken, sentences, hessian=False, parts=parts)
-    return float((found.together - found.change).norm() / found.shares.abs().sum((1, 2)).norm())
+    world = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
+    sentences = concatenate([row_of([2, 3], [4, i, 0], world[0].device) for i in range(1, 6)])
+    course, found = account_of(world, sentences, tmp_path, parts, hessian=False)
+    return float((found.together - course.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,10 +282,13 @@ def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cispo"])    # is refused
 def test_the_derivative_is_that_of_training_again(kind, tmp_path):
-    setup, cfg, states, taken, sentence = run_of(KINDS[kind], tmp_path)
-    found = account(setup, cfg, states, taken, sentence, damping=0.0)
+    world = run_of(KINDS[kind], tmp_path)
+    setup, cfg, states, taken, sentence = world
+    _, found = account_of(world, sentence, tmp_path, damping=0.0)
     f, theta = trained_again(setup, cfg, states, taken, sentence, 0, 0, 1.0)
     assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
+    same = train_again(setup, cfg, states, taken, torch.ones(ITERATIONS, 12))
+    assert (same - states[-1][0]).abs().max() < 1e-9, "repeating its steps is another run"
     effects = found.effects[0]
     size = float(effects.abs().max())
     assert size > 0
@@ -244,3 +303,42 @@ def test_the_derivative_is_that_of_training_again(kind, tmp_path):
             assert error < 1e-5 * size, f"iteration {it}, rollout {i}: off by {error / size:.1e}"
             compared += 1
     assert compared > 1
+
+
+# ------------------------------------------------------------------------------------------------
+# the expected reward
+
+
+def test_the_slope_is_that_of_the_expected_reward(tmp_path):
+    """By enumeration of all completions of two tokens: mean and slope of the reward, by many
+    samples, are near the exact ones, also where the reward abstains."""
+    def abstaining(prompts, completions):
+        return [None if text.startswith("3") else sum(map(ord, text)) % 7 for text in completions]
+
+    cfg = settings(functions=abstaining, max_completion_length=2)
+    setup = setup_for(cfg)
+    weights = flat(setup.trained).detach().clone()
+    exact_value, exact = enumerated(setup, cfg, abstaining)
+    point = held_out_of(setup, cfg, 4000).at(weights)
+    assert abs(float(point.parts.sum()) - exact_value) < 0.1
+    error = float((point.slope.sum(0) - exact).norm() / exact.norm())
+    assert error < 0.15, f"the slope is off by {error:.2f}"
+
+
+def enumerated(setup, cfg, reward):
+    """The mean of the known rewards over both prompts, and its gradient (W,)."""
+    total = known = 0.0
+    for prompt in setup.eval_prompts:
+        for first in range(12):
+            for second in range(12) if first else [None]:
+                ids = [first] if second is None else [first, second]
+                row = row_of(prompt.ids, ids, setup.device)
+                p = completion_logprobs(setup.policy, row, cfg.eval_temperature).sum().exp()
+                text = TOKENIZER.decode([i for i in ids if i])
+                r, = reward([prompt.text], [text])
+                if r is not None:
+                    total = total + p * r
+                    known = known + p
+    mean = total / known
+    slope = flat(torch.autograd.grad(mean, setup.trained, materialize_grads=True))
+    return float(mean.detach()), slope

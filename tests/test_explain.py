@@ -1,5 +1,5 @@
-"""`python tracin.py RUN`: it scores exactly what the run would do next, its words add up, a plain
-backward is the judge, and whatever a policy wrote stays text."""
+"""`python tracin.py RUN --next_iteration`: it scores exactly what the run would do next, its words
+add up, a plain backward is the judge, and whatever a policy wrote stays text."""
 import functools
 import html
 import importlib
@@ -21,7 +21,8 @@ from explain.words import Piece, pieces_of
 from run.checkpoint import newest_checkpoint
 from worlds import command, printed, read_rows, refusal, seed_of, skip_without
 
-explain = importlib.import_module("explain.__main__")
+explain = importlib.import_module("explain.next_iteration")
+script = importlib.import_module("explain.__main__")
 RULE = """
 judge = eval_judge = None
 
@@ -104,7 +105,7 @@ def test_it_samples_what_the_run_writes_next(run, grpo, tmp_path, name):
             same = row.keys() & other.keys()
             assert same >= {"prompt", "completion", "reward", "advantage"}
             assert {k: row[k] for k in same} == {k: other[k] for k in same}
-    assert "agrees with" in explain.check(scored, cfg)
+    assert "agrees with" in explain.check(scored)
 
 
 def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
@@ -120,13 +121,13 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
     products = tape.products
     monkeypatch.setattr(tape, "products", lambda b, a, G: (G.dim() > 1) * products(b, a, G))
     _, scored, cfg = sampled(run("self"))
-    assert "CONTRADICTS" in explain.check(scored, cfg)
+    assert "CONTRADICTS" in explain.check(scored)
 
 
 def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     folder = run("self")
     before = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
-    text = printed(explain.main, [folder, text_of(folder)])
+    text = printed(script.main, [folder, text_of(folder), "--next_iteration"])
     after = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
     shown = after.pop("influence.html").decode()
     before.pop("influence.html", None)
@@ -138,7 +139,8 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     assert text.count(", iteration 5, ") == shown.count("<article>") == listed
     assert text.count(", weight 0:") == int((z < 0).sum().clamp(max=5)), "those that are dropped"
     (tmp_path / "mine.py").write_text(RULE + TARGET)
-    text = printed(explain.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target"])
+    text = printed(script.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target",
+                                 "--next_iteration"])
     assert "target 'target'" in text and "agrees with" in text
 
 
@@ -147,7 +149,7 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
 def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, flag, target, iteration):
     """A run drops none by a target that is not its own."""
     folder = run("off")
-    text = command("tracin.py", folder, text_of(folder), flag)
+    text = command("tracin.py", folder, text_of(folder), "--next_iteration", flag)
     assert f"16 rollouts, target '{target}'" in text
     assert f"Iteration {iteration}: the tape agrees with" in text
     page_text = open(os.path.join(folder, "influence.html"), encoding="utf-8").read()
@@ -156,7 +158,7 @@ def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, flag, target, i
 
 
 def test_refusals():
-    assert "usage" in refusal(explain.main, [])
+    assert "usage" in refusal(script.main, [])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -252,5 +254,5 @@ def test_what_a_tooltip_says_is_on_the_page_too():
 
 
 def test_one_process_explains_a_run(monkeypatch):
-    monkeypatch.setattr(explain, "rank_and_size", lambda: (0, 2))
-    assert "without torchrun" in refusal(explain.main, ["out/run"])
+    monkeypatch.setattr(script, "rank_and_size", lambda: (0, 2))
+    assert "without torchrun" in refusal(script.main, ["out/run"])

@@ -251,7 +251,8 @@ def test_a_run_goes_on_where_it_stopped_and_is_explained(grpo, tmp_path):
     whole = untimed_metrics(f"{tmp_path}/whole")
     assert whole == untimed_metrics(f"{tmp_path}/parts"), "a resumed run has other numbers"
     explain = importlib.import_module("explain.__main__")
-    assert "the tape agrees with" in printed(explain.main, [f"{tmp_path}/whole"])
+    text = printed(explain.main, [f"{tmp_path}/whole", "--next_iteration"])
+    assert "the tape agrees with" in text
 
 
 def test_the_config_file_loads():

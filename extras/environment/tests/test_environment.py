@@ -200,7 +200,7 @@ def test_a_run_with_turns_is_explained(grpo, tmp_path):
                 "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
     assert "% environment" in text, "the environment has said nothing"
     explain = importlib.import_module("explain.__main__")
-    argv = [f"{tmp_path}/run", f"{tmp_path}/config.py"]
+    argv = [f"{tmp_path}/run", f"{tmp_path}/config.py", "--next_iteration"]
     assert "the tape agrees with" in printed(explain.main, argv)
 
 

@@ -1,0 +1,241 @@
+"""
+What an account explains: a number that depends on the weights, its value and its slope (gradient)
+at any weights, and both along a run.
+
+    HeldOut     the expected reward on held-out prompts; or by one reward function, or a judge
+    Sentences   the log-probs of sentences
+    Function    the config file's `target`
+
+The slope of an expected reward R = E[r(o)] is E[r(o) grad log p(o)], the score function (Williams
+1992). It is estimated on fresh completions of held-out prompts, at each of the weights by those
+that these very weights draw. From a completion's reward the mean of the others of its prompt is
+taken off, which changes no expectation and most of the noise.
+
+S steps, W trained weights end to end, K columns: halves of the held-out prompts, which add up, or
+sentences. F parts of a column add up to it: folds of the prompts, or tokens.
+"""
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import vector_to_parameters
+
+from common.device import full_precision
+from common.script import seed_for
+from common.supervised import Progress
+from explain.account import gradient, kept
+from judge.rewards import score
+from rollout import completion_logprobs
+from run.sampling import sample_completions
+from tracin import target_number
+
+HALVES = 2
+AT_ONCE = 400   # completions that are sampled together; limits memory
+FOLDS = 4       # of a half: eight in all say how noisy a sum is
+
+
+class Point(NamedTuple):
+    """The target at some weights."""
+    parts: Tensor   # (K, F): of its value
+    slope: Tensor   # (K, W)
+    gains: Tensor   # (D, K, F) of D directions (W,): <slope, direction>; F is 1 but for HeldOut
+
+
+# ------------------------------------------------------------------------------------------------
+# the expected reward
+
+
+class HeldOut(NamedTuple):
+    """The expected reward on held-out prompts."""
+    name: str
+    setup: Any
+    cfg: Any
+    functions: dict     # {name: reward function}
+    weights: list       # of these in the sum
+    prompts: list
+    count: int          # completions of each prompt
+
+    adds_up = True      # its columns
+
+    @property
+    def title(self):
+        return f"held-out {self.name}"
+
+    @property
+    def about(self):
+        return (f"the mean {self.name} of {self.rollouts} completions of {len(self.prompts)} "
+                "held-out prompts, those of the evaluation")
+
+    @property
+    def rollouts(self):
+        return len(self.prompts) * self.count
+
+    def sample(self):
+        """Completions of the prompts by the policy as it is, always with the same random numbers:
+        those of the evaluation -> Rollout, scores (N, number of functions)."""
+        cfg = self.cfg
+        how = replace(cfg, num_generations=self.count, decode_batch_size=AT_ONCE,
+                      temperature=cfg.eval_temperature, top_k=0, top_p=1.0, min_p=0.0)
+        rollout, prompts, completions = sample_completions(
+            self.setup, self.setup.policy, self.prompts, how, seed_for("evaluation"))
+        return rollout, score(self.functions, prompts, completions).double()
+
+    def at(self, weights, directions=(), with_slope=True):
+        """The target at these weights -> Point."""
+        setup = self.setup
+        vector_to_parameters(weights.to(setup.device), setup.trained)
+        rollout, scores = self.sample()
+        value, signal = centred(scores, torch.tensor(self.weights).double(), self.count)    # (N,)
+
+        # halves of the prompts, and folds of a half
+        halves = min(HALVES, len(self.prompts))
+        folds = min(FOLDS, len(self.prompts) // halves)
+        prompt = torch.arange(len(value)) // self.count
+        fold = prompt % (halves * folds)
+        parts = torch.zeros(halves * folds, dtype=torch.float64).index_add_(0, fold, value)
+        parts = parts.view(folds, halves).T
+        if not with_slope:
+            return Point(parts, None, None)
+
+        slope = weights.new_zeros(halves, len(weights), device=setup.device)
+        gains = torch.zeros(len(directions), halves, folds, dtype=torch.float64)
+        for f in range(halves * folds):
+            g = self.slope_of(rollout, signal, (fold == f).nonzero()[:, 0])
+            slope[f % halves] += g
+            for d, direction in enumerate(directions):
+                gains[d, f % halves, f // halves] = g @ direction.to(g)
+        return Point(parts, slope, gains)
+
+    @full_precision()
+    def slope_of(self, rollout, signal, rows):
+        """What these rows add to the slope (W,): grad of the sum of signal x log-prob."""
+        total = 0.0
+        signal = signal.to(rollout.logp)
+        for some in rows.to(rollout.logp.device).split(self.cfg.micro_batch_size):
+            logp = completion_logprobs(
+                self.setup.policy, rollout[some], self.cfg.eval_temperature).sum(1)
+            total = total + gradient((logp * signal[some]).sum(), self.setup.trained)
+        return total
+
+
+def noise_of(parts):
+    """The standard error of the sum of parts (K, F), by how much they differ; NaN of one."""
+    n = parts.numel()
+    return float(parts.flatten().std() * math.sqrt(n)) if n > 1 else math.nan
+
+
+def centred(scores, weights, count):
+    """What each of N completions adds to the mean reward (N,), and what its log-prob is multiplied
+    with for the slope (N,). scores (N, number of functions), NaN where one abstains: the mean is
+    that of the known ones. count: completions of a prompt, side by side."""
+    known = ~scores.isnan()
+    n = known.sum(0).clamp(min=1)
+    value = (scores.nan_to_num() / n) @ weights
+
+    # a mean of known scores is a ratio of two sums, and has its slope
+    away = (scores - scores.nanmean(0)).nan_to_num() / n @ weights                  # (N,)
+    groups = away.view(-1, count)
+    others = (groups.sum(1, keepdim=True) - groups) / max(1, count - 1)
+    return value, (groups - others).flatten()
+
+
+# ------------------------------------------------------------------------------------------------
+# sentences, and a function of the weights
+
+
+class Sentences(NamedTuple):
+    """Log-probs of sentences at the run's temperature; nothing is truncated."""
+    setup: Any
+    cfg: Any
+    rollout: Any        # a Rollout of K rows
+
+    adds_up = False
+    title = "log p"
+    about = "the log-prob of a sentence"
+    rollouts = 0        # that are sampled for it
+
+    @full_precision()
+    def at(self, weights, directions=(), with_slope=True):
+        vector_to_parameters(weights.to(self.setup.device), self.setup.trained)
+        with torch.set_grad_enabled(with_slope):
+            logp = completion_logprobs(self.setup.policy, self.rollout, self.cfg.temperature)
+        if not with_slope:
+            return Point(logp.detach().cpu(), None, None)
+        slope = torch.stack([gradient(x, self.setup.trained, retain_graph=True)
+                             for x in logp.sum(1)])
+        return Point(logp.detach().cpu(), slope, gains_of(slope, directions))
+
+
+class Function(NamedTuple):
+    """What the config file's target(policy, tokenizer, batch) returns. batch: the rollouts of the
+    first iteration that is explained."""
+    setup: Any
+    cfg: Any
+    batch: Any
+
+    adds_up = False
+    title = "target"
+    about = "the number that target(policy, tokenizer, batch) of the config file returns"
+    rollouts = 0
+
+    @full_precision()
+    def at(self, weights, directions=(), with_slope=True):
+        vector_to_parameters(weights.to(self.setup.device), self.setup.trained)
+        number = target_number(self.cfg, self.setup, self.batch)
+        slope = gradient(number, self.setup.trained)[None] if with_slope else None
+        value = number.detach().cpu().view(1, 1)
+        return Point(value, slope, gains_of(slope, directions) if with_slope else None)
+
+
+def gains_of(slope, directions):
+    """Gains (D, K, 1)."""
+    found = [slope @ direction.to(slope) for direction in directions]
+    return torch.stack(found)[..., None].double().cpu() if found else torch.zeros(0)
+
+
+# ------------------------------------------------------------------------------------------------
+# along a run
+
+
+class Course(NamedTuple):
+    """The target along a run."""
+    parts: Tensor       # (S + 1, K, F) of its value before each step and after the last
+    gains: Tensor       # (S, K, F') of <mean slope, step>: nearly its changes
+    means: list         # S mean slopes (K, W) on the way of a step
+    last: Tensor        # (K, W) the slope at the end
+
+    @property
+    def values(self):   # (S + 1, K)
+        return self.parts.sum(2)
+
+    @property
+    def change(self):   # (K,)
+        return self.values[-1] - self.values[0]
+
+
+def follow(target, states, folder, parts=1):
+    """The Course of a target along the states of a run. The mean slope on the straight line of a
+    step is that of `parts` parts of it, by the trapezoid rule: 1 takes the mean of both ends."""
+    ways = [after[0] - before[0] for before, after in zip(states, states[1:])]
+    progress = Progress("target", "point", len(ways) * parts + 1)
+    end = target.at(states[0][0], ways[:1])
+    values = [end.parts]
+    gains = []
+    means = []
+    for t, way in enumerate(ways):
+        # the end of one step is the start of the next: it is looked at once, along both
+        points = [end]
+        points += [target.at(states[t][0] + way * (i / parts), [way]) for i in range(1, parts)]
+        end = target.at(states[t + 1][0], ways[t:t + 2])
+        points.append(end)
+        shares = [0.5, *[1.0] * (parts - 1), 0.5]
+        mean = sum(share * point.slope for share, point in zip(shares, points)) / parts
+        along = [points[0].gains[-1], *(point.gains[0] for point in points[1:])]
+        means.append(kept(mean, folder))
+        gains.append(sum(share * gain for share, gain in zip(shares, along)) / parts)
+        values.append(end.parts)
+        if progress.is_due():
+            progress.show((t + 1) * parts + 1)
+    return Course(torch.stack(values), torch.stack(gains), means, end.slope)

@@ -1,0 +1,384 @@
+"""
+What is told of an account: how a number went along a run, what gave that, how far the sum can be
+trusted, which rollouts did most. account.py has the arithmetic, page.py writes the page.
+
+S steps, I iterations of N rollouts, W trained weights end to end, T tokens.
+"""
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import vector_to_parameters
+
+from common.supervised import Progress
+from explain.account import by_parameter
+from explain.page import Table, chart, facts_of
+from explain.sentences import best_and_worst
+from explain.target import noise_of
+from explain.words import logprob_changes, pieces_of, token_slopes
+from run.loop import sample_rows
+
+TOO_FAR = 0.05      # the sum from the true change: said
+USELESS = 0.5       # no rollouts are listed
+BANDS = 4           # of rewards and lengths
+TOKENS = 12         # of those that gave most
+PROMPTS = 4         # of those that gave most, and least
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Story(NamedTuple):
+    """The account of one number."""
+    name: str           # "held-out reward", "log p"
+    taken: list         # account.Taken
+    since: int          # the iteration before the first
+    values: Tensor      # (S + 1,) along the run
+    gains: Tensor       # (S,) of the steps, by the mean slope on their way
+    shares: Tensor      # (I, N)
+    effects: Tensor     # (I, N)
+    rest: dict          # {name: (I,)}
+    noise: dict         # standard errors of "change", "sum" and their "difference"; {}: exact
+    agreement: float    # of the effects by one half of the held-out prompts with the other; or NaN
+    smooth: float       # account.smoothness
+
+    @property
+    def change(self):
+        return float(self.values[-1] - self.values[0])
+
+    @property
+    def together(self):
+        return float(self.shares.sum() + sum(x.sum() for x in self.rest.values()))
+
+    @property
+    def error(self):
+        """How far the sum is from the change, as a part of it."""
+        return abs(self.together - self.change) / max(abs(self.change), 1e-30)
+
+
+def column(course, found, i):
+    """What a Story needs of column i alone: fields as a dict."""
+    rest = {name: x[i] for name, x in found.rest.items()}
+    return dict(values=course.values[:, i], gains=course.gains[:, i].sum(1),
+                shares=found.shares[i], effects=found.effects[i], rest=rest, noise={},
+                agreement=math.nan)
+
+
+def halves(course, found):
+    """The same of columns that are halves of one expected reward."""
+    change = course.parts[-1] - course.parts[0]                                     # (K, F)
+    along = course.gains.sum(0)                                                     # (K, F)
+    noise = dict(change=noise_of(change), sum=noise_of(along), difference=noise_of(along - change))
+    rest = {name: x.sum(0) for name, x in found.rest.items()}
+    agreement = math.nan
+    if len(found.effects) == 2:
+        agreement = float(torch.corrcoef(found.effects.flatten(1))[0, 1])
+    return dict(values=course.values.sum(1), gains=course.gains.sum((1, 2)),
+                shares=found.shares.sum(0), effects=found.effects.sum(0), rest=rest,
+                noise=noise, agreement=agreement)
+
+
+def story_of(target, course, found, columns, taken, since, smooth):
+    """The Story of these columns, which are one number."""
+    if target.adds_up:
+        own = halves(course, found)
+    else:
+        own = column(course, found, columns[0])
+    return Story(name=target.title, taken=taken, since=since, smooth=smooth, **own)
+
+
+# ------------------------------------------------------------------------------------------------
+# how it went
+
+
+def digits_of(story):
+    """As many digits behind the point as the numbers deserve."""
+    size = max(abs(story.change), float(story.shares.sum(1).abs().max()), 1e-12)
+    return min(9, max(2, 2 - math.floor(math.log10(size))))
+
+
+def plus_minus(story, kind):
+    error = story.noise.get(kind, math.nan)
+    return f" ± {error:.{digits_of(story)}f}" if error == error else ""
+
+
+def curve(values):
+    height = (values - values.min()) / (values.max() - values.min()).clamp(min=1e-30)
+    return "".join(BLOCKS[round(7 * x)] for x in height.tolist())
+
+
+def course_of(story):
+    """The line of the values along the run."""
+    n = digits_of(story)
+    first, last = float(story.values[0]), float(story.values[-1])
+    line = f"{story.name} {first:.{n}f} {curve(story.values)} {last:.{n}f}"
+    if story.name == "log p":
+        change = abs(story.change)
+        word = "likelier" if story.change > 0 else "less likely"
+        return f"{line}: training made it {math.exp(min(700, change)):.3g} times {word}"
+    return f"{line}: {story.change:+.{n}f}{plus_minus(story, 'change')}"
+
+
+def by_iteration(story):
+    """Table: how the number went, what its steps were to give it, what its rollouts gave."""
+    n = digits_of(story)
+    ends = {k.it: t for t, k in enumerate(story.taken, 1)}     # steps done after an iteration
+    names = [name for name, x in story.rest.items() if x.any()]
+    rows = []
+    before = 0
+    for it in range(story.since, len(story.shares)):
+        after = ends.get(it, before)
+        rise = story.values[after] - story.values[before]
+        gain = story.gains[before:after].sum()
+        given = [story.shares[it].sum(), *(story.rest[name][it] for name in names)]
+        rows.append([str(it + 1), f"{story.values[after]:.{n}f}",
+                     *(f"{float(x):+.{n}f}" for x in (rise, gain, *given))])
+        before = after
+    header = ["iteration", story.name, "its change", "sum along its steps", "from its rollouts",
+              *(f"from {name}" for name in names)]
+    return Table("Iteration by iteration", header, rows)
+
+
+def closing(story):
+    """The sum beside the truth."""
+    n = digits_of(story)
+    rollouts = float(story.shares.sum())
+    nats = " nats" if story.name == "log p" else ""
+    noise = ""
+    if story.noise.get("difference", math.nan) == story.noise.get("difference", 0):
+        part = story.noise["difference"] / max(abs(story.change), 1e-30)
+        noise = f", with a noise of {100 * part:.1f} %"
+    return (f"account: rollouts {rollouts:+.{n}f}, rest {story.together - rollouts:+.{n}f}, "
+            f"together {story.together:+.{n}f}{plus_minus(story, 'sum')}{nats}; true change "
+            f"{story.change:+.{n}f}{plus_minus(story, 'change')} ({100 * story.error:.1f} % off"
+            f"{noise})")
+
+
+def warnings(story):
+    """Where the sum is not the change."""
+    noise = story.noise.get("difference", 0.0)
+    is_noise = abs(story.together - story.change) < 2 * noise
+    if story.error > USELESS:
+        reason = "that is noise: more held-out rollouts, --held_out=N" if is_noise else (
+            "the steps are too large for a straight line: --parts=4 looks at four parts of each")
+        yield (f"The sum is {100 * story.error:.0f} % off the true change, so no rollouts are "
+               f"listed: {reason}.")
+    elif story.error > TOO_FAR and not is_noise:
+        yield ("warning: the steps are too large for a straight line; --parts=4 looks at four "
+               "parts of each step")
+
+
+# ------------------------------------------------------------------------------------------------
+# what gave it
+
+
+def bands(x, name):
+    """Names of the bands of values (n,), and the band of each (n,); -1 where it is NaN."""
+    known = x[~x.isnan()]
+    distinct = known.unique()
+    if len(distinct) <= BANDS:
+        where = torch.full(x.shape, -1)
+        for i, value in enumerate(distinct):
+            where[x == value] = i
+        return [f"{name} {value:.4g}" for value in distinct.tolist()], where
+    low, high = float(known.min()), float(known.max())
+    width = (high - low) / BANDS
+    where = ((x - low) / width).nan_to_num(-1).floor().clamp(-1, BANDS - 1).long()
+    edges = [low + i * width for i in range(BANDS + 1)]
+    return [f"{name} {a:.3g} to {b:.3g}" for a, b in zip(edges, edges[1:])], where
+
+
+class Rows(NamedTuple):
+    """All rollouts of an account, flat: n of them."""
+    share: Tensor
+    reward: Tensor
+    advantage: Tensor
+    length: Tensor      # tokens that the policy drew
+    prompt: list        # texts
+
+
+def rows_of(story):
+    batches = {k.it: k.batch for k in story.taken}
+    def flat(of):
+        return torch.cat([of(batch).detach().cpu().double() for batch in batches.values()])
+    return Rows(
+        torch.cat([story.shares[it] for it in batches]),
+        flat(lambda batch: batch.rewards), flat(lambda batch: batch.row_advantages),
+        flat(lambda batch: batch.rollout.sampled_mask.sum(1)),
+        [prompt.text for batch in batches.values() for prompt in batch.prompts])
+
+
+def directions_of(advantage):
+    """Names and numbers, as of bands."""
+    names = ["advantage below 0 (made less likely)", "advantage 0", "advantage above 0 (likelier)"]
+    return names, advantage.sign().long() + 1
+
+
+def gathered(story):
+    """Table: shares by what a person can name."""
+    rows = rows_of(story)
+    n = digits_of(story)
+    total = float(rows.share.sum())
+    lines = []
+
+    def line(name, pick):
+        if pick.any():
+            share = float(rows.share[pick].sum())
+            part = f"{100 * share / total:.0f} %" if total else ""
+            lines.append([name, str(int(pick.sum())), f"{share:+.{n}f}", part])
+
+    for names, where in (bands(rows.reward, "reward"), directions_of(rows.advantage),
+                         bands(rows.length, "tokens")):
+        for i, name in enumerate(names):
+            line(name, where == i)
+    prompts = {}
+    for i, text in enumerate(rows.prompt):
+        prompts.setdefault(text, []).append(i)
+    order = sorted(prompts, key=lambda text: -float(rows.share[prompts[text]].sum()))
+    shown = order if len(order) <= 2 * PROMPTS else order[:PROMPTS] + order[-PROMPTS:]
+    for text in shown:
+        pick = torch.zeros(len(rows.share), dtype=torch.bool)
+        pick[prompts[text]] = True
+        line(f"prompt {text[:40]!r}", pick)
+    return Table("Shares of the rollouts, gathered", ["rollouts with", "how many", "share", "part"],
+                 lines)
+
+
+def taught(story):
+    """A sentence: the rewards and directions that gave most."""
+    rows = rows_of(story)
+    total = float(rows.share.sum())
+    names, band = bands(rows.reward, "reward")
+    ways, way = directions_of(rows.advantage)
+    cells = [(float(rows.share[pick].sum()), int(pick.sum()), name, how)
+             for i, name in enumerate(names) for j, how in enumerate(ways)
+             if (pick := (band == i) & (way == j)).any()]
+    if not cells or not total:
+        return ""
+    share, count, name, how = max(cells, key=lambda cell: cell[0] * math.copysign(1, total))
+    return (f"What gave most of it: the {count} of {len(rows.share)} rollouts with {name} and "
+            f"{how}: {share:+.{digits_of(story)}f}, {100 * share / total:.0f} % of what all "
+            "rollouts gave.")
+
+
+# ------------------------------------------------------------------------------------------------
+# which rollouts
+
+
+def token_products(setup, cfg, states, taken, directions, places=None):
+    """For each step, and some of its rows: (step, rows (n,), slopes (n, T) of the loss by the
+    log-probs of their tokens, parts (n, T) of <g_i, direction>). directions: S of (W,). places:
+    (iteration, number) of the rollouts that are asked for; None: all."""
+    for k, before, direction in zip(taken, states, directions):
+        here = [j for j in k.step.rows.tolist() if places is None or (k.it, j) in places]
+        if not here:
+            continue
+        vector_to_parameters(before[0].to(setup.device), setup.trained)
+        slopes = token_slopes(setup, cfg, k.batch, k.step)                          # (N, T)
+        direction = by_parameter(setup, direction.to(setup.device))
+        for rows in torch.tensor(here, device=slopes.device).split(cfg.micro_batch_size):
+            changes = logprob_changes(
+                setup.policy, direction, k.batch.rollout[rows], cfg.temperature)
+            yield k, rows, slopes[rows], slopes[rows] * changes
+
+
+def token_parts(setup, cfg, states, taken, directions, places):
+    """{place: parts (T,) of its tokens}, over all steps."""
+    found = dict.fromkeys(places, 0.0)
+    for k, rows, _, parts in token_products(setup, cfg, states, taken, directions, set(places)):
+        for j, words in zip(rows.tolist(), parts):
+            found[k.it, j] = found[k.it, j] + words
+    return found
+
+
+def by_token(story, setup, cfg, states, directions):
+    """Table: shares by the token and by where it was pushed. directions: S of G_t (W,)."""
+    V = setup.policy.config.vocab_size
+    counts, shares = torch.zeros(2, 2, V, dtype=torch.float64)
+    progress = Progress("tokens", "iteration", len(story.shares) - story.since)
+    for k, rows, slopes, parts in token_products(setup, cfg, states, story.taken, directions):
+        ids = k.batch.rollout.tokens[rows][:, -slopes.shape[1]:]                    # (n, T)
+        for way, pushed in enumerate((slopes > 0, slopes < 0)):     # less likely, likelier
+            which = ids[pushed].cpu()
+            shares[way].index_add_(0, which, parts[pushed].double().cpu())
+            counts[way].index_add_(0, which, torch.ones(len(which)).double())
+        if progress.is_due():
+            progress.show(k.it + 1 - story.since)
+    n = digits_of(story)
+    total = float(story.shares.sum())
+    order = shares.flatten().abs().argsort(descending=True)[:TOKENS].tolist()
+    lines = []
+    for way, token in (divmod(i, V) for i in order):
+        share = float(shares[way, token])
+        how = "likelier" if way else "less likely"
+        lines.append([f"{setup.tokenizer.decode([token])!r} made {how}",
+                      f"{int(counts[way, token])} times", f"{share:+.{n}f}",
+                      f"{100 * share / total:.0f} %"])
+    return Table("Shares of the tokens", ["token", "how often", "share", "part"], lines)
+
+
+def places_of(x):
+    """{heading: places} of the largest and the smallest of x (I, N)."""
+    return {heading: [divmod(i, x.shape[1]) for i in some]
+            for heading, some in best_and_worst(x.flatten()).items()}
+
+
+def card(story, setup, cfg, place, words, last):
+    """(facts, prompt, Pieces) of a rollout. last: what else is to be said of it."""
+    it, j = place
+    batch = next(k.batch for k in reversed(story.taken) if k.it == it)
+    row = sample_rows(it, batch, cfg)[j]
+    facts = facts_of(row, f"share {story.shares[it, j]:+.{digits_of(story) + 1}f}", last)
+    return facts, row["prompt"], pieces_of(batch.rollout[[j]], words, setup.tokenizer)
+
+
+def cards_of(story, setup, cfg, states, directions, by_effect):
+    """{heading: [(facts, prompt, Pieces)]} of the rollouts that helped and hurt most: by what the
+    number would be without them, or by their shares. directions: S of (W,), of these."""
+    x = story.effects if by_effect else story.shares
+    places = places_of(x)
+    words = token_parts(setup, cfg, states, story.taken, directions, sum(places.values(), []))
+    end = float(story.values[-1])
+
+    def last(it, j):
+        if by_effect and story.name == "log p":
+            return f"without it {end - float(story.effects[it, j]):.2f}"
+        return ""
+
+    return {heading: [card(story, setup, cfg, place, words[place], last(*place)) for place in some]
+            for heading, some in places.items()}
+
+
+# ------------------------------------------------------------------------------------------------
+# all of it
+
+
+ABOUT = ("A rollout's share is what it gave of the change; shares add up, single ones may be large "
+         "and cancel. Lists are in the order of what the number would be at the end without a "
+         "rollout, by a derivative through the whole run.")
+TINT = "part in that"
+
+
+def say_smooth(smooth, bound):
+    """How far single rollouts can be trusted."""
+    if smooth >= bound:
+        return (f"The run is smooth ({smooth:.2f}; 1: smooth, 0: chance): small changes of its "
+                "rollouts change it as predicted, and so the order of the lists can be trusted.")
+    return (f"The run is rough ({smooth:.2f}; 1: smooth, 0: chance): what it would be without a "
+            "rollout cannot be predicted. The lists are by share, and single shares cancel: trust "
+            "the sums.")
+
+
+def lines_of(story):
+    """Sentences."""
+    found = [course_of(story), closing(story), *warnings(story)]
+    if story.error <= USELESS:
+        found.append(taught(story))
+    if story.agreement == story.agreement:
+        found.append(f"Single rollouts by one half of the held-out prompts and by the other: "
+                     f"correlation {story.agreement:.2f} (1: signal, 0: noise; more --held_out=N).")
+    return [text for text in found if text]
+
+
+def figure_of(story):
+    sums = story.values[0] + torch.cat([torch.zeros(1), story.gains.cumsum(0)])
+    return chart(story.values.tolist(), sums.tolist(), story.name)
