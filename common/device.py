@@ -89,6 +89,27 @@ def exact_linear(layer, x):
         return layer(x.to(layer.weight.dtype))
 
 
+def why_no_gpu():
+    """Why a torch that is built for GPUs sees none, in torch's words; "" where there is nothing to
+    say."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.init()
+        reason = "unknown"
+    except (RuntimeError, AssertionError) as e:     # the driver is missing or too old
+        reason = str(e).split(". ")[0].strip()
+    return f"; this torch is built for CUDA {torch.version.cuda} and sees no GPU: {reason}"
+
+
+def machine(name, device, dtype):
+    """One line: what this command computes on. name: the setting device."""
+    gpu = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    precision = str(dtype).removeprefix("torch.")
+    why = why_no_gpu() if name == "auto" else ""
+    return f"device: {device}{gpu}, {precision}, threads: {torch.get_num_threads()}{why}"
+
+
 def read_proc(name):
     """Text of a file in /proc, "" where there is none: only Linux has it."""
     try:

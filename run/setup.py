@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import tracin
-from common.device import autocast, check_fits, pick_device, pick_dtype
+from common.device import autocast, check_fits, machine, pick_device, pick_dtype
 from data.comments import get_splits
 from data.prompts import load_prompts
 from judge.rewards import try_rewards
@@ -65,6 +65,7 @@ def read_inputs(cfg):
     """Loads and checks every input before any training starts -> Inputs."""
     device = pick_device(cfg.device, cfg.threads)
     dtype = pick_dtype(cfg.dtype, device)
+    print(machine(cfg.device, device, dtype))
     base, tokenizer = load_policy(cfg)
     check_fits(cfg, device)
     judges = named_judges(cfg, device)

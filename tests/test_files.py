@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import common.device
 from conftest import ROOT
 from run.pretraining import optimizers
-from common.device import free_memory, pick_device, pick_dtype
+from common.device import free_memory, machine, pick_device, pick_dtype
 from common.files import (
     load_file, read_json, read_log, read_rows, replacing, save_file, write_json)
 from data.weights import load_gpt, save_gpt
@@ -320,6 +320,31 @@ def test_a_gpu_has_a_number(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert pick_device("auto") == torch.device("cuda:1"), "a process has its machine's next GPU"
     assert chosen == [0, 0, 0, 3, 1]
+
+
+def test_a_command_says_what_it_computes_on(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {device.index}")
+    line = machine("auto", gpu, torch.bfloat16)
+    assert "cuda:1" in line and "Card 1" in line and "bfloat16" in line, "not the GPU that is used"
+    torch.set_num_threads(1)
+    assert machine("cpu", cpu, torch.float32).endswith("float32, threads: 1")
+
+
+def test_a_gpu_that_is_not_used_is_no_secret(monkeypatch):
+    """A driver that is too old for this build of torch lets a run take the CPU."""
+    def too_old():
+        raise RuntimeError("The NVIDIA driver is too old (found version 12020). Please update it.")
+
+    def line(name, built_for):
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+        return machine(name, torch.device("cpu"), torch.float32)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    assert "13.0" in line("auto", "13.0") and "too old (found version 12020)" in line("auto", "13.0")
+    assert "CUDA" not in line("cpu", "13.0"), "the CPU was asked for"
+    assert "CUDA" not in line("auto", None), "a torch for CPUs"
 
 
 def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
