@@ -210,7 +210,7 @@ def check_sums(path):
 
 def load_file(path, kind):
     """The dict that save_file wrote, on the CPU. A relative path is looked for here, then beside
-    the code: weights/policy.pt. BadInput when it is missing, broken or of another kind."""
+    the code: data/policy.pt. BadInput when it is missing, broken or of another kind."""
     here = path if os.path.exists(path) else os.path.join(ROOT, path)
     if not os.path.isfile(here):
         raise BadInput(f"{path}: no such file")

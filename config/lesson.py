@@ -1,5 +1,5 @@
-# The small world of lesson.py: made-up sentences, and as reward the share of the letter e.
-#     python lesson.py
+# The small world of the lesson: made-up sentences, and as reward the share of the letter e.
+#     python docs/lesson/lesson.py
 #     python grpo.py config/lesson.py        # the same world, trained
 import random as _random
 

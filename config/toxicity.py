@@ -4,11 +4,11 @@ out_dir = "out/toxicity"
 max_iters = 8       # toxicity falls to a third or a quarter (README.md)
 eval_interval = 20
 
-# The weights come with the project (weights/README.md); --policy=train --judge=train
+# The weights come with the project (data/README.md); --policy=train --judge=train
 # --eval_judge=train makes them again, by the sizes below, in two hours on one core.
-policy = "weights/policy.pt"
-judge = "weights/judge.pt"
-eval_judge = "weights/eval_judge.pt"
+policy = "data/policy.pt"
+judge = "data/judge.pt"
+eval_judge = "data/eval_judge.pt"
 vocab_size = 2048
 n_layer = 3
 pretrain_tokens = 30_000_000

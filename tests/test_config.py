@@ -9,7 +9,7 @@ import typing
 import pytest
 import torch
 
-from conftest import ROOT
+from common.files import ROOT
 from run.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1, PATHS
 from run.settings import HINTS, load_settings, types_of
 from worlds import command, refusal

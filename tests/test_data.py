@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from common.files import read_rows
-from conftest import ROOT, TINY
+from common.files import ROOT
+from conftest import TINY
 from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
 from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import common.device
-from conftest import ROOT
+from common.files import ROOT
 from run.pretraining import optimizers
 from common.device import free_memory, machine, pick_device, pick_dtype
 from common.files import (

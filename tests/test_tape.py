@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from conftest import ROOT
+from common.files import ROOT
 from common.device import autocast
 from tape import Tape, check_exact, inner
 from worlds import generator_of, gradient, random_gpt, random_ids, refusal, shaken, with_lora

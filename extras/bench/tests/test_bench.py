@@ -7,7 +7,7 @@ import torch
 
 import extras.bench.__main__ as bench
 import grpo
-from conftest import ROOT
+from common.files import ROOT
 from extras.bench import shapes
 from worlds import assert_near, printed, refusal, settings, setup_of, skip_without
 

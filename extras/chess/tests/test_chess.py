@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from conftest import ROOT
+from common.files import ROOT
 from data.prompts import Prompt
 from judge.rewards import score
 from run.settings import load_settings

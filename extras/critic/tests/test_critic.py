@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo
-from conftest import ROOT
+from common.files import ROOT
 from extras.critic import explained_variance, gae, token_advantages, value_loss, whiten
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, completion_states, generate

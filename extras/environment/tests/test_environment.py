@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sample
-from conftest import ROOT
+from common.files import ROOT
 from data.prompts import Prompt
 from run.check import check
 from run.evaluation import evaluate

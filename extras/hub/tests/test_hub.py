@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 import extras.hub.export
-from conftest import ROOT
+from common.files import ROOT
 from common.files import read_json
 from data.tokenizer import load_tokenizer
 from extras.hub.export import export, own_core

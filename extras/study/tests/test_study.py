@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 
 import extras.study.__main__ as studies
-from conftest import ROOT
+from common.files import ROOT
 from extras.study.__main__ import (
     as_markdown, compare, holm, mean_and_error, permutation_p, read_study, runs_of, summarise,
     value_on_line)

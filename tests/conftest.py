@@ -16,8 +16,8 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import torch  # noqa: E402
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+TESTS = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [os.path.dirname(TESTS), TESTS]
 THREADS = int(os.environ.get("TEST_THREADS", 1))     # the tensors are tiny
 torch.set_num_threads(THREADS)
 

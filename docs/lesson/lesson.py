@@ -6,9 +6,10 @@
 # one completion is a **rollout**. **Influence** says for each rollout: if we learned from it alone,
 # would our target get better or worse?
 #
-# Every function here is the project's own. `python lesson.py` takes under a minute and draws to
-# `out/lesson`. Or open `lesson.ipynb` in VS Code or Jupyter (`pip install jupyterlab`). There write
-# each `--name=value` that **Try** names into `flags`, and restart the kernel after editing a file.
+# Every function here is the project's own. `python docs/lesson/lesson.py` takes under a minute and
+# draws to `out/lesson`. Or open `lesson.ipynb` in VS Code or Jupyter (`pip install jupyterlab`).
+# There write each `--name=value` that **Try** names into `flags`, and restart the kernel after
+# editing a file.
 #
 # ## 1. A small world
 # The policy is a GPT of a million weights that has read made-up sentences of eight words
@@ -18,6 +19,8 @@
 # %%
 import os
 import sys
+
+sys.path[:0] = [os.path.join(sys.path[0], "../.."), "../.."]     # where the project is
 
 import matplotlib.pyplot as plt
 import torch
