@@ -1,10 +1,15 @@
 """
 Measures what an iteration costs, and whether the fast paths hold on this machine.
 
-    python -m extras.bench config/toxicity.py          # seconds, tokens/s, memory
+    python -m extras.bench config/toxicity.py          # seconds, tokens/s, memory, a card
     python -m extras.bench config/toxicity.py vs --tracin=self vs --compile=True     # in turns
     python -m extras.bench trl config/toxicity.py      # beside TRL's GRPOTrainer
     python -m extras.bench tape                        # influence beside forward and backward alone
+
+For each variant a line of JSON has the tokens/s by phase and the share of the device's peaks. A
+single variant ends in a card, a block to paste into a report: every part of the project on small
+shapes on this device, with its error, and what fails by name (exit code 1). It takes some minutes;
+--card=False leaves it out.
 
 Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
 turns, so that what else the machine does hits all of them. A policy that the settings would train
@@ -14,14 +19,13 @@ A fast path that does not hold here is left out, and a line that begins with `no
 takes the settings' policy, prompts and sizes, with a rule as reward and without a KL.
 """
 import copy
+import json
 import math
 import os
-import platform
 import resource
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +34,8 @@ import grpo     # before torch: sets how its threads wait
 import torch
 
 from common.script import BadInput, optional, own_flags, run_script, seed_for
+from extras.bench.card import about, print_card, try_parts
+from extras.bench.phases import now, print_phases
 from extras.bench.shapes import compare_tape
 from run.check import need
 from run.policy import new_policy
@@ -55,13 +61,6 @@ class Round(NamedTuple):
     seconds: float
     tokens: int         # sampled
     peak: float         # GB
-
-
-def now(device):
-    """Seconds, once the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def iteration(setup, cfg, it):
@@ -129,12 +128,18 @@ def variants_of(argv):
     return variants
 
 
-def compare(argv, repeat):
+def compare(argv, repeat, card=True):
     variants = variants_of(argv)
     device = next(iter(variants.values()))[0].device
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    print(f"torch {torch.__version__}, {platform.platform()}, {device} {gpu}")
+    print(*about(device), sep="\n")
     print_rounds(in_turns(variants, repeat))
+    lines = []
+    for setup, cfg in variants.values():
+        torch.set_num_threads(cfg.threads or THREADS)
+        its = range(repeat + 1, 2 * repeat + 2)
+        lines.append(json.dumps(print_phases(setup, cfg, its)))
+    if card and len(variants) == 1:
+        print_card(device, try_parts(device), lines)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -195,14 +200,14 @@ def rounds_of_trl(trl, setup, cfg, folder, repeat):
 
 
 def main(argv):
-    own, flags = own_flags(argv, {"repeat": 5})
+    own, flags = own_flags(argv, {"repeat": 5, "card": True})
     repeat = own["repeat"]
     if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
     elif flags == ["tape"]:
         compare_tape(repeat)
     else:
-        compare(flags, repeat)
+        compare(flags, repeat, own["card"])
 
 
 if __name__ == "__main__":

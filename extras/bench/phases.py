@@ -1,0 +1,196 @@
+"""Where the time of an iteration goes, in tokens/s by phase, and how much of the device that is:
+one line of JSON. See docs/gpus.md."""
+import json
+import math
+import statistics
+import time
+
+import torch
+from torch import nn
+
+import grpo
+from common.device import read_proc
+from common.script import seed_for
+from run.report import StepLog
+
+# {part of a GPU's name: (GB/s of its memory, TFLOP/s of bfloat16 products summed in float32, of
+# float32 ones)}, dense, from the makers' data sheets; a name is looked up from the top
+PEAKS = {
+    "B200": (8000, 2250, 75), "H200": (4800, 989, 67), "H100 PCIe": (2000, 756, 51),
+    "H100 NVL": (3900, 835, 60), "H100": (3350, 989, 67), "A100 80GB PCIe": (1935, 312, 19.5),
+    "A100-SXM4-80GB": (2039, 312, 19.5), "A100": (1555, 312, 19.5), "L40S": (864, 362, 91.6),
+    "L4": (300, 121, 30.3), "RTX 5090": (1792, 209.5, 104.8), "RTX 4090": (1008, 165.2, 82.6),
+    "RTX 3090": (936, 71, 35.6), "RTX A6000": (768, 154.8, 38.7), "T4": (320, None, 8.1)}
+
+PHASES = ("sampling", "reward", "reference", "held_out", "loss", "influence", "step")
+
+
+class Clock(StepLog):
+    """In place of the lines of an iteration: the seconds of each phase. Reading it waits for the
+    device."""
+
+    def __init__(self, setup, cfg):
+        super().__init__(setup.device, cfg.micro_batch_size, on=False)
+        self.influence = cfg.tracin != "off"
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.last = now(setup.device)
+
+    def end(self, phase):
+        """What went before, since the last end, was this phase."""
+        time_now = now(self.device)
+        self.seconds[phase] += time_now - self.last
+        self.last = time_now
+
+    def generated(self, rollout):
+        self.end("sampling")
+
+    def scored(self, rewards):
+        self.end("reward")
+
+    def loss(self, loss):
+        self.end("loss")
+
+    def watch(self, step, grad_norm):
+        """Before a step: influence chose its rows, or the gradient was clipped."""
+        chosen = self.influence and step.epoch == 0
+        self.end("influence" if chosen else "step")
+
+    def stepped(self, *hook):
+        self.end("step")
+
+
+def now(device):
+    """Seconds, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def timed_iteration(setup, cfg, it):
+    """Iteration `it` of grpo.train -> ({phase: seconds}, its Rollout)."""
+    clock = Clock(setup, cfg)
+    hook = setup.optimizer.register_step_post_hook(clock.stepped)
+    batch = grpo.collect_iteration(setup, it, cfg, clock)
+    clock.end("reference")
+    held_out = grpo.collect_held_out(setup, it, cfg)
+    clock.end("held_out")
+    seed = seed_for(cfg.seed, "rows", it)
+    grpo.update(setup, batch, held_out, cfg, seed, clock, watch=clock.watch)
+    hook.remove()
+    return clock.seconds, batch.rollout
+
+
+# ------------------------------------------------------------------------------------------------
+# how much is that of the device?
+
+
+def work_of(setup, cfg, rollout):
+    """Count what an iteration multiplies and reads by need, not what the code does -> {phase:
+    (operations, bytes)}, None where it is not counted."""
+    policy = setup.policy
+    linear = sum(layer.weight.numel() for layer in policy.modules()
+                 if isinstance(layer, nn.Linear) and layer is not policy.lm_head)
+    head = policy.lm_head.weight.numel()
+    size = 2 if setup.dtype == torch.bfloat16 else 4
+    head_size = 4 if setup.device.type == "cuda" else size      # model.Head
+    c = policy.config
+    head_dim = c.head_dim or c.n_embd // c.n_head
+
+    # tokens of each row: read before the first one is sampled, sampled
+    T = rollout.sampled_mask.shape[1]
+    read = rollout.attention_mask[:, :-T].sum(1).double()                           # (N,)
+    sampled = rollout.completion_mask.sum(1).double()                               # (N,)
+    num_sampled = float(sampled.sum())
+    num_tokens = float((read + sampled).sum())
+    keys = float((sampled * read + sampled * (sampled - 1) / 2).sum())      # read while sampling
+    pairs = float((read + sampled).square().sum() / 2)                      # of a query and a key
+
+    # sampling reads all weights for each token of the batch, and the keys and values before it
+    at_once = cfg.decode_batch_size or len(read)
+    steps = T * math.ceil(len(read) / at_once)
+    kept = 2 * c.n_layer * (c.n_kv_head or c.n_head) * head_dim * size      # bytes of a token
+    attention = 4 * c.n_layer * c.n_head * head_dim                         # operations of a pair
+    forward = 2 * linear * num_tokens + 2 * head * num_sampled + attention * pairs
+    trained = sum(p.numel() for p in setup.trained)
+    return {
+        "sampling": (2 * (linear + head) * num_sampled + attention * keys,
+                     steps * (linear * size + head * head_size) + keys * kept),
+        "reference": (forward if cfg.beta else None, None),
+        "loss": (3 * forward * cfg.num_iterations, None),
+        "step": (None, 28 * trained)}       # AdamW reads four numbers and writes three
+
+
+def device_name(device):
+    """The GPU's name, or the CPU's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in read_proc("cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return "CPU"
+
+
+def peaks_of(name, dtype):
+    """(bytes/s, operations/s) that a device has by its data sheet, None for what is not known."""
+    for part, (bandwidth, half, full) in PEAKS.items():
+        if part in name:
+            rate = half if dtype == torch.bfloat16 else full
+            return 1e9 * bandwidth, 1e12 * rate if rate else None
+    return None, None
+
+
+def share(amount, seconds, peak):
+    """amount / seconds as a share of the peak; None where either is not known."""
+    if amount is None or peak is None or seconds == 0:
+        return None
+    return float(f"{amount / seconds / peak:.3g}")
+
+
+def report(setup, cfg, its):
+    """Iterations `its` phase by phase, of which the first does not count -> what the line says.
+
+    tokens_per_s: sampled tokens of an iteration by the seconds of the phase. bandwidth, matrix:
+    shares of the peaks. The log-probs of the policy that sampled cost nothing: the sampler has
+    them.
+    """
+    found = [timed_iteration(setup, cfg, it) for it in its][1:]
+    name = device_name(setup.device)
+    bytes_per_s, operations_per_s = peaks_of(name, setup.dtype)
+    phases = {"old_logp": None}
+    for phase in PHASES:
+        seconds = statistics.median(seconds[phase] for seconds, _ in found)
+        rates = []
+        shares = []
+        for times, rollout in found:
+            spent = times[phase]
+            operations, read = work_of(setup, cfg, rollout).get(phase, (None, None))
+            if spent:
+                rates.append(int(rollout.sampled_mask.sum()) / spent)
+            shares.append((share(read, spent, bytes_per_s),
+                           share(operations, spent, operations_per_s)))
+        bandwidth, matrix = shares[len(shares) // 2]
+        is_on = dict(reference=cfg.beta, influence=cfg.tracin != "off",
+                     held_out=cfg.tracin != "off" and cfg.tracin_val_prompts).get(phase, True)
+        phases[phase] = dict(
+            seconds=float(f"{seconds:.4g}"), tokens_per_s=round(statistics.median(rates)),
+            bandwidth=bandwidth, matrix=matrix) if is_on and rates else None
+    c = setup.policy.config
+    total = statistics.median(sum(seconds.values()) for seconds, _ in found)
+    tokens = statistics.median(int(rollout.sampled_mask.sum()) for _, rollout in found)
+    return dict(
+        device=name, torch=torch.__version__, dtype=str(setup.dtype).removeprefix("torch."),
+        compile=setup.policy_fn is not setup.policy, tracin=cfg.tracin,
+        policy=dict(n_layer=c.n_layer, n_embd=c.n_embd, vocab_size=c.vocab_size),
+        rows=cfg.num_prompts * cfg.num_generations, tokens=tokens,
+        seconds=float(f"{total:.4g}"), tokens_per_s=round(tokens / total),
+        peak_bandwidth=bytes_per_s, peak_matrix=operations_per_s, phases=phases)
+
+
+def print_phases(setup, cfg, its):
+    """The line, and what it cannot say."""
+    found = report(setup, cfg, its)
+    if found["peak_bandwidth"] is None:
+        print(f"note: {found['device']!r} is not in the table of peaks (extras/bench/phases.py): "
+              "no shares of them")
+    print(json.dumps(found), flush=True)
+    return found
