@@ -101,9 +101,9 @@ def work_of(setup, cfg, rollout):
     read = rollout.attention_mask[:, :-T].sum(1).double()                           # (N,)
     sampled = rollout.completion_mask.sum(1).double()                               # (N,)
     num_sampled = float(sampled.sum())
-    num_tokens = float((read + sampled).sum())
+    num_tokens = float((read + sampled - 1).sum())      # nothing follows the last one
     keys = float((sampled * read + sampled * (sampled - 1) / 2).sum())      # read while sampling
-    pairs = float((read + sampled).square().sum() / 2)                      # of a query and a key
+    pairs = float((read + sampled - 1).square().sum() / 2)                  # of a query and a key
 
     # sampling reads all weights for each token of the batch, and the keys and values before it
     at_once = cfg.decode_batch_size or len(read)

@@ -1,15 +1,21 @@
 """The bench: an iteration is grpo's, variants take turns, and what is typed wrong is refused."""
 import importlib.util
+import itertools
+import json
+import math
 import sys
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import extras.bench.__main__ as bench
 import grpo
+import tracin
 from common.files import ROOT
-from extras.bench import shapes
-from worlds import assert_near, printed, refusal, settings, setup_of, skip_without
+from extras.bench import card, phases, shapes
+from rollout import completion_logprobs
+from worlds import assert_near, printed, read_rows, refusal, settings, setup_of, skip_without
 
 
 @pytest.fixture
@@ -47,9 +53,171 @@ def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
 
 def test_a_config_beside_a_variant(quick):
     text = printed(bench.main, [*quick, "--repeat=1", "vs", "--tracin=self"])
+    plain, influence = [json.loads(line) for line in text.splitlines() if line[0] == "{"]
+    assert plain["phases"]["influence"] is None
+    assert influence["phases"]["influence"]["tokens_per_s"] > 0
     assert f"{' '.join(quick)} (torch.float32)\n" in text, "a variant says what it runs in"
     assert "vs --tracin=self (torch.float32)\n" in text
     assert text.count(" tokens/s, ") == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# by phase
+
+
+def test_phases_add_up_to_an_iteration_of_a_run(monkeypatch):
+    """By a clock that a phase alone moves on."""
+    cfg = settings(beta=0.1, tracin="self", num_iterations=2)
+    setup = setup_of(cfg)
+    time_now = [0.0]
+
+    def takes(seconds, function):
+        def call(*args, **how):
+            time_now[0] += seconds
+            return function(*args, **how)
+        return call
+
+    setup.generate = takes(1, setup.generate)
+    monkeypatch.setattr(grpo, "score_rows", takes(10, grpo.score_rows))
+    monkeypatch.setattr(grpo, "reference_logprobs", takes(100, grpo.reference_logprobs))
+    monkeypatch.setattr(grpo, "loss_of", takes(1000, grpo.loss_of))
+    monkeypatch.setattr(tracin, "find_helpful", takes(1e4, tracin.find_helpful))
+    monkeypatch.setattr(setup.optimizer, "step", takes(1e5, setup.optimizer.step))
+    monkeypatch.setattr(phases, "now", lambda device: time_now[0])
+    seconds, rollout = phases.timed_iteration(setup, cfg, 0)
+    assert seconds == dict(sampling=1, reward=10, reference=100, held_out=0, loss=2000,
+                           influence=1e4, step=2e5)
+    assert len(rollout.ended) == 12
+
+
+def test_the_work_of_a_forward_is_what_torch_counts():
+    cfg = settings(beta=0.1)
+    setup = setup_of(cfg)
+    rollout = grpo.collect(setup, setup.prompts[1:], cfg, seed=0).rollout       # without padding
+    T = rollout.sampled_mask.shape[1]
+    rollout.completion_mask[:] = rollout.sampled_mask[:] = True                 # and without ends
+    counter = FlopCounterMode(display=False)
+    with counter:
+        completion_logprobs(setup.policy, rollout)
+    found = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in found.items() if "mm" in str(op) and "bmm" not in str(op))
+    width = rollout.tokens.shape[1] - 1
+    c = setup.policy.config
+    attention = 4 * c.n_layer * c.n_embd * len(rollout.ended) * width ** 2 / 2
+    work = phases.work_of(setup, cfg, rollout)
+    assert work["reference"][0] == products + attention
+    assert work["loss"][0] == 3 * work["reference"][0]
+
+    # while sampling, all weights are read for each token of the batch, and all keys before it
+    linear = sum(p.numel() for name, p in setup.policy.named_parameters()
+                 if p.dim() == 2 and name != "wpe.weight")      # the head is the embedding
+    P = rollout.tokens.shape[1] - T
+    keys = len(rollout.ended) * sum(P + t for t in range(T))
+    assert work["sampling"][1] == 4 * (T * linear + keys * 2 * c.n_layer * c.n_embd)
+
+
+def test_peaks_are_looked_up_by_name():
+    half, full = torch.bfloat16, torch.float32
+    assert phases.peaks_of("NVIDIA A100-SXM4-80GB", half) == (2039e9, 312e12)
+    assert phases.peaks_of("NVIDIA H100 PCIe", full) == (2000e9, 51e12)
+    assert phases.peaks_of("NVIDIA H100 80GB HBM3", half) == (3350e9, 989e12)
+    assert phases.peaks_of("Tesla T4", half) == (320e9, None)
+    assert phases.peaks_of("a card of tomorrow", half) == (None, None)
+    assert phases.share(1e9, 0.5, 4e9) == 0.5
+    assert phases.share(None, 0.5, 4e9) is None
+    assert phases.share(1e9, 0.5, None) is None
+
+
+# ------------------------------------------------------------------------------------------------
+# the card
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", [
+    "model qwen3, float32", "model gpt-neo, bfloat16", "compiled sampling llama, bfloat16",
+    "judge, bfloat16", "run influence, float32", "run plain, bfloat16", "names of the device"])
+def test_a_part_works_here(name):
+    part, = card.try_parts(CPU, name)
+    assert part.said == "ok", part
+
+
+def test_a_run_is_interrupted_and_looked_at():
+    parts = []
+    for name, *part in card.all_parts():
+        if name in ("resume", "evaluate.py", "tracin.py"):
+            parts.append((name, *part))
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(card, "all_parts", lambda: parts)
+        found = card.try_parts(CPU)
+    assert [part.said for part in found] == ["ok"] * 3, found
+    assert found[0].error == 0, "a CPU repeats an iteration to the bit"
+
+
+def test_what_fails_is_named_and_the_rest_goes_on(monkeypatch):
+    def raises(world):
+        raise RuntimeError("no kernel")
+
+    def ends(world):
+        raise SystemExit("stopped: NaN")
+
+    def lacks(world):
+        card.needs("nothing-of-this-name")
+
+    monkeypatch.setattr(card, "all_parts", lambda: [
+        ("raises", raises, ()), ("ends", ends, ()), ("lacks", lacks, ()),
+        ("wrong", lambda world: (0.5, 0.1), ()), ("nan", lambda world: (math.nan, 0.1), ()),
+        ("right", lambda world, x: (x, 0.1), (0.05,))])
+    parts = card.try_parts(CPU)
+    said = {part.name: part.said for part in parts}
+    assert "no kernel" in said["raises"]
+    assert "stopped: NaN" in said["ends"]
+    assert said["lacks"].startswith("not there")
+    assert said["right"] == "ok"
+    with pytest.raises(SystemExit) as end:
+        printed(card.print_card, CPU, parts, ["{}"])
+    assert str(end.value).endswith("raises, ends, wrong, nan")
+    text = printed(card.print_card, CPU, parts[-1:], ["a line"])
+    assert "a line\n" in text
+    assert "failed:    nothing" in text
+
+
+@pytest.mark.parametrize("name", ["model gpt2, float32", "run plain, float32"])
+def test_wrong_numbers_are_found(name, monkeypatch):
+    """Those of the device, which here is told from the CPU by its order."""
+    calls = itertools.count()
+
+    def off(model, *args):
+        return completion_logprobs(model, *args) * (1.01 if next(calls) == 0 else 1)
+
+    def off_entropy(*args):
+        return [row | {"entropy": row["entropy"] * (1 + 0.1 * next(calls))}
+                for row in read_rows(*args)]
+
+    monkeypatch.setattr(card, "completion_logprobs", off)
+    monkeypatch.setattr(card, "read_log", off_entropy)
+    part, = card.try_parts(CPU, name)
+    assert part.said == "off by more than is allowed", part
+
+
+def test_a_fast_path_that_is_turned_off_fails(monkeypatch):
+    from run import precision
+    monkeypatch.setattr(precision, "find_problem", lambda *_: "made up")
+    part, = card.try_parts(CPU, "run plain, bfloat16")
+    assert "note: bfloat16 off: made up" in part.said
+
+
+def test_a_single_config_ends_in_the_card(quick, monkeypatch):
+    monkeypatch.setattr(bench, "try_parts", lambda device: [card.Part("p", 0.0, 0.0, "ok", 1.0)])
+    text = printed(bench.main, [*quick, "--repeat=1"])
+    block = text[text.index("paste from here"):]
+    assert '"phases": ' in block
+    assert "p  " in block
+    assert "paste" not in printed(bench.main, [*quick, "--repeat=1", "--card=False"])
+
+
+# ------------------------------------------------------------------------------------------------
+# beside others
 
 
 def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
