@@ -8,6 +8,7 @@ may be another one, so a run's error is there that of its log-probs: trainer aga
 """
 import contextlib
 import copy
+import functools
 import importlib
 import io
 import os
@@ -25,13 +26,13 @@ import torch
 import grpo
 from common.device import autocast, pick_device, read_proc
 from common.files import ROOT, read_log
+from common.guards import tolerance_of
 from common.script import shown
 from data.weights import save_gpt
 from extras.bench.phases import device_name
 from judge.scorer import Scorer, logits_of
 from model import GPT, GPTConfig
 from rollout import completion_logprobs, generate
-from run.metrics import tolerance_of
 from tape import Tape
 
 FAMILIES = {
@@ -147,7 +148,8 @@ def family(world, name, dtype, decoder=None):
     rows = torch.stack([flat_gradient(row, exact) for row in expected.sum(1)])  # (N, weights)
     total = rows.sum(0)
 
-    gaps = torch.stack([(x.detach().double().cpu() - expected.detach()).abs() for x in (logp, r.logp)])
+    expected = expected.detach()
+    gaps = torch.stack([(x.detach().double().cpu() - expected).abs() for x in (logp, r.logp)])
     gap = float(gaps.mean() if dtype == torch.bfloat16 else gaps.max())
     errors = [gap, relative(flat_gradient(logp.sum(), model), total)]
     with Tape(model, len(logp)) as tape:
@@ -198,10 +200,24 @@ def flags_of(world, out_dir, device, dtype, settings):
             f"--out_dir={world.path(out_dir)}", *settings]
 
 
+@contextlib.contextmanager
+def graphs_alone(device):
+    """Without a GPU: torch.compile makes its graphs, but no code, which takes minutes."""
+    compile = torch.compile
+    if device.type != "cuda":
+        torch.compile = functools.partial(compile, backend="eager")
+    try:
+        yield
+    finally:
+        torch.compile = compile
+
+
 def run_there(world, out_dir, device, dtype, settings):
     """Rows of the metrics of a run. Raises where a fast path was turned off."""
     shutil.rmtree(world.path(out_dir), ignore_errors=True)
-    out = quiet(grpo.main, flags_of(world, out_dir, device, dtype, settings))
+    flags = flags_of(world, out_dir, device, dtype, settings)
+    with graphs_alone(torch.device(device)):
+        out = quiet(grpo.main, flags)
     for line in out.splitlines():
         if line.startswith(("note: bfloat16 off", "note: compile off")):
             raise RuntimeError(line)
@@ -285,7 +301,9 @@ def all_parts():
         ("evaluate.py", looked_at, ("evaluate",)),
         ("sample.py", looked_at, ("sample", "--prompt=the")),
         ("tracin.py", looked_at, ("explain.__main__",)),
-        ("account", looked_at, ("explain.__main__", "--prompt=the", "--completion= cat")),
+        ("tracin.py, next iteration", looked_at, ("explain.__main__", "--next_iteration")),
+        ("tracin.py, a sentence", looked_at,
+         ("explain.__main__", "--prompt=the", "--completion= cat")),
         ("torchrun, one process", torchrun, ())]
     return parts
 
@@ -344,14 +362,17 @@ def about(device):
     lines = [f"device    {device_name(device)} ({device})"]
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
-        lines.append(f"          capability {p.major}.{p.minor}, {p.total_memory / 2 ** 30:.0f} GB, "
-                     f"driver {driver() or 'unknown'}")
+        memory = p.total_memory / 2 ** 30
+        lines.append(f"          capability {p.major}.{p.minor}, {memory:.0f} GB, driver "
+                     f"{driver() or 'unknown'}")
         lines.append("errors    against float64 on the CPU; of runs, against the CPU")
     else:
-        lines.append("errors    against float64; of runs, against the same run: this is no GPU")
+        lines += ["errors    against float64; of runs, against the same run: this is no GPU",
+                  "compile   graphs alone, no code is generated: this is no GPU"]
     git = subprocess.getoutput(f"git -C '{ROOT}' rev-parse --short HEAD").splitlines()[-1]
-    lines.append(f"software  torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
-                 f"{platform.python_version()}, {platform.platform()}, {git}")
+    lines += [f"software  torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
+              f"{platform.python_version()}, commit {git}",
+              f"          {platform.platform()}"]
     return lines
 
 
@@ -363,7 +384,7 @@ def print_card(device, parts, lines):
     print(*about(device), sep="\n")
     for part in parts:
         error = "" if part.error is None else f"{part.error:.1e}"
-        print(f"{part.name:36}{error:>9}  {part.said}, {part.seconds:.1f} s")
+        print(f"{part.name:37}{error:>8}  {part.said}, {part.seconds:.1f} s")
     print(*lines, sep="\n")
     print("not there:", ", ".join(absent) or "nothing")
     print("failed:   ", ", ".join(bad) or "nothing")
