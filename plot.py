@@ -4,6 +4,7 @@
     python plot.py out/beta0.1 out/beta0.2                  # a colour for each
     python plot.py out/seed1 out/seed2 --out=curves.svg     # seeds of one run: mean and range
     python plot.py out/seed1 out/seed2 --panels=3           # only the first three panels
+    python plot.py out/toxicity --panels=reward,kl,tracin/std_ip    # by their names in the logs
 
 Runs that differ by their seed alone share a colour: the line is their mean, the band their range.
 A row of metrics.jsonl describes rollouts sampled before the step of its iteration. An evaluation at
@@ -74,14 +75,34 @@ def kind_of(folder):
     return json.dumps([kept, run["source"]])
 
 
-def draw_runs(groups, most=len(PANELS)):
-    """Draw the first panels that have data -> Figure. groups: what groups_of returns."""
+def panels_of(asked, groups):
+    """(title, log, metric) of the panels that --panels asks for: a number, the first ones; or names
+    of numbers in the logs, with commas between them."""
+    if not asked or asked.isdecimal():
+        return PANELS
+    titles = {metric: title for title, _, metric in PANELS}
+    logs = {name: log for runs in groups.values() for run in runs
+            for log in ("eval", "metrics") for row in run[log][:1] for name in row}
+    logs |= {metric: log for _, log, metric in PANELS}
     panels = []
-    for title, log, metric in PANELS:
+    for name in asked.split(","):
+        if name not in logs:
+            raise BadInput(f"--panels={asked}: {name!r} is in no log; a number, or names from: "
+                           f"{', '.join(sorted(logs))}")
+        panels.append((titles.get(name, name), logs[name], name))
+    return panels
+
+
+def draw_runs(groups, asked=""):
+    """Draw the panels that have data, all or those asked for -> Figure. groups: what groups_of
+    returns. asked: see panels_of."""
+    panels = []
+    for title, log, metric in panels_of(asked, groups):
         curves = [curves_of(runs, log, metric) for runs in groups.values()]
         if not all(np.isnan(y).all() for _, y in curves):
             panels.append((title, log, curves))
-    panels = panels[:most]
+    if asked.isdecimal():
+        panels = panels[:int(asked)]
     if not panels:
         raise BadInput(f"{', '.join(groups)}: nothing to draw yet; wait for the first iteration")
     names, names_in_row = legend_names(groups)
@@ -150,10 +171,11 @@ def curves_of(runs, log, metric):
 
 
 def main(argv):
-    own, folders = own_flags(argv, {"out": "", "panels": len(PANELS)})
+    own, folders = own_flags(argv, {"out": "", "panels": ""})
     if not folders or any(arg.startswith("--") for arg in folders):
         raise BadInput(
-            "usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] [--panels=N]")
+            "usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] [--panels=N or "
+            "--panels=NAME,NAME]")
     path = own["out"] or os.path.join(folders[0], "curves.png")
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")

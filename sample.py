@@ -2,11 +2,13 @@
 Print completions of a prompt by a trained policy, each with its scores by judges and rewards.
 
     python sample.py out/toxicity --prompt="You are" [--num=5] [--before=True] [--setting=value ...]
+    python sample.py out/toxicity       # reads prompts from the terminal or a pipe, one a line
 
 With --chat=True the prompt is what a user says to a chat model, in the model's chat template.
 --before=True prints those of the policy before training first, with the same noise. Settings are
 the run's unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
+import sys
 from dataclasses import replace
 
 from common.script import BadInput, own_flags, run_script, seed_for     # before torch: see common
@@ -47,11 +49,29 @@ def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
     return completions, scores
 
 
+def answer(setup, policies, cfg, prompt, own):
+    """Prints what each of policies {title: (policy, iterations done)} says after a prompt."""
+    print(repr(prompt))
+    for title, (speaker, done) in policies.items():
+        completions, scores = speak(setup, speaker, cfg, prompt, own["num"], own["chat"], done)
+        print("  " + "".join(f"{name:>12}" for name in scores) + f"  {title}")
+        for completion, *numbers in zip(completions, *scores.values()):
+            print("  " + "".join(f"{x:12.3f}" for x in numbers) + f"  {completion!r}", flush=True)
+
+
+def prompts_from(lines):
+    """The lines of a terminal or a pipe that hold a prompt."""
+    if lines.isatty():
+        print("a prompt a line; Ctrl-D ends", flush=True)
+    for line in lines:
+        if line.strip():
+            yield line.rstrip("\r\n")
+
+
 def main(argv):
     own, argv = own_flags(argv, dict(prompt="", num=5, before=False, chat=False))
-    prompt = own["prompt"]
-    if not prompt:
-        raise BadInput('usage: python sample.py RUN [CONFIG.py] --prompt="You are" [--num=5] '
+    if not argv:
+        raise BadInput('usage: python sample.py RUN [CONFIG.py] [--prompt="You are"] [--num=5] '
                        "[--before=True] [--chat=True] [--setting=value ...]")
     cfg, path = last_of(argv)
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
@@ -61,12 +81,14 @@ def main(argv):
     if own["before"]:
         policies = {"before training": (setup.base, 0)} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
-    print(repr(prompt))
-    for title, (speaker, done) in policies.items():
-        completions, scores = speak(setup, speaker, cfg, prompt, own["num"], own["chat"], done)
-        print("  " + "".join(f"{name:>12}" for name in scores) + f"  {title}")
-        for completion, *numbers in zip(completions, *scores.values()):
-            print("  " + "".join(f"{x:12.3f}" for x in numbers) + f"  {completion!r}")
+    if own["prompt"]:
+        answer(setup, policies, cfg, own["prompt"], own)
+        return
+    for prompt in prompts_from(sys.stdin):
+        try:
+            answer(setup, policies, cfg, prompt, own)
+        except BadInput as e:   # the next line may be better
+            print(f"error: {e}", flush=True)
 
 
 if __name__ == "__main__":

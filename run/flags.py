@@ -104,10 +104,10 @@ def problems_of_step(m, cfg, first):
             f"the gradient is near zero (grad_norm {m['grad_norm']:.1e}), the advantages are not: "
             "does the policy still explore (entropy, logp)? Is the loss cut off from it?")
     if cfg.beta:
-        yield from problems_of_kl(m, cfg, first)
+        yield from problems_of_kl(m, cfg, first, teaches)
 
 
-def problems_of_kl(m, cfg, first):
+def problems_of_kl(m, cfg, first, teaches):
     if m["kl"] > 5:
         yield "kl", (
             f"KL {m['kl']:.1f} nats per token is exploding: lower learning_rate or raise beta")
@@ -119,7 +119,8 @@ def problems_of_kl(m, cfg, first):
             f"KL {m['kl']:.2g} is negative on average, which no KL is: the log-probs are not those "
             "of the distribution that was sampled from; check temperature and masks")
     share = m.get("kl_grad_share", math.nan)    # not in every iteration
-    if share > 1 and not has_risen(m, first):   # where a run has arrived the two are in balance
+    # where nothing is learned, or the run has arrived, the KL's is the larger one anyway
+    if share > 1 and teaches and not has_risen(m, first):
         yield "kl share", (
             f"the KL's gradient is {share:.1f} times the policy's, and the reward has not risen: "
             "lower beta. A tenth to a third is a rule of thumb, no more")

@@ -185,7 +185,7 @@ def test_sentences_say_what_was_planted():
                     influence=math.exp(a) - 0.5, weight=float(a > 0))
                for i, (a, b) in enumerate(zip(*noise))]
     metrics = [{"tracin/target_cosine": x} for x in (0.02, None, -0.01)]
-    shares, target, likeness = sentences_of(planted, metrics, list)
+    shares, target, difference, likeness = sentences_of(planted, metrics, list)
     assert "tenth of 300" in shares and "dropped have" in shares
     kept = [row | {"weight": 1.0} for row in planted]
     assert "dropped" not in sentences_of(kept, metrics, list)[0]
@@ -194,6 +194,17 @@ def test_sentences_say_what_was_planted():
     assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]
     alike = [row | dict(reward=1.0) for row in planted]
     assert "+0.00 with reward" in sentences_of(alike, [], list)[-1]
+    assert "a higher reward by" in difference
+
+
+def test_the_helpful_are_compared_within_their_iteration():
+    rows = [dict(iteration=it, reward=r, advantage=0.0, influence=x, weight=1.0, completion="e" * n)
+            for it, r, x, n in ((0, 1, .1, 2), (0, 0, -.2, 4), (1, 11, 3, 1), (1, 9, -9, 3))]
+    found, = (text for text in sentences_of(rows, [], list) if "the helpful" in text)
+    assert "a higher reward by 1.5," in found       # 1 - 0 and 11 - 9, not 6 - 4.5 of all
+    assert "a lower length in tokens by 2" in found
+    rows = [row | {"influence": 1.0} for row in rows]
+    assert not [text for text in sentences_of(rows, [], list) if "the helpful" in text]
 
 
 # ------------------------------------------------------------------------------------------------

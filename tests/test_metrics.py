@@ -11,7 +11,8 @@ from run import metrics
 from common.guards import logp_error
 from run.metrics import batch_metrics, rollout_toxicity
 from worlds import (
-    forward, generator_of, letters, mean_token, number_gpt, refusal, settings, shaken, world)
+    forward, generator_of, gradient, letters, mean_token, number_gpt, refusal, settings, setup_of,
+    shaken, world)
 
 CLIP = 0.01     # so narrow that a pass after a step is clipped
 
@@ -233,6 +234,32 @@ def test_metrics_of_a_target(kind):
             "tracin/target_advantage_min": min(advantages),
             "tracin/target_advantage_max": max(advantages)}
         assert {name: m[name] for name in expected} == pytest.approx(expected, 1e-3), kind
+
+
+def test_the_kls_share_of_the_gradient():
+    for steps in (dict(), dict(mini_batch_size=4)):     # of the first step
+        cfg = settings(beta=0.3, micro_batch_size=5, **steps)
+        setup, batch = world(cfg, reference=shaken(number_gpt()))
+        step = next(grpo.optimizer_steps(batch, cfg, 1))
+        norms = []
+        for part in ("kl", "policy"):
+            loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
+            norms.append(float(gradient(getattr(loss, part), setup.trained).norm()))
+        m = grpo.update(setup, batch, None, cfg, seed=1, compare_kl=True)
+        assert m["kl_grad_share"] == pytest.approx(norms[0] / norms[1], 1e-3)
+
+
+@pytest.mark.parametrize("rank", (0, 2))
+def test_a_sync_counts_the_tensors_that_differ(rank):
+    cfg = settings(beta=0.1, ref_model_sync_steps=1, lora_rank=rank)
+    setup = setup_of(cfg)
+    shaken(setup.policy)
+    weights = list(setup.policy.parameters())
+    moved = sum(not torch.equal(p, r) for p, r in zip(weights, setup.reference.parameters()))
+    found = grpo.sync_reference(setup, 0.6)
+    assert found == {"ref_tensors_differing": moved, "ref_distance_left": pytest.approx(0.4)}
+    found = grpo.sync_reference(setup, 1.0)
+    assert found == {"ref_tensors_differing": 0, "ref_distance_left": 0.0}
 
 
 def test_the_targets_gradient_is_measured_as_a_whole_and_on_the_first_weights():

@@ -40,6 +40,7 @@ def run(tmp_path):
     rows = [{"iteration": i} | {name: j + 0.1 / i for j, name in enumerate(METRICS)}
             for i in range(1, 6)]
     rows[2]["kl"] = None
+    rows = [row | {"extra": 0.5} for row in rows]
     evaluations = [{"iteration": i, "perplexity": 20.0 + i, "ended": 0.5, "kl": 7.0,
                     "eval_judge/toxicity": 0.3 / (i + 1)} for i in (0, 3, 5)]
     return make_run(tmp_path / "run", rows, evaluations)
@@ -194,6 +195,10 @@ def test_files_and_refusals(run, tmp_path):
     printed(plot.main, [run])
     assert curves.read_bytes()[:4] == b"\x89PNG"
     assert elsewhere.read_text() == "somebody's", "a picture was written through a link"
+    printed(plot.main, [run, f"--out={path}", "--panels=tracin/positive_ratio,extra"])
+    svg = path.read_text()
+    assert "extra" in svg and "reward, mean" not in svg
+    assert "'loss' is in no log" in refusal(plot.main, [run, "--panels=kl,loss"])
     for argv in ([], ["--out=x.png"], [run, "--colour=red"]):
         assert "usage" in refusal(plot.main, argv)
     assert "must end in .png" in refusal(plot.main, [run, "--out=x.pdf"])

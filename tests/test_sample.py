@@ -1,5 +1,6 @@
 """`python sample.py RUN`: what a policy says, and what the judges make of it."""
 import ast
+import io
 import re
 
 import pytest
@@ -87,9 +88,20 @@ def questions(n, seed):
 def test_the_command_and_its_refusals(run):
     assert "must be 1 to 24 " in refusal(speak.main, [run, f"--prompt={'river ' * 40}"])
     assert "--prompt with --chat=False is" in refusal(speak.main, [run, "--prompt=\udcff"])
-    for argv in ([], [run]):
-        assert "usage" in refusal(speak.main, argv)
+    assert "usage" in refusal(speak.main, [])
     for num in ("0", "-1", "x", "", "1" * 5000):
         assert "must be --num=N" in refusal(speak.main, [run, "--prompt=a", f"--num={num}"])
     lines = command("sample.py", run, "--prompt=a green", "--num=2").splitlines()
     assert len(spoken(lines)) == 2, lines
+
+
+def test_without_a_prompt_it_reads_lines(run, monkeypatch):
+    """An overlong one is an error of its own; the next is answered as if it were --prompt."""
+    lines = io.StringIO(f"a green river\n\n{'river ' * 40}\nmy grumble\r\n")
+    monkeypatch.setattr("sys.stdin", lines)
+    found = say(run, "--num=2")
+    first, second = (say(run, "--num=2", f"--prompt={text}") for text in (
+        "a green river", "my grumble"))
+    assert found[:len(first)] == first and found[-len(second):] == second
+    overlong, error = found[len(first):-len(second)]
+    assert "river river" in overlong and error.startswith("error: ")
