@@ -63,8 +63,8 @@ def inner(g, h):
 
 
 def cosine(g, h):
-    """NaN where one of them is 0."""
-    return float(inner(g, h) / (inner(g, g) * inner(h, h)).sqrt())
+    """(), NaN where one of them is 0."""
+    return inner(g, h) / (inner(g, g) * inner(h, h)).sqrt()
 
 
 # ------------------------------------------------------------------------------------------------

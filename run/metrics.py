@@ -212,7 +212,8 @@ class Meter:
         self.losses = {"loss": zeros[0], "policy_loss": zeros[0]}
         self.sums = {}              # {name: tensor (2,)}, sum and count of the other metrics
         # spread_parts of the micro-batches, after those of none
-        self.ratios = [torch.tensor([0, 0, 0, math.inf, -math.inf], dtype=torch.float64).to(zeros)]
+        infinite = torch.full_like(zeros[:1], math.inf)
+        self.ratios = [torch.cat([zeros, infinite, -infinite])]
         self.influences = []        # (n,) of the scored rollouts of each step
         # tokens under the loss that the policy did not choose; advantages, log-probs not finite
         self.suspects = zeros
