@@ -208,7 +208,36 @@ FILES = of(
     ("a name with a dot is always a path", "if row.get(name) is not None:",
      'if "." not in name and row.get(name) is not None:'))
 
-MISTAKES = [*BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
+NOTES = of(
+    "run/metrics.py", "test_metrics.py",
+    ("spread of the ratio without its mean", "(squares - total ** 2 / count)", "squares"),
+    ("least ratio of what is masked", "ratio.masked_fill(~unit, math.inf).min()", "ratio.min()"),
+    ("strays that nobody counts", "strays = loss.batch.loss_mask & ~sampled",
+     "strays = loss.batch.loss_mask & ~loss.batch.loss_mask"),
+    ("the target's loss is not by rollout", ".sum(1)[rows] * len(rows)", ".sum(1)[rows]"),
+    ("twins of another group", "group = completions[i:i + num_generations]",
+     "group = completions"),
+    ("the head's gradient after clipping", " * (grad_norm / most).clamp(min=1)", "")) + of(
+    "grpo.py", "test_metrics.py",
+    ("a sync that does nothing", "        r.lerp_(p, alpha)", "        r.lerp_(p, 0 * alpha)"),
+    ("the KL's gradient beside itself", 'batch, step, "policy")\n    return float',
+     'batch, step, "kl")\n    return float')) + of(
+    "run/flags.py", "test_report.py",
+    ("a gradient near zero is 0", 'm["grad_norm"] < least', 'm["grad_norm"] == 0'),
+    ("log-probs near zero are 0", 'm["logp"] > -1e-3', 'm["logp"] == 0'),
+    ("a risen reward excuses nothing", 'm["identical_completions"] > 0.5 and not solved',
+     'm["identical_completions"] > 0.5'),
+    ("a fall within the noise", "fall > 3 * noise", "fall > 0")) + of(
+    "extras/step/__init__.py", "test_debug_step.py",
+    ("the divisor of a group for that of the batch", '"batch": std(rewards) + 1e-4', '"batch": None'),
+    ("rewards before the KL is taken off", "rewards = rewards - cfg.beta * batch.kl.sum(1)",
+     "rewards = rewards - 0 * batch.kl.sum(1)")) + of(
+    "tracin.py", "test_influence.py",
+    ("balanced is the best", '"balanced": size // 2', '"balanced": 0'),
+    ("a function gets all held-out rollouts", "some_of(batch, rows)\n        gradient",
+     "batch\n        gradient"))
+
+MISTAKES = [*NOTES, *BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
             *ACCOUNT, *TARGET, *DEVICE, *FILES]
 
 

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 import grpo as method
 from common.files import ROOT
 from rollout import Rollout, completion_logprobs
+from run.flags import notes
+from tracin import select
 from worlds import (
     WORDS, WORD_PROMPTS, load_settings, loss_of_rows, read_rows, refusal, setup_of, skip_without,
     word_gpt, words)
@@ -326,6 +328,11 @@ FAILURES = {
              "--tracin_val_select=best"), "target's rewards spread"),
     "000 hypothesis 2, a target that is noise": (
         RANDOM, ("--tracin=reward", "--num_prompts=2"), "target's rollouts are too few"),
+    "000 next steps 3, influence of zero": (
+        CONSTANT, ("--tracin=reward",), "influence kept no rollout"),
+    "002 issue 1.2, no token is learned from": (
+        LETTERS, ("--mask_truncated_completions=True", "--max_completion_length=1"),
+        "no completion tokens carry loss"),
     "002 issue 1, a loss of 0.0000 is right": (LETTERS, ("--loss_type=grpo",), "note: a loss of 0")}
 
 
@@ -337,6 +344,22 @@ def test_a_failure_is_named(failure, grpo, tmp_path):
     out = grpo(tmp_path / "run", path, *OWN * bool(config), *flags)
     said = [line for line in out.splitlines() if line.startswith(("WARNING: ", "note: "))]
     assert any(re.search(words, line) for line in said), "\n".join(said) or "nothing was said"
+
+
+def test_note_000_hardly_any_positive_influence_keeps_the_better_half():
+    keep, is_fallback = select(torch.tensor([0.5, *(-float(i) for i in range(1, 12))]), "positive")
+    assert is_fallback and keep.tolist() == [True] * 6 + [False] * 6
+
+
+def test_note_000_influence_through_adapters_is_that_of_plain_backwards(grpo, tmp_path):
+    """The first step of every run with influence is checked; a difference would end it."""
+    skip_without("lora")
+    grpo(tmp_path / "run", "--lora_rank=2", "--tracin=reward", "--max_iters=1")
+
+
+def test_note_002_an_iteration_that_takes_several_times_the_median():
+    m = dict(loss=0.1, num_steps=1, grad_norm=1.0, step_time=9.0)
+    assert dict(notes(m, earlier=[1.0] * 5)).keys() == {"slow"}
 
 
 def test_note_004_values_that_do_not_move(grpo, tmp_path):
