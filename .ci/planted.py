@@ -69,7 +69,7 @@ LOSS = of(
      "loss_mask = torch.ones_like(rollout.sampled_mask)\n"),
     ("end token without loss", "loss_mask = rollout.sampled_mask\n",
      "loss_mask = rollout.sampled_mask & rollout.sampled_mask.roll(-1, 1)\n"),
-    ("least entropy kept", "rollout.entropy >= entropies", "rollout.entropy <= entropies"))
+    ("least entropy kept", "mask & (entropy >= entropies", "mask & (entropy <= entropies"))
 
 KL = of(
     "grpo.py", "test_algorithm.py",
@@ -81,7 +81,8 @@ KL = of(
     ("KL of a row's mean in the reward", "batch.kl.sum(1)", "batch.kl.mean(1)"),
     ("reference of other rows", "    all_reduce([ref_logp])", "    ref_logp = ref_logp.roll(1, 0)"),
     ("reference is the policy", "setup.reference_fn, ", "setup.policy_fn, "),
-    ("reference at temperature 1", "rollout[rows], cfg.temperature)", "rollout[rows])"))
+    ("reference at temperature 1", "setup.reference_fn, rollout[rows], cfg.temperature)",
+     "setup.reference_fn, rollout[rows])"))
 
 STEP = of(
     "grpo.py", "test_step.py",
@@ -91,6 +92,9 @@ STEP = of(
     ("the first mini-batch again and again", "for mini in rows.split(cfg.mini_batch_size or N):",
      "for mini in rows.split(cfg.mini_batch_size or N)[:1]:"),
     ("reference follows backwards", "r.lerp_(p, alpha)", "r.lerp_(p, 1 - alpha)"),
+    ("entropies of the sampler in every step", "    if not fresh:\n", "    if False:\n"),
+    ("biases decay", '{"params": vectors, "weight_decay": 0.0}',
+     '{"params": vectors, "weight_decay": cfg.weight_decay}'),
     ("truncated completions learned from", "loss_mask & rollout.ended[:, None]", "loss_mask"),
     ("entropy bonus is a fine", "loss.entropy = -cfg", "loss.entropy = cfg"))
 
@@ -190,6 +194,9 @@ TARGET = of(
 
 SUM = of(
     "grpo.py", "test_loss.py",
+    ("a watched reward counts", "return scores[:, weights != 0].double(), weights[weights != 0]",
+     "return scores.double(), weights"),
+    ("sums that differ by rounding", "(spread <= 1e-9 * size) | (spread <= rounding)", "spread <= 0"),
     ("KL corrected by the row's ratio", "of_policy = kl * token_ratio", "of_policy = kl * ratio"),
     ("KL logged as of the sampler", "loss.kl_by_token = of_policy.detach()",
      "loss.kl_by_token = kl.detach()"),

@@ -47,22 +47,33 @@ def print_verdict(rows, cfg):
         "mistakes, --debug_step=True prints every number of a step")
 
 
+def sample_row(it, batch, i, cfg):
+    """A row of samples.jsonl: completion i of a Batch."""
+    prompt = batch.prompts[i]
+    row = dict(iteration=it + 1, prompt=prompt.text, completion=batch.completions[i],
+               reward=float(batch.rewards[i]))
+    if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
+        row["row"] = prompt.row
+    if len(cfg.reward_funcs) > 1:
+        scores = [None if math.isnan(x) else x for x in batch.scores[i].tolist()]
+        row["scores"] = dict(zip(cfg.reward_funcs, scores))
+    return row
+
+
 def sample_rows(it, batch, cfg):
-    """Rows of samples.jsonl: every completion with its reward and advantage."""
-    columns = {"reward": batch.rewards, "advantage": batch.row_advantages}
+    """Rows of samples.jsonl: every completion with its reward and advantage, then those that others
+    have replaced."""
+    columns = {"advantage": batch.row_advantages}
     if cfg.tracin != "off":
         columns |= {"influence": batch.influence, "weight": batch.row_weights}
+    if cfg.zero_std_groups != "keep":
+        columns["learned"] = ~batch.equal_rows(cfg.num_generations)
     columns = {name: x.tolist() for name, x in columns.items()}
-    rows = []
-    for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
-        row = dict(iteration=it + 1, prompt=prompt.text, completion=completion)
-        row |= {name: x[i] for name, x in columns.items()}
-        if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
-            row["row"] = prompt.row
-        if len(cfg.reward_funcs) > 1:
-            scores = [None if math.isnan(x) else x for x in batch.scores[i].tolist()]
-            row["scores"] = dict(zip(cfg.reward_funcs, scores))
-        rows.append(row)
+    rows = [sample_row(it, batch, i, cfg) | {name: x[i] for name, x in columns.items()}
+            for i in range(len(batch.prompts))]
+    for other in batch.replaced or ():
+        rows += [sample_row(it, other, i, cfg) | dict(advantage=None, learned=False)
+                 for i in range(len(other.prompts))]
     return rows
 
 

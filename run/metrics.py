@@ -319,8 +319,9 @@ def rollout_toxicity(batch, setup):
     judge = setup.judges.get("eval_judge")
     if judge is None:
         return {}
-    mine = shard(len(batch.prompts))
-    logits = all_gather(judge(batch.completions[mine]))
+    completions = batch.everything.completions
+    mine = shard(len(completions))
+    logits = all_gather(judge(completions[mine]))
     return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
 
 
@@ -341,44 +342,60 @@ def repeated(completions, num_generations):
     return count / len(completions)
 
 
-def batch_metrics(batch, cfg):
-    """Metrics of a Batch -> {name: number}, with TRL's names where it has the metric."""
-    rollout = batch.rollout
-    known = batch.rewards[~batch.rewards.isnan()]
+def metrics_of_all(everything, cfg):
+    """Metrics of all that the policy has written, also of what is not learned from."""
+    rollout = everything.rollout
+    known = everything.rewards[~everything.rewards.isnan()]
     if len(known) == 0:
         known = torch.full((1,), math.nan)
     sampled = rollout.sampled_mask
+    with_loss = sampled
+    if cfg.mask_truncated_completions:
+        with_loss = sampled & rollout.ended[:, None]
     lengths = sampled.sum(1).float()
     terminated = lengths[rollout.ended]
-    A = batch.advantages        # (N,), with a critic of tokens
-    A = A.cpu() if A.dim() == 1 else A[sampled].cpu()
+    equal = everything.equal_rows(cfg.num_generations)
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
         "reward_min": float(known.min()),
         "reward_max": float(known.max()),
-        "frac_reward_zero_std": float(batch.equal_rows(cfg.num_generations).float().mean()),
-        "advantage_std": std(A),
-        "advantage_min": float(A.min()),
-        "advantage_max": float(A.max()),
-        "identical_completions": repeated(batch.completions, cfg.num_generations),
-        "entropy": float(rollout.entropy[batch.loss_mask].mean()),
+        "frac_reward_zero_std": float(equal.float().mean()),
+        "identical_completions": repeated(everything.completions, cfg.num_generations),
+        "entropy": float(rollout.entropy[with_loss].mean()),
         "logp": float(rollout.logp[sampled].mean()),
-        "num_completion_tokens": int(batch.loss_mask.sum()),
         "forced": 1 - int(sampled.sum()) / int(rollout.completion_mask.sum()),
         "completions/clipped_ratio": float((~rollout.ended).float().mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/mean_terminated_length": float(terminated.mean()) if len(terminated) else 0.0}
-    for name, scores in zip(cfg.reward_funcs, batch.scores.T):
+    for name, scores in zip(cfg.reward_funcs, everything.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
+    return metrics | call_metrics(everything.completions, cfg)
+
+
+def batch_metrics(batch, cfg):
+    """Metrics of a Batch -> {name: number}, with TRL's names where it has the metric."""
+    everything = batch.everything
+    metrics = metrics_of_all(everything, cfg)
+
+    # of what is learned from
+    rollout = batch.rollout
+    A = batch.advantages        # (N,), with a critic of tokens
+    A = A.cpu() if A.dim() == 1 else A[rollout.sampled_mask].cpu()
+    metrics["advantage_std"] = std(A)
+    metrics["advantage_min"] = float(A.min())
+    metrics["advantage_max"] = float(A.max())
+    metrics["num_completion_tokens"] = int(batch.loss_mask.sum())
     if cfg.zero_std_groups == "resample":
-        used = (1 - metrics["frac_reward_zero_std"]) * cfg.num_prompts
+        learned = ~batch.equal_rows(cfg.num_generations)
+        own_lengths = rollout.sampled_mask.sum(1).float().cpu()
         metrics["resample/rounds"] = len(batch.rounds) - 1
-        metrics["resample/used"] = used / sum(batch.rounds)
+        metrics["resample/used"] = 1 - metrics["frac_reward_zero_std"]
+        metrics["resample/reward"] = float(batch.rewards[learned].nanmean())
+        metrics["resample/mean_length"] = float(own_lengths[learned].mean())
     if cfg.kl_in_reward:
-        metrics["kl"] = float(batch.kl.sum() / sampled.sum())
-    metrics |= call_metrics(batch.completions, cfg)
+        metrics["kl"] = float(batch.kl.sum() / rollout.sampled_mask.sum())
     if cfg.critic:      # what it expected while sampling
         from extras.critic import explained_variance
         known = batch.loss_mask & ~batch.returns.isnan()

@@ -153,7 +153,7 @@ class Settings:
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"      # to 0 at max_iters
     adam_beta1: float = 0.9             # decay of AdamW's mean of gradients
     adam_beta2: float = 0.99            # decay of AdamW's mean of squared gradients
-    weight_decay: float = 0.0           # of AdamW
+    weight_decay: float = 0.0           # of AdamW, of matrices alone
     max_grad_norm: float = 1.0          # gradients are scaled down to this norm; 0: never
 
     # influence: learn from the rollouts that lower a target's loss (docs/influence.md). self: the

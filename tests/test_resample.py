@@ -4,12 +4,14 @@ import re
 import statistics
 
 import pytest
+import torch
 
 import grpo as trainer
 from common.script import seed_for
 from data.prompts import Prompt, draw_prompts
 from data.tokenizer import texts_of
-from run.metrics import batch_metrics
+from run.loop import sample_rows
+from run.metrics import batch_metrics, rollout_toxicity
 from run.sampling import sample_completions
 from worlds import WORDS, letters, read_rows, settings, setup_of, shaken, untimed_metrics, word_gpt
 
@@ -93,6 +95,63 @@ def test_groups_are_those_of_plain_python(function, it):
     assert m["resample/rounds"] == len(sizes) - 1 <= cfg.max_resamples
     assert m["resample/used"] == pytest.approx(sum(differ) / G / sum(sizes))
     assert batch.rounds == sizes
+
+
+@pytest.mark.parametrize("knobs", (dict(), dict(mask_truncated_completions=True, top_k=9)))
+def test_metrics_and_samples_are_of_all_that_was_sampled(knobs):
+    """Not of the groups that are left, which were chosen by their rewards."""
+    called = []
+
+    def noted(prompts, completions):
+        found = some_dull(prompts, completions)
+        called.extend(zip(prompts, completions, found))
+        return found
+
+    setup, cfg = setup_and_cfg(noted, **knobs)
+    batch = trainer.collect_iteration(setup, 0, cfg)
+    trainer.update(setup, batch, None, cfg, 3)
+    m = batch_metrics(batch, cfg)
+    rewards = [reward for _, _, reward in called]
+    assert len(batch.rounds) > 1 and len(called) == G * sum(batch.rounds)
+    groups = [called[i:i + G] for i in range(0, len(called), G)]
+    equal = [not differs(rows) for rows in groups]
+    assert m["reward"] == pytest.approx(statistics.mean(rewards))
+    assert m["reward_std"] == pytest.approx(statistics.stdev(rewards))
+    assert m["rewards/reward/mean"] == pytest.approx(statistics.mean(rewards))
+    assert m["frac_reward_zero_std"] == pytest.approx(statistics.mean(equal))
+    assert m["resample/used"] == pytest.approx(1 - statistics.mean(equal))
+    rollouts = [part.rollout for part in (batch, *batch.replaced)]
+    lengths = [n for r in rollouts for n in r.sampled_mask.sum(1).tolist()]
+    assert m["completions/mean_length"] == pytest.approx(statistics.mean(lengths))
+    ended = [float(x) for r in rollouts for x in r.ended]
+    assert m["completions/clipped_ratio"] == pytest.approx(1 - statistics.mean(ended))
+    entropies = [x for r in rollouts for row, mask, end in zip(r.entropy, r.sampled_mask, r.ended)
+                 for x in row[mask].tolist() if end or not cfg.mask_truncated_completions]
+    assert m["entropy"] == pytest.approx(statistics.mean(entropies), rel=1e-5)
+
+    # a row for each of them; `learned` says which have a part in a step
+    rows = sample_rows(0, batch, cfg)
+    found = sorted((row["prompt"], row["completion"], row["reward"]) for row in rows)
+    assert found == sorted(called)
+    learned = [row["reward"] for row in rows if row["learned"]]
+    expected = [reward for rows in groups if differs(rows) for _, _, reward in rows]
+    assert sorted(learned) == sorted(expected)
+    assert m["resample/reward"] == pytest.approx(statistics.mean(expected))
+
+    def judge(completions):
+        assert sorted(completions) == sorted(text for _, text, _ in called)
+        return torch.zeros(len(completions))
+
+    setup.judges = {"eval_judge": judge}
+    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": 0.5}
+
+
+def test_dropped_groups_are_marked_in_the_samples():
+    setup, cfg = setup_and_cfg(zero_std_groups="drop")
+    batch = trainer.collect_iteration(setup, 0, cfg)
+    rows = sample_rows(0, batch, cfg)
+    assert {row["prompt"] in DULL for row in rows} == {True, False}
+    assert all(row["learned"] != (row["prompt"] in DULL) for row in rows)
 
 
 def test_a_target_of_held_out_prompts_is_not_resampled():

@@ -11,11 +11,11 @@ import torch
 import grpo
 from grpo import collect, learning_rate, sync_reference, update
 from run.metrics import batch_metrics
-from rollout import Rollout, generate
+from rollout import Rollout, completion_entropies, generate
 from run.settings import Settings
 from worlds import (
-    WORDS, WORD_PROMPTS, forcing, forward, gradient, letters, plain_logps, random_ids, refusal,
-    setup_of, shaken, steps_of, word_gpt, words)
+    WORDS, WORD_PROMPTS, forcing, forward, gradient, inputs_of, letters, plain_logps, random_ids,
+    refusal, setup_of, shaken, steps_of, word_gpt, words)
 
 NAN, INF = math.nan, math.inf
 
@@ -121,6 +121,44 @@ def test_learning_rates(decay, warmup, expected):
     assert [learning_rate(it, cfg) for it in range(4)] == pytest.approx(expected, abs=1e-6)
 
 
+def test_matrices_decay_and_no_bias_or_gain_does():
+    """In the optimizer of a run. Without a gradient AdamW does nothing else."""
+    cfg = words(weight_decay=.1, learning_rate=.5)
+    policy = word_gpt()
+    before = [p.detach().clone() for p in policy.parameters()]
+    setup = grpo.prepare(cfg, inputs_of(policy, WORD_PROMPTS, WORDS))
+    for p in setup.trained:
+        p.grad = torch.zeros_like(p)
+    setup.optimizer.step()
+    kinds = set()
+    for now, then in zip(setup.policy.parameters(), before, strict=True):
+        kinds.add(now.dim())
+        expected = .95 * then if now.dim() == 2 else then
+        assert close(now, expected, 1e-6), "other weights decay than matrices, or they do not"
+    assert kinds == {1, 2}
+
+
+@pytest.mark.parametrize("knobs", (dict(num_iterations=3), dict(mini_batch_size=8),
+                                   dict(num_iterations=2, micro_batch_size=5)))
+def test_the_entropy_quantile_is_of_each_step_as_the_policy_is_then(knobs):
+    """As TRL: entropies of now, at or above their quantile. And all steps have one rate."""
+    cfg = words(top_entropy_quantile=.3, **knobs)
+    setup, batch = nets_and_batch(cfg, lr=.5)
+    masks = []
+
+    def watch(step, norm):
+        entropy = completion_entropies(setup.policy, batch.rollout, cfg.temperature)[step.rows]
+        mask = batch.loss_mask[step.rows]
+        expected = mask & (entropy >= entropy[mask].quantile(.7))
+        assert torch.equal(batch.policy_mask[step.rows] & mask, expected)
+        masks.append(expected)
+
+    update(setup, batch, None, cfg, 3, watch=watch)
+    assert len(masks) > 1
+    if len(masks) == 3:
+        assert not torch.equal(masks[0], masks[2]), "the steps changed no entropy: another rate?"
+
+
 def test_the_reference_follows_the_policy():
     cfg = words(beta=.1, ref_model_sync_steps=1)
     setup, _ = nets_and_batch(cfg)
@@ -154,6 +192,16 @@ def test_dropped_groups_leave_the_divisor(loss_type):
     left = {"grpo": .5, "dapo": float(batch.loss_mask[8:].sum() / batch.loss_mask.sum())}
     assert left["dapo"] < .9
     assert close(kept, dropped * left[loss_type])
+
+
+def test_bnpo_mixes_the_rows_of_its_micro_batches():
+    """It divides by the tokens of a micro-batch. Those of one prompt, side by side, may all be
+    long, and would have less weight."""
+    cfg = words(loss_type="bnpo", num_iterations=2, micro_batch_size=4)
+    _, batch = nets_and_batch(cfg)
+    orders = [step.rows.tolist() for step in grpo.optimizer_steps(batch, cfg, seed=3)]
+    assert all(sorted(rows) == list(range(16)) != rows for rows in orders)
+    assert orders[0] != orders[1]
 
 
 def test_all_groups_dropped_is_no_step():
