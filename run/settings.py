@@ -62,7 +62,8 @@ class Settings:
     prompt_words: tuple = (4, 9)        # words of a comment in a prompt: fewest and most
 
     # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.
-    # Else a .pt file or a published model (extras/hub), which brings its shape
+    # Else a .pt file (ours or nanoGPT's), the folder of a run, whose last policy is taken, or a
+    # published model (extras/hub). It brings its shape
     policy: str = "train"
     vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
     block_size: int = 64                # positions: the longest prompt and completion together

@@ -24,13 +24,15 @@ import evaluate
 import grpo as trainer
 from common.files import load_file, read_json, save_file
 from common.script import BadInput
+from data.weights import load_gpt
 from run.checkpoint import LOGS, newest_checkpoint
 from run.evaluation import perplexity_under
-from run.policy import load_run
+from run.policy import load_policy, load_run
 from run.sampling import sample_completions
+from run.settings import load_settings
 from worlds import (
-    mean_token, printed, read_rows, refusal, settings, setup_of, skip_without, untimed_metrics,
-    write_rows)
+    assert_near, mean_token, printed, random_ids, read_rows, refusal, settings, setup_of,
+    skip_without, untimed_metrics, write_rows)
 
 explain = importlib.import_module("explain.__main__")
 NOISE = """
@@ -622,6 +624,42 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
     del last["iteration"]
     assert columns(text) == {name: (round(first[name], 4), round(x, 4)) for name, x in last.items()}
     assert all(f"after:  {row['completion']!r}" in text for row in samples)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"lora_rank": 2}, {"critic": True, "num_generations": 4}], ids=str)
+def test_the_folder_of_a_run_is_a_policy_its_last_one(changes, tiny, noise, grpo, tmp_path):
+    """Where a model is expected, what a run trained: adapters merged, without the critic."""
+    for extra, name in (("lora", "lora_rank"), ("critic", "critic")):
+        if name in changes:
+            skip_without(extra)
+    first, second, third = (f"{tmp_path}/{name}" for name in ("first", "second", "third"))
+    flags = [f"--{name}={value}" for name, value in changes.items()]
+    grpo(first, noise, *SIX, *flags, "--learning_rate=1e-2")
+    trained, _ = load_run(first)
+    policy, tokenizer = load_policy(load_settings([f"--policy={first}"]))
+    idx = random_ids(2, 9, 300)
+    with torch.no_grad():
+        assert_near(policy.lm_head(policy(idx)), trained.lm_head(trained(idx)))
+    assert policy.state_dict().keys() == load_gpt(tiny.policy).state_dict().keys()
+    assert tokenizer.n_vocab == 300
+    grpo(second, noise, *SIX, f"--policy={first}")
+    after, before = read_rows(f"{first}/eval.jsonl")[-1], read_rows(f"{second}/eval.jsonl")[0]
+    assert ([row["completion"] for row in before["samples"]]
+            == [row["completion"] for row in after["samples"]])
+    grpo(third, noise, *SIX, f"--policy={second}")
+    assert load_run(third)[1].n_vocab == 300
+    for judge in ("judge", "eval_judge"):
+        assert "is the folder of a run" in refusal(load_settings, [f"--{judge}={first}"])
+
+
+def test_a_run_whose_base_was_trained_on_cannot_go_on(tiny, noise, grpo, tmp_path):
+    first, second = f"{tmp_path}/first", f"{tmp_path}/second"
+    grpo(first, noise, *SIX)
+    grpo(second, noise, *SIX, f"--policy={first}")
+    grpo(first, noise, *SIX, "--max_iters=7", "--resume=True")
+    with pytest.raises(BadInput, match="began from another policy"):
+        grpo(second, noise, *SIX, f"--policy={first}", "--max_iters=7", "--resume=True")
 
 
 def test_a_run_of_another_version_has_a_policy(copy_of_six):

@@ -1,6 +1,7 @@
 """Writes the policy of a run, or of a .pt file, as a folder that transformers, TRL and vLLM open.
 
     python -m extras.hub.export out/toxicity my-model
+    python -m extras.hub.export out/toxicity ckpt.pt        # as nanoGPT's sample.py reads it
 
 LoRA is merged into the weights.
 """
@@ -10,12 +11,14 @@ import shutil
 import torch
 
 from data.tokenizer import GPT2_PACKAGE
-from extras.hub.families import config_to_json, published, spelled_out
+from data.weights import merged_weights, save_nanogpt
+from extras.hub.families import config_to_json, published, spelled_out, with_biases
 from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import Tokenizer, gpt2_core
 from common.files import file_of_package, read_json, replacing, write_json
 from common.script import BadInput, run_script
+from model import GPT
 
 
 @torch.no_grad()
@@ -36,14 +39,14 @@ def export(model, folder, source):
 
 
 def merged_tensors(model, family):
-    """Merge adapters -> {published name: tensor}. A tied head and the critic's are left out."""
-    weights = {name.replace(".base.", "."): x for name, x in model.named_parameters()
-               if not name.endswith((".A.weight", ".B.weight")) and "value_head" not in name}
-    for name, lora in model.named_modules():
-        if hasattr(lora, "base"):
-            update = lora.scale * lora.B.weight @ lora.A.weight
-            weights[f"{name}.weight"] = lora.base.weight + update
+    """Merge adapters -> {published name: tensor}. A tied head and the critic's are left out. Biases
+    that the family has and the model has not, such as nanoGPT's, are 0."""
+    weights = merged_weights(model)
     c = spelled_out(model.config)
+    with torch.device("meta"):
+        for name, x in GPT(with_biases(c)).named_parameters():
+            if name.endswith("bias") and name not in weights:
+                weights[name] = torch.zeros(x.shape, device=weights["wte.weight"].device)
     tensors = published(weights, c.n_kv_head * c.head_dim, family)
     return {name if name == "lm_head.weight" else family.prefix + name: x
             for name, x in tensors.items()}
@@ -97,9 +100,15 @@ def save_tokenizer(folder, tokenizer):
 def main(argv, load_run):
     """load_run: of run/policy.py, which may import this folder."""
     if len(argv) != 2:
-        raise BadInput("usage: python -m extras.hub.export RUN_OR_PT FOLDER")
+        raise BadInput("usage: python -m extras.hub.export RUN_OR_PT FOLDER_OR_PT")
     path, folder = argv
     model, source = load_run(path)
+    if folder.endswith(".pt"):
+        if os.path.exists(folder):
+            raise BadInput(f"{folder}: is there already; name a file that is not there yet")
+        save_nanogpt(folder, model)
+        print(folder)
+        return
     export(model, folder, source)
     print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")
 

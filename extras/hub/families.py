@@ -263,7 +263,7 @@ def local_layers(content, path):
 def config_to_json(config):
     """GPTConfig -> (Family, the content of a config.json). BadInput when no published architecture
     has these settings together."""
-    c = spelled_out(config)
+    c = with_biases(spelled_out(config))
     family = GPT_NEO if c.attn_scale else GPT2
     if c.rope_base:
         family = QWEN2 if c.qkv_bias else LLAMA
@@ -287,6 +287,14 @@ def config_to_json(config):
     if spelled_out(reread) != c:
         raise BadInput(f"{config}: no published architecture has these settings together")
     return family, content
+
+
+def with_biases(c):
+    """The GPTConfig that computes the same with biases of 0, where its family always has them: a
+    GPT-2 or GPT-Neo without, such as nanoGPT's."""
+    if c.bias or c.rope_base or c.rms or c.swiglu:
+        return c
+    return replace(c, bias=True, qkv_bias=c.qkv_bias or not c.attn_scale)
 
 
 def spelled_out(c):

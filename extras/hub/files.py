@@ -50,6 +50,10 @@ def fetch(name):
     refs/pr/1 than main.
     """
     folder = name if os.path.isdir(name) else download(name)
+    config = read_json(f"{folder}/config.json", missing={})
+    if isinstance(config, dict) and "settings" in config:
+        raise BadInput(f"{name}: is the folder of a run, and no published model: python -m "
+                       "extras.hub.export makes one of it")
     is_adapter = os.path.exists(f"{folder}/adapter_config.json")
     if is_adapter and not glob.glob(f"{glob.escape(folder)}/model*.safetensors"):
         raise BadInput(f"{name}: is an adapter (LoRA) without the model that it changes: merge it "

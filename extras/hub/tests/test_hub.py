@@ -579,7 +579,7 @@ def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert "is there already" in refused("there")
     rotary = dict(rope_base=100.0, rms=True, swiglu=True)
     qwen3 = dict(rms=True, swiglu=True, bias=False, qkv_bias=False, qk_norm=True)   # no rope_base
-    for shape in (dict(bias=False), dict(causal=False), dict(rope_base=100.0), rotary,
+    for shape in (dict(causal=False), dict(rope_base=100.0), rotary,
                   qwen3, dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
         assert re.search("no published architecture|(window_size|rope_theta) is missing",
                          refused("out", **shape))
