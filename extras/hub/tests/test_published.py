@@ -125,7 +125,8 @@ def test_gguf_and_the_folder_it_was_made_of_speak_alike(finished):
 
 def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     folder = shutil.copytree(finished("chat"), tmp_path / "chat")
-    text = start(explain.__main__.main, folder, "--tracin=reward", "--kl_in=reward")
+    text = start(explain.__main__.main, folder, "--next_iteration", "--tracin=reward",
+                 "--kl_in=reward")
     assert "agrees with a plain backward" in " ".join(text.split())
     monkeypatch.chdir(tmp_path)
     assert "nothing to train" in refusal(pretrain.main, world.flags)
