@@ -103,6 +103,13 @@ def relative(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
+@torch.no_grad()
+def shake(model):
+    """Noise on every weight, so that rounding shows."""
+    for p in model.parameters():
+        p += 0.1 * torch.randn_like(p)
+
+
 def flat_gradient(loss, model):
     trained = [p for p in model.parameters() if p.requires_grad]
     parts = torch.autograd.grad(loss, trained, materialize_grads=True, retain_graph=True)
@@ -133,9 +140,7 @@ def family(world, name, dtype, decoder=None):
         needs("lora")
         from extras.lora import add_lora
         add_lora(model, 2, 4.0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
+    shake(model)
     exact = copy.deepcopy(model).double()
     model = model.to(world.device)
     with autocast(world.device, dtype):
@@ -328,6 +333,7 @@ def prepared(folder, device):
     world = World(device, folder)
     torch.manual_seed(0)
     model = GPT(GPTConfig(300, block_size=64, n_layer=2, n_head=2, n_embd=32))
+    shake(model)
     save_gpt(world.path("policy.pt"), model)
     with open(world.path("card.py"), "w") as f:
         f.write(CONFIG)
