@@ -250,8 +250,20 @@ NOTES = of(
     ("a function gets all held-out rollouts", "some_of(batch, rows)\n        gradient",
      "batch\n        gradient"))
 
+RUN = of(
+    "run/loop.py", "test_runs.py",
+    ("what fails after Ctrl-C loses work", "if self.stopped() and is_failure(error):", "if False:"),
+    ("half an iteration is saved", "self.has_stepped = True", "self.has_stepped = False"),
+    ("generators go on after a failure", "            set_random_state(self.random)\n", "")) + of(
+    "common/files.py", "test_files.py",
+    ("half a last line is read", "    except ValueError:\n        pass\n",
+     "    except ValueError:\n        lines.append(last)\n")) + of(
+    "plot.py", "test_plot.py",
+    ("a single value is not drawn", "alone = gap[:-2] & gap[2:]", "alone = gap[:-2] & ~gap[:-2]"),
+    ("long names leave the picture", "return names, min(3, max(1, ", "return names, max(3, max(1, "))
+
 MISTAKES = [*NOTES, *BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
-            *ACCOUNT, *TARGET, *DEVICE, *FILES, *NANOGPT]
+            *ACCOUNT, *TARGET, *DEVICE, *FILES, *NANOGPT, *RUN]
 
 
 def why_not(mistake):

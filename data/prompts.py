@@ -97,6 +97,14 @@ def read_prompt(tokenizer, row, field, where):
     return Prompt(text, ids, row)
 
 
+def check_row(row, where):
+    """Raise BadInput for a row that samples.jsonl cannot hold: it loops, a key is no text."""
+    try:
+        json.dumps(row, default=str)
+    except Exception as e:      # a user's object may raise anything as it is turned into text
+        raise BadInput(f"{where} is {shown(row)}: cannot be written to samples.jsonl ({e})") from e
+
+
 def prompts_from(path, comments, cfg, tokenizer, limit):
     """Return the prompts of at most `limit` tokens of a file's rows; else of those that
     questions(n, seed) of the config file makes up, about n dicts with the prompt's "text" and what
@@ -113,6 +121,8 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
         if not isinstance(rows, list):
             raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
         rows = [own_copy(row, f"questions: row {number}") for number, row in enumerate(rows, 1)]
+        for number, row in enumerate(rows, 1):
+            check_row(row, f"questions: row {number}")
     else:
         rows = starts_of(comments, cfg)
     prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")

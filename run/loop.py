@@ -224,7 +224,7 @@ class Run:
     def record(self, it, batch, metrics, log):
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
-        seconds = time.monotonic() - log.start
+        seconds = max(0.0, time.monotonic() - log.start)
         self.num_tokens += log.num_tokens
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
@@ -232,7 +232,7 @@ class Run:
              "epoch": (it + 1) * cfg.num_prompts / len(self.setup.prompts),
              "step_time": seconds,
              **rollout_toxicity(batch, self.setup)}
-        each = (time.monotonic() - self.began) / (it + 1 - self.start)
+        each = max(0.0, time.monotonic() - self.began) / (it + 1 - self.start)
         print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - it - 1))
         if "ref_tensors_differing" in m:
             print(f"reference synced: {m['ref_tensors_differing']} tensors differ from the policy, "

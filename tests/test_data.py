@@ -241,6 +241,8 @@ def test_questions_are_the_prompts(prompts_of):
     assert train[0].row["answers"] is not train[1].row["answers"], "two rows share a list"
     for rows, part in (("3", "must be a list"), ("[1]", "row 1 is 1"),
                        ("[{'text': 'x', 'module': __import__('os')}]", "row 1"),
+                       ("[{'text': 'x', 'big': 10 ** 5000}]", "row 1"),
+                       ("[{'text': 'x', 'table': {(1, 2): 3}}]", "row 1"),
                        ('[{"prompt": "x"}]', "row 1"),
                        ('[{"text": "a \\ud800 1"}]', "row 1 is 'a \\ud800 1': must be text"),
                        ("1 / 0", "questions raised ZeroDivisionError")):
