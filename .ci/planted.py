@@ -214,6 +214,25 @@ NANOGPT = of(
     ("words before nanoGPT's names", r'r"^(module\.|_orig_mod\.|transformer\.)+"', r'r"^transformer\."'),
     ("adapters are not merged", "lora.base.weight + update", "lora.base.weight"))
 
+PRECISION = of(
+    "judge/scorer.py", "test_judge.py",
+    ("a judge's last layer in bfloat16", "exact_linear(self.score, x[:, 0])",
+     "self.score(x[:, 0])")) + of(
+    "run/evaluation.py", "test_precision.py",
+    ("perplexity in TF32", "@full_precision()\n", ""))
+
+COMPILED = of(
+    "extras/compiled/__init__.py", "test_compiled.py",
+    ("a shape for every count", "if len(self.kept) < MOST and", "if"),
+    ("weights of the first call", "            self.half.cast()\n", ""),
+    ("weights cast for each token", "self.half.model if half else self.model", "self.model"),
+    ("a failing compiler ends the run", "                self.off(e)\n", "                raise\n"),
+    ("half a token is kept", "    cache.length.fill_(cache.num_read - 1)\n", ""))
+
+REPLAY = of(
+    "run/loop.py", "test_runs.py",
+    ("a repetition is not compared", "if it + 1 in self.earlier:", "if False:"))
+
 FILES = of(
     "common/files.py", "test_data.py",
     ("a quote swallows the rest", "csv.DictReader(lines, strict=True)", "csv.DictReader(lines)")) + of(
@@ -263,7 +282,7 @@ RUN = of(
     ("long names leave the picture", "return names, min(3, max(1, ", "return names, max(3, max(1, "))
 
 MISTAKES = [*NOTES, *BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
-            *ACCOUNT, *TARGET, *DEVICE, *FILES, *NANOGPT, *RUN]
+            *ACCOUNT, *TARGET, *DEVICE, *PRECISION, *COMPILED, *REPLAY, *FILES, *NANOGPT, *RUN]
 
 
 def why_not(mistake):

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import run.evaluation
-from explain import account, words
+from explain import target, words
 from common.device import full_precision
 from rollout import completion_logprobs
 from run import precision
@@ -70,8 +70,9 @@ def test_full_precision_ends_with_its_block(tf32):
 @pytest.mark.parametrize("module, call", [
     (run.evaluation, lambda setup, rollout, cfg: run.evaluation.perplexity_under(
         setup.base, rollout, cfg)),
-    (account, lambda setup, rollout, cfg: account.slopes(
-        setup, account.flat(setup.trained).detach(), rollout, cfg)),
+    (target, lambda setup, rollout, cfg: target.HeldOut(
+        "reward", setup, cfg, {}, [], [], 1).slope_of(
+            rollout, torch.ones(len(rollout.ended)), torch.arange(len(rollout.ended)))),
     (words, lambda setup, rollout, cfg: words.logprob_changes(
         setup.policy, {p: p.detach() for p in setup.trained}, rollout, 1.0))],
     ids=["perplexity", "account", "words"])
