@@ -137,7 +137,8 @@ def free_memory(device):
 
 def check_fits(cfg, device):
     """Raises BadInput where the weights, the rollout, and the keys and values of the rows that are
-    decoded at once are alone too much: a slip in a setting, which would end in "Killed"."""
+    decoded at once are alone too much, such as by a typo in a setting: that would end in "Killed".
+    """
     total = cfg.num_prompts * cfg.num_generations
     rows = min(cfg.decode_batch_size or total, total // rank_and_size()[1])
     share = 1 if cfg.policy == "train" else 8   # queries that may share a key

@@ -129,8 +129,8 @@ def csv_rows(lines, path):
     try:
         for number, row in enumerate(reader, 1):
             if None in row or None in row.values():
-                raise BadInput(f"{path}: row {number} has not as many columns as the header: "
-                               "quote a value that holds a comma")
+                raise BadInput(f"{path}: row {number} has a different number of columns than the "
+                               "header: quote a value that holds a comma")
             line = reader.line_num + 1
             yield row
     except csv.Error as e:
@@ -161,7 +161,7 @@ def each_row(path):
                 try:
                     row = dict(json.loads(line))
                 except (ValueError, TypeError, RecursionError) as e:
-                    raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
+                    raise BadInput(f"{path}: row {number} is not a JSON object ({e})") from e
                 yield row
 
 
@@ -186,7 +186,7 @@ def read_log(path):
         try:
             rows.append(dict(json.loads(line)))
         except (ValueError, TypeError, RecursionError) as e:
-            raise BadInput(f"{path}: row {number} is no JSON object ({e})") from e
+            raise BadInput(f"{path}: row {number} is not a JSON object ({e})") from e
     return rows
 
 
@@ -240,7 +240,7 @@ def load_file(path, kind):
 
 @contextlib.contextmanager
 def undamaged(path):
-    """Around the use of what load_file has read: whatever it lacks ends in one line."""
+    """Around code that uses a loaded file: what is missing or malformed in it ends in one line."""
     try:
         yield
     except BadInput:

@@ -202,8 +202,8 @@ def interrupts():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if rank_and_size()[0] == 0:     # os.write: print could be in the middle of another line
             with contextlib.suppress(OSError):
-                os.write(2, b"signal heard: finishing and saving what is in progress; a second one "
-                            b"quits at once\n")
+                os.write(2, b"interrupted: finishing this iteration and saving; press Ctrl-C "
+                            b"again to quit now\n")
 
     previous = {s: signal.signal(s, handler) for s in heard_signals()}
     try:

@@ -103,7 +103,7 @@ def score_by(name, function, prompts, completions, more=None):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
-    if name == "judge":     # ours: what it raises, such as out of memory, is said elsewhere
+    if name == "judge":     # ours: its errors, such as out of memory, are reported elsewhere
         return [math.nan if x is None else x for x in function(completions)]
     values = call(f"reward {name!r}", function, prompts, completions, more=more)
     try:

@@ -24,7 +24,7 @@ AT_MOST = {
 PATHS = ("out_dir", "cache_dir", "comments", "prompts", "eval_prompts", "policy", "judge",
          "eval_judge")
 ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile", "value_clip")
-BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")     # an average must forget
+BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")     # a decay of 1 would never update
 
 
 def check(cfg):

@@ -134,13 +134,13 @@ def read_checkpoint(path):
     with undamaged(path):
         for name in COUNTS:
             if type(content[name]) is not int or content[name] < 0:
-                raise TypeError(f"{name} is no count")
+                raise TypeError(f"{name} is not a count")
         for name in TABLES:
             if not isinstance(content[name], dict):
-                raise TypeError(f"{name} is no table")
+                raise TypeError(f"{name} is not a dict")
     if content["iteration"] != iterations_of(path):     # the newest is found by its name
-        raise BadInput(f"{path}: was written after {content['iteration']} iterations: give it its "
-                       f"name back, ckpt_{content['iteration']:06}.pt")
+        raise BadInput(f"{path}: was written after {content['iteration']} iterations: rename "
+                       f"it to ckpt_{content['iteration']:06}.pt")
     return content
 
 

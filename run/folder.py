@@ -95,7 +95,7 @@ def claimed_folder(cfg):
         os.makedirs(folder, exist_ok=True)
         lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
     except Timeout:
-        raise BadInput(f"out_dir = {folder!r}: another run is at work there: wait for it, or "
+        raise BadInput(f"out_dir = {folder!r}: is in use by another run: wait for it, or "
                        "choose another --out_dir") from None
     except (OSError, UnicodeError) as e:
         raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "

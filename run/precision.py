@@ -60,7 +60,7 @@ def compare(setup, plain, cfg, rollout):
 
 
 def find_problem(setup, plain, cfg):
-    """Say how setup computes otherwise than plain, in any process; "" if it does not."""
+    """How setup's results differ from plain float32's, in any process; "" if they agree."""
     try:
         problems = [compare(setup, plain, cfg, rollout) for rollout in few_rows(setup, cfg)]
         problem = next(filter(None, problems), "")

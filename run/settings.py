@@ -3,10 +3,10 @@ Every setting, documented once, and the reader of config files and flags.
 
     python grpo.py config/toxicity.py --max_iters=20 --beta=0.1
 
-A config file is Python that assigns names of Settings; _names and modules are its own business. A
-function (prompts, completions) that returns one number per completion can be a reward. Functions
-with a fixed name: reward, target, weigh, environment (extras/environment), texts (pretrain.py),
-questions (data/prompts.py); and the table `tools` (extras/environment).
+A config file is Python that assigns names of Settings. Names that begin with _ and imported modules
+are ignored. A function (prompts, completions) that returns one number per completion can be a
+reward. Functions with a fixed name: reward, target, weigh, environment (extras/environment), texts
+(pretrain.py), questions (data/prompts.py); and the table `tools` (extras/environment).
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
 functions come only from a config file that is named beside it.

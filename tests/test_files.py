@@ -178,7 +178,7 @@ def test_json_and_rows_come_back(tmp_path):
 
 def test_rows_that_cannot_be_read_are_one_line(tmp_path):
     for content, says in ((b"[" * 10 ** 6, "row 1"), (b"{}\n\xff", "line 2 is not UTF-8"),
-                          (b'{"a": 1}\n{"a":\n', "row 2 is no JSON object")):
+                          (b'{"a": 1}\n{"a":\n', "row 2 is not a JSON object")):
         (tmp_path / "rows.jsonl").write_bytes(content)
         said = refusal(read_rows, tmp_path / "rows.jsonl")
         assert "rows.jsonl" in said and says in said
@@ -201,7 +201,7 @@ def test_half_a_last_line_of_a_log_is_left_out(tmp_path):
         done = whole[:cut].count(b"}")      # a row that lacks only its line end is whole
         assert read_log(log) == rows[:done], whole[:cut]
     log.write_bytes(b'{"a": 1}\n{"a":\n{"a": 3}\n')
-    assert "row 2 is no JSON object" in refusal(read_log, log)
+    assert "row 2 is not a JSON object" in refusal(read_log, log)
     log.write_bytes(b'{"a": "\xff"}\n{}\n')
     assert "row 1" in refusal(read_log, log)
     assert "no such file" in refusal(read_log, tmp_path)
@@ -342,7 +342,8 @@ def test_a_gpu_that_is_not_used_is_no_secret(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", too_old)
-    assert "13.0" in line("auto", "13.0") and "too old (found version 12020)" in line("auto", "13.0")
+    found = line("auto", "13.0")
+    assert "13.0" in found and "too old (found version 12020)" in found
     assert "CUDA" not in line("cpu", "13.0"), "the CPU was asked for"
     assert "CUDA" not in line("auto", None), "a torch for CPUs"
 
@@ -385,7 +386,7 @@ def test_the_first_signal_asks_and_the_second_interrupts(number, capfd):
         assert not stop()
         signal.raise_signal(number)
         assert stop()
-        assert capfd.readouterr().err.startswith("signal heard: ")
+        assert capfd.readouterr().err.startswith("interrupted: ")
         signal.raise_signal(number)
     assert signal.getsignal(number) == before
 

@@ -189,7 +189,7 @@ def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "prepare", meanwhile)
     grpo(where, *FINISHED)
     assert len(said) == 2
-    assert all("another run is at work there" in text for text in said)
+    assert all("is in use by another run" in text for text in said)
     assert_same_run(finished, where)
 
 

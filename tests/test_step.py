@@ -81,7 +81,7 @@ def test_passes_mini_batches_and_micro_batches():
         assert [len(piece) for piece in pieces] == [2, 2]
         in_pieces = lengths[torch.cat(pieces)]
         assert torch.equal(in_pieces, lengths[step.rows].sort().values), (
-            "rows of like length share a micro-batch")
+            "rows of similar length share a micro-batch")
         # a short completion of bnpo would share its divisor with short ones alone
         unsorted = grpo.micro_batches(batch.rollout, step.rows, replace(cfg, loss_type="bnpo"))
         assert torch.equal(torch.cat(unsorted), step.rows)

@@ -271,7 +271,8 @@ def p_engine_moves(text, evaluations):
 
 @by("evaluations")
 def p_engine_values(text, evaluations):
-    """P: 1 / (1 + mean error of the evaluations in pawns); 0 if a move or a number is none."""
+    """P: 1 / (1 + mean error of the evaluations in pawns); 0 if a move is illegal or a
+    number does not parse."""
     moves, values, _ = read_play(text)
     if not moves or len(moves) != len(values) or not set(moves) <= set(evaluations):
         return 0.0

@@ -2,7 +2,7 @@
 Several processes, as torchrun starts them: what common/processes.py does for one process.
 
 All hold the same weights and the same batch. Each computes its share of the rows, and the results
-are put together for all.
+are combined for all.
 """
 import contextlib
 import importlib
@@ -65,8 +65,8 @@ def or_peer_is_gone():
         time.sleep(1)
         reason = str(e).split(". ")[0]
         raise SystemExit(
-            "stopped: another process is gone, which has said why or is named below, or has hung "
-            f"({reason}); the last checkpoint is good") from None
+            "stopped: another process exited, or hangs: see its error above, or torchrun's report "
+            f"below ({reason}); the last checkpoint is good") from None
 
 
 def all_gather(rows, group=None):

@@ -249,7 +249,7 @@ def test_number_0_alone_prints(world):
 def test_a_killed_process_ends_the_run_with_its_name(world):
     out, err, code = world.two
     assert code != 0
-    assert re.search(r"rank 0 of 2 on \S+: stopped: another process is gone", err)
+    assert re.search(r"rank 0 of 2 on \S+: stopped: another process exited", err)
     named = err[err.index("Root Cause"):]
     assert "1 (local_rank: 1)" in named
     assert "Signal 9 (SIGKILL)" in named
