@@ -194,6 +194,12 @@ def test_sentences_say_what_was_planted():
     assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]
     alike = [row | dict(reward=1.0) for row in planted]
     assert "+0.00 with reward" in sentences_of(alike, [], list)[-1]
+    turned = [row | dict(reward=-row["reward"]) for row in planted]
+    assert "against" in sentences_of(turned, [], list)[-1], "its sign is the news"
+    blurred = [row | dict(reward=-row["reward"] + 1.2 * row["advantage"]) for row in planted]
+    assert "partly against reward" in sentences_of(blurred, [], list)[-1]
+    unlike = [row | dict(reward=row["advantage"]) for row in planted]
+    assert "follows none" in sentences_of(unlike, [], list)[-1]
     assert "a higher reward by" in difference
 
 
