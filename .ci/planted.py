@@ -230,7 +230,7 @@ COMPILED = of(
     ("half a token is kept", "    cache.length.fill_(cache.num_read - 1)\n", ""))
 
 REPLAY = of(
-    "run/loop.py", "test_runs.py",
+    "run/run.py", "test_runs.py",
     ("a repetition is not compared", "if it + 1 in self.earlier:", "if False:"))
 
 FILES = of(
@@ -270,7 +270,7 @@ NOTES = of(
      "batch\n        gradient"))
 
 RUN = of(
-    "run/loop.py", "test_runs.py",
+    "run/run.py", "test_runs.py",
     ("what fails after Ctrl-C loses work", "if self.stopped() and is_failure(error):", "if False:"),
     ("half an iteration is saved", "self.has_stepped = True", "self.has_stepped = False"),
     ("generators go on after a failure", "            set_random_state(self.random)\n", "")) + of(

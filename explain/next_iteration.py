@@ -16,7 +16,7 @@ from explain.page import facts_of, show
 from explain.sentences import best_and_worst, own_units, sentences_of
 from explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
-from run.loop import sample_rows
+from run.run import sample_rows
 from run.settings import load_settings, read_run
 from tracin import Recording, find_helpful, remember, true_error
 

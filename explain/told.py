@@ -17,7 +17,7 @@ from explain.page import Table, chart, facts_of
 from explain.sentences import best_and_worst
 from explain.target import noise_of
 from explain.words import logprob_changes, pieces_of, token_slopes
-from run.loop import sample_rows
+from run.run import sample_rows
 
 TOO_FAR = 0.05      # the sum from the true change: said
 USELESS = 0.5       # no rollouts are listed

@@ -11,8 +11,8 @@ from grpo import Loss
 from run import report
 from common.supervised import Progress
 from run.flags import notes, problems, problems_of_evaluation
-from run.loop import reward_of
 from run.report import StepLog, print_iteration, print_warnings
+from run.run import reward_of
 from run.settings import Settings
 from worlds import printed
 

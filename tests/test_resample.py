@@ -10,8 +10,8 @@ import grpo as trainer
 from common.script import seed_for
 from data.prompts import Prompt, draw_prompts
 from data.tokenizer import texts_of
-from run.loop import sample_rows
 from run.metrics import batch_metrics, rollout_toxicity
+from run.run import sample_rows
 from run.sampling import sample_completions
 from worlds import WORDS, letters, read_rows, settings, setup_of, shaken, untimed_metrics, word_gpt
 

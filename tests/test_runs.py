@@ -298,7 +298,7 @@ def test_a_run_works_with_torchs_deterministic_algorithms(flags, grpo, tmp_path)
     assert_same_run(str(tmp_path / "plain"), str(tmp_path / "fixed"))
 
 
-@pytest.mark.parametrize("part", ("grpo.prepare", "run.loop.evaluate", "grpo.update"))
+@pytest.mark.parametrize("part", ("grpo.prepare", "run.run.evaluate", "grpo.update"))
 def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, monkeypatch):
     argv = (tmp_path / "run", *FINISHED)
     with monkeypatch.context() as m, pytest.raises(Crash):

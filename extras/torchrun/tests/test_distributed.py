@@ -19,7 +19,7 @@ sys.path[:0] = [ROOT, f"{ROOT}/tests"]
 
 import grpo as trainer  # noqa: E402
 import rollout  # noqa: E402
-import run.loop  # noqa: E402
+import run.run  # noqa: E402
 import extras.torchrun  # noqa: E402
 from common.files import load_file  # noqa: E402
 from common.processes import all_gather  # noqa: E402
@@ -93,7 +93,7 @@ def run_all(runs, tokens):
     anywhere; plain descent does not. All processes must hold the same weights. tokens: see settled.
     """
     prepare = trainer.prepare
-    save = run.loop.save_checkpoint
+    save = run.run.save_checkpoint
     draw = rollout.draw
 
     def prepared(cfg, *more):
@@ -110,14 +110,14 @@ def run_all(runs, tokens):
         save(folder, setup, *more)
 
     trainer.prepare = prepared
-    run.loop.save_checkpoint = checked
+    run.run.save_checkpoint = checked
     rollout.draw = settled(draw, tokens)
     try:
         for flags, plain in runs:
             trainer.main(flags)
     finally:
         trainer.prepare = prepare
-        run.loop.save_checkpoint = save
+        run.run.save_checkpoint = save
         rollout.draw = draw
 
 
