@@ -159,6 +159,15 @@ class Record(NamedTuple):
     a: Tensor       # (m, in); of a vector 1 (m, 1)
     version: int    # of both, which counts changes in place
 
+    def rounded(self, dtype):
+        """As an outer product under autocast is kept: a vocabulary head's b, V numbers a token, is
+        the largest record of all, and is no more exact than what it was computed from."""
+        if dtype is None or not self.b.is_floating_point() or self.a.shape[1] == 1:
+            return self
+        b = self.b.to(dtype)
+        a = self.a.to(dtype)
+        return self._replace(b=b, a=a, version=b._version + a._version)
+
 
 @functools.lru_cache(maxsize=2)
 def repeated(rows, times):
@@ -245,6 +254,9 @@ class Call:
         self.rows = tape.rows_of(layer, module, x)      # (k,) of each entry of x's first dimension
         self.x = x.detach()                             # None: recorded
         self.version = x._version
+        self.dtype = None       # of records, where a layer (model.Head) leaves autocast's
+        if torch.is_autocast_enabled(x.device.type):
+            self.dtype = torch.get_autocast_dtype(x.device.type)
 
     def record(self, b):
         """b: the gradient of the layer's output."""
@@ -262,7 +274,7 @@ class Call:
             if tape.summing:
                 add_outer(tape.sum[p], found.b, found.a)
             else:
-                tape.keep(p, found)
+                tape.keep(p, found.rounded(self.dtype))
         if not tape.summing:
             self.x = None
 

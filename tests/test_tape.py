@@ -244,6 +244,31 @@ def test_the_calls_for_a_row_do_not_grow_with_the_micro_batches():
     assert few < 64 * 10 + 42 * 20, f"{few} calls for 64 rows of a matrix and 41 vectors"
 
 
+class Float32Head(nn.Linear):
+    """Leaves autocast, as model.Head does on a GPU."""
+    kind = nn.Linear
+
+    def forward(self, h):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(h.float())
+
+
+def test_a_head_that_leaves_autocast_is_kept_in_half_the_memory():
+    model = shaken(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Float32Head(8, 40, bias=False)))
+    x = noise(8, 3, 6).float()
+
+    def backward():
+        with autocast("cpu", torch.bfloat16):
+            model(x).log_softmax(-1)[..., 0].sum().backward()
+
+    tape = taped(model, backward)
+    record, = tape.records[model[2].weight]
+    assert record.b.dtype == record.a.dtype == torch.bfloat16
+    plain = taped(model, lambda: model(x).log_softmax(-1)[..., 0].sum().backward())
+    gap = error(flat(tape.gradient(ALL)), flat(plain.gradient(ALL)))
+    assert gap < 0.03, f"the gradient is {gap:.1%} off that in float32"
+
+
 def test_a_row_of_weight_0_cannot_poison():
     """Its gradient may be infinite or not a number: what is not wanted has no part in the sum."""
     model, x = two_layers(), noise(8, 5)
