@@ -145,6 +145,8 @@ TAPE = of(
     ("a not normalised",
      "b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps)", "b * x"),
     ("own part not scaled", "g * scale[p] if p in scale else g", "g"),
+    ("records of all micro-batches are gone through", "if len(here) > 0:", "if True:"),
+    ("a head is kept in float32", "found.rounded(self.dtype)", "found"),
     ("norms of the first rows alone", "for start in range(0, len(rows), k):", "for start in [0]:"),
     ("rows are not weighed", "(a * weights[rows][:, None])", "a"),
     ("a weight is rounded to bfloat16", "weights[rows][:, None])", "weights[rows][:, None].to(a.dtype))"),
@@ -206,7 +208,9 @@ SUM = of(
 
 DEVICE = of(
     "common/device.py", "test_files.py",
-    ("a GPU without its number", 'name = f"cuda:{number}"', 'name = "cuda"'))
+    ("a GPU without its number", 'name = f"cuda:{number}"', 'name = "cuda"'),
+    ("a GPU that is not used is kept secret", 'why_no_gpu() if name == "auto" else ""', '""'),
+    ("a tape counts as nothing", "weights + tape + activations", "weights + activations"))
 
 NANOGPT = of(
     "data/weights.py", "test_nanogpt.py",

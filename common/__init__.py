@@ -10,3 +10,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
 # a few percent of an iteration at most
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+# a GPU's memory grows in place: micro-batches differ in shape, and what each leaves free would be
+# too small for the next
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:     # its older name
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

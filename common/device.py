@@ -135,6 +135,37 @@ def free_memory(device):
     return 1024 * int(available[1]) if available else math.inf
 
 
+def influence_memory(cfg, dtype):
+    """About how many bytes a step with influence takes if no completion ends early: by count, for
+    GPT-2's kind of layers."""
+    total = cfg.num_prompts * cfg.num_generations
+    rows = min(cfg.mini_batch_size or total, total) // rank_and_size()[1]
+    size = 2 if dtype == torch.bfloat16 else 4
+    width = cfg.n_layer * cfg.n_embd
+
+    # float32: policy, base, gradient, two of AdamW, the target's gradient and its two halves
+    weights = 8 * 4 * (12 * width * cfg.n_embd + cfg.vocab_size * cfg.n_embd)
+    # a token's inputs and gradients of outputs: 16 C in a block, V + C of the head, 2 C embeddings
+    token = size * (16 * width + cfg.vocab_size + cfg.n_embd) + 8 * cfg.n_embd
+    tape = rows * cfg.max_completion_length * token
+    # a micro-batch's activations, and its logits three times (see rollout.of_logits)
+    tokens = min(rows, cfg.micro_batch_size) * cfg.max_completion_length
+    activations = 22 * size * width * tokens
+    logits = 3 * 4 * min(2 ** 27, tokens * cfg.vocab_size)
+    return weights + tape + activations + logits
+
+
+def warn_of_influence(cfg, device, dtype):
+    """Prints a note where a step with influence may not fit: records of all its tokens are kept."""
+    if cfg.tracin == "off" or cfg.lora_rank:
+        return
+    most = influence_memory(cfg, dtype)
+    if most > free_memory(device):
+        print(f"note: influence may need {most / 2 ** 30:.0f} GB, more than is free, if completions "
+              f"get max_completion_length = {cfg.max_completion_length} long: if memory runs out, "
+              "lower mini_batch_size, num_prompts or micro_batch_size")
+
+
 def check_fits(cfg, device):
     """Raises BadInput where the weights, the rollout, and the keys and values of the rows that are
     decoded at once are alone too much, such as by a typo in a setting: that would end in "Killed".

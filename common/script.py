@@ -126,8 +126,9 @@ def exit_codes():
             raise SystemExit(f"{who}stopped: a package failed ({shown(e, 200)})") from None
         if not said and not isinstance(e, MemoryError):
             raise
-        raise SystemExit(f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, "
-                         "decode_batch_size, max_completion_length or num_prompts") from None
+        raise SystemExit(
+            f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, decode_batch_size, "
+            "max_completion_length or num_prompts; with influence mini_batch_size") from None
 
 
 def call(main, argv, usage):

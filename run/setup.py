@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 import tracin
-from common.device import autocast, check_fits, machine, pick_device, pick_dtype
+from common.device import (
+    autocast, check_fits, machine, pick_device, pick_dtype, warn_of_influence)
 from data.comments import get_splits
 from data.prompts import load_prompts
 from judge.rewards import try_rewards
@@ -68,6 +69,7 @@ def read_inputs(cfg):
     print(machine(cfg.device, device, dtype))
     base, tokenizer = load_policy(cfg)
     check_fits(cfg, device)
+    warn_of_influence(cfg, device, dtype)
     judges = named_judges(cfg, device)
     splits = get_splits(cfg)
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, splits)

@@ -368,6 +368,34 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
         checked, num_prompts=3_200_000, decode_batch_size=64)
 
 
+GPT2 = dict(vocab_size=50257, n_layer=12, n_embd=768, num_generations=8, max_completion_length=128,
+            micro_batch_size=16, tracin="reward")
+
+
+def test_influence_on_gpt2_fits_a_card_by_count():
+    def gigabytes(rows, **knobs):
+        cfg = Settings(**GPT2 | dict(num_prompts=rows // 8) | knobs)
+        return common.device.influence_memory(cfg, torch.bfloat16) / 2 ** 30
+
+    assert gigabytes(128) < 15, "128 rows of 128 tokens: a card of 16 GB"
+    assert gigabytes(256) < 22, "256 rows of 128 tokens: a card of 24 GB"
+    assert gigabytes(512, mini_batch_size=128) == gigabytes(128), "a step has a mini-batch's rows"
+    assert gigabytes(512) > 24
+
+
+def test_influence_that_may_not_fit_is_announced(monkeypatch, capsys):
+    monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
+
+    def said(**knobs):
+        cfg = Settings(**GPT2 | dict(num_prompts=64) | knobs)
+        common.device.warn_of_influence(cfg, torch.device("cpu"), torch.bfloat16)
+        return capsys.readouterr().out
+
+    assert "mini_batch_size" in said(), "512 rows do not fit in 16 GB"
+    for fits in (dict(mini_batch_size=128), dict(tracin="off"), dict(lora_rank=4)):
+        assert said(**fits) == "", fits
+
+
 def test_seeds_and_hashes():
     assert seed_for(1, "rollout", 0) == 29435854404557282
     cases = [(1,), ("1",), (1, 2), (2, 1), (12,), (1, "rollout", 0), (1, "rows", 0)]
