@@ -161,8 +161,8 @@ def warn_of_influence(cfg, device, dtype):
         return
     most = influence_memory(cfg, dtype)
     if most > free_memory(device):
-        print(f"note: influence may need {most / 2 ** 30:.0f} GB, more than is free, if all rows "
-              f"get max_completion_length = {cfg.max_completion_length} tokens: if memory runs out, "
+        print(f"note: influence may need {most / 2 ** 30:.0f} GB, more than is free, where rows "
+              f"have max_completion_length = {cfg.max_completion_length} tokens; if so, "
               "lower mini_batch_size, num_prompts or micro_batch_size")
 
 
