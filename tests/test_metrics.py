@@ -81,6 +81,17 @@ def test_metrics_of_the_loss_are_those_of_plain_python():
     assert some_clipped > 8
 
 
+def test_the_spread_of_the_ratio_leaves_out_what_has_no_loss():
+    """Where its ratio is 1, though all others are above, or below."""
+    mask = torch.tensor([[True, True, False]])
+    for ratios in ([1.2, 1.4], [0.5, 0.7]):
+        found = metrics.ratio_spread(
+            metrics.spread_parts(torch.tensor([[*ratios, 1.0]]), mask)[None])
+        assert found == pytest.approx({"ratio_std": stdev(ratios), "ratio_min": min(ratios),
+                                       "ratio_max": max(ratios)})
+    assert metrics.ratio_spread(metrics.spread_parts(torch.ones(1, 3), mask & False)[None]) == {}
+
+
 def updated(cfg, check=True, **more):
     setup, batch = world(cfg, **more)
     metrics = grpo.update(setup, batch, None, cfg, seed=1, check=check)
