@@ -196,7 +196,8 @@ def check_influence(cfg):
         if getattr(cfg, setting) == name and name not in cfg.functions:
             raise BadInput(f"{setting} = {name!r}: the config file defines no function {name}")
     if cfg.tracin == "target" and cfg.tracin_leave_one_out:
-        raise BadInput("tracin = 'target': unset tracin_leave_one_out: self-influence is unknown")
+        raise BadInput("tracin = 'target': unset tracin_leave_one_out: a rollout's own part in it "
+                       "is unknown")
     if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
         raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
     one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
@@ -204,7 +205,7 @@ def check_influence(cfg):
     is_multiple = one_step and cfg.top_entropy_quantile == 1 and not cfg.critic
     knows_part = cfg.tracin in ("off", "self") or is_multiple
     if cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part):
-        raise BadInput("tracin_leave_one_out = True: self-influence is known only with "
+        raise BadInput("tracin_leave_one_out = True: a rollout's own part is known only with "
                        "tracin_val_prompts = 0 and with tracin = 'self', or mini_batch_size = 0, "
                        "top_entropy_quantile = 1 and critic = False")
     of_val = cfg.tracin_val_size or cfg.tracin_val_reward or cfg.tracin_val_select != "random"

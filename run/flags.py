@@ -162,7 +162,7 @@ def problems_of_influence(m, cfg, dtype):
             "tracin_val_size")
     if m["tracin/self_share"] > 0.5 and not cfg.tracin_leave_one_out:
         yield "self", (
-            "self-influence (each rollout's own part in the target) adds up to "
+            "the rollouts' own parts in the target add up to "
             f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
     error = m.get("tracin/invariant_error", 0.0)    # of steps that compute the batch's gradient
     if not error <= tolerance_of(dtype):

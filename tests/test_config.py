@@ -133,7 +133,7 @@ pytest.ini | (.py)
 --tracin_select=weigh | no function weigh
 --tracin=self --loss_type=bnpo --num_iterations=2 | bnpo
 --tracin=reward --tracin_leave_one_out=True --critic=True | critic = False
---tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | self-influence
+--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | own part
 --tracin_val_size=3 | tracin_val_size
 --tracin_val_reward=judge | which is 0
 --tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | at least 2
