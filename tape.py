@@ -90,6 +90,9 @@ def linear(module, name, x, b):
 
 
 def embedding(module, name, x, b):
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None:     # the embedding of this id gets no gradient
+        b = b.masked_fill((x == padding)[..., None], 0)
     return x.flatten(), b.flatten(0, -2)
 
 
@@ -103,15 +106,25 @@ def norm(module, name, x, b):
 # To add a kind of layer, write a function of this kind. From the layer's input x and the gradient b
 # of its output it returns, for the parameter called `name`, the pair (b, a) of a Record
 KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm}
-PLAIN = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}    # of an Embedding
+PLAIN = {"max_norm": None, "scale_grad_by_freq": False}     # of an Embedding
 
 
 def kind_of(module):
     """The function of KINDS for a layer, or None. A class of one's own says `kind = nn.Linear` if
     it computes the same as nn.Linear (model.Head)."""
-    is_plain = all(getattr(module, name, value) == value for name, value in PLAIN.items())
-    if is_plain and len(getattr(module, "normalized_shape", [1])) == 1:
-        return KINDS.get(getattr(module, "kind", type(module)))
+    return KINDS.get(getattr(module, "kind", type(module)))
+
+
+def oddity(module, trained):
+    """Why the rule of a layer's kind does not hold for this one, or ""."""
+    for name, value in PLAIN.items():
+        if getattr(module, name, value) != value:
+            return f"{name} = {getattr(module, name)}"
+    if len(getattr(module, "normalized_shape", [1])) > 1:
+        return f"a mean over several dimensions, {tuple(module.normalized_shape)}"
+    if any(p.is_complex() for p in trained.values()):
+        return "complex weights"
+    return ""
 
 
 class Layer(NamedTuple):
@@ -140,6 +153,10 @@ def trained_layers(model):
             refuse(name,
                    f"the tape does not know the gradient of {module}: use torch's own Linear, "
                    "Embedding, LayerNorm, RMSNorm, freeze it, or add it to tape.KINDS")
+        odd = oddity(module, trained)
+        if odd:
+            refuse(name, f"{module} has {odd}, of which the tape does not know the gradient: do "
+                         "without, or freeze the layer")
         if module._forward_hooks or any(p._backward_hooks for p in trained.values()):
             refuse(name, "has a hook, which may change its output or gradient: remove it")
         layers[module] = Layer(name, kind, trained)
@@ -296,7 +313,8 @@ class Tape:
     tensors in place over processes.
 
     What the tape cannot handle it refuses by name. Only check_exact notices dropout, a loss or a
-    model that mixes rows, hooks on all modules of torch, and inputs with time first (T, B, C).
+    model that mixes rows, or sorts them and puts them back, hooks on all modules of torch, and
+    inputs with time first (T, B, C).
     """
 
     def __init__(self, model, num_rows, all_reduce=lambda tensors: None):

@@ -212,6 +212,10 @@ DEVICE = of(
     ("a GPU that is not used is kept secret", 'why_no_gpu() if name == "auto" else ""', '""'),
     ("a tape counts as nothing", "weights + tape + activations", "weights + activations"))
 
+PADDING = of(
+    "tape.py", "test_tape.py",
+    ("an id that pads gets a gradient", "if padding is not None:", "if False:"))
+
 NANOGPT = of(
     "data/weights.py", "test_nanogpt.py",
     ("nanoGPT's GELU by tanh", 'shape["exact_gelu"] = True', 'shape["exact_gelu"] = False'),
@@ -286,7 +290,7 @@ RUN = of(
     ("long names leave the picture", "return names, min(3, max(1, ", "return names, max(3, max(1, "))
 
 MISTAKES = [*NOTES, *BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
-            *ACCOUNT, *TARGET, *DEVICE, *PRECISION, *COMPILED, *REPLAY, *FILES, *NANOGPT, *RUN]
+            *ACCOUNT, *TARGET, *DEVICE, *PRECISION, *COMPILED, *REPLAY, *FILES, *PADDING, *NANOGPT, *RUN]
 
 
 def why_not(mistake):

@@ -59,13 +59,13 @@ def text_case(model):
 
 
 class Odd(nn.Module):
-    """What models by others do: layers that are used again, change their outputs in place, have no
-    bias or a frozen one or their weight as bias, are not used; residuals and positions that are
-    added in place; hooks."""
+    """What models by others do: an id that pads; layers that are used again, change their outputs
+    in place, have no bias or a frozen one or their weight as bias, are not used; residuals and
+    positions that are added in place; hooks."""
 
     def __init__(self):
         super().__init__()
-        self.wte = nn.Embedding(19, 6)
+        self.wte = nn.Embedding(19, 6, padding_idx=int(TOKENS[0, 0]))
         self.wpe = nn.Embedding(9, 6)
         self.again = nn.Linear(6, 6)
         self.up = nn.Linear(6, 6, bias=False)
@@ -356,8 +356,8 @@ def hooked_bias():
     (lambda: nn.Conv1d(3, 3, 1), "Conv1d.*use torch's own Linear, Embedding, LayerNorm, RMSNorm"),
     (lambda: type("Sub", (nn.Linear,), {})(3, 3), "Sub"),
     (lambda: nn.utils.spectral_norm(nn.Linear(3, 3)), "Linear"),
-    (lambda: nn.LayerNorm((2, 3)), "LayerNorm"),
-    (lambda: nn.Embedding(4, 3, padding_idx=0), "padding_idx"),
+    (lambda: nn.LayerNorm((2, 3)), r"several dimensions, \(2, 3\)"),
+    (lambda: nn.Linear(3, 3, dtype=torch.complex64), "complex weights"),
     (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
     (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
     (hooked, "has a hook"), (hooked_bias, "has a hook")])
