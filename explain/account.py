@@ -86,7 +86,7 @@ def replay(setup, cfg, start, since, end, folder):
             grpo.sync_reference(setup, cfg.ref_model_mixup_alpha)
         if progress.is_due():
             progress.show(it + 1)
-    return [*states, state_of(setup)], taken
+    return [*states, kept(state_of(setup), folder)], taken
 
 
 def check_optimizer(optimizer):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import vector_to_parameters
 
+import explain.account
 import grpo
 import tracin
 from common.script import seed_for
@@ -98,6 +99,20 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     assert taken[0].it == 0, "the first iteration took no step"
     sentence = row_of([2, 3], [4, 1, 0], setup.device)
     return setup, cfg, states, taken, sentence
+
+
+def test_every_state_is_brought_to_the_cpu(tmp_path, monkeypatch):
+    """On a GPU one that stayed there would not go with the others."""
+    brought = []
+
+    def kept(x, folder):
+        brought.append(x)
+        return x
+
+    monkeypatch.setattr(explain.account, "kept", kept)
+    _, _, states, taken, _ = run_of({}, tmp_path)
+    assert len(states) == len(taken) + 1
+    assert [id(x) for x in states] == [id(x) for x in brought]
 
 
 def account_of(world, sentence, tmp_path, parts=1, **how):
