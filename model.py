@@ -67,6 +67,7 @@ def scale_frequency(frequency, factor, low, high, block_size):
 def attend_on_cpu(q, k, v, mask, causal, scale):
     """attend by its formula. On a CPU this is faster than torch's kernel for a single token, and in
     bfloat16 for short sequences."""
+    # queries that share a key stand side by side, so that no key is copied
     B, nh, T, hs = q.shape
     nkv, S = k.shape[1:3]
     q = q.reshape(B, nkv, -1, hs)                                       # (B, nkv, nh / nkv * T, hs)
@@ -74,7 +75,9 @@ def attend_on_cpu(q, k, v, mask, causal, scale):
         scores = (k @ q.mT).mT      # q @ k.mT would copy all keys
     else:
         scores = q @ k.mT
-    wide = torch.promote_types(q.dtype, torch.float32)                  # the softmax in float32
+
+    # the softmax in float32
+    wide = torch.promote_types(q.dtype, torch.float32)
     scores = scores.reshape(B, nh, T, S).to(wide) * (scale or hs ** -0.5)
     if causal:
         mask = torch.ones(T, S, dtype=torch.bool).tril()
@@ -119,6 +122,7 @@ class Attention(nn.Module):
 
     def forward(self, x, mask, extend_cache, rope):
         B, T, _ = x.shape
+        # queries, keys and values of all heads from one matrix
         heads = [self.n_head, self.n_kv_head, self.n_kv_head]
         q, k, v = self.c_attn(x).view(B, T, -1, self.hs).split(heads, dim=2)  # (B, T, heads, hs)
         if self.qk_norm:    # in the dtype of x and the weights, also under autocast
@@ -128,6 +132,8 @@ class Attention(nn.Module):
             q = rotate(q, *rope)
             k = rotate(k, *rope)
         q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))          # (B, heads, T, hs)
+
+        # behind those of earlier tokens, if these are kept
         if extend_cache is not None:
             k, v = extend_cache(k, v)                                         # (B, nkv, S, hs)
         # torch.compile needs a bool: the symbol `T > 1` would break the graph
@@ -230,7 +236,9 @@ class GPT(nn.Module):
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = norm(config)
-        for name, p in self.named_parameters():     # GPT-2's start: depth does not grow the stream
+
+        # GPT-2's start: what flows from block to block is no larger in a deeper model
+        for name, p in self.named_parameters():
             if p.dim() == 2:
                 depth = 2 * config.n_layer if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
@@ -249,11 +257,14 @@ class GPT(nn.Module):
         attention_mask (B, S), of the tokens in the cache and these: False on padding, which no
         token sees and which is not counted as a position. None: no padding.
         """
+        # where does each token stand, and which others does it see?
         T = idx.shape[1]
         start = 0 if cache is None else cache.length
         column = start + torch.arange(T, device=idx.device)                         # (T,)
         pos, mask = self.positions_and_mask(idx, attention_mask, start, column)
         local_mask = self.windowed(mask, column)
+
+        # the residual stream, block by block
         x, rope = self.embed(idx, pos)
         recompute = self.recompute and cache is None and torch.is_grad_enabled()
         for i, block in enumerate(self.h):
@@ -272,6 +283,7 @@ class GPT(nn.Module):
         """Return the positions (B, T) of tokens in columns `column` (T,), the first of which is
         `start`, and what each sees, (B, 1, T, S). The mask is None where plain causal attention (or
         full attention, in the judge) is right."""
+        # the usual case: no padding, and no mask but torch's own
         B, T = idx.shape
         if attention_mask is None:
             S = start + T
@@ -280,6 +292,11 @@ class GPT(nn.Module):
             if all_near and (start == 0 or T == 1):
                 return column.expand(B, T), None
             attention_mask = torch.ones(B, S, dtype=torch.bool, device=idx.device)
+
+        # of a row with two columns of padding:
+        #     attention_mask      0 0 1 1 1
+        #     pos                 0 0 0 1 2
+        #     query 3 sees        . . x x .     itself and what is before it, never padding
         query = column[:, None]                                                     # (T, 1)
         key = torch.arange(attention_mask.shape[1], device=idx.device)              # (S,)
         pos = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, column]                # (B, T)
@@ -302,6 +319,8 @@ class GPT(nn.Module):
         x = self.wte(idx)                                                           # (B, T, C)
         if not self.config.rope_base:
             return x + self.wpe(pos), None
+
+        # rotary: angles of each position, slower from channel to channel
         hs = self.h[0].attn.hs
         dtype = torch.promote_types(x.dtype, torch.float32)  # also under autocast
         channel = torch.arange(0, hs, 2, device=idx.device, dtype=dtype)
