@@ -5,7 +5,6 @@ A mistake in a user's function ends in one line that names the function and an e
 import contextlib
 import copy
 import inspect
-import itertools
 import math
 import time
 
@@ -109,7 +108,7 @@ def score_by(name, function, prompts, completions, more=None):
     try:
         if isinstance(values, (dict, bytes, bytearray)):    # a list of it has the keys, the bytes
             raise TypeError
-        values = list(itertools.islice(values, len(completions) + 1))   # it may have no end
+        values = list(values)
         numbers = [math.nan if v is None else float(v) for v in values]
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
         raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "
