@@ -65,8 +65,8 @@ def tiny(comments, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def grpo(tiny):
-    """grpo(out_dir, "--beta=0.1", ...) runs grpo.py here and returns what it printed."""
+def run_grpo(tiny):
+    """run_grpo(out_dir, "--beta=0.1", ...) runs grpo.py here and returns what it printed."""
     import grpo
 
     def start(out_dir, *argv):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import grpo as trainer
+import grpo
 import tape
 from data.tokenizer import load_tokenizer
 from explain.page import page, visible
@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def run(grpo, tmp_path_factory):
+def run(run_grpo, tmp_path_factory):
     """run(name of SETTINGS): the folder of such a run, made once."""
     there = tmp_path_factory.mktemp("explained")
     (there / "rule.py").write_text(RULE)
@@ -57,7 +57,7 @@ def run(grpo, tmp_path_factory):
         folder = str(there / name)
         if "--lora_rank=2" in SETTINGS[name]:
             skip_without("lora")
-        grpo(folder, there / "rule.py", "--max_iters=4", *SETTINGS[name])
+        run_grpo(folder, there / "rule.py", "--max_iters=4", *SETTINGS[name])
         return folder
 
     return make
@@ -74,7 +74,7 @@ def sampled(folder, before=False):
     found = []
 
     def sample():
-        setup = trainer.prepare(cfg, trainer.read_inputs(cfg))
+        setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
         found.append(explain.next_iteration(setup, newest_checkpoint(folder, before), cfg))
 
     printed(sample)
@@ -92,12 +92,12 @@ def recorded(folder, iteration):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_samples_what_the_run_writes_next(run, grpo, tmp_path, name):
+def test_it_samples_what_the_run_writes_next(run, run_grpo, tmp_path, name):
     """Bit for bit: texts, rewards, influences and weights, from both checkpoints."""
     folder = shutil.copytree(run(name), tmp_path / "run")
     next_rows, scored, cfg = sampled(str(folder))
     earlier, _, _ = sampled(str(folder), before=True)
-    grpo(folder, text_of(folder), "--max_iters=5", "--resume=True", *SETTINGS[name])
+    run_grpo(folder, text_of(folder), "--max_iters=5", "--resume=True", *SETTINGS[name])
     for rows, iteration in ((next_rows, 5), (earlier, 3)):
         written = recorded(str(folder), iteration)
         assert len(written) == len(rows) > 8

@@ -72,11 +72,11 @@ CRITIC = """
 
 
 @pytest.fixture(scope="module")
-def influence(grpo, tmp_path_factory):
+def influence(run_grpo, tmp_path_factory):
     """A run with influence on held-out rollouts, a KL and a reference that is copied."""
     folder = tmp_path_factory.mktemp("influence") / "run"
-    out = grpo(folder, "--tracin=reward", "--tracin_val_prompts=2", "--beta=0.1", "--max_iters=2",
-               "--ref_model_sync_steps=1", "--ref_model_mixup_alpha=1", "--eval_interval=1")
+    out = run_grpo(folder, "--tracin=reward", "--tracin_val_prompts=2", "--beta=0.1",
+                   "--max_iters=2", "--ref_model_sync_steps=1", "--ref_model_mixup_alpha=1", "--eval_interval=1")
     return SimpleNamespace(out=out, folder=folder, metrics=read_rows(folder / "metrics.jsonl"))
 
 
@@ -91,20 +91,20 @@ def test_a_number_is_logged(names, influence):
         assert re.search(rf"`([\w/]*/)?{short}`", page), f"docs/running.md has no {name}"
 
 
-def test_note_004_the_values_are_logged(grpo, tmp_path):
+def test_note_004_the_values_are_logged(run_grpo, tmp_path):
     skip_without("critic")
-    grpo(tmp_path / "run", "--critic=True", "--max_iters=1")
+    run_grpo(tmp_path / "run", "--critic=True", "--max_iters=1")
     m, = read_rows(tmp_path / "run" / "metrics.jsonl")
     for row in cells(CRITIC):
         assert m.keys() >= set(row.values[0].split()), row.id
 
 
-def test_note_000_these_numbers_go_to_wandb(grpo, tmp_path, monkeypatch):
+def test_note_000_these_numbers_go_to_wandb(run_grpo, tmp_path, monkeypatch):
     sent = {}
     wandb = SimpleNamespace(init=lambda **what: None, finish=lambda *what, **more: None,
                             log=lambda m, step: sent.update(m))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    grpo(tmp_path / "run", "--tracin=self", "--max_iters=1", "--wandb_project=mine")
+    run_grpo(tmp_path / "run", "--tracin=self", "--max_iters=1", "--wandb_project=mine")
     assert {"tracin/positive_ratio", "tracin/negative_ratio", "tracin/min_ip", "tracin/max_ip",
             "tracin/selected_ratio"} <= sent.keys()
 
@@ -151,12 +151,12 @@ DEBUG = r"""
 
 
 @pytest.fixture(scope="module")
-def taken_apart(grpo, tmp_path_factory):
+def taken_apart(run_grpo, tmp_path_factory):
     """What --debug_step prints of the iteration after a checkpoint."""
     skip_without("step")
     run = tmp_path_factory.mktemp("step") / "run"
-    grpo(run, "--beta=0.5", "--max_iters=1")
-    return grpo(run, run, "--debug_step=True")
+    run_grpo(run, "--beta=0.5", "--max_iters=1")
+    return run_grpo(run, run, "--debug_step=True")
 
 
 @pytest.mark.parametrize("phase, line", cells(DEBUG))
@@ -337,11 +337,11 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_failure_is_named(failure, grpo, tmp_path):
+def test_a_failure_is_named(failure, run_grpo, tmp_path):
     config, flags, words = FAILURES[failure]
     path = tmp_path / "failure.py"
     path.write_text(config or "max_iters = 2\n")
-    out = grpo(tmp_path / "run", path, *OWN * bool(config), *flags)
+    out = run_grpo(tmp_path / "run", path, *OWN * bool(config), *flags)
     said = [line for line in out.splitlines() if line.startswith(("WARNING: ", "note: "))]
     assert any(re.search(words, line) for line in said), "\n".join(said) or "nothing was said"
 
@@ -351,10 +351,10 @@ def test_note_000_hardly_any_positive_influence_keeps_the_better_half():
     assert is_fallback and keep.tolist() == [True] * 6 + [False] * 6
 
 
-def test_note_000_influence_through_adapters_is_that_of_plain_backwards(grpo, tmp_path):
+def test_note_000_influence_through_adapters_is_that_of_plain_backwards(run_grpo, tmp_path):
     """The first step of every run with influence is checked; a difference would end it."""
     skip_without("lora")
-    grpo(tmp_path / "run", "--lora_rank=2", "--tracin=reward", "--max_iters=1")
+    run_grpo(tmp_path / "run", "--lora_rank=2", "--tracin=reward", "--max_iters=1")
 
 
 def test_note_002_an_iteration_that_takes_several_times_the_median():
@@ -362,48 +362,49 @@ def test_note_002_an_iteration_that_takes_several_times_the_median():
     assert dict(notes(m, earlier=[1.0] * 5)).keys() == {"slow"}
 
 
-def test_note_004_values_that_do_not_move(grpo, tmp_path):
+def test_note_004_values_that_do_not_move(run_grpo, tmp_path):
     skip_without("critic")
-    out = grpo(tmp_path / "run", "--critic=True", "--value_coef=0")
+    out = run_grpo(tmp_path / "run", "--critic=True", "--value_coef=0")
     assert "WARNING: the critic's values do not move" in out
 
 
-def test_note_004_an_environments_token_under_the_loss_stops_the_run(grpo, tmp_path, monkeypatch):
+def test_note_004_an_environments_token_under_the_loss_stops_the_run(
+        run_grpo, tmp_path, monkeypatch):
     skip_without("environment")
     config = tmp_path / "answers.py"
     config.write_text(LETTERS + "\n\ndef environment(prompts, transcripts):\n"
                       "    return [' yes' if len(text) < 40 else None for text in transcripts]\n")
     monkeypatch.setattr(
         method, "loss_masks", lambda rollout, cfg: (rollout.completion_mask,) * 2)
-    said = refusal(grpo, tmp_path / "run", config, *OWN, "--max_completion_length=16")
+    said = refusal(run_grpo, tmp_path / "run", config, *OWN, "--max_completion_length=16")
     assert "stopped" in said and "environment" in said
     assert not read_rows(tmp_path / "run" / "metrics.jsonl"), "the step was taken"
 
 
 @pytest.mark.parametrize("alpha", (1.0, 0.6))
 @pytest.mark.parametrize("rank", (0, 2))
-def test_note_004_a_sync_that_does_nothing(rank, alpha, grpo, tmp_path, monkeypatch):
+def test_note_004_a_sync_that_does_nothing(rank, alpha, run_grpo, tmp_path, monkeypatch):
     if rank:
         skip_without("lora")
     flags = ("--beta=0.1", "--ref_model_sync_steps=1", f"--ref_model_mixup_alpha={alpha}",
              f"--lora_rank={rank}", "--max_iters=2")
-    honest = grpo(tmp_path / "honest", *flags)
+    honest = run_grpo(tmp_path / "honest", *flags)
     assert "reference synced" in honest and "WARNING: the sync" not in honest
     monkeypatch.setattr(torch.nn.Parameter, "lerp_", lambda self, *more: self, raising=False)
-    assert re.search("WARNING: .*sync", grpo(tmp_path / "nothing", *flags))
+    assert re.search("WARNING: .*sync", run_grpo(tmp_path / "nothing", *flags))
 
 
-def test_note_004_a_layer_that_is_random_stops_the_run(grpo, tmp_path, monkeypatch):
+def test_note_004_a_layer_that_is_random_stops_the_run(run_grpo, tmp_path, monkeypatch):
     plain = torch.nn.LayerNorm.forward
     monkeypatch.setattr(
         torch.nn.LayerNorm, "forward", lambda self, x: plain(self, x) + 0.1 * torch.randn_like(x))
-    assert "ratio is not 1" in refusal(grpo, tmp_path / "run")
+    assert "ratio is not 1" in refusal(run_grpo, tmp_path / "run")
 
 
 @pytest.mark.parametrize("kl, words", [(-0.1, "KL -.* is negative"), (9.0, "KL 9.* is exploding")])
-def test_note_002_a_kl_that_none_should_be(kl, words, grpo, tmp_path, monkeypatch):
+def test_note_002_a_kl_that_none_should_be(kl, words, run_grpo, tmp_path, monkeypatch):
     monkeypatch.setattr(method, "kl_estimate", lambda logp, ref_logp, kind: 0 * logp + kl)
-    assert re.search(f"WARNING: {words}", grpo(tmp_path / "run", "--beta=0.1", "--max_iters=1"))
+    assert re.search(f"WARNING: {words}", run_grpo(tmp_path / "run", "--beta=0.1", "--max_iters=1"))
 
 
 def test_note_004_a_rollout_without_log_probs_is_refused():
@@ -411,11 +412,11 @@ def test_note_004_a_rollout_without_log_probs_is_refused():
         Rollout(tokens=None, attention_mask=None)
 
 
-def test_note_002_a_judge_that_is_no_scorer_is_refused(grpo, tiny, tmp_path):
-    assert "judge" in refusal(grpo, tmp_path / "run", f"--judge={tiny.policy}")
+def test_note_002_a_judge_that_is_no_scorer_is_refused(run_grpo, tiny, tmp_path):
+    assert "judge" in refusal(run_grpo, tmp_path / "run", f"--judge={tiny.policy}")
 
 
-def test_note_004_a_tools_name_that_no_prompt_has_is_refused(grpo, tmp_path):
+def test_note_004_a_tools_name_that_no_prompt_has_is_refused(run_grpo, tmp_path):
     skip_without("environment")
     config = tmp_path / "tools.py"
     config.write_text(LETTERS + """
@@ -428,5 +429,5 @@ tools = {"send_message": send_message}
 def questions(n, seed):
     return [{"text": f"message_send({i}) ="} for i in range(n)]
 """)
-    said = refusal(grpo, tmp_path / "run", config, *OWN)
+    said = refusal(run_grpo, tmp_path / "run", config, *OWN)
     assert "send_message" in said

@@ -178,8 +178,8 @@ def test_half_a_last_line_hides_no_run(run):
     assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
 
 
-def test_grpo_writes_every_metric_that_is_drawn(grpo, tmp_path):
-    grpo(tmp_path / "run", "--tracin=reward", "--beta=0.1", "--max_iters=2")
+def test_grpo_writes_every_metric_that_is_drawn(run_grpo, tmp_path):
+    run_grpo(tmp_path / "run", "--tracin=reward", "--beta=0.1", "--max_iters=2")
     assert list(figure_of(str(tmp_path / "run"))[0]) == TITLES
 
 

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-import grpo as trainer
+import grpo
 from common.script import seed_for
 from data.prompts import Prompt, draw_prompts
 from data.tokenizer import texts_of
@@ -76,7 +76,7 @@ def test_groups_are_those_of_plain_python(function, it):
     setup, cfg = setup_and_cfg(function)
     groups, sizes = resampled_by_hand(setup, cfg, it)
     assert function == letters or len(sizes) > 1, "this world resamples nothing"
-    batch = trainer.collect_iteration(setup, it, cfg)
+    batch = grpo.collect_iteration(setup, it, cfg)
     prompts, completions, rewards = zip(*sum(groups, []))
     assert tuple(prompt.text for prompt in batch.prompts) == prompts
     assert tuple(batch.completions) == completions, "a row has another row's completion"
@@ -87,10 +87,10 @@ def test_groups_are_those_of_plain_python(function, it):
     expected = [(x - mean) / (spread + 1e-4) for x, mean in zip(rewards, means)]
     assert batch.advantages.tolist() == pytest.approx(expected, abs=1e-4)
     differ = [differs(rows) for rows in groups for _ in rows]
-    learned = [i for step in trainer.optimizer_steps(batch, cfg, 3) for i in step.rows.tolist()]
+    learned = [i for step in grpo.optimizer_steps(batch, cfg, 3) for i in step.rows.tolist()]
     assert learned == list(itertools.compress(range(5 * G), differ)), "some are still equal"
     # ends the run if rows of several rounds have another padding or log-prob than the trainer's
-    m = trainer.update(setup, batch, None, cfg, 3, check=True) | batch_metrics(batch, cfg)
+    m = grpo.update(setup, batch, None, cfg, 3, check=True) | batch_metrics(batch, cfg)
     assert m["num_steps"] == any(differ)
     assert m["resample/rounds"] == len(sizes) - 1 <= cfg.max_resamples
     assert m["resample/used"] == pytest.approx(sum(differ) / G / sum(sizes))
@@ -108,8 +108,8 @@ def test_metrics_and_samples_are_of_all_that_was_sampled(knobs):
         return found
 
     setup, cfg = setup_and_cfg(noted, **knobs)
-    batch = trainer.collect_iteration(setup, 0, cfg)
-    trainer.update(setup, batch, None, cfg, 3)
+    batch = grpo.collect_iteration(setup, 0, cfg)
+    grpo.update(setup, batch, None, cfg, 3)
     m = batch_metrics(batch, cfg)
     rewards = [reward for _, _, reward in called]
     assert len(batch.rounds) > 1 and len(called) == G * sum(batch.rounds)
@@ -148,7 +148,7 @@ def test_metrics_and_samples_are_of_all_that_was_sampled(knobs):
 
 def test_dropped_groups_are_marked_in_the_samples():
     setup, cfg = setup_and_cfg(zero_std_groups="drop")
-    batch = trainer.collect_iteration(setup, 0, cfg)
+    batch = grpo.collect_iteration(setup, 0, cfg)
     rows = sample_rows(0, batch, cfg)
     assert {row["prompt"] in DULL for row in rows} == {True, False}
     assert all(row["learned"] != (row["prompt"] in DULL) for row in rows)
@@ -156,7 +156,7 @@ def test_dropped_groups_are_marked_in_the_samples():
 
 def test_a_target_of_held_out_prompts_is_not_resampled():
     setup, cfg = setup_and_cfg(tracin="reward", tracin_val_prompts=4)
-    held_out = trainer.collect_held_out(setup, 0, cfg)
+    held_out = grpo.collect_held_out(setup, 0, cfg)
     prompts = draw_prompts(setup.val_prompts, 0, 4, cfg.seed)
     assert held_out.batch.prompts[::G] == prompts and len(held_out.batch.rounds) == 1
 
@@ -172,7 +172,7 @@ def reward(prompts, completions):
 """
 
 
-def test_a_run_counts_all_rounds_and_goes_on_after_a_break(grpo, tmp_path, monkeypatch):
+def test_a_run_counts_all_rounds_and_goes_on_after_a_break(run_grpo, tmp_path, monkeypatch):
     rule = tmp_path / "rule.py"
     rule.write_text(RULE)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -185,9 +185,9 @@ def test_a_run_counts_all_rounds_and_goes_on_after_a_break(grpo, tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr("grpo.sample_completions", noted)
-        out = grpo(whole, rule, "--max_iters=4")
-    grpo(parts, rule, "--max_iters=2")
-    grpo(parts, rule, "--max_iters=4", "--resume=True")
+        out = run_grpo(whole, rule, "--max_iters=4")
+    run_grpo(parts, rule, "--max_iters=2")
+    run_grpo(parts, rule, "--max_iters=4", "--resume=True")
     metrics = untimed_metrics(whole)
     assert metrics == untimed_metrics(parts), "the continued run learned something else"
     assert max(m["resample/rounds"] for m in metrics) > 0

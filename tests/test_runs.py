@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import evaluate
-import grpo as trainer
+import grpo
 from common.files import load_file, read_json, save_file
 from common.script import BadInput
 from data.weights import load_gpt
@@ -56,10 +56,10 @@ SIX = ["--max_iters=6", "--eval_interval=3", "--save_interval=2"]
 
 
 @pytest.fixture(scope="module")
-def finished(grpo, tmp_path_factory):
+def finished(run_grpo, tmp_path_factory):
     """Folder of a run of three iterations in two micro-batches each. Only for reading."""
     where = str(tmp_path_factory.mktemp("finished") / "run")
-    grpo(where, *FINISHED)
+    run_grpo(where, *FINISHED)
     return where
 
 
@@ -72,10 +72,10 @@ def noise(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def six(grpo, noise, tmp_path_factory):
+def six(run_grpo, noise, tmp_path_factory):
     """Folder of a run of six iterations that nothing interrupted. Only for reading."""
     where = str(tmp_path_factory.mktemp("six") / "run")
-    grpo(where, noise, *SIX)
+    run_grpo(where, noise, *SIX)
     return where
 
 
@@ -85,9 +85,9 @@ def copy_of_six(six, tmp_path):
 
 
 @pytest.fixture
-def go_on(copy_of_six, noise, grpo):
+def go_on(copy_of_six, noise, run_grpo):
     """go_on("--max_iters=7") continues the copy."""
-    return functools.partial(grpo, copy_of_six, noise, *SIX, "--resume=True")
+    return functools.partial(run_grpo, copy_of_six, noise, *SIX, "--resume=True")
 
 
 def snapshot(folder):
@@ -150,44 +150,44 @@ def test_metrics_samples_and_evaluations(finished):
         assert sum(sample["advantage"] for sample in samples[i:i + 4]) == pytest.approx(0, abs=1e-4)
 
 
-def test_a_second_start_leaves_the_first_run_alone(grpo, copy_of_six, tmp_path):
+def test_a_second_start_leaves_the_first_run_alone(run_grpo, copy_of_six, tmp_path):
     before = snapshot(copy_of_six)
-    message = refusal(grpo, f"{copy_of_six}/", "--max_iters=0")     # a slash changes nothing
+    message = refusal(run_grpo, f"{copy_of_six}/", "--max_iters=0")     # a slash changes nothing
     assert f"{str(copy_of_six)!r}: holds a run of other settings" in message
     assert "--resume" in message
     assert "--out_dir" in message
     assert snapshot(copy_of_six) == before
     assert os.listdir(tmp_path) == [copy_of_six.name]
     Path(tmp_path, "other.py").write_text(NOISE + "pass")
-    assert "had another text" in refusal(grpo, copy_of_six, f"{tmp_path}/other.py", *SIX)
+    assert "had another text" in refusal(run_grpo, copy_of_six, f"{tmp_path}/other.py", *SIX)
 
 
 @pytest.mark.parametrize("name, says", [
     ("samples.jsonl", "holds other files"), ("config.py", "holds other files"),
     ("config.json", "cannot be read as JSON")])
-def test_a_folder_of_other_files_is_left_alone(name, says, grpo, tmp_path):
+def test_a_folder_of_other_files_is_left_alone(name, says, run_grpo, tmp_path):
     where = tmp_path / "run"
     where.mkdir()
     (where / name).write_text("years of work")
     before = snapshot(tmp_path)
     for flag in ("--max_iters=0", "--resume=True"):
-        message = refusal(grpo, where, flag)
+        message = refusal(run_grpo, where, flag)
         assert says in message and "choose another --out_dir" in message
     assert snapshot(tmp_path) == before
 
 
-def test_a_folder_where_a_run_is_at_work(grpo, finished, tmp_path, monkeypatch):
+def test_a_folder_where_a_run_is_at_work(run_grpo, finished, tmp_path, monkeypatch):
     where = tmp_path / "run"
-    prepare = trainer.prepare
+    prepare = grpo.prepare
     said = []
 
     def meanwhile(*args):
         for flag in ("--max_iters=0", "--resume=True"):
-            said.append(refusal(grpo, where, flag))
+            said.append(refusal(run_grpo, where, flag))
         return prepare(*args)
 
-    monkeypatch.setattr(trainer, "prepare", meanwhile)
-    grpo(where, *FINISHED)
+    monkeypatch.setattr(grpo, "prepare", meanwhile)
+    run_grpo(where, *FINISHED)
     assert len(said) == 2
     assert all("is in use by another run" in text for text in said)
     assert_same_run(finished, where)
@@ -199,14 +199,15 @@ LINKS = {"link": Path.symlink_to, "hard link": Path.hardlink_to,
 
 @pytest.mark.parametrize("name", [".lock", *LOGS])
 @pytest.mark.parametrize("kind", LINKS)
-def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, go_on, grpo, tmp_path):
+def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, go_on, run_grpo, tmp_path):
     years = "years of work" * 10 ** 5       # long enough to go on with
     notes = tmp_path / "notes"
     notes.write_text(years)
     path = copy_of_six / name
     path.unlink()
     LINKS[kind](path, notes)
-    for message in (refusal(go_on, "--max_iters=7"), refusal(grpo, copy_of_six, "--max_iters=0")):
+    for message in (refusal(go_on, "--max_iters=7"),
+                    refusal(run_grpo, copy_of_six, "--max_iters=0")):
         assert f"{name}: is a link or no plain file" in message
         assert "remove" not in message, "who obeys would lose the run"
     assert notes.read_text() == years, f"what {name} leads to was written to"
@@ -243,12 +244,12 @@ def dies(*args, **more):
     ("--tracin=reward", "--tracin_adam=True", "--beta=0.1", "--tracin_val_prompts=2",
      "--tracin_target_ema=0.5")],
     ids=["lora-sync", "steps", "tracin"])
-def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, grpo, tmp_path, monkeypatch):
+def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, run_grpo, tmp_path, monkeypatch):
     if "--lora_rank=2" in flags:
         skip_without("lora")
     argv = (*flags, "--max_iters=5")
-    grpo(f"{tmp_path}/whole", *argv)
-    update = trainer.update
+    run_grpo(f"{tmp_path}/whole", *argv)
+    update = grpo.update
     left = iter(range(3))
 
     def dies_in_the_fourth(*args, **more):
@@ -257,17 +258,17 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, grpo, tmp_path, mo
         return update(*args, **more)
 
     with monkeypatch.context() as m, pytest.raises(Crash):
-        m.setattr(trainer, "update", dies_in_the_fourth)
-        grpo(f"{tmp_path}/parts", *argv)
+        m.setattr(grpo, "update", dies_in_the_fourth)
+        run_grpo(f"{tmp_path}/parts", *argv)
     assert len(read_rows(f"{tmp_path}/parts/metrics.jsonl")) == 3
     assert checkpoint_of(f"{tmp_path}/parts")["iteration"] == 2
-    out = grpo(f"{tmp_path}/parts", *argv)
+    out = run_grpo(f"{tmp_path}/parts", *argv)
     assert "ckpt_000002.pt after 2 iterations" in out
     assert "repeated iterations 3 to 3: rewards as before the interruption" in out
     assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/parts")
 
 
-def test_a_resumed_run_says_how_far_its_repetition_is_from_the_run(finished, grpo, tmp_path):
+def test_a_resumed_run_says_how_far_its_repetition_is_from_the_run(finished, run_grpo, tmp_path):
     """As on a GPU, where a repeated iteration may sample other tokens."""
     where = tmp_path / "run"
     shutil.copytree(finished, where)
@@ -275,9 +276,9 @@ def test_a_resumed_run_says_how_far_its_repetition_is_from_the_run(finished, grp
     rows = read_rows(where / "metrics.jsonl")
     rows[2]["reward"] += 0.25
     write_rows(where / "metrics.jsonl", rows)
-    out = grpo(where, *FINISHED)
+    out = run_grpo(where, *FINISHED)
     assert "note: repeated iterations 3 to 3: rewards differ by at most 0.25" in out
-    again = grpo(where, *FINISHED, "--max_iters=4", "--resume=True")
+    again = run_grpo(where, *FINISHED, "--max_iters=4", "--resume=True")
     assert "repeated" not in again, "nothing was repeated"
 
 
@@ -285,42 +286,42 @@ def test_a_resumed_run_says_how_far_its_repetition_is_from_the_run(finished, grp
     ("--beta=0.1", "--top_p=0.9", "--dtype=bfloat16"),
     ("--tracin=reward", "--tracin_leave_one_out=True", "--lora_rank=2",
      "--activation_checkpointing=True")], ids=["plain", "influence"])
-def test_a_run_works_with_torchs_deterministic_algorithms(flags, grpo, tmp_path):
+def test_a_run_works_with_torchs_deterministic_algorithms(flags, run_grpo, tmp_path):
     """torch refuses operations that it knows no deterministic form of; the numbers stay."""
     if "--lora_rank=2" in flags:
         skip_without("lora")
-    grpo(tmp_path / "plain", *flags, "--max_iters=2")
+    run_grpo(tmp_path / "plain", *flags, "--max_iters=2")
     torch.use_deterministic_algorithms(True)
     try:
-        grpo(tmp_path / "fixed", *flags, "--max_iters=2")
+        run_grpo(tmp_path / "fixed", *flags, "--max_iters=2")
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same_run(str(tmp_path / "plain"), str(tmp_path / "fixed"))
 
 
 @pytest.mark.parametrize("part", ("grpo.prepare", "run.run.evaluate", "grpo.update"))
-def test_killed_before_the_second_checkpoint(part, finished, grpo, tmp_path, monkeypatch):
+def test_killed_before_the_second_checkpoint(part, finished, run_grpo, tmp_path, monkeypatch):
     argv = (tmp_path / "run", *FINISHED)
     with monkeypatch.context() as m, pytest.raises(Crash):
         m.setattr(part, dies)
-        grpo(*argv)
-    grpo(*argv)     # the same command
+        run_grpo(*argv)
+    run_grpo(*argv)     # the same command
     assert_same_run(finished, f"{tmp_path}/run")
 
 
 @pytest.mark.parametrize("number, iteration, code, said", [
     (signal.SIGKILL, 2, -9, ""),
     (signal.SIGHUP, 3, 130, "interrupted: saved after iteration 3; the same command continues")])
-def test_signals(number, iteration, code, said, tiny, noise, six, grpo, tmp_path):
+def test_signals(number, iteration, code, said, tiny, noise, six, run_grpo, tmp_path):
     where = tmp_path / "run"
-    command = [sys.executable, trainer.__file__, *tiny.flags, noise, f"--out_dir={where}", *SIX]
+    command = [sys.executable, grpo.__file__, *tiny.flags, noise, f"--out_dir={where}", *SIX]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60,
                           env=os.environ | {"SIGNAL": str(int(number))})
     assert done.returncode == code and said in done.stderr, done.stderr
-    text = grpo(where, noise, *SIX)
+    text = run_grpo(where, noise, *SIX)
     assert f"resumed {where}/ckpt_00000{iteration}.pt after {iteration} iterations" in text
     assert_same_run(six, where)
-    assert "a run that is complete" in refusal(grpo, where, noise, *SIX)
+    assert "a run that is complete" in refusal(run_grpo, where, noise, *SIX)
 
 
 # number of the reward's call that fails: the iteration that is saved
@@ -329,23 +330,23 @@ FAILED = {2: None, 4: 1, 5: 2, 6: 3, 10: 6}     # the first evaluation, the seco
 
 @pytest.mark.parametrize("call", FAILED)
 def test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail(
-        call, noise, six, grpo, tmp_path, monkeypatch):
+        call, noise, six, run_grpo, tmp_path, monkeypatch):
     """A terminal sends the signal to all processes of a command, so a reward's own child dies."""
     where = tmp_path / "run"
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="ended it too") as e:
         for name, x in (("SIGNAL", int(signal.SIGINT)), ("CALL", call), ("FAILS", 1)):
             m.setenv(name, str(x))
-        grpo(where, noise, *SIX)
+        run_grpo(where, noise, *SIX)
     if FAILED[call]:
         assert f"saved after iteration {FAILED[call]}; the same command continues" in str(e.value)
         assert checkpoint_of(where)["iteration"] == FAILED[call]
-    assert "after/before" in grpo(where, noise, *SIX)
+    assert "after/before" in run_grpo(where, noise, *SIX)
     assert_same_run(six, where)
 
 
-def test_half_an_iteration_is_not_saved(noise, six, grpo, tmp_path, monkeypatch):
+def test_half_an_iteration_is_not_saved(noise, six, run_grpo, tmp_path, monkeypatch):
     where = tmp_path / "run"
-    update = trainer.update
+    update = grpo.update
     left = iter(range(2))
 
     def fails_behind_the_third_step(*args, **more):
@@ -356,25 +357,25 @@ def test_half_an_iteration_is_not_saved(noise, six, grpo, tmp_path, monkeypatch)
         return metrics
 
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="saved last is kept"):
-        m.setattr(trainer, "update", fails_behind_the_third_step)
-        grpo(where, noise, *SIX)
+        m.setattr(grpo, "update", fails_behind_the_third_step)
+        run_grpo(where, noise, *SIX)
     assert checkpoint_of(where)["iteration"] == 2
-    grpo(where, noise, *SIX)
+    run_grpo(where, noise, *SIX)
     assert_same_run(six, where)
 
 
-def test_a_failure_without_a_signal_is_no_interruption(grpo, noise, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "update", dies)
+def test_a_failure_without_a_signal_is_no_interruption(run_grpo, noise, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "update", dies)
     with pytest.raises(Crash):
-        grpo(tmp_path / "run", noise, *SIX)
+        run_grpo(tmp_path / "run", noise, *SIX)
 
 
-def test_a_run_that_was_killed_before_its_table_prints_it(copy_of_six, six, noise, grpo):
+def test_a_run_that_was_killed_before_its_table_prints_it(copy_of_six, six, noise, run_grpo):
     about = read_json(f"{copy_of_six}/config.json")
     (copy_of_six / "config.json").write_text(json.dumps(about | {"is_printed": False}))
-    assert "after/before" in grpo(copy_of_six, noise, *SIX)
+    assert "after/before" in run_grpo(copy_of_six, noise, *SIX)
     assert_same_run(six, copy_of_six)
-    assert "a run that is complete" in refusal(grpo, copy_of_six, noise, *SIX)
+    assert "a run that is complete" in refusal(run_grpo, copy_of_six, noise, *SIX)
 
 
 def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, go_on):
@@ -397,9 +398,9 @@ def test_a_finished_run_is_printed_again(copy_of_six, go_on):
     assert after == before
 
 
-def test_a_finished_run_is_made_longer(noise, six, grpo, tmp_path):
-    grpo(f"{tmp_path}/longer", noise, *SIX, "--max_iters=3")
-    grpo(f"{tmp_path}/longer", noise, *SIX, "--resume")
+def test_a_finished_run_is_made_longer(noise, six, run_grpo, tmp_path):
+    run_grpo(f"{tmp_path}/longer", noise, *SIX, "--max_iters=3")
+    run_grpo(f"{tmp_path}/longer", noise, *SIX, "--resume")
     assert_same_run(six, f"{tmp_path}/longer")
 
 
@@ -439,33 +440,34 @@ def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, g
     assert snapshot(copy_of_six) == before
 
 
-def test_an_average_of_other_targets_is_refused(grpo, tmp_path):
+def test_an_average_of_other_targets_is_refused(run_grpo, tmp_path):
     flags = ("--tracin=reward", "--tracin_target_ema=0.5", "--save_interval=1")
     run = tmp_path / "run"
-    grpo(run, *flags, "--max_iters=1")
+    run_grpo(run, *flags, "--max_iters=1")
     known = checkpoint_of(run)["influence"]
     average = known["average"]
     for change in (dict(average=average[1:]), dict(average=[torch.zeros(3), *average[1:]]),
                    dict(age=0), dict(age="1")):
         rewrite_checkpoint(run, influence=known | change)
-        assert "damaged" in refusal(grpo, run, *flags, "--max_iters=2", "--resume=True"), change
+        assert "damaged" in refusal(run_grpo, run, *flags, "--max_iters=2", "--resume=True"), change
 
 
-def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first(grpo, tmp_path):
+def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first(
+        run_grpo, tmp_path):
     flags = ("--beta=0.1", "--save_interval=1")
     moving = (*flags, "--max_iters=2", "--ref_model_sync_steps=2")
-    grpo(tmp_path / "late", *flags, "--max_iters=1")
-    text = grpo(tmp_path / "late", *moving, "--resume=True")
+    run_grpo(tmp_path / "late", *flags, "--max_iters=1")
+    text = run_grpo(tmp_path / "late", *moving, "--resume=True")
     assert "ref_model_sync_steps: 0 -> 2" in text, "it must name settings that are new"
-    grpo(tmp_path / "whole", *moving)
+    run_grpo(tmp_path / "whole", *moving)
     a, b = (checkpoint_of(tmp_path / name)["reference"] for name in ("late", "whole"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_run_that_is_resumed_with_another_target_averages_that_alone(grpo, tmp_path):
+def test_a_run_that_is_resumed_with_another_target_averages_that_alone(run_grpo, tmp_path):
     flags = ("--tracin_target_ema=0.5", "--save_interval=1")
-    grpo(tmp_path, *flags, "--tracin=reward", "--max_iters=2")
-    grpo(tmp_path, *flags, "--tracin=advantage", "--max_iters=3", "--resume=True")
+    run_grpo(tmp_path, *flags, "--tracin=reward", "--max_iters=2")
+    run_grpo(tmp_path, *flags, "--tracin=advantage", "--max_iters=3", "--resume=True")
     ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "metrics.jsonl")]
     assert ages == [1, 2, 1], "the average holds gradients of the target before"
 
@@ -485,17 +487,17 @@ def test_a_file_of_the_user_that_ends_in_tmp_is_kept(copy_of_six, go_on):
     assert (copy_of_six / "ckpt_best.tmp").read_text() == "mine"
 
 
-def test_checkpoints_that_are_kept_remove_nothing_of_the_user(grpo, tmp_path):
+def test_checkpoints_that_are_kept_remove_nothing_of_the_user(run_grpo, tmp_path):
     (tmp_path / "mine").write_text("mine")
     run = tmp_path / "run"
-    grpo(run, "--max_iters=1", "--save_interval=1")
+    run_grpo(run, "--max_iters=1", "--save_interval=1")
     for number in (0, 9):
         (run / f"ckpt_00000{number}.pt").unlink(missing_ok=True)
         os.symlink(tmp_path / "mine", run / f"ckpt_00000{number}.pt")
     (run / "ckpt_000008.pt").mkdir()
     more = ("--save_interval=1", "--keep_checkpoints=3", "--resume=True")
-    assert "after 1 iterations" in grpo(run, *more, "--max_iters=5")
-    assert "after 5 iterations" in grpo(run, *more, "--max_iters=6")
+    assert "after 1 iterations" in run_grpo(run, *more, "--max_iters=5")
+    assert "after 5 iterations" in run_grpo(run, *more, "--max_iters=6")
     found = {path.name[10:11]: path.is_symlink() for path in run.glob("ckpt_*.pt")}
     assert found == {"0": True, "9": True, "8": False, "4": False, "5": False, "6": False}
     assert (tmp_path / "mine").read_text() == "mine"
@@ -503,13 +505,13 @@ def test_checkpoints_that_are_kept_remove_nothing_of_the_user(grpo, tmp_path):
 
 @pytest.mark.parametrize("part", ["write_json", "replacing"])
 def test_killed_before_config_json_or_config_py_is_there(
-        part, grpo, noise, six, tmp_path, monkeypatch):
+        part, run_grpo, noise, six, tmp_path, monkeypatch):
     where = tmp_path / "run"
     with monkeypatch.context() as m, pytest.raises(Crash):
         m.setattr(f"run.checkpoint.{part}", dies)
-        grpo(where, noise, *SIX)
+        run_grpo(where, noise, *SIX)
     (where / "ckpt_000002.pt.123.tmp").write_text("half a checkpoint")
-    assert "has no checkpoint" in grpo(where, noise, *SIX, "--resume=True")
+    assert "has no checkpoint" in run_grpo(where, noise, *SIX, "--resume=True")
     assert_same_run(six, where)
     assert set(os.listdir(where)) == set(os.listdir(six)), "a half was left behind"
 
@@ -536,16 +538,17 @@ def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, go_on
     assert snapshot(copy_of_six) == before
 
 
-def test_a_checkpoint_never_holds_what_is_not_finite(grpo, tmp_path, monkeypatch):
-    update = trainer.update
+def test_a_checkpoint_never_holds_what_is_not_finite(run_grpo, tmp_path, monkeypatch):
+    update = grpo.update
 
     def poisoned(setup, *args, **more):
         metrics = update(setup, *args, **more)
         next(iter(setup.optimizer.state.values()))["exp_avg_sq"][0] = math.inf
         return metrics
 
-    monkeypatch.setattr(trainer, "update", poisoned)
-    assert "not finite after iteration 1" in refusal(grpo, f"{tmp_path}/run", "--save_interval=1")
+    monkeypatch.setattr(grpo, "update", poisoned)
+    said = refusal(run_grpo, f"{tmp_path}/run", "--save_interval=1")
+    assert "not finite after iteration 1" in said
     assert checkpoint_of(f"{tmp_path}/run")["iteration"] == 0
 
 
@@ -557,7 +560,7 @@ def fresh(tiny, tmp_path, monkeypatch):
                             lambda *args, **more: pytest.fail("trained before it looked"))
 
     def start(*argv):
-        printed(trainer.main, [*tiny.flags, f"--cache_dir={tmp_path}/cache",
+        printed(grpo.main, [*tiny.flags, f"--cache_dir={tmp_path}/cache",
                                f"--out_dir={tmp_path}/run", *argv])
 
     return start
@@ -609,11 +612,11 @@ def columns(text):
 
 
 @pytest.mark.parametrize("flags", [(), ("--lora_rank=2", "--learning_rate=1e-2")])
-def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path):
+def test_evaluate_reproduces_the_last_evaluation(flags, run_grpo, finished, tmp_path):
     where = tmp_path / "run"
     if flags:
         skip_without("lora")
-        grpo(where, "--max_iters=2", *flags)
+        run_grpo(where, "--max_iters=2", *flags)
     else:
         shutil.copytree(finished, where)
     before = snapshot(where)
@@ -628,14 +631,14 @@ def test_evaluate_reproduces_the_last_evaluation(flags, grpo, finished, tmp_path
 
 @pytest.mark.parametrize("changes", [
     {}, {"lora_rank": 2}, {"critic": True, "num_generations": 4}], ids=str)
-def test_the_folder_of_a_run_is_a_policy_its_last_one(changes, tiny, noise, grpo, tmp_path):
+def test_the_folder_of_a_run_is_a_policy_its_last_one(changes, tiny, noise, run_grpo, tmp_path):
     """Where a model is expected, what a run trained: adapters merged, without the critic."""
     for extra, name in (("lora", "lora_rank"), ("critic", "critic")):
         if name in changes:
             skip_without(extra)
     first, second, third = (f"{tmp_path}/{name}" for name in ("first", "second", "third"))
     flags = [f"--{name}={value}" for name, value in changes.items()]
-    grpo(first, noise, *SIX, *flags, "--learning_rate=1e-2")
+    run_grpo(first, noise, *SIX, *flags, "--learning_rate=1e-2")
     trained, _ = load_run(first)
     policy, tokenizer = load_policy(load_settings([f"--policy={first}"]))
     idx = random_ids(2, 9, 300)
@@ -643,23 +646,23 @@ def test_the_folder_of_a_run_is_a_policy_its_last_one(changes, tiny, noise, grpo
         assert_near(policy.lm_head(policy(idx)), trained.lm_head(trained(idx)))
     assert policy.state_dict().keys() == load_gpt(tiny.policy).state_dict().keys()
     assert tokenizer.n_vocab == 300
-    grpo(second, noise, *SIX, f"--policy={first}")
+    run_grpo(second, noise, *SIX, f"--policy={first}")
     after, before = read_rows(f"{first}/eval.jsonl")[-1], read_rows(f"{second}/eval.jsonl")[0]
     assert ([row["completion"] for row in before["samples"]]
             == [row["completion"] for row in after["samples"]])
-    grpo(third, noise, *SIX, f"--policy={second}")
+    run_grpo(third, noise, *SIX, f"--policy={second}")
     assert load_run(third)[1].n_vocab == 300
     for judge in ("judge", "eval_judge"):
         assert "is the folder of a run" in refusal(load_settings, [f"--{judge}={first}"])
 
 
-def test_a_run_whose_base_was_trained_on_cannot_go_on(tiny, noise, grpo, tmp_path):
+def test_a_run_whose_base_was_trained_on_cannot_go_on(tiny, noise, run_grpo, tmp_path):
     first, second = f"{tmp_path}/first", f"{tmp_path}/second"
-    grpo(first, noise, *SIX)
-    grpo(second, noise, *SIX, f"--policy={first}")
-    grpo(first, noise, *SIX, "--max_iters=7", "--resume=True")
+    run_grpo(first, noise, *SIX)
+    run_grpo(second, noise, *SIX, f"--policy={first}")
+    run_grpo(first, noise, *SIX, "--max_iters=7", "--resume=True")
     with pytest.raises(BadInput, match="began from another policy"):
-        grpo(second, noise, *SIX, f"--policy={first}", "--max_iters=7", "--resume=True")
+        run_grpo(second, noise, *SIX, f"--policy={first}", "--max_iters=7", "--resume=True")
 
 
 def test_a_run_of_another_version_has_a_policy(copy_of_six):
@@ -723,14 +726,14 @@ def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
         assert "must be the folder of a run" in refusal(evaluate.main, argv)
 
 
-def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
+def test_wandb_gets_the_metrics(run_grpo, tmp_path, monkeypatch):
     begun = {}
     logged = []
     fake = ModuleType("wandb")
     fake.init = begun.update
     fake.log = lambda row, step: logged.append((step, row))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
+    run_grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
     assert begun["project"] == "toys" and begun["config"]["num_prompts"] == 4
     rewards = [row["reward"] for _, row in logged if "loss" in row]
     assert rewards == [row["reward"] for row in read_rows(f"{tmp_path}/run/metrics.jsonl")]
@@ -738,7 +741,7 @@ def test_wandb_gets_the_metrics(grpo, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["init", "log", "finish"])
-def test_a_failing_wandb_is_a_note(part, grpo, tmp_path, monkeypatch):
+def test_a_failing_wandb_is_a_note(part, run_grpo, tmp_path, monkeypatch):
     def fails(*args, **more):
         calls.append(part)
         raise SystemExit("no key") if part == "init" else ConnectionError("api unreachable")
@@ -748,14 +751,14 @@ def test_a_failing_wandb_is_a_note(part, grpo, tmp_path, monkeypatch):
     for name in ("init", "log", "finish"):
         setattr(fake, name, fails if name == part else lambda *args, **more: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    text = grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
+    text = run_grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
     note, = [line for line in text.splitlines() if line.startswith("note: wandb")]
     assert f"wandb.{part} failed" in note and "metrics.jsonl" in note
     assert len(calls) == 1, "it is asked again and again"
     assert "after/before" in text and checkpoint_of(f"{tmp_path}/run")["iteration"] == 2
 
 
-def test_a_disk_that_cannot_wait_for_a_folder(grpo, tmp_path, monkeypatch):
+def test_a_disk_that_cannot_wait_for_a_folder(run_grpo, tmp_path, monkeypatch):
     fsync = os.fsync
 
     def of_files(number):
@@ -764,21 +767,21 @@ def test_a_disk_that_cannot_wait_for_a_folder(grpo, tmp_path, monkeypatch):
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", of_files)
-    text = grpo(tmp_path / "run", "--max_iters=1")
+    text = run_grpo(tmp_path / "run", "--max_iters=1")
     assert re.search("^note: .*power failure", text, re.M) and "after/before" in text
 
 
-def test_the_home_folder_in_a_flag(grpo, tmp_path, monkeypatch):
+def test_the_home_folder_in_a_flag(run_grpo, tmp_path, monkeypatch):
     """A shell leaves the ~ of --out_dir=~/run alone."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    grpo("~/run", "--max_iters=1")
+    run_grpo("~/run", "--max_iters=1")
     assert os.listdir(tmp_path) == ["home"] and "eval.jsonl" in os.listdir(tmp_path / "home/run")
 
 
-def test_the_verdict(grpo, tmp_path):
+def test_the_verdict(run_grpo, tmp_path):
     rises = tmp_path / "rises.py"
     rises.write_text("def reward(prompts, completions): return list(map(len, completions))")
     flags = (rises, "--judge=None", "--eval_judge=None", "--max_iters=4", "--learning_rate=1e-2")
-    assert "verdict: works" in grpo(f"{tmp_path}/a", *flags, "--expect_rise=0.1")
-    assert "does not work" in refusal(grpo, f"{tmp_path}/b", *flags, "--expect_rise=1000")
+    assert "verdict: works" in run_grpo(f"{tmp_path}/a", *flags, "--expect_rise=0.1")
+    assert "does not work" in refusal(run_grpo, f"{tmp_path}/b", *flags, "--expect_rise=1000")

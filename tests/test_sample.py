@@ -15,10 +15,10 @@ LINE = re.compile(r"^ +(\d\.\d{3}) +(\d\.\d{3})  ('.*'|\".*\")$")
 
 
 @pytest.fixture(scope="module")
-def run(grpo, tmp_path_factory):
+def run(run_grpo, tmp_path_factory):
     """A run of three iterations whose steps are so large that the policy must change."""
     out = tmp_path_factory.mktemp("speak") / "run"
-    grpo(out, "--learning_rate=0.01", "--beta=0")
+    run_grpo(out, "--learning_rate=0.01", "--beta=0")
     return str(out)
 
 
@@ -59,7 +59,7 @@ def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):
     assert len(set(spoken(say(run, "--prompt=the old", "--top_k=1")))) == 1, "settings are heard"
 
 
-def test_a_reward_is_a_column_unless_it_needs_an_answer(grpo, tmp_path):
+def test_a_reward_is_a_column_unless_it_needs_an_answer(run_grpo, tmp_path):
     config = tmp_path / "sums.py"
     config.write_text("""
 reward_funcs = ('judge', 'length', 'right')
@@ -72,7 +72,7 @@ def questions(n, seed):
     return [{'text': f'{i} + 1 =', 'answer': str(i + 1)} for i in range(20)]
 """)
     run = f"{tmp_path}/run"
-    grpo(run, str(config), "--max_iters=1")
+    run_grpo(run, str(config), "--max_iters=1")
     for row in read_rows(f"{run}/samples.jsonl"):
         assert row["row"]["answer"] == str(int(row["prompt"].split()[0]) + 1)
         assert row["scores"]["length"] == len(row["completion"])

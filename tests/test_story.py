@@ -40,7 +40,7 @@ NUMBER = "[+-][0-9.]+"
 
 
 @pytest.fixture(scope="module")
-def run(grpo, tmp_path_factory):
+def run(run_grpo, tmp_path_factory):
     """run(name of KINDS), run(another name, flags): the folder of such a run, made once."""
     there = tmp_path_factory.mktemp("told")
     (there / "rule.py").write_text(RULE)
@@ -52,7 +52,7 @@ def run(grpo, tmp_path_factory):
         if name == "one backward":
             skip_without("lora")
         rule = "tied.py" if name == "resample" else "rule.py"
-        grpo(folder, there / rule, "--max_iters=4", *KINDS.get(name, flags))
+        run_grpo(folder, there / rule, "--max_iters=4", *KINDS.get(name, flags))
         return str(folder)
 
     return make

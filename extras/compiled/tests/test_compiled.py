@@ -262,13 +262,13 @@ def test_a_backward_that_cannot_be_compiled_is_noticed_before_training(monkeypat
 
 @pytest.mark.parametrize("compile", [failing_after(0), failing_after(9)])
 def test_a_compiler_that_fails_is_turned_off_and_the_run_goes_on(
-        grpo, tmp_path, monkeypatch, compile):
+        run_grpo, tmp_path, monkeypatch, compile):
     plain = tmp_path / "plain"
     late = tmp_path / "late"
     flags = ("--beta=0.1", "--max_iters=2", "--ref_model_sync_steps=1")
-    grpo(plain, *flags)
+    run_grpo(plain, *flags)
     monkeypatch.setattr(torch, "compile", compile)
-    out = grpo(late, *flags, "--compile=True")
+    out = run_grpo(late, *flags, "--compile=True")
     assert out.count("note: compile off: RuntimeError('no ") == 1
     for log in ("metrics.jsonl", "samples.jsonl"):
         assert_same_rows(plain / log, late / log)
@@ -309,13 +309,13 @@ def assert_same_rows(log, other):
             assert b[name] == expected, name
 
 
-def test_a_run_is_the_same_compiled(grpo, tmp_path, monkeypatch):
+def test_a_run_is_the_same_compiled(run_grpo, tmp_path, monkeypatch):
     """With torch's own graphs, shapes and guards, but without its code generator, which is slow."""
     plain = tmp_path / "plain"
     fast_one = tmp_path / "fast"
-    grpo(plain, "--beta=0.1", "--max_iters=1")
+    run_grpo(plain, "--beta=0.1", "--max_iters=1")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    out = grpo(fast_one, "--beta=0.1", "--max_iters=1", "--compile=True")
+    out = run_grpo(fast_one, "--beta=0.1", "--max_iters=1", "--compile=True")
     assert "compile off" not in out
     for log in ("metrics.jsonl", "samples.jsonl"):
         assert_same_rows(plain / log, fast_one / log)

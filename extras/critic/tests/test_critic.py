@@ -243,11 +243,11 @@ def test_metrics_of_the_values_are_those_of_plain_python():
     assert m["val/grad_norm"] == pytest.approx(float(head.norm()), 1e-3), "before clipping"
 
 
-def test_a_run_goes_on_where_it_stopped_and_is_explained(grpo, tmp_path):
+def test_a_run_goes_on_where_it_stopped_and_is_explained(run_grpo, tmp_path):
     flags = ("--critic=True", "--beta=0.1", "--ref_model_sync_steps=2", "--tracin=reward")
-    grpo(f"{tmp_path}/whole", *flags, "--max_iters=4")
-    grpo(f"{tmp_path}/parts", *flags, "--max_iters=2")
-    grpo(f"{tmp_path}/parts", *flags, "--max_iters=4", "--resume=True")
+    run_grpo(f"{tmp_path}/whole", *flags, "--max_iters=4")
+    run_grpo(f"{tmp_path}/parts", *flags, "--max_iters=2")
+    run_grpo(f"{tmp_path}/parts", *flags, "--max_iters=4", "--resume=True")
     whole = untimed_metrics(f"{tmp_path}/whole")
     assert whole == untimed_metrics(f"{tmp_path}/parts"), "a resumed run has other numbers"
     explain = importlib.import_module("explain.__main__")

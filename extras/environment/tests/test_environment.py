@@ -194,9 +194,9 @@ def environment(prompts, transcripts):
 """
 
 
-def test_a_run_with_turns_is_explained(grpo, tmp_path):
+def test_a_run_with_turns_is_explained(run_grpo, tmp_path):
     (tmp_path / "config.py").write_text(EXPLAINED)
-    text = grpo(f"{tmp_path}/run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
+    text = run_grpo(f"{tmp_path}/run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
                 "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
     assert "% environment" in text, "the environment has said nothing"
     explain = importlib.import_module("explain.__main__")

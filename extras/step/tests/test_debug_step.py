@@ -23,14 +23,14 @@ def numbers(text):
     return [float(x) for x in re.findall(r"-?\d+\.\d+(?:e[-+]\d+)?|nan", text)]
 
 
-def test_an_iteration_is_taken_apart(grpo, tmp_path):
+def test_an_iteration_is_taken_apart(run_grpo, tmp_path):
     flags = ["--beta=0.1", "--max_iters=1", "--max_grad_norm=0", "--learning_rate=1e-3",
              "--mini_batch_size=4", "--num_iterations=2"]
-    out = grpo(f"{tmp_path}/none", "--debug_step=True", *flags)
+    out = run_grpo(f"{tmp_path}/none", "--debug_step=True", *flags)
     assert phases_of(out) == PHASES, out
     assert not (tmp_path / "none").exists(), "nothing is written"
 
-    grpo(f"{tmp_path}/run", *flags)      # the same iteration
+    run_grpo(f"{tmp_path}/run", *flags)      # the same iteration
     m, = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert f"= loss {m['loss']:.6f}" in out
     samples = read_rows(tmp_path / "run" / "samples.jsonl")
@@ -48,14 +48,14 @@ def test_an_iteration_is_taken_apart(grpo, tmp_path):
     assert f"{change:+.4f}" in part_of(out, "evaluation after")
 
 
-def test_the_step_after_a_checkpoint_is_that_of_the_run(grpo, tmp_path):
+def test_the_step_after_a_checkpoint_is_that_of_the_run(run_grpo, tmp_path):
     """There the KL is not 0, so its share of loss and gradient says something."""
     flags = ["--beta=0.5", "--learning_rate=1e-2"]
-    grpo(f"{tmp_path}/run", *flags, "--max_iters=2")
+    run_grpo(f"{tmp_path}/run", *flags, "--max_iters=2")
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
-    out = grpo(f"{tmp_path}/run", f"{tmp_path}/run", "--debug_step=True")
+    out = run_grpo(f"{tmp_path}/run", f"{tmp_path}/run", "--debug_step=True")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == files
-    grpo(f"{tmp_path}/run", *flags, "--max_iters=3", "--resume=True")
+    run_grpo(f"{tmp_path}/run", *flags, "--max_iters=3", "--resume=True")
     m = read_rows(tmp_path / "run" / "metrics.jsonl")[2]
     assert f"= loss {m['loss']:.6f}" in out, "it is not the third iteration"
     assert m["kl_grad_share"] > 0.01
@@ -68,10 +68,11 @@ def test_the_step_after_a_checkpoint_is_that_of_the_run(grpo, tmp_path):
     ["--scale_rewards=batch"], ["--scale_rewards=group"], ["--scale_rewards=none"],
     ["--scale_rewards=group", "--kl_in=reward", "--beta=0.5", "--kl_estimator=k1"]],
     ids=["batch", "group", "none", "kl"])
-def test_rewards_and_divisor_give_the_advantages(flags, grpo, tmp_path):
+def test_rewards_and_divisor_give_the_advantages(flags, run_grpo, tmp_path):
     """Also after a checkpoint, where the KL that is taken off the reward is not 0."""
-    grpo(f"{tmp_path}/run", *flags, "--max_iters=1", "--learning_rate=1e-2")
-    text = part_of(grpo(f"{tmp_path}/run", f"{tmp_path}/run", "--debug_step=True"), "advantages")
+    run_grpo(f"{tmp_path}/run", *flags, "--max_iters=1", "--learning_rate=1e-2")
+    out = run_grpo(f"{tmp_path}/run", f"{tmp_path}/run", "--debug_step=True")
+    text = part_of(out, "advantages")
     groups = text.split("  group ")[1:]
     assert len(groups) == 4
     for group in groups:
@@ -81,8 +82,8 @@ def test_rewards_and_divisor_give_the_advantages(flags, grpo, tmp_path):
         assert numbers(advantages) == pytest.approx(expected, abs=2e-4 / divisor)
 
 
-def test_gradient_norms_before_and_after_clipping(grpo, tmp_path):
-    out = grpo(tmp_path, "--debug_step=True", "--max_grad_norm=0.01")
+def test_gradient_norms_before_and_after_clipping(run_grpo, tmp_path):
+    out = run_grpo(tmp_path, "--debug_step=True", "--max_grad_norm=0.01")
     *layers, total = part_of(out, "gradient norms").strip().split("\n")[1:]
     before, after = zip(*(numbers(line)[-2:] for line in layers))
     norm, clipped, _ = numbers(total)
@@ -91,20 +92,20 @@ def test_gradient_norms_before_and_after_clipping(grpo, tmp_path):
     assert math.hypot(*after) == pytest.approx(clipped, 1e-2)
 
 
-def test_what_the_step_moved(grpo, tmp_path):
+def test_what_the_step_moved(run_grpo, tmp_path):
     """Uphill: the best completion gets likelier, the worst less likely."""
-    out = grpo(tmp_path, "--debug_step=True", "--learning_rate=1e-3", "--beta=0.1")
+    out = run_grpo(tmp_path, "--debug_step=True", "--learning_rate=1e-3", "--beta=0.1")
     moved = part_of(out, "moved")
     pairs = re.findall(r"log-prob (\S+) -> (\S+)", moved)
     (best, better), (worst, worse) = [[float(x) for x in pair] for pair in pairs]
     assert better - best > worse - worst, moved
     assert numbers(moved.split("std ")[1])[0] > 1e-3, "the ratio did not move"
-    still = part_of(grpo(tmp_path, "--debug_step=True", "--learning_rate=1e-30"), "moved")
+    still = part_of(run_grpo(tmp_path, "--debug_step=True", "--learning_rate=1e-30"), "moved")
     assert "  0 of " in still
 
 
-def test_influence_is_taken_apart_too(grpo, tmp_path):
-    out = grpo(tmp_path, "--debug_step=True", "--tracin=reward", "--tracin_val_prompts=2")
+def test_influence_is_taken_apart_too(run_grpo, tmp_path):
+    out = run_grpo(tmp_path, "--debug_step=True", "--tracin=reward", "--tracin_val_prompts=2")
     assert phases_of(out) == PHASES[:6] + ["influence"] + PHASES[6:]
     assert "helps most" in out
     assert "a weighted sum of the scores" in out, "the printed check is not the one that ran"
@@ -121,18 +122,18 @@ ALL_ARE_EQUAL = "def reward(completions): return [0] * len(completions)"
 
 
 @pytest.mark.parametrize("rule", [FIRST_IS_EQUAL, ALL_ARE_EQUAL], ids=["first", "all"])
-def test_rows_without_influence_neither_help_nor_harm(rule, grpo, tmp_path):
+def test_rows_without_influence_neither_help_nor_harm(rule, run_grpo, tmp_path):
     (tmp_path / "rule.py").write_text(rule)
-    out = grpo(tmp_path / "run", tmp_path / "rule.py", "--judge=None", "--eval_judge=None",
+    out = run_grpo(tmp_path / "run", tmp_path / "rule.py", "--judge=None", "--eval_judge=None",
                "--debug_step=True", "--tracin=reward", "--zero_std_groups=drop")
     found = [float(x) for x in re.findall(r"most \((\S+)\)", out)]
     assert len(found) == (2 if rule == FIRST_IS_EQUAL else 0), "rows of no step have no influence"
     assert found == sorted(found, reverse=True) and not math.isnan(sum(found)), out
 
 
-def test_a_critic_is_taken_apart_too(grpo, tmp_path):
+def test_a_critic_is_taken_apart_too(run_grpo, tmp_path):
     skip_without("critic")
-    out = grpo(tmp_path, "--debug_step=True", "--critic=True")
+    out = run_grpo(tmp_path, "--debug_step=True", "--critic=True")
     assert phases_of(out) == PHASES
     assert "of a critic" in part_of(out, "advantages")
 
@@ -147,10 +148,10 @@ def reward(completions):
 """
 
 
-def test_environment_tokens_are_printed_as_such(grpo, tmp_path):
+def test_environment_tokens_are_printed_as_such(run_grpo, tmp_path):
     skip_without("environment")
     (tmp_path / "answers.py").write_text(ANSWERED)
-    out = grpo(tmp_path / "run", tmp_path / "answers.py", "--judge=None", "--eval_judge=None",
+    out = run_grpo(tmp_path / "run", tmp_path / "answers.py", "--judge=None", "--eval_judge=None",
                "--debug_step=True", "--max_completion_length=16")
     assert re.search(r"' of' environment|'course' environment|environment '", out), out
     assert "' of' 0.00" not in out

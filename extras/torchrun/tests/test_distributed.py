@@ -17,7 +17,7 @@ import torch
 ROOT = str(Path(__file__).parents[3])
 sys.path[:0] = [ROOT, f"{ROOT}/tests"]
 
-import grpo as trainer  # noqa: E402
+import grpo  # noqa: E402
 import rollout  # noqa: E402
 import run.run  # noqa: E402
 import extras.torchrun  # noqa: E402
@@ -92,7 +92,7 @@ def run_all(runs, tokens):
     AdamW divides by the gradient's size, so a weight whose gradient is 0 but for rounding moves
     anywhere; plain descent does not. All processes must hold the same weights. tokens: see settled.
     """
-    prepare = trainer.prepare
+    prepare = grpo.prepare
     save = run.run.save_checkpoint
     draw = rollout.draw
 
@@ -109,14 +109,14 @@ def run_all(runs, tokens):
         assert len(hashes) == 1, "processes hold different weights"
         save(folder, setup, *more)
 
-    trainer.prepare = prepared
+    grpo.prepare = prepared
     run.run.save_checkpoint = checked
     rollout.draw = settled(draw, tokens)
     try:
         for flags, plain in runs:
-            trainer.main(flags)
+            grpo.main(flags)
     finally:
-        trainer.prepare = prepare
+        grpo.prepare = prepare
         run.run.save_checkpoint = save
         rollout.draw = draw
 
