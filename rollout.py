@@ -410,6 +410,96 @@ def completion_states(model, rollout):
     return States(h[where], tokens[:, -T:][where], allowed, where)
 
 
+def logits_in(buffer, h, head, temperature, allowed):
+    """Logits (m, V) of hidden states h (m, C), in the first rows of a buffer."""
+    weight, bias = head
+    logits = torch.mm(h, weight.T, out=buffer[:len(h)])
+    if bias is not None:
+        logits += bias
+    if temperature != 1:
+        logits /= temperature
+    if allowed is not None:
+        logits.masked_fill_(~allowed, -math.inf)
+    return logits
+
+
+class BufferedLogProb(torch.autograd.Function):
+    """Log-probs (M,) of targets (M,) at hidden states h (M, C), by a head's weight (V, C) and bias
+    (V,) or None. allowed: (M, V) or None.
+
+    The logits are formed in one buffer, piece after piece, and again in the backward. Pieces that
+    are allocated are not given back on a CPU: small results are put where the last piece was, the
+    next one does not fit there, and the heap grows to the size of all logits.
+    """
+
+    @staticmethod
+    def forward(ctx, h, weight, bias, targets, allowed, temperature):
+        m = max(1, LOGITS_AT_ONCE // len(weight))
+        buffer = h.new_empty(min(m, len(h)), len(weight))
+        found = h.new_empty(len(h))
+        totals = h.new_empty(len(h), 1)
+        for i in range(0, len(h), m):
+            rows = slice(i, i + m)
+            some = None if allowed is None else allowed[rows]
+            logits = logits_in(buffer, h[rows], (weight, bias), temperature, some)
+            target = logits.gather(1, targets[rows, None])
+            # the log of the sum of exponentials, in place
+            most = logits.amax(1, keepdim=True)
+            totals[rows] = logits.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)
+            found[rows] = (target - totals[rows])[:, 0]
+        ctx.save_for_backward(h, weight, bias, targets, allowed, totals)
+        ctx.temperature = temperature
+        return found
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, weight, bias, targets, allowed, totals = ctx.saved_tensors
+        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
+            inputs = [x for x in (h, weight, bias) if x is not None and x.requires_grad]
+            logits = F.linear(h, weight, bias) / ctx.temperature
+            if allowed is not None:
+                logits = logits.masked_fill(~allowed, -math.inf)
+            logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+            found = iter(torch.autograd.grad(logp, inputs, grad, create_graph=True))
+            of_inputs = [next(found) if need else None for need in ctx.needs_input_grad[:3]]
+            return *of_inputs, None, None, None
+
+        needs_h, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_h = torch.zeros_like(h) if needs_h else None
+        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_bias = torch.zeros_like(bias) if needs_bias else None
+        m = max(1, LOGITS_AT_ONCE // len(weight))
+        buffer = h.new_empty(min(m, len(h)), len(weight))
+        for i in range(0, len(h), m):
+            rows = slice(i, i + m)
+            some = None if allowed is None else allowed[rows]
+            logits = logits_in(buffer, h[rows], (weight, bias), ctx.temperature, some)
+            # of the logits: grad * (one-hot - probability), as in LogProb
+            slope = grad[rows, None] / ctx.temperature
+            slopes = logits.sub_(totals[rows]).exp_().mul_(-slope)                      # (m, V)
+            slopes.scatter_add_(1, targets[rows, None], slope)
+            if needs_h:
+                torch.mm(slopes, weight, out=of_h[rows])
+            if needs_weight:
+                of_weight.addmm_(slopes.T, h[rows])
+            if needs_bias:
+                of_bias += slopes.sum(0)
+        return of_h, of_weight, of_bias, None, None, None
+
+
+def can_buffer(model, h):
+    """Whether BufferedLogProb does for these hidden states (M, C): on a CPU, where there are more
+    logits than one piece and none are kept, with a plain head that nobody listens to (the tape
+    does)."""
+    head = model.lm_head
+    size = len(h) * len(head.weight)
+    kept = torch.is_grad_enabled() and size <= LOGITS_KEPT
+    is_plain = getattr(head, "kind", type(head)) is torch.nn.Linear and not (
+        head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
+    is_float = head.weight.dtype == h.dtype and not torch.is_autocast_enabled("cpu")
+    return h.device.type == "cpu" and size > LOGITS_AT_ONCE and not kept and is_plain and is_float
+
+
 def of_logits(function, model, rollout, temperature, states):
     """Apply function(logits (m, V), targets (m, 1)) -> (m, 1) at the M sampled tokens of a rollout
     -> (N, T), 0 elsewhere.
@@ -462,7 +552,13 @@ class LogProb(torch.autograd.Function):
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """Return the log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
     what completion_states returns, if something else is computed from it too."""
-    return of_logits(LogProb.apply, model, rollout, temperature, states)
+    states = states or completion_states(model, rollout)
+    h, targets, allowed, where = states
+    if not can_buffer(model, h):
+        return of_logits(LogProb.apply, model, rollout, temperature, states)
+    head = model.lm_head
+    found = BufferedLogProb.apply(h, head.weight, head.bias, targets, allowed, temperature)
+    return found.new_zeros(rollout.logp.shape).index_put(where, found)
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):

@@ -15,19 +15,40 @@ from run.metrics import call_metrics
 from run.sampling import sample_completions
 
 NUM_SHOWN = 4   # completions that are printed
-AT_ONCE = 64    # completions that are sampled or scored together; limits memory
+AT_ONCE = 64    # completions that are scored together, and sampled at least: fast on a CPU
+SAMPLING_BYTES = {"cpu": 2 ** 27, "cuda": 2 ** 31}      # of those that are sampled together
+
+
+def rows_at_once(setup, cfg):
+    """How many completions are sampled together: many rows cost hardly more than few, as far as
+    their keys, values and logits fit into SAMPLING_BYTES. The same on all machines."""
+    longest = max(len(prompt.ids) for prompt in setup.eval_prompts) + cfg.max_completion_length
+    floats = 2 * cfg.n_layer * cfg.n_embd * longest + 4 * len(setup.base.lm_head.weight)
+    room = SAMPLING_BYTES.get(setup.device.type, 2 ** 27) // (4 * floats)
+    return max(AT_ONCE, room)
+
+
+def is_untrained(setup, policy):
+    """Whether a policy has the very weights that it had before training, and samples in float32."""
+    pairs = list(zip(policy.parameters(), setup.base.parameters()))
+    same = len(pairs) == len(list(policy.parameters())) and all(torch.equal(a, b) for a, b in pairs)
+    return same and setup.dtype == torch.float32
 
 
 @full_precision()
 def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
-    token (k3) of the policy that wrote them to it, both at the temperature they were sampled at."""
+    token (k3) of the policy that wrote them to it, both at the temperature they were sampled at.
+    base: None where that policy wrote them itself, so that its log-probs are known."""
     mine = rollout[shard(len(rollout.ended), cfg.num_eval_generations)]
+    order = mine.completion_mask.sum(1).argsort(stable=True)    # which saves padding
     logp = []
     kl = []
-    for i in range(0, len(mine.ended), AT_ONCE):
-        part = mine[i:i + AT_ONCE]
-        base_logp = completion_logprobs(base, part, cfg.eval_temperature).double()  # (n, T)
+    for rows in order.split(AT_ONCE) if len(order) else ():
+        part = mine[rows]
+        base_logp = part.logp.double()                                              # (n, T)
+        if base is not None:
+            base_logp = completion_logprobs(base, part, cfg.eval_temperature).double()
         d = base_logp - part.logp
         logp.append(float(base_logp.sum()))
         kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))
@@ -65,7 +86,7 @@ def evaluate(setup, policy, cfg, iteration=0):
     many are done, for rewards that ask."""
     # of whole distributions, at a temperature of their own
     k = cfg.num_eval_generations
-    how = replace(cfg, num_generations=k, decode_batch_size=AT_ONCE,
+    how = replace(cfg, num_generations=k, decode_batch_size=rows_at_once(setup, cfg),
                   temperature=cfg.eval_temperature, top_k=0, top_p=1.0, min_p=0.0)
     rollout, prompts, completions = sample_completions(
         setup, policy, setup.eval_prompts, how, seed_for("evaluation"))
@@ -87,7 +108,8 @@ def evaluate(setup, policy, cfg, iteration=0):
     for name in setup.judges:
         toxicity = torch.sigmoid(all_gather(logits[name])).view(-1, k)
         measures |= toxicity_measures(name, toxicity)
-    measures["perplexity"], measures["kl"] = perplexity_under(setup.base, rollout, cfg)
+    base = None if is_untrained(setup, policy) else setup.base
+    measures["perplexity"], measures["kl"] = perplexity_under(base, rollout, cfg)
     ids = rollout.completions(end_tokens(setup.tokenizer))
     measures["distinct_1"] = distinct(ids, k, 1)
     measures["distinct_2"] = distinct(ids, k, 2)

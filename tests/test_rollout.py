@@ -1,12 +1,16 @@
 """rollout.py against distributions written out by hand."""
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from common.files import ROOT
 from rollout import (
-    LogProb, Sampling, completion_entropies, completion_logprobs, concatenate, draw, generate,
-    pad_left, truncate)
+    BufferedLogProb, LogProb, Sampling, can_buffer, completion_entropies, completion_logprobs,
+    concatenate, draw, generate, pad_left, truncate)
 from worlds import (
     assert_near, forcing, generator_of, gradient, logits_by_hand, random_gpt, random_ids, refusal,
     same_rollout)
@@ -115,6 +119,83 @@ def test_pieces_of_logits_change_nothing(monkeypatch):
         for a, b in zip(whole, both()):
             assert (a - b).norm() < 1e-5 * b.norm()
         assert len(heads) == calls, "a backward forms logits again only above LOGITS_KEPT"
+
+
+@pytest.mark.parametrize("with_bias", (False, True))
+@pytest.mark.parametrize("temperature", (1.0, .7))
+@pytest.mark.parametrize("some", (False, True))
+def test_log_probs_in_one_buffer_are_those_of_torch(monkeypatch, with_bias, temperature, some):
+    """In pieces, the last of which is shorter; with their first and second derivatives."""
+    monkeypatch.setattr("rollout.LOGITS_AT_ONCE", 3 * 50)
+    g = generator_of(4)
+    h, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+                       for shape in ((11, 8), (50, 8), (50,)))
+    bias = bias if with_bias else None
+    inputs = [h, weight] + [bias] * with_bias
+    targets = torch.randint(50, (11,), generator=g)
+    allowed = None
+    if some:
+        allowed = torch.rand(11, 50, generator=g) < .5
+        allowed[torch.arange(11), targets] = True
+    factors = torch.randn(11, generator=g, dtype=torch.float64)
+
+    def plain(h, weight, bias):
+        logits = F.linear(h, weight, bias) / temperature
+        if some:
+            logits = logits.masked_fill(~allowed, -math.inf)
+        return logits.log_softmax(1)[torch.arange(11), targets]
+
+    found = []
+    for function in (plain, lambda *x: BufferedLogProb.apply(*x, targets, allowed, temperature)):
+        logp = function(h, weight, bias)
+        slope = torch.cat([x.flatten() for x in torch.autograd.grad(
+            logp @ factors, inputs, retain_graph=True)])
+        again = gradient((torch.autograd.grad(
+            logp @ factors, h, create_graph=True)[0].square()).sum(), inputs)
+        found.append(torch.cat([logp.detach(), slope, again]))
+    assert_near(found[1], found[0], 1e-12)
+
+
+PEAK = """
+import resource, sys, torch
+import rollout
+from model import GPT, GPTConfig
+torch.set_num_threads(1)
+V, rows = map(int, sys.argv[1:])
+model = GPT(GPTConfig(V, block_size=260, n_layer=1, n_head=1, n_embd=8))
+r = rollout.empty_rollout(torch.full((rows, 4), 5), torch.ones(rows, 4, dtype=bool), 1, 256, 7)
+r.completion_mask[:] = True
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rollout.completion_logprobs(model, r).sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KB on Linux alone")
+@pytest.mark.parametrize("V, rows", ((151_936, 4), (49_152, 12)))
+def test_pieces_of_logits_are_given_back(V, rows):
+    """All logits would be 0.6 GB. A process of its own, since a peak does not fall."""
+    done = subprocess.run([sys.executable, "-c", PEAK, str(V), str(rows)], cwd=ROOT,
+                          capture_output=True, text=True, timeout=300)
+    assert int(done.stdout) < 200, f"the peak rose by {done.stdout} MB: {done.stderr[-300:]}"
+
+
+def test_who_listens_to_the_head_hears_it(monkeypatch):
+    """The tape has hooks there. A head of another kind, or few logits, are as before."""
+    model = random_gpt()
+    h = torch.randn(9, 32)
+    monkeypatch.setattr("rollout.LOGITS_AT_ONCE", 7 * 50)
+    with torch.no_grad():
+        assert can_buffer(model, h)
+        assert not can_buffer(model, h[:7])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not can_buffer(model, h)
+        handle = model.lm_head.register_forward_hook(lambda *given: None)
+        assert not can_buffer(model, h)
+        handle.remove()
+    assert not can_buffer(model, h), "they fit, and the backward needs them"
+    monkeypatch.setattr("rollout.LOGITS_KEPT", 7 * 50)
+    assert can_buffer(model, h)
 
 
 def test_log_probs_and_their_gradient_have_the_bits_that_torch_gives():
