@@ -1,0 +1,57 @@
+"""What an evaluation measures does not depend on how many rows are computed together."""
+import pytest
+import torch
+
+from run import evaluation
+from run.evaluation import evaluate, perplexity_under, rows_at_once
+from worlds import WORD_PROMPTS, WORDS, setup_of, shaken, word_gpt, words
+
+
+def measures_of(setup, policy, cfg):
+    return evaluate(setup, policy, cfg)[0]
+
+
+def world_of(**knobs):
+    cfg = words(num_eval_generations=5, **knobs)
+    return setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), cfg
+
+
+@pytest.mark.parametrize("knobs", (dict(), dict(eval_temperature=.6)))
+def test_rows_that_are_computed_together_change_no_measure(monkeypatch, knobs):
+    setup, cfg = world_of(**knobs)
+    policy = shaken(word_gpt(), .05)
+    whole = measures_of(setup, policy, cfg)
+    assert whole["kl"] > 1e-4
+    for at_once, room in ((1, 1), (3, 10 ** 6), (64, 10 ** 9)):
+        monkeypatch.setattr(evaluation, "AT_ONCE", at_once)
+        monkeypatch.setitem(evaluation.SAMPLING_BYTES, "cpu", room)
+        assert measures_of(setup, policy, cfg) == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_policy_before_training_knows_its_own_log_probs():
+    """It is not asked again, and the numbers are the same."""
+    setup, cfg = world_of()
+    asked = []
+    handle = setup.base.register_forward_hook(lambda *given: asked.append(1))
+    for policy, times in ((word_gpt(), 0), (shaken(word_gpt(), 1e-6), 1)):
+        asked.clear()
+        found = measures_of(setup, policy, cfg)
+        assert bool(asked) == bool(times)
+        assert found["kl"] == pytest.approx(0, abs=1e-6)
+    handle.remove()
+    setup.dtype = torch.bfloat16
+    assert not evaluation.is_untrained(setup, word_gpt()), "its log-probs are those of bfloat16"
+    setup, cfg = world_of()
+    batch = evaluation.sample_completions(setup, setup.base, WORD_PROMPTS, cfg, 3).rollout
+    assert perplexity_under(None, batch, cfg) == pytest.approx(
+        perplexity_under(setup.base, batch, cfg), rel=1e-5, abs=1e-6)
+
+
+def test_many_rows_are_sampled_together_as_far_as_memory_goes():
+    setup, cfg = world_of()
+    cfg.n_layer, cfg.n_embd = 2, 32
+    many = rows_at_once(setup, cfg)
+    cfg.n_layer *= 4
+    assert evaluation.AT_ONCE < rows_at_once(setup, cfg) < many
+    cfg.n_embd *= 10 ** 4
+    assert rows_at_once(setup, cfg) == evaluation.AT_ONCE
