@@ -76,7 +76,8 @@ def influence(run_grpo, tmp_path_factory):
     """A run with influence on held-out rollouts, a KL and a reference that is copied."""
     folder = tmp_path_factory.mktemp("influence") / "run"
     out = run_grpo(folder, "--tracin=reward", "--tracin_val_prompts=2", "--beta=0.1",
-                   "--max_iters=2", "--ref_model_sync_steps=1", "--ref_model_mixup_alpha=1", "--eval_interval=1")
+                   "--max_iters=2", "--ref_model_sync_steps=1", "--ref_model_mixup_alpha=1",
+                   "--eval_interval=1")
     return SimpleNamespace(out=out, folder=folder, metrics=read_rows(folder / "metrics.jsonl"))
 
 
