@@ -269,8 +269,10 @@ def load_optimizer(optimizer, state):
     groups = optimizer.state_dict()["param_groups"]     # the settings', not the file's
     optimizer.load_state_dict(state | {"param_groups": groups})
     wanted = MOMENTS.get(type(optimizer))
+    if wanted is None:      # a user's, of which nothing is known
+        return
     for p, moments in optimizer.state.items():
-        if wanted and moments.keys() != wanted:
+        if moments.keys() != wanted:
             raise ValueError(f"the moments are {sorted(moments)}, must be {sorted(wanted)}")
         for name, x in moments.items():
             shape = () if name == "step" else p.shape

@@ -26,7 +26,7 @@ def not_finite(setup, advantages, logps):
     states = setup.optimizer.state.values()
     moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
     if not all(x.isfinite().all() for x in moments):
-        return "A moment of AdamW is not finite: continue from an earlier checkpoint"
+        return "A moment of the optimizer is not finite: continue from an earlier checkpoint"
     weights = setup.policy.named_parameters()
     if bad := [name for name, p in weights if not p.isfinite().all()]:
         return (f"The weights of {bad[0]} are not finite: the policy's file or the checkpoint "
@@ -39,6 +39,15 @@ def not_finite(setup, advantages, logps):
                 "= 'float32'")
     return ("Weights, moments, rewards and log-probs are finite, the gradient overflowed: "
             "lower learning_rate or raise beta, then --resume=True")
+
+
+def check_rewards(rewards, cfg):
+    """Before they become advantages: rewards (N,) below 0 have no mean to be divided by."""
+    least = float(rewards.nan_to_num(math.inf).min())
+    if cfg.scale_rewards == "mean" and least < 0:
+        raise SystemExit(
+            f"stopped: a reward is {least:.4g}, and scale_rewards = 'mean' divides by the mean of a "
+            "group: it is for rewards of at least 0. Shift the reward, or take 'group'")
 
 
 def check_ratio(meter, setup):

@@ -1,6 +1,8 @@
 """What every command needs: help, one-line errors, exit codes, signals, seeds."""
 import contextlib
+import functools
 import hashlib
+import inspect
 import io
 import os
 import re
@@ -70,15 +72,29 @@ def user_error(what, e, example=""):
 
 def in_one_line(name, function):
     """A function of a config file, whose errors end in one line."""
-    def call(*args):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
         try:
             with contextlib.chdir("."), own_torch(), panics_as_errors():
-                return function(*args)
+                return function(*args, **kwargs)
         except BadInput:
             raise
         except (Exception, SystemExit) as e:
             raise user_error(name, e) from None
     return call
+
+
+def asked_for(name, function, offered):
+    """Those of offered {parameter: value} that a function of the config file asks for by name; all
+    of them for **kwargs."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(offered)
+    unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
+    if unknown or any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
+        raise BadInput(f"{name}{inspect.signature(function)}: may ask for {', '.join(offered)}, by "
+                       "these names")
+    return {p.name: offered[p.name] for p in parameters if p.name in offered}
 
 
 @contextlib.contextmanager

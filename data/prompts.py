@@ -1,6 +1,7 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file or of a function."""
 import copy
 import json
+import operator
 import random
 import re
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from common.files import ending_of, read_rows
-from common.script import BadInput, seed_for, shown
+from common.script import BadInput, asked_for, seed_for, shown
 from data.comments import as_text, field_of
 from data.tokenizer import special_tokens
 
@@ -157,6 +158,7 @@ def load_prompts(cfg, tokenizer, splits):
                        f"{len(train)} prompts for training and {len(held_out)} for evaluation, of "
                        f"1 to {limit} tokens (block_size - max_completion_length); give more, or a "
                        "file for each")
+    train = train[:cfg.max_prompts or None]
     n = cfg.num_eval_prompts
     if len(held_out) < n:
         print(f"note: num_eval_prompts = {n}: there are {len(held_out)}, and all are taken")
@@ -176,3 +178,41 @@ def draw_prompts(prompts, it, num_prompts, seed):
         order += torch.randperm(n, generator=generator).tolist()
         epoch += 1
     return [prompts[i] for i in order[first:first + num_prompts]]
+
+
+def note_rewards(seen, prompts, batch, cfg):
+    """Adds the rewards of a Batch, group by group, to {index of its prompt: [rewards, ...]}."""
+    index = {id(prompt): i for i, prompt in enumerate(prompts)}
+    groups = batch.rewards.view(-1, cfg.num_generations).tolist()
+    for prompt, rewards in zip(batch.prompts[::cfg.num_generations], groups):
+        seen.setdefault(index[id(prompt)], []).append(rewards)
+
+
+def choose_prompts(prompts, seen, it, cfg):
+    """Return the prompts that the config file's `choose` picks for iteration `it`. It returns
+    num_prompts indices, and is given, as far as it names them,
+
+        prompts     [text], all prompts to train on
+        rows        [dict], the columns of each
+        rewards     for each of them the rewards of its groups so far, oldest first: [[r_1 .. r_G],
+                    ...], NaN where all functions abstained; [] if it was never drawn
+        n           num_prompts
+        iteration   from 1
+        random      a random.Random of this iteration, so that a repeated run draws the same
+    """
+    offered = dict(
+        prompts=[prompt.text for prompt in prompts],
+        rows=[copy.deepcopy(prompt.row) for prompt in prompts],
+        rewards=[[list(group) for group in seen.get(i, [])] for i in range(len(prompts))],
+        n=cfg.num_prompts, iteration=it + 1,
+        random=random.Random(seed_for(cfg.seed, "choose", it)))
+    choose = cfg.functions["choose"]
+    chosen = choose(**asked_for("choose", choose, offered))
+    try:
+        indices = [operator.index(i) for i in chosen]
+    except TypeError as e:
+        raise BadInput(f"choose returned {shown(chosen)}: must be indices into prompts") from e
+    if len(indices) != cfg.num_prompts or not all(0 <= i < len(prompts) for i in indices):
+        raise BadInput(f"choose returned {shown(indices)}: must be num_prompts = {cfg.num_prompts} "
+                       f"indices from 0 to {len(prompts) - 1}")
+    return [prompts[i] for i in indices]

@@ -23,7 +23,7 @@ AT_MOST = {
 # settings that may be paths of this machine
 PATHS = ("out_dir", "cache_dir", "comments", "prompts", "eval_prompts", "policy", "judge",
          "eval_judge")
-ABOVE_0 = ("learning_rate", "top_p", "top_entropy_quantile", "value_clip")
+ABOVE_0 = ("learning_rate", "adam_eps", "top_p", "top_entropy_quantile", "value_clip")
 BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")     # a decay of 1 would never update
 
 
@@ -43,6 +43,7 @@ def check(cfg):
     check_influence(cfg)
     check_critic(cfg)
     check_rewards(cfg)
+    check_scale(cfg)
     check_environment(cfg)
     if cfg.compile:
         need("compiled", "compile = True")
@@ -178,6 +179,20 @@ def check_loss(cfg):
     if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups != "keep"):
         raise BadInput("multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
                        "zero_std_groups = 'keep'")
+
+
+def check_scale(cfg):
+    if cfg.scale_rewards != "mean":
+        return
+    if cfg.critic or cfg.multi_objective_aggregation == "normalize_then_sum":
+        raise BadInput("scale_rewards = 'mean': a critic, and normalize_then_sum, have divisors of "
+                       "their own: leave critic and multi_objective_aggregation as they are")
+    if cfg.kl_in_reward:
+        raise BadInput("scale_rewards = 'mean': divides by the mean reward of a group, which a KL in "
+                       "the reward can turn: set kl_in = 'loss'")
+    if "judge" in cfg.reward_funcs and cfg.judge_score == "logit":
+        raise BadInput("scale_rewards = 'mean': is for rewards of at least 0, and judge_score = "
+                       "'logit' is not: set judge_score = 'probability'")
 
 
 def check_critic(cfg):

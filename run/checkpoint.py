@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from common.files import (
-    flush, load_file, load_optimizer, load_weights, replacing, save_file, undamaged, write_json)
+    flush, load_file, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of
+from run.optimizer import load_state
 from run.settings import load_settings
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
@@ -94,7 +95,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
     if not torch.stack(finite).all():
         raise SystemExit(
-            f"stopped: a weight or a moment of AdamW is not finite after iteration {iteration}, "
+            f"stopped: a weight or a moment of the optimizer is not finite after iteration {iteration}, "
             "which is not saved. Lower learning_rate or raise beta, and continue from the last "
             "checkpoint with --resume=True")
     if rank_and_size()[0] > 0:
@@ -106,7 +107,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
         optimizer=setup.optimizer.state_dict(),
         reference=setup.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=setup.target_average.state(),
+        influence=setup.target_average.state(), seen=setup.seen,
         settings=cfg.public(), random=random_state(),
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
     if cfg.keep_checkpoints:
@@ -175,7 +176,7 @@ def load_checkpoint(path, setup, cfg):
                 f"{path}: this run began from another policy than the settings name now (a "
                 "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
         load_weights(path, setup.policy, content["policy"])
-        load_optimizer(setup.optimizer, content["optimizer"])
+        load_state(setup.optimizer, content["optimizer"])
         if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
             load_weights(path, setup.reference, content["reference"] or {})  # else it is the base
         state = content["influence"]
@@ -184,6 +185,8 @@ def load_checkpoint(path, setup, cfg):
             if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
                 raise ValueError("the target's average is of other weights")
             setup.target_average.load_state(state, setup.trained)
+        setup.seen = {i: [list(group) for group in groups]
+                      for i, groups in content.get("seen", {}).items()}
         set_random_state(content["random"])
     return content
 

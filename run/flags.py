@@ -55,7 +55,7 @@ def problems_of_rewards(m, cfg, groups):
         return
     # the 1e-4 that is added to the std of rewards hides what is smaller
     spread = std((groups - groups.nanmean(1, keepdim=True)).flatten())
-    hidden = 1e-4 if cfg.scale_rewards != "none" else 0.0
+    hidden = 1e-4 if cfg.scale_rewards in ("group", "batch") else 0.0
     if 0 < spread < max(hidden, 1e-6 * abs(m["reward"])):
         yield "rounding", (
             f"the rewards of a group spread by {spread:.1e}, which is rounding, or less than the "

@@ -5,8 +5,9 @@ Every setting, documented once, and the reader of config files and flags.
 
 A config file is Python that assigns names of Settings. Names that begin with _ and imported modules
 are ignored. A function (prompts, completions) that returns one number per completion can be a
-reward. Functions with a fixed name: reward, target, weigh, environment (extras/environment), texts
-(pretrain.py), questions (data/prompts.py); and the table `tools` (extras/environment).
+reward. Functions with a fixed name: reward, target, weigh (tracin.py), choose, questions
+(data/prompts.py), optimizer (run/optimizer.py), texts (pretrain.py), environment and the table
+`tools` (extras/environment). What they may ask for: docs/doors.md.
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
 functions come only from a config file that is named beside it.
@@ -58,6 +59,7 @@ class Settings:
     # comments
     prompts: str | None = None
     eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
+    max_prompts: int = 0                # to train on: the first so many; 0: all
     prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" may be b inside a
     prompt_words: tuple = (4, 9)        # words of a comment in a prompt: fewest and most
 
@@ -104,8 +106,9 @@ class Settings:
     # normalize_then_sum: each reward by its group's std, their weighted sum by the batch's
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize")
-    # the std that divides r - mean: of the group or of the batch; none: do not divide
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    # what divides r - mean: the std of the group or of the batch, or the group's mean (MaxRL, for
+    # rewards of at least 0); none: nothing
+    scale_rewards: Literal["group", "batch", "none", "mean"] = "group"
     # groups whose rewards are all equal. resample: replaced by groups of further prompts (DAPO), in
     # at most max_resamples rounds; what is equal then is dropped
     zero_std_groups: Literal["keep", "drop", "resample"] = "keep"
@@ -154,6 +157,7 @@ class Settings:
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"      # to 0 at max_iters
     adam_beta1: float = 0.9             # decay of AdamW's mean of gradients
     adam_beta2: float = 0.99            # decay of AdamW's mean of squared gradients
+    adam_eps: float = 1e-8              # of AdamW, added to the root of that
     weight_decay: float = 0.0           # of AdamW, of matrices alone
     max_grad_norm: float = 1.0          # gradients are scaled down to this norm; 0: never
 
@@ -244,7 +248,7 @@ class Settings:
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
          if name not in ("functions", "source")}
 DEFINED_HERE = "config file"    # the module of its functions
-GIVEN = ("target", "weigh", "texts", "questions")   # functions that are used by their name alone
+GIVEN = ("target", "weigh", "texts", "questions", "choose", "optimizer")   # functions that are used by their name alone
 
 
 def load_settings(argv):

@@ -1,5 +1,5 @@
 """What a run starts from, and what the loop of grpo.py works with. grpo.prepare makes it."""
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class Setup:
     policy_fn: Any                # the policy, compiled if cfg.compile says so (never for a tape)
     reference_fn: Any             # the reference, likewise
     target_average: tracin.Average      # of the target's gradient, over steps
+    # {index of a prompt: [rewards of a group, ...]}, oldest first; for the config file's choose
+    seen: dict = field(default_factory=dict)
 
     def autocast(self):
         """The context of forward passes: in self.dtype."""

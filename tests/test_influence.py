@@ -355,7 +355,8 @@ def test_top_advantage_with_a_critic_is_a_mean_over_drawn_tokens():
     batch = Batch(rollout=rollout, advantages=torch.tensor([[.4] * 4, [1.0, 0, 0, 0]]),
                   loss_mask=drawn, rewards=torch.zeros(2))
     cfg = words(tracin="self", tracin_select="top_advantage")
-    weights, _ = row_weights_of(torch.tensor([1.0, -1]), batch, torch.arange(2), cfg, None)
+    recording = SimpleNamespace(batch=batch, cfg=cfg, step=SimpleNamespace(rows=torch.arange(2)))
+    weights, _ = row_weights_of(recording, torch.tensor([1.0, -1]), None)
     assert weights.tolist() == [0, 1], "padding counts, or the sum"
 
 

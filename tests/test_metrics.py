@@ -145,7 +145,8 @@ def test_a_metric_that_a_reader_adds_is_logged(monkeypatch):
 
 
 def test_losses_of_a_step_without_rows_count(monkeypatch):
-    first = lambda scores, batch, rows, *more: (torch.ones(len(rows)) * (0 in rows), False)
+    first = lambda recording, influence, *more: (
+        torch.ones(len(influence)) * (0 in recording.step.rows), False)
     monkeypatch.setattr(tracin, "row_weights_of", first)
     m = updated(settings(tracin="self", mini_batch_size=4), lr=0)
     every = updated(settings(mini_batch_size=4), lr=0)

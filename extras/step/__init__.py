@@ -176,12 +176,12 @@ def print_advantages(batch, cfg):
     if cfg.multi_objective_aggregation == "normalize_then_sum":
         print("  normalize_then_sum: each function's scores are divided by the std of their group, "
               "their sum by that of the batch; the divisors here are not used")
-    divisor = {"none": 1.0, "batch": std(rewards) + 1e-4}.get(cfg.scale_rewards)
     G = cfg.num_generations
     for i, (r, A) in enumerate(zip(rewards.view(-1, G), batch.row_advantages.view(-1, G))):
-        by = std(r) + 1e-4 if divisor is None else divisor
-        print(f"  group {i}: mean {r.nanmean():.4f}, divisor {by:.4f} (scale_rewards = "
-              f"{cfg.scale_rewards!r})")
+        divisors = {"none": 1.0, "batch": std(rewards) + 1e-4, "group": std(r) + 1e-4,
+                    "mean": r.nanmean() + 1e-6}
+        print(f"  group {i}: mean {r.nanmean():.4f}, divisor {divisors[cfg.scale_rewards]:.4f} "
+              f"(scale_rewards = {cfg.scale_rewards!r})")
         print(f"    rewards    {digits(r)}\n    advantages {digits(A)}")
 
 

@@ -1,0 +1,101 @@
+"""The optimizer of a run: AdamW, or what the config file's function `optimizer` makes.
+
+    def optimizer(named_parameters, learning_rate):         # [(name, parameter)], the setting
+        return torch.optim.SGD([p for _, p in named_parameters], lr=learning_rate, momentum=0.9)
+
+A list of optimizers steps as one: Muon for the matrices, say, and AdamW for the rest. Warm-up and
+decay scale the rate of every parameter group from where the function has set it.
+"""
+import torch
+
+from common.files import load_optimizer
+from common.script import BadInput, shown
+
+
+class Several:
+    """Optimizers that step as one: what the loop and a checkpoint ask of an optimizer."""
+
+    def __init__(self, optimizers):
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self):
+        """{parameter: its moments}, to look at."""
+        return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def register_step_pre_hook(self, hook):
+        return self.optimizers[0].register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook):
+        return self.optimizers[-1].register_step_post_hook(hook)
+
+    def state_dict(self):
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load(self, state):
+        for optimizer, part in zip(self.optimizers, state["optimizers"], strict=True):
+            load_optimizer(optimizer, part)
+
+
+def load_state(optimizer, state):
+    """optimizer <- what its state_dict() once was. ValueError where that is of another one."""
+    if isinstance(optimizer, Several):
+        optimizer.load(state)
+    else:
+        load_optimizer(optimizer, state)
+
+
+def adamw(named_parameters, cfg):
+    """AdamW by the settings. Matrices decay; biases and gains of norms, which are vectors, do not,
+    as in nanoGPT and TRL."""
+    matrices = [p for _, p in named_parameters if p.dim() >= 2]
+    vectors = [p for _, p in named_parameters if p.dim() < 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": cfg.weight_decay},
+         {"params": vectors, "weight_decay": 0.0}],
+        lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, fused=True)
+
+
+def check_made(made, named_parameters):
+    """Refuse what the config file's function returned, unless it is one or several optimizers that
+    have every trained parameter once."""
+    if not made or not all(isinstance(one, torch.optim.Optimizer) for one in made):
+        raise BadInput(f"optimizer returned {shown(made)}: must be a torch.optim.Optimizer, or a "
+                       "list of them")
+    taken = [id(p) for one in made for group in one.param_groups for p in group["params"]]
+    for name, p in named_parameters:
+        if taken.count(id(p)) != 1:
+            raise BadInput(f"optimizer: {name} is in it {taken.count(id(p))} times: put each of "
+                           "named_parameters into one parameter group")
+    if len(taken) > len(named_parameters):
+        raise BadInput("optimizer: has parameters that are not among named_parameters")
+
+
+def make_optimizer(policy, cfg):
+    """The optimizer of the policy's trained parameters. Every group remembers its rate before
+    warm-up and decay as initial_lr."""
+    named_parameters = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+    optimizer = adamw(named_parameters, cfg)
+    if "optimizer" in cfg.functions:
+        made = cfg.functions["optimizer"](list(named_parameters), cfg.learning_rate)
+        several = list(made) if isinstance(made, (list, tuple)) else [made]
+        check_made(several, named_parameters)
+        optimizer = made if isinstance(made, torch.optim.Optimizer) else Several(several)
+        if cfg.tracin_adam and type(optimizer) is not torch.optim.AdamW:
+            raise BadInput("tracin_adam = True: measures by the moments of torch.optim.AdamW, and "
+                           f"optimizer made {shown(made)}: set tracin_adam = False")
+    for group in optimizer.param_groups:
+        group["initial_lr"] = float(group["lr"])
+    return optimizer
