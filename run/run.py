@@ -221,6 +221,12 @@ class Run:
             self.began = time.monotonic()
         return StepLog(self.setup.device, self.cfg.micro_batch_size, self.cfg.log_micro)
 
+    def epoch(self, it):
+        """Passes over the prompts, where all come in turn."""
+        if "choose" in self.cfg.functions:
+            return {}
+        return {"epoch": (it + 1) * self.cfg.num_prompts / len(self.setup.prompts)}
+
     def record(self, it, batch, metrics, log):
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
@@ -229,7 +235,7 @@ class Run:
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
-             "epoch": (it + 1) * cfg.num_prompts / len(self.setup.prompts),
+             **self.epoch(it),
              "step_time": seconds,
              **rollout_toxicity(batch, self.setup)}
         each = max(0.0, time.monotonic() - self.began) / (it + 1 - self.start)

@@ -1,0 +1,345 @@
+"""What a config file can change: prompts, weights of rollouts, the optimizer, the divisor. Each
+does what it says, goes on after a stop with the same bits, and is refused by name where it cannot
+work. The examples are those of docs/doors.md."""
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import grpo as trainer
+import tracin
+from common.files import ROOT
+from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
+from run.optimizer import Several, make_optimizer
+from run.settings import load_settings
+from worlds import (
+    WORD_PROMPTS, WORDS, inputs_of, letters, refusal, setup_of, steps_of, untimed_metrics, word_gpt,
+    words)
+
+PAGE = open(f"{ROOT}/docs/doors.md", encoding="utf-8").read()
+EXAMPLES = [code.removeprefix("python\n") for code in PAGE.split("```")[1::2]]
+
+
+def examples(name):
+    """Names of each example of the page that defines this function."""
+    found = []
+    for code in EXAMPLES:
+        if f"def {name}(" in code:
+            names = {}
+            exec(code, names)
+            found.append(names)
+    return found
+
+
+def with_function(name, function, reward=letters, **knobs):
+    """Settings of the world of words with a function that a config file might have."""
+    cfg = words(reward)
+    return replace(cfg, functions=cfg.functions | {name: function}, **knobs)
+
+
+def prepared(cfg):
+    return prepare(cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
+
+
+# ------------------------------------------------------------------------------------------------
+# the divisor
+
+
+def test_maxrl_divides_by_the_mean_of_the_group():
+    """As in the paper: a group in which p of G are right has (1 - p) / p for these, -1 else."""
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]).double()
+    found = group_advantages(rewards, 4, "mean")
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, *[0] * 8]
+    assert found.tolist() == pytest.approx(expected, rel=1e-5), "not (r - mean) / mean"
+
+
+def test_maxrl_with_any_rewards_from_0():
+    """(r - mean) / (mean + 1e-6), group by group, NaN left out."""
+    torch.manual_seed(0)
+    for _ in range(100):
+        rewards = torch.rand(6, 5).double() * 10 ** torch.randint(-2, 3, (6, 1)).double()
+        rewards[0, 1] = math.nan
+        found = group_advantages(rewards.flatten(), 5, "mean").view(6, 5)
+        for r, row in zip(rewards.tolist(), found.tolist()):
+            known = [x for x in r if not math.isnan(x)]
+            mean = sum(known) / len(known)
+            for x, advantage in zip(r, row):
+                expected = 0 if math.isnan(x) else (x - mean) / (mean + 1e-6)
+                assert advantage == pytest.approx(expected, abs=1e-6)
+
+
+def test_maxrl_refuses_what_has_no_mean_to_divide_by():
+    assert "logit" in refusal(load_settings, ["--scale_rewards=mean"])
+    assert "kl_in" in refusal(load_settings, [
+        "--scale_rewards=mean", "--judge_score=probability", "--kl_in=reward", "--beta=0.1"])
+    below = words(lambda prompts, completions: [-1.0] * len(completions), scale_rewards="mean",
+                  judge_score="probability")
+    with pytest.raises(SystemExit, match="-1"):
+        collect(setup_of(below, word_gpt(), WORD_PROMPTS, WORDS), WORD_PROMPTS, below, 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# which prompts
+
+
+def test_choose_picks_the_prompts_and_is_told_their_rewards():
+    told = []
+
+    def choose(prompts, rows, rewards, n, iteration, random):
+        told.append((prompts, rows, rewards, iteration))
+        return [3, 0, 3, 1]
+
+    cfg = with_function("choose", choose)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    first = collect_iteration(setup, 0, cfg)
+    wanted = [WORD_PROMPTS[i].text for i in (3, 0, 3, 1)]
+    assert [prompt.text for prompt in first.prompts[::4]] == wanted, "others were sampled"
+    collect_iteration(setup, 1, cfg)
+    (prompts, rows, before, _), (_, _, after, iteration) = told
+    assert prompts == [prompt.text for prompt in WORD_PROMPTS]
+    assert [row["text"] for row in rows] == prompts and iteration == 2
+    assert before == [[], [], [], []], "rewards of prompts that were never drawn"
+    groups = first.rewards.view(-1, 4).tolist()
+    assert after == [[groups[1]], [groups[3]], [], [groups[0], groups[2]]], (
+        "these are not the rewards of each prompt's groups, oldest first")
+
+
+def test_choose_is_told_of_groups_that_were_replaced():
+    """By resample: the policy was tried on them, too."""
+    told = []
+
+    def choose(rewards):
+        told.append(rewards)
+        return [0, 1, 2, 3]
+
+    def dull(prompts, completions):
+        return [0.5] * len(completions)
+
+    cfg = with_function("choose", choose, dull, zero_std_groups="resample", max_resamples=2)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    collect_iteration(setup, 0, cfg)
+    collect_iteration(setup, 1, cfg)
+    assert sum(map(len, told[1])) == 3 * 4, "4 groups and two rounds of 4 were sampled"
+
+
+@pytest.mark.parametrize("choose, named", [
+    (lambda n: [0] * (n - 1), "num_prompts"), (lambda n: [4] * n, "num_prompts"),
+    (lambda n: None, "choose"), (lambda n: ["a"] * n, "choose"), (lambda speed: [0], "choose")])
+def test_choose_is_tried_before_training(choose, named):
+    cfg = with_function("choose", choose)
+    assert named in refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
+
+
+def test_the_examples_of_curricula():
+    """The first prefers groups that differ, the second takes what is neither solved nor hopeless,
+    the third takes each prompt as often as the others."""
+    import random
+    by_spread, band, none_twice = (names["choose"] for names in examples("choose"))
+    rewards = [[[1, 1, 1, 1]], [[0, 1, 0, 1]], [[0, 0, 0, 0]], [], [[0, 0, 0, 1]]]
+    prompts = list("abcde")
+    drawn = by_spread(prompts, rewards, 4000, random.Random(1))
+    count = [drawn.count(i) for i in range(5)]
+    assert count[1] > 5 * count[0] and count[3] > 5 * count[2]
+    assert set(band(rewards, 2, random.Random(1))) == {1, 4}
+    assert band(rewards, 3, random.Random(1))[2] == 3, "new ones come before those that are solved"
+    assert none_twice(rewards, 1, random.Random(1)) == [3]
+
+
+def test_max_prompts_is_the_size_of_the_pool(tiny, grpo, tmp_path):
+    grpo(tmp_path / "run", f"--policy={tiny.policy}", f"--judge={tiny.judge}", "--eval_judge=None",
+         "--max_prompts=5", "--max_iters=4")
+    rows = [json.loads(line) for line in open(tmp_path / "run/samples.jsonl")]
+    assert len({row["prompt"] for row in rows}) == 5, "4 iterations of 4 prompts, of a pool of 5"
+
+
+# ------------------------------------------------------------------------------------------------
+# which rollouts
+
+
+def test_weigh_gets_what_it_names():
+    """self_influence is the square of the norm of a rollout's own gradient, by plain backwards."""
+    seen = {}
+
+    def weigh(self_influence, influence, recording):
+        seen.update(own=self_influence, influence=influence)
+        seen["all"] = recording.policy_gradient(torch.ones_like(influence))
+        return [1.0] * len(influence)
+
+    cfg = with_function("weigh", weigh, tracin="advantage", tracin_select="weigh")
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    batch = collect(setup, WORD_PROMPTS, cfg, 1)
+    plain = replace(cfg, tracin="off")
+    expected = []
+    for i in range(16):
+        alone = replace(batch, row_weights=torch.zeros(16).index_fill(0, torch.tensor([i]), 1.0))
+        copy = setup_of(plain, word_gpt(), WORD_PROMPTS, WORDS)
+        (g,), _ = steps_of(copy, alone, plain)
+        expected.append(float(g.double().square().sum()))
+    (whole,), _ = steps_of(setup, batch, cfg)
+    assert seen["own"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-12)
+    found = torch.cat([g.flatten() for g in seen["all"].values()])
+    assert torch.allclose(found, whole, atol=1e-6), "the recording's gradient is not the step's"
+
+
+def test_self_influence_is_made_only_where_it_is_named(monkeypatch):
+    def never(recording):
+        raise AssertionError("nobody asked for it")
+
+    monkeypatch.setattr(tracin, "self_influence", never)
+    cfg = with_function("weigh", lambda influence: influence > 0, tracin="self",
+                        tracin_select="weigh")
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 3)
+
+
+def test_the_examples_of_weights():
+    pods, small, soft = (names["weigh"] for names in examples("weigh"))
+
+    class batch:
+        rewards = torch.tensor([5.0, 1, 4, 2, 3, 0, 6, 7])
+
+    assert pods(batch) == [0, 1, 0, 0, 0, 1, 1, 1], "the two best and the two worst of eight"
+    influence = torch.tensor([1.0, 2, -1, 3])
+    assert small(influence, torch.tensor([.5, 9, 1, 2])).tolist() == [True, False, False, False]
+    assert soft(influence).argsort().tolist() == [2, 0, 1, 3]
+
+
+@pytest.mark.parametrize("name, function, more", [
+    ("weigh", lambda influence, tape: influence, dict(tracin="self", tracin_select="weigh")),
+    ("target", lambda policy, judge: 1.0, dict(tracin="target"))])
+def test_a_name_that_is_not_offered_is_refused_before_training(name, function, more):
+    text = refusal(try_functions, with_function(name, function, **more),
+                   inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
+    assert text.startswith(name) and "influence" in text or "tokenizer" in text
+
+
+# ------------------------------------------------------------------------------------------------
+# which optimizer
+
+
+def sgd(named_parameters, learning_rate):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=3 * learning_rate)
+
+
+def test_the_optimizer_of_the_config_file_takes_the_steps():
+    """SGD: the weights go down the gradient at three times the rate, warm-up included."""
+    cfg = with_function("optimizer", sgd, learning_rate=.1, warmup_iters=2)
+    setup = prepared(cfg)
+    batch = collect(setup, WORD_PROMPTS, cfg, 1)
+    before = torch.cat([p.detach().flatten() for p in setup.trained])
+    trainer.set_learning_rate(setup.optimizer, 0, cfg)
+    (g,), _ = steps_of(setup, batch, cfg)
+    after = torch.cat([p.detach().flatten() for p in setup.trained])
+    assert torch.allclose(after, before - .5 * .3 * g, atol=1e-7), "not a step of SGD at that rate"
+
+
+def test_several_optimizers_step_as_one():
+    (example,) = examples("optimizer")
+    cfg = with_function("optimizer", example["optimizer"], learning_rate=.01)
+    setup = prepared(cfg)
+    assert isinstance(setup.optimizer, Several)
+    assert [group["lr"] for group in setup.optimizer.param_groups] == pytest.approx([.2, .01])
+    batch = collect(setup, WORD_PROMPTS, cfg, 1)
+    before = [p.detach().clone() for p in setup.trained]
+    update(setup, batch, None, cfg, 3)
+    moved = [not torch.equal(p, b) for p, b in zip(setup.trained, before)]
+    assert all(moved), "one of the optimizers took no step"
+
+
+def test_the_eps_of_adamw_is_a_setting():
+    """A large one turns AdamW's first step of equal size into one along the gradient."""
+    cfg = words(learning_rate=1.0, adam_eps=100.0)
+    setup = prepared(cfg)
+    batch = collect(setup, WORD_PROMPTS, cfg, 1)
+    before = torch.cat([p.detach().flatten() for p in setup.trained])
+    (g,), _ = steps_of(setup, batch, cfg)
+    after = torch.cat([p.detach().flatten() for p in setup.trained])
+    assert torch.allclose(before - after, g / (g.abs() + 100), atol=1e-6)
+
+
+@pytest.mark.parametrize("made, named", [
+    (lambda named, rate: None, "torch.optim.Optimizer"),
+    (lambda named, rate: [], "torch.optim.Optimizer"),
+    (lambda named, rate: torch.optim.SGD([p for _, p in named[1:]], rate), "wte.weight"),
+    (lambda named, rate: [torch.optim.SGD([p for _, p in named], rate)] * 2, "2 times"),
+    (lambda named, rate: torch.optim.SGD(
+        [*(p for _, p in named), torch.nn.Parameter(torch.ones(1))], rate), "named_parameters")])
+def test_what_is_no_whole_optimizer_is_refused(made, named):
+    cfg = with_function("optimizer", made)
+    found = refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
+    assert named in found and "optimizer" in found
+
+
+def test_tracin_adam_refuses_another_optimizer():
+    cfg = with_function("optimizer", sgd, tracin="reward", tracin_adam=True)
+    assert "tracin_adam" in refusal(make_optimizer, word_gpt(), cfg)
+
+
+# ------------------------------------------------------------------------------------------------
+# a run of a config file with all of them
+
+
+OWN = '''
+import torch
+
+def reward(prompts, completions):
+    return [completion.count("a") / max(1, len(completion)) for completion in completions]
+
+def choose(prompts, rewards, n, random):
+    spread = [max(groups[-1]) - min(groups[-1]) + .1 if groups else 1 for groups in rewards]
+    return random.choices(range(len(prompts)), spread, k=n)
+
+def optimizer(named_parameters, learning_rate):
+    matrices = [p for name, p in named_parameters if p.dim() == 2 and name.startswith("h.")]
+    taken = set(matrices)
+    others = [p for _, p in named_parameters if p not in taken]
+    return [torch.optim.Muon(matrices, lr=20 * learning_rate),
+            torch.optim.AdamW(others, lr=learning_rate)]
+
+tracin = "reward"
+tracin_select = "weigh"
+
+def weigh(influence, self_influence):
+    return influence > 0
+'''
+
+
+def test_a_run_with_all_of_them_goes_on_with_the_same_bits(tiny, grpo, tmp_path):
+    config = tmp_path / "own.py"
+    config.write_text(OWN)
+    flags = [str(config), f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None",
+             "--max_prompts=12", "--save_interval=1"]
+    grpo(tmp_path / "whole", *flags, "--max_iters=4")
+    grpo(tmp_path / "parts", *flags, "--max_iters=2")
+    grpo(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
+    assert untimed_metrics(tmp_path / "parts") == untimed_metrics(tmp_path / "whole"), (
+        "a run that stopped and went on is another run")
+    weights = [torch.load(tmp_path / name / "ckpt_000004.pt", weights_only=True)["policy"]
+               for name in ("whole", "parts")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# ------------------------------------------------------------------------------------------------
+# another algorithm
+
+
+def test_best_of_n_imitates_the_best():
+    """The example of the page: its gradient is that of minus the mean log-prob of the best."""
+    (names,) = examples("best_of_n")
+    cfg = words(letters, loss_type="grpo")
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS, lr=1.0)
+    before = torch.cat([p.detach().flatten() for p in setup.trained])
+    batch = collect(setup, WORD_PROMPTS, cfg, 5)
+    names["best_of_n"](setup, WORD_PROMPTS, cfg, 5)
+    step = before - torch.cat([p.detach().flatten() for p in setup.trained])
+
+    other = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    best = batch.rewards.view(4, 4).argmax(1) + 4 * torch.arange(4)
+    logp = trainer.completion_logprobs(other.policy, batch.rollout)[best]
+    mask = batch.loss_mask[best]
+    loss = -((logp * mask).sum(1) / mask.sum(1)).sum() / 16
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(
+        loss, other.trained, materialize_grads=True)])
+    assert torch.allclose(step, expected, atol=1e-6), "not the gradient of the best completions"
