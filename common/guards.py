@@ -46,8 +46,8 @@ def check_rewards(rewards, cfg):
     least = float(rewards.nan_to_num(math.inf).min())
     if cfg.scale_rewards == "mean" and least < 0:
         raise SystemExit(
-            f"stopped: a reward is {least:.4g}, and scale_rewards = 'mean' divides by the mean of a "
-            "group: it is for rewards of at least 0. Shift the reward, or take 'group'")
+            f"stopped: a reward is {least:.4g}, and scale_rewards = 'mean' divides by the mean of "
+            "a group: it is for rewards of at least 0. Shift the reward, or take 'group'")
 
 
 def check_ratio(meter, setup):

@@ -188,8 +188,8 @@ def check_scale(cfg):
         raise BadInput("scale_rewards = 'mean': a critic, and normalize_then_sum, have divisors of "
                        "their own: leave critic and multi_objective_aggregation as they are")
     if cfg.kl_in_reward:
-        raise BadInput("scale_rewards = 'mean': divides by the mean reward of a group, which a KL in "
-                       "the reward can turn: set kl_in = 'loss'")
+        raise BadInput("scale_rewards = 'mean': divides by the mean reward of a group, which a KL "
+                       "in the reward can turn: set kl_in = 'loss'")
     if "judge" in cfg.reward_funcs and cfg.judge_score == "logit":
         raise BadInput("scale_rewards = 'mean': is for rewards of at least 0, and judge_score = "
                        "'logit' is not: set judge_score = 'probability'")

@@ -95,8 +95,8 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
     if not torch.stack(finite).all():
         raise SystemExit(
-            f"stopped: a weight or a moment of the optimizer is not finite after iteration {iteration}, "
-            "which is not saved. Lower learning_rate or raise beta, and continue from the last "
+            "stopped: a weight or a moment of the optimizer is not finite after iteration "
+            f"{iteration}, which is not saved. Lower learning_rate or raise beta, and continue from the last "
             "checkpoint with --resume=True")
     if rank_and_size()[0] > 0:
         return

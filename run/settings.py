@@ -248,7 +248,8 @@ class Settings:
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
          if name not in ("functions", "source")}
 DEFINED_HERE = "config file"    # the module of its functions
-GIVEN = ("target", "weigh", "texts", "questions", "choose", "optimizer")   # functions that are used by their name alone
+# functions that are used by their name alone
+GIVEN = ("target", "weigh", "texts", "questions", "choose", "optimizer")
 
 
 def load_settings(argv):

@@ -207,6 +207,8 @@ def test_choices(write, tmp_path):
             more = ["--epsilon_high=5"] if choice == "cispo" else []
             if name == "tracin_val_select":
                 more = ["--tracin_val_prompts=2"]
+            if choice == "mean":
+                more = ["--judge_score=probability"]
             if choice in ("target", "weigh"):
                 more = [write(f"def {choice}(*arguments): pass")]
             assert getattr(load_settings([f"--{name}={choice}", *more]), name) == choice

@@ -269,7 +269,7 @@ def test_a_function_that_returns_something_else_is_told_before_anything_is_train
         name, returned, said):
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")
-    cfg = with_functions(words(), {name: lambda *given: returned}, **knobs)
+    cfg = with_functions(words(), {name: lambda **given: returned}, **knobs)
     text = refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
     assert text.startswith(f"{name} returned") and said in text and len(text) < 260
 

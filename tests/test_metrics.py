@@ -308,7 +308,7 @@ def spoil_logps(setup, batch):
 
 
 # what is made wrong, and what the line that ends the run names
-NOT_FINITE = {"wpe.weight": spoil_weights, "AdamW": spoil_moments, "reward": spoil_rewards,
+NOT_FINITE = {"wpe.weight": spoil_weights, "moment": spoil_moments, "reward": spoil_rewards,
               "log-prob": spoil_logps}
 
 
