@@ -96,8 +96,8 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     if not torch.stack(finite).all():
         raise SystemExit(
             "stopped: a weight or a moment of the optimizer is not finite after iteration "
-            f"{iteration}, which is not saved. Lower learning_rate or raise beta, and continue from "
-            "the last checkpoint with --resume=True")
+            f"{iteration}, which is not saved. Lower learning_rate or raise beta, and continue "
+            "from the last checkpoint with --resume=True")
     if rank_and_size()[0] > 0:
         return
     for name in LOGS:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import grpo as trainer
+import grpo
 import tracin
 from common.files import ROOT
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
@@ -147,9 +147,9 @@ def test_the_examples_of_curricula():
     assert none_twice(rewards, 1, random.Random(1)) == [3]
 
 
-def test_max_prompts_is_the_size_of_the_pool(tiny, grpo, tmp_path):
-    grpo(tmp_path / "run", f"--policy={tiny.policy}", f"--judge={tiny.judge}", "--eval_judge=None",
-         "--max_prompts=5", "--max_iters=4")
+def test_max_prompts_is_the_size_of_the_pool(tiny, run_grpo, tmp_path):
+    run_grpo(tmp_path / "run", f"--policy={tiny.policy}", f"--judge={tiny.judge}",
+             "--eval_judge=None", "--max_prompts=5", "--max_iters=4")
     rows = [json.loads(line) for line in open(tmp_path / "run/samples.jsonl")]
     assert len({row["prompt"] for row in rows}) == 5, "4 iterations of 4 prompts, of a pool of 5"
 
@@ -229,7 +229,7 @@ def test_the_optimizer_of_the_config_file_takes_the_steps():
     setup = prepared(cfg)
     batch = collect(setup, WORD_PROMPTS, cfg, 1)
     before = torch.cat([p.detach().flatten() for p in setup.trained])
-    trainer.set_learning_rate(setup.optimizer, 0, cfg)
+    grpo.set_learning_rate(setup.optimizer, 0, cfg)
     (g,), _ = steps_of(setup, batch, cfg)
     after = torch.cat([p.detach().flatten() for p in setup.trained])
     assert torch.allclose(after, before - .5 * .3 * g, atol=1e-7), "not a step of SGD at that rate"
@@ -306,14 +306,14 @@ def weigh(influence, self_influence):
 '''
 
 
-def test_a_run_with_all_of_them_goes_on_with_the_same_bits(tiny, grpo, tmp_path):
+def test_a_run_with_all_of_them_goes_on_with_the_same_bits(tiny, run_grpo, tmp_path):
     config = tmp_path / "own.py"
     config.write_text(OWN)
     flags = [str(config), f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None",
              "--max_prompts=12", "--save_interval=1"]
-    grpo(tmp_path / "whole", *flags, "--max_iters=4")
-    grpo(tmp_path / "parts", *flags, "--max_iters=2")
-    grpo(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
+    run_grpo(tmp_path / "whole", *flags, "--max_iters=4")
+    run_grpo(tmp_path / "parts", *flags, "--max_iters=2")
+    run_grpo(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
     assert untimed_metrics(tmp_path / "parts") == untimed_metrics(tmp_path / "whole"), (
         "a run that stopped and went on is another run")
     weights = [torch.load(tmp_path / name / "ckpt_000004.pt", weights_only=True)["policy"]
@@ -337,7 +337,7 @@ def test_best_of_n_imitates_the_best():
 
     other = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     best = batch.rewards.view(4, 4).argmax(1) + 4 * torch.arange(4)
-    logp = trainer.completion_logprobs(other.policy, batch.rollout)[best]
+    logp = grpo.completion_logprobs(other.policy, batch.rollout)[best]
     mask = batch.loss_mask[best]
     loss = -((logp * mask).sum(1) / mask.sum(1)).sum() / 16
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(
